@@ -1,11 +1,15 @@
-"""`contaccum encode` beside sentence-transformers, or the memory that it takes for millions of rows.
+"""Compare the speed of `contaccum encode` with sentence-transformers, or measure its peak memory.
 
     python benchmarks/bench_encode.py MODEL --corpus contaccum/data/scifact --limit 300 --threads 2
     python benchmarks/bench_encode.py --stub --rows 10000000
 
-With a MODEL, both encode the same documents with the same batch size, in turns within one run, and the embeddings are
-compared. Ours is all that `contaccum encode` does after the model is loaded: reading, encoding, writing a store. With
-`--stub` a made-up corpus goes through a function in place of a model; run it alone, it reports its process's peak.
+With a MODEL, contaccum and sentence-transformers encode the same documents with the same batch
+size. They alternate within one run, and their embeddings are compared. The time of contaccum
+includes all that `contaccum encode` does after loading the model: reading, encoding and writing a
+store.
+
+With `--stub`, the program encodes a generated corpus with a function instead of a model and reports
+the peak memory of its process.
 """
 
 from __future__ import annotations
@@ -28,7 +32,12 @@ from contaccum.retrieval.store import EmbeddingStore, StoreWriter
 
 
 def measure_speed(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of each per turn, how many times as fast ours is (median), and how far apart the embeddings are."""
+    """Encode the corpus with contaccum and sentence-transformers in turns.
+
+    Returns:
+        Seconds of each turn, the median speedup of contaccum, and the largest difference between
+        the embeddings.
+    """
     import torch
     from sentence_transformers import SentenceTransformer
 
@@ -36,67 +45,75 @@ def measure_speed(args: argparse.Namespace) -> dict[str, Any]:
     passages = list(read_passages(args.corpus, RecordReport("skip")))[: args.limit]
     texts = [passage.passage for passage in passages]
     model = SentenceTransformer(args.model, device="cpu")
-    ours, theirs = [], []
+
+    def encode_batch(batch: list[str]) -> np.ndarray:
+        return encode_texts(model, batch, "document", args.batch_size)
+
+    our_seconds = []
+    their_seconds = []
     with tempfile.TemporaryDirectory() as name:
         corpus = Path(name, "corpus.jsonl")
-        lines = (
-            json.dumps({"_id": p.id, "title": p.title, "text": p.text}) + "\n" for p in passages
-        )
-        corpus.write_text("".join(lines), encoding="utf-8")
+        with corpus.open("w", encoding="utf-8") as file:
+            for passage in passages:
+                row = {"_id": passage.id, "title": passage.title, "text": passage.text}
+                file.write(json.dumps(row) + "\n")
         for turn in range(args.repeats):
-            store = Path(name, f"store-{turn}")
+            store_folder = Path(name, f"store-{turn}")
             started = time.perf_counter()
-            writer = StoreWriter(
-                store, encoding_identity(model, "document", "float32", "float32", 4096)
-            )
-            writer.fill(
-                read_texts(corpus, "document", RecordReport()),
-                lambda some: encode_texts(model, some, "document", args.batch_size),
-            )
-            ours.append(time.perf_counter() - started)
+            identity = encoding_identity(model, "document", "float32", "float32", 4096)
+            writer = StoreWriter(store_folder, identity)
+            writer.fill(read_texts(corpus, "document", RecordReport()), encode_batch)
+            our_seconds.append(time.perf_counter() - started)
             started = time.perf_counter()
             embeddings = model.encode_document(texts, batch_size=args.batch_size)
-            theirs.append(time.perf_counter() - started)
+            their_seconds.append(time.perf_counter() - started)
             print(
-                f"turn {turn + 1}: ours {ours[-1]:.1f} s, sentence-transformers {theirs[-1]:.1f} s",
+                f"turn {turn + 1}: contaccum {our_seconds[-1]:.1f} s, "
+                f"sentence-transformers {their_seconds[-1]:.1f} s",
                 flush=True,
             )
-        stored = EmbeddingStore.open(store)
-        difference = float(np.abs(stored[:] - embeddings).max())
-    result = {
+        stored_embeddings = EmbeddingStore.open(store_folder)[:]
+        difference = float(np.abs(stored_embeddings - embeddings).max())
+    speedups = [their / our for our, their in zip(our_seconds, their_seconds, strict=True)]
+    return {
         "documents": len(passages),
-        "seconds": {"ours": ours, "sentence_transformers": theirs},
+        "seconds": {"ours": our_seconds, "sentence_transformers": their_seconds},
+        "difference": difference,
+        "speedup": statistics.median(speedups),
     }
-    speedup = statistics.median(their / our for our, their in zip(ours, theirs, strict=True))
-    return {**result, "difference": difference, "speedup": speedup}
 
 
 def measure_memory(args: argparse.Namespace) -> dict[str, Any]:
-    """Megabytes of this process at its peak, before the first row and after the last, and seconds."""
-    import sentence_transformers  # noqa: F401  # part of what a real run holds
+    """Encode a generated corpus with a stub in place of a model.
 
-    def stub(texts: list[str]) -> np.ndarray:
+    Returns:
+        Peak memory of this process in MB, before the first row and after the last, and seconds.
+    """
+    # A real run imports this library as well, so its memory belongs to the peak.
+    import sentence_transformers  # noqa: F401
+
+    def encode_stub(texts: list[str]) -> np.ndarray:
         lengths = np.fromiter(map(len, texts), dtype=np.float32, count=len(texts))
         return lengths[:, None] / np.arange(1, 385, dtype=np.float32)
 
-    body = " ".join(f"word{n % 977}" for n in range(98))
+    body = " ".join(f"word{number % 977}" for number in range(98))
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder, "corpus.tsv")
         with corpus.open("w", encoding="utf-8") as file:
             file.write("id\ttext\ttitle\n")
-            file.writelines(
-                f"{n}\tpassage {n} {body}\ttitle {n % 1000}\n" for n in range(args.rows)
-            )
-        before, started = peak_memory_mb("cpu"), time.perf_counter()
-        writer = StoreWriter(
-            Path(folder, "store"), {"dtype": "float16", "shard_size": 50_000, "kind": "document"}
-        )
-        assert writer.fill(read_texts(corpus, "document", RecordReport()), stub)
+            for number in range(args.rows):
+                file.write(f"{number}\tpassage {number} {body}\ttitle {number % 1000}\n")
+        peak_before = peak_memory_mb("cpu")
+        started = time.perf_counter()
+        identity = {"dtype": "float16", "shard_size": 50_000, "kind": "document"}
+        writer = StoreWriter(Path(folder, "store"), identity)
+        is_complete = writer.fill(read_texts(corpus, "document", RecordReport()), encode_stub)
+        assert is_complete
         seconds = time.perf_counter() - started
     return {
         "rows": args.rows,
         "peak_mb": peak_memory_mb("cpu"),
-        "before_mb": before,
+        "before_mb": peak_before,
         "seconds": seconds,
     }
 
@@ -106,17 +123,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("model", nargs="?", help="none with --stub")
-    add("--stub", action="store_true", help="memory instead of speed")
-    add("--corpus", type=Path, help="what contaccum encode takes")
-    for name, value in {
-        "limit": 300,
-        "batch_size": 32,
-        "repeats": 3,
-        "threads": 1,
-        "rows": 1_000_000,
-    }.items():
-        add(f"--{name}", type=int, default=value)
+    add("model", nargs="?", help="a SentenceTransformer; not needed with --stub")
+    add("--stub", action="store_true", help="measure memory instead of speed")
+    add("--corpus", type=Path, help="a corpus in a format of `contaccum encode`")
+    add("--limit", type=int, default=300, help="number of documents")
+    add("--batch_size", type=int, default=32, help="texts per batch")
+    add("--repeats", type=int, default=3, help="number of turns")
+    add("--threads", type=int, default=1, help="torch's CPU threads")
+    add("--rows", type=int, default=1_000_000, help="number of generated documents with --stub")
     add("--output", metavar="FILE.json")
     args = parser.parse_args()
     result = measure_memory(args) if args.stub else measure_speed(args)

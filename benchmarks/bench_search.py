@@ -1,11 +1,13 @@
-"""Exact search beside beir's, and what approximate indexes cost and find, on the same embeddings in one run.
+"""Compare contaccum's exact search with BEIR's, or measure approximate FAISS indexes.
 
-    python benchmarks/bench_search.py --rows 1000000 --queries 1000 --k 1000              # ours beside beir's, in turns
-    python benchmarks/bench_search.py --rows 100000 --k 100 --indexes Flat HNSW32@efSearch=64 IVF1024,Flat@nprobe=16
+    python benchmarks/bench_search.py --rows 1000000 --queries 1000 --k 1000   # compare with BEIR
+    python benchmarks/bench_search.py --rows 100000 --k 100 \\
+        --indexes Flat HNSW32@efSearch=64 IVF1024,Flat@nprobe=16
 
-Embeddings are made up: `clusters` centres drawn from a normal distribution, each document one of them plus a normal
-vector `spread` times as long, each query a document plus the same again; all of length 1. Text embeddings are clustered
-too, and plain normal vectors would make every approximate index look poor.
+The embeddings are generated. `clusters` centres are drawn from a normal distribution. A document is
+a centre plus a normal vector that is `spread` times as long, and a query is a document plus another
+such vector. All embeddings are normalized. They are clustered because text embeddings are clustered
+as well; with plain normal vectors, every approximate index would have a low recall.
 """
 
 from __future__ import annotations
@@ -13,120 +15,161 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from contaccum.files import provenance, write_json
 from contaccum.retrieval.index import build_index, check_factory, recall_against_exact, search
 from contaccum.retrieval.searcher import FaissSearcher, Run
 
+BLOCK_SIZE = 65_536  # documents that are generated at once
 
-def made_up(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
-    """Documents (rows, d) and queries (queries, d), float32, of length 1."""
+
+def make_embeddings(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+    """Generate normalized float32 embeddings of documents (rows, d) and queries (queries, d)."""
     rng = np.random.default_rng(args.seed)
     centres = rng.standard_normal((args.clusters, args.dimension), dtype=np.float32)
 
-    def near(some: np.ndarray) -> np.ndarray:
-        some += args.spread * rng.standard_normal(some.shape, dtype=np.float32)
-        return some / np.linalg.norm(some, axis=1, keepdims=True)
+    def add_noise(vectors: np.ndarray) -> np.ndarray:
+        """Add noise to the vectors in place; return them normalized."""
+        vectors += args.spread * rng.standard_normal(vectors.shape, dtype=np.float32)
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
     documents = np.empty((args.rows, args.dimension), dtype=np.float32)
-    for start in range(0, args.rows, 65_536):
-        part = documents[start : start + 65_536]
-        part[:] = near(centres[rng.integers(0, args.clusters, len(part))])
-    chosen = documents[rng.integers(0, args.rows, args.queries)]
-    return documents, near(chosen * np.float32(np.sqrt(args.dimension)))
+    for start in range(0, args.rows, BLOCK_SIZE):
+        block = documents[start : start + BLOCK_SIZE]
+        block[:] = add_noise(centres[rng.integers(0, args.clusters, len(block))])
+    query_documents = documents[rng.integers(0, args.rows, args.queries)]
+    # Normalized documents are scaled to the length of a centre, so that the noise has the same
+    # share.
+    queries = add_noise(query_documents * np.float32(np.sqrt(args.dimension)))
+    return documents, queries
 
 
-class Stub:
-    """A model that hands out embeddings, and says when the first block of documents was had."""
+class StubModel:
+    """A model that returns prepared embeddings and records when the first block is read."""
 
-    device, training = SimpleNamespace(type="cpu"), False
+    device = SimpleNamespace(type="cpu")
+    training = False
 
-    def __init__(self, documents: Any, queries: Any) -> None:
-        self.documents, self.queries, self.place, self.began = documents, queries, 0, (0.0, 0.0)
+    def __init__(
+        self, documents: np.ndarray | torch.Tensor, queries: np.ndarray | torch.Tensor
+    ) -> None:
+        self.documents = documents
+        self.queries = queries
+        self.num_read = 0  # documents returned so far
+        self.start_time = 0.0  # time.perf_counter() at the first block of documents
+        self.start_cpu_time = 0.0  # time.process_time() at the first block of documents
 
     def train(self, mode: bool) -> None:
         pass
 
-    def encode_query(self, texts: Any, **settings: Any) -> Any:
+    def encode_query(self, texts: Sequence[str], **settings: Any) -> np.ndarray | torch.Tensor:
         return self.queries
 
-    def encode_document(self, texts: Any, **settings: Any) -> Any:
-        if not self.place:
-            self.began = time.perf_counter(), time.process_time()
-        self.place += len(texts)
-        return self.documents[self.place - len(texts) : self.place]
+    def encode_document(self, texts: Sequence[Any], **settings: Any) -> np.ndarray | torch.Tensor:
+        if self.num_read == 0:
+            self.start_time = time.perf_counter()
+            self.start_cpu_time = time.process_time()
+        start = self.num_read
+        self.num_read += len(texts)
+        return self.documents[start : self.num_read]
 
-    encode_queries, encode_corpus = encode_query, encode_document  # as BEIR calls them
+    # The names of these methods in BEIR
+    encode_queries = encode_query
+    encode_corpus = encode_document
 
 
-def against_beir(
+def time_search(
+    searcher: Any, model: StubModel, corpus: dict[str, Any], queries: dict[str, str], k: int
+) -> tuple[Run, float, float]:
+    """Search; return the run, and seconds and CPU seconds since the first block of documents."""
+    run: Run = searcher.search(corpus, queries, k, "cos_sim")
+    seconds = time.perf_counter() - model.start_time
+    cpu_seconds = time.process_time() - model.start_cpu_time
+    return run, seconds, cpu_seconds
+
+
+def compare_with_beir(
     args: argparse.Namespace, documents: np.ndarray, queries: np.ndarray
 ) -> dict[str, Any]:
-    """Turns of ours and theirs. Timed from the first block of the corpus on: theirs are scores, top k and heaps (not
-    sorting the corpus by length), ours all that follows encoding: checks, search, the dictionary of results.
+    """Search with contaccum and with BEIR in turns, and compare times and results.
+
+    The time starts at the first block of documents. For contaccum it includes everything after
+    encoding: checks, search and the dictionary of results. For BEIR it includes scores, top k and
+    heaps, but not the sorting of the corpus by length.
     """
-    import torch
     from beir.retrieval.search.dense import DenseRetrievalExactSearch
 
-    # Of one length: beir sorts by length, and so leaves the order.
+    # BEIR sorts documents by length. All texts have the same length, so that their order is kept.
     corpus = {f"d{row}": {"title": "", "text": f"{row:09}"} for row in range(len(documents))}
-    asked = {f"q{row}": f"{row:09}" for row in range(len(queries))}
+    query_texts = {f"q{row}": f"{row:09}" for row in range(len(queries))}
     turns = []
     for turn in range(args.repeats):
-        model = Stub(documents, queries)
-        ours: Run = FaissSearcher(model, show_progress_bar=False).search(
-            corpus, asked, args.k, "cos_sim"
+        model = StubModel(documents, queries)
+        searcher = FaissSearcher(model, show_progress_bar=False)
+        our_run, seconds, cpu_seconds = time_search(searcher, model, corpus, query_texts, args.k)
+        model = StubModel(torch.from_numpy(documents), torch.from_numpy(queries))
+        searcher = DenseRetrievalExactSearch(model, show_progress_bar=False)
+        beir_run, beir_seconds, beir_cpu_seconds = time_search(
+            searcher, model, corpus, query_texts, args.k
         )
         figures = {
-            "seconds": time.perf_counter() - model.began[0],
-            "cpu": time.process_time() - model.began[1],
+            "seconds": seconds,
+            "cpu": cpu_seconds,
+            "seconds_beir": beir_seconds,
+            "cpu_beir": beir_cpu_seconds,
         }
-        model = Stub(torch.from_numpy(documents), torch.from_numpy(queries))
-        theirs: Run = DenseRetrievalExactSearch(model, show_progress_bar=False).search(
-            corpus, asked, args.k, "cos_sim"
-        )
-        figures["seconds_beir"] = time.perf_counter() - model.began[0]
-        figures["cpu_beir"] = time.process_time() - model.began[1]
         turns.append(figures)
         print(f"turn {turn + 1}: {figures}", flush=True)
+
+    has_same_documents = []
+    score_differences = []
+    for query_id, hits in our_run.items():
+        beir_hits = beir_run[query_id]
+        has_same_documents.append(hits.keys() == beir_hits.keys())
+        for document_id in hits.keys() & beir_hits.keys():
+            score_differences.append(abs(hits[document_id] - beir_hits[document_id]))
     return {
         "turns": turns,
         "speedup": statistics.median(turn["seconds_beir"] / turn["seconds"] for turn in turns),
         "speedup_cpu": statistics.median(turn["cpu_beir"] / turn["cpu"] for turn in turns),
-        "same_documents": statistics.fmean(
-            ours[query].keys() == theirs[query].keys() for query in ours
-        ),
-        "score_difference": max(
-            abs(score - theirs[query].get(name, score))
-            for query, hits in ours.items()
-            for name, score in hits.items()
-        ),
+        "same_documents": statistics.fmean(has_same_documents),
+        "score_difference": max(score_differences, default=0.0),
     }
 
 
-def compare_indexes(
+def measure_indexes(
     args: argparse.Namespace, documents: np.ndarray, queries: np.ndarray
 ) -> list[dict[str, Any]]:
-    """For each index and search parameters: seconds to build, queries a second, and recall against exact search."""
+    """Measure the build time, the queries per second and the recall of each index."""
     results = []
-    for factory, _, parameters in [given.partition("@") for given in args.indexes]:
-        check_factory(factory, args.dimension, args.rows, "dot", parameters or None)
+    for factory_and_parameters in args.indexes:
+        factory, _, parameter_text = factory_and_parameters.partition("@")
+        parameters = parameter_text or None
+        check_factory(factory, args.dimension, args.rows, "dot", parameters)
         started = time.perf_counter()
-        index = build_index(documents, factory, "dot", parameters=parameters or None)
-        built = time.perf_counter() - started
+        index = build_index(documents, factory, "dot", parameters=parameters)
+        build_seconds = time.perf_counter() - started
         speeds = []
         for _ in range(args.repeats):
             started = time.perf_counter()
             _, rows = search(index, queries, args.k)
             speeds.append(len(queries) / (time.perf_counter() - started))
-        result = {"index": factory, "parameters": index.parameters, "build_seconds": built}
-        result["queries_per_second"] = statistics.median(speeds)
-        results.append(result | (recall_against_exact(index, queries, rows) or {}))
-        print(results[-1], flush=True)
+        recall = recall_against_exact(index, queries, rows) or {}  # None for an exact index
+        result = {
+            "index": factory,
+            "parameters": index.parameters,
+            "build_seconds": build_seconds,
+            "queries_per_second": statistics.median(speeds),
+            **recall,
+        }
+        results.append(result)
+        print(result, flush=True)
     return results
 
 
@@ -134,21 +177,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    defaults = {"rows": 200_000, "dimension": 384, "queries": 1000, "k": 1000, "clusters": 2000}
-    for name, value in {**defaults, "repeats": 1, "seed": 0}.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--spread", type=float, default=0.7, help="from a centre, over its length")
-    parser.add_argument(
-        "--indexes", nargs="+", metavar="FACTORY[@PARAMETERS]", help="these instead of beir"
+    add = parser.add_argument
+    add("--rows", type=int, default=200_000, help="number of documents")
+    add("--dimension", type=int, default=384, help="embedding dimension")
+    add("--queries", type=int, default=1000, help="number of queries")
+    add("--k", type=int, default=1000, help="results per query")
+    add("--clusters", type=int, default=2000, help="number of centres")
+    add("--repeats", type=int, default=1, help="number of turns")
+    add("--seed", type=int, default=0)
+    add("--spread", type=float, default=0.7, help="length of the noise / length of a centre")
+    add(
+        "--indexes",
+        nargs="+",
+        metavar="FACTORY[@PARAMETERS]",
+        help="measure these indexes instead of comparing with BEIR",
     )
-    parser.add_argument("--output", metavar="FILE.json")
+    add("--output", metavar="FILE.json")
     args = parser.parse_args()
-    documents, queries = made_up(args)
-    measure = compare_indexes if args.indexes else against_beir
-    result = {"settings": vars(args), "result": measure(args, documents, queries)}
-    print(result["result"])
+    documents, queries = make_embeddings(args)
+    result: Any
+    if args.indexes:
+        result = measure_indexes(args, documents, queries)
+    else:
+        result = compare_with_beir(args, documents, queries)
+    print(result)
     if args.output:
-        write_json(args.output, {**result, **provenance()})
+        write_json(args.output, {"settings": vars(args), "result": result, **provenance()})
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""What an update costs: time and peak memory of one optimizer step, by method and bank size.
+"""Measure time and peak memory of an update (one optimizer step), by method and bank size.
 
     python benchmarks/bench_update.py --backbone minilm --local 8 --total 32 --bank 1024 8192 65536
     python benchmarks/bench_update.py --backbone decoder-100m --lora_r 8 --local 1 --total 32
 
-Weights are fresh and token ids are random: neither changes the cost. The methods take turns in a
-shuffled order within one run, so that other work on the machine falls on all of them. What counts
-is the ratio to gradient accumulation in the same turn. Peaks are measured in a process of their
-own. Quality is not measured here.
+Weights and token ids are random, because they do not change the cost. The methods take turns in a
+shuffled order within one run, so that other load on the machine affects all of them. The main
+result is the ratio to gradient accumulation in the same turn. Peak memory is measured in separate
+processes. Quality is not measured here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BANK_METHODS = ("contaccum", "pre_batch", "contaccum_cached")
 CACHED_METHODS = ("grad_cache", "contaccum_cached")
 METHODS = ("in_batch", "grad_accum", *CACHED_METHODS, "contaccum", "pre_batch")
 VOCABULARY = 30522
-PAIRS_TO_FILL = 1024  # enqueued at once when a bank is filled
+PAIRS_PER_FILL_STEP = 1024  # pairs that are enqueued at once to fill a bank
 
 Cell = tuple[int, str, int]  # pairs per update, method, rows of the bank
 
@@ -56,22 +56,22 @@ def parse_arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--backbone", choices=BACKBONES, default="minilm")
-    add("--untied", action="store_true", help="two towers instead of one")
-    add("--lora_r", type=int, help="train adapters of this rank instead of the weights")
+    add("--untied", action="store_true", help="use two separate encoders")
+    add("--lora_r", type=int, help="train LoRA adapters of this rank instead of all weights")
     add("--gradient_checkpointing", action="store_true")
     add("--local", type=int, default=8, help="pairs per micro-batch")
     add("--total", type=int, nargs="+", default=[128], help="pairs per update")
-    add("--bank", type=int, nargs="+", default=[1024], help="rows of each bank")
+    add("--bank", type=int, nargs="+", default=[1024], help="bank sizes")
     methods = ["grad_accum", "grad_cache", "contaccum"]
     add("--methods", nargs="+", choices=METHODS, default=methods)
     add("--query_length", type=int, default=32, help="tokens")
     add("--passage_length", type=int, default=128, help="tokens")
-    add("--repeats", type=int, default=5, help="turns that are timed")
+    add("--repeats", type=int, default=5, help="number of timed turns")
     add("--precision", choices=("float32", "bfloat16"), default="float32")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--no_memory", action="store_true", help="time alone")
-    add("--output", type=Path, help="JSON to write")
-    # A cell, in the process that measures its peak:
+    add("--no_memory", action="store_true", help="do not measure memory")
+    add("--output", type=Path, help="JSON file of the results")
+    # Measure the peak memory of one cell; used in the processes that this program starts.
     add("--peak_of", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -94,7 +94,7 @@ def make_config(backbone: str) -> BertConfig | Qwen3Config:
 
 
 def make_encoder(options: argparse.Namespace) -> DualEncoder:
-    """Return a fresh encoder in train mode, whose forward pass runs in the precision asked for."""
+    """Create an encoder with random weights in train mode, under autocast if needed."""
     words = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
     tokenizer = BertTokenizer(vocab={word: number for number, word in enumerate(words)})
     model = DualEncoder.from_backbone(
@@ -109,15 +109,15 @@ def make_encoder(options: argparse.Namespace) -> DualEncoder:
         model.gradient_checkpointing_enable()
     dtype = getattr(torch, options.precision)
     if dtype != torch.float32:
-        # As accelerate does it: GradCache's second forward pass runs within backward, where no
-        # context of the loop would reach it.
+        # Wrap the forward method, as accelerate does. GradCache's second forward pass runs inside
+        # backward, where an autocast context of the training loop is not active.
         autocast = torch.autocast(torch.device(options.device).type, dtype=dtype)
         model.forward = autocast(model.forward)
     return model.train()
 
 
 def make_loss(method: str, model: DualEncoder, local: int, bank_size: int) -> ContAccumLoss:
-    """Return the loss of a method, with ``bank_size=0`` for a method without a bank."""
+    """Create the loss of a method. ``bank_size`` is 0 for methods without a bank."""
     if method in CACHED_METHODS:
         return CachedContAccumLoss(model, bank_size=bank_size, mini_batch_size=local)
     query_bank_size = 0 if method == "pre_batch" else None
@@ -125,7 +125,7 @@ def make_loss(method: str, model: DualEncoder, local: int, bank_size: int) -> Co
 
 
 class Update:
-    """One method, ready to do updates; the methods share the model and the optimizer."""
+    """Updates of one method. All methods share the model and the optimizer."""
 
     def __init__(
         self,
@@ -137,18 +137,19 @@ class Update:
         total, method, bank_size = cell
         self.options = options
         self.optimizer = optimizer
-        is_one_batch = method == "in_batch" or method in CACHED_METHODS
-        self.rows = total if is_one_batch else options.local
-        self.num_micro_steps = total // self.rows
+        uses_one_batch = method == "in_batch" or method in CACHED_METHODS
+        self.batch_size = total if uses_one_batch else options.local
+        self.num_micro_steps = total // self.batch_size
         self.loss = make_loss(method, model, options.local, bank_size).train()
         if bank_size:
             self.fill_bank(model.get_embedding_dimension(), bank_size)
 
     def fill_bank(self, dimension: int, bank_size: int) -> None:
-        """Fill the bank with random embeddings: the cost of a full bank is the one that lasts."""
-        self.loss(self.make_features(), None)  # makes the bank and the probe
-        for _ in range(-(-bank_size // PAIRS_TO_FILL)):
-            pairs = torch.randn(2, PAIRS_TO_FILL, dimension, device=self.options.device)
+        """Fill the bank with random embeddings, because most updates of a run have a full bank."""
+        self.loss(self.make_features(), None)  # creates the bank and the probe
+        num_fill_steps = -(-bank_size // PAIRS_PER_FILL_STEP)  # rounded up
+        for _ in range(num_fill_steps):
+            pairs = torch.randn(2, PAIRS_PER_FILL_STEP, dimension, device=self.options.device)
             self.loss.info_nce(pairs[0], pairs[1])
 
     def make_features(self) -> list[dict[str, Any]]:
@@ -156,7 +157,7 @@ class Update:
         lengths = {"query": self.options.query_length, "document": self.options.passage_length}
         features = []
         for task, length in lengths.items():
-            shape = (self.rows, length)
+            shape = (self.batch_size, length)
             token_ids = torch.randint(5, VOCABULARY, shape, device=self.options.device)
             mask = torch.ones_like(token_ids)
             features.append({"input_ids": token_ids, "attention_mask": mask, "task": task})
@@ -172,13 +173,13 @@ class Update:
 
 
 def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW at its full cost, whose steps leave the weights where they are."""
+    """Create AdamW with a learning rate of 0: the usual cost, but weights do not change."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0)
 
 
 def measure_seconds(update: Update) -> float:
-    """Return how long an update takes, the device's work included."""
+    """Run an update and return its seconds, including the work of the device."""
     is_cuda = torch.device(update.options.device).type == "cuda"
     if is_cuda:
         torch.cuda.synchronize()
@@ -190,7 +191,7 @@ def measure_seconds(update: Update) -> float:
 
 
 def make_cells(options: argparse.Namespace, total: int) -> list[Cell]:
-    """Return what is measured at one number of pairs per update."""
+    """Return all combinations of method and bank size for one number of pairs per update."""
     cells = []
     for method in options.methods:
         bank_sizes = options.bank if method in BANK_METHODS else [0]
@@ -199,7 +200,7 @@ def make_cells(options: argparse.Namespace, total: int) -> list[Cell]:
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a record for each cell: quartiles of seconds, the ratio to grad_accum, the peak."""
+    """Measure all cells; return quartiles of seconds, ratios to grad_accum and peak memory."""
     torch.manual_seed(0)
     model = make_encoder(options)
     optimizer = make_optimizer(model)
@@ -212,7 +213,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         for turn in range(options.repeats + 1):
             for cell in order.sample(cells, len(cells)):
                 measured = measure_seconds(updates[cell])
-                if turn > 0:  # the first warms up
+                if turn > 0:  # the first turn is the warm-up
                     seconds[cell].append(measured)
             print(f"total {total}: turn {turn} of {options.repeats}", file=sys.stderr)
         del updates
@@ -229,7 +230,13 @@ def summarise(
     seconds: Sequence[float],
     baseline: Sequence[float] | None,
 ) -> dict[str, Any]:
-    """Return the record of a cell; ``baseline``: the seconds of grad_accum in the same turns."""
+    """Return the record of a cell.
+
+    Args:
+        cell: pairs per update, method and bank size.
+        seconds: seconds of each turn.
+        baseline: seconds of grad_accum in the same turns; None: grad_accum is not measured.
+    """
     total, method, bank_size = cell
     low, median, high = np.quantile(seconds, [0.25, 0.5, 0.75]).tolist()
     ratio = None
@@ -247,10 +254,10 @@ def summarise(
 
 
 def measure_peak(cell: Cell) -> float:
-    """Return the MB at the peak of two updates, the lower of two processes."""
+    """Return the peak memory of two updates in MB, the lower one of two processes."""
     environment = dict(os.environ)
-    # With these, glibc gives every tensor above a megabyte back when it is freed: the peak is then
-    # what was in use.
+    # With these variables, glibc returns every tensor above 1 MB to the system when it is freed.
+    # Otherwise freed memory would count as memory in use.
     environment["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
     environment["MALLOC_TRIM_THRESHOLD_"] = str(2**20)
     command = [sys.executable, *sys.argv, "--peak_of", json.dumps(cell)]
@@ -262,7 +269,7 @@ def measure_peak(cell: Cell) -> float:
 
 
 def print_peak(options: argparse.Namespace) -> None:
-    """Measure and print the peak of one cell."""
+    """Measure and print the peak memory of one cell."""
     total, method, bank_size = json.loads(options.peak_of)
     model = make_encoder(options)
     update = Update(options, model, make_optimizer(model), (total, method, bank_size))
@@ -273,7 +280,7 @@ def print_peak(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure, print a line for each cell, and write the record."""
+    """Measure all cells, print one line per cell, and write the records."""
     options = parse_arguments()
     if options.peak_of:
         print_peak(options)
@@ -282,11 +289,13 @@ def main() -> None:
     for record in records:
         values = []
         for name, value in record.items():
-            values.append(f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}")
+            text = f"{value:.3f}" if isinstance(value, float) else str(value)
+            values.append(f"{name} {text}")
         print(", ".join(values))
     if options.output:
         settings = dict(vars(options))
-        del settings["output"], settings["peak_of"]
+        del settings["output"]
+        del settings["peak_of"]
         content = {
             "command": shlex.join(["python", *sys.argv]),
             "settings": settings,

@@ -1,10 +1,12 @@
-"""Whether engines train alike: the same run under DDP, FSDP2 and ZeRO 2 and 3, started by torchrun as a user would.
+"""Compare training engines: run the same training with DDP, FSDP2, ZeRO 2 and ZeRO 3.
 
     python benchmarks/engines.py --gpus 2 --backbone bert-base
 
-Weights are fresh and texts made up, in float32 and with SGD: Adam takes a step of full size where a gradient is nothing
-but rounding. For each engine: the largest difference of a weight from DDP's, beside how far DDP's training moved one;
-the same for the bank; time per update and peak memory. FSDP is left out without GPUs, where accelerate has only DDP.
+The program starts each run with torchrun. Weights and texts are random. Training uses float32 and
+SGD, because Adam takes a full step even if a gradient contains only rounding errors. For each
+engine, the program prints the largest difference of a weight from DDP's weight, next to the largest
+change of a weight by DDP's training; the same difference for the bank; the time per update; and the
+peak memory. FSDP2 is skipped without GPUs, because accelerate supports only DDP on CPUs.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import BertConfig, BertModel, BertTokenizer, set_seed
 
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
@@ -31,20 +34,16 @@ ENGINES: dict[str, dict[str, Any]] = {
     "zero2": {"deepspeed": {"zero_optimization": {"stage": 2}}},
     "zero3": {"deepspeed": {"zero_optimization": {"stage": 3}}},
 }
-RUN = {
+COMMON_SETTINGS = {
     "pooling": "mean",
     "normalize": False,
     "similarity": "cos",
     "dropout": 0,
     "optim": "sgd",
     "learning_rate": 0.1,
-}
-RUN |= {
     "lr_scheduler_type": "constant",
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 4,
-}
-RUN |= {
     "bank_size": 256,
     "save_strategy": "steps",
     "disable_tqdm": True,
@@ -53,81 +52,103 @@ RUN |= {
 }
 
 
-def write_inputs(folder: Path, backbone: str) -> dict[str, torch.Tensor]:
-    """A fresh backbone and pairs that share words; returns the weights."""
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(5000))]
+class TrainedRun(NamedTuple):
+    """Result of a training run."""
+
+    weights: dict[str, Tensor]
+    bank: dict[str, Tensor]
+    log: list[dict[str, Any]]  # lines of train_log.jsonl
+
+
+def write_inputs(folder: Path, backbone: str) -> dict[str, Tensor]:
+    """Write a backbone with random weights and 4,096 random pairs; return the weights."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words += [f"w{number}" for number in range(5000)]
     set_seed(0)
-    config = BertConfig(vocab_size=len(words), **dict(zip(SIZES, BACKBONES[backbone], strict=True)))
-    BertModel(config).save_pretrained(folder / "backbone")
-    tokenizer = BertTokenizer(vocab={word: i for i, word in enumerate(words)}, model_max_length=512)
+    sizes = dict(zip(SIZES, BACKBONES[backbone], strict=True))
+    BertModel(BertConfig(vocab_size=len(words), **sizes)).save_pretrained(folder / "backbone")
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = BertTokenizer(vocab=vocabulary, model_max_length=512)
     tokenizer.save_pretrained(folder / "backbone")
     with (folder / "pairs.jsonl").open("w") as file:
         for _ in range(4096):
             passage = random.choices(words[5:], k=100)
-            file.write(
-                json.dumps({"query": " ".join(passage[:10]), "positive": " ".join(passage)}) + "\n"
-            )
+            pair = {"query": " ".join(passage[:10]), "positive": " ".join(passage)}
+            file.write(json.dumps(pair) + "\n")
     return load_file(folder / "backbone" / "model.safetensors")
 
 
-def train(engine: str, folder: Path, gpus: int, updates: int) -> dict[str, Any]:
-    """Weights, bank and log of a run under an engine."""
-    given = {
-        **RUN,
+def train(engine: str, folder: Path, num_gpus: int, num_updates: int) -> TrainedRun:
+    """Train with an engine, started by torchrun."""
+    settings = {
+        **COMMON_SETTINGS,
         **ENGINES[engine],
-        "max_steps": updates,
-        "save_steps": updates,
+        "max_steps": num_updates,
+        "save_steps": num_updates,
         "output_dir": folder / engine,
+        "model": folder / "backbone",
+        "train_data": folder / "pairs.jsonl",
     }
-    given |= {"model": folder / "backbone", "train_data": folder / "pairs.jsonl"}
-    options = [
-        f"--{key}={json.dumps(x) if isinstance(x, (dict, bool)) else x}" for key, x in given.items()
-    ]
-    start = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={gpus}",
-        "-m",
-    ]
-    subprocess.run(
-        [*start, "contaccum.cli", "train", *options], check=True, stdout=subprocess.DEVNULL
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={num_gpus}", "-m", "contaccum.cli", "train"]
+    for key, value in settings.items():
+        text = json.dumps(value) if isinstance(value, (dict, bool)) else str(value)
+        command.append(f"--{key}={text}")
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    checkpoint = folder / engine / f"checkpoint-{num_updates}"
+    log_lines = (folder / engine / "train_log.jsonl").read_text().splitlines()
+    return TrainedRun(
+        weights=load_file(folder / engine / "model.safetensors"),
+        bank=load_file(checkpoint / "contaccum_bank.safetensors"),
+        log=[json.loads(line) for line in log_lines],
     )
-    lines = [
-        json.loads(line) for line in (folder / engine / "train_log.jsonl").read_text().splitlines()
-    ]
-    bank = load_file(folder / engine / f"checkpoint-{updates}" / "contaccum_bank.safetensors")
-    return {"weights": load_file(folder / engine / "model.safetensors"), "bank": bank, "log": lines}
 
 
-def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest, of what both hold."""
-    common = [name for name in one.keys() & other.keys() if one[name].numel()]
-    return max((one[name].double() - other[name].double()).abs().max().item() for name in common)
+def largest_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    """Return the largest absolute difference between tensors of the same name."""
+    differences = []
+    for name in first.keys() & second.keys():
+        if first[name].numel():
+            difference = (first[name].double() - second[name].double()).abs().max()
+            differences.append(difference.item())
+    return max(differences)
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--gpus", type=int, default=max(torch.cuda.device_count(), 2), help="processes, one on each"
+        "--gpus",
+        type=int,
+        default=max(torch.cuda.device_count(), 2),
+        help="number of processes, one per GPU",
     )
     parser.add_argument("--backbone", choices=BACKBONES, default="tiny")
-    parser.add_argument("--updates", type=int, default=10)
-    given = parser.parse_args()
+    parser.add_argument("--updates", type=int, default=10, help="number of updates")
+    args = parser.parse_args()
+    engines = list(ENGINES)
+    if not torch.cuda.is_available():
+        engines.remove("fsdp2")
     with tempfile.TemporaryDirectory() as name:
-        start, runs = write_inputs(Path(name), given.backbone), {}
-        for engine in [x for x in ENGINES if torch.cuda.is_available() or x != "fsdp2"]:
-            runs[engine] = train(engine, Path(name), given.gpus, given.updates)
-            found, moved = runs[engine], difference(start, runs["ddp"]["weights"])
-            off, off_bank = (
-                difference(found[part], runs["ddp"][part]) for part in ("weights", "bank")
-            )
-            seconds = statistics.median(line["seconds"] for line in found["log"])
+        folder = Path(name)
+        initial_weights = write_inputs(folder, args.backbone)
+        ddp = train("ddp", folder, args.gpus, args.updates)
+        weight_change = largest_difference(initial_weights, ddp.weights)
+        for engine in engines:
+            run = ddp
+            if engine != "ddp":
+                run = train(engine, folder, args.gpus, args.updates)
+            weight_difference = largest_difference(run.weights, ddp.weights)
+            bank_difference = largest_difference(run.bank, ddp.bank)
+            seconds = statistics.median(line["seconds"] for line in run.log)
+            peak_memory = run.log[-1]["peak_memory_mb"]
             print(
-                f"{engine}: weights off by {off:.1e} of {moved:.1e}, bank by {off_bank:.1e}; ",
-                end="",
+                f"{engine}: largest difference from DDP: weights {weight_difference:.1e} "
+                f"(training changed them by {weight_change:.1e}), bank {bank_difference:.1e}; "
+                f"{seconds:.3f} s per update, {peak_memory:,.0f} MB"
             )
-            print(f"{seconds:.3f} s per update, {found['log'][-1]['peak_memory_mb']:,.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,18 +1,19 @@
-"""Measure the method on a GPU, in short parts that are independent of each other.
+"""Measure contaccum on a GPU, in short independent parts.
 
     python benchmarks/gpu.py                                    # all parts, in ten minutes
     python benchmarks/gpu.py --part loss_exact host_syncs
     python benchmarks/gpu.py --part update_time --minutes 8 --local 8 --bank_size 8192
     python benchmarks/gpu.py --device cpu --tiny --output /tmp/gpu    # a dry run
 
-loss_exact   gradients of BankedInfoNCE against a dense float64 loss of the whole batch, when the
-             bank holds exactly the rest of the batch; also under autocast and with a scaler
-host_syncs   whether a micro-step of the loss waits for the device
-update_time  seconds and peak memory of an update, at BERT-base's shape
+loss_exact   compares gradients of BankedInfoNCE with a dense float64 loss of the whole batch, if
+the
+             bank contains exactly the rest of the batch; also with autocast and a gradient scaler
+host_syncs   checks that a micro-step of the loss does not make the host wait for the device
+update_time  measures seconds and peak memory of an update, with the sizes of BERT-base
 
-Each part writes OUTPUT/PART.json with its command, versions, device and commit. The program ends
-with a list of what was run and what was not, and with exit code 1 if a check failed. Weights are
-fresh and texts are random: nothing is downloaded.
+Each part writes OUTPUT/PART.json with its command, versions, device and commit. The program prints
+which parts were run and which were not, and has exit code 1 if a check failed. Weights and texts
+are random, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -62,21 +63,34 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--part", nargs="+", choices=list(PARTS), default=list(PARTS), help="default: all")
-    add("--minutes", type=float, default=10, help="start no part, and no turn, after so many")
-    add("--output", type=Path, default=Path("runs/gpu"), help="a folder for PART.json")
+    add(
+        "--part",
+        nargs="+",
+        choices=list(PARTS),
+        default=list(PARTS),
+        help="parts to run; default: all",
+    )
+    add("--minutes", type=float, default=10, help="start no new part or turn after this time")
+    add("--output", type=Path, default=Path("runs/gpu"), help="folder of the PART.json files")
     add("--device", help="default: cuda if there is a GPU, else cpu")
     add("--tiny", action="store_true", help="tiny sizes, for a dry run")
-    add("--pairs", type=int, help=f"per update; default: {Sizes.pairs}")
+    add("--pairs", type=int, help=f"pairs per update; default: {Sizes.pairs}")
     add("--local", type=int, help=f"pairs per micro-batch; default: {Sizes.local}")
     add("--bank_size", type=int, help=f"default: {Sizes.bank_size}")
     add("--turns", type=int, help=f"updates of each method; default: {Sizes.turns}")
-    add("--precision", choices=("float32", "bfloat16"), help="of the encoder in update_time")
+    add(
+        "--precision",
+        choices=("float32", "bfloat16"),
+        help="precision of the encoder in update_time",
+    )
     args = parser.parse_args()
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    names = ("pairs", "local", "bank_size", "turns", "precision")
-    chosen = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    args.sizes = replace(TINY if args.tiny else Sizes(), **chosen)
+    if args.device is None:
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.sizes = TINY if args.tiny else Sizes()
+    for name in ("pairs", "local", "bank_size", "turns", "precision"):
+        value = getattr(args, name)
+        if value is not None:
+            args.sizes = replace(args.sizes, **{name: value})
     if args.sizes.pairs % args.sizes.local or args.sizes.pairs == args.sizes.local:
         parser.error("--pairs must be a multiple of --local, at least twice as large")
     return args
@@ -88,28 +102,28 @@ def run_part(name: str, run: Run, output: Path) -> dict[str, Any]:
     record: dict[str, Any] = {"part": name, "measured": True}
     try:
         record["result"] = PARTS[name](run)
-    except NotMeasured as reason:
-        record |= {"measured": False, "reason": str(reason)}
-    except RuntimeError as error:  # out of memory, or an operation that this device lacks
-        reason = f"{type(error).__name__}: {error}"
-        record |= {"measured": False, "reason": reason, "failed": True}
-    record |= {
-        "seconds": time.monotonic() - started,
-        "command": shlex.join(["python", *sys.argv]),
-        "device": describe_device(run.device),
-        "sizes": asdict(run.sizes),
-        **provenance(),
-    }
+    except NotMeasured as error:
+        record["measured"] = False
+        record["reason"] = str(error)
+    except RuntimeError as error:  # out of memory, or an operation that the device does not support
+        record["measured"] = False
+        record["reason"] = f"{type(error).__name__}: {error}"
+        record["failed"] = True
+    record["seconds"] = time.monotonic() - started
+    record["command"] = shlex.join(["python", *sys.argv])
+    record["device"] = describe_device(run.device)
+    record["sizes"] = asdict(run.sizes)
+    record.update(provenance())
     write_json(output / f"{name}.json", record)
     return record
 
 
 def main() -> int:
-    """Run the parts and say what was run and what was not; return the exit code."""
+    """Run the parts and print which were run and which were not; return the exit code."""
     args = parse_arguments()
     deadline = time.monotonic() + 60 * args.minutes
     run = Run(args.sizes, torch.device(args.device), deadline)
-    not_run = {name: "not asked for" for name in PARTS if name not in args.part}
+    not_run = {name: "not in --part" for name in PARTS if name not in args.part}
     has_failed = False
     for name in args.part:
         if time.monotonic() > deadline:

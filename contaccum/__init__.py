@@ -1,6 +1,6 @@
-"""contaccum: dense-retriever training with dual memory banks over gradient accumulation.
+"""contaccum: training of dense retrievers with memory banks and gradient accumulation.
 
-Names are imported on first use, so that `import contaccum` stays fast and pulls in neither faiss nor beir.
+Names are imported on first use, so that `import contaccum` is fast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULES = {
     "MemoryBank": "contaccum.bank.memory_bank",
     "BankedInfoNCE": "contaccum.bank.info_nce",
     "ContAccumLoss": "contaccum.losses.contaccum",
@@ -36,12 +36,12 @@ _HOMES = {
     "fit": "contaccum.fitting.pipeline",
     "ContAccumTrainingArguments": "contaccum.training.arguments",
 }
-__all__ = ["__version__", *_HOMES]
+__all__ = ["__version__", *_MODULES]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

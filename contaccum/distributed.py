@@ -1,8 +1,11 @@
-"""The micro-batch of all ranks, for a loss that every rank computes alike. It knows neither loss nor bank.
+"""Collectives over the ranks of a distributed run: rows, named tensors and JSON values.
 
-The order is that of one process: the pairs of rank 0 as they lie, then those of rank 1, and so on. No parameters and no
-gradients of parameters travel here. Every call is a collective: all ranks of the default process group make it, in the
-same order. Without a process group each of them is the identity.
+`gather_rows` puts the micro-batches of all ranks together, so that every rank computes the same
+loss. Its order is that of one process with the whole batch: the rows of rank 0, then those of
+rank 1, and so on. Parameters and their gradients are not exchanged here.
+
+Every function with data is a collective: all ranks of the default process group must call it, in
+the same order. Without a process group it returns its argument.
 """
 
 from __future__ import annotations
@@ -17,108 +20,141 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 LAYOUT_LENGTH = 16
-"""Numbers that describe the rows of a rank: how many, and the shape and item size of each tensor."""
+"""Length of the list of numbers that describes the shapes of a rank's tensors.
+
+It holds the number of rows, and the item size, number of dimensions and shape of each tensor.
+"""
 
 
 def world_size() -> int:
-    """Ranks of the default process group, 1 without one."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    """Return the number of ranks of the default process group, or 1 if there is none."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return 1
 
 
 def rank() -> int:
-    """This process among them, from 0."""
-    return dist.get_rank() if world_size() > 1 else 0
+    """Return the rank of this process, from 0."""
+    if world_size() > 1:
+        return dist.get_rank()
+    return 0
 
 
 def over_ranks(op: Literal["SUM", "MIN", "MAX"], value: Tensor) -> Tensor:
-    """The sum, the least or the greatest of every rank's ``value``."""
-    if world_size() > 1:
-        value = value.clone()
-        dist.all_reduce(value, getattr(dist.ReduceOp, op))
-    return value
+    """Return the elementwise sum, minimum or maximum of ``value`` over all ranks."""
+    if world_size() == 1:
+        return value
+    result = value.clone()
+    dist.all_reduce(result, getattr(dist.ReduceOp, op))
+    return result
 
 
 def gather_rows(tensors: list[Tensor]) -> tuple[list[Tensor], slice]:
-    """Concatenate the rows of every rank's tensors in rank order; ranks may have different numbers of rows, even none.
+    """Concatenate the rows of every rank's tensors in rank order.
 
-    A collective says what will come, and on an accelerator the host waits for it; then one collective follows for each
-    tensor.
+    Ranks may have different numbers of rows, and may have none. The first collective exchanges the
+    shapes, and on an accelerator the host waits for it. One collective per tensor follows.
 
     Args:
-        tensors: (n, ...) each, with this rank's n; detached.
+        tensors: detached tensors (n, ...) of this rank, with the same n.
 
     Returns:
-        The tensors (N, ...), with N the sum of all n, and the slice of this rank's rows.
+        The tensors (N, ...), where N is the sum of n over all ranks, and the slice of this rank's
+        rows.
 
     Raises:
-        ValueError: on every rank, when shapes or dtypes differ between ranks, or all ranks have no rows.
+        ValueError: on every rank, if shapes or dtypes differ between ranks, or no rank has rows.
     """
-    n = len(tensors[0])
-    layout = [n]
+    num_rows = len(tensors[0])
+    layout = [num_rows]
     for tensor in tensors:
         layout += [tensor.element_size(), tensor.ndim, *tensor.shape[1:]]
-    layout += [0] * (LAYOUT_LENGTH - len(layout))  # ranks may bring different numbers of tensors
-    layouts = _all_gather(
-        torch.tensor([layout], device=tensors[0].device), world_size() * [1]
-    ).tolist()
+    # Ranks may wrongly pass different numbers of tensors. Padded layouts can be gathered anyway.
+    layout += [0] * (LAYOUT_LENGTH - len(layout))
+    layout_row = torch.tensor([layout], device=tensors[0].device)
+    layouts = _all_gather(layout_row, [1] * world_size()).tolist()
     lengths = [row[0] for row in layouts]
     shapes = {tuple(row[1:]) for row in layouts}
     if len(shapes) > 1:
-        described = "; ".join(_describe_layout(row) for row in layouts)
+        descriptions = "; ".join(_describe_layout(row) for row in layouts)
         raise ValueError(
-            f"the micro-batches of ranks 0, 1, ... differ in shapes or bytes per number: {described}"
+            "the micro-batches of the ranks differ in shape or in bytes per number. "
+            f"From rank 0 on: {descriptions}"
         )
     if sum(lengths) == 0:
         raise ValueError("the micro-batch is empty on every rank")
-    first = sum(lengths[: rank()])
+    start = sum(lengths[: rank()])
     gathered = [_all_gather(tensor, lengths) for tensor in tensors]
-    return gathered, slice(first, first + n)
+    return gathered, slice(start, start + num_rows)
 
 
 def _describe_layout(layout: list[int]) -> str:
-    """Describe a rank's tensors, with n for its number of rows: ``(n, 6) of 8 bytes``."""
-    described = []
+    """Return a description of a rank's tensors, such as ``(n, 6) of 8 bytes``.
+
+    n stands for the number of rows.
+    """
+    descriptions = []
     position = 1
     while position < len(layout) and layout[position]:
         item_size = layout[position]
         ndim = layout[position + 1]
         dims = layout[position + 2 : position + 1 + ndim]
-        described.append(f"({', '.join(['n', *map(str, dims)])}) of {item_size} bytes")
+        shape = ", ".join(["n", *map(str, dims)])
+        descriptions.append(f"({shape}) of {item_size} bytes")
         position += 1 + ndim
-    return ", ".join(described)
+    return ", ".join(descriptions)
 
 
 def gather_states(state: dict[str, Tensor], device: torch.device) -> list[dict[str, Tensor]]:
-    """Every rank's named tensors, in rank order, on the CPU; names, shapes and dtypes may differ.
+    """Return every rank's named tensors in rank order, on the CPU.
 
-    They travel as safetensors: nothing that arrives is executed.
+    Names, shapes and dtypes may differ between ranks. The tensors are exchanged as safetensors
+    bytes and not as pickles, so that no code is run.
+
+    Args:
+        state: this rank's named tensors.
+        device: the device on which the process group can communicate.
     """
-    data = save({name: value.cpu().contiguous() for name, value in state.items()})
-    content = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    lengths = _all_gather(torch.tensor([[len(data)]], device=device), world_size() * [1])[
-        :, 0
-    ].tolist()
-    return [
-        load(part.cpu().numpy().tobytes()) for part in _all_gather(content, lengths).split(lengths)
-    ]
+    content = save({name: value.cpu().contiguous() for name, value in state.items()})
+    content_bytes = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+    length = torch.tensor([[len(content)]], device=device)
+    lengths = _all_gather(length, [1] * world_size())[:, 0].tolist()
+    parts = _all_gather(content_bytes, lengths).split(lengths)
+    return [load(part.cpu().numpy().tobytes()) for part in parts]
 
 
 def share(content: Any) -> Any:
-    """Return on every rank what rank 0 gives; it travels as JSON, so that nothing of it is executed."""
+    """Return rank 0's ``content`` on every rank.
+
+    It is exchanged as JSON and not as a pickle, so that no code is run.
+
+    Args:
+        content: a value that JSON can represent. The values of other ranks are ignored.
+    """
     if world_size() == 1:
         return content
-    text = json.dumps(content).encode() if rank() == 0 else b""
-    sent = torch.tensor(list(text), dtype=torch.uint8)
-    received = gather_states({"json": sent}, PartialState().device)[0]
-    return json.loads(received["json"].numpy().tobytes())
+    text = b""
+    if rank() == 0:
+        text = json.dumps(content).encode()
+    text_bytes = torch.tensor(list(text), dtype=torch.uint8)
+    state_of_rank_0 = gather_states({"json": text_bytes}, PartialState().device)[0]
+    return json.loads(state_of_rank_0["json"].numpy().tobytes())
 
 
 def _all_gather(rows: Tensor, lengths: list[int]) -> Tensor:
-    # all_gather wants one shape everywhere, so that short parts travel padded.
+    """Return the rows of all ranks, concatenated in rank order.
+
+    Args:
+        rows: this rank's rows.
+        lengths: the number of rows of each rank.
+    """
+    # all_gather needs the same shape on every rank, so shorter tensors are padded.
+    max_length = max(lengths)
     padded = rows
-    if len(rows) < max(lengths):
-        padded = rows.new_zeros(max(lengths), *rows.shape[1:])
+    if len(rows) < max_length:
+        padded = rows.new_zeros(max_length, *rows.shape[1:])
         padded[: len(rows)] = rows
-    parts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(parts, padded.contiguous())
-    return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+    padded_parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(padded_parts, padded.contiguous())
+    parts = [part[:length] for part, length in zip(padded_parts, lengths, strict=True)]
+    return torch.cat(parts)

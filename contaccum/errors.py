@@ -1,7 +1,10 @@
-"""Errors that are the user's to mend. The command line turns each into one line and exit code 2.
+"""Errors that the user can correct, and suggestions for misspelled names.
 
-Every message says what is wrong, where, and what to do about it. Anything else that escapes is a defect of ours.
-What other tools call an option is taken where it can mean one of ours alone, else a hint.
+The command line turns a `UserError` into one line and exit code 2. Its message says what is wrong,
+where, and what to do. Any other exception that reaches the command line is a defect of contaccum.
+
+Option names of other tools, such as ``lr``, are translated if they can mean only one option of
+contaccum. Otherwise the error message suggests the options that they could mean.
 """
 
 from __future__ import annotations
@@ -11,76 +14,128 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 class UserError(Exception):
-    """A mistake that the user can mend: one line, no traceback, exit code 2."""
+    """An error that the user can correct: one line, no traceback, exit code 2."""
 
 
 class ConfigError(UserError, ValueError):
-    """Settings that cannot work together, or a setting out of range. Raised before a model is loaded."""
+    """An error in the settings: a value out of range, or settings that cannot be combined.
+
+    It is raised before a model is loaded.
+    """
 
 
 class DataError(UserError, ValueError):
-    """A file or record that cannot be used; the message starts with the file and, where known, the line."""
+    """An error in a file or a record.
+
+    The message starts with the file and, where it is known, the line.
+    """
 
 
 def closest(word: object, words: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"``, to end an error line with, or nothing when no word is like it."""
-    close = difflib.get_close_matches(str(word), list(words), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """Return ``"; did you mean 'x'?"`` with the most similar word, to end an error message with.
+
+    The result is empty if no word is similar.
+    """
+    matches = difflib.get_close_matches(str(word), list(words), n=1)
+    if not matches:
+        return ""
+    return f"; did you mean {matches[0]!r}?"
 
 
 def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
-    """Refuse a setting that is none of those allowed, by a ConfigError that names them and the closest."""
-    allowed = tuple(allowed)
-    if value not in allowed:
-        shown = [str(x) for x in allowed if x is not None]
-        raise ConfigError(
-            f"{name} must be one of {', '.join(shown)}, got {value!r}{closest(value, shown)}"
-        )
+    """Check that a setting has one of the allowed values.
+
+    Raises:
+        ConfigError: if it has not. The message lists the allowed values and suggests the most
+            similar one.
+    """
+    allowed_values = tuple(allowed)
+    if value in allowed_values:
+        return
+    names = [str(allowed_value) for allowed_value in allowed_values if allowed_value is not None]
+    raise ConfigError(
+        f"{name} must be one of {', '.join(names)}, got {value!r}{closest(value, names)}"
+    )
 
 
-_BATCH = ("per_device_train_batch_size", "total_train_batch_size")
-_LENGTH = ("query_max_length", "passage_max_length")
-OTHERS = {
-    **dict.fromkeys(("model_name_or_path", "model_name"), ("model",)),
-    **dict.fromkeys(("data", "dataset", "dataset_name", "train_file"), ("train_data", "data")),
-    **dict.fromkeys(("batch_size", "train_batch_size"), (*_BATCH, "batch_size")),
-    **dict.fromkeys(("max_seq_length", "max_length"), _LENGTH),
-    **dict.fromkeys(("epochs", "num_epochs"), ("num_train_epochs",)),
-    **dict.fromkeys(("output", "output_dir", "output_path"), ("output_dir", "output")),
-    **dict.fromkeys(("precision", "dtype"), ("precision", "bf16", "fp16")),
-    "query_max_len": _LENGTH[:1],
-    "passage_max_len": _LENGTH[1:],
-    "lora_rank": ("lora_r",),
+_TRAIN_DATA = ("train_data", "data")
+_BATCH_SIZES = ("per_device_train_batch_size", "total_train_batch_size", "batch_size")
+_MAX_LENGTHS = ("query_max_length", "passage_max_length")
+_OUTPUTS = ("output_dir", "output")
+_PRECISIONS = ("precision", "bf16", "fp16")
+
+FOREIGN_OPTION_NAMES: dict[str, tuple[str, ...]] = {
+    "model_name_or_path": ("model",),
+    "model_name": ("model",),
+    "data": _TRAIN_DATA,
+    "dataset": _TRAIN_DATA,
+    "dataset_name": _TRAIN_DATA,
+    "train_file": _TRAIN_DATA,
+    "batch_size": _BATCH_SIZES,
+    "train_batch_size": _BATCH_SIZES,
+    "max_seq_length": _MAX_LENGTHS,
+    "max_length": _MAX_LENGTHS,
+    "query_max_len": ("query_max_length",),
+    "passage_max_len": ("passage_max_length",),
+    "epochs": ("num_train_epochs",),
+    "num_epochs": ("num_train_epochs",),
     "lr": ("learning_rate",),
+    "lora_rank": ("lora_r",),
+    "output": _OUTPUTS,
+    "output_dir": _OUTPUTS,
+    "output_path": _OUTPUTS,
+    "precision": _PRECISIONS,
+    "dtype": _PRECISIONS,
 }
-"""Another tool's name -> the options that it can mean, of which a command has some."""
+"""Option name of another tool -> options of contaccum that it can mean.
+
+A command has only some of these options.
+"""
 
 
-def our_name(name: str, known: Collection[str]) -> str:
-    """The one of the ``known`` options that ``name`` can mean; itself, where it is none or several."""
-    plain = name.replace("-", "_")
-    meant = (
-        [plain]
-        if plain in known
-        else [option for option in OTHERS.get(plain, ()) if option in known]
-    )
-    return meant[0] if len(meant) == 1 else name
+def translate_option_name(name: str, options: Collection[str]) -> str:
+    """Return the option that ``name`` means.
+
+    Args:
+        name: an option name of contaccum or of another tool, with ``_`` or ``-`` between its words.
+        options: names of the options that the command has.
+
+    Returns:
+        The option, or ``name`` unchanged if it can mean none of the options, or several.
+    """
+    underscored_name = name.replace("-", "_")
+    if underscored_name in options:
+        return underscored_name
+    candidates = _find_candidates(underscored_name, options)
+    if len(candidates) == 1:
+        return candidates[0]
+    return name
 
 
-def in_our_names(argv: Sequence[str], known: Collection[str]) -> list[str]:
-    """``argv`` with each ``--name`` and ``--name=value`` in the name that it has here."""
-    parts = [(token, *token.partition("=")) for token in argv]
-    return [
-        f"--{our_name(key[2:], known)}{x}{value}" if key[:2] == "--" else token
-        for token, key, x, value in parts
-    ]
+def translate_arguments(argv: Sequence[str], options: Collection[str]) -> list[str]:
+    """Return ``argv`` with the name in each ``--name`` and ``--name=value`` translated."""
+    translated = []
+    for token in argv:
+        if token.startswith("--"):
+            name, equals_sign, value = token.removeprefix("--").partition("=")
+            token = f"--{translate_option_name(name, options)}{equals_sign}{value}"
+        translated.append(token)
+    return translated
 
 
-def hint(name: str, known: Collection[str]) -> str:
-    """To end an error line with: which options a ``name`` that is none could mean, or which one is like it."""
-    meant = [option for option in OTHERS.get(name.replace("-", "_"), ()) if option in known]
-    return (
-        f"; did you mean {' or '.join(map(repr, meant))}?"
-        if meant
-        else closest(name.replace("-", "_"), known)
-    )
+def suggest_options(name: str, options: Collection[str]) -> str:
+    """Return a suggestion for an unknown option, to end an error message with.
+
+    It lists the options that the name of another tool can mean, or else the most similar option.
+    """
+    underscored_name = name.replace("-", "_")
+    candidates = _find_candidates(underscored_name, options)
+    if not candidates:
+        return closest(underscored_name, options)
+    return f"; did you mean {' or '.join(map(repr, candidates))}?"
+
+
+def _find_candidates(foreign_name: str, options: Collection[str]) -> list[str]:
+    """Return the options of the command that the option name of another tool can mean."""
+    candidates = FOREIGN_OPTION_NAMES.get(foreign_name, ())
+    return [option for option in candidates if option in options]

@@ -1,6 +1,8 @@
-"""Writing files whole or not at all, naming their content, and keeping credentials out of them.
+"""Atomic writing of files and folders, fingerprints of their content, and removal of credentials.
 
-Everything that the package writes for somebody to read later goes through here. It knows no format but JSON.
+Output files are written through this module. An output appears completely or not at all, so that
+a killed process leaves no torn file. JSON is the only format that the module itself reads and
+writes.
 """
 
 from __future__ import annotations
@@ -28,50 +30,72 @@ from contaccum.errors import DataError, UserError
 
 AnyPath = str | os.PathLike[str]
 
+_LIBRARIES = (
+    "torch",
+    "transformers",
+    "sentence-transformers",
+    "accelerate",
+    "datasets",
+    "faiss-cpu",
+    "faiss-gpu",
+    "pytrec-eval-terrier",
+)
+
 
 @contextmanager
 def atomic_file(path: AnyPath) -> Iterator[Path]:
-    """A temporary path beside ``path`` to write to; it takes the name ``path`` when the block ends well.
+    """Yield a temporary path to write to, and rename it to ``path`` when the block ends.
 
-    Otherwise what was there stays, and a UserError says that the folder cannot be written to, or the disk is full.
+    If the block raises an error, an earlier file at ``path`` stays unchanged.
+
+    Raises:
+        UserError: if the folder cannot be written to, or the disk is full.
     """
     path = Path(path)
-    part = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
-    with _writing(path):
+    temporary_path = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+    with _prepare_writing(path):
         try:
-            yield part
-            _flush(part)
-            os.replace(part, path)
+            yield temporary_path
+            _flush(temporary_path)
+            os.replace(temporary_path, path)
         finally:
-            part.unlink(missing_ok=True)
+            temporary_path.unlink(missing_ok=True)
 
 
 @contextmanager
 def atomic_folder(path: AnyPath) -> Iterator[Path]:
-    """A hidden folder beside ``path`` to fill; it takes the place of what is there when the block ends well.
+    """Yield a temporary folder to fill, and rename it to ``path`` when the block ends.
 
-    Several processes may write the same ``path`` at once, each into a folder of its own: what another one has put there
-    since the block began is taken as it is. Errors are those of `atomic_file`. What a process that was killed left over
-    is removed first.
+    An earlier folder at ``path`` is replaced. If the block raises an error, it stays unchanged.
+
+    Several processes may write the same ``path`` at the same time. Each fills its own temporary
+    folder. If another process has written ``path`` since the block began, that folder is kept and
+    this process's folder is removed. Temporary folders of killed processes are removed first.
+
+    Raises:
+        UserError: if the folder cannot be written to, or the disk is full.
     """
     path = Path(path)
-    with _writing(path):
+    with _prepare_writing(path):
         _remove_leftovers(path)
-        before = _identity(path)
-        part, lock = _make_locked_folder(path)
+        identity_before = _get_identity(path)
+        temporary_folder, lock = _make_locked_folder(path)
         try:
-            yield part
-            for file in [*part.rglob("*"), part]:
+            yield temporary_folder
+            for file in [*temporary_folder.rglob("*"), temporary_folder]:
                 _flush(file)
-            if _identity(path) == before:
-                _put_in_place(part, path)
+            if _get_identity(path) == identity_before:
+                _replace_folder(temporary_folder, path)
         finally:
-            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(temporary_folder, ignore_errors=True)
             os.close(lock)
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Return what tells a folder from another one of the same name, None where there is none."""
+def _get_identity(path: Path) -> tuple[int, int] | None:
+    """Return device and inode of a folder, or None if there is no folder.
+
+    A folder that has been replaced by another one of the same name has a new identity.
+    """
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -80,81 +104,116 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _make_locked_folder(path: Path) -> tuple[Path, int]:
-    """Make a folder to fill beside ``path``; return it and the handle of its lock, which ends with the process."""
-    # It is locked under another name: under this one, another process could take it for a leftover before it is locked.
-    unlocked = path.with_name(f".new-{uuid4().hex}")
-    unlocked.mkdir()
-    lock = os.open(unlocked, os.O_RDONLY)
-    with suppress(OSError):  # a file system without locks, where leftovers stay
+    """Make a temporary folder beside ``path`` and lock it.
+
+    Returns:
+        The folder, and the file descriptor of its lock. The lock ends with the process.
+    """
+    # The folder is locked before it gets its final name. Another process removes unlocked folders
+    # of this name as leftovers.
+    unlocked_folder = path.with_name(f".new-{uuid4().hex}")
+    unlocked_folder.mkdir()
+    lock = os.open(unlocked_folder, os.O_RDONLY)
+    # Some file systems have no locks. Leftovers are not removed there, because
+    # _remove_leftovers cannot lock them either.
+    with suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    part = path.with_name(f".writing-{path.name}.{uuid4().hex}")
-    unlocked.rename(part)
-    return part, lock
+    temporary_folder = path.with_name(f".writing-{path.name}.{uuid4().hex}")
+    unlocked_folder.rename(temporary_folder)
+    return temporary_folder, lock
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove folders beside ``path`` that a process has left which no longer runs."""
-    for left in path.parent.glob(f".writing-{glob.escape(path.name)}.*"):
-        with suppress(OSError):  # its process runs, or has just removed it
-            lock = os.open(left, os.O_RDONLY)
+    """Remove temporary folders beside ``path`` that killed processes have left."""
+    name_pattern = glob.escape(path.name)
+    for leftover in path.parent.glob(f".writing-{name_pattern}.*"):
+        # An OSError means that its process is still running, or has just removed the folder.
+        with suppress(OSError):
+            lock = os.open(leftover, os.O_RDONLY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left, ignore_errors=True)
+                shutil.rmtree(leftover, ignore_errors=True)
             finally:
                 os.close(lock)
-    for left in path.parent.glob(f".replaced-{glob.escape(path.name)}.*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in path.parent.glob(f".replaced-{name_pattern}.*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _put_in_place(part: Path, path: Path) -> None:
-    """Give a folder the name ``path``; where another process does so at the same time, one of the two is dropped."""
-    old = path.with_name(f".replaced-{path.name}.{uuid4().hex}")
-    with suppress(FileNotFoundError):  # nothing is there, or another process has just moved it away
-        path.rename(old)
+def _replace_folder(temporary_folder: Path, path: Path) -> None:
+    """Rename a temporary folder to ``path``, and remove an earlier folder of this name.
+
+    If another process does the same at the same time, one of the two new folders is kept.
+    """
+    earlier_folder = path.with_name(f".replaced-{path.name}.{uuid4().hex}")
+    # There may be no earlier folder, or another process has just moved it away.
+    with suppress(FileNotFoundError):
+        path.rename(earlier_folder)
     try:
-        part.rename(path)
+        temporary_folder.rename(path)
     except OSError as error:
+        # These errors mean that another process has just written ``path``.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(earlier_folder, ignore_errors=True)
 
 
 def write_text(path: AnyPath, text: str | Iterable[str]) -> None:
-    """Write ``text`` (or its parts, one after the other) to ``path``, whole or not at all."""
-    with atomic_file(path) as part, part.open("w", encoding="utf-8", newline="") as file:
-        file.writelines([text] if isinstance(text, str) else text)
+    """Write a text file in UTF-8, atomically.
+
+    Args:
+        text: the text, or its parts in order.
+    """
+    parts = [text] if isinstance(text, str) else text
+    with (
+        atomic_file(path) as temporary_path,
+        temporary_path.open("w", encoding="utf-8", newline="") as file,
+    ):
+        file.writelines(parts)
 
 
 def write_json(path: AnyPath, content: Any) -> None:
-    """Write ``content`` as JSON, credentials taken out, whole or not at all. NaN is refused: it is not JSON."""
-    write_text(
-        path, json.dumps(redact(content), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
-    )
+    """Write ``content`` as JSON without credentials, atomically.
+
+    Raises:
+        ValueError: if a number is NaN or infinite, which JSON cannot represent.
+    """
+    text = json.dumps(redact(content), indent=1, allow_nan=False, ensure_ascii=False)
+    write_text(path, text + "\n")
 
 
-def read_json(path: AnyPath, kind: type = dict) -> Any:
-    """The content of a JSON file; DataError when it is missing, is not JSON, or its content is not of ``kind``."""
+def read_json(path: AnyPath, expected_type: type = dict) -> Any:
+    """Return the content of a JSON file.
+
+    Raises:
+        DataError: if the file is missing or is not JSON, or its content has another type.
+    """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not a JSON file that can be read ({error})") from error
-    if not isinstance(content, kind):
+    if not isinstance(content, expected_type):
         raise DataError(
-            f"{path}: holds a {type(content).__name__}, where a {kind.__name__} is expected"
+            f"{path}: contains a {type(content).__name__}, expected a {expected_type.__name__}"
         )
     return content
 
 
 def require_writable(path: AnyPath) -> None:
-    """Make the folder of an output file and try it, before hours of work are lost to it; UserError when it fails."""
+    """Check that an output file can be written, and make its folder.
+
+    Commands call this function before hours of work, so that the result is not lost at the end.
+
+    Raises:
+        UserError: if ``path`` is a folder, or cannot be written.
+    """
     path = Path(path)
     if path.is_dir():
         raise UserError(f"{path}: is a folder; name a file")
-    with _writing(path), tempfile.TemporaryFile(dir=path.parent):
+    with _prepare_writing(path), tempfile.TemporaryFile(dir=path.parent):
         pass
 
 
-_NO_ROOM = (
+_WRITE_ERRORS = (
     errno.ENOSPC,
     errno.EDQUOT,
     errno.EROFS,
@@ -163,134 +222,178 @@ _NO_ROOM = (
     errno.ENOTDIR,
     errno.EEXIST,
 )
+"""Error numbers of an output that cannot be written: disk full, read-only, no permission."""
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Make the folder of ``path``, force its names to the disk in the end; what the disk refuses is a `UserError`."""
+def _prepare_writing(path: Path) -> Iterator[None]:
+    """Make the folder of ``path`` before the block, and flush the folder after it.
+
+    Raises:
+        UserError: if the output cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
         _flush(path.parent)
     except OSError as error:
-        if error.errno not in _NO_ROOM:  # what is read while writing may fail too
+        # The block may also read files. Their errors are not reported as write errors.
+        if error.errno not in _WRITE_ERRORS:
             raise
         raise UserError(
-            f"{path}: cannot be written ({error.strerror}); free space, or name another place"
+            f"{path}: cannot be written ({error.strerror}); free space, or name another path"
         ) from error
 
 
 def _flush(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    """Force the content of a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(descriptor)
     finally:
-        os.close(handle)
+        os.close(descriptor)
 
 
 class Fingerprint:
-    """sha256 over values in order. Lengths are hashed too, so that ``("ab", "c")`` is not ``("a", "bc")``."""
+    """A SHA-256 hash over values in order.
+
+    The length of each value is hashed as well, so that the values ``("ab", "c")`` and
+    ``("a", "bc")`` have different fingerprints.
+    """
 
     def __init__(self, *values: Any) -> None:
         self._hash = hashlib.sha256()
         self.add(*values)
 
     def add(self, *values: Any) -> None:
-        """Texts and bytes as they are, anything else as JSON."""
+        """Hash more values.
+
+        Args:
+            values: texts and bytes, which are hashed as they are, or values that JSON can
+                represent.
+        """
         for value in values:
-            if not isinstance(value, (bytes, bytearray, memoryview)):
-                value = (
-                    value
-                    if isinstance(value, str)
-                    else json.dumps(value, sort_keys=True, default=str)
-                ).encode()
-            self._hash.update(len(value).to_bytes(8, "little"))
-            self._hash.update(value)
+            content = value
+            if not isinstance(content, (str, bytes, bytearray, memoryview)):
+                content = json.dumps(value, sort_keys=True, default=str)
+            if isinstance(content, str):
+                content = content.encode()
+            self._hash.update(len(content).to_bytes(8, "little"))
+            self._hash.update(content)
 
     def hex(self) -> str:
-        """64 hexadecimal digits."""
+        """Return the hash as 64 hexadecimal digits."""
         return self._hash.hexdigest()
 
 
 def fingerprint(*values: Any) -> str:
-    """The `Fingerprint` of some values."""
+    """Return the `Fingerprint` of values as 64 hexadecimal digits."""
     return Fingerprint(*values).hex()
 
 
 def cache_folder(*parts: str) -> Path:
-    """``$CONTACCUM_CACHE``, else ``contaccum`` under ``$XDG_CACHE_HOME`` or ``~/.cache``; ``~`` is expanded in both."""
+    """Return a path in the cache folder of contaccum.
+
+    The cache folder is ``$CONTACCUM_CACHE``, else ``contaccum`` in ``$XDG_CACHE_HOME`` or in
+    ``~/.cache``. ``~`` is expanded in both variables.
+
+    Args:
+        parts: folder names below the cache folder.
+    """
     root = os.environ.get("CONTACCUM_CACHE")
     if not root:
-        root = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "contaccum")
+        parent = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        root = os.path.join(parent, "contaccum")
     return Path(root).expanduser().joinpath(*parts)
 
 
 def package_versions() -> dict[str, str]:
-    """{package: version} of Python, contaccum and what decides its numbers, of those that are installed."""
+    """Return {package: version} of Python, contaccum and the libraries that affect its numbers.
+
+    Libraries that are not installed are left out.
+    """
     versions = {"python": platform.python_version(), "contaccum": __version__}
-    libraries = ["torch", "transformers", "sentence-transformers", "accelerate", "datasets"]
-    for name in [*libraries, "faiss-cpu", "faiss-gpu", "pytrec-eval-terrier"]:
+    for name in _LIBRARIES:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions
 
 
 def provenance() -> dict[str, Any]:
-    """What wrote a record: {"versions": of packages, "git_commit": of the checkout or None}."""
+    """Return the package versions and the git commit, for records.
+
+    Returns:
+        {"versions": {package: version}, "git_commit": hash or None}.
+    """
     return {"versions": package_versions(), "git_commit": git_commit()}
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout that contaccum runs from; None when it is installed, or git cannot tell."""
+    """Return the commit of the git checkout that contaccum runs from.
+
+    The result is None if contaccum is installed, or if git fails.
+    """
     root = Path(__file__).resolve().parents[1]
-    # An installed contaccum may lie inside somebody else's checkout, whose commit would say nothing about it.
+    # An installed contaccum may lie inside the checkout of another project. The commit of that
+    # project says nothing about contaccum.
     if not (root / ".git").exists():
         return None
     command = ["git", "-C", str(root), "rev-parse", "HEAD"]
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
+    return result.stdout.strip()
 
 
-_SECRET_NAMES = re.compile(
+_CREDENTIAL_NAME = re.compile(
     r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE)(?:_|$)|PASSWORD$|APIKEY$", re.I
 )
-_IN_URL = re.compile(
-    r"\b([a-z][a-z0-9+.-]+:/{1,2})[^\s/@'\"]+@", re.I
-)  # one slash is what a path makes of two
+_MIN_CREDENTIAL_LENGTH = 8
+# Path() shortens "https://" to "https:/", so one slash is enough.
+_USER_IN_URL = re.compile(r"\b([a-z][a-z0-9+.-]+:/{1,2})[^\s/@'\"]+@", re.I)
 
 
 def redact(content: Any) -> Any:
-    """``<NAME>`` for the value of each credential in the environment, and ``***@`` for those of URLs.
+    """Return ``content`` without credentials.
 
-    In a text, or in every text of a structure of dicts, lists and tuples, keys included.
+    The value of an environment variable whose name is that of a credential becomes ``<NAME>``.
+    User and password in a URL become ``***``.
+
+    Args:
+        content: a text, or a structure of dicts, lists and tuples. All texts in it are redacted,
+            keys included.
     """
-    return _redact(content, _credentials())
+    return _redact(content, _find_credentials())
 
 
-def _credentials() -> list[tuple[str, str]]:
-    """Return name and value of each credential in the environment, the longest first."""
+def _find_credentials() -> list[tuple[str, str]]:
+    """Return name and value of each credential in the environment, longest value first."""
     credentials = []
     for name, value in os.environ.items():
-        # A shorter value would blank half of what is said, and a path says where a key lies.
-        if len(value) >= 8 and _SECRET_NAMES.search(name) and not os.path.exists(value):
+        # A short value would also occur in ordinary texts. A path only names the file in which a
+        # key is stored.
+        is_credential = (
+            len(value) >= _MIN_CREDENTIAL_LENGTH
+            and _CREDENTIAL_NAME.search(name) is not None
+            and not os.path.exists(value)
+        )
+        if is_credential:
             credentials.append((name, value))
-    return sorted(credentials, key=lambda credential: -len(credential[1]))
+    return sorted(credentials, key=lambda credential: len(credential[1]), reverse=True)
 
 
 def _redact(content: Any, credentials: list[tuple[str, str]]) -> Any:
+    """Return ``content`` without the credentials and without users in URLs."""
     if isinstance(content, dict):
-        return {
-            _redact(key, credentials): _redact(value, credentials) for key, value in content.items()
-        }
+        redacted = {}
+        for key, value in content.items():
+            redacted[_redact(key, credentials)] = _redact(value, credentials)
+        return redacted
     if isinstance(content, (list, tuple)):
         return type(content)(_redact(item, credentials) for item in content)
     if not isinstance(content, str):
         return content
     for name, value in credentials:
         content = content.replace(value, f"<{name}>")
-    return _IN_URL.sub(r"\1***@", content)
+    return _USER_IN_URL.sub(r"\1***@", content)

@@ -1,4 +1,4 @@
-"""Fields of dataclasses that are options of a command: default, line of `--help`, valid values."""
+"""Dataclass fields that are options of a command, with default, help text and allowed values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import Any
 
 
 def option(default: Any, help_text: str, choices: tuple[str, ...] | None = None) -> Any:
-    """Return a dataclass field with its default, its line of `--help` and its valid values."""
+    """Return a dataclass field with its default, its `--help` text and its allowed values.
+
+    Args:
+        default: the default value. A list is copied for each object of the dataclass.
+        help_text: the text that `--help` shows for the option.
+        choices: the allowed values. None: every value of the field's type is allowed.
+    """
     metadata: dict[str, object] = {"help": help_text}
     if choices:
         metadata["choices"] = choices

@@ -1,16 +1,16 @@
-"""Evaluate a retriever on BEIR with FAISS, on GPUs where there are any.
+"""Evaluate a retriever on BEIR with FAISS, on GPUs if there are any.
 
     python eval/evaluate_beir.py runs/mine --data scifact nfcorpus --output runs/mine/beir
     python eval/evaluate_beir.py runs/mine --data beir --gpus 4 --output runs/mine/beir
     python eval/evaluate_beir.py runs/mine --data scifact --index HNSW32 --gpus 0 --output cpu
 
-The output folder gets NAME.json and NAME.trec of each set, and the tables of all sets as table.md
-and table.json. A set whose record is there already is not evaluated again if model, data and
-settings are the same: start the command again after a kill.
+The program writes NAME.json and NAME.trec for each data set into the output folder, and tables of
+all sets as table.md and table.json. A set that has a result in this folder is skipped if model,
+data and settings are the same. So after an interruption, start the same command again.
 
-Each GPU encodes a part of the texts. FAISS searches exactly ("Flat") on all GPUs if faiss-gpu is
-installed; every other index string is built and searched on the CPU. The tables say where FAISS
-has searched, and how long every stage took.
+Each GPU encodes a part of the texts. If faiss-gpu is installed, exact search (index "Flat") runs on
+all GPUs. All other indexes are built and searched on the CPU. The tables show on which devices
+FAISS searched, and the duration of every stage.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from contaccum import DualEncoder
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.beir_sets import (
     EvaluationSet,
-    about_data,
+    describe_data,
     evaluate_beir,
     evaluation_sets,
     load_data,
@@ -58,35 +58,47 @@ def parse_arguments() -> argparse.Namespace:
     add("--output", type=Path, required=True, help="a folder")
     add("--index", default="Flat", help="FAISS factory string; Flat is exact")
     add("--index_parameters", help="FAISS search parameters, such as nprobe=32")
-    add("--gpus", type=int, help="use so many GPUs, 0: the CPU; default: all that are visible")
-    add("--batch_size", type=int, default=32, help="texts encoded at once, on each GPU")
+    add("--gpus", type=int, help="number of GPUs; 0: use the CPU; default: all visible GPUs")
+    add("--batch_size", type=int, default=32, help="texts per batch, on each GPU")
     add("--precision", choices=("float32", "bfloat16", "float16"), default="float32")
     add("--similarity", choices=("cos", "dot"), help="default: the model's own")
-    add("--metrics", nargs="+", help="shown in the tables; all are recorded")
+    add("--metrics", nargs="+", help="metrics in table.md; the json files contain all metrics")
     add("--k_values", nargs="+", type=int, default=[1, 3, 5, 10, 20, 100, 1000])
     return parser.parse_args()
 
 
 def select_gpus(num_gpus: int | None) -> int:
-    """Show torch and FAISS the first ``num_gpus`` GPUs, None: all; return their number.
+    """Make only the first ``num_gpus`` GPUs visible to torch and FAISS; return their number.
 
-    Call it before CUDA is used: CUDA reads the variable once.
+    This function sets CUDA_VISIBLE_DEVICES. CUDA reads this variable only once, so call the
+    function before CUDA is used.
+
+    Args:
+        num_gpus: number of GPUs to use; None: all visible GPUs.
     """
     num_available = torch.cuda.device_count()
     if num_gpus is None:
         return num_available
     if not 0 <= num_gpus <= num_available:
-        mend = "lower it, or leave it out to use what is there"
-        raise ConfigError(f"--gpus {num_gpus}: {num_available} GPUs are visible; {mend}")
+        raise ConfigError(
+            f"--gpus {num_gpus}: {num_available} GPUs are visible; "
+            f"set a number from 0 to {num_available}, or remove --gpus to use all visible GPUs"
+        )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(number) for number in range(num_available)]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[:num_gpus])
+    if visible:
+        gpu_ids = visible.split(",")
+    else:
+        gpu_ids = [str(number) for number in range(num_available)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids[:num_gpus])
     return num_gpus
 
 
 @contextmanager
 def encode_on_devices(model: DualEncoder, devices: Sequence[str]) -> Iterator[None]:
-    """Let a model encode in one process per device, if there are several devices."""
+    """Make the model encode in one process per device while the context is open.
+
+    With a single device, nothing changes.
+    """
     if len(devices) < 2:
         yield
         return
@@ -96,15 +108,21 @@ def encode_on_devices(model: DualEncoder, devices: Sequence[str]) -> Iterator[No
     try:
         yield
     finally:
-        del model.encode_query, model.encode_document  # the methods of the class come back
+        del model.encode_query, model.encode_document  # so that the class's methods are used again
         model.stop_multi_process_pool(pool)
 
 
-def read_finished(path: Path, plan: Mapping[str, Any], k_values: Sequence[int]) -> Any:
-    """Return the record of a set that was evaluated in the same way, None if there is none."""
+def read_finished(
+    path: Path, plan: Mapping[str, Any], k_values: Sequence[int]
+) -> dict[str, Any] | None:
+    """Read the record of an earlier evaluation with the same model, data, settings and metrics.
+
+    Returns:
+        The record, or None if there is no such record.
+    """
     if not path.exists():
         return None
-    record = read_result(path)
+    record: dict[str, Any] = read_result(path)
     if set(record["metrics"]) != set(metric_names(k_values)):
         return None
     return record if agrees(record, plan) else None
@@ -115,7 +133,7 @@ def evaluate_sets(
     sets: Sequence[EvaluationSet],
     args: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Evaluate on each set; return the records, in the order of the sets."""
+    """Evaluate the model on each set; return the records in the order of ``sets``."""
     search_settings = {
         "index": args.index,
         "index_parameters": args.index_parameters,
@@ -123,28 +141,29 @@ def evaluate_sets(
         "similarity": args.similarity,
         "precision": args.precision,
     }
-    # All sets are read before the first is encoded, so that a broken one shows at once. They are
-    # read again one by one: the larger ones do not fit in memory together.
-    described = [about_data(load_data(one.given, args.split)) for one in sets]
-    deepest = max(args.k_values)
+    # All sets are read before the first one is encoded, so that a broken set stops the program
+    # early. Each set is read again for its evaluation, because all sets together may not fit in
+    # memory.
     plans = []
-    for data in described:
-        plans.append(plan_search(model, data["documents"], deepest, **search_settings))
+    for beir_set in sets:
+        data_record = describe_data(load_data(beir_set.source, args.split))
+        plan = plan_search(model, data_record["documents"], max(args.k_values), **search_settings)
+        plans.append({**plan, "data": data_record})
     records = []
-    for one, data, plan in zip(sets, described, plans, strict=True):
-        record = read_finished(one.output, {**plan, "data": data}, args.k_values)
+    for beir_set, plan in zip(sets, plans, strict=True):
+        record = read_finished(beir_set.output, plan, args.k_values)
         if record is None:
             result = evaluate_beir(
                 model,
-                load_data(one.given, args.split),
+                load_data(beir_set.source, args.split),
                 k_values=args.k_values,
                 model_name=args.model,
                 **search_settings,
             )
-            write_result(result, one.output)
+            write_result(result, beir_set.output)
             record = result.record()
         else:
-            print(f"kept: {one.output} (same model, data and settings)")
+            print(f"skipped: {beir_set.output} has the same model, data and settings")
         records.append(record)
     return records
 
@@ -153,30 +172,30 @@ def timing_rows(
     sets: Sequence[EvaluationSet],
     records: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Return for each set the seconds of every stage and where FAISS has searched."""
+    """Return one row per set: the seconds of every stage, the GPUs of the search and the recall."""
     rows = []
-    for one, record in zip(sets, records, strict=True):
-        row = {"data": one.label, "documents": record["data"]["documents"]}
+    for beir_set, record in zip(sets, records, strict=True):
+        row = {"data": beir_set.label, "documents": record["data"]["documents"]}
         for stage in STAGES:
             row[f"{stage}_seconds"] = record["timing"][f"{stage}_seconds"]
         row["search_gpus"] = record["search"]["gpus"]
-        row["recall"] = record["search"].get("recall")  # None of an exact index
+        row["recall"] = record["search"].get("recall")  # an exact index has no recall
         rows.append(row)
     return rows
 
 
 def timing_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Lay out `timing_rows` as markdown."""
+    """Format the rows of `timing_rows` as a markdown table."""
     header = ["data", "documents", *(f"{stage}, s" for stage in STAGES), "FAISS on", "recall"]
     cells = []
     for row in rows:
         seconds = [f"{row[f'{stage}_seconds']:.1f}" for stage in STAGES]
-        where = f"{row['search_gpus']} GPUs" if row["search_gpus"] else "CPU"
+        search_device = f"{row['search_gpus']} GPUs" if row["search_gpus"] else "CPU"
         recall = "exact"
         if row["recall"] is not None:
-            shares = {name: share for name, share in row["recall"].items() if name != "queries"}
-            recall = ", ".join(f"{name} {share:.3f}" for name, share in shares.items())
-        cells.append([row["data"], row["documents"], *seconds, where, recall])
+            recalls = {name: value for name, value in row["recall"].items() if name != "queries"}
+            recall = ", ".join(f"{name} {value:.3f}" for name, value in recalls.items())
+        cells.append([row["data"], row["documents"], *seconds, search_device, recall])
     return markdown_table(header, cells)
 
 
@@ -186,7 +205,7 @@ def write_tables(
     sets: Sequence[EvaluationSet],
     records: Sequence[Mapping[str, Any]],
 ) -> str:
-    """Write table.md and table.json into the output folder; return the text of the first."""
+    """Write table.md and table.json into the output folder; return the tables as markdown."""
     rows = table_rows(sets, records)
     timing = timing_rows(sets, records)
     command = shlex.join(["python", *sys.argv])
@@ -218,13 +237,16 @@ def main() -> None:
     args.k_values = check_k_values(args.k_values)
     args.metrics = check_metrics(args.metrics, args.k_values)
     if len(devices) > 1 and args.precision != "float32":
-        # Autocast holds in one process, and each GPU has a process of its own.
-        raise ConfigError(f"--precision {args.precision} needs one GPU: set --gpus 1, or drop it")
+        # Several GPUs are used by several processes, and autocast does not reach other processes.
+        raise ConfigError(
+            f"--precision {args.precision} works with one GPU only; "
+            "set --gpus 1 or remove --precision"
+        )
     args.output.mkdir(parents=True, exist_ok=True)
     sets = []
-    for one in evaluation_sets(args.data, args.output / "set.json"):
-        file = args.output / f"{one.label.replace('/', '-')}.json"
-        sets.append(one._replace(output=file))
+    for beir_set in evaluation_sets(args.data, args.output / "set.json"):
+        file = args.output / f"{beir_set.label.replace('/', '-')}.json"
+        sets.append(beir_set._replace(output=file))
 
     model = DualEncoder.from_pretrained(args.model, device=devices[0])
     with encode_on_devices(model, devices):

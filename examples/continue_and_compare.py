@@ -1,10 +1,11 @@
-"""Train with checkpoints, go on where the last one is, and compare with the model of before, query by query.
+"""Train with checkpoints, resume after an interruption, and compare the model before and after.
 
-    python examples/continue_and_compare.py                       # SciFact, which comes with contaccum
-    python examples/continue_and_compare.py --data my_beir_folder # with the splits train and test
+    python examples/continue_and_compare.py                        # SciFact, part of contaccum
+    python examples/continue_and_compare.py --data my_beir_folder  # with splits train and test
 
-Kill it at any time and start it again: it goes on from its last whole checkpoint, with its bank, and ends as if it
-had never been killed (docs/surviving.md). Once done, it only compares.
+You can stop the script at any time and start it again. It resumes from the last complete
+checkpoint, with the state of the memory bank, and ends with the same model as a run without an
+interruption (docs/surviving.md). When training is complete, the script only compares the models.
 """
 
 import argparse
@@ -22,18 +23,20 @@ parser = argparse.ArgumentParser(
 )
 parser.add_argument("--model", default="sentence-transformers/all-MiniLM-L6-v2")
 parser.add_argument("--data", default=str(shipped_scifact()), help="a BEIR folder")
-parser.add_argument("--max_steps", type=int, default=24, help="updates in all")
+parser.add_argument("--max_steps", type=int, default=24, help="number of updates")
 parser.add_argument("--save_steps", type=int, default=8, help="updates between checkpoints")
 parser.add_argument("--output_dir", default="runs/continue_and_compare")
 options = parser.parse_args()
 
-# 1. The model, the pairs that the train split judges relevant, and what to compare on
+# 1. Load the model, the training pairs (from the relevance labels of the train split) and the test
+#    set; evaluate the model before training
 model = DualEncoder.from_pretrained(options.model)
 data = load_training_data(options.data)
-test = load_beir_folder(options.data, split="test")
-before = evaluate_beir(model, test)
+test_set = load_beir_folder(options.data, split="test")
+result_before = evaluate_beir(model, test_set)
 
-# 2. The arguments: what a checkpoint was trained with must not change, or it is refused by name
+# 2. Set the training arguments. Do not change them before you resume: a checkpoint that was trained
+#    with other settings is refused, and the error names the setting that differs
 args = ContAccumTrainingArguments(
     output_dir=options.output_dir,
     bank_size=512,
@@ -47,20 +50,17 @@ args = ContAccumTrainingArguments(
     bf16=torch.cuda.is_available(),
 )
 
-# 3. Train from the last whole checkpoint, or from the start where there is none
+# 3. Train. "auto" resumes from the last complete checkpoint, or starts anew if there is none
 trainer = ContAccumTrainer(model, args, data.dataset, data_record=data.record())
 trainer.train(resume_from_checkpoint="auto")
 trainer.save_model(options.output_dir)
 
-# 4. Compare: the same queries before and after, resampled, say whether the difference is more than chance
-after = evaluate_beir(model, test)
-old, new = (
-    [result.per_query[query]["NDCG@10"] for query in test.queries] for result in (before, after)
-)
-found = paired_bootstrap(new, old)
-print(f"nDCG@10 {before.metrics['NDCG@10']:.4f} before, {after.metrics['NDCG@10']:.4f} after")
-print(
-    "difference {difference:+.4f}, 95% from {low:+.4f} to {high:+.4f}, p = {p_value:.4f}".format(
-        **found
-    )
-)
+# 4. Evaluate again. The paired bootstrap tests if the difference on the same queries is significant
+result_after = evaluate_beir(model, test_set)
+scores_before = [result_before.per_query[query]["NDCG@10"] for query in test_set.queries]
+scores_after = [result_after.per_query[query]["NDCG@10"] for query in test_set.queries]
+test = paired_bootstrap(scores_after, scores_before)
+print(f"nDCG@10 before: {result_before.metrics['NDCG@10']:.4f}")
+print(f"nDCG@10 after: {result_after.metrics['NDCG@10']:.4f}")
+print(f"difference: {test['difference']:+.4f} (p = {test['p_value']:.4f})")
+print(f"95% confidence interval: {test['low']:+.4f} to {test['high']:+.4f}")

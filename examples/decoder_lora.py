@@ -1,10 +1,10 @@
-"""Make a retriever of a decoder, with LoRA, two pairs at a time. Needs pip install 'contaccum[peft]'.
+"""Train a decoder language model as a retriever with LoRA. Needs pip install 'contaccum[peft]'.
 
-    python examples/decoder_lora.py                               # Qwen3 of 0.6B weights, on Natural Questions
+    python examples/decoder_lora.py            # Qwen3 with 0.6B parameters, on Natural Questions
     python examples/decoder_lora.py --data pairs.jsonl --model meta-llama/Llama-3.2-1B
 
-A text is its last token; docs/training.md says why, and what else a decoder needs. For `contaccum train` there is
-configs/decoder-lora.yaml.
+The embedding of a text is the hidden state of its last token. docs/training.md explains why, and
+what else a decoder needs. configs/decoder-lora.yaml is a configuration file for `contaccum train`.
 """
 
 import argparse
@@ -21,12 +21,13 @@ parser = argparse.ArgumentParser(
 parser.add_argument("--model", default="Qwen/Qwen3-0.6B-Base")
 parser.add_argument("--data", default="sentence-transformers/natural-questions")
 parser.add_argument(
-    "--max_steps", type=int, default=-1, help="updates; default: one pass over the data"
+    "--max_steps", type=int, default=-1, help="number of updates; default: one epoch"
 )
 parser.add_argument("--output_dir", default="runs/decoder_lora")
 options = parser.parse_args()
 
-# 1. The model: the decoder with last-token pooling and EOS after every text, queries with an instruction
+# 1. Create the model: the decoder with last-token pooling. An EOS token is appended to every text,
+#    and an instruction is put before every query
 model = DualEncoder.from_backbone(
     options.model,
     normalize=True,
@@ -35,30 +36,31 @@ model = DualEncoder.from_backbone(
     passage_max_length=256,
 )
 
-# 2. The adapter: matrices of rank 16 beside every linear layer, which train while the decoder stays as it is
+# 2. Add LoRA matrices of rank 16 to every linear layer. Only these matrices are trained
 add_adapter(model, r=16, alpha=32, dropout=0.05)
 
-# 3. The data: rows of query and positive
+# 3. Load the data: rows of (query, positive)
 data = load_training_data(options.data)
 
-# 4. The arguments: 128 pairs an update, 4,096 negatives from the bank
+# 4. Set the training arguments: 128 pairs per update, and 4,096 negatives from the bank
 args = ContAccumTrainingArguments(
     output_dir=options.output_dir,
     bank_size=4096,
-    temperature=0.02,  # cosines of a decoder lie close together
-    per_device_train_batch_size=2,  # what memory allows
+    temperature=0.02,  # low, because the cosine similarities of a decoder are close together
+    per_device_train_batch_size=2,  # as many pairs as fit in memory
     gradient_accumulation_steps=64,
-    gradient_checkpointing=True,  # a third slower, far smaller
+    gradient_checkpointing=True,  # saves much memory, but an update takes a third longer
     num_train_epochs=1,
     max_steps=options.max_steps,
-    learning_rate=1e-4,  # five to ten times that of full fine-tuning
-    warmup_steps=0.05,
+    learning_rate=1e-4,  # 5 to 10 times the learning rate of full fine-tuning
+    warmup_steps=0.05,  # a share of all updates
     bf16=torch.cuda.is_available(),
     save_strategy="no",
     logging_steps=10,
 )
 
-# 5. Train, and add the adapter to the weights: what is saved is a plain model. Without this it is the adapter, a few MB
+# 5. Train, merge the adapter into the weights and save a plain model. Without merge_adapter, only
+#    the adapter of a few MB is saved
 trainer = ContAccumTrainer(model, args, data.dataset, data_record=data.record())
 trainer.train()
 merge_adapter(model)

@@ -1,11 +1,12 @@
-"""Fine-tune an embedding model on your own pairs, with a bank of past pairs as negatives.
+"""Fine-tune an embedding model on your own query-passage pairs, with a memory bank of negatives.
 
-    python examples/finetune_on_pairs.py                          # Natural Questions, from the hub
-    python examples/finetune_on_pairs.py --data faq.csv           # with the columns query and positive
+    python examples/finetune_on_pairs.py                  # Natural Questions, from the Hub
+    python examples/finetune_on_pairs.py --data faq.csv   # with the columns query and positive
 
-Data are a csv with a header, lines of {"query": ..., "positive": ...}, a data set on the hub, or any other format of
-docs/data.md. A test set is held out, on which the model is scored before and after. `contaccum fit` does the same with
-a search for the best settings.
+The data can be a csv file with a header, a jsonl file with lines {"query": ..., "positive": ...}, a
+data set on the Hugging Face Hub, or any other format of docs/data.md. The script holds out a test
+set and scores the model on it before and after training. `contaccum fit` does the same and also
+searches for the best settings.
 """
 
 import argparse
@@ -24,44 +25,48 @@ parser = argparse.ArgumentParser(
 )
 parser.add_argument("--model", default="sentence-transformers/all-MiniLM-L6-v2")
 parser.add_argument("--data", default="sentence-transformers/natural-questions")
-parser.add_argument("--held_out", type=int, default=500, help="queries")
+parser.add_argument("--held_out", type=int, default=500, help="number of test queries")
 parser.add_argument(
-    "--max_steps", type=int, default=-1, help="updates; default: one pass over the data"
+    "--max_steps", type=int, default=-1, help="number of updates; default: one epoch"
 )
 parser.add_argument("--output_dir", default="runs/finetune_on_pairs")
 options = parser.parse_args()
 
-# 1. The model: any SentenceTransformer; DualEncoder.from_backbone(...) makes one of a bare BERT
+# 1. Load a model. Any SentenceTransformer works; for a bare BERT use DualEncoder.from_backbone(...)
 model = DualEncoder.from_pretrained(options.model)
 
-# 2. The data: no text of a test query, and nothing nearly the same, is trained on
-parts = Path(options.output_dir) / "data"
-if not parts.exists():
-    split_data(Source(options.data), parts, SplitSettings(dev=1, test=options.held_out))
-print(read_split(parts).summary())
-data = load_training_data(parts / "train.jsonl")
+# 2. Split the data. The training part contains no text of a test query and no near-duplicate of one
+split_folder = Path(options.output_dir) / "data"
+if not split_folder.exists():
+    split_data(Source(options.data), split_folder, SplitSettings(dev=1, test=options.held_out))
+print(read_split(split_folder).summary())
+data = load_training_data(split_folder / "train.jsonl")
 
-# 3. An evaluator: each test query has to find its passage among some thousands
-evaluator = RetrievalEvaluator(load_beir_folder(parts / "test", "test"))
-print("before:", evaluator(model)[evaluator.primary_metric])
+# 3. Create an evaluator. It searches each test query's passage among the passages of the test set
+test_set = load_beir_folder(split_folder / "test", "test")
+evaluator = RetrievalEvaluator(test_set)
+scores_before = evaluator(model)
+print("before:", scores_before[evaluator.primary_metric])
 
-# 4. The arguments: every query sees the 7 other passages of its micro-batch, and 1,024 from the bank
+# 4. Set the training arguments. Each query is contrasted with the 7 other passages of its
+#    micro-batch and with 1,024 passages from the bank
 args = ContAccumTrainingArguments(
     output_dir=options.output_dir,
-    bank_size=1024,  # 8 updates' worth; docs/drift.md says what keeps old entries honest
-    per_device_train_batch_size=8,  # pairs that memory has room for
-    gradient_accumulation_steps=16,  # micro-batches per update: 128 pairs
+    bank_size=1024,  # the pairs of 8 updates; docs/drift.md explains how stale entries are handled
+    per_device_train_batch_size=8,  # pairs per micro-batch: as many as fit in memory
+    gradient_accumulation_steps=16,  # micro-batches per update: 16 * 8 = 128 pairs
     num_train_epochs=1,
     max_steps=options.max_steps,
     learning_rate=2e-5,
-    warmup_steps=0.1,  # of all updates
+    warmup_steps=0.1,  # a share of all updates
     bf16=torch.cuda.is_available(),
     save_strategy="no",
     logging_steps=10,
 )
 
-# 5. Train, score again, save: SentenceTransformer(options.output_dir) loads the model
+# 5. Train, evaluate again and save. SentenceTransformer(options.output_dir) loads the saved model
 trainer = ContAccumTrainer(model, args, data.dataset, data_record=data.record())
 trainer.train()
-print("after:", evaluator(model)[evaluator.primary_metric])
+scores_after = evaluator(model)
+print("after:", scores_after[evaluator.primary_metric])
 trainer.save_model(options.output_dir)

@@ -1,10 +1,11 @@
-"""Mine hard negatives with the model that is to be trained, and train on them beside the bank.
+"""Mine hard negatives with a model, then train this model on them with a memory bank.
 
-    python examples/hard_negatives.py                             # Natural Questions, from the hub
+    python examples/hard_negatives.py   # Natural Questions, from the Hugging Face Hub
     python examples/hard_negatives.py --data pairs.jsonl --model BAAI/bge-small-en-v1.5
 
-Negatives are sought among the passages of all pairs; docs/mining.md has other corpora, BM25, and what they are worth:
-the fewer negatives a query sees otherwise, the more.
+The negatives are mined among the passages of all pairs. docs/mining.md explains how to mine in
+another corpus or with BM25. It also shows how much hard negatives improve a model: the fewer other
+negatives a query has, the larger the gain.
 """
 
 import argparse
@@ -22,26 +23,37 @@ parser = argparse.ArgumentParser(
 parser.add_argument("--model", default="sentence-transformers/all-MiniLM-L6-v2")
 parser.add_argument("--data", default="sentence-transformers/natural-questions")
 parser.add_argument(
-    "--max_steps", type=int, default=-1, help="updates; default: one pass over the data"
+    "--max_steps", type=int, default=-1, help="number of updates; default: one epoch"
 )
 parser.add_argument("--output_dir", default="runs/hard_negatives")
 options = parser.parse_args()
 
-# 1. The model, which mines first
+# 1. Load the model, which mines the negatives and is then trained on them
 model = DualEncoder.from_pretrained(options.model)
 
-# 2. Mine: eight of the best hundred that score 5% below the positive: others may well be relevant
-mined = Path(options.output_dir) / "mined.jsonl"
-if not mined.exists():
-    mined.parent.mkdir(parents=True, exist_ok=True)
-    rules = {"num_negatives": 8, "relative_margin": 0.05, "range_max": 100, "sampling": "random"}
-    write_mined(mine_hard_negatives(options.data, model, **rules), mined)
+# 2. Mine hard negatives: sample 8 of the 100 best passages of each query. The margin of 5% leaves
+#    out passages that score almost as high as the positive, because they may be relevant as well
+mined_file = Path(options.output_dir) / "mined.jsonl"
+if not mined_file.exists():
+    mined_file.parent.mkdir(parents=True, exist_ok=True)
+    mined = mine_hard_negatives(
+        options.data,
+        model,
+        num_negatives=8,
+        relative_margin=0.05,
+        range_max=100,
+        sampling="random",
+    )
+    write_mined(mined, mined_file)
 
-# 3. The data: rows of query, positive and one negative, in each epoch another of the eight
-data = load_training_data(mined, num_hard_negatives=1)
-print(data.report.summary(), "For example:", data.dataset[0], sep="\n")
+# 3. Load rows of (query, positive, negative_1). Each epoch uses another one of the 8 negatives
+data = load_training_data(mined_file, num_hard_negatives=1)
+print(data.report.summary())
+print("First row:")
+print(data.dataset[0])
 
-# 4. The arguments: hard negatives enter the bank as well, so that all queries see them
+# 4. Set the training arguments. The bank stores hard negatives as well, so that all queries are
+#    contrasted with them
 args = ContAccumTrainingArguments(
     output_dir=options.output_dir,
     bank_size=1024,
@@ -56,7 +68,7 @@ args = ContAccumTrainingArguments(
     logging_steps=10,
 )
 
-# 5. Train and save
+# 5. Train and save the model
 trainer = ContAccumTrainer(model, args, data.dataset, data_record=data.record())
 trainer.train()
 trainer.save_model(options.output_dir)

@@ -1,10 +1,10 @@
-"""Train two towers, one for queries and one for passages, as DPR and the paper do; then search with them.
+"""Train two separate encoders, one for queries and one for passages, as in DPR; then search.
 
-    python examples/two_towers.py                                 # two BERTs, on Natural Questions
+    python examples/two_towers.py                         # two BERTs, on Natural Questions
     python examples/two_towers.py --data dpr/nq-train.json.gz --model roberta-base
 
-Worth a try where queries and passages differ in kind; two towers take twice the memory for weights. The paper's own
-settings are in configs/paper.
+Try two towers if queries and passages are very different texts. Their weights take twice the memory
+of a single encoder. The settings of the ContAccum paper are in configs/paper.
 """
 
 import argparse
@@ -23,18 +23,20 @@ parser = argparse.ArgumentParser(
 parser.add_argument("--model", default="bert-base-uncased")
 parser.add_argument("--data", default="sentence-transformers/natural-questions")
 parser.add_argument(
-    "--max_steps", type=int, default=-1, help="updates; default: three passes over the data"
+    "--max_steps", type=int, default=-1, help="number of updates; default: three epochs"
 )
 parser.add_argument("--output_dir", default="runs/two_towers")
 options = parser.parse_args()
 
-# 1. The model: a Router with the backbone twice, which SentenceTransformer(folder) loads once it is saved
+# 1. Create the model: a Router module with two copies of the backbone. SentenceTransformer(folder)
+#    loads the saved model
 model = DualEncoder.from_backbone(options.model, tied=False, pooling="mean", normalize=True)
 
-# 2. The data: the first column goes to the query tower, all others to the passage tower
+# 2. Load the data. The first column goes to the query tower, all other columns to the passage tower
 data = load_training_data(options.data)
 
-# 3. The arguments: a bank for each tower, so that neither learns faster than the other
+# 3. Set the training arguments. There is one bank for each tower, so that the gradient norms of the
+#    two towers stay similar
 args = ContAccumTrainingArguments(
     output_dir=options.output_dir,
     bank_size=1024,
@@ -49,19 +51,23 @@ args = ContAccumTrainingArguments(
     logging_steps=10,
 )
 
-# 4. Train. The norms of the towers' gradients are in the log: a ratio that runs away from 1 is a bad sign
+# 4. Train and save the model. The log holds the ratio of the towers' gradient norms: training is
+#    unstable if this ratio moves away from 1
 trainer = ContAccumTrainer(model, args, data.dataset, data_record=data.record())
 trainer.train()
-log = (Path(options.output_dir) / "train_log.jsonl").read_text(encoding="utf-8").splitlines()
-ratios = [json.loads(line)["grad_norm_ratio"] for line in log]
-print(f"passage over query gradient norm: {ratios[0]:.2f} at first, {ratios[-1]:.2f} in the end")
+log_file = Path(options.output_dir) / "train_log.jsonl"
+log_lines = log_file.read_text(encoding="utf-8").splitlines()
+ratios = [json.loads(line)["grad_norm_ratio"] for line in log_lines]
+print(f"passage / query gradient norm: {ratios[0]:.2f} at first, {ratios[-1]:.2f} at the end")
 trainer.save_model(options.output_dir)
 
-# 5. Search: queries through their tower, passages through theirs
+# 5. Search: the query tower encodes the query, the passage tower encodes the passages
 rows = data.dataset[:1000]
-passages = list(dict.fromkeys(rows["positive"]))
-embeddings = model.encode_document(passages, convert_to_tensor=True)
-for hit in semantic_search(
-    model.encode_query(rows["query"][:1], convert_to_tensor=True), embeddings, top_k=3
-)[0]:
-    print(f"{hit['score']:.3f}  {rows['query'][0]}  ->  {passages[hit['corpus_id']][:80]}")
+query = rows["query"][0]
+passages = list(dict.fromkeys(rows["positive"]))  # without duplicates
+query_embedding = model.encode_query([query], convert_to_tensor=True)
+passage_embeddings = model.encode_document(passages, convert_to_tensor=True)
+hits = semantic_search(query_embedding, passage_embeddings, top_k=3)[0]
+for hit in hits:
+    passage = passages[hit["corpus_id"]]
+    print(f"{hit['score']:.3f}  {query}  ->  {passage[:80]}")

@@ -3,8 +3,9 @@
     python scripts/encode.py runs/mine --corpus psgs_w100.tsv --output stores/wikipedia
     contaccum search runs/mine --store stores/wikipedia --queries nq-test.qa.csv --output nq.trec
 
-The store is written shard by shard: started again after a kill, the program goes on. It uses one
-process; `torchrun -m contaccum.cli encode` spreads the shards over several GPUs.
+The store is written shard by shard. If the program is started again after an interruption, it
+encodes the missing shards only. The program uses one process; to encode on several GPUs, use
+`torchrun -m contaccum.cli encode`.
 """
 
 from __future__ import annotations
@@ -27,22 +28,26 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("model", help="a SentenceTransformer: a folder, or a name on the hub")
     parser.add_argument("--corpus", type=Path, required=True, help="jsonl, tsv or a BEIR folder")
-    parser.add_argument("--output", type=Path, required=True, help="the folder of the store")
-    parser.add_argument("--kind", choices=("document", "query"), default="document")
-    parser.add_argument("--dtype", choices=STORED, default="float32", help="of the store")
-    parser.add_argument("--precision", default="float32", help="of the encoder, such as bfloat16")
-    parser.add_argument("--shard_size", type=int, default=50_000, help="rows of a shard")
-    parser.add_argument("--batch_size", type=int, default=32, help="texts encoded at once")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the store")
+    parser.add_argument(
+        "--kind", choices=("document", "query"), default="document", help="the encoder to use"
+    )
+    parser.add_argument("--dtype", choices=STORED, default="float32", help="data type of the store")
+    parser.add_argument(
+        "--precision", default="float32", help="precision of the encoder, such as bfloat16"
+    )
+    parser.add_argument("--shard_size", type=int, default=50_000, help="rows per shard")
+    parser.add_argument("--batch_size", type=int, default=32, help="texts per batch")
     parser.add_argument("--device", help="such as cpu or cuda:1; default: a GPU if there is one")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Encode the texts of a corpus that the store lacks."""
+    """Encode all texts of a corpus that are not in the store yet."""
     args = parse_arguments()
-    check_folder(args.output)  # before a model is loaded
+    check_folder(args.output)  # an invalid folder is refused before the model is loaded
     model = DualEncoder.from_pretrained(args.model, device=args.device)
-    # A store is continued only with the same model, tokenisation and settings.
+    # An unfinished store is continued only with the same model, tokenisation and settings.
     encoder = CorpusEncoder(
         model,
         args.model,

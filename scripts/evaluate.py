@@ -3,8 +3,8 @@
     python scripts/evaluate.py runs/mine --data scifact --output runs/mine/scifact.json
     python scripts/evaluate.py runs/mine --data my_beir_folder --baseline base/scifact.json
 
-With --baseline, an earlier output, the two are compared query by query. eval/evaluate_beir.py
-evaluates on several sets, with FAISS on GPUs.
+With --baseline, the result is compared with an earlier result by a paired bootstrap over queries.
+To evaluate on several data sets, or with FAISS on GPUs, use eval/evaluate_beir.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contaccum.evaluation.beir_sets import evaluate_beir, load_data
 from contaccum.evaluation.metrics import paired_bootstrap
 from contaccum.evaluation.results import EvaluationResult, read_result, write_result
 
-SHOWN = ("NDCG@10", "MRR@10", "Recall@100")
+PRINTED_METRICS = ("NDCG@10", "MRR@10", "Recall@100")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -33,28 +33,31 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("model", help="a SentenceTransformer: a folder, or a name on the hub")
     parser.add_argument("--data", required=True, help="a BEIR folder, or the name of a public set")
     parser.add_argument("--split", help="default: test, and dev for msmarco")
-    parser.add_argument("--output", type=Path, default=Path("results.json"))
-    parser.add_argument("--baseline", type=Path, help="an earlier output, to compare with")
+    parser.add_argument("--output", type=Path, default=Path("results.json"), help="a JSON file")
+    parser.add_argument("--baseline", type=Path, help="output file of an earlier evaluation")
     parser.add_argument("--index", default="Flat", help="FAISS factory string; Flat is exact")
-    parser.add_argument("--batch_size", type=int, default=32, help="texts encoded at once")
+    parser.add_argument("--batch_size", type=int, default=32, help="texts per batch")
     parser.add_argument("--device", help="such as cpu or cuda:1; default: a GPU if there is one")
     return parser.parse_args()
 
 
 def read_baseline(path: Path, data: BeirDataset) -> dict[str, Any]:
-    """Read an earlier result; raise `DataError` if it is on other data."""
+    """Read an earlier result; raise `DataError` if it was computed on other data."""
     baseline = read_result(path)
     if baseline["data"].get("fingerprint") != data.fingerprint:
-        raise DataError(f"--baseline {path}: it is on other data; evaluate it on {data.name} first")
+        raise DataError(
+            f"--baseline {path}: its data are not {data.name}; "
+            f"evaluate the baseline on {data.name} first"
+        )
     return baseline
 
 
 def compare(result: EvaluationResult, baseline: dict[str, Any], metric: str = "NDCG@10") -> str:
-    """Describe the difference of a metric from an earlier result on the same data."""
+    """Format the difference from the baseline in a metric, with interval and p-value."""
     new_scores = [scores[metric] for scores in result.per_query.values()]
     old_scores = [baseline["per_query"][query][metric] for query in result.per_query]
     test = paired_bootstrap(new_scores, old_scores)
-    interval = f"95% from {test['low']:+.4f} to {test['high']:+.4f}"
+    interval = f"95% interval {test['low']:+.4f} to {test['high']:+.4f}"
     return f"{metric}: {test['difference']:+.4f}, {interval}, p = {test['p_value']:.4f}"
 
 
@@ -74,7 +77,7 @@ def main() -> None:
         batch_size=args.batch_size,
         model_name=args.model,
     )
-    for metric in SHOWN:
+    for metric in PRINTED_METRICS:
         print(f"{metric}: {result.metrics[metric]:.4f}")
     if baseline is not None:
         print("difference from the baseline in", compare(result, baseline))

@@ -1,9 +1,10 @@
-"""Mine hard negatives: passages that score high for a query and are not known to be relevant.
+"""Mine hard negatives: passages that score high for a query but are not labelled as relevant.
 
     python scripts/mine.py runs/mine --data pairs.jsonl --output hard.jsonl --relative_margin 0.05
     python scripts/train.py ... --train_data hard.jsonl --num_hard_negatives 4
 
-Beside the output lies a report with the settings and counts. docs/mining.md explains the rules.
+The program writes a report with settings and counts beside the output file. docs/mining.md explains
+the selection rules.
 """
 
 from __future__ import annotations
@@ -30,15 +31,19 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", help="a SentenceTransformer: a folder, or a name on the hub")
-    parser.add_argument("--data", required=True, help="training data in a format of docs/data.md")
-    parser.add_argument("--corpus", help="mine in these passages instead of the data's own")
+    parser.add_argument("--data", required=True, help="training pairs in a format of docs/data.md")
+    parser.add_argument("--corpus", help="passages to search; default: the passages of --data")
     parser.add_argument("--output", required=True, help="a new file")
     parser.add_argument("--output_format", default="pairs", help="or dpr, tevatron, ntuples")
-    parser.add_argument("--num_negatives", type=int, default=4, help="per query")
-    parser.add_argument("--range_max", type=int, help="take none beyond this rank")
-    parser.add_argument("--relative_margin", type=float, help="share below the positive's score")
-    parser.add_argument("--cross_encoder", help="a model that scores the candidates again")
-    parser.add_argument("--batch_size", type=int, default=32, help="texts encoded at once")
+    parser.add_argument("--num_negatives", type=int, default=4, help="negatives per query")
+    parser.add_argument("--range_max", type=int, help="last rank of a candidate")
+    parser.add_argument(
+        "--relative_margin",
+        type=float,
+        help="minimum distance below the positive's score, as a share of it",
+    )
+    parser.add_argument("--cross_encoder", help="a model that rescores the candidates")
+    parser.add_argument("--batch_size", type=int, default=32, help="texts per batch")
     parser.add_argument("--device", help="such as cpu or cuda:1; default: a GPU if there is one")
     return parser.parse_args()
 
@@ -51,7 +56,7 @@ def main() -> None:
         "range_max": args.range_max,
         "relative_margin": args.relative_margin,
     }
-    # Mistakes in the settings and in the data show before a model is loaded.
+    # Invalid settings and data are refused before the model is loaded.
     SelectionRules(**rules).check(has_cross_encoder=args.cross_encoder is not None)
     check_output(args.output, args.output_format)
     data = load_mining_data(args.data, args.corpus)

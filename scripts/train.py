@@ -1,11 +1,12 @@
-"""Train a retriever with memory banks, on pairs of a query and a passage.
+"""Train a retriever with memory banks on query-passage pairs.
 
     python scripts/train.py --model bert-base-uncased --train_data pairs.jsonl \
         --per_device_train_batch_size 8 --gradient_accumulation_steps 16 --bank_size 1024 \
         --output_dir runs/mine
 
-Every field of `ContAccumTrainingArguments` is an option. The saved folder is a SentenceTransformer.
-The program evaluates nothing and takes one data set: `contaccum train` has the rest.
+Every field of `ContAccumTrainingArguments` is an option. The output folder is a
+SentenceTransformer. The program trains on a single data set and does not evaluate; `contaccum
+train` can do more.
 """
 
 from __future__ import annotations
@@ -27,18 +28,22 @@ class ModelAndData:
     """The model to train and the data to train on."""
 
     model: str = field(metadata={"help": "a SentenceTransformer or a transformers backbone"})
-    train_data: str = field(metadata={"help": "a file, a folder or a data set of the hub"})
+    train_data: str = field(metadata={"help": "a file, a folder, or a data set on the hub"})
     num_hard_negatives: int = field(default=0, metadata={"help": "hard negatives per query"})
-    tied: bool = field(default=True, metadata={"help": "backbone: one tower for all texts"})
-    normalize: bool = field(default=False, metadata={"help": "backbone: embeddings of length 1"})
+    tied: bool = field(
+        default=True, metadata={"help": "for a backbone: use one encoder for queries and passages"}
+    )
+    normalize: bool = field(
+        default=False, metadata={"help": "for a backbone: normalize embeddings"}
+    )
     pooling: str | None = field(
         default=None,
-        metadata={"help": "backbone: cls, mean or lasttoken; default: by architecture"},
+        metadata={"help": "for a backbone: cls, mean or lasttoken; default: depends on its type"},
     )
 
 
 def load_model(options: ModelAndData, device: str) -> DualEncoder:
-    """Load a SentenceTransformer as it is, or put pooling on a backbone."""
+    """Load a SentenceTransformer, or add pooling to a backbone."""
     if is_sentence_transformer_model(options.model):
         return DualEncoder.from_pretrained(options.model, device=device)
     return DualEncoder.from_backbone(
@@ -58,9 +63,9 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     options, args = parser.parse_args_into_dataclasses()
-    set_seed(args.seed)  # fresh weights and dropout are part of the run
+    set_seed(args.seed)  # for new weights and dropout
 
-    # The data are read first: a broken record shows before the model is loaded.
+    # The data are read first, so that an invalid record is refused before the model is loaded.
     data = load_training_data(
         options.train_data,
         num_hard_negatives=options.num_hard_negatives,

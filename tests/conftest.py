@@ -15,27 +15,30 @@ from transformers import AutoModel, BertConfig, BertTokenizerFast, set_seed
 
 
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector what was imported: accelerate has it look at everything when a run starts."""
+    """Exclude imported objects from garbage collection.
+
+    accelerate runs the collector at the start of each run, which is slow with many objects.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _templates_are_compiled_once() -> Iterator[None]:
-    """huggingface_hub compiles the template of the model card again for each model that is saved."""
+def _cache_compiled_templates() -> Iterator[None]:
+    """Compile the model card template once; huggingface_hub compiles it for each saved model."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jinja2.Environment, "compile", functools.cache(jinja2.Environment.compile))
         yield
 
 
 @pytest.fixture(autouse=True)
-def _one_seed() -> None:
+def _set_seed() -> None:
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory) -> Iterator[None]:
-    """No test reads or fills the cache of whoever runs it."""
+    """Use a temporary cache folder instead of the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CONTACCUM_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -48,13 +51,13 @@ def tiny_tokenizer() -> BertTokenizerFast:
 
 @pytest.fixture(scope="session")
 def tiny_config() -> BertConfig:
-    """A BERT of two layers and 32 dimensions, dropout on."""
+    """Return a BERT config with two layers, 32 dimensions and dropout."""
     return bert_config(2, 32, 64)
 
 
 @pytest.fixture(scope="session")
 def places(tmp_path_factory) -> Path:
-    """A backbone with dropout, pairs to train on, a BEIR folder."""
+    """Return a folder with a backbone with dropout, pairs.jsonl and a BEIR folder."""
     root = tmp_path_factory.mktemp("places")
     write_training_and_beir_data(root, 24)
     set_seed(7)
@@ -67,43 +70,52 @@ def places(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def train(places) -> Callable[..., int]:
-    """Calls `contaccum train` for one epoch of three updates, with more files and keys; returns its exit code."""
+    """Return a function that runs `contaccum train` for one epoch of three updates.
+
+    It takes config files and options, and returns the exit code. None removes an option.
+    """
     from contaccum.cli import main
 
     def run(output: Path, *files: str, **keys: Any) -> int:
-        given = {
+        settings = {
             "model": places / "backbone",
             "train_data": places / "pairs.jsonl",
             "output_dir": output,
-        }
-        given |= {
             "per_device_train_batch_size": 4,
             "gradient_accumulation_steps": 2,
             "bank_size": 8,
+            "num_train_epochs": 1,
+            "learning_rate": 0.01,
+            "save_strategy": "no",
+            "use_cpu": "true",
+            "disable_tqdm": "true",
+            **keys,
         }
-        given |= {"num_train_epochs": 1, "learning_rate": 0.01, "save_strategy": "no"}
-        given |= {"use_cpu": "true", "disable_tqdm": "true", **keys}
-        words = {key: value if isinstance(value, list) else [value] for key, value in given.items()}
-        options = [
-            (f"--{key}", *map(str, value)) for key, value in words.items() if value != [None]
-        ]
-        return main(["train", *files, *(word for option in options for word in option)])
+        argv = ["train", *files]
+        for key, value in settings.items():
+            if isinstance(value, list):
+                argv += [f"--{key}", *map(str, value)]
+            elif value is not None:
+                argv += [f"--{key}", str(value)]
+        return main(argv)
 
     return run
 
 
 @pytest.fixture(scope="session")
 def tiny_model_path(tiny_config, tiny_tokenizer, tmp_path_factory) -> str:
-    """A saved random encoder: mean pooling, cosine, passages of 40 tokens."""
+    """Return the folder of a random encoder with mean pooling and cosine similarity."""
     from contaccum import DualEncoder
 
     path = str(tmp_path_factory.mktemp("model") / "tiny")
-    options = {
-        "tokenizer": tiny_tokenizer,
-        "pooling": "mean",
-        "normalize": True,
-        "passage_max_length": 40,
-    }
     torch.manual_seed(0)
-    DualEncoder.from_backbone(tiny_config, device="cpu", **options).save_pretrained(path)
+    model = DualEncoder.from_backbone(
+        tiny_config,
+        tokenizer=tiny_tokenizer,
+        pooling="mean",
+        normalize=True,
+        passage_max_length=40,
+        device="cpu",
+    )
+    model.save_pretrained(path)
     return path

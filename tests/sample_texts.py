@@ -1,18 +1,19 @@
-"""Made-up texts over a small vocabulary, and as a model is given them."""
+"""Random sentences over a small vocabulary, and their features for a model."""
 
 from typing import Any
 
 import torch
 
 WORDS = (  # noqa: SIM905  # sixty quoted words are harder to read
-    "the a of in is was cat dog bird fish tree river stone cloud rain sun moon star city road house door window "
-    "red blue green small large old new fast slow warm cold what where who when why how does do sits runs flies swims "
-    "grows falls shines on under over near far with without and or not one two three four five six seven eight nine"
+    "the a of in is was cat dog bird fish tree river stone cloud rain sun moon star city road "
+    "house door window red blue green small large old new fast slow warm cold what where who when "
+    "why how does do sits runs flies swims grows falls shines on under over near far with without "
+    "and or not one two three four five six seven eight nine"
 ).split()
 
 
 def sentences(count: int, seed: int = 0, length: int = 6) -> list[str]:
-    """``count`` distinct sentences over WORDS."""
+    """Return ``count`` distinct sentences over WORDS."""
     generator = torch.Generator().manual_seed(seed)
     picks = torch.randint(len(WORDS), (count, length), generator=generator)
     return [
@@ -21,7 +22,7 @@ def sentences(count: int, seed: int = 0, length: int = 6) -> list[str]:
 
 
 def features(model: Any, n: int, columns: int = 2, seed: int = 0) -> list[dict[str, Any]]:
-    """Queries and the texts beside them, as a loss of sentence-transformers gets them."""
+    """Return features of n queries and of n texts per further column, as losses receive them."""
     tasks = ["query"] + ["document"] * (columns - 1)
     return [
         model.preprocess(sentences(n, seed * 10 + i), task=task) for i, task in enumerate(tasks)

@@ -39,7 +39,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 def write_beir(
     folder: Path, documents: dict, queries: dict, qrels: list[tuple], split: str = "train"
 ) -> Path:
-    """A BEIR folder of documents as (title, text) by id, queries by id, and judgements as (query, document, grade)."""
+    """Write a BEIR folder.
+
+    Args:
+        documents: {document id: (title, text)}.
+        queries: {query id: text}.
+        qrels: judgements (query id, document id, grade).
+    """
     write_lines(
         folder / "corpus.jsonl",
         [{"_id": i, "title": t, "text": x} for i, (t, x) in documents.items()],
@@ -52,7 +58,10 @@ def write_beir(
 
 
 def write_judged_places(folder: Path, train: bool = False) -> Path:
-    """24 documents, 6 judged queries of three relevant documents each, one query unjudged; the same to train on."""
+    """Write a BEIR folder with 24 documents, 6 judged queries and one query without judgements.
+
+    Each judged query has three relevant documents. With ``train``, the split train equals test.
+    """
     documents = {
         f"{a}-{p}": (f"the {a}", f"one {a} sits on the {p}") for a in ANIMALS for p in PLACES
     }
@@ -68,7 +77,10 @@ def write_judged_places(folder: Path, train: bool = False) -> Path:
 
 
 def write_judged_sentences(folder: Path) -> Path:
-    """40 documents; 24 queries of the split train and 8 of test, with a relevant document each."""
+    """Write a BEIR folder with 40 documents, 24 training and 8 test queries.
+
+    Each query has one relevant document.
+    """
     documents = {f"d{row}": ("", text) for row, text in enumerate(sentences(40, 3, 9))}
     queries = {f"q{row}": text for row, text in enumerate(sentences(32, 4))}
     write_beir(
@@ -80,7 +92,10 @@ def write_judged_sentences(folder: Path) -> Path:
 
 
 def write_training_and_beir_data(root: Path, pairs: int) -> None:
-    """``pairs.jsonl`` to train on, and the folder ``beir``: 8 documents, 4 queries with one positive each."""
+    """Write training pairs, pairs.jsonl, and a BEIR folder, beir.
+
+    The BEIR folder has 8 documents and 4 queries with one positive each.
+    """
     rows = zip(sentences(pairs, 1), sentences(pairs, 2, 9), strict=True)
     write_lines(root / "pairs.jsonl", [{"query": q, "positive": p} for q, p in rows])
     documents = {f"corpus{i}": ("", text) for i, text in enumerate(sentences(8, 3))}
@@ -95,14 +110,14 @@ def write_training_and_beir_data(root: Path, pairs: int) -> None:
 
 
 def write_pairs_to_mine(path: Path) -> Path:
-    """40 pairs of 36 queries: the last four repeat the first four with another positive."""
+    """Write 40 pairs of 36 queries. The last 4 pairs have the first 4 queries again."""
     queries = sentences(36, 1)
     rows = zip([*queries, *queries[:4]], sentences(40, 2, 9), strict=True)
     return write_lines(path, [{"query": q, "positive": p} for q, p in rows])
 
 
 def write_beir_to_mine(folder: Path) -> Path:
-    """30 documents with titles, 10 queries with 1 or 2 positives each and one judged 0."""
+    """Write a BEIR folder with 30 documents and 10 queries with 1 or 2 positives each."""
     texts = zip(sentences(30, 3, 2), sentences(30, 4, 9), strict=True)
     queries = {f"q{i}": text for i, text in enumerate(sentences(10, 5))}
     qrels = [
@@ -112,8 +127,12 @@ def write_beir_to_mine(folder: Path) -> Path:
 
 
 def write_open_qa(folder: Path) -> list[str]:
-    """Three questions with their answers, and four passages, two of which have a title; the paths of both files."""
-    questions, passages = folder / "test.qa.csv", folder / "psgs.tsv"
+    """Write three questions with answers and four passages, and return the paths of both files.
+
+    Two of the passages have a title.
+    """
+    questions = folder / "test.qa.csv"
+    passages = folder / "psgs.tsv"
     questions.write_text(
         "who sat\t['the cat', 'cats']\nwhere was it\t['the mat']\nwhen\t['1947']\n"
     )

@@ -1,6 +1,7 @@
-"""Ranks equal one process that sees their micro-batches in rank order. Gloo on the CPU, float64.
+"""Several ranks give the results of one process with all micro-batches in rank order.
 
-A spawn of processes costs seconds, so each runs many cases and leaves its results in a file.
+The ranks use gloo on the CPU in float64. Starting processes takes seconds, so each process runs all
+cases and saves its results in a file.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 from contaccum import BankedInfoNCE
-from contaccum.bank.full_softmax import DocumentBlock, full_softmax_loss
+from contaccum.bank.full_softmax import DocumentBlock, compute_full_softmax_loss
 from contaccum.bank.settings import DIRECTIONS
 
 D = 6
@@ -50,7 +51,7 @@ SIZES = [[3, 3, 3], [3, 3, 3], [3, 3, 1], [0, 2, 2], [1, 0, 0], [2, 2, 2]]
 
 
 class Towers(torch.nn.Module):
-    """A linear tower for queries and one for passages, each called once per column."""
+    """A linear query tower and a linear passage tower."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,14 +75,18 @@ def micro_batch(
 
 
 def run_steps(case: tuple[str, int], ranks: list[int], **more: Any) -> dict[str, Any]:
-    """Two updates of three micro-steps each, with a probe of the encoder between them: gradients, losses and bank."""
+    """Run two updates of three micro-steps each, with a drift probe before each update.
+
+    Returns:
+        Gradients, losses, logged values, and the states of the loss and of the drift.
+    """
     settings, h = case
     loss_fn = BankedInfoNCE(**SETTINGS[settings], **more).double()
     towers: Any = Towers()
     model = DistributedDataParallel(towers) if dist.is_initialized() else towers
     probe = [micro_batch(99, rank, 2, 0)[0] for rank in ranks]
     texts = [torch.cat(column) for column in zip(*probe, strict=True)]
-    gradients, losses, told = [], [], []
+    gradients, losses, logged = [], [], []
     for step, counts in enumerate(SIZES):
         if step in (0, 3) and SETTINGS[settings].get("drift_compensation") != "mean":
             with torch.no_grad():
@@ -94,7 +99,7 @@ def run_steps(case: tuple[str, int], ranks: list[int], **more: Any) -> dict[str,
         loss = loss_fn(*model(inputs), **dict(zip(names, ids, strict=False)), guide=guide)
         (loss / 3).backward()
         losses.append(loss.item())
-        told.append({key: float(value) for key, value in loss_fn.last.items()})
+        logged.append({key: float(value) for key, value in loss_fn.last.items()})
         if step == 2:
             gradients.append(torch.stack([p.grad for p in towers.parameters()]))
             with torch.no_grad():
@@ -105,7 +110,13 @@ def run_steps(case: tuple[str, int], ranks: list[int], **more: Any) -> dict[str,
     gradients.append(torch.stack([p.grad for p in towers.parameters()]))
     state = {key: value.clone() for key, value in loss_fn.state_dict().items()}
     drift = loss_fn.drift_record()
-    return {"gradients": gradients, "losses": losses, "told": told, "state": state, "drift": drift}
+    return {
+        "gradients": gradients,
+        "losses": losses,
+        "logged": logged,
+        "state": state,
+        "drift": drift,
+    }
 
 
 def worker(rank: int, folder: str) -> None:
@@ -116,7 +127,7 @@ def worker(rank: int, folder: str) -> None:
     results: dict[Any, Any] = {
         case: run_steps(case, [rank], gather_across_devices=True) for case in CASES
     }
-    results["refusals"] = refusals(rank)
+    results["errors"] = collect_errors(rank)
     results["full softmax"] = softmax_over_documents([rank])
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
@@ -126,7 +137,10 @@ DOCUMENTS_PER_BLOCK = 7
 
 
 def softmax_over_documents(ranks: list[int]) -> dict[str, Any]:
-    """Loss and gradients of a linear query tower over 50 documents, of which each rank reads a part."""
+    """Return loss and gradient of a linear query tower over 50 documents.
+
+    Each rank reads a part of the documents.
+    """
     generator = torch.Generator().manual_seed(3)
     documents = torch.randn(50, D, generator=generator, dtype=torch.float64)
     towers = Towers()
@@ -153,13 +167,13 @@ def softmax_over_documents(ranks: list[int]) -> dict[str, Any]:
     positives = documents[torch.cat(positive_rows)]
     excluded = torch.cat(excluded_rows)
     is_partitioned = dist.is_initialized()
-    loss = full_softmax_loss(embeddings, positives, excluded, blocks, 0.5, is_partitioned)
+    loss = compute_full_softmax_loss(embeddings, positives, excluded, blocks, 0.5, is_partitioned)
     loss.backward()
     return {"loss": loss.item(), "gradient": towers.query.grad}
 
 
 @pytest.mark.slow
-def test_ranks_with_parts_of_the_documents_equal_one_process_with_all(ranks):
+def test_full_softmax_over_partitioned_documents_equals_one_process(ranks):
     alone = softmax_over_documents(list(range(WORLD)))
     for result in (rank["full softmax"] for rank in ranks):
         assert result["loss"] == pytest.approx(alone["loss"], abs=1e-10)
@@ -167,9 +181,9 @@ def test_ranks_with_parts_of_the_documents_equal_one_process_with_all(ranks):
     assert alone["gradient"].abs().max() > 1e-3
 
 
-def refusals(rank: int) -> dict[str, str]:
-    """What every rank says when one of them brings something that fits nowhere."""
-    said = {}
+def collect_errors(rank: int) -> dict[str, str]:
+    """Return the error messages of this rank for micro-batches that do not fit together."""
+    messages = {}
     for name in ("hard negatives", "empty"):
         inputs, _ = micro_batch(
             0, rank, 0 if name == "empty" else 2, 1 + (rank == 1 and name == "hard negatives")
@@ -177,8 +191,8 @@ def refusals(rank: int) -> dict[str, str]:
         try:
             BankedInfoNCE(bank_size=4, gather_across_devices=True)(*inputs)
         except ValueError as error:
-            said[name] = str(error)
-    return said
+            messages[name] = str(error)
+    return messages
 
 
 @pytest.fixture(scope="module")
@@ -190,9 +204,8 @@ def ranks(tmp_path_factory) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_ranks_equal_one_process_that_sees_their_micro_batches_and_one_another_to_the_bit(
-    case, ranks
-):
+def test_ranks_equal_one_process_with_all_micro_batches(case, ranks):
+    """Losses and states are also equal bit for bit between the ranks."""
     alone = run_steps(case, list(range(WORLD)))
     for result in (rank[case] for rank in ranks):
         assert result["losses"] == ranks[0][case]["losses"]
@@ -204,7 +217,7 @@ def test_ranks_equal_one_process_that_sees_their_micro_batches_and_one_another_t
         for ours, theirs in zip(result["gradients"], alone["gradients"], strict=True):
             assert theirs.abs().max() > 1e-3
             assert (ours - theirs).abs().max() < 1e-10
-        for ours, theirs in zip(result["told"], alone["told"], strict=True):
+        for ours, theirs in zip(result["logged"], alone["logged"], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-9, nan_ok=True)
         assert result["drift"] == pytest.approx(alone["drift"], rel=1e-9, abs=1e-9)
         assert result["state"].keys() == alone["state"].keys()
@@ -213,9 +226,9 @@ def test_ranks_equal_one_process_that_sees_their_micro_batches_and_one_another_t
 
 
 @pytest.mark.slow
-def test_what_one_rank_cannot_use_stops_all_of_them(ranks):
+def test_invalid_micro_batch_of_one_rank_raises_on_every_rank(ranks):
     for rank in ranks:
-        assert "differ in shapes or bytes per number" in rank["refusals"]["hard negatives"]
-        assert "(n, 1, 6) of 8 bytes" in rank["refusals"]["hard negatives"]
-        assert "(n, 2, 6) of 8 bytes" in rank["refusals"]["hard negatives"]
-        assert "empty on every rank" in rank["refusals"]["empty"]
+        assert "differ in shape or in bytes per number" in rank["errors"]["hard negatives"]
+        assert "(n, 1, 6) of 8 bytes" in rank["errors"]["hard negatives"]
+        assert "(n, 2, 6) of 8 bytes" in rank["errors"]["hard negatives"]
+        assert "empty on every rank" in rank["errors"]["empty"]

@@ -1,11 +1,11 @@
-"""examples/: each script, and the notebook, on tiny models and to its end."""
+"""examples/: every script and the notebook run to their end with tiny models."""
 
 import re
 import runpy
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
@@ -23,136 +23,156 @@ FOLDER = Path(__file__).parents[1] / "examples"
 
 
 @pytest.fixture
-def run_example(places: Path, tiny_model_path: str, tmp_path: Path, monkeypatch: Any) -> Any:
-    """Runs a script for two updates; returns the model that it leaves in tmp_path/out."""
+def run_example(
+    places: Path,
+    tiny_model_path: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., SentenceTransformer]:
+    """Return a function that runs a script for two updates and loads the saved model."""
 
-    def run(name: str, **given: Any) -> SentenceTransformer:
-        given = {
+    def run(name: str, **options: object) -> SentenceTransformer:
+        all_options = {
             "model": tiny_model_path,
             "data": places / "pairs.jsonl",
             "max_steps": 2,
             "output_dir": "out",
-        } | given
+            **options,
+        }
+        arguments = [f"--{key}={value}" for key, value in all_options.items()]
         with monkeypatch.context() as patch:
             patch.chdir(tmp_path)
-            patch.setattr(
-                sys, "argv", [name, *(f"--{key}={value}" for key, value in given.items())]
-            )
+            patch.setattr(sys, "argv", [name, *arguments])
             runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
         return SentenceTransformer(str(tmp_path / "out"), device="cpu")
 
     return run
 
 
-def differs(model: SentenceTransformer, path: Any) -> bool:
-    before = SentenceTransformer(str(path), device="cpu").state_dict()
-    return any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+def have_weights_changed(model: SentenceTransformer, original_path: str) -> bool:
+    """Return whether a weight of ``model`` differs from the model in ``original_path``."""
+    original = SentenceTransformer(original_path, device="cpu").state_dict()
+    return any(not torch.equal(value, original[name]) for name, value in model.state_dict().items())
 
 
-def test_finetune_on_pairs_scores_before_and_after(run_example, tiny_model_path, capsys):
-    assert differs(run_example("finetune_on_pairs", held_out=8), tiny_model_path)
+def test_finetune_on_pairs_prints_scores_before_and_after(run_example, tiny_model_path, capsys):
+    model = run_example("finetune_on_pairs", held_out=8)
+    assert have_weights_changed(model, tiny_model_path)
     scores = re.findall(r"^(?:before|after): (.*)$", capsys.readouterr().out, re.MULTILINE)
-    assert len(scores) == 2 and all(0 < float(score) <= 1 for score in scores)
+    assert len(scores) == 2
+    assert all(0 < float(score) <= 1 for score in scores)
 
 
-def test_hard_negatives_are_mined_once_and_trained_on(
+def test_hard_negatives_mines_once_and_trains_on_the_negatives(
     run_example, tiny_model_path, places, tmp_path, capsys
 ):
-    assert differs(run_example("hard_negatives"), tiny_model_path)
+    model = run_example("hard_negatives")
+    assert have_weights_changed(model, tiny_model_path)
     mined = list(read_records(tmp_path / "out" / "mined.jsonl"))
     positives = {record.query: record.positives for record in read_records(places / "pairs.jsonl")}
-    assert len(mined) == len(positives) and any(record.negatives for record in mined)
+    assert len(mined) == len(positives)
+    assert any(record.negatives for record in mined)
     assert not any(set(record.negatives) & set(positives[record.query]) for record in mined)
     assert "'negative_1'" in capsys.readouterr().out
-    run_example("hard_negatives")  # a second time, from what was mined
+    run_example("hard_negatives")  # the second run reads mined.jsonl
 
 
-def test_query_side_leaves_the_documents_and_saves_their_index(
+def test_query_side_leaves_documents_and_saves_their_embeddings(
     run_example, tiny_model_path, tmp_path
 ):
-    folder = write_judged_places(tmp_path / "judged", train=True)
-    model = run_example("query_side", data=folder)
-    base = SentenceTransformer(tiny_model_path, device="cpu")
+    data = write_judged_places(tmp_path / "judged", train=True)
+    model = run_example("query_side", data=data)
+    original = SentenceTransformer(tiny_model_path, device="cpu")
     text = ["one cat sits on the tree"]
-    assert (model.encode_document(text) == base.encode_document(text)).all()
-    assert (model.encode_query(text) != base.encode_query(text)).any()
+    assert (model.encode_document(text) == original.encode_document(text)).all()
+    assert (model.encode_query(text) != original.encode_query(text)).any()
     assert EmbeddingStore.open(tmp_path / "out" / "passage_store").shape == (24, 32)
 
 
-def test_decoder_lora_leaves_a_plain_model_with_last_token_pooling(run_example, tmp_path):
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-    }
-    sizes |= {"num_key_value_heads": 1, "head_dim": 16}
-    AutoModel.from_config(Qwen3Config(vocab_size=len(word_tokenizer()), **sizes)).save_pretrained(
-        tmp_path / "qwen3"
+def test_decoder_lora_saves_a_plain_model_with_last_token_pooling(run_example, tmp_path):
+    backbone_path = tmp_path / "qwen3"
+    config = Qwen3Config(
+        vocab_size=len(word_tokenizer()),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=64,
     )
-    word_tokenizer().save_pretrained(tmp_path / "qwen3")
-    model = run_example("decoder_lora", model=tmp_path / "qwen3")
-    assert model[1].pooling_mode == "lasttoken" and model.prompts["query"].startswith("Instruct: ")
+    AutoModel.from_config(config).save_pretrained(backbone_path)
+    word_tokenizer().save_pretrained(backbone_path)
+
+    model = run_example("decoder_lora", model=backbone_path)
+    assert model[1].pooling_mode == "lasttoken"
+    assert model.prompts["query"].startswith("Instruct: ")
     assert not list((tmp_path / "out").glob("adapter*"))
-    base = AutoModel.from_pretrained(tmp_path / "qwen3").state_dict()
-    moved = {
-        name
-        for name, value in model[0].model.state_dict().items()
-        if not torch.equal(value, base[name])
-    }
-    assert moved and all("proj" in name for name in moved)
+    original = AutoModel.from_pretrained(backbone_path).state_dict()
+    changed = []
+    for name, value in model[0].model.state_dict().items():
+        if not torch.equal(value, original[name]):
+            changed.append(name)
+    assert changed
+    assert all("proj" in name for name in changed)
 
 
-def test_two_towers_come_to_differ_and_search(run_example, places, capsys):
+def test_two_towers_trains_different_towers_and_searches(run_example, places, capsys):
     towers = run_example("two_towers", model=places / "backbone")[0].sub_modules
-    passage = towers["document"].state_dict()
+    query_weights = towers["query"].state_dict()
+    document_weights = towers["document"].state_dict()
     assert any(
-        not torch.equal(value, passage[name])
-        for name, value in towers["query"].state_dict().items()
+        not torch.equal(value, document_weights[name]) for name, value in query_weights.items()
     )
     out = capsys.readouterr().out
-    assert "passage over query gradient norm:" in out and out.count("  ->  ") == 3
+    assert "passage / query gradient norm:" in out
+    assert out.count("  ->  ") == 3
 
 
-@pytest.fixture
-def beir(tmp_path: Path) -> Path:
-    return write_judged_places(tmp_path / "beir", train=True)
+def test_continue_and_compare_resumes_and_ends_with_the_same_model(run_example, tmp_path, capsys):
+    data = write_judged_places(tmp_path / "beir", train=True)
+    options = {"data": data, "max_steps": 4, "save_steps": 2}
+    log_file = tmp_path / "out" / "train_log.jsonl"
 
+    model = run_example("continue_and_compare", **options)
+    out = capsys.readouterr().out
+    log_lines = log_file.read_text().splitlines()
+    assert "nDCG@10" in out
+    assert "p = " in out
 
-def test_continue_and_compare_goes_on_from_a_checkpoint_to_the_same_end(
-    run_example, beir, tmp_path, capsys
-):
-    def run() -> tuple[SentenceTransformer, str, list[str]]:
-        model = run_example("continue_and_compare", data=beir, max_steps=4, save_steps=2)
-        return (
-            model,
-            capsys.readouterr().out,
-            (tmp_path / "out" / "train_log.jsonl").read_text().splitlines(),
-        )
-
-    model, out, log = run()
-    assert "nDCG@10" in out and "p = " in out
     shutil.rmtree(tmp_path / "out" / "checkpoint-4")
-    again, _, log_again = run()
-    assert (
-        log[:2] == log_again[:2] and log[2:] != log_again[2:]
-    )  # seconds are in it: the first two were not run again
-    state = model.state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in again.state_dict().items())
+    resumed_model = run_example("continue_and_compare", **options)
+    resumed_log_lines = log_file.read_text().splitlines()
+    # Log lines contain the duration of their update. So equal lines mean that the first two updates
+    # were not repeated, and different lines that the last two were.
+    assert log_lines[:2] == resumed_log_lines[:2]
+    assert log_lines[2:] != resumed_log_lines[2:]
+    weights = model.state_dict()
+    resumed_weights = resumed_model.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in resumed_weights.items())
 
 
 @pytest.mark.long
 def test_the_notebook_ends_with_a_search(tiny_model_path, tmp_path):
     notebook = nbformat.read(FOLDER / "pairs_to_index.ipynb", as_version=4)
-    (parameters,) = (
+    parameter_cells = [
         cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())
-    )
+    ]
+    assert len(parameter_cells) == 1
     data = write_judged_sentences(tmp_path / "beir")
     settings = {"method": "query_side", "learning_rate": 1e-3, "max_steps": 2, "use_cpu": True}
-    parameters.source = f"MODEL, DATA, SETTINGS = {tiny_model_path!r}, {str(data)!r}, {settings!r}\nBUDGET, OUTPUT = '5m', 'out'"
+    parameter_cells[0].source = "\n".join(
+        [
+            f"MODEL = {tiny_model_path!r}",
+            f"DATA = {str(data)!r}",
+            f"SETTINGS = {settings!r}",
+            "BUDGET = '5m'",
+            "OUTPUT = 'out'",
+        ]
+    )
     client = NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     )
     client.execute()
-    (found,) = (output for output in notebook.cells[-1].outputs if output.get("name") == "stdout")
-    assert len(re.findall(r"^-?\d\.\d{3}  d\d+  \w", found.text, re.MULTILINE)) == 3
+    (printed,) = (output for output in notebook.cells[-1].outputs if output.get("name") == "stdout")
+    hits = re.findall(r"^-?\d\.\d{3}  d\d+  \w", printed.text, re.MULTILINE)
+    assert len(hits) == 3

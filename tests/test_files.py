@@ -1,4 +1,4 @@
-"""Files are whole or not there, content has one name, and no credential is written down."""
+"""Atomic files and folders, fingerprints, the cache folder, and removal of credentials."""
 
 import errno
 import os
@@ -32,9 +32,7 @@ from contaccum.files import (
         (FileNotFoundError(errno.ENOENT, "of what was read"), FileNotFoundError),
     ],
 )
-def test_a_file_that_fails_half_way_leaves_the_one_before_it_and_nothing_else(
-    error, expected, tmp_path
-):
+def test_failed_write_leaves_the_earlier_file(error, expected, tmp_path):
     path = tmp_path / "out.json"
     path.write_text("before")
     with pytest.raises(expected), atomic_file(path) as part:
@@ -43,10 +41,10 @@ def test_a_file_that_fails_half_way_leaves_the_one_before_it_and_nothing_else(
     assert path.read_text() == "before" and os.listdir(tmp_path) == ["out.json"]
 
 
-def test_a_file_is_as_readable_as_any_other_and_replaces_a_link_instead_of_what_it_leads_to(
-    tmp_path,
-):
-    out, precious = tmp_path / "out", tmp_path / "precious"
+def test_written_file_has_default_permissions_and_replaces_a_link(tmp_path):
+    """The file that the link points to is not changed."""
+    out = tmp_path / "out"
+    precious = tmp_path / "precious"
     precious.write_text("keep me")
     out.symlink_to(precious)
     write_text(out, ["a\n", "b\n"])
@@ -54,7 +52,7 @@ def test_a_file_is_as_readable_as_any_other_and_replaces_a_link_instead_of_what_
     assert out.stat().st_mode == precious.stat().st_mode
 
 
-def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path):
+def test_folder_is_replaced_completely_or_not_at_all(tmp_path):
     path = tmp_path / "store"
     for content in ("first", "second"):
         with atomic_folder(path) as part:
@@ -85,7 +83,7 @@ def write_in_another_process(path: Path, name: str, end: str = "whole") -> int:
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_a_folder_that_another_process_has_put_there_meanwhile_is_taken(is_there, tmp_path):
+def test_folder_that_another_process_wrote_meanwhile_is_kept(is_there, tmp_path):
     path = tmp_path / "store"
     if is_there:
         assert write_in_another_process(path, "before") == 0
@@ -97,11 +95,12 @@ def test_a_folder_that_another_process_has_put_there_meanwhile_is_taken(is_there
     assert os.listdir(path) == ["theirs"] and os.listdir(tmp_path) == ["store"]
 
 
-def test_what_a_killed_process_left_over_is_removed_and_what_a_running_one_writes_is_not(tmp_path):
+def test_leftovers_of_killed_processes_are_removed(tmp_path):
+    """The temporary folder of a running process is not removed."""
     path = tmp_path / "store"
     assert write_in_another_process(path, "torn", "killed") == -signal.SIGKILL
-    (left,) = tmp_path.iterdir()
-    assert os.listdir(left) == ["torn"]
+    (leftover,) = tmp_path.iterdir()
+    assert os.listdir(leftover) == ["torn"]
     (tmp_path / ".replaced-store.0").mkdir()
     with atomic_folder(path) as part:
         assert list(tmp_path.iterdir()) == [part]
@@ -114,9 +113,7 @@ def test_what_a_killed_process_left_over_is_removed_and_what_a_running_one_write
 @pytest.mark.parametrize(
     "moment", ["before the old folder is moved away", "before the new one takes the name"]
 )
-def test_two_processes_that_put_a_folder_there_at_the_same_moment_leave_one_of_them(
-    moment, tmp_path, monkeypatch
-):
+def test_two_simultaneous_replacements_leave_one_folder(moment, tmp_path, monkeypatch):
     path = tmp_path / "store"
     with atomic_folder(path) as part:
         (part / "before").touch()
@@ -128,7 +125,8 @@ def test_two_processes_that_put_a_folder_there_at_the_same_moment_leave_one_of_t
         moved = path if moment.startswith("before the old") else part
         if self == moved and not is_second:
             is_second = True
-            rename(path, tmp_path / "elsewhere") if path.exists() else None
+            if path.exists():
+                rename(path, tmp_path / "elsewhere")
             path.mkdir()
             (path / "theirs").touch()
         return rename(self, target)
@@ -140,20 +138,20 @@ def test_two_processes_that_put_a_folder_there_at_the_same_moment_leave_one_of_t
     assert {name for name in os.listdir(tmp_path) if name.startswith(".")} == set()
 
 
-def test_json_is_refused_by_name_when_it_is_torn_or_of_another_kind(tmp_path):
+def test_invalid_json_is_refused_with_the_file_name(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('{"a": ')
     with pytest.raises(DataError, match=r"a\.json: not a JSON file"):
         read_json(path)
     write_json(path, [1])
-    with pytest.raises(DataError, match=r"a\.json: holds a list, where a dict is expected"):
+    with pytest.raises(DataError, match=r"a\.json: contains a list, expected a dict"):
         read_json(path)
     with pytest.raises(ValueError):
         write_json(path, {"loss": float("nan")})
     assert read_json(path, list) == [1]
 
 
-def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path):
+def test_require_writable_refuses_unusable_paths(tmp_path):
     require_writable(tmp_path / "new" / "folder" / "out.json")
     assert os.listdir(tmp_path / "new" / "folder") == []
     (tmp_path / "file").touch()
@@ -173,9 +171,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path):
         ({}, "/home/me/.cache/contaccum/sets/a"),
     ],
 )
-def test_the_cache_lies_where_its_variable_or_xdg_s_says_with_the_home_expanded(
-    variables, expected, monkeypatch
-):
+def test_cache_folder_follows_its_environment_variables(variables, expected, monkeypatch):
     for name in ("CONTACCUM_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"HOME": "/home/me", **variables}.items():
@@ -183,7 +179,8 @@ def test_the_cache_lies_where_its_variable_or_xdg_s_says_with_the_home_expanded(
     assert cache_folder("sets", "a") == Path(expected)
 
 
-def test_a_fingerprint_sees_content_order_and_boundaries_but_not_the_order_of_keys():
+def test_fingerprint_depends_on_values_and_boundaries():
+    """It does not depend on the order of keys in a dict."""
     assert fingerprint("ab", "c") != fingerprint("a", "bc") != fingerprint("abc")
     assert (
         fingerprint({"a": 1, "b": [2]})
@@ -206,7 +203,7 @@ URL = "https://someone:planted-url-password@example.org/data"
 
 
 @pytest.mark.parametrize("name", SECRETS)
-def test_what_is_written_as_json_holds_no_credential_at_any_depth(name, monkeypatch, tmp_path):
+def test_write_json_removes_credentials_at_any_depth(name, monkeypatch, tmp_path):
     monkeypatch.setenv(name, SECRETS[name])
     content = {
         "a": [f"--token={SECRETS[name]}!", {"b": [URL, 3, None]}],
@@ -221,10 +218,13 @@ def test_what_is_written_as_json_holds_no_credential_at_any_depth(name, monkeypa
     }
 
 
-def test_what_is_no_credential_stays(monkeypatch, tmp_path):
-    monkeypatch.setenv("SHORT_KEY", "cat")  # too short: it would blank half of what is said
-    monkeypatch.setenv("SSH_KEY", str(tmp_path))  # where a key lies, not a key
+def test_values_that_are_no_credentials_are_kept(monkeypatch, tmp_path):
+    # A short value would also occur in ordinary texts.
+    monkeypatch.setenv("SHORT_KEY", "cat")
+    # This is the path of a key, not a key.
+    monkeypatch.setenv("SSH_KEY", str(tmp_path))
     monkeypatch.setenv("KEYBOARD_LAYOUT", "layout-of-keys")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "parallelism")
-    text = f"the cat sat on {tmp_path}, layout-of-keys, parallelism, https://example.org/a@b, mail me@example.org"
+    text = f"the cat sat on {tmp_path}, layout-of-keys, parallelism, "
+    text += "https://example.org/a@b, mail me@example.org"
     assert redact(text) == text

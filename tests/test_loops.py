@@ -1,4 +1,4 @@
-"""docs/loops.md: each loop, run as the page shows it and killed on the way, ends as if never killed."""
+"""docs/loops.md: each loop, interrupted and resumed, gives the weights of an uninterrupted run."""
 
 import importlib.util
 import re
@@ -12,26 +12,48 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset
 from sample_texts import sentences
 from tiny_models import tiny_encoder
+from torch import Tensor
 from torch.utils.data import BatchSampler
 
-from contaccum import DualEncoder
+from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
+from contaccum.bank.memory_bank import MemoryBank
 
 PAGE = (Path(__file__).parents[1] / "docs" / "loops.md").read_text(encoding="utf-8")
 SHARED = "What all loops share"
+LOOPS = [
+    section
+    for section in re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
+    if not section.startswith("What ")
+]
 
 
-def code(section: str) -> str:
-    """The fenced Python of a section of the page, as it stands there."""
-    (body,) = re.findall(
-        rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL
-    )
+def extract_code(section: str) -> str:
+    """Return the Python code blocks of a section of the page."""
+    pattern = rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)"
+    (body,) = re.findall(pattern, PAGE, re.MULTILINE | re.DOTALL)
     blocks = re.findall(r"^```python\n(.*?)^```$", body, re.MULTILINE | re.DOTALL)
     assert blocks, f"no code under {section}"
     return "\n".join(blocks)
 
 
-class Killed(Exception):
-    """The process went away."""
+def run_loop(section: str, model: DualEncoder, dataset: Dataset) -> dict[str, Any]:
+    """Run the code of a section; return its global variables."""
+    namespace: dict[str, Any] = {"model": model, "dataset": dataset, "__name__": "page"}
+    source = extract_code(SHARED) + "\n" + extract_code(section)
+    exec(compile(source, f"docs/loops.md ({section})", "exec"), namespace)
+    return namespace
+
+
+def get_bank(namespace: dict[str, Any]) -> MemoryBank:
+    if "loss" in namespace:
+        return namespace["loss"].info_nce.bank
+    if "loss_fn" in namespace:
+        return namespace["loss_fn"].bank
+    return namespace["trainer"].lightning_module.loss_fn.bank
+
+
+class Interrupted(Exception):
+    """An interruption of the process."""
 
 
 @pytest.fixture(scope="module")
@@ -40,121 +62,106 @@ def dataset() -> Dataset:
 
 
 @pytest.fixture(scope="module")
-def build() -> Callable[..., DualEncoder]:
-    def make(dies_at: int | None = None) -> DualEncoder:
-        model, passes = tiny_encoder(dropout=0.1), 0
+def make_model() -> Callable[..., DualEncoder]:
+    """Return a function that makes a model, which may raise `Interrupted` at a forward pass."""
 
-        def before(module: torch.nn.Module, inputs: tuple[dict[str, torch.Tensor], ...]) -> None:
-            nonlocal passes
+    def make(interrupt_at: int | None = None) -> DualEncoder:
+        model = tiny_encoder(dropout=0.1)
+        num_passes = 0
+
+        def before_forward(module: torch.nn.Module, inputs: tuple[dict[str, Tensor], ...]) -> None:
+            nonlocal num_passes
             if not module.training:
                 return
-            passes += 1
-            if passes == dies_at:
-                raise Killed
-            # Loops draw different numbers beside dropout's (loaders do): here a text's dropout hangs on the text alone.
-            torch.manual_seed(int((inputs[0]["input_ids"] * inputs[0]["attention_mask"]).sum()))
+            num_passes += 1
+            if num_passes == interrupt_at:
+                raise Interrupted
+            # The loops draw different random numbers outside of the model, for example in loaders.
+            # With this seed, the dropout of a text depends on the text only.
+            tokens = inputs[0]["input_ids"] * inputs[0]["attention_mask"]
+            torch.manual_seed(int(tokens.sum()))
 
-        model.register_forward_pre_hook(before)
+        model.register_forward_pre_hook(before_forward)
         return model
 
     return make
 
 
 @pytest.fixture(autouse=True)
-def _no_accelerator_of_another_test() -> None:
-    """Forget the precision that a trainer of another test file has set for the whole process."""
-    AcceleratorState._reset_state(
-        reset_partial_state=True
-    )  # private, but accelerate's own tests use nothing else
+def _reset_accelerator() -> None:
+    """Reset the precision, which a trainer of another test file may have set for the process."""
+    # A private method, but accelerate's own tests use the same one.
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
-def expected(build, dataset, tmp_path_factory) -> dict[str, torch.Tensor]:
-    """Weights and bank of the plainest loop, never killed."""
-    model = build()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+def expected(make_model, dataset, tmp_path_factory) -> dict[str, Tensor]:
+    """Return weights and banked passages of the PyTorch loop without an interruption."""
+    model = make_model()
+    initial_weights = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("plain"))
-        names = run("PyTorch", model, dataset)
-    assert (
-        names["K"] > 1
-        and names["UPDATES"] == 20
-        and names["loss_fn"].settings.drift_compensation == "auto"
-    )
-    after = model.state_dict()
-    moved = [name for name, value in before.items() if not torch.equal(value, after[name])]
-    assert len(moved) > len(before) // 2
-    # Entries have retired, so that a loop that forgets end_update or the probe ends elsewhere.
-    bank = names["loss_fn"].bank
+        namespace = run_loop("PyTorch", model, dataset)
+    assert namespace["K"] > 1
+    assert namespace["UPDATES"] == 20
+    assert namespace["loss_fn"].settings.drift_compensation == "auto"
+    weights = model.state_dict()
+    changed = [
+        name for name, value in initial_weights.items() if not torch.equal(value, weights[name])
+    ]
+    assert len(changed) > len(initial_weights) // 2
+    # Some entries were retired. So a loop without end_update or without the probe ends differently.
+    bank = namespace["loss_fn"].bank
     assert 0 < bank.in_use < bank.bank_size
-    return {**after, "banked passages": bank.passages}
+    return {**weights, "banked passages": bank.passages}
 
 
-LOOPS = [
-    section
-    for section in re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
-    if not section.startswith("What ")
-]
+def assert_all_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(actual[name], expected[name])]
+    assert different == []
 
 
-def run(section: str, model: DualEncoder, dataset: Dataset) -> dict[str, Any]:
-    """The names that the code of the page leaves behind."""
-    names: dict[str, Any] = {"model": model, "dataset": dataset, "__name__": "page"}
-    exec(compile(code(SHARED) + "\n" + code(section), f"docs/loops.md ({section})", "exec"), names)
-    return names
-
-
-def bank_of(names: dict[str, Any]) -> Any:
-    if "loss" in names:
-        return names["loss"].info_nce.bank
-    return (
-        names["loss_fn"] if "loss_fn" in names else names["trainer"].lightning_module.loss_fn
-    ).bank
-
-
-@pytest.mark.slow  # twenty updates and a start anew, in each of four loops
+@pytest.mark.slow  # twenty updates and a restart, in each of four loops
 @pytest.mark.parametrize("section", LOOPS)
-def test_loop_of_the_page_ends_with_the_weights_of_the_plain_loop_though_killed_on_the_way(
-    section, build, dataset, expected, tmp_path, monkeypatch
+def test_interrupted_loop_ends_with_the_weights_of_the_plain_loop(
+    section, make_model, dataset, expected, tmp_path, monkeypatch
 ):
     if section == "Lightning" and importlib.util.find_spec("lightning") is None:
         pytest.skip("the lightning extra is not installed: pip install contaccum[lightning]")
     monkeypatch.chdir(tmp_path)
-    # Two passes of the encoder a micro-batch, two micro-batches an update: in the middle of the 13th update.
-    with pytest.raises(Killed):
-        run(section, build(dies_at=12 * 4 + 3), dataset)
-    model = build()
-    ended = {
-        **model.state_dict(),
-        "banked passages": bank_of(run(section, model, dataset)).passages,
-    }
-    assert ended.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(ended[name], expected[name])] == []
+    # A micro-batch has two forward passes and an update has two micro-batches, so this interrupts
+    # the loop in the middle of the 13th update.
+    with pytest.raises(Interrupted):
+        run_loop(section, make_model(interrupt_at=12 * 4 + 3), dataset)
+    model = make_model()
+    bank = get_bank(run_loop(section, model, dataset))
+    assert_all_equal({**model.state_dict(), "banked passages": bank.passages}, expected)
 
 
-def test_the_trainer_ends_with_the_weights_of_the_plain_loop(build, dataset, expected, tmp_path):
-    from contaccum import ContAccumTrainer, ContAccumTrainingArguments
+def test_trainer_ends_with_the_weights_of_the_plain_loop(make_model, dataset, expected, tmp_path):
+    constants: dict[str, Any] = {"model": make_model(), "dataset": dataset}
+    exec(extract_code(SHARED), constants)
+    model = make_model()
 
-    names: dict[str, Any] = {"model": build(), "dataset": dataset}
-    exec(code(SHARED), names)
-    model = build()
-    called = {
-        "per_device_train_batch_size": "N",
-        "gradient_accumulation_steps": "K",
-        "max_steps": "UPDATES",
-    }
-    called |= {"warmup_steps": "WARMUP", "learning_rate": "LEARNING_RATE", "max_grad_norm": "CLIP"}
+    def make_sampler(dataset: Dataset, batch_size: int, **_: Any) -> BatchSampler:
+        return BatchSampler(constants["order"], batch_size, drop_last=True)
+
     args = ContAccumTrainingArguments(
         output_dir=str(tmp_path),
-        batch_sampler=lambda dataset, batch_size, **_: BatchSampler(
-            names["order"], batch_size, drop_last=True
-        ),
+        batch_sampler=make_sampler,
         save_strategy="no",
         disable_tqdm=True,
-        **{key: names[name] for key, name in called.items()},
-        **{key: names["BANK"][key] for key in ("bank_size", "temperature")},
+        per_device_train_batch_size=constants["N"],
+        gradient_accumulation_steps=constants["K"],
+        max_steps=constants["UPDATES"],
+        warmup_steps=constants["WARMUP"],
+        learning_rate=constants["LEARNING_RATE"],
+        max_grad_norm=constants["CLIP"],
+        bank_size=constants["BANK"]["bank_size"],
+        temperature=constants["BANK"]["temperature"],
     )
     trainer = ContAccumTrainer(model=model, args=args, train_dataset=dataset)
     trainer.train()
-    ended = {**model.state_dict(), "banked passages": trainer.loss.info_nce.bank.passages}
-    assert [name for name in expected if not torch.equal(ended[name], expected[name])] == []
+    bank = trainer.loss.info_nce.bank
+    assert_all_equal({**model.state_dict(), "banked passages": bank.passages}, expected)

@@ -1,4 +1,4 @@
-"""Which passages become negatives and which never do, their scores, and the files that they are written to."""
+"""Hard negatives: which passages are mined, which never are, their scores and their files."""
 
 import copy
 import gzip
@@ -23,13 +23,13 @@ from contaccum.losses.distillation import split_labels
 from contaccum.mining import (
     OUTPUT_FORMATS,
     SelectionRules,
-    _selected,
     check_output,
     load_cross_encoder,
     load_mining_data,
     mine_hard_negatives,
     write_mined,
 )
+from contaccum.mining.rules import select_candidates
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def beir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def cross_encoder(tiny_config, tiny_tokenizer, tmp_path_factory) -> Any:
-    """A random cross-encoder whose logits spread over some 10 points."""
+    """Return a random cross-encoder whose logits spread over about 10 points."""
     path = tmp_path_factory.mktemp("mining") / "cross-encoder"
     options = {"initializer_range": 0.5, "id2label": {0: "relevant"}, "label2id": {"relevant": 0}}
     torch.manual_seed(0)
@@ -85,9 +85,9 @@ def test_rules_are_those_of_sentence_transformers(model, pairs, rules):
     )
     data = mined.data
     for number, query in enumerate(data.queries):
-        found = [data.documents[row].passage for row in mined.rows[number] if row >= 0]
-        # Theirs leaves out queries with too few; its cut by rank counts the positive.
-        assert query not in expected or found == expected[query]
+        negatives = [data.documents[row].passage for row in mined.rows[number] if row >= 0]
+        # sentence-transformers leaves out queries with too few negatives.
+        assert query not in expected or negatives == expected[query]
     assert len(expected) > 5
 
 
@@ -95,20 +95,26 @@ def test_random_sampling_is_uniform_and_depends_on_the_seed_alone(model, pairs):
     rules = SelectionRules(
         num_negatives=1, range_min=2, max_score=-1, min_score=-7, sampling="random"
     )
-    scores, rng = -np.arange(10, dtype=np.float32), np.random.default_rng(0)
-    counts = Counter(int(_selected(scores, np.float32(1), rules, rng)[0]) for _ in range(2000))
+    scores = -np.arange(10, dtype=np.float32)
+    rng = np.random.default_rng(0)
+    counts = Counter(
+        int(select_candidates(scores, np.float32(1), rules, rng)[0]) for _ in range(2000)
+    )
     assert set(counts) == {3, 4, 5, 6, 7}
-    assert all(330 < count < 470 for count in counts.values())  # 400, and four deviations of 18
-    one, again, other = (
+    assert all(
+        330 < count < 470 for count in counts.values()
+    )  # 400, plus or minus four standard deviations of 18
+    first, repeated, other = (
         mine(model, pairs, sampling="random", seed=seed).rows.tolist() for seed in (0, 0, 1)
     )
-    assert one == again != other
+    assert first == repeated != other
 
 
 @pytest.mark.parametrize("similarity", ["cos", "dot"])
-def test_negatives_are_the_best_passages_that_are_not_known_and_scores_are_the_models(
+def test_negatives_are_the_best_passages_that_are_not_excluded(
     tiny_config, tiny_tokenizer, beir, similarity
 ):
+    """Their scores are the model's."""
     model = DualEncoder.from_backbone(
         tiny_config, tokenizer=tiny_tokenizer, pooling="mean", tied=False, device="cpu"
     )
@@ -128,7 +134,7 @@ def test_negatives_are_the_best_passages_that_are_not_known_and_scores_are_the_m
         )
 
 
-def test_margins_are_counted_from_the_lowest_of_several_positives(model, pairs):
+def test_margins_start_at_the_lowest_of_several_positives(model, pairs):
     everything = mine(model, pairs, num_negatives=38)
     mined = mine(model, pairs, num_negatives=3, range_max=38, absolute_margin=0.0)
     apart = 0
@@ -142,7 +148,7 @@ def test_margins_are_counted_from_the_lowest_of_several_positives(model, pairs):
 
 
 @pytest.mark.parametrize("method", ["dense", "bm25"])
-def test_positives_outside_the_pool_are_scored_and_never_found(model, pairs, tmp_path, method):
+def test_positives_outside_the_pool_are_scored_but_not_mined(model, pairs, tmp_path, method):
     texts = [f"the cat {' '.join(sentences(1, n))}" for n in range(7)]
     corpus = write_lines(
         tmp_path / "c.jsonl", [{"_id": str(n), "text": text} for n, text in enumerate(texts)]
@@ -152,7 +158,8 @@ def test_positives_outside_the_pool_are_scored_and_never_found(model, pairs, tmp
     assert [len(values) for values in mined.positive_scores] == [2] * 4 + [1] * 32
 
 
-def test_bm25_finds_only_passages_with_a_word_of_the_query_and_orders_ties_by_row():
+def test_bm25_mines_only_passages_with_a_word_of_the_query():
+    """Equal scores are in the order of rows."""
     texts = {
         "colour": "blue sky",
         "x": "green grass",
@@ -172,9 +179,10 @@ def test_bm25_without_a_word_is_refused():
 
 
 @pytest.mark.parametrize("sampling", ["top", "random"])
-def test_a_cross_encoder_keeps_what_is_far_enough_below_the_lowest_positive(
+def test_a_cross_encoder_drops_candidates_close_to_the_positives(
     model, cross_encoder, pairs, sampling
 ):
+    """It keeps candidates at least the margin below the lowest positive."""
     settings = {"range_max": 12, "num_negatives": 2, "sampling": sampling, "relative_margin": 0.0}
     mined = mine(model, pairs, cross_encoder=cross_encoder, cross_encoder_margin=1.0, **settings)
     without = mine(model, pairs, range_max=12, num_negatives=12, relative_margin=0.0)
@@ -189,23 +197,29 @@ def test_a_cross_encoder_keeps_what_is_far_enough_below_the_lowest_positive(
                 else []
             )
 
-        before = [row for row in without.rows[number].tolist() if row >= 0]
+        candidates = [row for row in without.rows[number].tolist() if row >= 0]
         bound = min(logits(data.positives[number])) - 1.0
-        passing = [row for row, score in zip(before, logits(before), strict=True) if score <= bound]
-        there = mined.rows[number] >= 0
-        found = mined.rows[number][there].tolist()
-        assert len(found) == min(2, len(passing)) and set(found) <= set(passing)
-        assert sampling == "random" or found == passing[:2]
-        assert sampling == "random" or (np.diff([before.index(row) for row in found]) > 0).all()
-        assert mined.scores[number][there] == pytest.approx(logits(found), abs=1e-4)
+        passing = [
+            row for row, score in zip(candidates, logits(candidates), strict=True) if score <= bound
+        ]
+        has_negative = mined.rows[number] >= 0
+        negatives = mined.rows[number][has_negative].tolist()
+        assert len(negatives) == min(2, len(passing)) and set(negatives) <= set(passing)
+        assert sampling == "random" or negatives == passing[:2]
+        assert (
+            sampling == "random"
+            or (np.diff([candidates.index(row) for row in negatives]) > 0).all()
+        )
+        assert mined.scores[number][has_negative] == pytest.approx(logits(negatives), abs=1e-4)
         assert mined.positive_scores[number] == pytest.approx(
             logits(data.positives[number]), abs=1e-4
         )
 
 
-def test_a_model_in_training_is_left_as_it_was_and_nothing_is_written(
+def test_mining_does_not_change_a_model_in_training(
     tiny_config, tiny_tokenizer, pairs, tmp_path, monkeypatch
 ):
+    """Gradients and random states do not change either, and no file is written."""
     live = DualEncoder.from_backbone(
         tiny_config, tokenizer=tiny_tokenizer, pooling="mean", device="cpu"
     ).train()
@@ -217,7 +231,7 @@ def test_a_model_in_training_is_left_as_it_was_and_nothing_is_written(
     )
     states = torch.get_rng_state(), np.random.get_state()[1].tolist()
     first, again = (mine(live, read_lines(pairs), sampling="random") for _ in range(2))
-    # In training mode dropout would give other scores each time.
+    # Scores would differ if dropout were on.
     assert (
         first.rows.tolist() == again.rows.tolist()
         and first.scores.tolist() == again.scores.tolist()
@@ -236,28 +250,32 @@ def test_a_model_in_training_is_left_as_it_was_and_nothing_is_written(
 
 @pytest.fixture(scope="module")
 def mined(model, cross_encoder, pairs, beir) -> dict[str, Any]:
-    """Two negatives for every query of each source; those of the third are scored by a teacher."""
+    """Mine two negatives per query of each source; a cross-encoder scores those of the third."""
     scored = {"cross_encoder": cross_encoder, "cross_encoder_margin": -100.0, "range_max": 8}
     sources = (("pairs", pairs, {}), ("beir", beir, {}), ("scored pairs", pairs, scored))
-    return {name: mine(model, path, num_negatives=2, **more) for name, path, more in sources}
+    return {
+        name: mine(model, path, num_negatives=2, **settings) for name, path, settings in sources
+    }
 
 
 @pytest.mark.parametrize("output_format", OUTPUT_FORMATS)
 @pytest.mark.parametrize("source", ["pairs", "beir", "scored pairs"])
-def test_what_is_written_is_read_back_as_training_data(
+def test_written_negatives_are_read_back_as_training_data(
     mined, cross_encoder, tmp_path, output_format, source
 ):
-    found, data, scored = mined[source], mined[source].data, source == "scored pairs"
+    negatives = mined[source]
+    data = negatives.data
+    has_scores = source == "scored pairs"
     path = tmp_path / "new" / f"out.json{'' if output_format == 'dpr' else 'l'}"
-    path, report = write_mined(found, path, output_format)
+    path, report = write_mined(negatives, path, output_format)
     training = load_training_data(
-        path, num_hard_negatives=2, positives="first", teacher_scores=scored
+        path, num_hard_negatives=2, positives="first", teacher_scores=has_scores
     ).dataset
     expected = [
         (
             data.queries[q],
             data.documents[positive].passage,
-            {data.documents[row].passage for row in found.rows[q]},
+            {data.documents[row].passage for row in negatives.rows[q]},
         )
         for q, rows in enumerate(data.positives)
         for positive in rows[: 1 if output_format in ("dpr", "tevatron") else data.pair_counts[q]]
@@ -267,14 +285,14 @@ def test_what_is_written_is_read_back_as_training_data(
     ]
     assert read == expected
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == [path.name, report.name]
-    for row in training if scored else ():
+    for row in training if has_scores else ():
         texts = [(row["query"], row[name]) for name in ("positive", "negative_1", "negative_2")]
         logits = cross_encoder.predict(texts, activation_fn=torch.nn.Identity())
         scores = split_labels(torch.tensor([row["label"]]), 4)[1]
         assert scores[0].tolist() == pytest.approx(logits.tolist(), abs=1e-4)
 
 
-def test_tevatron_and_dpr_records_have_their_formats_fields_and_all_positives(mined, tmp_path):
+def test_tevatron_and_dpr_records_have_all_fields_and_positives(mined, tmp_path):
     tevatron = read_lines(write_mined(mined["beir"], tmp_path / "t.jsonl", "tevatron")[0])
     dpr = json.loads(write_mined(mined["beir"], tmp_path / "d.json", "dpr")[0].read_text())
     for line, record in zip(tevatron, dpr, strict=True):
@@ -299,23 +317,24 @@ def test_tevatron_and_dpr_records_have_their_formats_fields_and_all_positives(mi
             assert [{"passage_id": x.pop("docid"), **x} for x in line[ours]] == record[theirs]
 
 
-def test_queries_with_too_few_negatives_are_counted_and_no_rows_of_ntuples(model, tmp_path):
+def test_queries_with_too_few_negatives_are_counted(model, tmp_path):
+    """The format ntuples leaves them out."""
     rows = [("q1", "the cat"), ("q1", "the dog"), ("q1", "the bird"), ("q2", "the fish")]
     data = load_mining_data([{"query": query, "positive": positive} for query, positive in rows])
-    found = mine(model, data, num_negatives=2)
-    pairs, report = write_mined(found, tmp_path / "pairs.jsonl")
+    mined = mine(model, data, num_negatives=2)
+    pairs, report = write_mined(mined, tmp_path / "pairs.jsonl")
     assert [len(line["negatives"]) for line in read_lines(pairs)] == [1, 1, 1, 2]
     record = json.loads(report.read_text())
     assert (record["data"]["queries"], record["queries_with_too_few"]) == (2, 1)
     assert [
-        line["query"] for line in read_lines(write_mined(found, tmp_path / "n.jsonl", "ntuples")[0])
+        line["query"] for line in read_lines(write_mined(mined, tmp_path / "n.jsonl", "ntuples")[0])
     ] == ["q2"]
     with pytest.raises(DataError, match="no query has 4 negatives"):
         write_mined(mine(model, data, num_negatives=4), tmp_path / "none.jsonl", "ntuples")
     assert not list(tmp_path.glob("none*"))
 
 
-def test_an_output_that_would_lose_something_is_refused(tmp_path):
+def test_an_unusable_output_is_refused(tmp_path):
     (tmp_path / "there.jsonl").write_text("mine")
     for name, output_format, words in [
         ("there.jsonl", "pairs", "exists already"),
@@ -326,14 +345,15 @@ def test_an_output_that_would_lose_something_is_refused(tmp_path):
             check_output(tmp_path / name, output_format)
 
 
-# What may not become a negative: every known positive, under whatever id, title, spacing or case.
+# Exclusion of known positives, under every id, title, spacing and case.
 
 
 def passages(data, rows):
     return [data.documents[row].passage for row in rows]
 
 
-def test_pool_of_pairs_is_their_distinct_positives_and_positives_of_a_query_come_together(tmp_path):
+def test_the_pool_of_pairs_is_their_distinct_positives(tmp_path):
+    """Queries of equal text share their positives."""
     rows = [("q1", "a"), ("q2", "b"), ("q1", "c"), ("q1", "a"), ("Q1 ", "d")]
     data = load_mining_data(
         write_lines(tmp_path / "p.jsonl", [{"query": q, "positive": p} for q, p in rows])
@@ -353,7 +373,8 @@ def test_pool_of_pairs_is_their_distinct_positives_and_positives_of_a_query_come
     assert (data.record["queries"], data.record["pairs"], data.record["passages"]) == (3, 4, 4)
 
 
-def test_further_positives_of_dpr_and_of_lists_are_known_though_they_make_no_pair(tmp_path):
+def test_further_positives_of_a_record_are_excluded(tmp_path):
+    """Only the first positive of a record makes a pair."""
     record = {"question": "q", "positive_ctxs": [{"title": "T", "text": x} for x in "ab"]}
     (tmp_path / "d.json").write_text(json.dumps([record]))
     for source, expected in (
@@ -367,9 +388,9 @@ def test_further_positives_of_dpr_and_of_lists_are_known_though_they_make_no_pai
 
 DOCUMENTS = {
     "d0": ("The Sky", "It is  blue."),
-    "d1": ("the sky", "it is blue."),  # the same passage under another id
-    "d2": ("", "It is blue."),  # the same text without its title
-    "d3": ("Heaven", "It is blue."),  # and under another title
+    "d1": ("the sky", "it is blue."),  # d0 under another id, in other case and spacing
+    "d2": ("", "It is blue."),  # the text of d0 without its title
+    "d3": ("Heaven", "It is blue."),  # the text of d0 under another title
     "d4": ("", ""),
     "d5": ("Grass", "It is green."),
     "d6": ("", "What colour is the sky?"),
@@ -377,7 +398,7 @@ DOCUMENTS = {
 QUERIES = {"q0": "What  colour is the SKY?", "q1": "Is grass green?"}
 
 
-def test_copies_of_a_positive_are_excluded_whatever_their_id_title_spacing_or_case(tmp_path):
+def test_copies_of_a_positive_are_excluded(tmp_path):
     folder = write_beir(
         tmp_path / "b", DOCUMENTS, QUERIES, [("q0", "d0", 1), ("q1", "d5", 2), ("q1", "d6", 0)]
     )
@@ -389,7 +410,7 @@ def test_copies_of_a_positive_are_excluded_whatever_their_id_title_spacing_or_ca
     ]
 
 
-def test_a_separate_corpus_is_the_whole_pool_and_positives_outside_it_are_no_candidates(tmp_path):
+def test_a_separate_corpus_is_the_whole_pool(tmp_path):
     data_file = write_lines(tmp_path / "p.jsonl", [{"query": "q", "positive": "It is blue."}])
     records = [{"_id": i, "title": t, "text": x} for i, (t, x) in DOCUMENTS.items() if t or x]
     packed = tmp_path / "c.jsonl.gz"
@@ -402,7 +423,7 @@ def test_a_separate_corpus_is_the_whole_pool_and_positives_outside_it_are_no_can
     assert data.pool_size == 1 and data.positives == [[1]] and data.excluded == [[]]
 
 
-def test_a_separate_corpus_excludes_by_id_where_the_data_have_ids(tmp_path):
+def test_a_separate_corpus_excludes_positives_by_id_too(tmp_path):
     folder = write_beir(tmp_path / "b", DOCUMENTS, QUERIES, [("q0", "d0", 1), ("q1", "d5", 1)])
     cleaned = write_lines(
         tmp_path / "c.jsonl", [{"_id": "d0", "text": "Sky: blue"}, {"_id": "d9", "text": "Other"}]
@@ -420,7 +441,7 @@ def test_a_separate_corpus_excludes_by_id_where_the_data_have_ids(tmp_path):
         ("d4 1", {"d4": ("", " ")}, "no passage"),
     ],
 )
-def test_data_without_anything_to_mine_are_refused(tmp_path, judged, documents, message):
+def test_data_without_positives_or_passages_are_refused(tmp_path, judged, documents, message):
     with pytest.raises(DataError, match=message):
         load_mining_data(write_beir(tmp_path / "b", documents, QUERIES, [("q0", *judged.split())]))
 

@@ -1,14 +1,14 @@
-"""The scripts for studies: what they write is what training and evaluation read."""
+"""--help of all programs outside the package, and the programs of eval/study/."""
 
 import json
 import shutil
-from typing import Any
+from pathlib import Path
 
 import pytest
 from programs import ROOT, run_program
 from sample_texts import sentences
 from small_data import write_judged_places, write_lines
-from transformers import AutoModel
+from transformers import AutoModel, PreTrainedModel
 
 from contaccum.data import load_beir_folder, load_training_data
 from contaccum.data.beir import shipped_scifact
@@ -21,153 +21,175 @@ SCRIPTS = sorted(
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_script_shows_its_options(script, capsys):
+def test_every_script_prints_its_help(script, capsys):
     with pytest.raises(SystemExit) as stopped:
         run_program(script, "--help")
-    assert stopped.value.code == 0 and capsys.readouterr().out.startswith("usage: ")
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: ")
 
 
 def test_split_pairs_holds_out_passages_and_loses_none(tmp_path, capsys):
-    queries, passages = sentences(60, 1), sentences(30, 2, 9)
-    pairs = [{"query": query, "positive": passages[i % 30]} for i, query in enumerate(queries)]
+    queries = sentences(60, 1)
+    passages = sentences(30, 2, 9)
+    pairs = []
+    for number, query in enumerate(queries):
+        pairs.append({"query": query, "positive": passages[number % 30]})
     source = write_lines(tmp_path / "pairs.jsonl", pairs)
-    whole = tmp_path / "whole"
-    shares = ["--dev", "0.2", "--test", "0.2", "--whole_corpus", whole]
-    run_program("eval/study/split_pairs.py", source, tmp_path / "out", *shares)
-    trained = load_training_data(tmp_path / "out" / "train.jsonl").dataset["positive"]
-    parts = [load_beir_folder(tmp_path / "out" / part) for part in ("dev", "test")]
-    held_out = [document["text"] for part in parts for document in part.corpus.values()]
-    assert len(set(trained)) + len(held_out) == 30 and not set(trained) & set(held_out)
-    assert held_out and set(trained) | set(held_out) == set(passages)
-    for part, of_part in zip(("dev", "test"), parts, strict=True):
-        same = load_beir_folder(whole, part)
-        assert {document["text"] for document in same.corpus.values()} == set(passages)
-        assert set(same.queries.values()) == set(of_part.queries.values())
-    assert sorted(load_training_data(whole).dataset["positive"]) == sorted(trained)
+    output = tmp_path / "out"
+    whole_corpus = tmp_path / "whole"
+    shares = ["--dev", "0.2", "--test", "0.2"]
+    run_program(
+        "eval/study/split_pairs.py", source, output, *shares, "--whole_corpus", whole_corpus
+    )
+
+    train_passages = load_training_data(output / "train.jsonl").dataset["positive"]
+    held_out_sets = {part: load_beir_folder(output / part) for part in ("dev", "test")}
+    held_out_passages = []
+    for dataset in held_out_sets.values():
+        held_out_passages += [document["text"] for document in dataset.corpus.values()]
+    assert held_out_passages
+    assert len(set(train_passages)) + len(held_out_passages) == 30
+    assert not set(train_passages) & set(held_out_passages)
+    assert set(train_passages) | set(held_out_passages) == set(passages)
+
+    for part, dataset in held_out_sets.items():
+        whole_dataset = load_beir_folder(whole_corpus, part)
+        whole_texts = {document["text"] for document in whole_dataset.corpus.values()}
+        assert whole_texts == set(passages)
+        assert set(whole_dataset.queries.values()) == set(dataset.queries.values())
+    whole_train_passages = load_training_data(whole_corpus).dataset["positive"]
+    assert sorted(whole_train_passages) == sorted(train_passages)
+
     with pytest.raises(SystemExit) as stopped:
         run_program("eval/study/split_pairs.py", tmp_path / "none.jsonl", tmp_path / "other")
     assert stopped.value.code == 2
-    assert (
-        capsys.readouterr().err.startswith("split_pairs: error:")
-        and not (tmp_path / "other").exists()
-    )
+    assert capsys.readouterr().err.startswith("split_pairs: error:")
+    assert not (tmp_path / "other").exists()
 
 
-def test_split_pairs_parts_what_a_beir_folder_judges(tmp_path):
+def test_split_pairs_splits_the_judgements_of_a_beir_folder(tmp_path):
     run_program("eval/study/split_pairs.py", shipped_scifact(), tmp_path / "out", "--dev", "0.2")
-    qrels = {
-        part: load_beir_folder(tmp_path / "out", part).qrels for part in ("train", "dev", "test")
+    train = load_beir_folder(tmp_path / "out", "train").qrels
+    dev = load_beir_folder(tmp_path / "out", "dev").qrels
+    test = load_beir_folder(tmp_path / "out", "test").qrels
+    train_documents = {document for grades in train.values() for document in grades}
+    dev_documents = {document for grades in dev.values() for document in grades}
+    assert not train_documents & dev_documents
+    assert not train.keys() & dev.keys()
+    original = load_beir_folder(shipped_scifact(), "train").qrels
+    assert all(original[query] == grades for query, grades in dev.items())
+    assert test == load_beir_folder(shipped_scifact()).qrels
+    assert len(original) > len(train) + len(dev) > 0.9 * len(original)
+
+
+def make_score(entry: str, data: str, seed: int, query: int) -> float:
+    """Return the score of a query in a made-up study, with a different gain for each entry."""
+    gain = {"grad_accum": 0.0, "grad_cache": 0.02, "contaccum": 0.1}[entry]
+    offset = 1.9 if data == "nqg" else 1
+    return 0.4 + gain * (query * 7 % 5 - offset) + seed * (query % 3) / 50
+
+
+def write_study(folder: Path, data: str) -> Path:
+    """Write results of two seeds and 20 queries for each entry, and the report; return its path."""
+    groups = {
+        "grad_accum_learning_rate-0e-4": {"entry": "grad_accum", "seeds": [0, 1]},
+        "grad_cache_learning_rate-1e-4": {"entry": "grad_cache", "seeds": [0, 1]},
+        "contaccum_learning_rate-2e-4": {"entry": "contaccum", "seeds": [0, 1]},
     }
-    train, dev = (
-        {document for judged in qrels[part].values() for document in judged}
-        for part in ("train", "dev")
-    )
-    assert not train & dev and not qrels["train"].keys() & qrels["dev"].keys()
-    judged = load_beir_folder(shipped_scifact(), "train").qrels
-    assert all(judged[query] == documents for query, documents in qrels["dev"].items())
-    assert qrels["test"] == load_beir_folder(shipped_scifact()).qrels
-    assert len(judged) > len(qrels["train"]) + len(qrels["dev"]) > 0.9 * len(judged)
+    for name, group in groups.items():
+        for seed in group["seeds"]:
+            per_query = {}
+            for query in range(20):
+                per_query[f"q{query}"] = {"NDCG@10": make_score(group["entry"], data, seed, query)}
+            result = {"evaluations": {"test": {"per_query": per_query}}}
+            result_file = folder / "runs" / f"{name}_seed-{seed}" / "result.json"
+            result_file.parent.mkdir(parents=True)
+            result_file.write_text(json.dumps(result))
+    report = {"groups": groups, "data": {"evaluation": [{"name": "test"}, {"name": "dev"}]}}
+    report_file = folder / "report.json"
+    report_file.write_text(json.dumps(report))
+    return report_file
 
 
 def test_holm_corrects_over_all_pairs_of_all_reports(tmp_path, capsys):
-    gains = {"grad_accum": 0.0, "grad_cache": 0.02, "contaccum": 0.1}
-
-    def score(entry: str, data: str, seed: int, query: int) -> float:
-        return (
-            0.4
-            + gains[entry] * (query * 7 % 5 - (1.9 if data == "nqg" else 1))
-            + seed * (query % 3) / 50
-        )
-
-    for data in ("nqg", "arxiv"):
-        groups = {
-            f"{entry}_learning_rate-{n}e-4": {"entry": entry, "seeds": [0, 1]}
-            for n, entry in enumerate(gains)
-        }
-        for name, group in groups.items():
-            for seed in group["seeds"]:
-                per_query = {
-                    f"q{n}": {"NDCG@10": score(group["entry"], data, seed, n)} for n in range(20)
-                }
-                file = tmp_path / data / "runs" / f"{name}_seed-{seed}" / "result.json"
-                file.parent.mkdir(parents=True)
-                file.write_text(json.dumps({"evaluations": {"test": {"per_query": per_query}}}))
-        report = {"groups": groups, "data": {"evaluation": [{"name": "test"}, {"name": "dev"}]}}
-        (tmp_path / data / "report.json").write_text(json.dumps(report))
-    reports = [tmp_path / "nqg" / "report.json", tmp_path / "arxiv" / "report.json"]
+    reports = [write_study(tmp_path / data, data) for data in ("nqg", "arxiv")]
     pairs = ["contaccum:grad_accum", "contaccum:grad_cache_learning_rate-1e-4"]
     run_program("eval/study/holm.py", *reports, "--pairs", *pairs, "--output", tmp_path / "all")
     rows = json.loads((tmp_path / "all.json").read_text())["rows"]
-    assert [(row["training"], row["pair"]) for row in rows] == [
-        (d, p) for d in ("nqg", "arxiv") for p in pairs
-    ]
+    expected_pairs = [(data, pair) for data in ("nqg", "arxiv") for pair in pairs]
+    assert [(row["training"], row["pair"]) for row in rows] == expected_pairs
     for row in rows:
-        entries = [name.rpartition("_learning")[0] for name in row["groups"]]
-        means = [
-            [sum(score(x, row["training"], s, n) for s in (0, 1)) / 2 for n in range(20)]
-            for x in entries
-        ]
-        expected = paired_bootstrap(*means)
+        mean_scores = []
+        for group in row["groups"]:
+            entry = group.rpartition("_learning")[0]
+            scores = []
+            for query in range(20):
+                seed_scores = [make_score(entry, row["training"], seed, query) for seed in (0, 1)]
+                scores.append(sum(seed_scores) / 2)
+            mean_scores.append(scores)
+        expected = paired_bootstrap(*mean_scores)
         for key in ("difference", "low", "p_value"):
             assert row[key] == pytest.approx(expected[key])
-    assert min(row["p_value"] for row in rows) * 4 == pytest.approx(
-        min(row["p_holm"] for row in rows)
-    )
+    smallest_p_value = min(row["p_value"] for row in rows)
+    assert smallest_p_value * 4 == pytest.approx(min(row["p_holm"] for row in rows))
     assert f"{rows[0]['difference']:+.4f}" in (tmp_path / "all.md").read_text()
+
+
+def test_holm_refuses_an_unknown_entry(tmp_path, capsys):
+    report = write_study(tmp_path / "nqg", "nqg")
+    argv = ["--pairs", "contaccum:other", "--output", tmp_path / "none"]
     with pytest.raises(SystemExit) as stopped:
-        run_program(
-            "eval/study/holm.py",
-            reports[0],
-            "--pairs",
-            "contaccum:other",
-            "--output",
-            tmp_path / "none",
-        )
-    assert stopped.value.code == 2 and "other is no group; name one of" in capsys.readouterr().err
+        run_program("eval/study/holm.py", report, *argv)
+    assert stopped.value.code == 2
+    assert "other is no group; name one of" in capsys.readouterr().err
 
 
-def test_small_backbone_cuts_the_first_layers_or_draws_fresh_weights(tiny_model_path, tmp_path):
-    def made(name: str, *argv: Any) -> Any:
-        run_program("eval/study/small_backbone.py", tiny_model_path, tmp_path / name, *argv)
-        return AutoModel.from_pretrained(tmp_path / name)
+def make_small_backbone(model_path: str, output: Path, *options: object) -> PreTrainedModel:
+    run_program("eval/study/small_backbone.py", model_path, output, *options)
+    return AutoModel.from_pretrained(output)
 
-    whole, cut = AutoModel.from_pretrained(tiny_model_path), made("slice", "--layers", 1)
-    assert len(cut.encoder.layer) == 1 < len(whole.encoder.layer)
-    mine, theirs = (model.encoder.layer[0].state_dict() for model in (cut, whole))
-    assert all(mine[key].equal(theirs[key]) for key in theirs)
 
-    fresh = [
-        made(f"fresh-{n}", "--layers", 1, "--hidden_size", 64, "--seed", seed)
-        for n, seed in enumerate((0, 0, 1))
-    ]
-    a, b, c = (model.encoder.layer[0].attention.self.query.weight for model in fresh)
-    assert a.shape == (64, 64) and a.equal(b) and not a.equal(c)
+def test_small_backbone_copies_the_first_layers(tiny_model_path, tmp_path):
+    original = AutoModel.from_pretrained(tiny_model_path)
+    small = make_small_backbone(tiny_model_path, tmp_path / "small", "--layers", 1)
+    assert len(small.encoder.layer) == 1 < len(original.encoder.layer)
+    small_weights = small.encoder.layer[0].state_dict()
+    original_weights = original.encoder.layer[0].state_dict()
+    assert all(small_weights[key].equal(value) for key, value in original_weights.items())
     with pytest.raises(SystemExit, match="no bert of 99 layers"):
-        made("deep", "--layers", 99)
+        make_small_backbone(tiny_model_path, tmp_path / "deep", "--layers", 99)
+
+
+def test_small_backbone_has_random_weights_by_seed(tiny_model_path, tmp_path):
+    options = ["--layers", 1, "--hidden_size", 64]
+    weights = []
+    for number, seed in enumerate((0, 0, 1)):
+        output = tmp_path / f"random-{number}"
+        model = make_small_backbone(tiny_model_path, output, *options, "--seed", seed)
+        weights.append(model.encoder.layer[0].attention.self.query.weight)
+    assert weights[0].shape == (64, 64)
+    assert weights[0].equal(weights[1])
+    assert not weights[0].equal(weights[2])
 
 
 @pytest.mark.long
-def test_the_check_of_the_query_side_skips_cells_that_are_done(tmp_path, tiny_model_path, capsys):
+def test_query_side_experiment_skips_finished_runs(tmp_path, tiny_model_path, capsys):
     data = write_judged_places(tmp_path / "data", train=True)
     shutil.copy(data / "qrels" / "test.tsv", data / "qrels" / "dev.tsv")
     results = tmp_path / "results"
-    options = [
-        "--name",
-        "places",
-        "--model",
-        tiny_model_path,
-        "--work",
-        tmp_path / "work",
-        "--output",
-        results,
-    ]
+    options = ["--name", "places", "--model", tiny_model_path]
+    options += ["--work", tmp_path / "work", "--output", results]
     options += ["--arms", "query_full_corpus", "--rates", "1e-2", "--updates", "2", "--seeds", "0"]
     run_program("eval/study/query_side.py", data, *options)
-    cell = results / "places-query_full_corpus-1e-2-0.json"
-    record = json.loads(cell.read_text())
-    assert record["updates"] == 2 and record["pairs"] == 36 and 0 < record["scores"]["test"] <= 1
-    assert record["git_commit"] and str(tmp_path) not in cell.read_text()
-    before = cell.stat().st_mtime_ns
+    result_file = results / "places-query_full_corpus-1e-2-0.json"
+    text = result_file.read_text()
+    record = json.loads(text)
+    assert record["updates"] == 2
+    assert record["pairs"] == 36
+    assert 0 < record["scores"]["test"] <= 1
+    assert record["git_commit"]
+    assert str(tmp_path) not in text
+    time_written = result_file.stat().st_mtime_ns
     run_program("eval/study/query_side.py", data, *options)
-    assert cell.stat().st_mtime_ns == before
+    assert result_file.stat().st_mtime_ns == time_written
     assert "places-query_full_corpus-1e-2-0" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The table of docs/stack.md: each cell is tried here, those of sentence-transformers' losses too."""
+"""docs/stack.md: every cell of its table is tested, also for sentence-transformers' losses."""
 
 import zlib
 from collections.abc import Callable
@@ -40,72 +40,78 @@ LOSSES: dict[str, Callable[[Any], nn.Module]] = {
 
 
 class Case:
-    """A tiny model of the part's kind and a plain trainer's run of six updates: the losses, if it ends."""
+    """A tiny model, its training data and trainer arguments; a part of the stack changes them."""
 
     def __init__(self, tokenizer: Any, config: Any, folder: Path) -> None:
-        self.tokenizer, self.config, self.folder = tokenizer, config, folder
+        self.tokenizer = tokenizer
+        self.config = config
+        self.folder = folder
         self.model: Any = DualEncoder.from_backbone(
             config, tokenizer=tokenizer, pooling="mean", device="cpu"
         )
-        self.columns: dict[str, Any] = {
+        self.columns = {
             "anchor": sentences(48, 1, 3),
             "positive": sentences(48, 2, 9),
+            "negative": sentences(48, 3, 9),
         }
-        self.columns["negative"] = sentences(48, 3, 9)
-        self.arguments: dict[str, Any] = {}
-        self.wrap: Callable[[nn.Module], nn.Module] = lambda loss: loss
-
-    def run(self, name: str) -> list[float]:
-        arguments: dict[str, Any] = {
+        self.arguments: dict[str, Any] = {
             "per_device_train_batch_size": 4,
             "gradient_accumulation_steps": 2,
             "max_steps": 6,
-        }
-        arguments |= {
             "learning_rate": 1e-2,
             "logging_steps": 1,
             "save_strategy": "no",
             "report_to": "none",
+            "use_cpu": True,
+            "disable_tqdm": True,
         }
-        arguments |= {"use_cpu": True, "disable_tqdm": True, **self.arguments}
-        args = SentenceTransformerTrainingArguments(str(self.folder), **arguments)
-        loss = self.wrap(LOSSES[name](self.model))
-        trainer = SentenceTransformerTrainer(
-            self.model, args, Dataset.from_dict(self.columns), loss=loss
-        )
-        before = [p.detach().clone() for p in self.model.parameters()]
+        self.wrap_loss: Callable[[nn.Module], nn.Module] = lambda loss: loss
+
+    def train(self, loss_name: str) -> None:
+        """Train with a loss; check that the weights change and that the bank works."""
+        args = SentenceTransformerTrainingArguments(str(self.folder), **self.arguments)
+        loss_fn = self.wrap_loss(LOSSES[loss_name](self.model))
+        dataset = Dataset.from_dict(self.columns)
+        trainer = SentenceTransformerTrainer(self.model, args, dataset, loss=loss_fn)
+        initial_weights = [parameter.detach().clone() for parameter in self.model.parameters()]
         trainer.train()
-        moved = any(
-            not torch.equal(a, b) for a, b in zip(before, self.model.parameters(), strict=True)
+        have_weights_changed = any(
+            not torch.equal(initial, trained)
+            for initial, trained in zip(initial_weights, self.model.parameters(), strict=True)
         )
+        assert have_weights_changed
         losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-        assert moved and all(0 < x < 100 for x in losses), losses
-        for ours in (x.info_nce for x in loss.modules() if isinstance(x, ContAccumLoss)):
-            assert (ours.clock.num_updates, ours.bank.fill, len(ours.compensation.probe.pairs)) == (
-                5,
-                16,
-                1,
-            )
-            assert (
-                ours.bank.document_ids[1].unique().numel() == 2 * 16
-            )  # positives and negatives: every text has an id
-        return losses
+        assert all(0 < loss < 100 for loss in losses), losses
+        for module in loss_fn.modules():
+            if isinstance(module, ContAccumLoss):
+                check_bank(module)
 
 
-def gradient_checkpointing(case: Case) -> None:
-    case.arguments |= {"gradient_checkpointing": True}
+def check_bank(loss_fn: ContAccumLoss) -> None:
+    """Check the bank after six updates of eight pairs with one hard negative each."""
+    info_nce = loss_fn.info_nce
+    assert info_nce.clock.num_updates == 5
+    assert info_nce.bank.fill == 16
+    assert len(info_nce.compensation.probe.pairs) == 1
+    # Every positive and every hard negative has its own id.
+    assert info_nce.bank.document_ids[1].unique().numel() == 2 * 16
 
 
-def lora(case: Case) -> None:
+def use_gradient_checkpointing(case: Case) -> None:
+    case.arguments["gradient_checkpointing"] = True
+
+
+def use_lora(case: Case) -> None:
     peft = pytest.importorskip("peft")
     case.model.add_adapter(peft.LoraConfig(r=4, target_modules=["query", "value"]))
 
 
-def compiled(case: Case) -> None:
-    case.arguments |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+def use_torch_compile(case: Case) -> None:
+    case.arguments["torch_compile"] = True
+    case.arguments["torch_compile_backend"] = "aot_eager"
 
 
-def unpadded(case: Case) -> None:
+def use_unpadded_inputs(case: Case) -> None:
     config = qwen3_config(len(case.tokenizer))
     case.model = DualEncoder.from_backbone(
         config, tokenizer=case.tokenizer, pooling="mean", device="cpu"
@@ -113,87 +119,104 @@ def unpadded(case: Case) -> None:
     flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 
     def preprocess(texts: list[str], prompt: Any = None, **_: Any) -> dict[str, Any]:
-        found = flatten([{"input_ids": row} for row in case.tokenizer(texts)["input_ids"]])
-        return {key: x for key, x in found.items() if key != "labels"}
+        rows = [{"input_ids": token_ids} for token_ids in case.tokenizer(texts)["input_ids"]]
+        features = flatten(rows)
+        return {key: value for key, value in features.items() if key != "labels"}
 
     case.model[0].preprocess = preprocess
 
 
-def static(case: Case) -> None:
+def use_static_embedding(case: Case) -> None:
     embedding = StaticEmbedding(case.tokenizer.backend_tokenizer, embedding_dim=16)
     case.model = SentenceTransformer(modules=[embedding], device="cpu")
 
 
-class Pictures(nn.Module):
-    """Texts with a picture each behind one placeholder token, as a vision-language model gets them."""
+class ImageEncoder(nn.Module):
+    """An encoder of images, with inputs as in a vision-language model.
+
+    Each text stands for a random image. All texts have the same placeholder tokens.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(3 * 4 * 4, 32)
+        self.linear = nn.Linear(3 * 4 * 4, 32)
 
     def preprocess(
         self, inputs: list[Any], prompt: Any = None, **_: Any
     ) -> dict[str, torch.Tensor]:
-        draws = [torch.Generator().manual_seed(zlib.crc32(str(x).encode())) for x in inputs]
-        pixels = torch.stack([torch.randn(3, 4, 4, generator=draw) for draw in draws])
-        tokens = torch.full((len(inputs), 5), 7)
+        images = []
+        for text in inputs:
+            generator = torch.Generator().manual_seed(zlib.crc32(str(text).encode()))
+            images.append(torch.randn(3, 4, 4, generator=generator))
+        token_ids = torch.full((len(inputs), 5), 7)
         return {
-            "input_ids": tokens,
-            "attention_mask": torch.ones_like(tokens),
-            "pixel_values": pixels,
+            "input_ids": token_ids,
+            "attention_mask": torch.ones_like(token_ids),
+            "pixel_values": torch.stack(images),
         }
 
     def forward(self, features: dict[str, Any], **_: Any) -> dict[str, Any]:
-        features["sentence_embedding"] = self.inner(features["pixel_values"].flatten(1))
+        features["sentence_embedding"] = self.linear(features["pixel_values"].flatten(1))
         return features
 
 
-def multimodal(case: Case) -> None:
-    case.model = SentenceTransformer(modules=[Pictures()], device="cpu")
+def use_images(case: Case) -> None:
+    case.model = SentenceTransformer(modules=[ImageEncoder()], device="cpu")
 
 
-def matryoshka(case: Case) -> None:
-    case.wrap = lambda loss: MatryoshkaLoss(case.model, loss, [32, 16])
+def use_matryoshka_loss(case: Case) -> None:
+    case.wrap_loss = lambda loss: MatryoshkaLoss(case.model, loss, [32, 16])
 
 
-def router(case: Case) -> None:
-    given: Any = {"tied": False, "tokenizer": case.tokenizer, "pooling": "mean", "device": "cpu"}
-    case.model = DualEncoder.from_backbone(case.config, **given)
-    case.arguments |= {
-        "router_mapping": {"anchor": "query", "positive": "document", "negative": "document"}
+def use_router(case: Case) -> None:
+    case.model = DualEncoder.from_backbone(
+        case.config, tied=False, tokenizer=case.tokenizer, pooling="mean", device="cpu"
+    )
+    case.arguments["router_mapping"] = {
+        "anchor": "query",
+        "positive": "document",
+        "negative": "document",
     }
 
 
 PARTS = {
-    "gradient checkpointing": gradient_checkpointing,
-    "LoRA": lora,
-    "torch.compile": compiled,
-    "unpadded inputs (FlashAttention-2)": unpadded,
-    "StaticEmbedding": static,
-    "images": multimodal,
-    "MatryoshkaLoss": matryoshka,
-    "Router": router,
+    "gradient checkpointing": use_gradient_checkpointing,
+    "LoRA": use_lora,
+    "torch.compile": use_torch_compile,
+    "unpadded inputs (FlashAttention-2)": use_unpadded_inputs,
+    "StaticEmbedding": use_static_embedding,
+    "images": use_images,
+    "MatryoshkaLoss": use_matryoshka_loss,
+    "Router": use_router,
 }
-TABLE = {
-    cells[0].strip(): dict(zip(LOSSES, map(str.strip, cells[1:]), strict=False))
-    for cells in (line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| "))
-}
-
-
-# Compiling takes most of a minute; test_a_compiled_model_trains_as_one_that_is_not compiles for every change.
+# Compiling takes almost a minute. A test of the encoders compiles a model for every change.
 MARKS = {"torch.compile": [pytest.mark.long]}
+CASES = [pytest.param(part, marks=MARKS.get(part, [])) for part in PARTS]
 
 
-@pytest.mark.parametrize("part", [pytest.param(part, marks=MARKS.get(part, [])) for part in PARTS])
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_trains_with_a_part_of_the_stack_where_the_table_says_so_and_else_does_not(
-    name, part, tiny_tokenizer, tiny_config, tmp_path
+def read_table() -> dict[str, dict[str, str]]:
+    """Read the table of the page: {part: {loss: "yes" or "no"}}."""
+    table = {}
+    for line in PAGE.splitlines():
+        if line.startswith("| "):
+            part, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+            table[part] = dict(zip(LOSSES, cells, strict=False))
+    return table
+
+
+TABLE = read_table()
+
+
+@pytest.mark.parametrize("part", CASES)
+@pytest.mark.parametrize("loss_name", LOSSES)
+def test_losses_train_with_parts_of_the_stack_as_the_table_says(
+    loss_name, part, tiny_tokenizer, tiny_config, tmp_path
 ):
     case = Case(tiny_tokenizer, tiny_config, tmp_path)
     PARTS[part](case)
-    if TABLE[part][name] == "yes":
-        case.run(name)
+    if TABLE[part][loss_name] == "yes":
+        case.train(loss_name)
     else:
-        assert TABLE[part][name] == "no"
+        assert TABLE[part][loss_name] == "no"
         with pytest.raises(ValueError, match=r"not compatible|cannot split"):
-            case.run(name)
+            case.train(loss_name)

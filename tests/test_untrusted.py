@@ -1,4 +1,4 @@
-"""Models from others cannot run code: a payload planted in each place is refused in one line, and never runs."""
+"""Untrusted models cannot run code: each planted payload is refused and does not run."""
 
 import ast
 import json
@@ -77,9 +77,10 @@ def refused(kind: str, folder: Path, mark: Path) -> str:
 
 
 def write_own_code(folder: Path, mark: Path) -> None:
-    """A module with code, as a model folder may bring it."""
+    """Write a Python module into a model's folder, which runs the payload when imported."""
     (folder / "evil.py").write_text(
-        f"import os\nos.makedirs({str(mark)!r})\nimport torch\nclass Evil(torch.nn.Module):\n    load = Evil = None\n"
+        f"import os\nos.makedirs({str(mark)!r})\n"
+        "import torch\nclass Evil(torch.nn.Module):\n    load = Evil = None\n"
     )
 
 
@@ -91,9 +92,8 @@ def change(file: Path, **entries: Any) -> None:
 @pytest.mark.parametrize("form", ["torch", "plain", "as safetensors"])
 def test_pickled_weights_with_code_are_refused(kind, form, harmless, tmp_path, mark):
     folder = Path(shutil.copytree(harmless / kind, tmp_path / kind))
-    weights = sorted(folder.rglob("model.safetensors"))[
-        -1
-    ]  # of the last module, where there are several
+    # The weights of the last module, if there are several.
+    weights = sorted(folder.rglob("model.safetensors"))[-1]
     weights.unlink()
     if form == "torch":
         torch.save({"weight": Payload(mark)}, weights.with_name("pytorch_model.bin"))
@@ -101,10 +101,9 @@ def test_pickled_weights_with_code_are_refused(kind, form, harmless, tmp_path, m
         name = "pytorch_model.bin" if form == "plain" else "model.safetensors"
         weights.with_name(name).write_bytes(pickle.dumps(Payload(mark)))
     line = refused(kind, folder, mark)
-    assert (
-        str(folder) in line
-        and ("not a model" if form == "as safetensors" else "could run code") in line
-    )
+    assert str(folder) in line
+    expected_reason = "not a model" if form == "as safetensors" else "could run code"
+    assert expected_reason in line
 
 
 @pytest.mark.parametrize(
@@ -142,7 +141,8 @@ def test_modelling_code_of_a_folder_is_refused(kind, harmless, train, tmp_path, 
     change(
         folder / "config.json", model_type="evil", auto_map=dict.fromkeys(automatic, "evil.Evil")
     )
-    line = f"{folder}: needs code that comes with it. Read that, then set trust_remote_code"
+    line = f"{folder}: needs code that comes with the model. "
+    line += "Read that code, then set trust_remote_code"
     assert refused(kind, folder, mark) == line
     if kind != "cross":
         assert train(tmp_path / "out", model=folder) == 2
@@ -150,13 +150,14 @@ def test_modelling_code_of_a_folder_is_refused(kind, harmless, train, tmp_path, 
 
 
 def test_code_of_a_folder_runs_by_the_flag_alone(harmless, tmp_path, mark):
-    """The payload of these tests does run once it is asked for: what refuses it above is the missing flag."""
+    """This shows that the payload of the tests above can run, and that the flag is what matters."""
     folder = Path(shutil.copytree(harmless / "tied", tmp_path / "model"))
     write_own_code(folder, mark)
     modules = json.loads((folder / "modules.json").read_text())
     modules[1]["type"] = "evil.Evil"
     (folder / "modules.json").write_text(json.dumps(modules))
-    with pytest.raises(TypeError):  # it is no module that works
+    # The class of the payload is not a working module.
+    with pytest.raises(TypeError):
         DualEncoder.from_pretrained(folder, trust_remote_code=True)
     assert mark.exists()
 

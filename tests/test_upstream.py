@@ -1,10 +1,9 @@
-"""The pull request for sentence-transformers: its own tests, and that its loss is ours."""
+"""The loss for sentence-transformers: its own tests, and its equality with contaccum's losses."""
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,120 +16,161 @@ from torch import Tensor
 from contaccum import BankedInfoNCE, ContAccumLoss
 
 UPSTREAM = Path(__file__).parents[1] / "upstream" / "sentence-transformers"
-TASKS = ("query", "document", "document")
 sys.path.insert(0, str(UPSTREAM))
 
 import banked_multiple_negatives_ranking as banked  # noqa: E402
 
-# As if the file were where the pull request puts it.
-sys.modules[f"{losses.__name__}.{banked.__name__}"] = losses.banked_multiple_negatives_ranking = (
-    banked
-)
+# Register the module under the name that it has after the pull request, because its tests import it
+# by this name.
+sys.modules[f"{losses.__name__}.{banked.__name__}"] = banked
+losses.banked_multiple_negatives_ranking = banked
 losses.BankedMultipleNegativesRankingLoss = banked.BankedMultipleNegativesRankingLoss
 
 from test_banked_multiple_negatives_ranking import *  # noqa: E402, F403
 
 
-def batches(
-    count: int, n: int, h: int, dtype: torch.dtype
+def make_batches(
+    num_batches: int, batch_size: int, num_negatives: int, dtype: torch.dtype
 ) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """Embeddings (n, d) of 2 + h columns, and int64 ids of which some come again."""
+    """Yield random embeddings (n, d) of all columns, and their int64 ids (n, columns).
+
+    There are only 300 different ids, so that some texts are duplicates.
+    """
     generator = torch.Generator().manual_seed(3)
-    for _ in range(count):
-        embeddings = [torch.randn(n, 12, generator=generator, dtype=dtype) for _ in range(2 + h)]
-        yield embeddings, torch.randint(300, (n, 2 + h), generator=generator)
+    num_columns = 2 + num_negatives
+    for _ in range(num_batches):
+        embeddings = []
+        for _ in range(num_columns):
+            embeddings.append(torch.randn(batch_size, 12, generator=generator, dtype=dtype))
+        yield embeddings, torch.randint(300, (batch_size, num_columns), generator=generator)
 
 
-def loss_and_gradient(loss_fn: Any, embeddings: list[Tensor], ids: Tensor) -> Tensor:
-    leaves = [x.clone().requires_grad_() for x in embeddings]
-    if isinstance(loss_fn, BankedInfoNCE):
-        negatives = torch.stack(leaves[2:], 1) if len(leaves) > 2 else None
-        loss = loss_fn(
-            *leaves[:2], negatives, ids[:, 0], ids[:, 1], ids[:, 2:] if len(leaves) > 2 else None
-        )
-    else:
-        loss = loss_fn.compute_loss_from_embeddings(leaves, ids=ids)
+def call_our_loss(loss_fn: BankedInfoNCE, embeddings: list[Tensor], ids: Tensor) -> Tensor:
+    queries, passages, *negatives = embeddings
+    if not negatives:
+        return loss_fn(queries, passages, None, ids[:, 0], ids[:, 1], None)
+    return loss_fn(queries, passages, torch.stack(negatives, 1), ids[:, 0], ids[:, 1], ids[:, 2:])
+
+
+def call_upstream_loss(
+    loss_fn: banked.BankedMultipleNegativesRankingLoss, embeddings: list[Tensor], ids: Tensor
+) -> Tensor:
+    return loss_fn.compute_loss_from_embeddings(embeddings, ids=ids)
+
+
+def compute_loss_and_gradients(
+    compute_loss: Callable[[list[Tensor]], Tensor], embeddings: list[Tensor]
+) -> Tensor:
+    """Return the loss and the gradients of all embeddings as one vector."""
+    leaves = [column.clone().requires_grad_() for column in embeddings]
+    loss = compute_loss(leaves)
     loss.backward()
-    return torch.cat([loss.detach()[None], *(x.grad.flatten() for x in leaves)])
+    return torch.cat([loss.detach()[None], *(leaf.grad.flatten() for leaf in leaves)])
 
 
-@pytest.mark.parametrize(("similarity", "h"), [("cos", 0), ("dot", 1)])
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize(("similarity", "num_negatives"), [("cos", 0), ("dot", 1)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
 @pytest.mark.parametrize(
-    ("bank_size", "n", "count"), [(1000, 40, 26), (1024, 128, 10)], ids=["until full", "wrapped"]
+    ("bank_size", "batch_size", "num_batches"),
+    [(1000, 40, 26), (1024, 128, 10)],
+    ids=["until full", "wrapped"],
 )
-def test_its_loss_and_gradient_are_ours(bank_size, n, count, dtype, tolerance, similarity, h):
-    """Until the bank is full; and beyond, where micro-batches are whole blocks of ours, which it forgets at once."""
+def test_loss_and_gradients_equal_banked_info_nce(
+    bank_size, batch_size, num_batches, dtype, tolerance, similarity, num_negatives
+):
+    """The losses are equal until the bank is full.
+
+    After that they are equal if a micro-batch is a whole number of blocks, because contaccum's bank
+    overwrites whole blocks.
+    """
     scale = 20.0 if similarity == "cos" else 0.5
-    settings: dict[str, Any] = {"drift_compensation": "none", "center_gradients": "none"}
-    ours = BankedInfoNCE(bank_size, similarity=similarity, temperature=1 / scale, **settings)  # type: ignore[arg-type]
-    similarity_fct = cos_sim if similarity == "cos" else dot_score
-    theirs = banked.BankedMultipleNegativesRankingLoss(
-        torch.nn.Linear(1, 1), bank_size, scale, similarity_fct, drift_compensation=False
+    ours = BankedInfoNCE(
+        bank_size,
+        similarity=similarity,
+        temperature=1 / scale,
+        drift_compensation="none",
+        center_gradients="none",
     )
-    for embeddings, ids in batches(count, n, h, dtype):
-        used = 0 if ours.bank is None else ours.bank.in_use
-        assert used == (0 if theirs._bank is None else len(theirs._bank.queries))
-        mine, found = (
-            loss_and_gradient(ours, embeddings, ids),
-            loss_and_gradient(theirs, embeddings, ids),
+    upstream = banked.BankedMultipleNegativesRankingLoss(
+        torch.nn.Linear(1, 1),
+        bank_size,
+        scale,
+        cos_sim if similarity == "cos" else dot_score,
+        drift_compensation=False,
+    )
+    for embeddings, ids in make_batches(num_batches, batch_size, num_negatives, dtype):
+        num_banked = 0 if ours.bank is None else ours.bank.in_use
+        num_banked_upstream = 0 if upstream._bank is None else len(upstream._bank.queries)
+        assert num_banked == num_banked_upstream
+        expected = compute_loss_and_gradients(
+            lambda leaves, ids=ids: call_our_loss(ours, leaves, ids), embeddings
         )
-        assert ((mine - found).norm() / mine.norm()).item() < tolerance
-    assert used == bank_size
+        actual = compute_loss_and_gradients(
+            lambda leaves, ids=ids: call_upstream_loss(upstream, leaves, ids), embeddings
+        )
+        assert relative_error(actual, expected) < tolerance
+    assert num_banked == bank_size
 
 
-def test_while_a_model_trains_it_is_our_loss_that_moves_entries():
-    """With texts, updates and a probe: both notice and measure the same."""
+def test_loss_and_gradients_equal_contaccum_loss_while_a_model_trains():
+    """Both losses notice the same optimizer updates and measure the same mean shifts."""
     model = tiny_encoder(tied=False).double()
     ours = ContAccumLoss(model, bank_size=256, drift_compensation="mean", center_gradients="none")
-    theirs = banked.BankedMultipleNegativesRankingLoss(model, bank_size=256, max_drift=None)
+    upstream = banked.BankedMultipleNegativesRankingLoss(model, bank_size=256, max_drift=None)
     parameters = [p for name, p in model.named_parameters() if "pooler" not in name]
     optimizer = torch.optim.SGD(parameters, lr=1.0)
     for step in range(14):
-        # Of four words the queries, of seven the others; from step 8 on some come again.
-        columns = [sentences(32, step % 8 * 3 + i, 4 + 3 * min(i, 1)) for i in range(3)]
+        seed = step % 8 * 3  # from step 8 on, texts are repeated
+        queries = sentences(32, seed, 4)
+        positives = sentences(32, seed + 1, 7)
+        negatives = sentences(32, seed + 2, 7)
         results = []
-        for loss_fn in (ours, theirs):
+        for loss_fn in (ours, upstream):
             model.zero_grad()
-            loss = loss_fn(
-                [model.preprocess(x, task=t) for x, t in zip(columns, TASKS, strict=True)]
-            )
+            features = [
+                model.preprocess(queries, task="query"),
+                model.preprocess(positives, task="document"),
+                model.preprocess(negatives, task="document"),
+            ]
+            loss = loss_fn(features)
             loss.backward()
-            results.append(
-                torch.cat([loss.detach()[None], *(p.grad.flatten() for p in parameters)])
-            )
-        assert ((results[0] - results[1]).norm() / results[0].norm()).item() < 1e-10
+            gradients = [parameter.grad.flatten() for parameter in parameters]
+            results.append(torch.cat([loss.detach()[None], *gradients]))
+        assert relative_error(results[1], results[0]) < 1e-10
         if step % 2:
             optimizer.step()
-    assert (
-        ours.info_nce is not None and ours.info_nce.bank is not None and theirs._shifts is not None
-    )
-    assert ours.info_nce.clock.num_updates == theirs._update == 6
-    assert ours.info_nce.bank.in_use == len(theirs._bank.queries)
-    assert theirs._shifts[0].norm(dim=1).min() > 0.1
+    assert ours.info_nce is not None
+    assert ours.info_nce.bank is not None
+    assert upstream._mean_shifts is not None
+    assert ours.info_nce.clock.num_updates == upstream._num_updates == 6
+    assert ours.info_nce.bank.in_use == len(upstream._bank.queries)
+    assert upstream._mean_shifts[0].norm(dim=1).min() > 0.1
 
 
 @pytest.mark.long
-def test_the_dry_run_of_its_experiment_records_what_it_takes_to_repeat_it(tmp_path):
+def test_experiment_dry_run_records_settings_data_and_versions(tmp_path):
     import experiment_gooaq
 
     output = tmp_path / "dry_run.json"
     argv = ["--output_file", str(output), "--dry_run", "--seeds", "0"]
     experiment_gooaq.main([*argv, "--methods", "plain_small"])
-    first = json.loads(output.read_text())
+    first_report = json.loads(output.read_text())
     experiment_gooaq.main(argv)
     report = json.loads(output.read_text())
+
     plain, large, cached, with_bank = report["runs"]
-    methods = [x["method"] for x in report["summary"]]
-    assert [plain] == first["runs"] and methods == [
-        "plain_small",
-        "cached_large",
-        "cached_small",
-        "banked_small",
-    ]
+    assert first_report["runs"] == [plain]
+    methods = [row["method"] for row in report["summary"]]
+    assert methods == ["plain_small", "cached_large", "cached_small", "banked_small"]
     assert plain["train_loss"] == pytest.approx(cached["train_loss"], abs=1e-4)
     assert large["updates"] == plain["updates"] == with_bank["updates"] == 4
-    assert with_bank["loss"]["bank_size"] == 64 and report["versions"]["torch"] == torch.__version__
-    assert len(report["data"]["sha256"]) == 64 and all(0 < x["ndcg@10"] < 1 for x in report["runs"])
+    assert with_bank["loss"]["bank_size"] == 64
+    assert report["versions"]["torch"] == torch.__version__
+    assert len(report["data"]["sha256"]) == 64
+    assert all(0 < run["ndcg@10"] < 1 for run in report["runs"])
     with pytest.raises(SystemExit, match="other settings"):
         experiment_gooaq.main([*argv, "--bank_size", "32"])

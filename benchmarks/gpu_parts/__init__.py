@@ -1,1 +1,1 @@
-"""The parts of benchmarks/gpu.py, a module for each."""
+"""Parts of benchmarks/gpu.py, one module each."""

@@ -1,4 +1,4 @@
-"""Whether a micro-step of `BankedInfoNCE` makes the host wait for the device."""
+"""Check that a micro-step of `BankedInfoNCE` does not make the host wait for the device."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from gpu_parts.settings import TEMPERATURE, NotMeasured, Run, Sizes
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Run micro-steps while CUDA refuses every wait of the host for the device."""
+    """Run micro-steps while CUDA raises an error if the host waits for the device."""
     if run.device.type != "cuda":
-        raise NotMeasured(f"torch reports host syncs of CUDA alone, and the device is {run.device}")
+        raise NotMeasured(f"torch reports host syncs for CUDA only; the device is {run.device}")
     sizes = run.sizes
     results = {}
     for drift_compensation in ("none", "auto"):
@@ -23,8 +23,8 @@ def measure(run: Run) -> dict[str, Any]:
             similarity="cos",
             drift_compensation=drift_compensation,
         )
-        num_to_fill = -(-sizes.bank_size // sizes.local)
-        for inputs in make_micro_batches(sizes, run.device, num_to_fill):
+        num_fill_steps = -(-sizes.bank_size // sizes.local)  # rounded up
+        for inputs in make_micro_batches(sizes, run.device, num_fill_steps):
             loss_fn(*inputs).backward()
         loss_fn.end_update()
         micro_batches = make_micro_batches(sizes, run.device, sizes.pairs // sizes.local)
@@ -43,13 +43,16 @@ def measure(run: Run) -> dict[str, Any]:
             "error": message,
             "passed": message is None,
         }
-    return {"passed": all(x["passed"] for x in results.values()), "cases": results}
+    passed = all(result["passed"] for result in results.values())
+    return {"passed": passed, "cases": results}
 
 
-def make_micro_batches(sizes: Sizes, device: torch.device, number: int) -> list[list[Any]]:
-    """Return arguments of `BankedInfoNCE`: embeddings without hard negatives, and ids."""
+def make_micro_batches(
+    sizes: Sizes, device: torch.device, num_batches: int
+) -> list[list[torch.Tensor | None]]:
+    """Return arguments of `BankedInfoNCE`: random embeddings without hard negatives, and ids."""
     micro_batches = []
-    for _ in range(number):
+    for _ in range(num_batches):
         shape = (sizes.local, sizes.dimension)
         queries = torch.randn(shape, device=device, requires_grad=True)
         passages = torch.randn(shape, device=device, requires_grad=True)

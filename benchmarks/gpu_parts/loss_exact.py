@@ -1,7 +1,8 @@
-"""The gradients of `BankedInfoNCE` on the device, against a dense float64 loss of the whole batch.
+"""Comparison of `BankedInfoNCE`'s gradients with a dense float64 loss of the whole batch.
 
-The bank holds exactly the rest of the batch, and the encoder stands still: the accumulated
-gradient must then equal the whole batch's, for queries, passages and hard negatives.
+The bank contains exactly the rest of the batch and the embeddings do not change. In this case the
+accumulated gradient must equal the gradient of the whole batch, for queries, passages and hard
+negatives.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from gpu_parts.settings import TEMPERATURE, Run, Sizes
 
 @dataclass(frozen=True)
 class Precision:
-    """The type of the embeddings, and the largest relative error of a gradient that is rounding."""
+    """Precision of the embeddings, and the error that rounding may cause."""
 
     dtype: torch.dtype
-    limit: float
-    scaler: bool = False
+    limit: float  # largest relative error of a gradient
+    scaler: bool = False  # use a gradient scaler
 
 
 DRIFT_COMPENSATIONS = ("none", "auto")
@@ -34,16 +35,19 @@ PRECISIONS = {
     "float64": Precision(torch.float64, 1e-12),
     "float32": Precision(torch.float32, 1e-5),
     "bfloat16 autocast": Precision(torch.bfloat16, 1e-2),
-    # Without a scaler, gradients near float16's smallest numbers lose digits.
+    # Without a scaler, gradients close to float16's smallest numbers are rounded more coarsely.
     "float16 autocast": Precision(torch.float16, 1e-2),
     "float16 autocast, scaler": Precision(torch.float16, 2e-3, scaler=True),
 }
 
 
 def make_batch(sizes: Sizes, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    """Return embeddings of N queries, passages and hard negatives, and their ids.
+    """Return random float64 embeddings of queries, passages and hard negatives, and their ids.
 
-    The last eighth of the passages repeats the first: repeated texts are no negatives.
+    The last eighth of the passages repeats the first eighth, to test the masking of duplicates.
+
+    Returns:
+        [queries (N, d), passages (N, d), negatives (N, h, d)] and their ids (N,), (N,) and (N, h).
     """
     generator = torch.Generator().manual_seed(0)
     n, h, d = sizes.pairs, sizes.hard_negatives, sizes.dimension
@@ -63,17 +67,17 @@ def dense_gradients(embeddings: Sequence[Tensor], passage_ids: Tensor) -> list[T
 
     Args:
         embeddings: queries (N, d), passages (N, d) and hard negatives (N, h, d).
-        passage_ids: (N,); a repetition of a row's own positive is left out of its row.
+        passage_ids: (N,), equal ids are duplicates. A duplicate of a row's positive is masked.
     """
     leaves = [x.detach().cpu().double().requires_grad_() for x in embeddings]
     ids = passage_ids.cpu()
     queries, passages, negatives = (normalize(x, dim=-1) for x in leaves)
     columns = torch.cat([passages, negatives.flatten(0, 1)])
     logits = queries @ columns.T / TEMPERATURE
-    is_repetition = ids[:, None] == ids[None, :]
-    is_repetition.fill_diagonal_(False)
+    is_duplicate = ids[:, None] == ids[None, :]
+    is_duplicate.fill_diagonal_(False)
     is_masked = torch.zeros_like(logits, dtype=torch.bool)
-    is_masked[:, : len(ids)] = is_repetition
+    is_masked[:, : len(ids)] = is_duplicate
     logits = logits.masked_fill(is_masked, float("-inf"))
     cross_entropy(logits, torch.arange(len(ids))).backward()
     return [x.grad for x in leaves]
@@ -86,9 +90,9 @@ def accumulated_gradients(
     precision: Precision,
     drift_compensation: str,
 ) -> list[Tensor]:
-    """Accumulate the gradients of all micro-batches while the bank holds the rest of the batch.
+    """Accumulate the gradients of all micro-batches while the bank contains the rest of the batch.
 
-    The encoder stands still: the embeddings pass twice, and the first pass fills the bank.
+    The loop over the batch runs twice: the first pass fills the bank, the second one is measured.
     """
     device = embeddings[0].device
     num_pairs = len(embeddings[0])
@@ -102,7 +106,7 @@ def accumulated_gradients(
         similarity="cos",
         drift_compensation=drift_compensation,
     )
-    # Without a probe, "auto" would take the differences of the micro-batches for drift.
+    # Without a probe, "auto" would estimate the drift from the differences between micro-batches.
     probe = [x[:8].to(precision.dtype) for x in embeddings[:2]]
     loss_fn.observe_probe(*probe)
     for is_measured in (False, True):
@@ -112,7 +116,7 @@ def accumulated_gradients(
             if is_half:
                 autocast = torch.autocast(device.type, dtype=precision.dtype)
             with autocast:
-                # An encoder under autocast returns embeddings of the lower type.
+                # An encoder under autocast returns embeddings of the lower precision.
                 batch = [x[rows].to(precision.dtype) for x in leaves]
                 loss = loss_fn(*batch, *(x[rows] for x in ids))
             if is_measured:
@@ -121,12 +125,12 @@ def accumulated_gradients(
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Compare accumulated gradients with those of the whole batch, in every precision."""
+    """Compare accumulated gradients with the whole batch's gradients, in every precision."""
     names = ("queries", "passages", "negatives")
     embeddings, ids = make_batch(run.sizes, run.device)
     results = {}
     for name, precision in PRECISIONS.items():
-        # The reference gets the rounded embeddings: the error is then that of the loss.
+        # The reference uses the rounded embeddings, so that only the error of the loss is measured.
         rounded = [x.to(precision.dtype) for x in embeddings]
         expected = dense_gradients(rounded, ids[1])
         for drift_compensation in DRIFT_COMPENSATIONS:

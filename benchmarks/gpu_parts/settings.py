@@ -1,4 +1,4 @@
-"""What every part of benchmarks/gpu.py gets: sizes, a device, and the time to stop."""
+"""Settings of all parts of benchmarks/gpu.py: sizes, device and deadline."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ TEMPERATURE = 0.05
 class Sizes:
     """Sizes of all parts."""
 
-    pairs: int = 512  # per update
+    pairs: int = 512  # pairs per update
     local: int = 8  # pairs per micro-batch
-    hard_negatives: int = 1  # per query, in loss_exact
+    hard_negatives: int = 1  # hard negatives per query, in loss_exact
     dimension: int = 768
     bank_size: int = 2048
     num_layers: int = 12
     num_heads: int = 12
     query_length: int = 32
     passage_length: int = 128
-    turns: int = 7  # updates of each method that are timed
-    precision: str = "bfloat16"  # of the encoder in update_time
+    turns: int = 7  # timed updates of each method
+    precision: str = "bfloat16"  # precision of the encoder in update_time
 
 
 TINY = Sizes(
@@ -41,12 +41,12 @@ TINY = Sizes(
 
 @dataclass(frozen=True)
 class Run:
-    """What a part needs to know: sizes, the device, and when to stop."""
+    """Settings for the run of a part."""
 
     sizes: Sizes
     device: torch.device
-    deadline: float  # of time.monotonic()
+    deadline: float  # time.monotonic() after which no new turn starts
 
 
 class NotMeasured(Exception):
-    """A part cannot be measured here; the message says why."""
+    """A part cannot be measured on this machine; the message gives the reason."""

@@ -1,7 +1,8 @@
-"""Seconds and peak memory of an update, by method, at BERT-base's shape.
+"""Seconds and peak memory of an update with the sizes of BERT-base, by method.
 
-The methods are accumulation and GradCache without a bank, and accumulation with a bank. They share
-the model and the optimizer and take turns, so that other work on the machine falls on all of them.
+The methods are gradient accumulation and GradCache without a bank, and accumulation with a bank.
+They share the model and the optimizer and take turns, so that other load on the machine affects all
+of them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ VOCABULARY = 30522
 
 
 def make_encoder(sizes: Sizes, device: torch.device) -> DualEncoder:
-    """Return a fresh tied BERT in train mode, whose forward pass runs under autocast."""
+    """Create a tied BERT with random weights in train mode, under autocast if needed."""
     config = BertConfig(
         vocab_size=VOCABULARY,
         num_hidden_layers=sizes.num_layers,
@@ -36,14 +37,14 @@ def make_encoder(sizes: Sizes, device: torch.device) -> DualEncoder:
     model = DualEncoder.from_backbone(config, tokenizer=tokenizer, device=str(device))
     dtype = getattr(torch, sizes.precision)
     if dtype != torch.float32:
-        # As accelerate does it: GradCache's second forward pass runs within backward, where no
-        # context of the loop would reach it.
+        # Wrap the forward method, as accelerate does. GradCache's second forward pass runs inside
+        # backward, where an autocast context of the training loop is not active.
         model.forward = torch.autocast(device.type, dtype=dtype)(model.forward)
     return model.train()
 
 
 def make_loss(method: str, model: DualEncoder, sizes: Sizes) -> ContAccumLoss:
-    """Return the loss of a method; the baselines are the same loss without a bank."""
+    """Create the loss of a method. The baselines use the same loss without a bank."""
     if method == "contaccum":
         return ContAccumLoss(model, bank_size=sizes.bank_size)
     if method == "grad_cache":
@@ -67,18 +68,18 @@ def run_update(
     optimizer: torch.optim.Optimizer,
     run: Run,
 ) -> dict[str, float | None]:
-    """Run one update; return its seconds and, on a GPU, the megabytes at its peak."""
+    """Run one update; return its seconds and, on a GPU, its peak memory in MB."""
     sizes = run.sizes
-    rows = sizes.pairs if method == "grad_cache" else sizes.local  # of a call of the loss
-    num_calls = sizes.pairs // rows
-    batches = [make_features(sizes, rows, run.device) for _ in range(num_calls)]
+    batch_size = sizes.pairs if method == "grad_cache" else sizes.local
+    num_batches = sizes.pairs // batch_size
+    batches = [make_features(sizes, batch_size, run.device) for _ in range(num_batches)]
     is_cuda = run.device.type == "cuda"
     if is_cuda:
         torch.cuda.synchronize(run.device)
         torch.cuda.reset_peak_memory_stats(run.device)
     started = time.perf_counter()
     for features in batches:
-        (loss_fn(features, None) / num_calls).backward()
+        (loss_fn(features, None) / num_batches).backward()
     optimizer.step()
     optimizer.zero_grad()
     if is_cuda:
@@ -89,14 +90,16 @@ def run_update(
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Time updates of all methods side by side, in a shuffled order in every turn."""
+    """Time updates of all methods, in a new shuffled order in every turn."""
     sizes = run.sizes
     torch.manual_seed(0)
     model = make_encoder(sizes, run.device)
     losses = {method: make_loss(method, model, sizes).train() for method in METHODS}
-    # The steps of AdamW cost what they always do, and leave the weights where they are.
+    # With a learning rate of 0, AdamW has its usual cost, but the weights stay the same.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
-    num_warm_up = 1 + -(-sizes.bank_size // sizes.pairs)  # a full bank is the cost that lasts
+    # The bank must be full when the measurement starts, as it is in most updates of a training.
+    num_updates_to_fill = -(-sizes.bank_size // sizes.pairs)  # rounded up
+    num_warm_up = 1 + num_updates_to_fill
     order = random.Random(0)
     turns: list[dict[str, dict[str, float | None]]] = []
     for turn in range(num_warm_up + sizes.turns):
@@ -108,7 +111,7 @@ def measure(run: Run) -> dict[str, Any]:
         if turn >= num_warm_up:
             turns.append(figures)
     if not turns:
-        raise NotMeasured("the time was over before the first turn; raise --minutes")
+        raise NotMeasured("the time was over before the first turn; increase --minutes")
     bank = losses["contaccum"].info_nce.bank
     result = {
         "methods": {method: summarise(method, turns) for method in METHODS},
@@ -123,7 +126,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def summarise(method: str, turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the median and the quartiles of a method's seconds, and of their ratio in a turn."""
+    """Return quartiles of a method's seconds and of its ratios to grad_accum in the same turn."""
     seconds = np.array([turn[method]["seconds"] for turn in turns])
     ratios = seconds / np.array([turn["grad_accum"]["seconds"] for turn in turns])
     peaks = [turn[method]["peak_mb"] for turn in turns]
@@ -131,12 +134,12 @@ def summarise(method: str, turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "seconds": quartiles(seconds),
         "ratio_to_grad_accum": quartiles(ratios),
         "all_seconds": seconds.tolist(),
-        # The resident memory of a process does not tell the methods apart.
+        # The resident memory of the process cannot be assigned to one of the methods.
         "peak_mb": "not measured on a CPU" if peaks[0] is None else max(peaks),
     }
 
 
 def quartiles(values: np.ndarray) -> dict[str, float]:
-    """Return the median of some values, and the quartiles below and above it."""
+    """Return the lower quartile, the median and the upper quartile."""
     low, median, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
     return {"low": low, "median": median, "high": high}

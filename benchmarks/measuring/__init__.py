@@ -1,1 +1,1 @@
-"""What several bench programs measure with."""
+"""Measurements that several benchmark programs share."""

@@ -1,6 +1,7 @@
-"""The method, on embeddings alone: the banks, the loss over them, drift and centring.
+"""The method, on embeddings alone: banks, the loss over them, drift compensation and centring.
 
-Read `info_nce` first: it is the pipeline. It uses `logits` (scores and masks), `memory_bank` (the
-ring buffer and its log-sums), `row_losses`, `compensation` (drift), `centering` and `update_clock`.
-No module here encodes a text.
+Read `info_nce` first: it computes a micro-step from top to bottom. It uses `logits` (scores and
+masks), `false_negatives` (the rules behind the masks), `memory_bank` (the ring buffer and its
+log-sums), `row_losses`, `drift` and `compensation`, `centering` and `update_clock`. No module here
+encodes a text.
 """

@@ -1,6 +1,7 @@
-"""The part of a loss that lasts from one micro-step to the next.
+"""The state of a loss that lasts from one micro-step to the next.
 
-It holds the bank, the clock and the drift compensation, and saves and restores their state.
+It consists of the bank, the update clock and the drift compensation. This module makes them, saves
+them and restores them; it computes no loss.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from contaccum.errors import ConfigError
 class BankedModule(nn.Module):
     """A module with a memory bank, its update clock and its drift compensation.
 
-    The first micro-batch makes the bank, or a state that holds one.
+    The bank is made by the first micro-batch, or when a state with a bank is loaded.
 
     Attributes:
         settings: the `LossSettings`.
@@ -47,7 +48,7 @@ class BankedModule(nn.Module):
 
     @property
     def _num_aged(self) -> int:
-        """The number of entries in use that an older encoder than the present one made."""
+        """The number of aged entries in use; an entry is aged if an older encoder encoded it."""
         if self.bank is None:
             return 0
         return max(self.clock.update_start - self.bank.oldest_in_use, 0)
@@ -57,29 +58,34 @@ class BankedModule(nn.Module):
         """True if all ranks hold one and the same bank."""
         return self.settings.gather_across_devices and world_size() > 1
 
-    def _bank_weight(self, bank: MemoryBank | None) -> float:
-        """Return how often a banked pair counts beside a local one."""
+    def _compute_bank_weight(self, bank: MemoryBank | None) -> float:
+        """Compute the weight of one banked pair beside a local one, at most 1."""
         weight = self.settings.bank_weight
-        if bank is not None and weight > 1:  # so many pairs, shared by all in use
+        if bank is not None and weight > 1:
+            # Above 1 it is the weight of the whole bank, which the pairs in use share equally.
             weight = weight / max(bank.in_use, 1)
         return min(weight, 1.0)
 
     def _prepare_bank(self, documents: Tensor, guide_dim: int | None) -> MemoryBank | None:
-        """Make the bank, or make it fit documents (n, 1 + h, d); None for plain InfoNCE.
+        """Make the bank, or make it fit the documents; return None for plain InfoNCE.
 
-        ``guide_dim`` is as in `MemoryBank.fit`.
+        Args:
+            documents: (n, 1 + h, d).
+            guide_dim: see `MemoryBank.ensure_shape`.
         """
-        if not self.settings.bank_size:
+        if self.settings.bank_size == 0:
             return None
+        dim = documents.shape[2]
         bank = self.bank
         if bank is None:
-            bank = self._make_bank(documents.shape[2], documents.dtype, documents.device)
+            bank = self._make_bank(dim, documents.dtype, documents.device)
         if bank.documents.device != documents.device:
-            self.to(documents.device)  # the model was moved, or a state was loaded elsewhere
-        num_negatives = documents.shape[1] - 1
-        if not self.settings.bank_hard_negatives:
-            num_negatives = 0
-        bank.fit(documents.shape[2], num_negatives, guide_dim)
+            # The model was moved, or a state was loaded on another device.
+            self.to(documents.device)
+        num_negatives = 0
+        if self.settings.bank_hard_negatives:
+            num_negatives = documents.shape[1] - 1
+        bank.ensure_shape(dim, num_negatives, guide_dim)
         return bank
 
     def _make_bank(self, dim: int, dtype: torch.dtype, device: torch.device) -> MemoryBank:
@@ -97,54 +103,64 @@ class BankedModule(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """Return the state of the clock, int64, on the CPU."""
-        return self.clock.state()
+        return self.clock.get_state()
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Restore what `get_extra_state` returned."""
+        """Restore the state of the clock."""
         self.clock.load_state(state)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # The first call makes the bank, with the embedding size. A state that holds one makes it
-        # here.
+        # A new module has no bank yet, because its embedding size is unknown. The buffers of the
+        # state can only be loaded once a bank of their shapes exists.
         state = {}
         for key, value in state_dict.items():
             if key.startswith(prefix):
                 state[key.removeprefix(prefix)] = value
         if "bank.documents" in state:
-            self._make_bank_like(state)
+            self._make_buffers_like(state)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def _make_bank_like(self, state: dict[str, Tensor]) -> None:
-        """Make the bank that a state was saved of; `ConfigError` if the settings make another."""
+    def _make_buffers_like(self, state: dict[str, Tensor]) -> None:
+        """Make the bank and the probe with the shapes of a state's tensors.
+
+        Raises:
+            ConfigError: if the settings of this module make buffers of other shapes.
+        """
         documents = state["bank.documents"]
         num_documents, dim = documents.shape[1:]
+        guide_dim = 0
+        if "bank.guide.documents" in state:
+            guide_dim = state["bank.guide.documents"].shape[2]
         bank = self._make_bank(dim, documents.dtype, documents.device)
-        guide_documents = state.get("bank.guide.documents")
-        guide_dim = 0 if guide_documents is None else guide_documents.shape[2]
-        bank.fit(dim, num_documents - 1, guide_dim)
+        bank.ensure_shape(dim, num_documents - 1, guide_dim)
         self.compensation.probe = None
-        probe = state.get("compensation.probe.embeddings")
-        if probe is not None:
-            self.compensation.make_probe_like(probe)
-        shapes = {}
+        if "compensation.probe.embeddings" in state:
+            self.compensation.make_probe_like(state["compensation.probe.embeddings"])
+
+        state_shapes = {}
         for name, value in state.items():
             if not name.endswith("_extra_state"):
-                shapes[name] = value.shape
-        own_shapes = {name: buffer.shape for name, buffer in self.named_buffers()}
-        bank_size = int(state["bank._extra_state"][0])
-        if shapes != own_shapes or bank_size != self.settings.bank_size:
+                state_shapes[name] = value.shape
+        buffer_shapes = {name: buffer.shape for name, buffer in self.named_buffers()}
+        bank_size_of_state = int(state["bank._extra_state"][0])
+        if state_shapes != buffer_shapes or bank_size_of_state != self.settings.bank_size:
             raise ConfigError(
-                "this state is of another bank_size, query_bank_size or drift_compensation"
+                "this state was saved with another bank_size, query_bank_size or "
+                "drift_compensation: load it into a loss with the settings of the saved one"
             )
 
     def drift_record(self) -> dict[str, float]:
-        """Return the age of the bank and its drift, for a log line; reads the device.
+        """Return the age of the bank and its drift, for a log line.
+
+        It reads values from the device.
 
         Returns:
-            ``bank_age`` in updates, the shares of the last micro-step's softmax ``bank_mass``,
-            ``in_batch_mass`` and ``bank_mass_aged``, and `DriftProbe.record`; see docs/drift.md.
+            ``bank_age`` in updates, the softmax masses of the last micro-step (``in_batch_mass``,
+            ``bank_mass`` and ``bank_mass_aged``, see `measure_softmax_masses`), and the drift
+            measured by the probe (see `DriftProbe.measure_drift`). Values that are not finite are
+            left out; the record is empty before the first enqueued pair.
         """
         if self.bank is None or self.bank.total_enqueued == 0:
             return {}
@@ -154,5 +170,5 @@ class BankedModule(nn.Module):
             if math.isfinite(mass):
                 record[name] = mass
         if self.compensation.probe is not None:
-            record |= self.compensation.probe.record(self.bank_age)
+            record.update(self.compensation.probe.measure_drift(self.bank_age))
         return record

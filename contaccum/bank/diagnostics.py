@@ -1,4 +1,7 @@
-"""Diagnostics of a micro-step, as tensors that nobody has to read: `BankedInfoNCE.last`."""
+"""Diagnostics of a micro-step, the values of `BankedInfoNCE.last`.
+
+They stay tensors on the device, so a micro-step never waits for them; a log reads them if needed.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from contaccum.bank.logits import MASKED, Pairs
-from contaccum.bank.memory_bank import LogitBlocks, MemoryBank
+from contaccum.bank.logits import MASKED, LogitBlocks, Pairs
+from contaccum.bank.memory_bank import MemoryBank
 
 
 @torch.no_grad()
@@ -21,46 +24,58 @@ def describe_micro_step(
     row_weights: Tensor,
     passages: Tensor,
 ) -> dict[str, Tensor | int]:
-    """Describe rows, columns and losses.
+    """Describe the rows, columns and losses of a micro-step.
 
     Args:
-        passages: (n, d), local passages that no mean was subtracted from.
-        local_losses: (n,).
-        banked_losses: (m,), and how often each counts, ``row_weights`` (m,).
+        local: the micro-batch.
+        local_losses: (n,), losses of the local rows.
+        banked_losses: (m,), losses of the banked rows.
+        row_weights: (m,), weights of the banked rows; 0 for rows that are not in use.
+        passages: (n, d), local passages from which no mean was subtracted.
 
     Returns:
-        ``local_loss`` and ``bank_loss`` (means over local rows, and over bank rows in use),
-        ``columns`` (of ``query_to_doc``, for each local row, before masks), ``masked`` (share of
-        them that is left out, the row's positive aside), ``bank_rows``, and ``embedding_spread``
-        (squared distance of local passages from their mean, over their squared length).
+        A dict with ``local_loss`` (mean over the local rows), ``bank_loss`` (mean over the bank
+        rows in use), ``columns`` (number of columns per local row in ``query_to_doc``, before
+        masks), ``masked`` (fraction of these columns that are masked, the row's positive aside),
+        ``bank_rows`` (bank rows in use) and ``embedding_spread`` (mean squared distance of the
+        local passages from their mean, divided by their mean squared length).
     """
-    n, width = local.valid.shape
-    num_banked = 0 if bank is None else bank.in_use * bank.documents.shape[1]
-    smallest = torch.finfo(local_losses.dtype).tiny
+    n, num_documents = local.valid.shape
+    num_banked_columns = 0
+    num_bank_rows = 0
     num_masked = (blocks.in_batch <= MASKED / 2).sum()
-    num_columns = torch.tensor(n * width - 1, device=local.valid.device)
+    num_negatives = torch.tensor(n * num_documents - 1, device=local.valid.device)
     if bank is not None:
+        num_banked_columns = bank.in_use * bank.documents.shape[1]
+        if bank.has_queries:
+            num_bank_rows = bank.in_use
         is_valid = bank.valid[: bank.num_used_slots]
-        num_masked = num_masked + ((blocks.against_bank <= MASKED / 2) & is_valid).sum()
-        num_columns = num_columns + is_valid.sum()
+        is_masked = (blocks.against_bank <= MASKED / 2) & is_valid
+        num_masked = num_masked + is_masked.sum()
+        num_negatives = num_negatives + is_valid.sum()
+    smallest_number = torch.finfo(local_losses.dtype).tiny
+    total_row_weight = row_weights.sum().clamp_min(smallest_number)
     return {
         "local_loss": local_losses.mean(),
-        "bank_loss": (banked_losses * row_weights).sum() / row_weights.sum().clamp_min(smallest),
-        "columns": n * width + num_banked,
-        "masked": num_masked / (n * num_columns).clamp_min(1),
-        "bank_rows": bank.in_use if bank is not None and bank.has_queries else 0,
-        "embedding_spread": _embedding_spread(passages),
+        "bank_loss": (banked_losses * row_weights).sum() / total_row_weight,
+        "columns": n * num_documents + num_banked_columns,
+        "masked": num_masked / (n * num_negatives).clamp_min(1),
+        "bank_rows": num_bank_rows,
+        "embedding_spread": _compute_embedding_spread(passages),
     }
 
 
-def _embedding_spread(passages: Tensor) -> Tensor:
+def _compute_embedding_spread(passages: Tensor) -> Tensor:
     n = len(passages)
-    spread = passages.var(0, correction=0).sum() / passages.square().sum() * n
-    return spread if n > 1 else spread * math.nan
+    variance = passages.var(0, correction=0).sum()
+    spread = variance / passages.square().sum() * n
+    if n == 1:  # one passage has no spread
+        return spread * math.nan
+    return spread
 
 
 @torch.no_grad()
-def softmax_masses(
+def measure_softmax_masses(
     local: Pairs,
     blocks: LogitBlocks,
     bank: MemoryBank,
@@ -68,30 +83,35 @@ def softmax_masses(
     bank_weight: float,
     num_aged: int,
 ) -> dict[str, Tensor]:
-    """Measure where the softmax of the local rows lies among passages, their positives aside.
+    """Measure how the softmax of the local rows is distributed over passages, without positives.
 
     Args:
-        num_aged: banked pairs of an older encoder than the present one; they are the oldest in use.
+        local: the micro-batch.
+        local_losses: (n,), losses of the local rows.
+        num_aged: number of aged entries in use, which an older encoder encoded; they are the
+            oldest.
 
     Returns:
-        ``in_batch_mass`` and ``bank_mass``, means over the rows, and ``bank_mass_aged``: the mass
-        of an aged passage over that of a fresh one, which is in the batch or of the present update.
+        A dict with ``in_batch_mass`` and ``bank_mass`` (softmax mass of the passages of the
+        micro-batch and of the bank, means over the local rows), and ``bank_mass_aged`` (mean mass
+        of an aged passage, divided by that of a fresh passage; fresh passages are those of the
+        micro-batch and of the current update).
     """
     n = len(local_losses)
     log_sums = local_losses + local.positive_logits
     in_batch = (blocks.in_batch[:, :, 0] - log_sums[:, None]).exp()
     in_batch_mass = in_batch.sum() - in_batch.diagonal().sum()
 
-    against_passages = blocks.against_bank[:, :, 0] + math.log(bank_weight)
-    by_slot = (against_passages - log_sums[:, None]).exp().sum(0)
-    oldest_first = torch.arange(bank.oldest_in_use, bank.total_enqueued, device=by_slot.device)
-    by_pair = by_slot[oldest_first % bank.num_slots]
-    aged_mass = by_pair[:num_aged].sum()
-    fresh_mass = by_pair[num_aged:].sum()
+    passage_logits = blocks.against_bank[:, :, 0] + math.log(bank_weight)
+    mass_by_slot = (passage_logits - log_sums[:, None]).exp().sum(0)
+    pairs_in_use = torch.arange(bank.oldest_in_use, bank.total_enqueued, device=mass_by_slot.device)
+    mass_by_pair = mass_by_slot[pairs_in_use % bank.num_slots]  # oldest first
+    aged_mass = mass_by_pair[:num_aged].sum()
+    fresh_bank_mass = mass_by_pair[num_aged:].sum()
     num_fresh = n - 1 + bank.in_use - num_aged
-    mean_fresh = (in_batch_mass + fresh_mass) / num_fresh
+    mean_fresh_mass = (in_batch_mass + fresh_bank_mass) / num_fresh
     return {
         "in_batch_mass": in_batch_mass / n,
-        "bank_mass": (aged_mass + fresh_mass) / n,
-        "bank_mass_aged": aged_mass / num_aged / mean_fresh,
+        "bank_mass": (aged_mass + fresh_bank_mass) / n,
+        "bank_mass_aged": aged_mass / num_aged / mean_fresh_mass,
     }

@@ -1,7 +1,7 @@
-"""Contrasts within the micro-batch alone: other similarity directions, and hardness weights.
+"""Similarity directions and hardness weights, as in MultipleNegativesRankingLoss.
 
-Both are as in MultipleNegativesRankingLoss of sentence-transformers. The bank serves
-``query_to_doc`` without hardness weights.
+Both contrast the texts of the micro-batch alone. The bank serves the direction ``query_to_doc``
+only, without hardness weights.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from contaccum.bank.logits import (
 from contaccum.bank.settings import HardnessMode
 
 
-def direction_logits(
+def score_direction(
     direction: str, local: Pairs, temperature: float, rules: Sequence[FalseNegativeRule]
 ) -> Tensor:
-    """Score a micro-batch in another direction than ``query_to_doc``.
+    """Score a micro-batch in a direction other than ``query_to_doc``.
 
-    If rows and columns are of the same tower, a row is not contrasted with the texts of its own
-    pair.
+    If rows and columns are texts of the same tower, the texts of a row's own pair are excluded.
 
     Args:
         direction: ``"query_to_query"``, ``"doc_to_query"`` or ``"doc_to_doc"``.
-        local: the micro-batch, with documents that no mean was subtracted from.
-        rules: for ``"doc_to_query"``, with a table of positives whose columns are swapped.
+        local: the micro-batch, with documents from which no mean was subtracted.
+        rules: rules that find false negatives; for ``"doc_to_query"`` a table of positives must be
+            swapped (`PositivesTable.swap`).
 
     Returns:
-        (n, n, 1), or (n, n, 1 + h) with documents as columns.
+        (n, n, 1), or (n, n, 1 + h) if the columns are documents.
     """
-    pairs = _DIRECTION_VIEWS[direction](local)
+    pairs = _PAIRS_OF_DIRECTION[direction](local)
     logits = masked_logits(pairs, pairs, temperature, rules)
     if direction == "doc_to_query":
         return logits
@@ -45,8 +45,8 @@ def direction_logits(
     return logits.masked_fill(is_own_pair[:, :, None], MASKED)
 
 
-def _query_to_query(local: Pairs) -> Pairs:
-    """View the queries as documents too; they keep the ids of their passages."""
+def _use_queries_as_documents(local: Pairs) -> Pairs:
+    """Replace the documents by the queries, which get the ids of their passages."""
     guide = local.guide
     if guide is not None:
         guide = guide._replace(documents=guide.queries[:, None])
@@ -58,12 +58,15 @@ def _query_to_query(local: Pairs) -> Pairs:
     )
 
 
-def _doc_to_query(local: Pairs) -> Pairs:
-    """Swap queries and passages, ids included."""
+def _swap_queries_and_passages(local: Pairs) -> Pairs:
+    """Swap queries and passages, with their ids."""
     guide = local.guide
     if guide is not None:
-        swapped_queries = guide.documents[:, 0]
-        guide = GuideEmbeddings(swapped_queries, guide.queries[:, None], guide.ceilings)
+        guide = GuideEmbeddings(
+            queries=guide.documents[:, 0],
+            documents=guide.queries[:, None],
+            ceilings=guide.ceilings,
+        )
     return local._replace(
         queries=local.documents[:, 0],
         documents=local.queries[:, None],
@@ -74,42 +77,43 @@ def _doc_to_query(local: Pairs) -> Pairs:
     )
 
 
-def _doc_to_doc(local: Pairs) -> Pairs:
-    """View the passages as queries; they keep the ids of their queries."""
+def _use_passages_as_queries(local: Pairs) -> Pairs:
+    """Replace the queries by the passages, which get the ids of their queries."""
     guide = local.guide
     if guide is not None:
         guide = guide._replace(queries=guide.documents[:, 0])
     return local._replace(queries=local.documents[:, 0], guide=guide)
 
 
-_DIRECTION_VIEWS = {
-    "query_to_query": _query_to_query,
-    "doc_to_query": _doc_to_query,
-    "doc_to_doc": _doc_to_doc,
+_PAIRS_OF_DIRECTION = {
+    "query_to_query": _use_queries_as_documents,
+    "doc_to_query": _swap_queries_and_passages,
+    "doc_to_doc": _use_passages_as_queries,
 }
 
 
 def add_hardness(
     logits: Tensor, similarities: Tensor, mode: HardnessMode, strength: float
 ) -> Tensor:
-    """Add ``strength`` times their similarity, without its gradient, to the logits of negatives.
+    """Add ``strength`` times the similarity, without gradient, to the logits of negatives.
 
     Sources: arXiv 2503.04812, equation 9; arXiv 2509.20354, equation 5.
 
     Args:
         logits: (n, n, 1 + h), local queries against local documents.
-        similarities: the same before temperature and masks.
-        mode: ``"in_batch_negatives"`` (documents of other pairs), ``"hard_negatives"`` (a row's
-            own) or ``"all_negatives"``.
+        similarities: (n, n, 1 + h), the same without temperature and masks.
+        mode: the negatives that are weighted: ``"in_batch_negatives"`` (documents of other pairs),
+            ``"hard_negatives"`` (a row's own hard negatives) or ``"all_negatives"``.
     """
-    n = len(logits)
-    is_own_pair = torch.eye(n, dtype=torch.bool, device=logits.device)[:, :, None]
+    is_own_pair = torch.eye(len(logits), dtype=torch.bool, device=logits.device)[:, :, None]
+    is_own_pair = is_own_pair.expand(logits.shape)
+    is_positive = is_own_pair.clone()
+    is_positive[:, :, 1:] = False
     if mode == "in_batch_negatives":
-        is_weighted = ~is_own_pair.expand(logits.shape)
+        is_weighted = ~is_own_pair
+    elif mode == "hard_negatives":
+        is_weighted = is_own_pair & ~is_positive
     else:
-        is_weighted = torch.ones_like(logits, dtype=torch.bool)
-        is_weighted[:, :, 0] = ~is_own_pair[:, :, 0]
-        if mode == "hard_negatives":
-            is_weighted = is_weighted & is_own_pair
+        is_weighted = ~is_positive
     penalties = strength * similarities.detach()
     return logits + torch.where(is_weighted, penalties, 0.0)

@@ -1,8 +1,8 @@
-"""Rules that find false negatives: documents that a row must not be contrasted with.
+"""Rules that find false negatives: documents that must not be negatives of a row.
 
-Every rule has the signature of `contaccum.bank.logits.FalseNegativeRule`: rows (r pairs), columns
-(c pairs) and their logits (r, c, 1 + h) to a bool tensor of that shape. `make_rules` lists the
-rules of some settings; `masked_logits` applies them.
+Every rule has the signature of `contaccum.bank.logits.FalseNegativeRule`: it maps rows (r pairs),
+columns (c pairs) and their logits (r, c, 1 + h) to a bool tensor of the shape of the logits.
+`make_rules` lists the rules that the settings ask for, and `masked_logits` applies them.
 """
 
 from __future__ import annotations
@@ -20,36 +20,45 @@ def make_rules(settings: LossSettings, positives: PositivesTable | None) -> list
     """List the rules that the settings ask for."""
     rules: list[FalseNegativeRule] = []
     if settings.mask_duplicates:
-        rules.append(is_same_text)
+        rules.append(find_duplicates)
         if positives is not None:
-            rules.append(positives.is_listed)
+            rules.append(positives.find_listed)
     if settings.false_negative_margin is not None:
         rules.append(MarginRule(settings.false_negative_margin / settings.temperature))
-    rules.append(is_above_guide_ceiling)
+    rules.append(find_above_guide_ceiling)
     return rules
 
 
-def is_same_text(rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
-    """Find documents that are a row's positive again, or another positive of its query, by ids."""
-    is_same = torch.zeros_like(logits, dtype=torch.bool)
-    is_equal = torch.empty_like(is_same)  # in the memory layout of the logits, which is faster
-    positive_ids = _reserve_no_id(rows.document_ids[:, :, 0])
-    query_ids = _reserve_no_id(rows.query_ids)
-    for kind in range(IDS_PER_TEXT):
-        torch.eq(positive_ids[kind, :, None, None], columns.document_ids[kind], out=is_equal)
-        is_same |= is_equal
-        torch.eq(query_ids[kind, :, None], columns.query_ids[kind], out=is_equal[:, :, 0])
-        is_same[:, :, 0] |= is_equal[:, :, 0]
-    return is_same
+def find_duplicates(rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
+    """Find copies of a row's own positive, and other positives of its query, by their ids."""
+    is_duplicate = torch.zeros_like(logits, dtype=torch.bool)
+    # The buffer has the memory layout of the logits; a comparison would return another layout,
+    # which is slower.
+    is_equal = torch.empty_like(is_duplicate)
+    positive_ids = _replace_no_id(rows.document_ids[:, :, 0])
+    query_ids = _replace_no_id(rows.query_ids)
+    for id_index in range(IDS_PER_TEXT):
+        row_positive_ids = positive_ids[id_index, :, None, None]
+        torch.eq(row_positive_ids, columns.document_ids[id_index], out=is_equal)
+        is_duplicate |= is_equal
+        # A column with the row's query id: its passage, at index 0, is another positive.
+        row_query_ids = query_ids[id_index, :, None]
+        torch.eq(row_query_ids, columns.query_ids[id_index], out=is_equal[:, :, 0])
+        is_duplicate[:, :, 0] |= is_equal[:, :, 0]
+    return is_duplicate
 
 
-def _reserve_no_id(ids: Tensor) -> Tensor:
-    """Return the ids of rows, with a reserved value for `NO_ID`, which columns have as well."""
-    return torch.where(ids == NO_ID, NO_ID_OF_ROW, ids)
+def _replace_no_id(row_ids: Tensor) -> Tensor:
+    """Replace `NO_ID` by a reserved value that no column has, so that missing ids never match."""
+    return torch.where(row_ids == NO_ID, NO_ID_OF_ROW, row_ids)
 
 
 class MarginRule:
-    """Find documents that score above a row's own positive by more than a margin, in logits."""
+    """Rule that finds documents with a logit above that of the row's positive by a margin.
+
+    Args:
+        margin: difference of logits, that is of similarities over the temperature.
+    """
 
     def __init__(self, margin: float) -> None:
         self.margin = margin
@@ -60,8 +69,8 @@ class MarginRule:
         return logits > ceilings[:, None, None]
 
 
-def is_above_guide_ceiling(rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
-    """Find documents that a guide scores above the ceiling of their row; none without a guide."""
+def find_above_guide_ceiling(rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
+    """Find documents whose cosine by the guide is above the row's ceiling; none without a guide."""
     if rows.guide is None or columns.guide is None:
         return torch.zeros((), dtype=torch.bool, device=logits.device)
     cosines = rows.guide.queries @ columns.guide.documents.flatten(0, 1).T
@@ -70,9 +79,9 @@ def is_above_guide_ceiling(rows: Pairs, columns: Pairs, logits: Tensor) -> Tenso
 
 
 class PositivesTable:
-    """Relevant pairs of (query id, passage id), such as all positives of a data set.
+    """Table of relevant pairs (query id, passage id), such as all positives of a data set.
 
-    Ids are the first ids of the texts. The table takes 64 bytes a pair.
+    The ids are the first ids of the texts. The table takes 64 bytes per pair.
 
     Args:
         query_ids, passage_ids: int64 (p,) each; pairs with a `NO_ID` are left out.
@@ -85,38 +94,49 @@ class PositivesTable:
         self.passages_of_query = _SortedLists(query_ids, passage_ids)
         self.queries_of_passage = _SortedLists(passage_ids, query_ids)
 
-    def swapped(self) -> PositivesTable:
+    def swap(self) -> PositivesTable:
         """Return the same table for rows that are passages and columns that are queries."""
         table = copy.copy(self)
         table.passages_of_query = self.queries_of_passage
         table.queries_of_passage = self.passages_of_query
         return table
 
-    def is_listed(self, rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
-        """Find documents that are listed as positives of a row's query; see `FalseNegativeRule`."""
+    def find_listed(self, rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
+        """Find documents that the table lists as positives of a row's query.
+
+        The signature is that of `FalseNegativeRule`.
+        """
         query_ids = rows.query_ids[0]
-        document_ids = columns.document_ids[0]
-        if len(query_ids) <= document_ids.numel():
-            listed = self.passages_of_query.contains(query_ids, document_ids.flatten())
+        document_ids = columns.document_ids[0].flatten()
+        # The lookup is vectorised over its values, so the keys are the side with fewer texts.
+        if len(query_ids) <= len(document_ids):
+            is_listed = self.passages_of_query.contains(query_ids, document_ids)
         else:
-            listed = self.queries_of_passage.contains(document_ids.flatten(), query_ids).T
-        return listed.reshape(logits.shape)
+            is_listed = self.queries_of_passage.contains(document_ids, query_ids).T
+        return is_listed.reshape(logits.shape)
 
 
 class _SortedLists:
-    """For each key a sorted list of values; keys and values are int64 (p,), one pair each."""
+    """Mapping of each key to a sorted list of values.
+
+    Args:
+        keys, values: int64 (p,) each; pair i adds ``values[i]`` to the list of ``keys[i]``.
+    """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         by_value = values.argsort()
-        order = by_value[keys[by_value].argsort(stable=True)]
-        self.values = values[order]
-        self.keys, self.lengths = keys[order].unique_consecutive(return_counts=True)
+        by_key_then_value = by_value[keys[by_value].argsort(stable=True)]
+        self.values = values[by_key_then_value]
+        sorted_keys = keys[by_key_then_value]
+        self.keys, self.lengths = sorted_keys.unique_consecutive(return_counts=True)
         self.starts = self.lengths.cumsum(0) - self.lengths
-        self.max_length = int(self.lengths.max()) if len(self.keys) else 0
+        self.max_length = 0
+        if len(self.keys) > 0:
+            self.max_length = int(self.lengths.max())
 
     def contains(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Return bool (k, v): whether the lists of a few ``keys`` (k,) hold ``values`` (v,)."""
-        if not self.max_length:
+        """Return bool (k, v), True where the list of a key (k,) contains a value (v,)."""
+        if self.max_length == 0:
             return torch.zeros(len(keys), len(values), dtype=torch.bool, device=keys.device)
         self._move_to(keys.device)
         key_index = torch.searchsorted(self.keys, keys.contiguous())
@@ -124,7 +144,8 @@ class _SortedLists:
         is_listed_key = self.keys[key_index] == keys
         lengths = torch.where(is_listed_key, self.lengths[key_index], 0)[:, None]
 
-        # (k, max_length): the lists side by side, padded with the largest integer to stay sorted.
+        # (k, max_length): one list per row, padded with the largest integer so that it stays
+        # sorted.
         offsets = torch.arange(self.max_length, device=keys.device)
         value_index = (self.starts[key_index][:, None] + offsets).clamp_(max=len(self.values) - 1)
         lists = self.values[value_index]

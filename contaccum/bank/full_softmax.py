@@ -1,14 +1,17 @@
-"""Cross-entropy of queries over all documents of an index that stands still.
+"""Cross-entropy of queries over all documents of an index whose embeddings never change.
 
-With the similarity s and the temperature tau, query i and its positive i+ have the loss
+With the similarity s and the temperature tau, query i and its positive p(i) have the loss
 
-    l_i = logsumexp_j s(i, j)/tau - s(i, i+)/tau
+    l_i = logsumexp_j s(i, j)/tau - s(i, p(i))/tau,
 
-over all documents j, its positive among them, but for those that are excluded for this query.
+where j runs over all documents, the positive included, except those excluded for this query. With
+softmax weights a(i, j), the gradient of the mean loss for query i is
 
-Documents come in blocks, and each block is read once: the log-sums grow together with the
-softmax-weighted sums of documents, from which the gradient follows, (weighted mean - positive) /
-(tau n). So memory is n x block, whatever the number of documents. Documents have no gradient.
+    (sum_j a(i, j) d_j - d_p(i)) / (tau n).
+
+Documents are read in blocks, once each: the log-sums and the softmax-weighted sums of documents are
+accumulated together, so memory is n x block whatever the number of documents. Documents have no
+gradient.
 
 Letters in shapes: n queries, c documents, b documents in a block, p excluded documents per query at
 most, d the embedding size.
@@ -29,36 +32,36 @@ from contaccum.bank.precomputed_gradient import PrecomputedGradient
 from contaccum.distributed import gather_rows, over_ranks, world_size
 
 NO_ROW = -1
-"""Fills up a query's list of documents; no document has this number."""
+"""Padding of a query's list of document numbers; no document has this number."""
 
 
 class DocumentBlock(NamedTuple):
     """Consecutive documents of an index."""
 
-    first: int  # the number of the first one in the index
+    first: int  # number of the block's first document in the index
     documents: Tensor  # (b, d)
-    scales: Tensor | None = None  # (b,), factor of each: 1 / its length with cosine; None: 1
+    scales: Tensor | None = None  # (b,), factor of each document: 1 / its length with cosine
 
 
 class SoftmaxSums(NamedTuple):
-    """Sums over documents for n queries, with logits relative to the largest one of each query."""
+    """Sums over documents for n queries; exponents are relative to each query's largest logit."""
 
-    largest: Tensor  # (n,), the largest logit
-    total: Tensor  # (n,), sum of exp(logit - largest)
-    weighted: Tensor  # (n, d), sum of exp(logit - largest) * document
+    max_logits: Tensor  # (n,), the largest logit
+    exp_sums: Tensor  # (n,), sum of exp(logit - max_logit)
+    weighted_documents: Tensor  # (n, d), sum of exp(logit - max_logit) * document
 
     @property
     def log_sums(self) -> Tensor:
-        """(n,), logsumexp of the logits of each query."""
-        return self.largest + self.total.log()
+        """Logsumexp (n,) of the logits of each query."""
+        return self.max_logits + self.exp_sums.log()
 
     @property
     def mean_documents(self) -> Tensor:
-        """(n, d), mean of the documents under each query's softmax."""
-        return self.weighted / self.total[:, None]
+        """Mean (n, d) of the documents under each query's softmax."""
+        return self.weighted_documents / self.exp_sums[:, None]
 
 
-def full_softmax_loss(
+def compute_full_softmax_loss(
     queries: Tensor,
     positives: Tensor,
     excluded: Tensor,
@@ -71,24 +74,24 @@ def full_softmax_loss(
     Args:
         queries: (n, d).
         positives: (n, d), the embedding of each query's positive, times its scale.
-        excluded: int64 (n, p), numbers of documents that are no negatives of a query: its other
-            positives, and copies of its positive, but never the positive itself. Filled up with
-            `NO_ROW`.
-        blocks: the documents, at least one over all ranks; each query's positive is among them.
+        excluded: int64 (n, p), numbers of the documents that are not negatives of a query: its
+            other positives, and copies of its positive, but not the positive itself. Shorter lists
+            are padded with `NO_ROW`.
+        blocks: the documents, at least one over all ranks; they include each query's positive.
         temperature: tau > 0.
-        is_partitioned: each rank of ``torch.distributed`` has its own part of the documents in
-            ``blocks`` and its own queries, whose n may differ. Every rank returns the mean over the
-            queries of all ranks. Gradients are multiplied by the number of ranks, because DDP
-            averages them.
+        is_partitioned: True if each rank of ``torch.distributed`` has its own part of the documents
+            in ``blocks`` and its own queries, whose number n may differ. Every rank then returns
+            the mean over the queries of all ranks. Gradients are multiplied by the number of
+            ranks, because DDP averages them.
     """
     with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
         dtype = torch.promote_types(queries.dtype, torch.float32)
         all_queries = queries.to(dtype)
         positives = positives.to(all_queries)
-        own_queries = slice(None)
+        local_rows = slice(None)
         if is_partitioned:
             excluded = _pad_to_widest(excluded)
-            gathered, own_queries = gather_rows([all_queries, positives, excluded])
+            gathered, local_rows = gather_rows([all_queries, positives, excluded])
             all_queries, positives, excluded = gathered
         sums = sum_over_documents(all_queries, excluded, blocks, temperature)
         if is_partitioned:
@@ -97,7 +100,7 @@ def full_softmax_loss(
         loss = (sums.log_sums - positive_logits).mean()
         gradient = (sums.mean_documents - positives) / (temperature * len(all_queries))
         if is_partitioned:
-            gradient = gradient[own_queries] * world_size()
+            gradient = gradient[local_rows] * world_size()
     if not torch.is_grad_enabled():
         return loss
     return PrecomputedGradient.apply(loss, [gradient], queries)
@@ -110,10 +113,10 @@ def sum_over_documents(
     blocks: Iterable[DocumentBlock],
     temperature: float,
 ) -> SoftmaxSums:
-    """Sum over the documents of all blocks; arguments as in `full_softmax_loss`."""
-    largest = queries.new_full((len(queries),), MASKED)
-    total = torch.zeros_like(largest)
-    weighted = torch.zeros_like(queries)
+    """Compute the sums over all blocks; see `compute_full_softmax_loss` for the arguments."""
+    max_logits = queries.new_full((len(queries),), MASKED)
+    exp_sums = torch.zeros_like(max_logits)
+    weighted_documents = torch.zeros_like(queries)
     for block in blocks:
         documents = block.documents.to(queries)
         logits = queries @ documents.T / temperature
@@ -121,43 +124,43 @@ def sum_over_documents(
         if block.scales is not None:
             scales = block.scales.to(queries)
             logits *= scales
-        logits.masked_fill_(_is_excluded(block, excluded), MASKED)
+        logits.masked_fill_(_mask_excluded(block, excluded), MASKED)
 
-        new_largest = torch.maximum(largest, logits.amax(1))
-        correction = (largest - new_largest).exp()
-        weights = (logits - new_largest[:, None]).exp()
-        total = total * correction + weights.sum(1)
+        new_max_logits = torch.maximum(max_logits, logits.amax(1))
+        rescaling = (max_logits - new_max_logits).exp()
+        weights = (logits - new_max_logits[:, None]).exp()
+        exp_sums = exp_sums * rescaling + weights.sum(1)
         if scales is not None:
             weights *= scales
-        weighted = weighted * correction[:, None] + weights @ documents
-        largest = new_largest
-    return SoftmaxSums(largest, total, weighted)
+        weighted_documents = weighted_documents * rescaling[:, None] + weights @ documents
+        max_logits = new_max_logits
+    return SoftmaxSums(max_logits, exp_sums, weighted_documents)
 
 
-def _is_excluded(block: DocumentBlock, excluded: Tensor) -> Tensor:
-    """Return bool (n, b): the documents of a block that are excluded for each query."""
+def _mask_excluded(block: DocumentBlock, excluded: Tensor) -> Tensor:
+    """Return bool (n, b), True where a document of the block is excluded for the query."""
     num_documents = len(block.documents)
     position = excluded - block.first
     is_inside = (position >= 0) & (position < num_documents)
-    # Documents of other blocks go to an extra last column, which is cut off. Selecting them by a
-    # mask would make the host wait for the device.
+    # Documents of other blocks are written to an extra last column, which is cut off. Selecting
+    # them by a mask would make the host wait for the device.
     position = torch.where(is_inside, position, num_documents)
     shape = (len(excluded), num_documents + 1)
-    is_excluded = torch.zeros(shape, dtype=torch.bool, device=excluded.device)
-    return is_excluded.scatter_(1, position, True)[:, :num_documents]
+    mask = torch.zeros(shape, dtype=torch.bool, device=excluded.device)
+    return mask.scatter_(1, position, True)[:, :num_documents]
 
 
 def _combine_over_ranks(sums: SoftmaxSums) -> SoftmaxSums:
     """Combine the sums of all ranks, each over its part of the documents."""
-    largest = over_ranks("MAX", sums.largest)
-    correction = (sums.largest - largest).exp()
-    total = over_ranks("SUM", sums.total * correction)
-    weighted = over_ranks("SUM", sums.weighted * correction[:, None])
-    return SoftmaxSums(largest, total, weighted)
+    max_logits = over_ranks("MAX", sums.max_logits)
+    rescaling = (sums.max_logits - max_logits).exp()
+    exp_sums = over_ranks("SUM", sums.exp_sums * rescaling)
+    weighted_documents = over_ranks("SUM", sums.weighted_documents * rescaling[:, None])
+    return SoftmaxSums(max_logits, exp_sums, weighted_documents)
 
 
 def _pad_to_widest(excluded: Tensor) -> Tensor:
-    """Fill up this rank's lists of documents, (n, p), to the largest p of all ranks."""
+    """Pad this rank's lists of documents, (n, p), to the largest p of all ranks."""
     width = torch.tensor(excluded.shape[1], device=excluded.device)
-    missing = int(over_ranks("MAX", width)) - excluded.shape[1]
-    return torch.nn.functional.pad(excluded, (0, missing), value=NO_ROW)
+    num_missing = int(over_ranks("MAX", width)) - excluded.shape[1]
+    return torch.nn.functional.pad(excluded, (0, num_missing), value=NO_ROW)

@@ -1,6 +1,6 @@
-"""BankedInfoNCE: the InfoNCE loss of a micro-batch with rows and columns of memory banks.
+"""BankedInfoNCE: the InfoNCE loss of a micro-batch with rows and columns of a memory bank.
 
-It works on embeddings alone, so any training loop can use it. It encodes no text and steps no
+The loss works on embeddings alone, so any training loop can use it. It encodes no text and steps no
 optimizer.
 
 The score matrix of a micro-step has four blocks:
@@ -8,6 +8,9 @@ The score matrix of a micro-step has four blocks:
                      local documents    banked documents
     local queries    in_batch           against_bank
     banked queries   from_bank          no gradient: MemoryBank.log_sums, one number per row
+
+A pair in the bank is called an entry. An entry is aged if it is from before the current update, so
+that an older encoder encoded it.
 
 Letters in shapes: n pairs in the micro-batch, h hard negatives per query, m bank rows, d the
 embedding size. The documents of a pair are its positive passage, then its hard negatives.
@@ -25,10 +28,10 @@ from torch.nn.functional import normalize
 from contaccum.bank.banked_module import BankedModule
 from contaccum.bank.centering import GradientCentering
 from contaccum.bank.compensation import TowerMeans
-from contaccum.bank.diagnostics import describe_micro_step, softmax_masses
+from contaccum.bank.diagnostics import describe_micro_step, measure_softmax_masses
 from contaccum.bank.false_negatives import PositivesTable, make_rules
-from contaccum.bank.logits import Pairs
-from contaccum.bank.memory_bank import LogitBlocks, MemoryBank, score_blocks
+from contaccum.bank.logits import LogitBlocks, Pairs
+from contaccum.bank.memory_bank import MemoryBank, score_blocks
 from contaccum.bank.micro_batch import (
     MicroBatch,
     TextIds,
@@ -38,7 +41,7 @@ from contaccum.bank.micro_batch import (
     make_pairs,
 )
 from contaccum.bank.precomputed_gradient import PrecomputedGradient
-from contaccum.bank.row_losses import banked_row_losses, local_row_losses
+from contaccum.bank.row_losses import compute_banked_row_losses, compute_local_row_losses
 from contaccum.bank.settings import (
     CenterGradients,
     DriftCompensationMode,
@@ -54,73 +57,74 @@ from contaccum.distributed import gather_rows, world_size
 logger = logging.getLogger(__name__)
 
 PAIRS_WITHOUT_UPDATE = 4096
-"""After this many pairs without an update, and at least four banks of them, a warning says so."""
+"""Pairs without an update, at least, after which a warning is logged; see `end_pending_update`."""
 
 
 class BankedInfoNCE(BankedModule):
-    r"""InfoNCE over local and banked pairs, with gradients for the local ones.
+    r"""InfoNCE over local and banked pairs, with gradients for the local pairs.
 
     Rows are local and banked queries; columns are local and banked passages and hard negatives.
-    With the similarity s, the temperature tau and the passage i+ that came with query i, row i has
-    the loss
+    Row i has the positive p(i), which is the passage that came with its query, and the negatives
+    N(i). With the similarity s, the temperature tau and the weight w of a banked pair,
 
-        l_i = logsumexp_j s(i, j)/tau - s(i, i+)/tau
+        l_i = log( exp(s(i, p(i))/tau) + sum_{j in N(i)} w_j exp(s(i, j)/tau) ) - s(i, p(i))/tau
+        loss = ( sum_{i local} l_i + w sum_{i banked} l_i ) / n
 
-    Banked rows push on the local passages, which keeps the gradient norms of the two encoders
-    balanced. If nothing drifts and the bank holds exactly the rest of the batch, the accumulated
-    gradient of ``normalize_by="local"`` equals that of the full batch.
+    where w_j is w for banked columns and 1 for local ones. The banked rows keep the gradient norms
+    of the two encoders balanced. If nothing drifts and the bank holds exactly the rest of the
+    batch, the accumulated gradient equals that of the full batch.
+
+    No value is read on the host, so a micro-batch that is not finite raises no error. The loss and
+    its gradients are not finite either, its pairs are stored as invalid, and ``last["enqueued"]``
+    is 0.
 
     Args:
-        bank_size: rows m of the bank, at most; see `MemoryBank`. 0 is plain InfoNCE.
-        query_bank_size: None for ``bank_size``; 0 for the passage bank alone (``pre_batch``, the
+        bank_size: maximum number of bank rows m; see `MemoryBank`. 0 is plain InfoNCE.
+        query_bank_size: None for ``bank_size``; 0 for a passage bank alone (``pre_batch``, the
             paper's "w/o M_q").
         temperature: tau > 0; 1.0 with dot product in the paper, 0.05 is usual with cosine.
         similarity: ``"dot"`` or ``"cos"``.
-        normalize_by: ``"local"`` divides the sum of all row losses by n; ``"all"`` by n plus the
-            number of bank rows, as the paper's equations 8 and 9.
-        mask_duplicates: leave out columns that hold a row's own positive again, or another known
-            positive of its query, by ids. False is the paper's behaviour. Without ids nothing is
-            masked.
+        normalize_by: ``"local"`` divides by n; ``"all"`` divides by n plus the weight of all
+            banked rows (equations 8 and 9 of the paper).
+        mask_duplicates: exclude columns that hold a row's own positive again, or another known
+            positive of its query, by ids. False is the paper's behaviour. Texts without ids are
+            never excluded.
         bank_hard_negatives: store hard negatives in the bank as columns.
-        drift_compensation: ``"mean"`` moves banked entries along with the mean of their tower;
-            ``"auto"`` also retires those that `observe_probe` shows to have drifted too far;
-            ``"fresh"`` uses none older than the last update; ``"none"`` is the paper. See
-            docs/drift.md.
+        drift_compensation: correction of old bank entries. ``"mean"`` moves them with the mean of
+            their tower; ``"auto"`` also retires entries that have drifted too far, measured by
+            `observe_probe`; ``"fresh"`` empties the bank after every update; ``"none"`` is the
+            paper. See docs/drift.md.
         gather_across_devices: compute the loss of the micro-batches of all ranks of
-            ``torch.distributed``, in rank order; ranks may bring different numbers of pairs, even
-            none. Every rank then holds the same bank and returns the same loss. Gradients are
-            multiplied by the number of ranks, for a reduction that averages, as DDP's and FSDP's.
-        center_gradients: ``"both"``, ``"passages"`` or ``"queries"`` take the mean out of the
-            gradients of that tower's embeddings, so that no update moves it as a whole; ``"none"``;
-            ``"auto"`` centres passages while ``drift_compensation`` is ``"auto"`` and entries of an
-            older encoder are in use.
-        pairs_per_update: pairs between two optimizer steps, of all ranks that share the bank:
-            gradients are centred over the update. None centres each micro-batch by itself. See
+            ``torch.distributed``, in rank order; ranks may have different numbers of pairs, even 0.
+            Every rank holds the same bank and returns the same loss. Gradients are multiplied by
+            the number of ranks, because DDP and FSDP average them.
+        center_gradients: towers whose mean gradient is subtracted, so that no update moves them as
+            a whole: ``"both"``, ``"passages"``, ``"queries"`` or ``"none"``. ``"auto"`` centres
+            passages while ``drift_compensation`` is ``"auto"`` and aged entries are in use. See
+            `contaccum.bank.centering`.
+        pairs_per_update: number of pairs between two optimizer steps, over all ranks that share the
+            bank, for centring over the update. None centres each micro-batch by itself. See
             `begin_update`.
-        bank_weight: weight of a banked pair beside a local one, as a column and as a row, up to 1.
-            Above 1: the weight of the whole bank, which its pairs share equally. A banked row's own
-            positive always has weight 1.
-        false_negative_margin: leave out columns whose similarity to a row exceeds that of its own
-            positive by more than this, when the two first meet (Qwen3-Embedding: 0.1, with cosine).
-            None: off.
-        guide_margin, guide_margin_strategy: if a guide's embeddings come with the micro-batch,
-            leave out columns whose cosine with a row, by the guide, exceeds that of its own
-            positive less ``guide_margin`` (``"absolute"``) or less that share of it
-            (``"relative"``); GISTEmbed's rule, arXiv 2402.16829.
-        hardness_mode, hardness_strength: add ``hardness_strength`` times their similarity to the
-            logits of the micro-batch's own ``"in_batch_negatives"``, ``"hard_negatives"`` (those of
-            the row) or ``"all_negatives"``; see `add_hardness`. None: off.
-        directions, partition_mode: directions of MultipleNegativesRankingLoss, ``"query_to_doc"``
-            and others of `DIRECTIONS`, which contrast the micro-batch alone. ``"joint"``: one
-            softmax over all of them; ``"per_direction"``: the mean of one loss for each.
-
-    No value is read on the host, so a micro-batch that is not finite is not refused. Its loss and
-    gradients come out as they are, its pairs are stored as invalid, and ``last["enqueued"]`` is 0.
+        bank_weight: w, up to 1. A larger value is the weight of the whole bank in pairs, which its
+            pairs share equally.
+        false_negative_margin: exclude columns whose similarity to a row exceeds that of its own
+            positive by more than this, at the time when they are first scored (Qwen3-Embedding:
+            0.1, with cosine). None turns it off.
+        guide_margin, guide_margin_strategy: with guide embeddings, exclude columns whose cosine c_j
+            by the guide exceeds c - margin (``"absolute"``) or c - margin * |c| (``"relative"``),
+            with c the guide's cosine of the row's own positive (GISTEmbed, arXiv 2402.16829).
+        hardness_mode, hardness_strength: add ``hardness_strength`` times the similarity to the
+            logits of local ``"in_batch_negatives"``, ``"hard_negatives"`` or ``"all_negatives"``;
+            see `add_hardness`. None turns it off.
+        directions, partition_mode: similarity directions of the loss, as in
+            MultipleNegativesRankingLoss; see `DIRECTIONS`. All but ``"query_to_doc"`` use the
+            micro-batch alone. ``"joint"`` is one softmax over all directions, ``"per_direction"``
+            the mean of one loss per direction.
 
     Attributes:
         settings: all of the above, as `LossSettings`.
-        positives: a `PositivesTable` of pairs that are never negatives of each other, or None. It
-            is not part of the state.
+        positives: `PositivesTable` of pairs that are never negatives of each other, or None. It is
+            not part of the state.
         compensation: the `DriftCompensation`.
         bank: the `MemoryBank`, None before the first call, which sets the embedding size.
         clock: the `UpdateClock`.
@@ -129,8 +133,7 @@ class BankedInfoNCE(BankedModule):
     Raises:
         ConfigError (a ValueError): for settings out of range.
 
-    Source: arXiv 2406.12356; the "local" normalisation, the masks and the drift compensation are
-    ours.
+    Source: arXiv 2406.12356; ``normalize_by="local"``, masks and drift compensation are ours.
     """
 
     def __init__(
@@ -173,23 +176,23 @@ class BankedInfoNCE(BankedModule):
             guide_margin_strategy=guide_margin_strategy,
             hardness_mode=hardness_mode,
             hardness_strength=hardness_strength,
-            directions=directions,  # type: ignore[arg-type]  # becomes a tuple there
+            directions=directions,  # type: ignore[arg-type]  # LossSettings makes it a list
             partition_mode=partition_mode,
         )
-        self._init_from(settings)
+        self._initialize(settings)
 
     @classmethod
     def from_settings(cls, settings: LossSettings) -> BankedInfoNCE:
-        """Make the loss of some settings."""
+        """Make a loss from its settings."""
         loss_fn = cls.__new__(cls)
-        loss_fn._init_from(settings)
+        loss_fn._initialize(settings)
         return loss_fn
 
-    def _init_from(self, settings: LossSettings) -> None:
+    def _initialize(self, settings: LossSettings) -> None:
         BankedModule.__init__(self, settings)
         self.positives: PositivesTable | None = None
         self.centering = GradientCentering(settings.center_gradients, settings.pairs_per_update)
-        self._has_warned = False
+        self._has_warned_of_no_update = False
 
     @torch.compiler.disable  # a micro-step changes the bank in place, which dynamo cannot trace
     def forward(
@@ -202,10 +205,9 @@ class BankedInfoNCE(BankedModule):
         negative_ids: Tensor | None = None,
         guide: Sequence[Tensor | None] = (),
     ) -> Tensor:
-        """Compute the loss of one micro-batch, a scalar; in training, also enqueue it.
+        """Compute the loss of one micro-batch, a scalar, and enqueue the micro-batch in training.
 
-        A micro-batch is enqueued in training mode and with gradients enabled. Otherwise the loss
-        is still one over the bank as it is.
+        In eval mode, or without gradients, the loss uses the bank but does not change it.
 
         Args:
             queries, passages: (n, d); row i of ``passages`` is the positive of row i of
@@ -213,20 +215,20 @@ class BankedInfoNCE(BankedModule):
             negatives: (n, h, d), the hard negatives of each query.
             query_ids, passage_ids, negative_ids: int64 (n,), (n,), (n, h). Equal ids mean the same
                 text; the two smallest integers are reserved. With a last dimension of two, a text
-                has two ids, and either may be equal.
-            guide: embeddings of the same texts by a guide, (n, g), (n, g), (n, h, g); with every
-                micro-batch or with none.
+                has two ids, and texts are the same if either of them is equal.
+            guide: guide embeddings of the same texts, (n, g), (n, g), (n, h, g). Pass them with
+                every micro-batch or with none.
 
         Raises:
-            ValueError: for shapes that do not agree, or an embedding size other than the bank's or
-                its guide's.
+            ValueError: for shapes that do not agree, or if the embedding size of the model or of
+                the guide changes.
         """
         settings = self.settings
-        is_training = self.training and torch.is_grad_enabled()
         inputs = [queries, passages]
         if negatives is not None:
             inputs.append(negatives)
-        takes_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+        is_training = self.training and torch.is_grad_enabled()
+        needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
         if is_training:
             self.end_pending_update()
         ids = TextIds(query_ids, passage_ids, negative_ids)
@@ -236,28 +238,29 @@ class BankedInfoNCE(BankedModule):
         )
         with torch.autocast(queries.device.type, enabled=False):
             for embeddings in batch.embeddings:
-                embeddings.requires_grad_(takes_gradients)
+                embeddings.requires_grad_(needs_gradients)
             queries, documents = self._normalize(batch.embeddings)
             bank = self._prepare_bank(documents, batch.guide_dim)
-            means = self.compensation.present_means(queries, documents[:, 0], is_training)
+            means = self.compensation.compute_means(queries, documents[:, 0], is_training)
             local = self._make_pairs(queries, documents, batch, means.passages)
             blocks = self._score_blocks(local, bank)
-            loss = self._loss(local, blocks, bank, means.passages)
+            loss = self._compute_loss(local, blocks, bank, means.passages)
+            # Enqueueing changes the bank in place, so the gradients are computed before it.
             gradients: list[Tensor] = []
-            if takes_gradients:
-                gradients = self._gradients(loss, [queries, documents], batch, is_training)
+            if needs_gradients:
+                gradients = self._compute_gradients(loss, [queries, documents], batch, is_training)
             if is_training:
                 self._enqueue(local, blocks, bank, means, loss)
-        if not takes_gradients:
+        if not needs_gradients:
             return loss
         if is_training:
             self.clock.record_forward()
         return PrecomputedGradient.apply(loss.detach(), gradients, *inputs)
 
-    # The stages of a micro-step, in their order
+    # The stages of a micro-step, in the order of `forward`
 
     def _normalize(self, embeddings: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return queries (n, d) and documents (n, 1 + h, d), of length 1 with cosine similarity."""
+        """Make queries (n, d) and documents (n, 1 + h, d), L2-normalised with cosine similarity."""
         if self.settings.similarity == "cos":
             embeddings = [normalize(x, dim=-1) for x in embeddings]
         return embeddings[0], join_documents(embeddings)
@@ -265,49 +268,50 @@ class BankedInfoNCE(BankedModule):
     def _make_pairs(
         self, queries: Tensor, documents: Tensor, batch: MicroBatch, passage_mean: Tensor | None
     ) -> Pairs:
-        """Make pairs with documents relative to the mean of their tower.
+        """Make pairs whose documents are relative to the mean of the passage tower.
 
-        A row loss does not change when all documents move by one vector. So documents of different
-        updates can be compared as if the mean of their tower had not moved.
+        A row loss does not change if the same vector is subtracted from all documents. So documents
+        of different updates can be compared as if the mean of their tower had not moved.
         """
         if passage_mean is not None:
             documents = documents - passage_mean
         return make_pairs(queries, documents, batch, self.settings.temperature)
 
     def _score_blocks(self, local: Pairs, bank: MemoryBank | None) -> LogitBlocks:
-        """Score the three blocks of the matrix that have a gradient."""
+        """Score the three blocks of the score matrix that have a gradient."""
         rules = make_rules(self.settings, self.positives)
         query_drift = None
         if bank is not None:
-            query_drift = self.compensation.query_drift(bank)
+            query_drift = self.compensation.compute_query_drift(bank)
         return score_blocks(local, bank, self.settings.temperature, rules, query_drift)
 
-    def _loss(
+    def _compute_loss(
         self,
         local: Pairs,
         blocks: LogitBlocks,
         bank: MemoryBank | None,
         passage_mean: Tensor | None,
     ) -> Tensor:
-        """Compute the loss of local and banked rows, and record diagnostics in ``last``."""
+        """Compute the loss of local and banked rows, and store diagnostics in ``last``."""
         settings = self.settings
-        bank_weight = self._bank_weight(bank)
-        local_losses = local_row_losses(
+        bank_weight = self._compute_bank_weight(bank)
+        local_losses = compute_local_row_losses(
             local, blocks, bank_weight, passage_mean, settings, self.positives
         )
         banked_losses = local_losses.new_zeros(0)
         row_weights = local_losses.new_zeros(0)
         if bank is not None and bank.has_queries:
-            in_use = bank.valid[: bank.num_used_slots, 0]
-            row_weights = bank_weight * in_use.to(local_losses.dtype)
-            banked_losses = banked_row_losses(bank, blocks, bank_weight)
-            banked_losses = torch.where(in_use, banked_losses, 0.0)
+            is_in_use = bank.valid[: bank.num_used_slots, 0]
+            row_weights = bank_weight * is_in_use.to(local_losses.dtype)
+            banked_losses = compute_banked_row_losses(bank, blocks, bank_weight)
+            banked_losses = torch.where(is_in_use, banked_losses, 0.0)
         banked_sum = (banked_losses * row_weights).sum()
-        if settings.partition_mode == "per_direction":  # banked rows have query_to_doc alone
+        if settings.partition_mode == "per_direction":
+            # Banked rows have one of the directions, and the loss is the mean over all of them.
             banked_sum = banked_sum / len(settings.directions)
-        total_weight: Tensor | int = len(local.queries)
+        divisor: Tensor | int = len(local.queries)
         if settings.normalize_by == "all":
-            total_weight = total_weight + row_weights.sum()
+            divisor = divisor + row_weights.sum()
 
         passages = local.documents[:, 0]
         if passage_mean is not None:
@@ -316,12 +320,13 @@ class BankedInfoNCE(BankedModule):
             local, blocks, bank, local_losses, banked_losses, row_weights, passages
         )
         if bank is not None:
-            self.last |= softmax_masses(
+            masses = measure_softmax_masses(
                 local, blocks, bank, local_losses, bank_weight, self._num_aged
             )
-        return (local_losses.sum() + banked_sum) / total_weight
+            self.last.update(masses)
+        return (local_losses.sum() + banked_sum) / divisor
 
-    def _gradients(
+    def _compute_gradients(
         self, loss: Tensor, normalized: list[Tensor], batch: MicroBatch, is_training: bool
     ) -> list[Tensor]:
         """Compute the gradients of this rank's embeddings; in training they are centred.
@@ -329,14 +334,13 @@ class BankedInfoNCE(BankedModule):
         Args:
             normalized: queries (n, d) and documents (n, 1 + h, d), whose gradients are centred.
         """
-        gradients = list(torch.autograd.grad(loss, normalized, retain_graph=True))
+        centred = list(torch.autograd.grad(loss, normalized, retain_graph=True))
         if is_training:
             has_aged = self.settings.drift_compensation == "auto" and self._num_aged > 0
-            gradients = self.centering(gradients, has_aged)
-        gradients = list(torch.autograd.grad(normalized, batch.embeddings, gradients))
+            centred = self.centering(centred, has_aged)
+        gradients = list(torch.autograd.grad(normalized, batch.embeddings, centred))
         if self._is_shared:
-            # Every rank computed the loss of the whole batch, and a reduction that averages
-            # follows.
+            # Every rank has computed the loss of all ranks' pairs, and DDP will average over ranks.
             gradients = [gradient[batch.local_rows] * world_size() for gradient in gradients]
         return gradients
 
@@ -354,32 +358,35 @@ class BankedInfoNCE(BankedModule):
         self.last["enqueued"] = 0
         self.last["bank_fill"] = 0
         if bank is not None:
-            largest = local.queries.abs().amax() + local.documents.abs().amax()
-            is_finite = (loss.detach() + largest).isfinite()
-            query_mean = self.compensation.store(means, is_finite)
-            first_kept = self.compensation.first_kept(bank, n, self.clock)
-            bank.append(local, blocks, is_finite, first_kept, query_mean)
-            self.compensation.settle_first_means(bank)
+            largest_values = local.queries.abs().amax() + local.documents.abs().amax()
+            is_finite = (loss.detach() + largest_values).isfinite()
+            query_mean = self.compensation.store_means(means, is_finite)
+            first_in_use = self.compensation.compute_first_in_use(bank, n, self.clock)
+            bank.append(local, blocks, is_finite, first_in_use, query_mean)
+            self.compensation.equalize_first_means(bank)
             self.last["enqueued"] = is_finite * n
             self.last["bank_fill"] = bank.in_use
         self.clock.add_pairs(n)
-        oldest_in_use = self.clock.num_pairs if bank is None else bank.oldest_in_use
+        oldest_in_use = self.clock.num_pairs
+        if bank is not None:
+            oldest_in_use = bank.oldest_in_use
         self.clock.drop_ends_before(oldest_in_use)
 
-    # What a training loop reports
+    # Calls of a training loop
 
     def begin_update(self, pairs: int) -> None:
-        """Set how many pairs the coming micro-batches have until the optimizer steps.
+        """Set the number of pairs until the next optimizer step.
 
-        Needed only if updates differ in that; otherwise ``pairs_per_update`` sets it once.
+        The call is needed only if updates differ in their number of pairs; otherwise
+        ``pairs_per_update`` sets it once.
         """
-        self.centering.begin_update(pairs)
+        self.centering.start_update(pairs)
 
     def end_update(self) -> None:
-        """End an update: entries from before it are of an older encoder.
+        """End an update: all entries so far count as encoded by an older encoder.
 
-        A step of a torch optimizer is noticed by itself at the next micro-step; a call of this
-        method after the step does not count it again.
+        The next micro-step detects the step of a torch optimizer and calls this method by itself.
+        After a call the same optimizer step is not counted again.
         """
         self.clock.end_update()
         self.centering.restart()
@@ -387,32 +394,38 @@ class BankedInfoNCE(BankedModule):
             self.bank.retire_all()
 
     def end_pending_update(self) -> None:
-        """End the update that an optimizer step has ended since the last micro-step."""
+        """End the update if an optimizer step has been taken since the last micro-step.
+
+        If no update ends for a long time, log a warning once, and treat all entries as aged.
+        """
         clock = self.clock
-        if clock.take_pending_step():
+        if clock.pop_pending_step():
             self.end_update()
         patience = max(4 * self.settings.bank_size, PAIRS_WITHOUT_UPDATE)
-        is_measured = self.compensation.probe is not None
-        if self.bank is None or is_measured or clock.num_updates or clock.num_pairs < patience:
+        has_probe = self.compensation.probe is not None
+        if self.bank is None or has_probe or clock.num_updates > 0 or clock.num_pairs < patience:
             return
-        if not self._has_warned:
+        if not self._has_warned_of_no_update:
             logger.warning(
-                f"no update was seen in {clock.num_pairs:,} pairs: call end_update() of the "
-                "BankedInfoNCE after each optimizer step; until then all entries count as those of "
-                "an older encoder"
+                f"no optimizer step was detected in {clock.num_pairs:,} pairs: all bank entries "
+                "now count as encoded by an older encoder. Call end_update() of the BankedInfoNCE "
+                "after each optimizer step"
             )
-        self._has_warned = True
+        self._has_warned_of_no_update = True
         clock.age_entries()
 
     @torch.no_grad()
     def observe_probe(self, queries: Tensor, passages: Tensor) -> None:
-        """Observe how far the towers have moved, by embeddings (S, d) of the same pairs of texts.
+        """Measure the drift of both towers on embeddings of the same few pairs of texts.
 
-        Call it before the first micro-batch, and again after updates, but not more often than
-        every 64 pairs: the towers are taken to have moved as the means of the probe have. With
-        ``"auto"`` it sets how many entries are in use, and reads a small tensor from the device for
-        it; with ``"fresh"`` and ``"none"`` it only measures. Ranks that share a bank call it
-        together, each with texts of its own (S may differ, and be 0): the probe is all of them.
+        Call it before the first micro-batch, and again after updates, at most every 64 pairs. The
+        means of the towers move as the means of the probe's embeddings have moved. With ``"auto"``
+        it also sets how many entries are in use, and reads a small tensor from the device; with
+        ``"fresh"`` and ``"none"`` it only measures. Ranks that share a bank call it together, each
+        with its own texts, whose number S may differ and be 0; the probe consists of all of them.
+
+        Args:
+            queries, passages: (S, d), encoded without dropout by the current encoder.
 
         Raises:
             ValueError: for fewer than two pairs.
@@ -423,8 +436,8 @@ class BankedInfoNCE(BankedModule):
             probe, _ = gather_rows(probe)
         if len(probe[0]) < 2:
             raise ValueError(
-                "a probe of one pair has no spread to measure drift by: "
-                "pass eight pairs, or two at least"
+                "a probe of one pair has no spread, so drift cannot be measured: "
+                "pass eight pairs, or at least two"
             )
         dtype = torch.promote_types(queries.dtype, torch.float32)
         queries, documents = self._normalize([x.to(dtype) for x in probe])

@@ -1,4 +1,4 @@
-"""The micro-batch that a loss is computed of: checked, gathered over ranks, in float32 at least."""
+"""The micro-batch of a loss: checked, gathered over ranks, detached, in float32 or float64."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from contaccum.distributed import gather_rows
 
 
 class TextIds(NamedTuple):
-    """Ids of the texts of a micro-batch, int64, or None if there are none.
+    """Ids of the texts of a micro-batch, int64; None where texts have no ids.
 
-    A last dimension of ``IDS_PER_TEXT`` may follow the shapes below.
+    The shapes below may have one more dimension at the end, of size ``IDS_PER_TEXT``.
     """
 
     queries: Tensor | None = None  # (n,)
@@ -24,19 +24,22 @@ class TextIds(NamedTuple):
     negatives: Tensor | None = None  # (n, h)
 
     def check(self, num_pairs: int, num_negatives: int) -> None:
-        """Raise `ValueError` if ids are not integers of their shape, naming the argument."""
+        """Raise `ValueError`, with the argument's name, if ids are not integers of their shape."""
         shapes = ((num_pairs,), (num_pairs,), (num_pairs, num_negatives))
         names = ("query_ids", "passage_ids", "negative_ids")
         for name, ids, shape in zip(names, self, shapes, strict=True):
             if ids is None:
                 continue
-            fits = ids.shape in (shape, (*shape, IDS_PER_TEXT))
-            if not fits or ids.dtype not in (torch.int64, torch.int32):
-                expected = f"int64 {shape} or {(*shape, IDS_PER_TEXT)}"
-                raise ValueError(f"{name} must be {expected}, got {ids.dtype} {tuple(ids.shape)}")
+            shape_of_two_ids = (*shape, IDS_PER_TEXT)
+            is_shape_valid = ids.shape in (shape, shape_of_two_ids)
+            if not is_shape_valid or ids.dtype not in (torch.int64, torch.int32):
+                raise ValueError(
+                    f"{name} must be int64 {shape} or {shape_of_two_ids}, "
+                    f"got {ids.dtype} {tuple(ids.shape)}"
+                )
 
     def stack(self, num_pairs: int, num_negatives: int, device: torch.device) -> Tensor:
-        """Stack the ids of all texts: int64 (n, 2 + h, IDS_PER_TEXT), `NO_ID` without one."""
+        """Stack the ids of all texts to int64 (n, 2 + h, IDS_PER_TEXT); missing ids are `NO_ID`."""
         stacked = torch.full((num_pairs, 2 + num_negatives, IDS_PER_TEXT), NO_ID, device=device)
         columns = (stacked[:, 0], stacked[:, 1], stacked[:, 2:])
         for column, ids in zip(columns, self, strict=True):
@@ -50,7 +53,7 @@ class TextIds(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """Embeddings of a micro-batch, of all ranks that share the bank, in rank order."""
+    """Embeddings and ids of a micro-batch, of all ranks that share the bank, in rank order."""
 
     embeddings: list[Tensor]  # queries (n, d), passages (n, d) and, if any, negatives (n, h, d)
     query_ids: Tensor  # int64 (IDS_PER_TEXT, n)
@@ -60,8 +63,10 @@ class MicroBatch(NamedTuple):
 
     @property
     def guide_dim(self) -> int:
-        """The embedding size g of the guide, 0 without one."""
-        return 0 if self.guide is None else self.guide.documents.shape[2]
+        """The embedding size g of the guide, 0 without a guide."""
+        if self.guide is None:
+            return 0
+        return self.guide.documents.shape[2]
 
 
 def collect_micro_batch(
@@ -69,28 +74,32 @@ def collect_micro_batch(
     ids: TextIds,
     guide: Sequence[Tensor | None] = (),
     guide_margin: float = 0.0,
-    guide_margin_is_relative: bool = False,
+    is_guide_margin_relative: bool = False,
     is_shared: bool = False,
 ) -> MicroBatch:
-    """Check the inputs of a loss, gather those of all ranks, detach and cast them.
+    """Check the inputs of a loss, gather them from all ranks, detach and cast them.
 
     Args:
         embeddings: queries (n, d), passages (n, d) and, if any, negatives (n, h, d).
-        guide: the same texts as a guide embeds them, or nothing.
-        is_shared: whether all ranks share one bank.
+        ids: ids of the same texts.
+        guide: guide embeddings of the same texts, or an empty sequence.
+        guide_margin, is_guide_margin_relative: see `make_guide_embeddings`.
+        is_shared: True if all ranks share one bank.
 
     Raises:
-        ValueError: for shapes that do not agree, naming the argument.
+        ValueError: for shapes that do not agree; the message names the argument.
     """
-    negatives = embeddings[2] if len(embeddings) > 2 else None
+    negatives = None
+    num_negatives = 0
+    if len(embeddings) > 2:
+        negatives = embeddings[2]
     check_embeddings(embeddings[0], embeddings[1], negatives, may_be_empty=is_shared)
+    if negatives is not None:
+        num_negatives = negatives.shape[1]
     n = len(embeddings[0])
-    num_negatives = 0 if negatives is None else negatives.shape[1]
     ids.check(n, num_negatives)
     guide_inputs = [x.detach() for x in guide if x is not None]
-    if guide_inputs and [x.shape[:-1] for x in guide_inputs] != [x.shape[:-1] for x in embeddings]:
-        shapes = ", ".join(str(tuple(x.shape)) for x in guide_inputs)
-        raise ValueError(f"the guide must embed the same texts, got {shapes} for n={n}")
+    _check_guide(guide_inputs, embeddings)
 
     detached = [x.detach() for x in embeddings]
     stacked_ids = ids.stack(n, num_negatives, detached[0].device)
@@ -102,10 +111,12 @@ def collect_micro_batch(
         if guide_inputs:
             guide_inputs, _ = gather_rows(guide_inputs)
     dtype = torch.promote_types(detached[0].dtype, torch.float32)
-    guide_inputs = [x.to(dtype) for x in guide_inputs]
     guide_embeddings = None
     if guide_inputs:
-        guide_embeddings = embed_guide(guide_inputs, guide_margin, guide_margin_is_relative)
+        guide_inputs = [x.to(dtype) for x in guide_inputs]
+        guide_embeddings = make_guide_embeddings(
+            guide_inputs, guide_margin, is_guide_margin_relative
+        )
     return MicroBatch(
         embeddings=[x.to(dtype) for x in detached],
         query_ids=stacked_ids[:, 0].T.contiguous(),
@@ -116,7 +127,7 @@ def collect_micro_batch(
 
 
 def make_pairs(queries: Tensor, documents: Tensor, batch: MicroBatch, temperature: float) -> Pairs:
-    """Make pairs of a micro-batch's queries (n, d) and documents (n, 1 + h, d), with its ids."""
+    """Make pairs of queries (n, d) and documents (n, 1 + h, d) with the ids of a micro-batch."""
     return Pairs(
         queries=queries,
         documents=documents,
@@ -134,30 +145,56 @@ def check_embeddings(
     negatives: Tensor | None = None,
     may_be_empty: bool = False,
 ) -> None:
-    """Raise `ValueError` if shapes are not (n, d), (n, d) and (n, h, d), naming the argument."""
+    """Raise `ValueError` if shapes are not (n, d), (n, d) and (n, h, d)."""
     if queries.ndim != 2 or queries.shape != passages.shape:
         shapes = f"{tuple(queries.shape)} and {tuple(passages.shape)}"
         raise ValueError(f"queries and passages must have the same shape (n, d), got {shapes}")
     n, d = queries.shape
     if n == 0 and not may_be_empty:
-        raise ValueError("the micro-batch is empty")
+        raise ValueError("the micro-batch is empty: queries and passages have no rows")
     if negatives is None:
         return
-    if negatives.ndim != 3 or negatives.shape[::2] != (n, d):
+    is_shape_valid = negatives.ndim == 3 and len(negatives) == n and negatives.shape[2] == d
+    if not is_shape_valid:
         shape = tuple(negatives.shape)
         raise ValueError(f"negatives must be (n, h, d) = ({n}, h, {d}), got {shape}")
 
 
+def _check_guide(guide: list[Tensor], embeddings: list[Tensor]) -> None:
+    """Raise `ValueError` if guide embeddings are not of the same texts as ``embeddings``."""
+    if not guide:
+        return
+    guide_shapes = [tuple(x.shape) for x in guide]
+    guide_text_shapes = [x.shape[:-1] for x in guide]
+    text_shapes = [x.shape[:-1] for x in embeddings]
+    if guide_text_shapes != text_shapes:
+        expected = [(*shape, "g") for shape in text_shapes]
+        raise ValueError(
+            f"the guide must embed the same texts: guide must have the shapes {expected}, "
+            f"got {guide_shapes}"
+        )
+
+
 def join_documents(embeddings: Sequence[Tensor]) -> Tensor:
-    """Join passages (n, d) and negatives (n, h, d), which follow the queries, to (n, 1 + h, d)."""
-    return torch.cat([embeddings[1][:, None], *embeddings[2:]], dim=1)
+    """Join passages (n, d) and negatives (n, h, d) to documents (n, 1 + h, d).
+
+    Args:
+        embeddings: queries, which are skipped, passages and, if any, negatives.
+    """
+    passages = embeddings[1][:, None]
+    return torch.cat([passages, *embeddings[2:]], dim=1)
 
 
-def embed_guide(embeddings: list[Tensor], margin: float, is_relative: bool) -> GuideEmbeddings:
-    """Normalise a guide's queries (n, g), passages (n, g) and, if any, negatives (n, h, g).
+def make_guide_embeddings(
+    embeddings: list[Tensor], margin: float, is_relative: bool
+) -> GuideEmbeddings:
+    """Normalise guide embeddings, and compute the ceiling of each row.
 
-    The ceiling of a row is the cosine of its own positive less the margin, or less that share of
-    it: the rule of GISTEmbed, arXiv 2402.16829.
+    With c the cosine of a row's query and its own positive, the ceiling is c - margin, or
+    c - margin * |c| if the margin is relative (GISTEmbed, arXiv 2402.16829).
+
+    Args:
+        embeddings: queries (n, g), passages (n, g) and, if any, negatives (n, h, g).
     """
     queries = normalize(embeddings[0], dim=-1)
     documents = normalize(join_documents(embeddings), dim=-1)

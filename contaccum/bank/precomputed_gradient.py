@@ -1,4 +1,4 @@
-"""A loss whose gradients are computed in forward, because the bank changes before backward runs."""
+"""A loss whose gradients are computed in forward."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch.autograd.function import once_differentiable
 
 
 class PrecomputedGradient(torch.autograd.Function):
-    """A loss whose gradients were computed in forward: before backward, the bank is overwritten.
+    """A loss whose gradients were computed in forward, because the bank changes before backward.
 
-    The gradients stay in the dtype they were computed in (float32 at least) until the incoming
-    gradient has multiplied them. In float16 they would underflow before a gradient scaler's factor
-    could prevent that.
+    The gradients keep the dtype in which they were computed (float32 at least) until they are
+    multiplied by the incoming gradient, which holds the factor of a gradient scaler. Cast to
+    float16 before that, they would underflow.
     """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
-        """Store the gradients of the inputs."""
+        """Store the gradients of the inputs, and return the loss."""
         ctx.save_for_backward(*gradients)
         ctx.input_dtypes = [x.dtype for x in inputs]
         return loss.clone()
@@ -27,8 +27,8 @@ class PrecomputedGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the stored gradients times the incoming one."""
-        scaled = []
+        """Return the stored gradients times the incoming gradient."""
+        input_gradients = []
         for gradient, dtype in zip(ctx.saved_tensors, ctx.input_dtypes, strict=True):
-            scaled.append((gradient * grad_output).to(dtype))
-        return None, None, *scaled
+            input_gradients.append((gradient * grad_output).to(dtype))
+        return None, None, *input_gradients

@@ -1,7 +1,8 @@
-"""Row losses: the logsumexp of a row over its columns, less the logit of its own positive.
+"""Losses of the rows of the score matrix.
 
-Local rows may have more directions and hardness weights; see `directions`. Banked rows have
-neither.
+A row's loss is the logsumexp over its columns, minus the logit of its own positive. Local rows may
+have several similarity directions and hardness weights (`contaccum.bank.directions`); banked rows
+have neither.
 """
 
 from __future__ import annotations
@@ -11,18 +12,22 @@ import math
 import torch
 from torch import Tensor
 
-from contaccum.bank.directions import add_hardness, direction_logits
+from contaccum.bank.directions import add_hardness, score_direction
 from contaccum.bank.false_negatives import PositivesTable, make_rules
-from contaccum.bank.logits import Pairs
-from contaccum.bank.memory_bank import LogitBlocks, MemoryBank
+from contaccum.bank.logits import LogitBlocks, Pairs
+from contaccum.bank.memory_bank import MemoryBank
 from contaccum.bank.settings import LossSettings
 
 
-def banked_row_losses(bank: MemoryBank, blocks: LogitBlocks, bank_weight: float) -> Tensor:
-    """Compute the losses (m,) of banked queries; those of rows that are not in use mean nothing.
+def compute_banked_row_losses(bank: MemoryBank, blocks: LogitBlocks, bank_weight: float) -> Tensor:
+    """Compute the losses (m,) of banked queries.
 
-    A banked negative counts ``bank_weight`` times, a local document and the row's own positive
-    once.
+    With s(i, j) the logits, p(i) the row's own positive and w the weight of a banked pair,
+
+        l_i = log( exp s(i, p(i)) + w sum_{j banked} exp s(i, j) + sum_{j local} exp s(i, j) )
+              - s(i, p(i)),
+
+    where j runs over the negatives of row i. The values for rows that are not in use are arbitrary.
     """
     positive_logits = bank.positive_logits[: bank.num_used_slots]
     terms = [
@@ -33,7 +38,7 @@ def banked_row_losses(bank: MemoryBank, blocks: LogitBlocks, bank_weight: float)
     return torch.stack(terms).logsumexp(0) - positive_logits
 
 
-def local_row_losses(
+def compute_local_row_losses(
     local: Pairs,
     blocks: LogitBlocks,
     bank_weight: float,
@@ -41,54 +46,63 @@ def local_row_losses(
     settings: LossSettings,
     positives: PositivesTable | None,
 ) -> Tensor:
-    """Compute the losses (n,) of local queries, over all directions.
+    """Compute the losses (n,) of local queries.
+
+    With S the logsumexp of a row's logits over its columns, where a banked column counts
+    ``bank_weight`` times, the loss is S - s(i, p(i)). With several directions, each has its own S,
+    and S is their logsumexp (``partition_mode="joint"``) or their mean (``"per_direction"``).
 
     Args:
-        local: the micro-batch, with documents relative to ``passage_mean`` (d,).
-        positives: known positives of the data set.
+        local: the micro-batch, with documents relative to ``passage_mean``.
+        passage_mean: (d,), or None if the documents have not been centred.
+        positives: table of the data set's positives, or None.
     """
+    score_offset = _compute_score_offset(local, passage_mean, settings.temperature)
     in_batch = blocks.in_batch
     if settings.hardness_mode is not None:
-        score_offset = _score_offset(local, passage_mean, settings.temperature)
         similarities = (in_batch + score_offset[:, None, None]) * settings.temperature
-        strength = settings.hardness_strength
-        in_batch = add_hardness(in_batch, similarities, settings.hardness_mode, strength)
+        in_batch = add_hardness(
+            in_batch, similarities, settings.hardness_mode, settings.hardness_strength
+        )
     against_bank_sums = blocks.against_bank_sums + math.log(bank_weight)
     log_sums = torch.cat([in_batch.flatten(1), against_bank_sums], dim=1).logsumexp(1)
     if len(settings.directions) == 1:
         return log_sums - local.positive_logits
 
-    score_offset = _score_offset(local, passage_mean, settings.temperature)
+    # The documents of other directions are rows as well, so the mean must not be subtracted there.
     documents = local.documents
     if passage_mean is not None:
         documents = documents + passage_mean
     positive_logits = local.positive_logits + score_offset
     uncentred = local._replace(documents=documents, positive_logits=positive_logits)
-    sums_by_direction = [log_sums + score_offset]
+    log_sums_by_direction = [log_sums + score_offset]
     for direction in settings.directions[1:]:
-        sums_by_direction.append(_direction_log_sums(direction, uncentred, settings, positives))
-    stacked = torch.stack(sums_by_direction)
+        direction_log_sums = _compute_direction_log_sums(direction, uncentred, settings, positives)
+        log_sums_by_direction.append(direction_log_sums)
+    stacked = torch.stack(log_sums_by_direction)
     if settings.partition_mode == "joint":
         return stacked.logsumexp(0) - positive_logits
     return stacked.mean(0) - positive_logits
 
 
-def _score_offset(local: Pairs, passage_mean: Tensor | None, temperature: float) -> Tensor:
-    """Return what subtracting the mean from all documents took from the logits of each row, (n,).
+def _compute_score_offset(local: Pairs, passage_mean: Tensor | None, temperature: float) -> Tensor:
+    """Compute the constant (n,) that is missing from each row's mean-centred logits.
 
-    No softmax over one direction depends on it; hardness weights and several directions do.
+    Subtracting the mean from all documents lowers every logit of row i by q_i · mean / temperature.
+    A softmax over one direction does not depend on it. Hardness weights and a softmax over several
+    directions do.
     """
     if passage_mean is None:
         return torch.zeros_like(local.positive_logits)
     return local.queries @ passage_mean / temperature
 
 
-def _direction_log_sums(
+def _compute_direction_log_sums(
     direction: str, local: Pairs, settings: LossSettings, positives: PositivesTable | None
 ) -> Tensor:
-    """Compute the log-sums (n,) of a direction over the micro-batch."""
+    """Compute the log-sums (n,) of one direction over the micro-batch."""
     if positives is not None and direction == "doc_to_query":
-        positives = positives.swapped()
+        positives = positives.swap()
     rules = make_rules(settings, positives)
-    logits = direction_logits(direction, local, settings.temperature, rules)
+    logits = score_direction(direction, local, settings.temperature, rules)
     return logits.flatten(1).logsumexp(1)

@@ -1,13 +1,13 @@
-"""The clock of training: how many pairs the loss has seen, and where updates ended.
+"""The update clock: it counts training pairs and updates, and stores where updates ended.
 
-An update ends with `UpdateClock.end_update`, or by itself with an optimizer step. torch calls a
-hook after every optimizer step of the process; a step counts if a training forward came since the
-last step that counted. The parameters that a step changed do not matter, so gradient caches,
-adapters and engines that step copies of the weights need no special case. ZeRO steps once for each
-group of parameters; that counts once.
+An update ends with a call of `UpdateClock.end_update`, or with an optimizer step, which is detected
+without a call. torch runs a hook after every optimizer step of the process. A step counts if a
+training forward pass came since the last step that counted. The clock does not look at the
+parameters that a step changes, so gradient caches, adapters and engines that step copies of the
+weights need no special case. ZeRO steps once for each group of parameters; these steps count once.
 
-One case is counted wrongly: an optimizer of another model, in the same process, that steps between
-two micro-steps of one update. Its step counts as the end of the update (docs/loops.md).
+Known limit: if an optimizer of another model in the same process steps between two micro-steps of
+one update, its step counts as the end of the update (docs/loops.md).
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 
 class UpdateClock:
-    """Number of pairs and updates, with the boundaries of the updates that the bank still needs.
+    """Counter of pairs and updates, with the ends of the updates whose pairs the bank still uses.
 
     Attributes:
-        num_pairs: pairs of all micro-steps that trained.
-        num_updates: updates that have ended.
-        update_start: the first pair of the present update, counted from the start of training.
-        update_ends: for each past update, the number of pairs seen when it ended, oldest first.
+        num_pairs: number of pairs of all training micro-steps.
+        num_updates: number of updates that have ended.
+        update_start: number of the first pair of the current update, counted from the start of
+            training. Entries of earlier pairs are aged: an older encoder encoded them.
+        update_ends: for each past update, the number of pairs at its end, oldest first.
     """
 
     def __init__(self) -> None:
@@ -35,67 +36,72 @@ class UpdateClock:
         self.num_updates = 0
         self.update_start = 0
         self.update_ends: list[int] = []
-        self._forward_since_step = False
+        self._has_forward_since_step = False
         self._has_pending_step = False
         _CLOCKS.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy must be added to _CLOCKS, which only __init__ does.
-        return _restored_clock, (self.state(),)
+        # A copy must be added to _CLOCKS as well, which only __init__ does.
+        return _restore_clock, (self.get_state(),)
 
     @property
     def is_at_update_start(self) -> bool:
-        """True if no pair of the present update has been seen."""
+        """True if the current update has no pairs yet."""
         return self.num_pairs == self.update_start
 
     def record_forward(self) -> None:
-        """Record a training forward: the next optimizer step ends an update."""
-        self._forward_since_step = True
+        """Record a training forward pass: the next optimizer step ends an update."""
+        self._has_forward_since_step = True
 
     def record_step(self) -> None:
-        """Record an optimizer step. It is pending until the next `take_pending_step`."""
-        if self._forward_since_step:
+        """Record an optimizer step, which is pending until the next call of `pop_pending_step`."""
+        if self._has_forward_since_step:
             self._has_pending_step = True
-        self._forward_since_step = False
+        self._has_forward_since_step = False
 
-    def take_pending_step(self) -> bool:
-        """Return whether an optimizer step ended an update that `end_update` has not ended yet."""
+    def pop_pending_step(self) -> bool:
+        """Return True if an optimizer step is pending, and reset the pending step."""
         is_pending = self._has_pending_step
         self._has_pending_step = False
         return is_pending
 
-    def add_pairs(self, count: int) -> None:
+    def add_pairs(self, num_pairs: int) -> None:
         """Count the pairs of a micro-step."""
-        self.num_pairs += count
+        self.num_pairs += num_pairs
 
     def end_update(self) -> None:
-        """End the present update; an optimizer step before the next forward ends no other."""
+        """End the current update.
+
+        An optimizer step before the next training forward pass does not end another one.
+        """
         self._has_pending_step = False
-        self._forward_since_step = False
+        self._has_forward_since_step = False
         self.num_updates += 1
-        latest_end = self.update_ends[-1] if self.update_ends else 0
+        latest_end = 0
+        if self.update_ends:
+            latest_end = self.update_ends[-1]
         if self.num_pairs > latest_end:
             self.update_ends.append(self.num_pairs)
         self.update_start = self.num_pairs
 
     def age_entries(self) -> None:
-        """Begin a new span of pairs without ending an update: entries before it count as aged."""
+        """Treat all entries so far as aged, without ending the update."""
         self.update_start = self.num_pairs
 
     def drop_ends_before(self, first_pair: int) -> None:
-        """Drop the boundaries of updates whose pairs are all before ``first_pair``."""
+        """Drop the ends of updates whose pairs all have numbers below ``first_pair``."""
         self.update_ends = [end for end in self.update_ends if end > first_pair]
 
-    def state(self) -> Tensor:
+    def get_state(self) -> Tensor:
         """Return the state as int64 on the CPU; reading it never waits for a device."""
-        flags = [int(self._forward_since_step), int(self._has_pending_step)]
+        flags = [int(self._has_forward_since_step), int(self._has_pending_step)]
         counts = [self.num_pairs, self.num_updates, self.update_start]
         return torch.tensor(flags + counts + self.update_ends)
 
     def load_state(self, state: Tensor) -> None:
-        """Restore what `state` returned."""
+        """Restore what `get_state` returned."""
         values = state.tolist()
-        self._forward_since_step = bool(values[0])
+        self._has_forward_since_step = bool(values[0])
         self._has_pending_step = bool(values[1])
         self.num_pairs = values[2]
         self.num_updates = values[3]
@@ -104,17 +110,18 @@ class UpdateClock:
 
 
 _CLOCKS: weakref.WeakSet[UpdateClock] = weakref.WeakSet()
+"""All clocks of the process."""
 
 
-def _restored_clock(state: Tensor) -> UpdateClock:
+def _restore_clock(state: Tensor) -> UpdateClock:
     clock = UpdateClock()
     clock.load_state(state)
     return clock
 
 
-def _record_step_everywhere(optimizer: Optimizer, *_: object) -> None:
+def _record_step_in_all_clocks(optimizer: Optimizer, *_: object) -> None:
     for clock in list(_CLOCKS):
         clock.record_step()
 
 
-register_optimizer_step_post_hook(_record_step_everywhere)
+register_optimizer_step_post_hook(_record_step_in_all_clocks)

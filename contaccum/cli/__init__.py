@@ -1,8 +1,14 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The `contaccum` command: finds the subcommand, turns the user's mistakes into one line and exit code 2.
+"""The `contaccum` command, which runs one of its subcommands.
 
-Exit codes: 0 done; 2 a mistake of the user's; 130 and 143 stopped by SIGINT and SIGTERM, training after it has saved;
-1 (with a traceback) a defect of ours. Each command is a module with ``run(argv) -> int``, loaded on use.
+Each subcommand is a module of this package with a function ``run(argv) -> int``. The module is
+imported when its command runs, so that `contaccum --help` is fast.
+
+Exit codes:
+    0: success.
+    1: a defect of contaccum, with a traceback; `compare` and `fit` give it another meaning.
+    2: a `UserError`, which is printed as one line.
+    130, 143: stopped by SIGINT or SIGTERM. Training saves a checkpoint first.
 """
 
 from __future__ import annotations
@@ -13,54 +19,85 @@ import sys
 from collections.abc import Sequence
 
 from contaccum import __version__
-from contaccum.cli.options import completed
+from contaccum.cli.options import complete_command
 from contaccum.errors import UserError, closest
 from contaccum.files import redact
 
 COMMANDS = {
-    "quickstart": "train a small encoder on SciFact and score it before and after",
-    "new": "look at your training data and write a config for it",
-    "split": "hold out dev and test sets from your training data",
-    "fit": "train on your pairs within a budget of time, and say whether it is better",
-    "tune": "choose the settings of a run by scores on dev data, within a budget of time",
-    "train": "train a retriever from a YAML config and overrides",
+    "quickstart": "train a small encoder on SciFact and score it before and after training",
+    "new": "inspect training data and write a training config for it",
+    "split": "hold out dev and test sets from training data",
+    "fit": "train on pairs within a time budget and test whether the result is better",
+    "tune": "choose training settings by scores on dev data within a time budget",
+    "train": "train a retriever from YAML configs and command-line options",
     "evaluate": "score a model on BEIR data with FAISS",
-    "mine": "find hard negatives for training data",
-    "encode": "encode a corpus of any size into a memory-mapped store",
-    "search": "search a store for queries, and write a TREC run",
-    "export": "write a model as folders that embedding servers load",
+    "mine": "mine hard negatives for training data",
+    "encode": "encode a corpus of any size into a memory-mapped embedding store",
+    "search": "search an embedding store for queries and write a TREC run",
+    "export": "write a model as folders that embedding servers can load",
     "open_qa": "score passage retrieval for questions by answer match, as DPR does",
-    "compare": "train methods side by side and report which is better",
-    "report": "draw runs, comparisons and evaluations as one HTML page",
+    "compare": "train several methods side by side and report which one is better",
+    "report": "draw training runs, comparisons and evaluations as one HTML page",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``contaccum ARGV`` and return the exit code."""
-    name, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
-    if (
-        "_ARGCOMPLETE" in os.environ
-    ):  # the shell asks what can come next: which commands, or what its parser knows
-        name, rest = completed(COMMANDS), []
+    """Run ``contaccum ARGV`` and return the exit code.
+
+    Args:
+        argv: the command line without the program's name. None: ``sys.argv``.
+    """
+    if argv is None:
+        argv = sys.argv[1:]
+    if "_ARGCOMPLETE" in os.environ:
+        # The shell asks for completions. The command's own parser completes its options.
+        argv = [complete_command(COMMANDS)]
+    if not argv:
+        _print_help()
+        return 2
+    command = argv[0]
+    if command in ("-h", "--help"):
+        _print_help()
+        return 0
+    if command == "--version":
+        print(f"contaccum {__version__}")
+        return 0
     try:
-        if name in COMMANDS:
-            return importlib.import_module(f"contaccum.cli.{name}").run(rest)
-        if name and name not in ("-h", "--help", "--version"):
-            raise UserError(
-                f"no command {name!r}{closest(name, COMMANDS) or '; there are ' + ', '.join(COMMANDS)}"
-            )
+        return _run_command(command, list(argv[1:]))
     except UserError as error:
-        rank = os.environ.get("RANK", "0")  # several processes may fail over the same thing
-        where = f" on rank {rank}" if rank != "0" else ""
-        print(f"contaccum: error{where}: {redact(' '.join(str(error).split()))}", file=sys.stderr)
+        _print_error(error)
         return 2
     except KeyboardInterrupt:
         print("contaccum: interrupted", file=sys.stderr)
         return 130
-    if name == "--version":
-        print(f"contaccum {__version__}")
-        return 0
-    lines = [f"  {command:<11} {text}" for command, text in COMMANDS.items()]
-    lines += ["", "contaccum COMMAND --help lists the options of a command."]
-    print("\n".join(["usage: contaccum COMMAND [OPTIONS]", "", *lines]))
-    return 0 if name else 2
+
+
+def _run_command(command: str, argv: list[str]) -> int:
+    """Import the module of a command, run it, and return its exit code."""
+    if command not in COMMANDS:
+        suggestion = closest(command, COMMANDS)
+        if not suggestion:
+            suggestion = f"; the commands are {', '.join(COMMANDS)}"
+        raise UserError(f"unknown command {command!r}{suggestion}")
+    module = importlib.import_module(f"contaccum.cli.{command}")
+    return module.run(argv)
+
+
+def _print_error(error: UserError) -> None:
+    """Print an error as one line, without credentials."""
+    message = redact(" ".join(str(error).split()))
+    # Every process of a distributed run may fail with the same error. Rank 0 prints it unmarked.
+    rank = os.environ.get("RANK", "0")
+    if rank == "0":
+        print(f"contaccum: error: {message}", file=sys.stderr)
+    else:
+        print(f"contaccum: error on rank {rank}: {message}", file=sys.stderr)
+
+
+def _print_help() -> None:
+    print("usage: contaccum COMMAND [OPTIONS]")
+    print()
+    for command, description in COMMANDS.items():
+        print(f"  {command:<11} {description}")
+    print()
+    print("contaccum COMMAND --help lists the options of a command.")

@@ -1,4 +1,4 @@
-"""``python -m contaccum.cli``, for launchers that start a module."""
+"""Entry point of ``python -m contaccum.cli``, for launchers that start a module."""
 
 from contaccum.cli import main
 

@@ -1,8 +1,11 @@
-"""`contaccum compare`: plan the runs, check them, tune, train what is missing, write the report."""
+"""`contaccum compare`: train several methods side by side, and report which one is better.
+
+The command plans and checks all runs, tunes a setting if it is asked to, trains the runs that are
+missing, and writes the report.
+"""
 
 from __future__ import annotations
 
-import itertools
 import shlex
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contaccum.cli.options import PRECISIONS, Parser, positive
+from contaccum.cli.options import PRECISIONS, Parser, parse_positive_int, split_config_files
 from contaccum.errors import ConfigError
 from contaccum.files import provenance, redact, write_json, write_text
 
@@ -24,154 +27,229 @@ def run(argv: Sequence[str]) -> int:
     """Train methods and settings side by side, and write a report.
 
     Returns:
-        0, or 1 if a run failed.
+        Exit code 0, or 1 if a run failed.
 
     Raises:
-        UserError: for a mistake of the user's, before anything is trained.
+        UserError: if the arguments or the data cannot be used. Nothing is trained then.
     """
-    files = list(itertools.takewhile(lambda token: not token.startswith("-"), argv))
-    args, rest = _make_parser().parse(argv[len(files) :], rest=True)
+    config_files, remaining_argv = split_config_files(argv)
+    args, training_arguments = _make_parser().parse_known(remaining_argv)
 
-    from contaccum.comparison.plan import make_plan, read_options
-    from contaccum.comparison.run import about_sets, run_plan
+    from contaccum.comparison.options import read_options
+    from contaccum.comparison.plan import make_plan
+    from contaccum.comparison.run import describe_evaluation_sets, run_plan
     from contaccum.comparison.summary import build_report
 
-    options = read_options(files, rest)
-    has_token = any(key.endswith("_token") for key in options)
-    if has_token or redact([*argv, options]) != [*argv, options]:
-        raise ConfigError(
-            "a credential among the options, which are written down: put it into the environment"
-        )
+    options = read_options(config_files, training_arguments)
+    _refuse_credentials(argv, options)
     plan = make_plan(options, args.methods, args.variant, args.grid, args.seeds, args.baseline)
-    evaluation = _evaluation_options(args)
-    sets = about_sets(evaluation)
-    train_missing = partial(run_plan, at_once=args.jobs, progress=partial(print, flush=True))
-    failed: dict[str, str] = {}
+    evaluation = _get_evaluation_options(args)
+    evaluation_sets = describe_evaluation_sets(evaluation)
+    train_missing = partial(run_plan, max_processes=args.jobs, progress=partial(print, flush=True))
+    failures: dict[str, str] = {}
     tuning = None
     if args.tune or args.tune_data:
-        plan, tuning, failed = _tune(plan, args, evaluation, train_missing)
-    results, failed_runs = train_missing(plan, evaluation, sets, args.output_dir / "runs")
-    failed |= failed_runs
+        plan, tuning, failures = _tune(plan, args, evaluation, train_missing)
+    results, failed_runs = train_missing(
+        plan, evaluation, evaluation_sets, args.output_dir / "runs"
+    )
+    failures.update(failed_runs)
 
     train_fingerprints = {result["identity"]["train_data"] for result in results.values()}
-    settings = {key: " ".join(values) for key, values in options.items()}
+    option_texts = {key: " ".join(values) for key, values in options.items()}
     context = {
         "command": shlex.join(["contaccum", "compare", *argv]),
-        "settings": {"options": settings, "evaluation": evaluation},
-        "data": {"evaluation": sets, "train": sorted(train_fingerprints)},
+        "settings": {"options": option_texts, "evaluation": evaluation},
+        "data": {"evaluation": evaluation_sets, "train": sorted(train_fingerprints)},
         "tuning": tuning,
         **provenance(),
     }
-    report = redact(build_report(plan, results, failed, context))
+    report = redact(build_report(plan, results, failures, context))
     _write_report(report, args.output_dir)
-    for line in report["warnings"]:
-        print(f"take care: {line}")
-    for name, reason in failed.items():
+    for warning in report["warnings"]:
+        print(f"warning: {warning}")
+    for name, reason in failures.items():
         print(f"failed: {name}: {reason}")
-    return 1 if failed else 0
+    if failures:
+        return 1
+    return 0
+
+
+def _refuse_credentials(argv: Sequence[str], options: Mapping[str, Sequence[str]]) -> None:
+    """Raise `ConfigError` for a credential among the options, because the report lists them."""
+    has_token_option = any(key.endswith("_token") for key in options)
+    content = [*argv, options]
+    if has_token_option or redact(content) != content:
+        raise ConfigError(
+            "an option contains a credential, and options are written to files: "
+            "put it into the environment"
+        )
 
 
 def _make_parser() -> Parser:
-    """Return the parser of all options but those of `contaccum train`."""
+    """Return the parser of all options except those of `contaccum train`."""
     parser = Parser(
         "compare",
-        "Train methods and settings side by side with the same data, budget and initial weights, and report which is "
-        "better and whether that can be told from chance. Every other --key is one of `contaccum train`'s.",
+        "Train methods and settings side by side with the same data, budget and initial weights. "
+        "Report which one is better, and whether the difference is statistically significant. "
+        "Every other --key is an option of `contaccum train`.",
         usage="contaccum compare [CONFIG.yaml ...] --eval_data DIR ... [OPTIONS] [--key value ...]",
     )
-    add = parser.add_argument
-    add(
+    _add_run_options(parser)
+    _add_evaluation_options(parser)
+    _add_tuning_options(parser)
+    parser.add_argument(
+        "--jobs",
+        type=parse_positive_int,
+        metavar="J",
+        help="number of runs at the same time; "
+        "default: 1 with an accelerator, else half of the CPU cores",
+    )
+    parser.add_argument(
+        "--output_dir",
+        type=Path,
+        default=Path("runs/compare"),
+        help="folder of all runs and of the report; default: %(default)s",
+    )
+    return parser
+
+
+def _add_run_options(parser: Parser) -> None:
+    """Add the options that determine which runs are compared."""
+    parser.add_argument(
         "--methods",
         nargs="*",
         default=_METHODS,
         metavar="METHOD",
-        help=f"default: {' '.join(_METHODS)}",
+        help=f"methods to compare; default: {' '.join(_METHODS)}",
     )
-    named = "a method by another name, with settings of its own: published method=contaccum drift_compensation=none"
-    add(
+    parser.add_argument(
         "--variant",
         nargs="+",
         action="append",
         default=[],
         metavar="NAME [key=value ...]",
-        help=named,
+        help="a method with other settings, under a new name, such as: "
+        "published method=contaccum drift_compensation=none",
     )
-    add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED")
-    add(
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[0, 1, 2],
+        metavar="SEED",
+        help="random seeds; every method is trained with each of them; default: 0 1 2",
+    )
+    parser.add_argument(
         "--grid",
         nargs="+",
         default=[],
         metavar="key=v,v",
-        help="settings to cross with everything else",
+        help="train every method with each combination of these values",
     )
-    add(
+    parser.add_argument(
         "--baseline",
         metavar="NAME",
-        help="what the others are compared with; default: grad_accum, or else the first",
+        help="method or variant that the others are compared with; "
+        "default: grad_accum if it is trained, else the first one",
     )
-    add(
+
+
+def _add_evaluation_options(parser: Parser) -> None:
+    """Add the options of the evaluation of each run."""
+    parser.add_argument(
         "--eval_data",
         nargs="+",
         default=[],
         metavar="DIR",
-        help="BEIR folders, or names of public sets",
+        help="BEIR folders or names of public BEIR sets to score the models on",
     )
-    add("--eval_split", default="test")
-    add(
+    parser.add_argument(
+        "--eval_split",
+        default="test",
+        help="split of the judgements; default: %(default)s",
+    )
+    parser.add_argument(
         "--eval_updates",
-        type=positive,
+        type=parse_positive_int,
         metavar="N",
-        help="score the first set before training and every N updates",
+        help="also score the first set before training and after every N updates",
     )
-    add("--eval_queries", type=positive, metavar="N", help="a fixed sample of the queries")
-    add(
+    parser.add_argument(
+        "--eval_queries",
+        type=parse_positive_int,
+        metavar="N",
+        help="score on a fixed sample of N queries; default: all queries",
+    )
+    parser.add_argument(
         "--eval_corpus",
-        type=positive,
+        type=parse_positive_int,
         metavar="N",
-        help="a fixed sample of the corpus; relevant ones are in it",
+        help="search a fixed sample of N documents, which includes all relevant ones; "
+        "default: all documents",
     )
-    add("--eval_precision", choices=PRECISIONS, default="float32", help="of the final scores")
-    add("--eval_batch_size", type=positive, default=32, metavar="N")
-    add(
+    parser.add_argument(
+        "--eval_precision",
+        choices=PRECISIONS,
+        default="float32",
+        help="floating-point type of the encoder's computation in the final evaluation; "
+        "default: %(default)s",
+    )
+    parser.add_argument(
+        "--eval_batch_size",
+        type=parse_positive_int,
+        default=32,
+        metavar="N",
+        help="number of texts per encoder batch in the evaluation; default: %(default)s",
+    )
+
+
+def _add_tuning_options(parser: Parser) -> None:
+    """Add the options of the tuning before the comparison."""
+    parser.add_argument(
         "--tune",
         metavar="key=v,v",
-        help="choose a setting for each method by itself, on --tune_data",
+        help="choose this setting for each method separately, by scores on --tune_data",
     )
-    add(
+    parser.add_argument(
         "--tune_data",
         nargs="+",
         default=[],
         metavar="DIR",
-        help="as --eval_data; scored by nDCG@10",
+        help="BEIR folders or names of public BEIR sets to tune on, by nDCG@10",
     )
-    add("--tune_split", default="dev")
-    add(
+    parser.add_argument(
+        "--tune_split",
+        default="dev",
+        help="split of the judgements in --tune_data; default: %(default)s",
+    )
+    parser.add_argument(
         "--tune_factor",
         type=float,
         default=1.8,
         metavar="F",
-        help="between values beyond those given",
+        help="if the first or last value is the best, try one beyond it, a factor of F away; "
+        "default: %(default)s",
     )
-    add("--tune_seeds", nargs="+", type=int, metavar="SEED", help="default: the first of --seeds")
-    add(
+    parser.add_argument(
+        "--tune_seeds",
+        nargs="+",
+        type=int,
+        metavar="SEED",
+        help="random seeds of the tuning runs; default: the first of --seeds",
+    )
+    parser.add_argument(
         "--tune_most",
-        type=positive,
+        type=parse_positive_int,
         default=12,
         metavar="N",
-        help="values tried for each method and cell, at most",
+        help="maximum number of values that are tried for each method and grid cell; "
+        "default: %(default)s",
     )
-    add(
-        "--jobs",
-        type=positive,
-        metavar="J",
-        help="at once; default: 1 with an accelerator, else cores / 2",
-    )
-    add("--output_dir", type=Path, default=Path("runs/compare"))
-    return parser
 
 
-def _evaluation_options(args: Namespace) -> dict[str, Any]:
-    """Return the options that begin with ``eval_``, by the rest of their names."""
+def _get_evaluation_options(args: Namespace) -> dict[str, Any]:
+    """Return the values of the ``--eval_...`` options by their names without ``eval_``."""
     evaluation = {}
     for name, value in vars(args).items():
         if name.startswith("eval_"):
@@ -187,15 +265,20 @@ def _tune(
 ) -> tuple[Plan, dict[str, Any], dict[str, str]]:
     """Choose a setting for each group of the plan by its scores on the dev sets.
 
+    Args:
+        train_missing: trains the runs of a plan that are missing, as
+            `contaccum.comparison.run.run_plan` does.
+
     Returns:
-        The plan with the chosen values, what a report says of the tuning, and {run: why it failed}.
+        The plan with the chosen values, the description of the tuning for the report, and the
+        reasons of failed runs, {name of the run: reason}.
 
     Raises:
-        UserError: for a setting that cannot be tuned, or dev sets that cannot be used.
+        UserError: if the setting cannot be tuned, or the dev sets cannot be used.
     """
-    from contaccum.comparison.plan import with_chosen
-    from contaccum.comparison.run import about_sets
-    from contaccum.comparison.tuning import about_tuning, climb, read_ladder
+    from contaccum.comparison.plan import apply_chosen_values
+    from contaccum.comparison.run import describe_evaluation_sets
+    from contaccum.comparison.tuning import read_ladder, summarize_tuning, tune_groups
 
     ladder = read_ladder(plan, args.tune, args.tune_factor, args.tune_most, args.tune_seeds)
     dev_evaluation = {
@@ -204,22 +287,25 @@ def _tune(
         "split": args.tune_split,
         "updates": None,
     }
-    dev_sets = about_sets(dev_evaluation, "--tune_data")
+    dev_sets = describe_evaluation_sets(dev_evaluation, "--tune_data")
     folder = args.output_dir / "tune"
-    found = climb(
-        plan, ladder, lambda rungs: train_missing(rungs, dev_evaluation, dev_sets, folder)
-    )
-    tuning = about_tuning(plan, ladder, found, dev_sets)
-    chosen = {name: group["chosen"] for name, group in tuning["groups"].items()}
-    return with_chosen(plan, ladder.key, chosen), tuning, found.failed
+
+    def train_on_dev(dev_plan: Plan) -> Any:
+        return train_missing(dev_plan, dev_evaluation, dev_sets, folder)
+
+    dev_results = tune_groups(plan, ladder, train_on_dev)
+    tuning = summarize_tuning(plan, ladder, dev_results, dev_sets)
+    chosen_values = {name: group["chosen"] for name, group in tuning["groups"].items()}
+    return apply_chosen_values(plan, ladder.key, chosen_values), tuning, dev_results.failed
 
 
 def _write_report(report: dict[str, Any], folder: Path) -> None:
     """Write report.json, report.md and report.png."""
-    from contaccum.comparison.summary import markdown
+    from contaccum.comparison.summary import render_markdown
     from contaccum.report import comparison_panels, read_comparison, save_png
 
-    write_json(folder / "report.json", report)
-    write_text(folder / "report.md", markdown(report))
-    save_png(comparison_panels(read_comparison(folder / "report.json")), folder / "report.png")
-    print(f"written: {folder / 'report.md'}, report.json and report.png beside it")
+    json_file = folder / "report.json"
+    write_json(json_file, report)
+    write_text(folder / "report.md", render_markdown(report))
+    save_png(comparison_panels(read_comparison(json_file)), folder / "report.png")
+    print(f"written: {folder / 'report.md'}, with report.json and report.png beside it")

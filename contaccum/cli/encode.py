@@ -1,60 +1,44 @@
-"""`contaccum encode MODEL --corpus PATH --output FOLDER`: a corpus of any size into a store of embeddings.
+"""`contaccum encode MODEL --corpus PATH --output FOLDER`: encode a corpus into an embedding store.
 
-Refuses early, then reads and encodes shard by shard. Under torchrun or `accelerate launch` each process takes every
-n-th shard; they meet once, at the start.
+The corpus is read and encoded shard by shard, so it may be of any size. Under torchrun or
+`accelerate launch`, each of N processes encodes every N-th shard. The processes synchronise once,
+at the start.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from contaccum.cli.options import MODEL, Parser, load_model, positive
+from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model, parse_positive_int
 
 
 def run(argv: Sequence[str]) -> int:
-    """Returns 0; raises `UserError` for every mistake in the arguments, the data, the model or the folder."""
-    from contaccum.retrieval.store import STORED, check_folder
+    """Encode a corpus and return exit code 0.
 
-    what = "Encode a corpus of any size into a memory-mapped store of embeddings."
-    parser = Parser("encode", what, "output", "passage_max_length", *MODEL)
-    add = parser.add_argument
-    parser.add_model("a folder, or a name on the model hub")
-    forms = "jsonl, psgs_w100.tsv, collection.tsv (plain or gzip), or a BEIR folder"
-    add("--corpus", type=Path, required=True, metavar="PATH", help=forms)
-    add(
-        "--kind",
-        choices=("document", "query"),
-        default="document",
-        help="what the texts are encoded as",
-    )
-    add("--dtype", choices=STORED, default="float32", help="of the store")
-    add(
-        "--shard_size",
-        type=positive,
-        default=50_000,
-        metavar="ROWS",
-        help="what a killed run loses at most",
-    )
-    add("--overwrite", action="store_true", help="start anew where another store lies")
-    args = parser.parse(argv)
-    if args.model is None:
-        parser.error("name a MODEL to encode with")
+    Raises:
+        UserError: if the arguments, the corpus, the model or the output folder cannot be used.
+    """
+    args = _parse_arguments(argv)
     import torch
     from accelerate import PartialState
 
     from contaccum.retrieval.corpus import CorpusEncoder, require_texts
+    from contaccum.retrieval.store import check_folder
 
-    # What cannot be read or written is refused before a model is loaded.
+    # Input and output are checked before a model is loaded.
     require_texts(args.corpus, args.kind, args.on_bad_record)
     check_folder(args.output)
-    # Unless it is set, accelerate takes each process of a machine without an accelerator for the only one.
-    state = PartialState(cpu=args.device == "cpu" or not torch.accelerator.is_available())
+    # With cpu=False and no accelerator, PartialState would report one process for all of them.
+    use_cpu = args.device == "cpu" or not torch.accelerator.is_available()
+    state = PartialState(cpu=use_cpu)
     rank = state.process_index
-    ranks = state.num_processes
+    num_ranks = state.num_processes
     args.device = args.device or str(state.device)
     model = load_model(args.model, args)
+    # Rank 0 creates the store, and the other ranks open it afterwards.
     with state.main_process_first():
         encoder = CorpusEncoder(
             model,
@@ -69,16 +53,70 @@ def run(argv: Sequence[str]) -> int:
             overwrite=args.overwrite and rank == 0,
             on_bad_record=args.on_bad_record,
         )
-    state.destroy_process_group()  # a rank may take hours longer than another, and no collective waits so long
+    # One rank may need hours more than another, and a collective would time out.
+    state.destroy_process_group()
 
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     show_progress = not args.no_progress and rank == 0
-    encoded = encoder.encode(rank, ranks, show_progress)
-    rate = encoded.num_encoded / (time.perf_counter() - started)
+    encoded = encoder.encode(rank, num_ranks, show_progress)
+    texts_per_second = encoded.num_encoded / (time.perf_counter() - start_time)
     if rank == 0:
         print(encoded.report.summary())
-    end = "other ranks are still at work"
+    status = "other ranks are still encoding"
     if encoded.is_finished:
-        end = f"written: {args.output} ({encoded.report.used:,} rows)"
-    print(f"{encoded.num_encoded:,} encoded by rank {rank}, {rate:,.0f} a second; {end}")
+        status = f"written: {args.output} ({encoded.report.used:,} rows)"
+    print(
+        f"{encoded.num_encoded:,} encoded by rank {rank}, "
+        f"{texts_per_second:,.0f} per second; {status}"
+    )
     return 0
+
+
+def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    from contaccum.retrieval.store import STORED
+
+    parser = Parser(
+        "encode",
+        "Encode a corpus of any size into a memory-mapped store of embeddings.",
+        "passage_max_length",
+        *ENCODING_OPTIONS,
+    )
+    parser.add_model("the encoder: a folder, or a name on the model hub")
+    parser.add_argument(
+        "--corpus",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="texts to encode: jsonl, psgs_w100.tsv, collection.tsv (plain or gzip), "
+        "or a BEIR folder",
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FOLDER", help="folder of the store"
+    )
+    parser.add_argument(
+        "--kind",
+        choices=("document", "query"),
+        default="document",
+        help="encode the texts as documents or as queries; default: %(default)s",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=STORED,
+        default="float32",
+        help="type of the stored embeddings; default: %(default)s",
+    )
+    parser.add_argument(
+        "--shard_size",
+        type=parse_positive_int,
+        default=50_000,
+        metavar="ROWS",
+        help="rows per shard; a killed run loses at most one shard; default: %(default)s",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace a store that is already in the folder"
+    )
+    args = parser.parse(argv)
+    if args.model is None:
+        parser.error("name a MODEL to encode with")
+    return args

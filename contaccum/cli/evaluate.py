@@ -1,21 +1,30 @@
-"""`contaccum evaluate`: a model on one or several BEIR sets, their table, and how it compares with others' results."""
+"""`contaccum evaluate MODEL --data SET ...`: score a model or a run on retrieval data sets.
+
+The output of one data set is its record, out.json, and its run, out.trec. Several sets have
+out.NAME.json and out.NAME.trec each, and out.json has the table of all sets. The table is also
+written as Markdown, out.md, and comparisons with earlier results as out.compare.json. With
+``--mteb``, mteb's own result files are written to out.mteb as well.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import shlex
-from collections.abc import Sequence
-from functools import partial
-from importlib import metadata
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from contaccum.cli.options import SEARCH, Parser, load_model, positive, search_settings
+from contaccum.cli.options import SEARCH_OPTIONS, Parser, parse_positive_int
+from contaccum.cli.scoring import parse_scoring_arguments
 from contaccum.errors import ConfigError
-from contaccum.files import require_writable, write_json, write_text
+from contaccum.files import write_json, write_text
 
-_NOT_OF_MTEB = (
+if TYPE_CHECKING:
+    from contaccum.cli.evaluation_sets import DataSets
+
+_DEFAULT_K_VALUES = (1, 3, 5, 10, 20, 100, 1000)
+_OPTIONS_WITHOUT_MTEB = (
     "run",
     "split",
     "dims",
@@ -25,255 +34,220 @@ _NOT_OF_MTEB = (
     "similarity",
     "precision",
 )
+"""Options that cannot be combined with ``--mteb``."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """`contaccum evaluate MODEL --data SET [SET ...] --output out.json`, or `--run R.trec` and one set; returns 0.
+    """Score a model or a run, write records and tables, and return exit code 0.
 
-    One set: its record and run, out.json and out.trec. Several: out.NAME.json and out.NAME.trec of each, and their
-    table as out.json. The tables to read are out.md, and comparisons out.compare.json. `--mteb TASK ...` in place of
-    --data writes the same of MTEB's tasks, and mteb's own files to out.mteb. Raises `UserError` for every mistake in
-    the arguments, the data or the model.
+    Raises:
+        UserError: if the arguments, the data, the model or the run cannot be used.
     """
-    from contaccum.retrieval.store import STORED
-
-    parser = Parser("evaluate", "Score a model on BEIR data with FAISS.", *SEARCH)
-    add = parser.add_argument
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--data",
-        nargs="+",
-        metavar="SET",
-        help="BEIR folders, names of public sets, or beir for all",
+    args = _parse_arguments(argv)
+    from contaccum.cli.evaluation_sets import (
+        make_scorer,
+        open_beir_sets,
+        open_mteb_tasks,
+        score_sets,
     )
-    what.add_argument(
-        "--mteb",
-        nargs="+",
-        metavar="TASK",
-        help="MTEB's retrieval tasks or benchmarks, run by mteb",
-    )
-    add("--split", help="default: test, and dev for msmarco")
-    add("--metrics", nargs="+", metavar="METRIC@K", help="what the tables show; all are recorded")
-    add(
-        "--compare",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="EARLIER.json",
-        help="by the first of --metrics",
-    )
-    add(
-        "--update_card",
-        action="store_true",
-        help="put the figures into the card, README.md, of a MODEL's folder",
-    )
-    add(
-        "--dims",
-        nargs="+",
-        type=positive,
-        metavar="D",
-        help="score the first so many numbers of embeddings too",
-    )
-    add(
-        "--quantize",
-        nargs="+",
-        choices=STORED,
-        metavar="TYPE",
-        help=f"score these types too: {', '.join(STORED)}",
-    )
-    add(
-        "--rescore",
-        type=positive,
-        default=4,
-        metavar="N",
-        help="of binary, find N times the results, and score these",
-    )
-    args = parse_scoring(parser, argv, Path("results.json"), [1, 3, 5, 10, 20, 100, 1000])
     from contaccum.evaluation import metrics, results, tables
 
-    for name in _NOT_OF_MTEB if args.mteb else ():
-        if getattr(args, name) != parser.get_default(name):
-            raise ConfigError(
-                f"--{name} with --mteb: mteb's tasks settle that, or have no such thing; leave it out"
-            )
-    if args.run is not None and (args.dims or args.quantize):
-        raise ConfigError(
-            "--dims and --quantize are of a MODEL: a --run has no embeddings for them"
-        )
-    card = Path(args.model or "").expanduser() / "README.md"
-    if args.update_card and not (args.model and card.is_file()):
-        raise ConfigError(
-            f"--update_card: {args.model or args.run} is no folder with a model card, README.md"
-        )
-    shown = metrics.check_metrics(args.metrics, args.k_values)
-    sets, previous, records = _score_sets(args, shown)
-    labelled = [(one.label, record) for one, record in zip(sets, records, strict=True)]
-    scores = {
-        label: {query: values[shown[0]] for query, values in record.pop("per_query").items()}
-        for label, record in labelled
-    }
-    rows = tables.table_rows(sets, records)
-    comparisons = [
-        tables.compare(path, shown[0], scores, theirs) for path, theirs in previous.items()
-    ]
-    parts = [tables.sets_table(rows, shown)]
-    parts += [
-        tables.served_table(label, record["served"])
-        for label, record in labelled
-        if record.get("served")
-    ]
-    parts += map(tables.comparison_table, comparisons)
-    text = "\n\n".join(parts)
-    if len(sets) > 1:
-        about = {
-            key: records[0][key]
-            for key in ("model", "tokenisation", "precision", "versions", "git_commit")
-        }
-        about |= {
-            "search": {"index": args.index, "k": max(args.k_values)},
-            "shown": shown,
-            "sets": rows,
-        }
-        write_json(args.output, {**about, "mean": tables.mean_metrics(rows)})
+    shown_metrics = metrics.check_metrics(args.metrics, args.k_values)
+    main_metric = shown_metrics[0]
+    if args.mteb:
+        data_sets = open_mteb_tasks(args)
+    else:
+        data_sets = open_beir_sets(args)
+    # Earlier results are read first, because this evaluation may replace their files.
+    earlier_scores = _read_earlier_scores(args.compare, data_sets, main_metric)
+    scorer = make_scorer(args, data_sets, main_metric)
+    records = score_sets(data_sets, scorer, args.k_values)
+
+    labels = [evaluation_set.label for evaluation_set in data_sets.sets]
+    scores = _pop_query_scores(labels, records, main_metric)
+    comparisons = []
+    for path, earlier in earlier_scores.items():
+        comparisons.append(tables.compare(path, main_metric, scores, earlier))
+    rows = tables.table_rows(data_sets.sets, records)
+    metrics_table = tables.sets_table(rows, shown_metrics)
+    sections = [metrics_table]
+    for label, record in zip(labels, records, strict=True):
+        if record.get("served"):
+            sections.append(tables.served_table(label, record["served"]))
+    for comparison in comparisons:
+        sections.append(tables.comparison_table(comparison))
+    text = "\n\n".join(sections)
+
+    if len(data_sets.sets) > 1:
+        write_json(args.output, _summarize(args, records[0], rows, shown_metrics))
     if comparisons:
         write_json(args.output.with_suffix(".compare.json"), comparisons)
-    write_text(
-        args.output.with_suffix(".md"), f"# Evaluation of {args.model or args.run}\n\n{text}\n"
-    )
-    if args.update_card:  # without what an absolute path says of this machine
-        words = [Path(word).name if os.path.isabs(word) else word for word in argv]
-        section = f"## Retrieval\n\n{parts[0]}\n\nBy `contaccum evaluate {shlex.join(words)}`."
-        results.update_card(card, rows, shown, section)
+    title = f"# Evaluation of {args.model or args.run}"
+    write_text(args.output.with_suffix(".md"), f"{title}\n\n{text}\n")
+    if args.update_card:
+        section = _write_card_section(metrics_table, argv)
+        results.update_card(_get_model_card(args), rows, shown_metrics, section)
     print(text)
     print(f"written: {args.output}, with runs and tables beside it")
     return 0
 
 
-def _score_sets(
-    args: argparse.Namespace, shown: Sequence[str]
-) -> tuple[list[Any], dict[Path, Any], list[Any]]:
-    """The sets of --data or --mteb, what earlier results have of them, and their records, which are written."""
-    from contaccum.evaluation import beir_sets, metrics, mteb_tasks, results, tables
-
-    tasks = mteb_tasks.find_tasks(args.mteb) if args.mteb else {}
-    sets = beir_sets.evaluation_sets(args.data or [], args.output) or beir_sets.place(
-        dict.fromkeys(tasks, ""), args.output
-    )
-    if args.run is not None and len(sets) > 1:
-        raise ConfigError(f"--run is of one set, and --data names {len(sets)}")
-    # All are read before the first is encoded, so that a bad record in the last one does not cost a night. Only a
-    # single one is held: BEIR's larger sets do not fit in memory together.
-    only = (
-        beir_sets.load_data(sets[0].given, args.split, args.on_bad_record)
-        if len(sets) == 1 and not tasks
-        else None
-    )
-    data = [mteb_tasks.about_task(task) for task in tasks.values()]
-    data = data or [
-        beir_sets.about_data(only or beir_sets.load_data(one.given, args.split, args.on_bad_record))
-        for one in sets
-    ]
-    labels = {about["fingerprint"]: one.label for one, about in zip(sets, data, strict=True)}
-    previous = {path: tables.read_previous(path, labels, shown[0]) for path in args.compare}
-    score: Any
-    if tasks:
-        model, deepest = load_model(args.model, args), max(args.k_values)
-        plan = beir_sets.plan_search(model, deepest, deepest)
-        plan["model"]["name"], plan["search"]["index"] = (
-            args.model,
-            "mteb " + metadata.version("mteb"),
-        )
-        how = {"batch_size": args.batch_size, "show_progress_bar": not args.no_progress}
-        at = {"folder": args.output.with_suffix(".mteb"), "k_values": args.k_values}
-        plans, score = (
-            [plan] * len(sets),
-            partial(mteb_tasks.run_task, model=model, about=plan, how=how, **at),
-        )
-    elif args.run is None:
-        model, settings = load_model(args.model, args), search_settings(args)
-        plans = [
-            beir_sets.plan_search(model, about["documents"], max(args.k_values), **settings)
-            for about in data
-        ]
-        settings |= {"model_name": args.model, "show_progress": not args.no_progress}
-        if args.dims or args.quantize:
-            types = args.quantize or ["float32"]
-            served = beir_sets.plan_served(
-                model.get_embedding_dimension(), args.dims, types, args.rescore, shown[0]
-            )
-            settings, plans = (
-                settings | {"served": served},
-                [{**plan, "served": served} for plan in plans],
-            )
-        score = partial(beir_sets.evaluate_beir, model, k_values=args.k_values, **settings)
-    else:
-        plans, found = [{}], results.read_trec_run(args.run, args.on_bad_record)
-        score = partial(
-            beir_sets.score_beir_run, run=found, k_values=args.k_values, name=str(args.run)
-        )
-
-    records = []
-    for one, about, plan in zip(sets, data, plans, strict=True):
-        # A single set was asked for now; of several, those that are done need not be done again.
-        record = results.read_result(one.output) if len(sets) > 1 and one.output.exists() else {}
-        names = record.get("metrics", {}).keys()
-        if names == set(metrics.metric_names(args.k_values)) and results.agrees(
-            record, {**plan, "data": about}
-        ):
-            print(f"kept: {one.output} (same model, data and settings)")
-        else:
-            task = tasks.get(one.label)
-            result = score(
-                task or only or beir_sets.load_data(one.given, args.split, args.on_bad_record)
-            )
-            results.write_result(result, one.output)
-            record = result.record()
-        records.append(record)
-    return sets, previous, records
-
-
-def parse_scoring(
-    parser: Parser, argv: Sequence[str], output: Path, k_values: list[int]
-) -> argparse.Namespace:
-    """The parser's arguments, a MODEL or a --run, how to search; raises `ConfigError` for what cannot be."""
-    from contaccum.evaluation.metrics import check_k_values
-
-    add = parser.add_argument
-    parser.add_model("a folder, or a name on the model hub")
-    add(
-        "--run",
-        type=Path,
-        metavar="RUN.trec",
-        help="score this run instead of searching with a MODEL",
-    )
-    add(
-        "--output",
-        default=output,
-        type=Path,
-        metavar="OUT.json",
-        help="and OUT.NAME.json of several sets",
-    )
-    add(
-        "--k_values",
-        nargs="+",
-        type=int,
-        default=k_values,
-        metavar="K",
-        help="cut-offs of the metrics",
-    )
-    args = parser.parse(argv)
-    args.k_values = check_k_values(args.k_values)
-    if (args.model is None) == (args.run is None):
+def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line, and refuse options that cannot be combined."""
+    parser = _make_parser()
+    args = parse_scoring_arguments(parser, argv, Path("results.json"), _DEFAULT_K_VALUES)
+    if args.mteb:
+        for name in _OPTIONS_WITHOUT_MTEB:
+            if getattr(args, name) != parser.get_default(name):
+                raise ConfigError(
+                    f"--{name} cannot be combined with --mteb, whose tasks determine the search: "
+                    "leave it out"
+                )
+    if args.run is not None and (args.dims or args.quantize):
         raise ConfigError(
-            f"name a MODEL to search with, or a --run to score: one of the two ({parser.prog} --help)"
+            "--dims and --quantize need a MODEL, because a --run has no embeddings: "
+            "leave them out, or name a MODEL"
         )
-    if args.output.suffix != ".json":
+    if args.update_card and not (args.model and _get_model_card(args).is_file()):
         raise ConfigError(
-            f"--output {args.output}: is JSON (with a .trec beside it); end its name in .json"
+            f"--update_card: {args.model or args.run} is not a folder with a model card, "
+            "README.md: name such a folder as MODEL, or leave --update_card out"
         )
-    if args.run is not None and args.run.resolve() == args.output.with_suffix(".trec").resolve():
-        raise ConfigError(
-            f"--output {args.output}: would replace the run itself; choose another name"
-        )
-    require_writable(args.output)
     return args
+
+
+def _make_parser() -> Parser:
+    """Return the parser, without the options that `parse_scoring_arguments` adds."""
+    from contaccum.retrieval.store import STORED
+
+    parser = Parser(
+        "evaluate",
+        "Score a model or a run on BEIR data with FAISS, or a model on MTEB's retrieval tasks.",
+        *SEARCH_OPTIONS,
+    )
+    data_options = parser.add_mutually_exclusive_group(required=True)
+    data_options.add_argument(
+        "--data",
+        nargs="+",
+        metavar="SET",
+        help="BEIR folders, names of public BEIR sets, or beir for all public sets",
+    )
+    data_options.add_argument(
+        "--mteb",
+        nargs="+",
+        metavar="TASK",
+        help="names of MTEB retrieval tasks or benchmarks, which mteb runs",
+    )
+    _add_table_options(parser)
+    parser.add_argument("--split", help="split of the judgements; default: test, for msmarco dev")
+    parser.add_argument(
+        "--dims",
+        nargs="+",
+        type=parse_positive_int,
+        metavar="D",
+        help="also score embeddings that are truncated to their first D dimensions",
+    )
+    parser.add_argument(
+        "--quantize",
+        nargs="+",
+        choices=STORED,
+        metavar="TYPE",
+        help=f"also score embeddings of these types: {', '.join(STORED)}",
+    )
+    parser.add_argument(
+        "--rescore",
+        type=parse_positive_int,
+        default=4,
+        metavar="N",
+        help="with binary embeddings, retrieve N times the results and rescore them; "
+        "default: %(default)s",
+    )
+    return parser
+
+
+def _add_table_options(parser: Parser) -> None:
+    """Add the options of the tables, of comparisons and of the model card."""
+    parser.add_argument(
+        "--metrics",
+        nargs="+",
+        metavar="METRIC@K",
+        help="metrics that the tables show; the records hold all metrics",
+    )
+    parser.add_argument(
+        "--compare",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="EARLIER.json",
+        help="compare with these earlier results by the first of --metrics",
+    )
+    parser.add_argument(
+        "--update_card",
+        action="store_true",
+        help="write the metrics into the model card, README.md, in the folder MODEL",
+    )
+
+
+def _get_model_card(args: argparse.Namespace) -> Path:
+    return Path(args.model or "").expanduser() / "README.md"
+
+
+def _read_earlier_scores(
+    paths: Sequence[Path], data_sets: DataSets, metric: str
+) -> dict[Path, dict[str, Any]]:
+    """Return {path of an earlier result: {label of a set: {query id: score}}}."""
+    from contaccum.evaluation import tables
+
+    labels = {}
+    for evaluation_set, description in zip(data_sets.sets, data_sets.descriptions, strict=True):
+        labels[description["fingerprint"]] = evaluation_set.label
+    return {path: tables.read_previous(path, labels, metric) for path in paths}
+
+
+def _pop_query_scores(
+    labels: Sequence[str], records: Sequence[dict[str, Any]], metric: str
+) -> dict[str, dict[str, float]]:
+    """Return {label of a set: {query id: score}}, and remove these scores from the records."""
+    scores = {}
+    for label, record in zip(labels, records, strict=True):
+        per_query = record.pop("per_query")
+        scores[label] = {query_id: values[metric] for query_id, values in per_query.items()}
+    return scores
+
+
+def _summarize(
+    args: argparse.Namespace,
+    record: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    shown_metrics: Sequence[str],
+) -> dict[str, Any]:
+    """Return the JSON content of the table of several sets.
+
+    Args:
+        record: the record of any of the sets.
+    """
+    from contaccum.evaluation import tables
+
+    return {
+        "model": record["model"],
+        "tokenisation": record["tokenisation"],
+        "precision": record["precision"],
+        "versions": record["versions"],
+        "git_commit": record["git_commit"],
+        "search": {"index": args.index, "k": max(args.k_values)},
+        "shown": shown_metrics,
+        "sets": rows,
+        "mean": tables.mean_metrics(rows),
+    }
+
+
+def _write_card_section(metrics_table: str, argv: Sequence[str]) -> str:
+    """Return the section of the model card with the table and the command."""
+    # Absolute paths would publish the layout of this machine.
+    words = []
+    for word in argv:
+        if os.path.isabs(word):
+            word = Path(word).name
+        words.append(word)
+    command = shlex.join(["contaccum", "evaluate", *words])
+    return f"## Retrieval\n\n{metrics_table}\n\nBy `{command}`."

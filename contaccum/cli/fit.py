@@ -1,4 +1,4 @@
-"""`contaccum fit DATA`: from a file of pairs to a trained retriever, and a verdict whether it is better."""
+"""`contaccum fit DATA`: train a retriever on pairs, and test whether it is better than before."""
 
 from __future__ import annotations
 
@@ -7,60 +7,29 @@ from pathlib import Path
 
 from contaccum.cli.options import Parser
 
-NOT_AS_REQUIRED = 1
-"""Exit code where --require is not met."""
+EXIT_CODE_NOT_BETTER = 1
+"""Exit code if the verdict is not the one that ``--require`` demands."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Fit; returns 0, or 1 where ``--require`` is not met. Raises `UserError` for the user's mistakes."""
-    parser = Parser(
-        "fit",
-        "Hold out dev and test sets, score BM25 and the model as it is, search settings on dev within a budget of "
-        "time, train, and say on test whether the result is better. A --key of `contaccum train` that is given here "
-        "is not searched.",
-        "on_bad_record",
-        usage="contaccum fit DATA [OPTIONS] [--key value ...]",
-    )
-    add = parser.add_argument
-    add(
-        "data",
-        metavar="DATA",
-        help="pairs, as contaccum train takes them, or a folder of contaccum split",
-    )
-    add("--model", default="sentence-transformers/all-MiniLM-L6-v2", help="default: %(default)s")
-    add(
-        "--corpus",
-        type=Path,
-        metavar="PATH",
-        help="documents, all of which dev and test are searched in",
-    )
-    add(
-        "--budget",
-        default="30m",
-        metavar="TIME",
-        help="wall time, such as 90s, 30m or 2h; default: %(default)s",
-    )
-    add("--output", type=Path, default=Path("runs/fit"), metavar="DIR", help="default: %(default)s")
-    add("--data_format", help="default: detected from the content")
-    add(
-        "--data_columns",
-        nargs="+",
-        metavar="ROLE=NAME",
-        help="names of columns: query=question ...",
-    )
-    add("--dev", type=float, metavar="SIZE", help="queries, or below 1 a share; default: 0.1")
-    add("--test", type=float, metavar="SIZE", help="queries, or below 1 a share; default: 0.2")
-    add("--require", choices=["better"], help="exit code 1 unless the verdict is BETTER")
-    args, rest = parser.parse(argv, rest=True)
+    """Train a retriever, and print and write the verdict.
 
-    from contaccum.comparison.plan import all_options
+    Returns:
+        Exit code 0, or 1 if the verdict is not the one that ``--require`` demands.
+
+    Raises:
+        UserError: if the arguments, the data or the model cannot be used.
+    """
+    args, training_arguments = _make_parser().parse_known(argv)
+
+    from contaccum.comparison.options import all_options
     from contaccum.fitting.folder import FitFolder
     from contaccum.fitting.pipeline import Fit
     from contaccum.fitting.source import DataSource
     from contaccum.fitting.verdict import BETTER
     from contaccum.tuning.budget import parse_duration
 
-    given = all_options([], rest)
+    fixed_options = all_options([], training_arguments)
     source = DataSource(
         path=Path(args.data),
         corpus=args.corpus,
@@ -70,13 +39,63 @@ def run(argv: Sequence[str]) -> int:
         dev=args.dev,
         test=args.test,
     )
-    result = Fit(
-        source, args.model, given, parse_duration(args.budget), FitFolder(args.output), _say
-    ).run()
+    budget = parse_duration(args.budget)
+    folder = FitFolder(args.output)
+    result = Fit(source, args.model, fixed_options, budget, folder, _print_line).run()
     if args.require is not None and result.verdict.word != BETTER:
-        return NOT_AS_REQUIRED
+        return EXIT_CODE_NOT_BETTER
     return 0
 
 
-def _say(line: str) -> None:
+def _make_parser() -> Parser:
+    """Return the parser of all options except those of `contaccum train`."""
+    parser = Parser(
+        "fit",
+        "Hold out dev and test sets, score BM25 and the model before training, search training "
+        "settings on dev within a time budget, train, and test whether the result is better. A "
+        "--key of `contaccum train` that is given here is fixed and not searched.",
+        "on_bad_record",
+        usage="contaccum fit DATA [OPTIONS] [--key value ...]",
+    )
+    parser.add_argument(
+        "data",
+        metavar="DATA",
+        help="pairs in any format of docs/data.md, or a folder that contaccum split wrote",
+    )
+    parser.add_argument(
+        "--model",
+        default="sentence-transformers/all-MiniLM-L6-v2",
+        help="model to train; default: %(default)s",
+    )
+    parser.add_argument(
+        "--corpus",
+        type=Path,
+        metavar="PATH",
+        help="documents; dev and test are searched in all of them",
+    )
+    parser.add_argument(
+        "--budget",
+        default="30m",
+        metavar="TIME",
+        help="wall-clock time, such as 90s, 30m or 2h; default: %(default)s",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/fit"),
+        metavar="DIR",
+        help="folder of all results; default: %(default)s",
+    )
+    parser.add_data_options()
+    parser.add_held_out_options()
+    parser.add_argument(
+        "--require",
+        choices=["better"],
+        help="end with exit code 1 unless the verdict is BETTER",
+    )
+    return parser
+
+
+def _print_line(line: str) -> None:
+    # Flushed, so that a log file shows the progress of a long run.
     print(line, flush=True)

@@ -1,73 +1,54 @@
-"""`contaccum mine MODEL --data DATA --output OUT.jsonl`: refuse early, mine, write the negatives and a report."""
+"""`contaccum mine MODEL --data DATA --output OUT.jsonl`: mine hard negatives for training data."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from contaccum.cli.options import MODEL, Parser, load_model
+from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model
 from contaccum.errors import ConfigError
 from contaccum.files import provenance
 
+if TYPE_CHECKING:
+    from contaccum.mining import MiningData
+
 
 def run(argv: Sequence[str]) -> int:
-    """Returns 0; raises `UserError` for every mistake in the arguments, the data or the models, and writes nothing."""
+    """Mine hard negatives, write them and a report, and return exit code 0.
+
+    Raises:
+        UserError: if the arguments, the data or the models cannot be used. No file is written.
+    """
+    args = _parse_arguments(argv)
     from contaccum import mining
-    from contaccum.data import parse_training_sets
     from contaccum.retrieval.encode import model_fingerprint, tokenisation_fingerprint
 
-    what = "Find hard negatives for training data: passages that score high and are not known to be relevant."
-    parser = Parser("mine", what, "output", "similarity", "passage_max_length", *MODEL)
-    add = parser.add_argument
-    parser.add_model("a folder, or a name on the model hub; none for --method bm25")
-    add(
-        "--data",
-        required=True,
-        metavar="DATA",
-        help="training data, as `contaccum train` takes it (docs/data.md)",
-    )
-    add(
-        "--corpus",
-        metavar="PATH",
-        help="mine in these passages instead of the data's own; see contaccum encode",
-    )
-    add("--data_format", help="default: sniffed")
-    add(
-        "--data_columns",
-        nargs="+",
-        metavar="ROLE=NAME",
-        help="columns with names of their own: query=question ...",
-    )
-    add("--split", default="train", help="the qrels split of a BEIR folder")
-    add("--output_format", choices=mining.OUTPUT_FORMATS, default="pairs")
-    add(
-        "--cross_encoder",
-        metavar="MODEL",
-        help="rescore candidates with this cross-encoder, and write its scores",
-    )
-    add("--method", choices=("dense", "bm25"), default="dense")
-    for rule in fields(mining.SelectionRules):
-        add(f"--{rule.name}", default=rule.default, **rule.metadata)
-    args = parser.parse(argv)
-    if (args.model is None) != (args.method == "bm25"):
-        raise ConfigError("method dense needs a MODEL, and bm25 uses none: leave it out")
-    given = {rule.name: getattr(args, rule.name) for rule in fields(mining.SelectionRules)}
-    rules: Any = {name: value for name, value in given.items() if value is not None}
+    rules = _get_selection_rules(args)
     mining.SelectionRules(**rules).check(args.cross_encoder is not None)
     mining.check_output(args.output, args.output_format)
-
-    common = {"data_format": args.data_format, "split": args.split, "columns": args.data_columns}
-    [source] = parse_training_sets([args.data], common).values()
-    how = {"texts": source.pop("corpus", None), "on_bad_record": args.on_bad_record, **source}
-    data = mining.load_mining_data(how.pop("path"), args.corpus, **how)
+    data = _load_data(args)
     print(f"{args.data}: {data.record['records']}", flush=True)
-    model = load_model(args.model, args) if args.model else None
-    cross_encoder = args.cross_encoder
-    if cross_encoder is not None:
+    model = None
+    if args.model is not None:
+        model = load_model(args.model, args)
+    cross_encoder = None
+    if args.cross_encoder is not None:
         cross_encoder = mining.load_cross_encoder(
-            cross_encoder, args.device, args.trust_remote_code
+            args.cross_encoder, args.device, args.trust_remote_code
         )
+    mined = mining.mine_hard_negatives(
+        data,
+        model,
+        cross_encoder=cross_encoder,
+        similarity=args.similarity,
+        batch_size=args.batch_size,
+        precision=args.precision,
+        show_progress=not args.no_progress,
+        **rules,
+    )
     record = {
         "model": {"name": args.model, "fingerprint": model_fingerprint(model)},
         "tokenisation": tokenisation_fingerprint(model),
@@ -77,12 +58,112 @@ def run(argv: Sequence[str]) -> int:
         },
         **provenance(),
     }
-    search: Any = {name: getattr(args, name) for name in ("similarity", "batch_size", "precision")}
-    search |= {"cross_encoder": cross_encoder, "show_progress": not args.no_progress}
-    mined = mining.mine_hard_negatives(data, model, **search, **rules)
-    written = mining.write_mined(mined, args.output, args.output_format, record)
-    counts = mined.record()
-    few = f"{counts['queries_with_too_few']} of {data.record['queries']} queries"
-    print(f"{few} have fewer than {args.num_negatives} negatives")
-    print("written:", *written)
+    written_files = mining.write_mined(mined, args.output, args.output_format, record)
+    num_incomplete = mined.record()["queries_with_too_few"]
+    num_queries = data.record["queries"]
+    print(
+        f"{num_incomplete} of {num_queries} queries have fewer than {args.num_negatives} negatives"
+    )
+    print("written:", *written_files)
     return 0
+
+
+def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line, and check that a MODEL is named if it is needed."""
+    args = _make_parser().parse(argv)
+    if args.method == "dense" and args.model is None:
+        raise ConfigError("--method dense needs a MODEL to encode with: name one")
+    if args.method == "bm25" and args.model is not None:
+        raise ConfigError("--method bm25 uses no MODEL: leave it out")
+    return args
+
+
+def _make_parser() -> Parser:
+    """Return the parser of all options."""
+    from contaccum.mining import OUTPUT_FORMATS, SelectionRules
+
+    parser = Parser(
+        "mine",
+        "Mine hard negatives for training data: passages that score high for a query and are not "
+        "known to be relevant.",
+        "similarity",
+        "passage_max_length",
+        *ENCODING_OPTIONS,
+    )
+    parser.add_model(
+        "the encoder: a folder, or a name on the model hub; leave it out with --method bm25"
+    )
+    parser.add_argument(
+        "--data",
+        required=True,
+        metavar="DATA",
+        help="training data in any format of docs/data.md",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="file of the training data with negatives; a report is written beside it",
+    )
+    parser.add_argument(
+        "--corpus",
+        metavar="PATH",
+        help="mine in these passages (formats: see contaccum encode); default: the data's own",
+    )
+    parser.add_data_options()
+    parser.add_argument(
+        "--split",
+        default="train",
+        help="qrels split of a BEIR folder to mine for; default: %(default)s",
+    )
+    parser.add_argument(
+        "--output_format",
+        choices=OUTPUT_FORMATS,
+        default="pairs",
+        help="format of the output; default: %(default)s",
+    )
+    parser.add_argument(
+        "--cross_encoder",
+        metavar="MODEL",
+        help="rescore the candidates with this cross-encoder, and write its scores",
+    )
+    parser.add_argument(
+        "--method",
+        choices=("dense", "bm25"),
+        default="dense",
+        help="search with the MODEL or with BM25; default: %(default)s",
+    )
+    for rule in fields(SelectionRules):
+        parser.add_argument(f"--{rule.name}", default=rule.default, **rule.metadata)
+    return parser
+
+
+def _get_selection_rules(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the selection rules of the command line that have a value."""
+    from contaccum.mining import SelectionRules
+
+    rules = {}
+    for rule in fields(SelectionRules):
+        value = getattr(args, rule.name)
+        if value is not None:
+            rules[rule.name] = value
+    return rules
+
+
+def _load_data(args: argparse.Namespace) -> MiningData:
+    """Load the queries, their known positives, and the passages to mine in."""
+    from contaccum.data import parse_training_sets
+    from contaccum.mining import load_mining_data
+
+    defaults = {
+        "data_format": args.data_format,
+        "split": args.split,
+        "columns": args.data_columns,
+    }
+    [source] = parse_training_sets([args.data], defaults).values()
+    settings: dict[str, Any] = {"on_bad_record": args.on_bad_record, **source}
+    path = settings.pop("path")
+    # Texts of the ids that the data hold in place of texts.
+    texts = settings.pop("corpus", None)
+    return load_mining_data(path, args.corpus, texts=texts, **settings)

@@ -1,10 +1,12 @@
-"""`contaccum new DIR --data DATA`: look at training data, and write a config for it whose lines say why.
+"""`contaccum new DIR --data DATA`: inspect training data, and write a training config for it.
 
-Data are read as `contaccum train` reads them, into the same cache.
+Each line of the config has a comment that gives its reason. The data are read as `contaccum train`
+reads them, into the same cache.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,37 +16,15 @@ from contaccum.files import write_text
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write a config; returns 0. Raises `UserError` for a config that exists, and for data that cannot be used."""
-    parser = Parser(
-        "new",
-        "Look at training data, and write a config for it whose lines say why.",
-        "on_bad_record",
-    )
-    add = parser.add_argument
-    add("folder", type=Path, metavar="DIR", help="gets config.yaml")
-    add(
-        "--data", required=True, metavar="DATA", help="training data, in any format of docs/data.md"
-    )
-    add(
-        "--data_columns",
-        nargs="+",
-        metavar="ROLE=NAME",
-        help="columns with names of their own: query=question ...",
-    )
-    add(
-        "--split",
-        default="train",
-        help="of a BEIR or MS MARCO folder, or of a Hugging Face data set",
-    )
-    add(
-        "--model",
-        default="sentence-transformers/all-MiniLM-L6-v2",
-        help="to train; default: %(default)s",
-    )
-    args = parser.parse(argv)
-    config = args.folder / "config.yaml"
-    if config.exists():
-        raise ConfigError(f"{config}: is there already; name another DIR, or remove it")
+    """Write a config and return exit code 0.
+
+    Raises:
+        UserError: if there is a config already, or the data cannot be used.
+    """
+    args = _parse_arguments(argv)
+    config_file = args.folder / "config.yaml"
+    if config_file.exists():
+        raise ConfigError(f"{config_file}: is there already; name another DIR, or remove it")
 
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -68,11 +48,44 @@ def run(argv: Sequence[str]) -> int:
         split=args.split,
         on_bad_record=args.on_bad_record,
         folder=args.folder,
-        config=config,
+        config=config_file,
     )
-    write_text(config, text + "\n")
+    write_text(config_file, text + "\n")
     first_line = text.partition("\n")[0]
     print(first_line.removeprefix("# "))
-    print(f"written: {config}")
-    print(f"look through it, then: contaccum train {config}")
+    print(f"written: {config_file}")
+    print(f"check its settings, then train: contaccum train {config_file}")
     return 0
+
+
+def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = Parser(
+        "new",
+        "Inspect training data, and write a training config for it with a reason for each line.",
+        "on_bad_record",
+    )
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="folder in which config.yaml is written"
+    )
+    parser.add_argument(
+        "--data", required=True, metavar="DATA", help="training data in any format of docs/data.md"
+    )
+    parser.add_argument(
+        "--data_columns",
+        nargs="+",
+        metavar="ROLE=NAME",
+        help="column names in the data, such as query=question positive=answer",
+    )
+    parser.add_argument(
+        "--split",
+        default="train",
+        help="split of a BEIR or MS MARCO folder or of a Hugging Face data set; "
+        "default: %(default)s",
+    )
+    parser.add_argument(
+        "--model",
+        default="sentence-transformers/all-MiniLM-L6-v2",
+        help="model to train; default: %(default)s",
+    )
+    return parser.parse(argv)

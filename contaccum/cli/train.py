@@ -1,4 +1,4 @@
-"""``contaccum train``: arguments, data, model, trainer, and the trained folder."""
+"""`contaccum train`: train a retriever from YAML configs and command-line options."""
 
 from __future__ import annotations
 
@@ -7,47 +7,27 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING
-from typing import Any
+from dataclasses import MISSING, Field
 
 from contaccum.cli.options import Parser
 from contaccum.training.options import GROUPS, MOST_USED
 
-
-def options_parser(everything: bool = False) -> Parser:
-    """What `--help` shows: our options in groups; ``everything``: those of transformers too, which takes long."""
-    about = "Train a retriever. A YAML config has the same keys; later files and the command line override."
-    parser = Parser("train", about, usage="contaccum train [CONFIG.yaml ...] [--key value ...]")
-    groups: dict[Any, list[str]] = {group: list(group.__dataclass_fields__) for group in GROUPS}
-    if everything:
-        from contaccum.training.arguments import ContAccumTrainingArguments as Whole
-
-        groups[Whole] = sorted({*Whole.__dataclass_fields__}.difference(*groups.values()))
-    else:
-        parser.epilog = (
-            f"And transformers' {', '.join(MOST_USED)} ...: see contaccum train --help all."
-        )
-    for group, names in groups.items():
-        section = parser.add_argument_group(group.__doc__.split(". ")[0].rstrip("."))
-        for one in (group.__dataclass_fields__[name] for name in names):
-            kind, choices = (
-                re.search("bool|int|float|list|dict|str", str(one.type)),
-                one.metadata.get("choices"),
-            )
-            text = one.metadata.get("help", "").replace("%%", "%").replace("%", "%%")
-            default = getattr(one.default, "value", one.default)  # of an enumeration
-            if default not in (None, False, "", MISSING) and "efault" not in text:
-                text += f" Default: {str(default).lower()}."
-            shown = None if choices or kind is None else kind[0].upper()
-            section.add_argument(f"--{one.name}", metavar=shown, choices=choices, help=text)
-    return parser
+_TYPE_NAMES = re.compile("bool|int|float|list|dict|str")
+_DEFAULTS_NOT_SHOWN = (None, False, "", MISSING)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Train as ``[CONFIG.yaml ...] [--key value ...]`` says and save the model into ``output_dir``."""
-    if {"-h", "--help"} & {*argv} or "_ARGCOMPLETE" in os.environ:
-        options_parser("all" in argv).parse(["--help"])
-    with _shown_messages():
+    """Train as ``[CONFIG.yaml ...] [--key value ...]`` says, save the model, return exit code 0.
+
+    Raises:
+        UserError: if the options, the data or the model cannot be used.
+    """
+    asks_for_help = "-h" in argv or "--help" in argv
+    if asks_for_help or "_ARGCOMPLETE" in os.environ:
+        parser = make_help_parser(with_transformers_options="all" in argv)
+        # This call prints the help, or the completions, and ends the process.
+        parser.parse(["--help"])
+    with _log_to_stderr():
         return _train(argv)
 
 
@@ -55,26 +35,91 @@ def _train(argv: Sequence[str]) -> int:
     from contaccum.training import config
     from contaccum.training.run import train_and_save
 
-    model_args, data_args, args = config.parse(argv)
-    train_and_save(model_args, data_args, args)
-    if args.process_index == 0:
-        print(
-            f"saved {args.output_dir}; score it with: contaccum evaluate {args.output_dir} --data DIR"
-        )
+    model_args, data_args, training_args = config.parse(argv)
+    train_and_save(model_args, data_args, training_args)
+    if training_args.process_index == 0:
+        folder = training_args.output_dir
+        print(f"saved {folder}; score it with: contaccum evaluate {folder} --data DIR")
     return 0
 
 
+def make_help_parser(with_transformers_options: bool = False) -> Parser:
+    """Return a parser that shows the options in `--help`; `config.parse` parses the values.
+
+    Args:
+        with_transformers_options: whether to show the options of transformers' TrainingArguments
+            as well. Importing them takes several seconds.
+    """
+    parser = Parser(
+        "train",
+        "Train a retriever. YAML configs have the same keys as the command line. A later config "
+        "overrides an earlier one, and the command line overrides all configs.",
+        usage="contaccum train [CONFIG.yaml ...] [--key value ...]",
+    )
+    for group in GROUPS:
+        _add_options(parser, group, list(group.__dataclass_fields__))
+    if with_transformers_options:
+        from contaccum.training.arguments import ContAccumTrainingArguments
+
+        names = set(ContAccumTrainingArguments.__dataclass_fields__)
+        for group in GROUPS:
+            names.difference_update(group.__dataclass_fields__)
+        _add_options(parser, ContAccumTrainingArguments, sorted(names))
+    else:
+        parser.epilog = (
+            f"The options of transformers' TrainingArguments can be used as well, such as "
+            f"{', '.join(MOST_USED)}. contaccum train --help all lists them."
+        )
+    return parser
+
+
+def _add_options(parser: Parser, group: type, names: Sequence[str]) -> None:
+    """Add fields of a dataclass to the help under the first sentence of its docstring.
+
+    Args:
+        group: the dataclass.
+        names: names of the fields to add.
+    """
+    title = (group.__doc__ or "").split(". ")[0].rstrip(".")
+    section = parser.add_argument_group(title)
+    for name in names:
+        field = group.__dataclass_fields__[name]  # type: ignore[attr-defined]  # a dataclass
+        choices = field.metadata.get("choices")
+        metavar = None
+        type_name = _TYPE_NAMES.search(str(field.type))
+        if type_name is not None and not choices:
+            metavar = type_name.group().upper()
+        section.add_argument(
+            f"--{name}", metavar=metavar, choices=choices, help=_get_help_text(field)
+        )
+
+
+def _get_help_text(field: Field[object]) -> str:
+    """Return the help text of an option, with its default."""
+    # argparse formats the text with %. transformers has doubled some of its percent signs, ours
+    # are single.
+    text = field.metadata.get("help", "").replace("%%", "%").replace("%", "%%")
+    # The value of an enumeration member is what the user writes.
+    default = getattr(field.default, "value", field.default)
+    if default not in _DEFAULTS_NOT_SHOWN and "efault" not in text:
+        text += f" Default: {str(default).lower()}."
+    return text
+
+
 @contextmanager
-def _shown_messages() -> Iterator[None]:
-    """Show what the library reports of a run on the standard error, a plain line each."""
-    root = logging.getLogger()
+def _log_to_stderr() -> Iterator[None]:
+    """Write the log messages of contaccum and of other libraries to standard error.
+
+    Each message is one line without a prefix. The level of contaccum's logger is INFO in the block.
+    """
+    root_logger = logging.getLogger()
     logger = logging.getLogger("contaccum")
-    level = logger.level
+    previous_level = logger.level
     handler = logging.StreamHandler()
-    root.addHandler(handler)
+    root_logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
         yield
     finally:
-        root.removeHandler(handler)
-        logger.setLevel(level)
+        root_logger.removeHandler(handler)
+        logger.setLevel(previous_level)

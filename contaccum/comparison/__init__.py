@@ -1,1 +1,1 @@
-"""`contaccum compare`: which runs there are (plan), one run in its process (run), what came out (report)."""
+"""The parts of `contaccum compare`: the plan of the runs, a single run, tuning, and the report."""

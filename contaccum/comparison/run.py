@@ -1,19 +1,17 @@
-"""One run of a comparison, in a process of its own: `python -m contaccum.comparison.run FOLDER/job.json`.
+"""The runs of a comparison: jobs and results of a plan, and the training of one run.
 
-It trains, scores, and writes FOLDER/result.json when all is done, whole or not at all. The last part is the parent's:
-several processes at once, each with its share of the cores, none left behind. Nothing is planned or compared here.
+`python -m contaccum.comparison.run FOLDER/job.json` trains and scores one run in a process of its
+own. It writes FOLDER/result.json in one step at the end, so that a file that exists is complete.
+Results are neither averaged nor compared here.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import shutil
 import statistics
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -22,256 +20,307 @@ import torch
 from transformers.trainer_utils import IntervalStrategy
 
 from contaccum import __version__
-from contaccum.comparison.plan import Plan, as_tokens
+from contaccum.comparison.options import to_command_line
+from contaccum.comparison.plan import Group, Plan
+from contaccum.comparison.processes import RESULT_FILE, Job, run_jobs
 from contaccum.comparison.summary import METRICS
 from contaccum.data import BeirDataset
 from contaccum.errors import ConfigError
-from contaccum.evaluation.beir_sets import about_data, evaluate_beir
+from contaccum.evaluation.beir_sets import describe_data, evaluate_beir
 from contaccum.evaluation.beir_sets import load_data as load_beir_data
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
-from contaccum.files import fingerprint, provenance, read_json, redact, write_json
+from contaccum.files import fingerprint, provenance, read_json, write_json
 from contaccum.retrieval.encode import model_fingerprint
-from contaccum.training.arguments import name_of
+from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.config import load_data, parse
 from contaccum.training.log import EVAL_LOG, TRAIN_LOG, read_log
 from contaccum.training.run import load_encoder, load_run_data, make_trainer
 
-Job = dict[str, Any]
+Evaluation = Mapping[str, Any]
+"""The options of `contaccum compare` that begin with ``eval_``, without the prefix.
+
+They are ``data`` (a list of BEIR folders or names), ``split``, ``updates``, ``queries``,
+``corpus``, ``precision`` and ``batch_size``.
+"""
+
+_K_VALUES = (10, 20, 100)  # the cut-offs of METRICS
 
 
-def about_sets(evaluation: Mapping[str, Any], option: str = "--eval_data") -> list[dict[str, Any]]:
-    """What a report says of each set that is scored; raises `UserError` for none, two of one name, or one to mend.
+def describe_evaluation_sets(
+    evaluation: Evaluation, option: str = "--eval_data"
+) -> list[dict[str, Any]]:
+    """Return name, sizes and fingerprint of each data set that models are scored on.
 
-    ``evaluation`` has the options of `contaccum compare` that begin with eval_, by the rest of their names; ``option``
-    is where its data were given.
+    Args:
+        option: the command-line option that the data sets were given with, for error messages.
+
+    Raises:
+        UserError: for a data set that cannot be read.
+        ConfigError: if there is no data set, or two have the same name.
     """
-    sets = [about_data(_load_set(evaluation, given)) for given in evaluation["data"]]
-    if len({data["name"] for data in sets}) < max(1, len(sets)):
+    sets = [describe_data(_load_set(evaluation, path)) for path in evaluation["data"]]
+    names = {data["name"] for data in sets}
+    if not sets or len(names) < len(sets):
         raise ConfigError(
-            f"{option}: give BEIR folders to score the models on, each of another name"
+            f"{option}: give BEIR folders to score the models on, each with a different name"
         )
     return sets
 
 
-def _load_set(evaluation: Mapping[str, Any], given: str) -> BeirDataset:
-    return sample(
-        load_beir_data(given, evaluation["split"]), evaluation["queries"], evaluation["corpus"]
-    )
+def _load_set(evaluation: Evaluation, path: str) -> BeirDataset:
+    """Load a data set, or the fixed sample of it that ``evaluation`` asks for."""
+    dataset = load_beir_data(path, evaluation["split"])
+    return sample(dataset, evaluation["queries"], evaluation["corpus"])
 
 
 def make_jobs(
-    plan: Plan, evaluation: Mapping[str, Any], sets: Sequence[Mapping[str, Any]], folder: Path
+    plan: Plan, evaluation: Evaluation, sets: Sequence[Mapping[str, Any]], folder: Path
 ) -> list[Job]:
-    """A job for every run of the plan, seed by seed, each with a folder of its own below ``folder``.
+    """Return a job for every run of the plan, seed by seed.
 
-    ``evaluation`` and ``sets`` are what `about_sets` takes and gives; a job's ``identity`` is all that decides
-    its result. Raises `DataError` for training data that cannot be used.
+    A job's ``identity`` holds everything that decides the result of the run.
+
+    Args:
+        sets: the descriptions of the data sets, as `describe_evaluation_sets` returns them.
+        folder: each run gets a folder of its own below it.
+
+    Raises:
+        DataError: for training data that cannot be used.
     """
-    scored = {
-        f"eval_{key}": value
-        for key, value in evaluation.items()
-        if key not in ("data", "batch_size")
-    }
-    scored |= {f"eval_data {data['name']}": data["fingerprint"] for data in sets}
-    train_data: dict[str, str] = {}
+    evaluation_identity: dict[str, object] = {}
+    for key, value in evaluation.items():
+        if key not in ("data", "batch_size"):
+            evaluation_identity[f"eval_{key}"] = value
+    for data in sets:
+        evaluation_identity[f"eval_data {data['name']}"] = data["fingerprint"]
+
+    train_fingerprints: dict[str, str] = {}  # by the settings that decide which data are read
     jobs: list[Job] = []
     for seed in plan.seeds:
         for group in plan.groups.values():
-            _, data, args = group.parsed
-            read = str((data, args.refresh_negatives_every))  # all that decides what is read
-            if read not in train_data:
-                train_data[read] = load_data(data, args).fingerprint
-            own = folder / group.run(seed)
-            job = {"name": own.name, "entry": group.entry, "method": group.method, "seed": seed}
-            job |= {
-                "labels": dict(group.labels),
-                "folder": str(own),
-                "evaluation": dict(evaluation),
-            }
-            job["options"] = [*as_tokens(group.options), f"--seed={seed}", f"--output_dir={own}"]
-            options = {key: " ".join(values) for key, values in group.options.items()}
+            _, data_args, training_args = group.arguments
+            data_key = str((data_args, training_args.refresh_negatives_every))
+            if data_key not in train_fingerprints:
+                train_fingerprints[data_key] = load_data(data_args, training_args).fingerprint
+            job = _make_job(group, seed, folder)
+            job["evaluation"] = dict(evaluation)
             job["identity"] = {
                 "contaccum": __version__,
-                "train_data": train_data[read],
-                **options,
-                **scored,
+                "train_data": train_fingerprints[data_key],
+                **{key: " ".join(values) for key, values in group.options.items()},
+                **evaluation_identity,
             }
             jobs.append(job)
     return jobs
 
 
+def _make_job(group: Group, seed: int, folder: Path) -> Job:
+    """Return the job of a run, without its evaluation and identity."""
+    run_folder = folder / group.run_name(seed)
+    return {
+        "name": run_folder.name,
+        "entry": group.entry,
+        "method": group.method,
+        "seed": seed,
+        "labels": dict(group.labels),
+        "folder": str(run_folder),
+        "options": [
+            *to_command_line(group.options),
+            f"--seed={seed}",
+            f"--output_dir={run_folder}",
+        ],
+    }
+
+
 def read_results(jobs: Sequence[Job]) -> dict[str, dict[str, Any]]:
-    """{name of the run: its result}, of those that are finished; raises `ConfigError` for one with other settings."""
-    paths = {job["name"]: Path(job["folder"], "result.json") for job in jobs}
-    results = {name: read_json(path) for name, path in paths.items() if path.is_file()}
+    """Read the results of the finished runs.
+
+    Returns:
+        {name of the run: content of its result.json}.
+
+    Raises:
+        ConfigError: for a finished run whose identity differs from that of its job.
+    """
+    results = {}
     for job in jobs:
-        now, before = job["identity"], results.get(job["name"], job)["identity"]
-        changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-        if changed:
-            said = "; ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed)
-            mend = "Remove it, or name another --output_dir"
-            raise ConfigError(f"{job['folder']} was run with other settings: {said}. {mend}")
+        path = Path(job["folder"], RESULT_FILE)
+        if not path.is_file():
+            continue
+        result = read_json(path)
+        before = result["identity"]
+        now = job["identity"]
+        changes = []
+        for key in {**before, **now}:
+            if before.get(key) != now.get(key):
+                changes.append(f"{key} was {before.get(key)}, is {now.get(key)}")
+        if changes:
+            raise ConfigError(
+                f"{job['folder']} was run with other settings: {'; '.join(changes)}. "
+                "Remove this folder, or name another --output_dir"
+            )
+        results[job["name"]] = result
     return results
 
 
 def run_plan(
     plan: Plan,
-    evaluation: Mapping[str, Any],
+    evaluation: Evaluation,
     sets: Sequence[Mapping[str, Any]],
     folder: Path,
-    at_once: int | None,
+    max_processes: int | None,
     progress: Callable[[str], None],
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Do what is missing of a plan; returns the results and the failures by name. Raises as what it calls does."""
+    """Do the runs of a plan that are not finished yet.
+
+    Args:
+        plan, evaluation, sets, folder: see `make_jobs`.
+        max_processes, progress: see `run_jobs`.
+
+    Returns:
+        {name of the run: its result}, and {name of the run: why it failed}.
+
+    Raises:
+        UserError: as `make_jobs` and `read_results` do.
+    """
     jobs = make_jobs(plan, evaluation, sets, folder)
-    done = read_results(jobs)
-    progress(f"{len(done)} of {len(jobs)} runs are finished already; baseline {plan.baseline}")
-    failed = run_jobs([job for job in jobs if job["name"] not in done], at_once, progress)
+    finished = read_results(jobs)
+    progress(f"{len(finished)} of {len(jobs)} runs are finished already; baseline {plan.baseline}")
+    missing = [job for job in jobs if job["name"] not in finished]
+    failed = run_jobs(missing, max_processes, progress)
     return read_results(jobs), failed
 
 
-def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Train and score as a job says."""
-    code = provenance()  # of what runs, whatever is changed meanwhile
-    folder, evaluation = Path(job["folder"]), job["evaluation"]
+def run_job(job: Job) -> dict[str, Any]:
+    """Train and score the run of a job, and return the content of its result.json."""
+    # Read before training: the commit of the code that runs, even if files change later.
+    code = provenance()
+    folder = Path(job["folder"])
+    evaluation = job["evaluation"]
     model_args, data_args, args = parse(job["options"])
     data = load_run_data(data_args, args)
     if evaluation["updates"]:
-        args.eval_strategy, args.eval_steps, args.eval_on_start = (
-            IntervalStrategy.STEPS,
-            evaluation["updates"],
-            True,
-        )
-        first, similarity = _load_set(evaluation, evaluation["data"][0]), cast(Any, args.similarity)
-        metrics = [name.lower() for name in METRICS]
-        evaluator = RetrievalEvaluator(first, metrics, evaluation["batch_size"], similarity)
-        data = data._replace(evaluator=evaluator)
+        args.eval_strategy = IntervalStrategy.STEPS
+        args.eval_steps = evaluation["updates"]
+        args.eval_on_start = True
+        data = data._replace(evaluator=_make_evaluator(evaluation, args))
     encoder = load_encoder(model_args, args)
     initial_weights = model_fingerprint(encoder)
     trainer = make_trainer(encoder, model_args, args, data)
     trainer.train()
+
     log = read_log(folder / TRAIN_LOG)
     seconds = [record["seconds"] for record in log]
-    ratios = [
-        record["grad_norm_ratio"] for record in log if record.get("grad_norm_ratio") is not None
-    ]
-    curve = []
-    for point in read_log(folder / EVAL_LOG) if evaluation["updates"] else []:
-        scores = {name: point[f"eval_{name.lower()}"] for name in METRICS}
-        curve.append(
-            {"update": point["update"], "train_seconds": sum(seconds[: point["update"]]), **scores}
-        )
-    # In the precision that was asked for, whatever the training's: the model is taken out of mixed precision.
+    norm_ratios = []
+    for record in log:
+        if record.get("grad_norm_ratio") is not None:
+            norm_ratios.append(record["grad_norm_ratio"])
+    # The model outside of mixed precision, so that it is scored in the precision that was set.
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
-    how: Any = {
-        "similarity": args.similarity,
-        **{key: evaluation[key] for key in ("batch_size", "precision")},
-    }
-    sets = (_load_set(evaluation, given) for given in evaluation["data"])
-    results = [evaluate_beir(model, one, (10, 20, 100), show_progress=False, **how) for one in sets]
-    gpu = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else None
+    is_cuda = args.device.type == "cuda"
     return {
-        **{key: job[key] for key in ("name", "entry", "method", "seed", "labels", "identity")},
+        "name": job["name"],
+        "entry": job["entry"],
+        "method": job["method"],
+        "seed": job["seed"],
+        "labels": job["labels"],
+        "identity": job["identity"],
         "initial_weights": initial_weights,
-        "data_order": _data_order(args, data.training),
+        "data_order": _fingerprint_data_order(args, data.training),
         "pairs_per_update": args.total_train_batch_size,
         "updates": trainer.state.global_step,
         "pairs_trained": sum(record["pairs"] for record in log),
         "train_seconds": sum(seconds),
         "seconds_per_update": statistics.median(seconds),
         "peak_memory_mb": max(record["peak_memory_mb"] for record in log),
-        "grad_norm_ratio": statistics.fmean(ratios) if ratios else None,
+        "grad_norm_ratio": statistics.fmean(norm_ratios) if norm_ratios else None,
         "final_loss": log[-1]["loss"],
-        "curve": curve,
-        "evaluations": {
-            x.data["name"]: {"metrics": x.metrics, "per_query": x.per_query} for x in results
-        },
+        "curve": _read_curve(folder, seconds) if evaluation["updates"] else [],
+        "evaluations": _score_model(model, evaluation, args),
         "machine": {
             "cores": os.cpu_count(),
             "cpu": platform.machine(),
             "threads": torch.get_num_threads(),
-            "gpu": gpu,
+            "gpu": torch.cuda.get_device_name(args.device) if is_cuda else None,
         },
         **code,
     }
 
 
-def _data_order(args: Any, data: Any) -> str:
-    """Equal for runs whose updates hold the same pairs: epoch and seed decide, unless batches are composed by size."""
-    by_size = name_of(args.batch_sampler) != "batch_sampler" or args.dataloader_drop_last
-    size = args.per_device_train_batch_size if by_size or isinstance(data.dataset, dict) else None
-    return fingerprint(data.fingerprint, args.order_seed, size)
+def _make_evaluator(evaluation: Evaluation, args: ContAccumTrainingArguments) -> RetrievalEvaluator:
+    """Return the evaluator that scores the model on the first data set during training."""
+    return RetrievalEvaluator(
+        _load_set(evaluation, evaluation["data"][0]),
+        [name.lower() for name in METRICS],
+        evaluation["batch_size"],
+        cast(Any, args.similarity),  # str | None; the arguments' check allows the same values
+    )
 
 
-def run_jobs(
-    jobs: Sequence[Job],
-    at_once: int | None,
-    progress: Callable[[str], None] = print,
-    command: Sequence[str] = (sys.executable, "-m", "contaccum.comparison.run"),
-) -> dict[str, str]:
-    """Run every job in an empty folder and a process of its own; returns name -> why, for those that failed.
-
-    Whatever ends this function, an interrupt for instance, ends the processes.
+def _read_curve(folder: Path, seconds: Sequence[float]) -> list[dict[str, Any]]:
+    """Return the scores during training, with the number of updates and the seconds before each.
 
     Args:
-        at_once: at most; None: one with an accelerator, else one for every two cores.
+        seconds: the seconds of each update.
     """
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    at_once = min(
-        at_once or (1 if torch.accelerator.is_available() else max(1, cores // 2)),
-        max(1, len(jobs)),
-    )
-    threads = dict.fromkeys(
-        ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), str(max(1, cores // at_once))
-    )
-    waiting = list(jobs)
-    running: list[tuple[Job, subprocess.Popen[bytes]]] = []
-    failed: dict[str, str] = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < at_once:
-                job = waiting.pop(0)
-                progress(f"[{len(jobs) - len(waiting)}/{len(jobs)}] {job['name']}: started")
-                folder = Path(job["folder"])
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir(parents=True)
-                write_json(folder / "job.json", job)
-                with (
-                    open(folder / "stdout.log", "wb") as out,
-                    open(folder / "stderr.log", "wb") as err,
-                ):
-                    pipes: Any = {"stdin": subprocess.PIPE, "stdout": out, "stderr": err}
-                    given = [*command, str(folder / "job.json")]
-                    running.append(
-                        (job, subprocess.Popen(given, env={**os.environ, **threads}, **pipes))
-                    )
-            time.sleep(0.1)
-            for job, process in [pair for pair in running if pair[1].poll() is not None]:
-                running.remove((job, process))
-                if process.returncode:
-                    said = Path(job["folder"], "stderr.log").read_text(
-                        encoding="utf-8", errors="replace"
-                    )
-                    last = redact(said.strip().rpartition("\n")[2])[:300]
-                    failed[job["name"]] = (
-                        f"exit code {process.returncode}: {last or 'nothing on stderr'}"
-                    )
-                progress(f"{job['name']}: {failed.get(job['name'], 'done')}")
-    finally:
-        for _, process in running:
-            process.communicate()  # closes the pipe, which the process takes for the end of its parent
-    return failed
+    curve = []
+    for record in read_log(folder / EVAL_LOG):
+        num_updates = record["update"]
+        point = {"update": num_updates, "train_seconds": sum(seconds[:num_updates])}
+        for name in METRICS:
+            point[name] = record[f"eval_{name.lower()}"]
+        curve.append(point)
+    return curve
+
+
+def _score_model(
+    model: Any, evaluation: Evaluation, args: ContAccumTrainingArguments
+) -> dict[str, dict[str, Any]]:
+    """Return {name of the data set: its metrics, and the metrics of each query}."""
+    scores = {}
+    for path in evaluation["data"]:
+        result = evaluate_beir(
+            model,
+            _load_set(evaluation, path),
+            _K_VALUES,
+            show_progress=False,
+            similarity=args.similarity,
+            batch_size=evaluation["batch_size"],
+            precision=evaluation["precision"],
+        )
+        scores[result.data["name"]] = {"metrics": result.metrics, "per_query": result.per_query}
+    return scores
+
+
+def _fingerprint_data_order(args: ContAccumTrainingArguments, training_data: Any) -> str:
+    """Return a text that is equal for runs whose updates hold the same pairs.
+
+    The seed decides the order of the pairs. The micro-batch size matters as well if a sampler
+    composes batches, an incomplete batch is dropped, or there are several data sets.
+    """
+    is_composed = get_name(args.batch_sampler) != "batch_sampler"
+    has_several_sets = isinstance(training_data.dataset, dict)
+    batch_size = None
+    if is_composed or args.dataloader_drop_last or has_several_sets:
+        batch_size = args.per_device_train_batch_size
+    return fingerprint(training_data.fingerprint, args.order_seed, batch_size)
+
+
+def _exit_with_parent() -> None:
+    """Exit when the parent process ends.
+
+    The parent holds the other end of stdin and never writes to it. However the parent ends, the
+    pipe closes and the read returns.
+    """
+    os.read(0, 1)
+    os._exit(130)
+
+
+def _main(job_file: str) -> None:
+    """Do the run of a job file, and write its result."""
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    job = read_json(job_file)
+    write_json(Path(job["folder"], RESULT_FILE), run_job(job))
 
 
 if __name__ == "__main__":
-
-    def end_with_the_parent() -> None:
-        # The parent holds the other end of this pipe and never writes. However it ends, the pipe closes.
-        os.read(0, 1)
-        os._exit(130)
-
-    threading.Thread(target=end_with_the_parent, daemon=True).start()
-    job = read_json(sys.argv[1])
-    write_json(Path(job["folder"], "result.json"), run_job(job))
+    _main(sys.argv[1])

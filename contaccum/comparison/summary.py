@@ -7,7 +7,7 @@ shows the same tables as report.md.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,23 +16,27 @@ from contaccum.evaluation.metrics import add_holm, paired_bootstrap
 if TYPE_CHECKING:
     from contaccum.comparison.plan import Group, Plan
 
-# Metric as evaluate_beir names it -> its name in a report. Curves show the first one.
 METRICS = {
     "NDCG@10": "nDCG@10",
     "Recall@100": "Recall@100",
     "MRR@10": "MRR@10",
     "Accuracy@20": "Top-20 accuracy",
 }
-NOTES = """\
-Mean and standard deviation (sd) are over seeds. A difference is to the baseline in the same cell of
-the grid. Its interval and p-value come from a paired bootstrap over queries (10,000 resamples,
-two-sided, scores averaged over seeds first): they say how the difference varies with the queries,
-and the sd says how a score varies with the seed. Holm's p is corrected over the rows of its table.
-A value in brackets is the baseline's: the row itself has no such setting. Seconds are of training
-alone; s/update is the median. The gradient ratio is passages over queries."""
+"""{metric, as `evaluate_beir` names it: its title in a report}; curves show the first metric."""
 
-# Column of the table of costs -> key of a run's result, average over seeds, format.
-COST: dict[str, tuple[str, Any, str]] = {
+MAIN_METRIC = next(iter(METRICS))
+
+NOTES = """\
+The mean and the standard deviation (sd) are over seeds. A difference is the score of a row minus
+the score of the baseline in the same cell of the grid. Its interval and p-value come from a paired
+bootstrap over queries (10,000 resamples, two-sided; scores are averaged over seeds first): they
+show how the difference varies with the queries, and the sd shows how a score varies with the seed.
+Holm's p is corrected over the rows of its table. A value in brackets is a setting of the baseline
+that the method of the row does not use. Seconds are training time without evaluation; s/update is
+the median. The gradient ratio is the norm of the passage gradients over the norm of the query
+gradients."""
+
+COST: dict[str, tuple[str, Callable[[list[float]], float], str]] = {
     "pairs": ("pairs_trained", statistics.fmean, "{:,.0f}"),
     "s/update": ("seconds_per_update", statistics.median, "{:.3f}"),
     "training s": ("train_seconds", statistics.fmean, "{:,.1f}"),
@@ -40,11 +44,16 @@ COST: dict[str, tuple[str, Any, str]] = {
     "gradient ratio": ("grad_norm_ratio", statistics.fmean, "{:.3f}"),
     "final loss": ("final_loss", statistics.fmean, "{:.4f}"),
 }
+"""{column of the table of costs: (key of a run's result, its average over seeds, its format)}"""
 
-_SWITCHED_OFF = {"-", "false", "none", "0", "0.0"}  # values of a setting that an entry is without
+# Values of a loss setting that mean "off" or "not used by the method".
+_SWITCHED_OFF = {"-", "false", "none", "0", "0.0"}
 
 Results = Mapping[str, Mapping[str, Any]]
 """{name of the run: content of its result.json}"""
+
+Row = dict[str, Any]
+"""A comparison of a group with its baseline, in report.json."""
 
 
 def build_report(
@@ -56,15 +65,17 @@ def build_report(
     """Return the content of report.json.
 
     Args:
-        results: results of the finished runs.
-        failed: {name of the run: the reason}.
-        context: command, settings, data, tuning, versions and commit, which are copied as they are.
+        results: the results of the finished runs.
+        failed: {name of the run: reason}.
+        context: command, settings, data, tuning, versions and commit, which are copied unchanged.
     """
-    # Imported here, so that a page is drawn without torch.
-    from contaccum.comparison.plan import changed_settings, loss_settings
+    # Imported here, so that `contaccum report` can show a comparison without importing torch.
+    from contaccum.comparison.settings import changed_settings, loss_settings
 
     settings = loss_settings(plan)
-    groups = plan.groups.values()
+    groups = {}
+    for group in plan.groups.values():
+        groups[group.name] = _summarize(group, plan.seeds, results)
     return {
         "tuning": None,
         **context,
@@ -74,23 +85,33 @@ def build_report(
         "entries": [entry._asdict() for entry in plan.entries],
         "tricks": {"settings": settings, "said": _describe_differences(settings)},
         "changed_settings": changed_settings(plan),
-        "warnings": [*_tuning_warnings(context), *_fairness_warnings(plan, results)],
+        "warnings": [
+            *_collect_tuning_warnings(context),
+            *_collect_fairness_warnings(plan, results),
+        ],
         "failed": dict(failed),
-        "groups": {group.name: _summarize(group, plan.seeds, results) for group in groups},
+        "groups": groups,
         "comparisons": _compare_with_baseline(plan, results),
         "runs": {name: _without_scores(result) for name, result in results.items()},
     }
 
 
 def _without_scores(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's result without the scores of each query, and without what identifies it."""
-    return {key: value for key, value in result.items() if key not in ("evaluations", "identity")}
+    """Return a run's result without its identity and without the scores of each query."""
+    short_result = dict(result)
+    short_result.pop("evaluations", None)
+    short_result.pop("identity", None)
+    return short_result
 
 
 def _summarize(group: Group, seeds: Sequence[int], results: Results) -> dict[str, Any]:
-    """Return means over seeds of the figures of a group's finished runs."""
-    finished_seeds = [seed for seed in seeds if group.run(seed) in results]
-    runs = [results[group.run(seed)] for seed in finished_seeds]
+    """Return the scores and costs of a group, averaged over the seeds whose runs have finished."""
+    finished_seeds = []
+    runs = []
+    for seed in seeds:
+        if group.run_name(seed) in results:
+            finished_seeds.append(seed)
+            runs.append(results[group.run_name(seed)])
     data_names = list(runs[0]["evaluations"]) if runs else []
     summary: dict[str, Any] = {
         "entry": group.entry,
@@ -98,7 +119,7 @@ def _summarize(group: Group, seeds: Sequence[int], results: Results) -> dict[str
         "labels": dict(group.labels),
         "seeds": finished_seeds,
         "updates": sorted({run["updates"] for run in runs}),
-        "pairs_per_update": group.parsed[2].total_train_batch_size,
+        "pairs_per_update": group.arguments.training.total_train_batch_size,
         "metrics": {data: _average_metrics(runs, data) for data in data_names},
     }
     for key, average, _ in COST.values():
@@ -120,24 +141,29 @@ def _average_metrics(runs: Sequence[Mapping[str, Any]], data: str) -> dict[str, 
     return averages
 
 
-def _compare_with_baseline(plan: Plan, results: Results) -> list[dict[str, Any]]:
+def _compare_with_baseline(plan: Plan, results: Results) -> list[Row]:
     """Compare every group with the baseline of its cell, on every data set by every metric.
 
-    Scores are averaged, per query, over the seeds that both have. ``p_holm`` is corrected over all
-    rows of the same data set and metric.
+    The score of a query is averaged over the seeds for which both groups have a finished run.
+    ``p_holm`` is corrected over all rows with the same data set and metric.
     """
-    rows: list[dict[str, Any]] = []
-    for (name, baseline_name), labels in plan.pairs.items():
+    rows: list[Row] = []
+    for (name, baseline_name), labels in plan.comparisons.items():
         group = plan.groups[name]
         baseline = plan.groups[baseline_name]
         seeds = []
         for seed in plan.seeds:
-            if group.run(seed) in results and baseline.run(seed) in results:
+            if group.run_name(seed) in results and baseline.run_name(seed) in results:
                 seeds.append(seed)
-        data_names = results[group.run(seeds[0])]["evaluations"] if seeds else ()
+        data_names = results[group.run_name(seeds[0])]["evaluations"] if seeds else ()
         for data in data_names:
-            evaluations = [results[group.run(seed)]["evaluations"][data] for seed in seeds]
-            baselines = [results[baseline.run(seed)]["evaluations"][data] for seed in seeds]
+            evaluations = []
+            baseline_evaluations = []
+            for seed in seeds:
+                result = results[group.run_name(seed)]
+                baseline_result = results[baseline.run_name(seed)]
+                evaluations.append(result["evaluations"][data])
+                baseline_evaluations.append(baseline_result["evaluations"][data])
             for metric in METRICS:
                 row = {
                     "group": group.name,
@@ -147,39 +173,47 @@ def _compare_with_baseline(plan: Plan, results: Results) -> list[dict[str, Any]]
                     "data": data,
                     "metric": metric,
                     "seeds": seeds,
-                    **_compare_evaluations(evaluations, baselines, metric),
+                    **_compare_evaluations(evaluations, baseline_evaluations, metric),
                 }
                 rows.append(row)
-    for family in {(row["data"], row["metric"]) for row in rows}:
-        add_holm([row for row in rows if (row["data"], row["metric"]) == family])
+    rows_by_table: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        rows_by_table.setdefault((row["data"], row["metric"]), []).append(row)
+    for table in rows_by_table.values():
+        add_holm(table)
     return rows
 
 
 def _compare_evaluations(
     evaluations: Sequence[Mapping[str, Any]],
-    baselines: Sequence[Mapping[str, Any]],
+    baseline_evaluations: Sequence[Mapping[str, Any]],
     metric: str,
 ) -> dict[str, Any]:
-    """Return the paired bootstrap over queries, and the difference of each seed.
+    """Return the result of a paired bootstrap over queries, and the difference for each seed.
 
     Args:
-        evaluations: evaluations of a group's runs, one per seed.
-        baselines: evaluations of the baseline's runs, of the same seeds in the same order.
+        evaluations: the evaluations of a group's runs, one per seed.
+        baseline_evaluations: the evaluations of the baseline's runs, with the same seeds in the
+            same order.
     """
-    scores = by_query(evaluations, metric)
-    baseline_scores = by_query(baselines, metric)
+    scores = average_by_query(evaluations, metric)
+    baseline_scores = average_by_query(baseline_evaluations, metric)
     bootstrap = paired_bootstrap(
         list(scores.values()),
         [baseline_scores[query] for query in scores],
     )
     differences = []
-    for evaluation, baseline in zip(evaluations, baselines, strict=True):
+    for evaluation, baseline in zip(evaluations, baseline_evaluations, strict=True):
         differences.append(evaluation["metrics"][metric] - baseline["metrics"][metric])
     return {"queries": len(scores), **bootstrap, "difference_by_seed": differences}
 
 
-def by_query(evaluations: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
-    """Return {query: its score, averaged over the evaluations of several seeds}."""
+def average_by_query(evaluations: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
+    """Return {query id: mean of its score over evaluations}.
+
+    Args:
+        evaluations: the evaluations of the same queries, for instance one per seed.
+    """
     means = {}
     for query in evaluations[0]["per_query"]:
         scores = [evaluation["per_query"][query][metric] for evaluation in evaluations]
@@ -188,34 +222,38 @@ def by_query(evaluations: Sequence[Mapping[str, Any]], metric: str) -> dict[str,
 
 
 def _describe_differences(settings: Mapping[str, Mapping[str, str]]) -> str:
-    """Return a sentence on the loss's settings that only some entries have, or that differ.
+    """Return sentences on the loss settings that only some entries use, or whose values differ.
 
     Args:
         settings: {entry: {setting: its value}}, as `loss_settings` returns them.
     """
-    lacked = []
+    partly_used = []
     different = []
     for key in next(iter(settings.values())):
         values = {entry_settings[key] for entry_settings in settings.values()}
         used_values = values - _SWITCHED_OFF
         if used_values and used_values != values:
-            lacked.append(key)
+            partly_used.append(key)
         elif len(used_values) > 1:
             different.append(key)
-    parts = []
-    if lacked:
-        parts.append(f"some entries had and others had not: {', '.join(lacked)}")
+    sentences = []
+    if partly_used:
+        names = ", ".join(partly_used)
+        sentences.append(f"Settings of the loss that only some entries use: {names}.")
     if different:
-        parts.append(f"all had, with different values: {', '.join(different)}")
-    if not parts:
-        return "All entries had the same settings of the loss."
-    return f"Of the loss's settings {'; '.join(parts)}."
+        names = ", ".join(different)
+        sentences.append(
+            f"Settings of the loss that all entries use with different values: {names}."
+        )
+    if not sentences:
+        sentences.append("All entries have the same settings of the loss.")
+    return " ".join(sentences)
 
 
-def _tuning_warnings(context: Mapping[str, Any]) -> list[str]:
-    """Warn of best values at an end of those tried, and of data that a value was chosen on.
+def _collect_tuning_warnings(context: Mapping[str, Any]) -> list[str]:
+    """Return warnings about chosen values that say little, and about data used for tuning.
 
-    An entry without any best value is named too.
+    Warnings with the same text are joined in one line, with a detail of each cell of the grid.
     """
     tuning = context.get("tuning")
     if not tuning:
@@ -224,65 +262,84 @@ def _tuning_warnings(context: Mapping[str, Any]) -> list[str]:
     details_by_text: dict[str, list[str]] = {}
     for group in tuning["groups"].values():
         cell = cell_name(group["labels"])
-        if group["chosen"] is None:
-            text = f"{group['entry']}: every {key} tried failed, so that it has no final runs"
-            details_by_text.setdefault(text, []).append(cell)
-            continue
-        if group["at_end"]:
-            text = f"{group['entry']}: its best {key} is at an end of the values tried"
-            best = f"{group['chosen']} of {len(group['scores'])}"
-            details_by_text.setdefault(text, []).append(f"{cell}: {best}" if cell else best)
-        worst = group.get("worst")  # reports of earlier versions have none
-        if worst is not None and worst["low"] <= 0.0:
-            text = (
-                f"{group['entry']}: dev data do not tell its best {key} from the one that scores "
-                "lowest; take more dev queries, or do not read much into the choice"
-            )
-            interval = (
-                f"{group['chosen']} against {worst['value']}: {worst['difference']:+.4f}, 95% "
-                f"{worst['low']:+.4f} to {worst['high']:+.4f}"
-            )
-            details_by_text.setdefault(text, []).append(f"{cell}: {interval}" if cell else interval)
+        for text, detail in _warn_of_choice(key, group):
+            if cell and detail:
+                detail = f"{cell}: {detail}"
+            details_by_text.setdefault(text, []).append(detail or cell)
     lines = []
     for text, details in details_by_text.items():
-        detail = "; ".join(filter(None, details))
-        lines.append(f"{text} ({detail})" if detail else text)
+        joined = "; ".join(filter(None, details))
+        lines.append(f"{text} ({joined})" if joined else text)
     tuning_data = {data["fingerprint"] for data in tuning["data"]}
     for data in context["data"]["evaluation"]:
         if data["fingerprint"] in tuning_data:
-            text = f"{key} was chosen on this data, so that its scores are no test"
-            lines.append(f"{data['name']}: {text}")
+            lines.append(
+                f"{data['name']}: {key} was chosen on these data, so the scores on them are too "
+                "optimistic; score on other data"
+            )
     return lines
 
 
-# Key of a run's result that must be equal to the baseline's -> the warning if it is not.
+def _warn_of_choice(key: str, group: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield a warning and its detail for each weakness of a group's chosen value.
+
+    Args:
+        group: the tuning of a group, as `summarize_tuning` returns it.
+    """
+    entry = group["entry"]
+    chosen = group["chosen"]
+    if chosen is None:
+        yield f"{entry}: every run of tuning {key} failed, so there are no final runs", ""
+        return
+    if group["at_end"]:
+        text = (
+            f"{entry}: the best {key} is the smallest or the largest value tried, so a value "
+            "beyond it may be better; raise --tune_most, or try other values with --tune"
+        )
+        yield text, f"{chosen} of {len(group['scores'])} values"
+    worst = group.get("worst")  # reports of earlier versions have no such key
+    if worst is not None and worst["low"] <= 0.0:
+        text = (
+            f"{entry}: on the dev data the best {key} is not significantly better than the one "
+            "with the lowest score, so the choice says little; take more dev queries"
+        )
+        detail = (
+            f"{chosen} against {worst['value']}: {worst['difference']:+.4f}, 95% "
+            f"{worst['low']:+.4f} to {worst['high']:+.4f}"
+        )
+        yield text, detail
+
+
+# {key of a run's result that a fair comparison keeps equal: the warning if it differs}
 _SAME_AS_BASELINE = {
-    "initial_weights": "began with other weights",
-    "data_order": "saw other pairs in some update (another batch sampler, or pairs per update?)",
-    "pairs_per_update": "has other pairs per update",
+    "initial_weights": "started from other weights",
+    "data_order": (
+        "had other pairs in some update (is the batch sampler or the number of pairs different?)"
+    ),
+    "pairs_per_update": "had another number of pairs per update",
     "updates": "made another number of updates",
-    "git_commit": "was of another commit of contaccum",
-    "versions": "had other versions of packages",
-    "machine": "was on another machine, or had other threads,",
+    "git_commit": "ran with another commit of contaccum",
+    "versions": "ran with other versions of packages",
+    "machine": "ran on another machine, or with another number of threads,",
 }
 
 
-def _fairness_warnings(plan: Plan, results: Results) -> list[str]:
-    """Warn, once for each entry, if its runs differ unfairly from the baseline's of the same seed.
+def _collect_fairness_warnings(plan: Plan, results: Results) -> list[str]:
+    """Return warnings about runs that differ from the baseline's run in more than the method.
 
-    A warning names the seeds that it concerns, and the cells of the grid where the seeds are not
-    the same in every cell.
+    There is one warning for each entry and difference. It names the seeds of the runs, and the
+    cells of the grid unless the seeds are the same in every cell.
     """
     cells_by_entry: dict[str, set[str]] = {}
     seeds_by_text: dict[tuple[str, str], dict[str, list[int]]] = {}
-    for (name, baseline_name), labels in plan.pairs.items():
+    for (name, baseline_name), labels in plan.comparisons.items():
         group = plan.groups[name]
         baseline = plan.groups[baseline_name]
         cell = cell_name(labels)
         cells_by_entry.setdefault(group.entry, set()).add(cell)
         for seed in plan.seeds:
-            run = results.get(group.run(seed))
-            baseline_run = results.get(baseline.run(seed))
+            run = results.get(group.run_name(seed))
+            baseline_run = results.get(baseline.run_name(seed))
             if run is None or baseline_run is None:
                 continue
             for key, phrase in _SAME_AS_BASELINE.items():
@@ -292,24 +349,29 @@ def _fairness_warnings(plan: Plan, results: Results) -> list[str]:
                     seeds_by_cell.setdefault(cell, []).append(seed)
     lines = []
     for (entry, text), seeds_by_cell in seeds_by_text.items():
-        details = {cell: _seeds_text(seeds) for cell, seeds in seeds_by_cell.items()}
-        all_cells = seeds_by_cell.keys() == cells_by_entry[entry]
-        if all_cells and len(set(details.values())) == 1:
-            detail = next(iter(details.values()))
+        seeds_of_cells = list(seeds_by_cell.values())
+        is_same_in_all_cells = seeds_by_cell.keys() == cells_by_entry[
+            entry
+        ] and seeds_of_cells.count(seeds_of_cells[0]) == len(seeds_of_cells)
+        if is_same_in_all_cells:
+            detail = _format_seeds(seeds_of_cells[0])
         else:
-            detail = "; ".join(f"{cell}, {seeds}" for cell, seeds in details.items())
+            details = []
+            for cell, seeds in seeds_by_cell.items():
+                details.append(f"{cell}, {_format_seeds(seeds)}")
+            detail = "; ".join(details)
         lines.append(f"{text}: {detail}")
     return lines
 
 
-def _seeds_text(seeds: Sequence[int]) -> str:
+def _format_seeds(seeds: Sequence[int]) -> str:
     """Return "seed 3", or "seeds 0, 1 and 2"."""
     noun = "seed" if len(seeds) == 1 else "seeds"
     return f"{noun} {join_words([str(seed) for seed in seeds])}"
 
 
 def cell_name(labels: Mapping[str, str]) -> str:
-    """Return the grid's values of a group: "bank_size=8, learning_rate=1e-3"."""
+    """Return the labels of a group as text: "bank_size=8, learning_rate=1e-3"."""
     return ", ".join(f"{key}={value}" for key, value in labels.items())
 
 
@@ -320,9 +382,9 @@ def join_words(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def markdown(report: Mapping[str, Any]) -> str:
-    """Return the text of report.md: the result and warnings, costs, then what was compared."""
-    main_metric, *other_metrics = METRICS
+def render_markdown(report: Mapping[str, Any]) -> str:
+    """Return the text of report.md: result, warnings, other metrics, costs, data and settings."""
+    other_metrics = [metric for metric in METRICS if metric != MAIN_METRIC]
     differing_settings = {}
     common_settings = {}
     for key, value_by_entry in report["changed_settings"].items():
@@ -334,7 +396,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     context = {
         "report": report,
         "metric_titles": METRICS,
-        "main_metric": main_metric,
+        "main_metric": MAIN_METRIC,
         "other_metrics": other_metrics,
         "rows": table_rows,
         "cost": COST,
@@ -347,10 +409,10 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def template(path: Path, **settings: Any) -> Any:
-    """Return a Jinja template, in which an undefined name is an error.
+    """Return a Jinja template that raises an error for an undefined name.
 
     Args:
-        settings: more settings of Jinja's environment.
+        settings: further settings of Jinja's environment.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -367,9 +429,9 @@ def template(path: Path, **settings: Any) -> Any:
 def table_rows(report: Mapping[str, Any], data: str, metric: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of the table of a data set and metric.
 
-    A row has ``entry`` and ``labels``; ``mean``, ``sd`` and ``values`` of a group; and
-    ``compared``, the report's comparison with a baseline. A group has a row for each baseline that
-    it is compared with, or one row where ``compared`` is None.
+    A row has the group's ``entry``, ``labels``, ``mean``, ``sd`` and ``values``, and ``compared``,
+    the comparison with a baseline. There is one row for each baseline that a group is compared
+    with. The ``compared`` of a group without a baseline is None.
     """
     for name, group in report["groups"].items():
         values = group["metrics"].get(data, {}).get(metric)

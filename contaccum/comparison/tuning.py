@@ -1,8 +1,9 @@
-"""One setting, chosen for each group by itself on dev data: values tried as on a ladder, which is climbed to its best.
+"""Tuning of one setting in `contaccum compare`: the best value for each group, on dev data.
 
-Every group begins with the same values. While its best is the smallest or the largest of those tried, one more is
-tried beyond it. That follows from scores alone, so that the same command tries the same again. Nothing here sees the
-data that the final runs are scored on.
+Every group starts with the same values. While its best value is the smallest or the largest of
+those tried, one more value is tried beyond it (see `contaccum.tuning.ladder`). The next values
+depend on the scores alone, so the same command tries the same values again. The data that the final
+runs are scored on are not used here.
 """
 
 from __future__ import annotations
@@ -12,64 +13,81 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from contaccum.comparison.plan import Plan, refuse_own, tunable, with_value
-from contaccum.comparison.summary import METRICS, Results, by_query
+from contaccum.comparison.options import refuse_reserved_keys
+from contaccum.comparison.plan import Group, Plan, add_setting, select_tunable_groups
+from contaccum.comparison.summary import MAIN_METRIC, METRICS, Results, average_by_query
 from contaccum.errors import ConfigError
 from contaccum.tuning.choice import compare_scores
-from contaccum.tuning.ladder import Scores, best_of, next_values
+from contaccum.tuning.ladder import Scores, choose_value, next_values
+
+_MIN_FACTOR = 1.1  # values that differ by a smaller factor would be equal after rounding
 
 
 class Ladder(NamedTuple):
-    """What is tuned, and how far.
+    """The setting that is tuned, and the values to try.
 
     Attributes:
-        values: that every group tries, as text.
-        factor: between the last value and one beyond it, which has two significant digits.
-        most: values that a group tries.
+        key: the name of the setting.
+        values: the values that every group tries, as text.
+        factor: the ratio between the last value and a value beyond it.
+        max_values: the largest number of values that a group tries.
+        seeds: the seeds of the runs of each value.
     """
 
     key: str
     values: Sequence[str]
     factor: float
-    most: int
+    max_values: int
     seeds: Sequence[int]
 
 
 def read_ladder(
-    plan: Plan, given: str | None, factor: float, most: int, seeds: Sequence[int] | None
+    plan: Plan,
+    text: str | None,
+    factor: float,
+    max_values: int,
+    seeds: Sequence[int] | None,
 ) -> Ladder:
-    """What was asked for with ``key=value,value``; raises `ConfigError` for what cannot be climbed."""
-    if given is None:
+    """Parse the options ``--tune key=value,value``, ``--tune_factor`` and so on.
+
+    Args:
+        text: the argument of ``--tune``.
+        factor, max_values: see `Ladder`.
+        seeds: the seeds of the runs of each value; None: the first seed of the plan.
+
+    Raises:
+        ConfigError: for a missing or wrong argument, or a setting that cannot be tuned.
+    """
+    if text is None:
         raise ConfigError(
-            "--tune_data without --tune: it does nothing. Say what to tune, such as learning_rate=1e-4,3e-4"
+            "--tune_data without --tune: no setting would be tuned. Add a setting with its values, "
+            "such as --tune learning_rate=1e-4,3e-4"
         )
-    key, _, text = given.partition("=")
+    key, _, value_text = text.partition("=")
     try:
-        values = {float(value): value for value in text.split(",")}
+        values = {float(value): value for value in value_text.split(",")}
     except ValueError:
         values = {}
-    if len(values) < 2 or not all(0 < value < math.inf for value in values):
-        raise ConfigError(
-            f"--tune {given}: write key=value,value with two positive numbers or more"
-        )
+    is_positive = all(0 < value < math.inf for value in values)
+    if len(values) < 2 or not is_positive:
+        raise ConfigError(f"--tune {text}: write key=value,value with two positive numbers or more")
     if key in plan.grid:
         raise ConfigError(f"--tune {key} with --grid {key}: drop one of them")
-    if not 1.1 <= factor < math.inf:  # a smaller one would be lost in rounding
-        raise ConfigError(f"--tune_factor must be at least 1.1, got {factor}")
-    refuse_own([key])
-    return Ladder(
-        key, list(values.values()), factor, most, list(dict.fromkeys(seeds or plan.seeds[:1]))
-    )
+    if not _MIN_FACTOR <= factor < math.inf:
+        raise ConfigError(f"--tune_factor must be at least {_MIN_FACTOR}, got {factor}")
+    refuse_reserved_keys([key])
+    distinct_seeds = list(dict.fromkeys(seeds or plan.seeds[:1]))
+    return Ladder(key, list(values.values()), factor, max_values, distinct_seeds)
 
 
-class Climb(NamedTuple):
-    """What the runs of tuning have found.
+class TuningResult(NamedTuple):
+    """The scores of all values that were tried.
 
     Attributes:
-        scores: {group: {value as text: its mean score on dev, None where a run failed}}.
-        query_scores: {group: {value as text: {query: its score, averaged over seeds}}}, of values
-            whose runs have all scored.
-        failed: {name of the run: why}.
+        scores: {group: {value as text: its mean score on dev, None if a run failed}}.
+        query_scores: {group: {value as text: {query: its score, averaged over seeds}}} for the
+            values whose runs have all finished.
+        failed: {name of the run: why it failed}.
     """
 
     scores: dict[str, dict[str, float | None]]
@@ -77,83 +95,123 @@ class Climb(NamedTuple):
     failed: dict[str, str]
 
 
-def climb(
+class _Candidate(NamedTuple):
+    """A value to try for a group.
+
+    Attributes:
+        group: the name of the group that is tuned.
+        tuning_group: the group with the value.
+    """
+
+    group: str
+    value: str
+    tuning_group: Group
+
+
+def tune_groups(
     plan: Plan, ladder: Ladder, train: Callable[[Plan], tuple[Results, dict[str, str]]]
-) -> Climb:
-    """Tune all groups, in rounds, each with the runs that every group still needs.
+) -> TuningResult:
+    """Tune all groups that use the setting, in rounds.
+
+    A round has the runs that every group needs next, so that they can run at the same time.
 
     Args:
-        train: does what is missing of a plan; gives results and failures by name of the run.
+        train: does the runs of a plan that are missing, and returns {name of the run: result} and
+            {name of the run: why it failed}.
     """
-    names = [group.name for group in tunable(plan, ladder.key)]
-    found = Climb({name: {} for name in names}, {name: {} for name in names}, {})
+    tuning = TuningResult({}, {}, {})
+    for group in select_tunable_groups(plan, ladder.key):
+        tuning.scores[group.name] = {}
+        tuning.query_scores[group.name] = {}
     while True:
-        rungs = []
-        for name, tried in found.scores.items():
-            for value in next_values(ladder.values, ladder.factor, ladder.most, tried):
-                rungs.append((name, value, with_value(plan.groups[name], ladder.key, value)))
-        if not rungs:
-            return found
-        groups = {group.name: group for _, _, group in rungs}
+        candidates = _select_candidates(plan, ladder, tuning)
+        if not candidates:
+            return tuning
+        groups = {}
+        for candidate in candidates:
+            groups[candidate.tuning_group.name] = candidate.tuning_group
         results, failed = train(plan._replace(seeds=ladder.seeds, groups=groups))
-        found.failed.update({f"tune/{run}": why for run, why in failed.items()})
-        for name, value, group in rungs:
-            runs = [results[group.run(seed)] for seed in ladder.seeds if group.run(seed) in results]
-            found.scores[name][value] = None
+        for run_name, reason in failed.items():
+            tuning.failed[f"tune/{run_name}"] = reason
+        for name, value, group in candidates:
+            tuning.scores[name][value] = None
+            runs = []
+            for seed in ladder.seeds:
+                if group.run_name(seed) in results:
+                    runs.append(results[group.run_name(seed)])
             if len(runs) == len(ladder.seeds):
-                found.scores[name][value] = _mean_score(runs)
-                found.query_scores[name][value] = _query_scores(runs)
+                tuning.scores[name][value] = _average_score(runs)
+                tuning.query_scores[name][value] = _average_query_scores(runs)
 
 
-def _mean_score(runs: Sequence[Mapping[str, Any]]) -> float:
+def _select_candidates(plan: Plan, ladder: Ladder, tuning: TuningResult) -> list[_Candidate]:
+    """Return the values that every group has to try next; empty at the end of the tuning."""
+    candidates = []
+    for name, scores in tuning.scores.items():
+        for value in next_values(ladder.values, ladder.factor, ladder.max_values, scores):
+            tuning_group = add_setting(plan.groups[name], ladder.key, value)
+            candidates.append(_Candidate(name, value, tuning_group))
+    return candidates
+
+
+def _average_score(runs: Sequence[Mapping[str, Any]]) -> float:
     """Return the mean of the main metric over runs and data sets."""
-    metric = next(iter(METRICS))
     scores = []
     for run in runs:
         for evaluation in run["evaluations"].values():
-            scores.append(evaluation["metrics"][metric])
+            scores.append(evaluation["metrics"][MAIN_METRIC])
     return fmean(scores)
 
 
-def _query_scores(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return {data set and query: its score by the main metric, averaged over runs}."""
-    metric = next(iter(METRICS))
+def _average_query_scores(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return {data set and query: mean of the main metric over runs}."""
     scores = {}
     for data in runs[0]["evaluations"]:
         evaluations = [run["evaluations"][data] for run in runs]
-        for query, score in by_query(evaluations, metric).items():
+        for query, score in average_by_query(evaluations, MAIN_METRIC).items():
             scores[f"{data} {query}"] = score
     return scores
 
 
-def about_tuning(
-    plan: Plan, ladder: Ladder, found: Climb, sets: Sequence[Mapping[str, Any]]
+def summarize_tuning(
+    plan: Plan, ladder: Ladder, tuning: TuningResult, sets: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return what a report says of the tuning.
+    """Return the part of report.json on the tuning.
 
-    That is the ladder, all values ``tried``, the data, and of each group the scores, the chosen
-    value, and ``worst``: how far the chosen value is from the one that scores lowest.
+    It has the ladder, all values that were ``tried``, the dev data, and for each group the scores,
+    the ``chosen`` value, and under ``worst`` the comparison of the chosen value with the value that
+    has the lowest score.
+
+    Args:
+        sets: the descriptions of the dev data sets.
     """
     groups = {}
-    for name, tried in found.scores.items():
+    all_values = set()
+    for name, scores in tuning.scores.items():
         group = plan.groups[name]
-        chosen = best_of(tried)
-        ordered = sorted(tried, key=float)
+        chosen = choose_value(scores)
+        final_name = None
+        if chosen is not None:
+            final_name = add_setting(group, ladder.key, chosen).name
+        ordered_values = sorted(scores, key=float)
+        all_values.update(ordered_values)
         groups[name] = {
             "entry": group.entry,
             "labels": dict(group.labels),
-            "scores": {value: tried[value] for value in ordered},
+            "scores": {value: scores[value] for value in ordered_values},
             "chosen": chosen,
-            "at_end": chosen in (ordered[0], ordered[-1]),
-            "worst": _compare_with_worst(chosen, tried, found.query_scores[name]),
-            "final": chosen and with_value(group, ladder.key, chosen).name,
+            "at_end": chosen in (ordered_values[0], ordered_values[-1]),
+            "worst": _compare_with_worst(chosen, scores, tuning.query_scores[name]),
+            "final": final_name,
         }
-    tried_by_all = sorted({value for tried in found.scores.values() for value in tried}, key=float)
-    metric = next(iter(METRICS.values()))
     return {
-        **ladder._asdict(),
-        "metric": metric,
-        "tried": tried_by_all,
+        "key": ladder.key,
+        "values": ladder.values,
+        "factor": ladder.factor,
+        "most": ladder.max_values,
+        "seeds": ladder.seeds,
+        "metric": METRICS[MAIN_METRIC],
+        "tried": sorted(all_values, key=float),
         "data": list(sets),
         "groups": groups,
     }
@@ -162,13 +220,16 @@ def about_tuning(
 def _compare_with_worst(
     chosen: str | None, scores: Scores, query_scores: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Any] | None:
-    """Compare the chosen value with the one that scores lowest, by a paired bootstrap over queries.
+    """Compare the chosen value with the value that has the lowest score, by a paired bootstrap.
 
     Returns:
-        None if nothing else has scored.
+        None if no other value was scored.
     """
-    others = [value for value, score in scores.items() if score is not None and value != chosen]
-    if chosen is None or not others:
+    other_scores = {}
+    for value, score in scores.items():
+        if score is not None and value != chosen:
+            other_scores[value] = score
+    if chosen is None or not other_scores:
         return None
-    worst = min(others, key=lambda value: scores[value] or 0.0)
+    worst = min(other_scores, key=other_scores.__getitem__)
     return {"value": worst, **compare_scores(query_scores[chosen], query_scores[worst])}

@@ -1,19 +1,15 @@
-"""Training data: records of any format in a cache of Arrow files, as rows that are sampled when they are read.
+"""Training data: records of any format in a cache of Arrow files, as rows that are sampled.
 
-The cache holds each record once, with all its positives and negatives; what rows take of them is `sampling`'s affair.
-`datasets` writes the files, locks them, and maps them into memory.
+The cache holds each record once, with all its positives and negatives. `contaccum.data.sampling`
+makes rows of the records when rows are read. `datasets` writes the files, locks them, and maps them
+into memory.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,51 +17,76 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from contaccum.data import sampling
-from contaccum.data.readers import DATA_FORMATS, JUDGED, DataFormat, Source, parse_columns
+from contaccum.data.cache import CachedRecords, cache_records
+from contaccum.data.fields import parse_columns
+from contaccum.data.formats import DATA_FORMATS, JUDGED_FORMATS, DataFormat
+from contaccum.data.readers import Source
 from contaccum.data.records import OnBadRecord, RecordReport, one_line, quoted
-from contaccum.data.sampling import (
-    EpochSampling,
-    MissingNegatives,
-    PositivesUsed,
-    Selection,
-    several_positives,
-)
+from contaccum.data.sampling import EpochSampling, collect_known_positives
+from contaccum.data.selection import MissingNegatives, PositivesUsed, Selection
 from contaccum.errors import ConfigError, DataError, check_choice
-from contaccum.files import AnyPath, Fingerprint, cache_folder, fingerprint, read_json, write_json
+from contaccum.files import AnyPath, fingerprint
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
-_TRIPLES = (
-    30  # of an MS MARCO query that are sampled from unless said otherwise: published are hundreds
-)
+_DEFAULT_TRIPLES = 30
+"""Negatives per MS MARCO query to sample from by default; the published triples have hundreds."""
+
+SET_KEYS = {
+    "path": "path",
+    "name": "name",
+    "format": "data_format",
+    "columns": "columns",
+    "split": "split",
+    "corpus": "corpus",
+    "min_score": "min_score",
+}
+"""Keys of one set in the settings, and the arguments of `load_training_data` for them."""
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Training pairs, and where they came from."""
+    """Training pairs and their origin.
 
-    # Rows {"query", "positive", "negative_1" .. "negative_h"} of texts, in this order, and "label" for the loss: ids
-    # where queries have several positives, a teacher's scores where they are asked for, or both.
+    Attributes:
+        dataset: rows of the texts "query", "positive", "negative_1" .. "negative_h", in this order,
+            and of a "label" for the loss: text ids if a query has several positives, teacher scores
+            if they are used, or both.
+        path: the source.
+        data_format: its format.
+        report: counts of used and bad records.
+        fingerprint: sha256, in hex, of the texts in order and of everything that is sampled from.
+        transform: the sampling of the rows.
+        pairs: int64 (n, 2), text ids of query and positive for every pair, mapped from a file.
+        unused_scores: True if the records have teacher scores that are not used.
+    """
+
     dataset: Dataset
     path: str
     data_format: DataFormat
-    report: RecordReport  # what became of every record
-    fingerprint: str  # sha256, in hex, of the texts in order and of all that is sampled from
-    transform: EpochSampling  # what makes the rows
-    pairs: np.ndarray  # int64 (n, 2), hashes of query and positive for every pair, mapped
-    unused_scores: bool = False  # there are a teacher's scores, which nobody asked for
+    report: RecordReport
+    fingerprint: str
+    transform: EpochSampling
+    pairs: np.ndarray
+    unused_scores: bool = False
 
     @property
     def known_positives(self) -> np.ndarray | None:
-        """int64 (r, 2), hashes of query and positive for every pair of the queries that have several positives, in one
-        record or in many; None: there are none."""
+        """Pairs of all queries that have several positives, in one record or in many.
+
+        int64 (r, 2), text ids of query and positive; None if there are none.
+        """
         return self.transform.known_positives
 
     def record(self) -> dict[str, Any]:
-        """What a result says of it."""
-        about = {"path": self.path, "format": self.data_format, "fingerprint": self.fingerprint}
-        return about | {"rows": len(self.dataset)}
+        """Return a description of the data, for results."""
+        return {
+            "path": self.path,
+            "format": self.data_format,
+            "fingerprint": self.fingerprint,
+            "rows": len(self.dataset),
+        }
 
 
 def load_training_data(
@@ -83,19 +104,25 @@ def load_training_data(
     corpus: AnyPath | None = None,
     min_score: float | None = None,
 ) -> TrainingData:
-    """Read training pairs with `num_hard_negatives` (h) hard negatives each; a second time, open what was read.
+    """Load training pairs with `num_hard_negatives` (h) hard negatives each.
 
-    Rows hold the texts of the epoch that was set with ``transform.set_epoch``, or of epoch 0.
+    The records are read once and cached. A row holds the texts of the epoch that is set with
+    ``transform.set_epoch``, at first epoch 0.
 
     Args:
-        path, data_format, split, columns, on_bad_record, corpus, min_score: see `read_records`.
-        num_hard_negatives, positives, negatives_from, missing_negatives: see `Selection`.
-        negatives_to_come: a source without hard negatives is no mistake, as they will be mined while training.
-        teacher_scores: rows hold those of their positive and negatives; a record without them is a bad record.
+        path, data_format, split, columns, corpus, min_score: see `read_records`.
+        on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
+        num_hard_negatives, negatives_from, missing_negatives: see `Selection`.
+        positives: see `Selection`; None: "all" for formats with judgements (BEIR, MS MARCO), each
+            of which is a pair, else "draw".
+        negatives_to_come: True to allow a source without hard negatives, because negatives will be
+            mined during training.
+        teacher_scores: True to give rows the teacher scores of their positive and negatives; a
+            record without scores is then a bad record.
 
     Raises:
-        ConfigError: an unknown format, or settings that cannot be used.
-        DataError: a source, a record or a cache that cannot be used, no row is left, or no record has a negative.
+        ConfigError: for an unknown format, or settings that cannot work together.
+        DataError: for data or a cache that cannot be used, or if no row or no negative is left.
     """
     report = RecordReport(on_bad_record)
     source = Source(
@@ -108,249 +135,280 @@ def load_training_data(
         min_score=min_score,
     )
     if source.data_format == "msmarco":
-        source.num_negatives = 0
-        if num_hard_negatives:
-            source.num_negatives = negatives_from or max(_TRIPLES, num_hard_negatives)
-    if not positives:
-        positives = "all" if source.data_format in JUDGED else "draw"
+        source.num_negatives = _count_msmarco_negatives(num_hard_negatives, negatives_from)
+    positives = positives or _choose_positives(source.data_format)
     selection = Selection(num_hard_negatives, positives, negatives_from, missing_negatives)
-    records, pairs, facts = _cached(source, report)
-    report.restore(facts["report"])
-    num_positives = _list_lengths(records, "positives")
-    num_negatives = _list_lengths(records, "negatives")
-    if num_hard_negatives and not num_negatives.any() and not negatives_to_come:
-        message = (
-            f"num_hard_negatives={num_hard_negatives}, but no record has a negative (mine some)"
-        )
-        raise DataError(one_line(f"{path}: {message}"))
+    cached = cache_records(source, report)
+    num_positives = _list_lengths(cached.records, "positives")
+    num_negatives = _list_lengths(cached.records, "negatives")
+    if num_hard_negatives and not negatives_to_come:
+        _refuse_missing_negatives(path, num_hard_negatives, num_negatives)
     if teacher_scores:
         _refuse_fillers_without_score(path, selection, num_negatives)
-    kept = np.arange(len(records))
-    if missing_negatives == "drop":
-        kept = np.flatnonzero(num_negatives >= num_hard_negatives)
-    report.leave_out(source.path, sampling.TOO_FEW, len(records) - len(kept))
-    report.refuse_if_nothing_left(path, len(kept), "training pairs")
-    names = ["query", "positive", *(f"negative_{i + 1}" for i in range(num_hard_negatives))]
-    rows = _rows_of_records(kept, len(records), selection, num_positives)
-    transform = EpochSampling(records, names, selection, rows, several_positives(pairs))
-    transform.gives_scores = teacher_scores
+    used_records = _select_records(path, selection, num_negatives, report)
+    transform = EpochSampling(
+        cached.records,
+        _name_columns(num_hard_negatives),
+        selection,
+        _assign_rows(used_records, len(cached.records), selection, num_positives),
+        collect_known_positives(cached.pairs),
+    )
+    transform.has_teacher_scores = teacher_scores
     return TrainingData(
-        sampling.as_rows(transform),
+        sampling.make_sampled_dataset(transform),
         str(path),
         source.data_format,
         report,
-        _content_fingerprint(facts, selection, num_positives, num_negatives, teacher_scores),
+        _compute_fingerprint(cached, selection, num_positives, num_negatives, teacher_scores),
         transform,
-        pairs,
-        unused_scores=facts["scores"] != fingerprint() and not teacher_scores,
+        cached.pairs,
+        unused_scores=cached.has_scores and not teacher_scores,
     )
 
 
-def _list_lengths(records: Dataset, name: str) -> np.ndarray:
+def _choose_positives(data_format: DataFormat) -> PositivesUsed:
+    """Return the default use of a record's positives: each judgement is a pair of its own."""
+    if data_format in JUDGED_FORMATS:
+        return "all"
+    return "draw"
+
+
+def _count_msmarco_negatives(num_hard_negatives: int, negatives_from: int | None) -> int:
+    """Return how many negatives of each MS MARCO query are read."""
+    if num_hard_negatives == 0:
+        return 0
+    return negatives_from or max(_DEFAULT_TRIPLES, num_hard_negatives)
+
+
+def _name_columns(num_hard_negatives: int) -> list[str]:
+    """Return the columns of a row of training data."""
+    negative_columns = [f"negative_{number}" for number in range(1, num_hard_negatives + 1)]
+    return ["query", "positive", *negative_columns]
+
+
+def _refuse_missing_negatives(
+    path: AnyPath, num_hard_negatives: int, num_negatives: np.ndarray
+) -> None:
+    """Raise `DataError` if hard negatives are needed and no record has one."""
+    if not num_negatives.any():
+        message = (
+            f"{path}: num_hard_negatives={num_hard_negatives}, but no record has a negative "
+            "(mine some)"
+        )
+        raise DataError(one_line(message))
+
+
+def _select_records(
+    path: AnyPath, selection: Selection, num_negatives: np.ndarray, report: RecordReport
+) -> np.ndarray:
+    """Return the numbers of the records to train on, and report those that have too few negatives.
+
+    Raises:
+        DataError: if no record is left.
+    """
+    used_records = np.arange(len(num_negatives))
+    if selection.missing_negatives == "drop":
+        used_records = np.flatnonzero(num_negatives >= selection.num_hard_negatives)
+    report.leave_out(path, sampling.TOO_FEW, len(num_negatives) - len(used_records))
+    report.refuse_if_nothing_left(path, len(used_records), "training pairs")
+    return used_records
+
+
+def _list_lengths(records: Dataset, column: str) -> np.ndarray:
     """Return the number of texts in each record's list, without reading the texts."""
     import pyarrow.compute as pc
 
-    return pc.list_value_length(records.data.column(name)).to_numpy()
+    return pc.list_value_length(records.data.column(column)).to_numpy()
 
 
 def _refuse_fillers_without_score(
     path: AnyPath, selection: Selection, num_negatives: np.ndarray
 ) -> None:
-    """Refuse records that would be filled up with passages for which there is no teacher's score."""
+    """Raise `DataError` for records that would be filled with passages without a teacher score."""
     h = selection.num_hard_negatives
     num_short = int((num_negatives < h).sum())
     if selection.missing_negatives == "fill" and num_short:
-        message = f"{num_short} records have fewer than num_hard_negatives={h} negatives, and what fills up has no score"
+        message = (
+            f"{num_short} records have fewer than num_hard_negatives={h} negatives, "
+            "and the passages that would be added have no teacher score"
+        )
         remedy = "set missing_negatives=drop, or lower num_hard_negatives"
         raise DataError(one_line(f"{path}: {message} ({remedy})"))
 
 
-def _rows_of_records(
-    kept: np.ndarray, num_records: int, selection: Selection, num_positives: np.ndarray
+def _assign_rows(
+    used_records: np.ndarray, num_records: int, selection: Selection, num_positives: np.ndarray
 ) -> np.ndarray | None:
-    """Return the record of each row, and which of its positives the row has, int64 (N, 2).
+    """Return the record of each row and the index of its positive, int64 (N, 2).
 
     None: row i is record i.
+
+    Args:
+        used_records: numbers of the records that are not dropped, int64.
+        num_records: number of all records.
+        selection: the settings of the sampling.
+        num_positives: number of positives of each record.
     """
-    rows_per_record = np.ones_like(kept)
+    rows_per_record = np.ones_like(used_records)
     if selection.positives == "all":
-        rows_per_record = num_positives[kept]
-    if len(kept) == num_records and rows_per_record.max() <= 1:
+        rows_per_record = num_positives[used_records]
+    if len(used_records) == num_records and rows_per_record.max() <= 1:
         return None
     first_rows = np.cumsum(rows_per_record) - rows_per_record
-    which_positive = np.arange(rows_per_record.sum()) - np.repeat(first_rows, rows_per_record)
-    return np.column_stack([np.repeat(kept, rows_per_record), which_positive])
+    rows = np.arange(rows_per_record.sum())
+    positive_indices = rows - np.repeat(first_rows, rows_per_record)
+    return np.column_stack([np.repeat(used_records, rows_per_record), positive_indices])
 
 
-def _content_fingerprint(
-    facts: Mapping[str, Any],
+def _compute_fingerprint(
+    cached: CachedRecords,
     selection: Selection,
     num_positives: np.ndarray,
     num_negatives: np.ndarray,
     teacher_scores: bool,
 ) -> str:
-    """Return the fingerprint of the texts and of the settings that make a difference to them."""
-    parts: list[Any] = [facts["texts"]]
-    parts.append(selection.positives if num_positives.max() > 1 else "one")
+    """Return the fingerprint of the texts, and of the settings that change the sampled texts."""
+    parts: list[object] = [cached.texts_fingerprint]
+    has_several_positives = num_positives.max() > 1
+    parts.append(selection.positives if has_several_positives else "one")
     if selection.num_hard_negatives:
-        most = num_negatives.max()
-        parts += [facts["negatives"], selection.num_hard_negatives]
-        parts.append(int(min(selection.negatives_from or most, most)))
+        most_negatives = num_negatives.max()
+        sampled_from = min(selection.negatives_from or most_negatives, most_negatives)
+        parts += [cached.negatives_fingerprint, selection.num_hard_negatives, int(sampled_from)]
         has_missing = num_negatives.min() < selection.num_hard_negatives
         parts.append(selection.missing_negatives if has_missing else None)
     if teacher_scores:
-        parts.append(facts["scores"])
+        parts.append(cached.scores_fingerprint)
     return fingerprint(*parts)
-
-
-SET_KEYS = {
-    "path": "path",
-    "name": "name",
-    "format": "data_format",
-    "columns": "columns",
-    "split": "split",
-}
-SET_KEYS |= {"corpus": "corpus", "min_score": "min_score"}
-"""What may be said of one set, and the arguments of `load_training_data` that it becomes."""
 
 
 @dataclass(frozen=True)
 class TrainingSets:
-    """Several sets that were read, by name, or one."""
+    """One or several training sets.
+
+    Attributes:
+        parts: the sets by name.
+        fingerprint: sha256, in hex, of the fingerprints of all sets in order.
+    """
 
     parts: Mapping[str, TrainingData]
-    fingerprint: str  # sha256, in hex, of those of all in order
+    fingerprint: str
 
     @property
     def dataset(self) -> Dataset | DatasetDict:
-        """The rows, of several by the names of the sets."""
+        """The rows of the set; of several sets, a dict of their rows by name."""
         from datasets import DatasetDict
 
         rows = {name: part.dataset for name, part in self.parts.items()}
-        return DatasetDict(rows) if len(rows) > 1 else next(iter(rows.values()))
+        if len(rows) > 1:
+            return DatasetDict(rows)
+        return next(iter(rows.values()))
 
     def record(self) -> dict[str, Any]:
-        """What a result says of them."""
-        return {
-            "fingerprint": self.fingerprint,
-            "sets": {name: part.record() for name, part in self.parts.items()},
-        }
+        """Return a description of the sets, for results."""
+        sets = {name: part.record() for name, part in self.parts.items()}
+        return {"fingerprint": self.fingerprint, "sets": sets}
 
     def summary(self) -> str:
-        """A line for each set: what became of its records, and of scores."""
-        unused = {True: "; its teacher scores are not used (set distill)", False: ""}
-        return "\n".join(
-            f"{name}: {x.report.summary()}{unused[x.unused_scores]}"
-            for name, x in self.parts.items()
-        )
+        """Return a line for each set: the counts of its records, and unused scores."""
+        lines = []
+        for name, part in self.parts.items():
+            line = f"{name}: {part.report.summary()}"
+            if part.unused_scores:
+                line += "; its teacher scores are not used (set distill)"
+            lines.append(line)
+        return "\n".join(lines)
 
 
 def load_training_sets(sets: Mapping[str, Mapping[str, Any]], **common: Any) -> TrainingSets:
-    """Read each set as `load_training_data` does with its arguments and `common`; of several, all know the positives
-    of all: what any set calls a positive of a query is no negative of it in another.
+    """Load one or several training sets.
+
+    Several sets share their known positives: a positive that any set has for a query is no negative
+    of this query in the other sets.
+
+    Args:
+        sets: {name: arguments of `load_training_data`}.
+        common: arguments for all sets, unless a set has its own.
 
     Raises:
-        ConfigError, DataError: as `load_training_data`.
+        ConfigError, DataError: see `load_training_data`.
     """
-    parts = {name: load_training_data(**{**common, **how}) for name, how in sets.items()}
-    if len(parts) > 1:
-        known = several_positives(np.concatenate([part.pairs for part in parts.values()]))
-        for part in parts.values():  # whose rows meet, and equal texts must be known for that
-            part.transform.gives_ids, part.transform.known_positives = True, known
-    found = [part.fingerprint for part in parts.values()]
-    return TrainingSets(parts, found[0] if len(found) == 1 else fingerprint(*found))
+    parts = {}
+    for name, arguments in sets.items():
+        parts[name] = load_training_data(**{**common, **arguments})
+    fingerprints = [part.fingerprint for part in parts.values()]
+    if len(parts) == 1:
+        return TrainingSets(parts, fingerprints[0])
+    if parts:
+        _share_known_positives(list(parts.values()))
+    return TrainingSets(parts, fingerprint(*fingerprints))
+
+
+def _share_known_positives(parts: Sequence[TrainingData]) -> None:
+    """Set the known positives of each set to those of all sets."""
+    all_pairs = np.concatenate([part.pairs for part in parts])
+    known_positives = collect_known_positives(all_pairs)
+    for part in parts:
+        part.transform.known_positives = known_positives
+        # Rows of all sets share a bank, so equal texts must be recognised across sets.
+        part.transform.has_text_ids = True
 
 
 def parse_training_sets(
-    given: Sequence[str | Mapping[str, Any]], common: Mapping[str, Any] | None = None
+    sets: Sequence[str | Mapping[str, Any]], common: Mapping[str, Any] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The arguments of `load_training_data` for each set by its name, from paths and mappings with keys of `SET_KEYS`.
+    """Return the arguments of `load_training_data` for each training set, by its name.
 
-    A mapping, or a text that is one in JSON, overrides what is `common` to all. Raises `ConfigError` for what cannot be
-    used, and for two sets of one name.
+    Args:
+        sets: paths, mappings with the keys of `SET_KEYS`, or texts that are such mappings in JSON.
+        common: arguments for all sets, unless a set has its own.
+
+    Raises:
+        ConfigError: for a setting that cannot be used, or two sets with one name.
     """
-    sets: dict[str, dict[str, Any]] = {}
-    for item in given:
+    arguments_by_name: dict[str, dict[str, Any]] = {}
+    for item in sets:
         try:
-            said: Any = item
-            if isinstance(item, str):
-                said = json.loads(item) if item.lstrip().startswith("{") else {"path": item}
-            for key in said:
-                check_choice("a key of a set", key, SET_KEYS)
-            how = {**(common or {}), **{SET_KEYS[key]: value for key, value in said.items()}}
-            if not isinstance(how.get("path"), str):
-                raise ConfigError("a set has a path, as {path: FILE}")
-            how["columns"] = parse_columns(how.get("columns"))
-            check_choice("format", how.get("data_format"), (None, *DATA_FORMATS))
-            Selection(**{one.name: how[one.name] for one in fields(Selection) if one.name in how})
-        except ValueError as error:  # a ConfigError is one too
+            arguments = {**(common or {}), **_parse_set(item)}
+            _check_set(arguments)
+        except ValueError as error:  # ConfigError is a ValueError too
             raise ConfigError(one_line(f"train_data: {quoted(item)}: {error}")) from error
-        file = re.sub(
-            r"(\.(jsonl|json|csv|tsv|parquet))?(\.gz)?$", "", Path(how["path"]).resolve().name
-        )
-        name = how.pop("name", file)
-        if name in sets:
+        default_name = _get_stem(arguments["path"])
+        name = arguments.pop("name", default_name)
+        if name in arguments_by_name:
             raise ConfigError(
                 f"train_data: two sets are called {name!r}: give one of them another name"
             )
-        sets[name] = how
-    return sets
+        arguments_by_name[name] = arguments
+    return arguments_by_name
 
 
-_ABOUT, _PAIRS = "about.json", "pairs.int64"
+def _parse_set(item: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `load_training_data` that one set sets itself."""
+    settings: Mapping[str, Any]
+    if not isinstance(item, str):
+        settings = item
+    elif item.lstrip().startswith("{"):
+        settings = json.loads(item)
+    else:
+        settings = {"path": item}
+    arguments = {}
+    for key, value in settings.items():
+        check_choice("a key of a set", key, SET_KEYS)
+        arguments[SET_KEYS[key]] = value
+    return arguments
 
 
-def _cached(source: Source, report: RecordReport) -> tuple[Dataset, np.ndarray, dict[str, Any]]:
-    """The records of a source in the cache, their `pairs`, and facts; one process writes what is not there."""
-    from datasets import Dataset, Features, List, Value, disable_progress_bars
-    from datasets.exceptions import DatasetGenerationError
-
-    key = source.key(report.on_bad_record)[:32]
-    folder = cache_folder("datasets", key)
-    texts = List(Value("string"))
-    features = Features(
-        query=Value("string"), positives=texts, negatives=texts, scores=List(Value("float32"))
-    )
-
-    def generate() -> Iterator[dict[str, Any]]:
-        content, negatives, scores, count = Fingerprint(), Fingerprint(), Fingerprint(), 0
-        with open(folder / _PAIRS, "wb") as pairs_file:
-            for count, record in enumerate(source.records(report), start=1):  # noqa: B007  # used when it ends
-                query, *positives = sampling.text_ids([record.query, *record.positives])
-                pairs_file.write(
-                    b"".join(query.tobytes() + positive.tobytes() for positive in positives)
-                )
-                content.add(record.query, *record.positives, "")
-                negatives.add(*record.negatives, "")
-                if record.scores is not None:
-                    scores.add(record.scores)
-                yield record._asdict()
-        report.refuse_if_nothing_left(source.path, count, "training pairs")
-        about = {"texts": content.hex(), "negatives": negatives.hex(), "scores": scores.hex()}
-        write_json(folder / _ABOUT, about | {"report": vars(report)})
-        _remove_unused(folder.parent)
-
-    if not sys.stderr.isatty():  # no bars in a log
-        disable_progress_bars()
-    try:
-        records = Dataset.from_generator(generate, features, str(folder), fingerprint=key)
-        os.utime(folder / _ABOUT)
-    except (DatasetGenerationError, OSError) as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, OSError):
-            raise DataError(
-                one_line(f"{folder}: the data cannot be stored: {cause} (set CONTACCUM_CACHE)")
-            ) from error
-        raise cause from None
-    pairs = np.memmap(folder / _PAIRS, dtype=np.int64, mode="r").reshape(-1, 2)
-    return records, pairs, read_json(folder / _ABOUT)
+def _check_set(arguments: dict[str, Any]) -> None:
+    """Check the arguments of a set, and parse its columns; raises `ConfigError`."""
+    if not isinstance(arguments.get("path"), str):
+        raise ConfigError("a set has a path, as {path: FILE}")
+    arguments["columns"] = parse_columns(arguments.get("columns"))
+    check_choice("format", arguments.get("data_format"), (None, *DATA_FORMATS))
+    selection_fields = [setting.name for setting in fields(Selection)]
+    Selection(**{name: arguments[name] for name in selection_fields if name in arguments})
 
 
-def _remove_unused(folder: Path) -> None:
-    """Remove what has not been opened for `$CONTACCUM_CACHE_DAYS` days, 30 by default."""
-    oldest = time.time() - float(os.environ.get("CONTACCUM_CACHE_DAYS") or 30) * 86_400
-    for entry in folder.iterdir():
-        with suppress(OSError):
-            opened = max(path.stat().st_mtime for path in (entry, entry / _ABOUT) if path.exists())
-            if opened < oldest:
-                shutil.rmtree(entry, ignore_errors=True)
+def _get_stem(path: str) -> str:
+    """Return the name of a file or folder without its extensions for data and gzip."""
+    return re.sub(r"(\.(jsonl|json|csv|tsv|parquet))?(\.gz)?$", "", Path(path).resolve().name)

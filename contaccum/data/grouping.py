@@ -1,8 +1,8 @@
-"""Which training records hang together, so that a split must not part them.
+"""Groups of training records that a split must keep on one side.
 
-Two records hang together if they share a text (a query or a positive passage, equal after case and
-white space) or a near-duplicate of one. What hangs together, directly or through others, is a
-group: a connected component of the graph of texts.
+Two records are linked if they share a text (a query or a positive passage, equal after case and
+white space) or have nearly the same text. A group is a connected component of the graph of linked
+records: all records that are linked directly or through other records.
 """
 
 from __future__ import annotations
@@ -12,24 +12,32 @@ from typing import Literal, NamedTuple
 
 from scipy.cluster.hierarchy import DisjointSet
 
-from contaccum.data.beir import BeirDataset
+from contaccum.data.beir import BeirDataset, get_positives
+from contaccum.data.fields import Record
 from contaccum.data.near_duplicates import join_near_duplicates, normalise
-from contaccum.data.readers import Record
-from contaccum.data.records import passage_text
 
 HeldOutBy = Literal["passage", "query"]
-"""What records hang together by: queries and passages, or queries alone."""
+"""Texts that link records: queries and passages ("passage"), or queries alone ("query")."""
 
-_MOST_SHARED = 0.2  # of the queries of a test set that is still said to hold out passages
+_MAX_SHARED_QUERIES = 0.2
+"""Share of test queries with a training passage up to which a test set holds out passages."""
 
 
 class Grouping(NamedTuple):
-    """Which records hang together."""
+    """The groups of the records. A group is named by a number.
+
+    Attributes:
+        group_of_record: the group of each record.
+        queries_of_group: {group: number of distinct queries of its records}.
+        key_of_group: {group: its query that is alphabetically first}.
+        groups_of_test: groups that are linked with the test set that the data came with.
+        num_near_duplicates: number of texts that nearly equal an earlier text.
+    """
 
     group_of_record: list[int]
-    queries_of_group: dict[int, int]  # number of distinct queries of the records of each group
-    key_of_group: dict[int, str]  # of each group the query that comes first in the alphabet
-    groups_of_test: set[int]  # those that hang together with a test set which the data came with
+    queries_of_group: dict[int, int]
+    key_of_group: dict[int, str]
+    groups_of_test: set[int]
     num_near_duplicates: int
 
 
@@ -39,69 +47,71 @@ def group_records(
     held_out_by: HeldOutBy,
     show_progress: bool = False,
 ) -> Grouping:
-    """Find the records that hang together.
+    """Group the records that are linked.
 
     Args:
-        test: a test set that the data came with.
-        held_out_by: with "query", passages do not count.
+        records: the training records.
+        test: a test set that the data came with; None: there is none.
+        held_out_by: "query" to link records by queries alone.
+        show_progress: True for a progress bar.
     """
-    texts: dict[str, int] = {}
-    pairs = []
+    text_numbers: dict[str, int] = {}
+    links = []
     for record in records:
-        query = texts.setdefault(normalise(record.query), len(texts))
+        query = text_numbers.setdefault(normalise(record.query), len(text_numbers))
         if held_out_by == "passage":
             for positive in record.positives:
-                passage = texts.setdefault(normalise(positive), len(texts))
-                pairs.append((query, passage))
-    texts_of_test = set()
+                passage = text_numbers.setdefault(normalise(positive), len(text_numbers))
+                links.append((query, passage))
+    test_texts = set()
     if test is not None:
-        for text in _texts_of_test(test, held_out_by):
-            texts_of_test.add(texts.setdefault(normalise(text), len(texts)))
+        for text in _iter_test_texts(test, held_out_by):
+            test_texts.add(text_numbers.setdefault(normalise(text), len(text_numbers)))
 
-    groups = DisjointSet(range(len(texts)))
-    for query, passage in pairs:
+    groups = DisjointSet(range(len(text_numbers)))
+    for query, passage in links:
         groups.merge(query, passage)
-    num_near_duplicates = join_near_duplicates(list(texts), groups, show_progress)
+    num_near_duplicates = join_near_duplicates(list(text_numbers), groups, show_progress)
 
     group_of_record = []
     queries: dict[int, set[str]] = {}
     for record in records:
         query_text = normalise(record.query)
-        group = groups[texts[query_text]]
+        group = groups[text_numbers[query_text]]
         group_of_record.append(group)
         queries.setdefault(group, set()).add(query_text)
     return Grouping(
         group_of_record,
-        {group: len(members) for group, members in queries.items()},
-        {group: min(members) for group, members in queries.items()},
-        {groups[text] for text in texts_of_test},
-        num_near_duplicates,
+        queries_of_group={group: len(members) for group, members in queries.items()},
+        key_of_group={group: min(members) for group, members in queries.items()},
+        groups_of_test={groups[text] for text in test_texts},
+        num_near_duplicates=num_near_duplicates,
     )
 
 
-def held_out_like(records: Sequence[Record], test: BeirDataset | None) -> HeldOutBy:
-    """Return how to hold out queries so that they are to the records what the test set is to them.
+def choose_held_out_by(records: Sequence[Record], test: BeirDataset | None) -> HeldOutBy:
+    """Choose how to hold out dev queries, so that dev resembles the test set.
 
-    It is "query" if over a fifth of the test queries need a passage that a record needs too.
+    Returns:
+        "query" if more than a fifth of the test queries have a positive that a training record has
+        too, else "passage".
     """
     if test is None:
         return "passage"
-    positives = {normalise(positive) for record in records for positive in record.positives}
+    training_positives: set[str] = set()
+    for record in records:
+        training_positives.update(normalise(positive) for positive in record.positives)
     num_shared = 0
-    for query in test.queries:
-        passages = _positives_of_query(test, query)
-        num_shared += any(normalise(passage) in positives for passage in passages)
-    return "query" if num_shared > _MOST_SHARED * len(test.queries) else "passage"
+    for query_id in test.queries:
+        test_positives = {normalise(positive) for positive in get_positives(test, query_id)}
+        if not test_positives.isdisjoint(training_positives):
+            num_shared += 1
+    return "query" if num_shared > _MAX_SHARED_QUERIES * len(test.queries) else "passage"
 
 
-def _texts_of_test(test: BeirDataset, held_out_by: HeldOutBy) -> Iterator[str]:
-    for query, text in test.queries.items():
+def _iter_test_texts(test: BeirDataset, held_out_by: HeldOutBy) -> Iterator[str]:
+    """Yield the texts of a test set that link records."""
+    for query_id, text in test.queries.items():
         yield text
         if held_out_by == "passage":
-            yield from _positives_of_query(test, query)
-
-
-def _positives_of_query(dataset: BeirDataset, query: str) -> list[str]:
-    """Return the texts of the relevant documents of a query, by its id."""
-    judged = dataset.qrels[query]
-    return [passage_text(**dataset.corpus[name]) for name, grade in judged.items() if grade > 0]
+            yield from get_positives(test, query_id)

@@ -1,8 +1,8 @@
 """The wire format of the "label" column: row numbers, text ids and teacher scores of a row.
 
-sentence-transformers passes one tensor of labels to a loss, so everything that a loss needs to know
-about the rows of a batch travels in one column. With c text columns (query, positive, negatives), a
-row's label is one of these:
+sentence-transformers passes one tensor of labels to a loss, so everything that a loss needs besides
+the texts is in one column. With c text columns (query, positive, negatives), a row's label is one
+of these:
 
 | content | value of a row | shape of a batch |
 |---|---|---|
@@ -32,11 +32,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Labels:
-    """The decoded labels of a batch of n rows; None for what the labels do not contain."""
+    """Decoded labels of a batch of n rows with c text columns; None for a missing part.
 
-    row_numbers: Tensor | None = None  # int64 (n,)
-    text_ids: Tensor | None = None  # int64 (n, c): query, positive, negatives
-    teacher_scores: Tensor | None = None  # (n, c - 1): positive, negatives
+    Attributes:
+        row_numbers: row numbers, int64 (n,).
+        text_ids: ids of query, positive and negatives, int64 (n, c).
+        teacher_scores: scores of positive and negatives, (n, c - 1).
+    """
+
+    row_numbers: Tensor | None = None
+    text_ids: Tensor | None = None
+    teacher_scores: Tensor | None = None
 
 
 def encode(
@@ -44,7 +50,7 @@ def encode(
     text_ids: Sequence[int] = (),
     teacher_scores: Sequence[float] = (),
 ) -> int | list[int] | list[float]:
-    """Return the label of one row; see the module for the format.
+    """Encode the label of one row in the format of this module.
 
     Args:
         row_number: None to leave it out.
@@ -52,7 +58,7 @@ def encode(
         teacher_scores: scores of the positive and the negatives; empty to leave them out.
 
     Raises:
-        ValueError: for a combination that the format does not have.
+        ValueError: for a row number together with teacher scores.
     """
     if teacher_scores:
         if row_number is not None:
@@ -69,9 +75,9 @@ def encode(
 
 
 def decode(labels: Tensor | None, num_columns: int) -> Labels:
-    """Return the text ids and teacher scores in the labels of a batch.
+    """Decode the text ids and teacher scores in the labels of a batch.
 
-    Labels of another shape or dtype belong to a user's own data set; nothing is read from them.
+    Labels of another shape or dtype come from a user's own data set; they decode to None.
 
     Args:
         labels: the labels of a batch without row numbers; see `decode_row_numbers`.
@@ -96,7 +102,7 @@ def decode(labels: Tensor | None, num_columns: int) -> Labels:
 
 
 def decode_row_numbers(labels: Tensor) -> Labels:
-    """Return the row numbers and, if there are any, the text ids of a batch with row numbers."""
+    """Decode the row numbers and, if present, the text ids of a batch with row numbers."""
     if labels.ndim == 1:
         return Labels(row_numbers=labels)
     return Labels(row_numbers=labels[:, 0], text_ids=labels[:, 1:])

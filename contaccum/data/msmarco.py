@@ -1,6 +1,6 @@
-"""MS MARCO passage ranking: a folder of collection, queries, qrels and triples of ids.
+"""MS MARCO passage ranking: a folder with a collection, queries, qrels, and triples of ids.
 
-Held in memory are the judgements, and 8 bytes for each triple that is used; texts are found by their ids.
+Memory holds the judgements, and 8 bytes for each triple that is used. Texts are looked up on disk.
 """
 
 from __future__ import annotations
@@ -8,57 +8,96 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from contaccum.data.beir import beir_file, score_of
-from contaccum.data.records import RecordReport, TextsById, cells_of, read_lines, take, text_of
+from contaccum.data.beir import find_beir_file, parse_grade
+from contaccum.data.records import RecordReport, parse_rows, parse_text, read_lines, split_cells
+from contaccum.data.text_lookup import TextLookup
+
+
+class QueryTexts(NamedTuple):
+    """Texts of a query, its relevant passages and its negatives."""
+
+    query: str
+    positives: list[str]
+    negatives: list[str]
+
+
+class _Judgement(NamedTuple):
+    """A line of the qrels; `passage` is the passage's number in the `TextLookup`."""
+
+    query_id: str
+    passage: int
+    grade: int
 
 
 def read_msmarco(
     folder: Path, split: str, num_negatives: int | None, report: RecordReport
-) -> Iterator[tuple[str, list[str], list[str]]]:
-    """(query, positives, negatives) for each query that a split judges above 0, in the order of the qrels.
+) -> Iterator[QueryTexts]:
+    """Yield each query that a split judges above 0, in the order of the qrels.
 
-    Negatives are those of the folder's triples of ids for the split (qid, positive pid, negative pid), in the order of
-    the file: the first `num_negatives`, None: all; with 0 that file is not read. Published triples hold hundreds.
-    Raises `DataError`.
+    The negatives come from the folder's file of triples of ids (query, positive, negative) for the
+    split.
+
+    Args:
+        folder: the folder.
+        split: name of the split, such as "train" or "dev.small".
+        num_negatives: number of triples per query to use, the first of the file; None: all. With 0
+            the triples are not read. The published files have hundreds per query.
+        report: receives the counts of records.
+
+    Raises:
+        DataError: for a missing file, or a bad record under "stop".
     """
-    names = (f"qrels.{split}.tsv", "collection.tsv", f"queries.{split}.tsv")
-    qrels, collection, asked = (beir_file(folder, name) for name in names)
-    # triples.SPLIT.*.tsv is left alone: those that are published hold texts.
-    triples = [] if num_negatives == 0 else sorted(folder.glob(f"*qidpidtriples.{split}.*"))[:1]
-    passages, queries = (
-        TextsById(path, take(path, read_lines(path), _text, report)) for path in (collection, asked)
-    )
+    qrels_file = find_beir_file(folder, f"qrels.{split}.tsv")
+    collection_file = find_beir_file(folder, "collection.tsv")
+    queries_file = find_beir_file(folder, f"queries.{split}.tsv")
+    passages = _read_texts(collection_file, report)
+    queries = _read_texts(queries_file, report)
 
-    def judgement(line: str) -> tuple[str, int, int]:
-        query, _, passage, score = cells_of(line, 4, None)
-        queries.place(query)
-        return query, passages.place(passage), score_of(score)
+    def parse_judgement(line: str) -> _Judgement:
+        query_id, _, passage_id, grade = split_cells(line, 4, None)
+        queries.find_number(query_id)
+        return _Judgement(query_id, passages.find_number(passage_id), parse_grade(grade))
 
-    judged: dict[str, list[int]] = {}
-    for query, passage, score in take(qrels, read_lines(qrels), judgement, report):
-        if score > 0:
-            judged.setdefault(query, []).append(passage)
-    negatives = {query: array("q") for query in judged}
+    positives: dict[str, list[int]] = {}
+    for judgement in parse_rows(qrels_file, read_lines(qrels_file), parse_judgement, report):
+        if judgement.grade > 0:
+            positives.setdefault(judgement.query_id, []).append(judgement.passage)
+    negatives = {query_id: array("q") for query_id in positives}
 
-    def triple(line: str) -> None:
-        query, _, passage = cells_of(line, 3, None)
-        if query not in negatives:
-            queries.place(query)
-        elif num_negatives is None or len(negatives[query]) < num_negatives:
-            negatives[query].append(passages.place(passage))
+    def add_negative(line: str) -> None:
+        query_id, _, passage_id = split_cells(line, 3, None)
+        if query_id not in negatives:
+            queries.find_number(query_id)
+        elif num_negatives is None or len(negatives[query_id]) < num_negatives:
+            negatives[query_id].append(passages.find_number(passage_id))
 
-    for path in triples:
-        for _ in take(path, read_lines(path), triple, report):
+    triples_file = None if num_negatives == 0 else _find_triples_file(folder, split)
+    if triples_file is not None:
+        for _ in parse_rows(triples_file, read_lines(triples_file), add_negative, report):
             pass
-    for query, positives in judged.items():
-        yield (
-            queries[queries.place(query)],
-            [passages[p] for p in positives],
-            [passages[p] for p in negatives[query]],
+    for query_id, positive_numbers in positives.items():
+        yield QueryTexts(
+            queries.get_text(queries.find_number(query_id)),
+            [passages.get_text(number) for number in positive_numbers],
+            [passages.get_text(number) for number in negatives[query_id]],
         )
 
 
-def _text(line: str) -> tuple[str, str]:
-    identifier, text = cells_of(line, 2)
-    return identifier, text_of(text, "text").strip()
+def _find_triples_file(folder: Path, split: str) -> Path | None:
+    """Return the file of triples of ids, or None.
+
+    The published triples.SPLIT.*.tsv do not count, because they hold texts.
+    """
+    files = sorted(folder.glob(f"*qidpidtriples.{split}.*"))
+    return files[0] if files else None
+
+
+def _read_texts(path: Path, report: RecordReport) -> TextLookup:
+    return TextLookup(path, parse_rows(path, read_lines(path), _parse_text_line, report))
+
+
+def _parse_text_line(line: str) -> tuple[str, str]:
+    text_id, text = split_cells(line, 2)
+    return text_id, parse_text(text, "text").strip()

@@ -1,12 +1,12 @@
-"""Texts that are nearly the same, by the MinHash of their character 5-grams.
+"""Near-duplicates: texts that are nearly the same, by the MinHash of their character 5-grams.
 
-Two texts are near-duplicates if at least `LEAST_OVERLAP` of the 5-grams that occur in one of them
-occur in both (Jaccard similarity, estimated from `_NUM_HASHES` hashes, so to about 0.04). Case,
-white space and punctuation do not count. One word of twelve may differ, or of a long passage every
-tenth.
+Two texts are near-duplicates if the Jaccard similarity of their sets of 5-grams is at least
+`LEAST_OVERLAP`: of all 5-grams that occur in either text, that share occurs in both. It is
+estimated from `_NUM_HASHES` hashes, with an error of about 0.04. Case, white space and punctuation
+do not count. For example, two sentences of twelve words may differ in one word.
 
-Source of MinHash: Broder, "On the resemblance and containment of documents", 1997. Its buckets
-(locality-sensitive hashing) are those of the library datasketch.
+Source of MinHash: Broder, "On the resemblance and containment of documents", 1997. The library
+datasketch finds candidates by locality-sensitive hashing.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from scipy.cluster.hierarchy import DisjointSet
 from tqdm import tqdm
 
 LEAST_OVERLAP = 0.7
-"""Jaccard similarity from which on two texts are near-duplicates."""
+"""Least Jaccard similarity of near-duplicates."""
 
 _GRAM_LENGTH = 5
 _NUM_HASHES = 128
-_BUCKET_OVERLAP = 0.6  # of candidates: lower than what is looked for, so that few are missed
+_CANDIDATE_OVERLAP = 0.6  # lower than LEAST_OVERLAP, so that few near-duplicates are missed
 
 
 def normalise(text: str) -> str:
-    """Return a text without differences of case, width of characters and white space."""
+    """Return a text in lower case, with normal character widths and single spaces."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
@@ -38,17 +38,18 @@ def join_near_duplicates(
 ) -> int:
     """Merge the groups of texts that are near-duplicates.
 
-    Memory is some 7 KB a text.
+    It takes about 7 KB of memory for each text.
 
     Args:
-        groups: has the indices of the texts as elements. Two texts that are in one group already
-            are not compared.
+        texts: the texts.
+        groups: disjoint sets of the texts' indices. Texts of the same group are not compared.
+        show_progress: True for a progress bar.
 
     Returns:
-        The number of texts that were merged with an earlier one.
+        The number of texts that were merged with an earlier text.
     """
     num_merged = 0
-    buckets = MinHashLSH(threshold=_BUCKET_OVERLAP, num_perm=_NUM_HASHES)
+    buckets = MinHashLSH(threshold=_CANDIDATE_OVERLAP, num_perm=_NUM_HASHES)
     signatures: list[MinHash] = []
     progress = tqdm(texts, desc="near-duplicates", unit=" texts", disable=not show_progress)
     for index, text in enumerate(progress):

@@ -1,7 +1,7 @@
-"""Which rows share a micro-batch: a function of seed and epoch alone, so that runs resume.
+"""Batch samplers whose order is a function of seed and epoch alone, so that a run can resume.
 
-sentence-transformers' default order comes from one generator that runs on: a run resumed in its second epoch would see
-the first epoch's order again. Its samplers without duplicates, proportional and round robin are used as they are.
+The default sampler of sentence-transformers draws all epochs from one generator: a run that resumes
+in its second epoch would repeat the order of the first. Its other samplers are used as they are.
 """
 
 from __future__ import annotations
@@ -15,33 +15,36 @@ from sentence_transformers.base.sampler import DefaultBatchSampler, NoDuplicates
 
 from contaccum.data.sampling import first_texts, text_ids
 
+_SEED_FACTOR = 1_000_003  # a prime: no two pairs of small seeds and epochs have one generator seed
+
 
 class EpochBatchSampler(DefaultBatchSampler):
-    """Batches in an order that ``seed`` and ``set_epoch`` determine; every row is in one, the last may be shorter."""
+    """Batches of rows in an order that depends on ``seed`` and ``set_epoch`` alone.
+
+    Every row is in one batch; the last batch may be smaller.
+    """
 
     def __iter__(self) -> Iterator[list[int]]:
-        rows = len(self.sampler)  # type: ignore[arg-type]  # torch's random one
-        order = torch.randperm(
-            rows, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        )
-        for batch in order.split(
-            self.batch_size
-        ):  # a list of all rows would take five times the memory
+        num_rows = len(self.sampler)  # type: ignore[arg-type]  # a torch RandomSampler has a length
+        generator = torch.Generator().manual_seed(self.seed * _SEED_FACTOR + self.epoch)
+        order = torch.randperm(num_rows, generator=generator)
+        # A list of all row numbers would take five times the memory of the tensor.
+        for batch in order.split(self.batch_size):
             if len(batch) == self.batch_size or not self.drop_last:
                 yield batch.tolist()
 
 
 class _HashedRows:
-    """Rows as `NoDuplicatesBatchSampler` reads them, a number in place of each text: int64 (N, c)."""
+    """Rows for `NoDuplicatesBatchSampler` that hold a hash in place of each text, int64 (N, c)."""
 
     column_names = ()
 
     def __init__(self, dataset: Any) -> None:
-        hashed = [
-            np.column_stack([text_ids(texts) for texts in batch.values()])
-            for batch in first_texts(dataset)
-        ]
-        self._hashes = np.concatenate(hashed)
+        hashes_by_batch = []
+        for texts_by_column in first_texts(dataset):
+            hashes = [text_ids(texts) for texts in texts_by_column.values()]
+            hashes_by_batch.append(np.column_stack(hashes))
+        self._hashes = np.concatenate(hashes_by_batch)
 
     def __len__(self) -> int:
         return len(self._hashes)
@@ -51,15 +54,19 @@ class _HashedRows:
 
 
 class DistinctBatchSampler(NoDuplicatesBatchSampler):
-    """No text twice in a batch, by texts that stay whatever an epoch samples."""
+    """Batches in which no text occurs twice.
+
+    Rows are compared by their first positive and negatives, which do not depend on the epoch.
+    """
 
     def __init__(self, dataset: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(_HashedRows(dataset), *args, **kwargs | {"generator": torch.Generator()})
+        kwargs["generator"] = torch.Generator()
+        super().__init__(_HashedRows(dataset), *args, **kwargs)
 
 
-RESUMING: dict[str, type[DefaultBatchSampler]] = {
+RESUMABLE_SAMPLERS: dict[str, type[DefaultBatchSampler]] = {
     "batch_sampler": EpochBatchSampler,
     "no_duplicates": DistinctBatchSampler,
     "no_duplicates_hashed": DistinctBatchSampler,
 }
-"""What takes the place of a `BatchSamplers` of sentence-transformers, by name."""
+"""Samplers that replace those of sentence-transformers, by the names in `BatchSamplers`."""

@@ -1,90 +1,70 @@
-"""What an epoch takes of each record: one of its positives, h of its negatives, passages in place of missing ones.
+"""Sampling of an epoch's texts: for each row one positive and h negatives of its record.
 
-A transform for a `datasets.Dataset`, at work when rows are read. What is sampled is a function of (seed, epoch, row)
-alone: the same after a resume, in any worker, on any number of ranks. Known positives go by 64-bit hashes.
+The sampling is a transform of a `datasets.Dataset`, which runs when rows are read. The sampled
+texts are a function of (seed, epoch, row) alone: they are the same after a resume, in every worker,
+and on any number of ranks. Known positives are stored as 64-bit hashes of the texts.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from contaccum.data.labels import encode
-from contaccum.errors import ConfigError, DataError, check_choice
+from contaccum.data.selection import Selection
+from contaccum.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-PositivesUsed = Literal["draw", "first", "all"]
-MissingNegatives = Literal["fill", "drop"]
-POSITIVES_USED: tuple[PositivesUsed, ...] = get_args(PositivesUsed)
-MISSING_NEGATIVES: tuple[MissingNegatives, ...] = get_args(MissingNegatives)
+LABELS = ("label", "labels", "score", "scores", "dataset_name")
+"""Columns that sentence-transformers does not treat as texts."""
 
-LABELS = (
-    "label",
-    "labels",
-    "score",
-    "scores",
-    "dataset_name",
-)  # columns that sentence-transformers takes for no text
 TOO_FEW = "too few hard negatives"
-_TRIES = 256  # that other passages are sampled in place of missing negatives before a row is said to have none
+"""Reason by which a report counts dropped records."""
+
+_MAX_FILL_TRIES = 256
+"""Passages to sample in place of a row's missing negatives before the search for more stops."""
+
+_BATCH_SIZE = 1000
+_UINT64_MASK = 2**64 - 1
 
 
-@dataclass(frozen=True)
-class Selection:
-    """How rows are made of records; raises `ConfigError` for values that cannot work, or not together."""
+class _RowSource(NamedTuple):
+    """The record that a row is sampled from.
 
-    num_hard_negatives: int = 0  # h, of each row
-    # "draw": a row for each record, with one of its positives, drawn anew in each epoch. "first": always the first.
-    # "all": a row for each positive. None: "all" for judgements (BEIR, MS MARCO), each of which is a pair, else "draw".
-    positives: PositivesUsed | None = None
-    # Sample from the first so many that are listed; None: from all (of an MS MARCO folder, 30). Of h, always the first.
-    negatives_from: int | None = None
-    # A record of fewer than h: "fill" up with passages of other records, or "drop" it.
-    missing_negatives: MissingNegatives = "fill"
+    `scores` are teacher scores of the positives and then the negatives, or None. `positive_index`
+    is the index of the row's positive, unless the positive is drawn.
+    """
 
-    def __post_init__(self) -> None:
-        h, most = self.num_hard_negatives, self.negatives_from
-        check_choice("positives", self.positives, (None, *POSITIVES_USED))
-        check_choice("missing_negatives", self.missing_negatives, MISSING_NEGATIVES)
-        if h < 0 or (most is not None and not 0 < h <= most):
-            raise ConfigError(
-                f"num_hard_negatives={h} with negatives_from={most}: 0 or more, and no more"
-            )
-
-    def sample(
-        self,
-        rng: np.random.Generator,
-        positives: Sequence[str],
-        negatives: Sequence[str],
-        which: int = 0,
-    ) -> tuple[str, list[str]]:
-        """A row's positive, and its negatives, h unless there are fewer; `which` positive it is under "all"."""
-        positive = positives[which]
-        distinct = list(dict.fromkeys(positives))
-        if self.positives == "draw" and len(distinct) > 1:
-            positive = distinct[int(rng.integers(len(distinct)))]
-        pool = list(dict.fromkeys(negatives[: self.negatives_from]))
-        if len(pool) > self.num_hard_negatives:
-            pool = [pool[place] for place in rng.permutation(len(pool))[: self.num_hard_negatives]]
-        return positive, pool
+    query: str
+    positives: list[str]
+    negatives: list[str]
+    scores: list[float] | None
+    positive_index: int
 
 
 class EpochSampling:
-    """Makes a row of its number: the epoch's texts, and ids for the loss.
+    """A transform that turns row numbers into the epoch's texts, and labels for the loss.
 
     Args:
-        records: of the cache, the fields of a `Record`; or a plain data set, with `columns`.
-        columns: the text columns of a row, in order.
-        rows: int64 (N, 2), for each row the record and which of its positives; None: row i is record i.
-        known_positives: int64 (r, 2) of `several_positives`.
+        records: the records of the cache, with the fields of a `Record`; or a data set with the
+            text columns `columns`.
+        columns: the text columns of a row, in order: "query", "positive", then the negatives.
+        selection: the settings of the sampling.
+        rows: int64 (N, 2), for each row the number of its record and the index of its positive;
+            None: row i is record i.
+        known_positives: int64 (r, 2), see `collect_known_positives`.
+
+    Attributes:
+        has_text_ids: True to put the texts' ids into the labels; see `contaccum.data.labels`.
+        has_row_numbers: True to put the row number into the labels.
+        has_teacher_scores: True to put teacher scores into the labels.
     """
 
     def __init__(
@@ -97,225 +77,335 @@ class EpochSampling:
     ) -> None:
         import torch
 
-        self._records, self._selection, self._rows = records, selection, rows
-        self.columns, self.known_positives = tuple(columns), known_positives
-        # What the "label" of a row holds; see contaccum.data.labels.
-        self.gives_ids = known_positives is not None
-        self.gives_numbers = False
-        self.gives_scores = False
-        # Seed and epoch, in shared memory for a loader's workers, which are copies of this process, or began anew.
-        self._clock = torch.zeros(2, dtype=torch.int64).share_memory_()
+        self._records = records
+        self._selection = selection
+        self._rows = rows
+        self._num_negatives = len(columns) - 2
+        self.columns = tuple(columns)
+        self.known_positives = known_positives
+        self.has_text_ids = known_positives is not None
+        self.has_row_numbers = False
+        self.has_teacher_scores = False
+        # Seed and epoch are in shared memory, so that the workers of a data loader see a new epoch.
+        self._seed_and_epoch = torch.zeros(2, dtype=torch.int64).share_memory_()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EpochSampling:
-        # datasets copies a data set, format and all, to remove a column; the copy must see the same epoch.
+        # datasets copies a data set with its transform to remove a column. The copy must see the
+        # same epoch.
         return self
 
     def __len__(self) -> int:
-        return len(self._records if self._rows is None else self._rows)
+        if self._rows is None:
+            return len(self._records)
+        return len(self._rows)
 
     @property
     def epoch(self) -> int:
-        """Whose texts are read now."""
-        return int(self._clock[1])
+        """Epoch whose texts are read now."""
+        return int(self._seed_and_epoch[1])
 
     def set_epoch(self, epoch: int, seed: int | None = None) -> None:
-        """Rows read from now on, here and in a loader's workers, are those of this epoch, counted from 0."""
-        self._clock[1] = epoch
-        if seed is not None:
-            self._clock[0] = seed
-
-    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Rows as lists by column, of batches of row numbers. Other columns stay."""
-        names = [name for name in batch if name in self.columns]
-        others = {name: values for name, values in batch.items() if name not in names}
-        whole = {"query", "positive"} <= {*names}
-        if others and not whole:
-            raise ConfigError(
-                f"training data with the columns {', '.join(batch)}: keep the names query and positive"
-            )
-        numbers = [int(number) for number in batch[names[0]]] if names else []
-        rows, labels = [], []
-        for number, (query, positives, negatives, scores, which) in zip(
-            numbers, self._read(numbers), strict=True
-        ):
-            rng = np.random.default_rng([int(self._clock[0]) & (2**64 - 1), self.epoch, number])
-            positive, texts = self._selection.sample(rng, positives, negatives, which)
-            if len(texts) < len(self.columns) - 2:
-                texts = self._filled(rng, query, positive, texts)
-            row = dict(zip(self.columns, (query, positive, *texts), strict=True))
-            rows.append(row)
-            row_scores: dict[str, float] = {}
-            if self.gives_scores:
-                row_scores = _scores_of_row(row, positives, negatives, scores)
-            labels.append(self._label(number, {name: row[name] for name in names}, row_scores))
-        sampled: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in names}
-        if whole and (self.gives_ids or self.gives_numbers or self.gives_scores):
-            sampled["label"] = labels
-        return sampled | others
-
-    def _label(self, number: int, texts: Mapping[str, str], row_scores: Mapping[str, float]) -> Any:
-        """Return the label of a row with the parts that are switched on; texts and scores go by column."""
-        ids = text_ids(texts.values()).tolist() if self.gives_ids else []
-        scores = [row_scores[name] for name in texts if name in row_scores]
-        if scores:
-            return encode(text_ids=ids, teacher_scores=scores)
-        return encode(number if self.gives_numbers else None, ids)
-
-    def first_texts(self, numbers: list[int]) -> dict[str, list[str | None]]:
-        """By column, of each row its query, its first positive and its first h negatives, None where one is missing."""
-        h = len(self.columns) - 2
-        rows = [
-            [query, found[which], *[*rest, *[None] * h][:h]]
-            for query, found, rest, _, which in self._read(numbers)
-        ]
-        return {name: [row[place] for row in rows] for place, name in enumerate(self.columns)}
-
-    def pairs(self, numbers: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
-        """Yield each row's query, and its positive before those that it may take instead.
+        """Set the epoch whose texts are read, in this process and in a loader's workers.
 
         Args:
-            numbers: of the rows; None: all.
+            epoch: number of the epoch, from 0.
+            seed: seed of the sampling; None: unchanged, 0 at first.
+        """
+        self._seed_and_epoch[1] = epoch
+        if seed is not None:
+            self._seed_and_epoch[0] = seed
+
+    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """Replace the row numbers in the text columns of a batch by texts.
+
+        Args:
+            batch: {column: values}; text columns hold row numbers, other columns are returned
+                unchanged.
+
+        Returns:
+            {column: texts or values}, with a column "label" if the batch has a query and a positive
+            and labels are switched on.
+        """
+        text_columns = [name for name in batch if name in self.columns]
+        other_columns = {name: batch[name] for name in batch if name not in self.columns}
+        has_pair = "query" in text_columns and "positive" in text_columns
+        if other_columns and not has_pair:
+            raise ConfigError(
+                f"training data with the columns {', '.join(batch)}: "
+                "keep the names query and positive"
+            )
+        numbers: list[int] = []
+        if text_columns:
+            numbers = [int(number) for number in batch[text_columns[0]]]
+        sampled: dict[str, list[Any]] = {name: [] for name in text_columns}
+        labels = []
+        for number, source in zip(numbers, self._read_sources(numbers), strict=True):
+            row = self._sample_row(number, source)
+            for name in text_columns:
+                sampled[name].append(row[name])
+            labels.append(self._make_label(number, row, source, text_columns))
+        has_labels = self.has_text_ids or self.has_row_numbers or self.has_teacher_scores
+        if has_pair and has_labels:
+            sampled["label"] = labels
+        return {**sampled, **other_columns}
+
+    def _sample_row(self, number: int, source: _RowSource) -> dict[str, str]:
+        """Return the texts of a row by column."""
+        seed = int(self._seed_and_epoch[0]) & _UINT64_MASK
+        rng = np.random.default_rng([seed, self.epoch, number])
+        positive, negatives = self._selection.sample(
+            rng, source.positives, source.negatives, source.positive_index
+        )
+        if len(negatives) < self._num_negatives:
+            negatives = self._fill_negatives(rng, source.query, positive, negatives)
+        return dict(zip(self.columns, (source.query, positive, *negatives), strict=True))
+
+    def _make_label(
+        self, number: int, row: Mapping[str, str], source: _RowSource, text_columns: Sequence[str]
+    ) -> Any:
+        """Return the label of a row: ids and scores for its text columns, or its number."""
+        ids: list[int] = []
+        if self.has_text_ids:
+            ids = text_ids(row[name] for name in text_columns).tolist()
+        if self.has_teacher_scores and source.scores is not None:
+            score_by_column = _get_scores_by_column(row, source, source.scores)
+            scores = [score_by_column[name] for name in text_columns if name in score_by_column]
+            if scores:
+                return encode(text_ids=ids, teacher_scores=scores)
+        return encode(number if self.has_row_numbers else None, ids)
+
+    def first_texts(self, numbers: list[int]) -> dict[str, list[str | None]]:
+        """Return texts of rows that do not depend on the epoch, by column.
+
+        Args:
+            numbers: row numbers.
+
+        Returns:
+            {column: texts}: query, first positive, and the first h negatives; None for a missing
+            negative.
+        """
+        texts: dict[str, list[str | None]] = {name: [] for name in self.columns}
+        for source in self._read_sources(numbers):
+            negatives: list[str | None] = [*source.negatives[: self._num_negatives]]
+            negatives += [None] * (self._num_negatives - len(negatives))
+            row = (source.query, source.positives[source.positive_index], *negatives)
+            for name, text in zip(self.columns, row, strict=True):
+                texts[name].append(text)
+        return texts
+
+    def pairs(self, numbers: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
+        """Yield {"query", "positive"} for each row.
+
+        "positive" is a list: the row's positive, then all positives that may be drawn instead.
+
+        Args:
+            numbers: row numbers; None: all rows.
         """
         if numbers is None:
             numbers = range(len(self))
-        for start in range(0, len(numbers), 1000):
-            for query, positives, _, _, which in self._read([*numbers[start : start + 1000]]):
-                others = positives if self._selection.positives == "draw" else []
-                yield {"query": query, "positive": [positives[which], *others]}
+        for start in range(0, len(numbers), _BATCH_SIZE):
+            for source in self._read_sources(list(numbers[start : start + _BATCH_SIZE])):
+                positives = [source.positives[source.positive_index]]
+                if self._selection.positives == "draw":
+                    positives += source.positives
+                yield {"query": source.query, "positive": positives}
 
-    def _read(self, numbers: list[int]) -> list[tuple[str, list[str], list[str], Any, int]]:
-        """Query, positives, negatives and scores of each row's record, and which positive is the row's."""
-        places, which = np.array(numbers, dtype=np.int64), [0] * len(numbers)
+    def _read_sources(self, numbers: list[int]) -> list[_RowSource]:
+        """Return the records of rows, by the rows' numbers."""
+        record_numbers = np.array(numbers, dtype=np.int64)
+        positive_indices = [0] * len(numbers)
         if self._rows is not None:
-            places, which = self._rows[numbers, 0], self._rows[numbers, 1].tolist()
-        found = self._records[places.tolist()]
-        if "positives" not in found:
-            listed = zip(*(found[name] for name in self.columns), strict=True)
-            rows = [
-                (query, [positive], [*filter(None, texts)], None)
-                for query, positive, *texts in listed
-            ]
-        else:
-            rows = list(
-                zip(
-                    *(found[name] for name in ("query", "positives", "negatives", "scores")),
-                    strict=True,
-                )
+            record_numbers = self._rows[numbers, 0]
+            positive_indices = self._rows[numbers, 1].tolist()
+        columns = self._records[record_numbers.tolist()]
+        if "positives" not in columns:
+            return self._read_plain_rows(columns)
+        return [
+            _RowSource(*source)
+            for source in zip(
+                columns["query"],
+                columns["positives"],
+                columns["negatives"],
+                columns["scores"],
+                positive_indices,
+                strict=True,
             )
-        return [(*row, number) for row, number in zip(rows, which, strict=True)]
+        ]
 
-    def _filled(
-        self, rng: np.random.Generator, query: str, positive: str, found: list[str]
+    def _read_plain_rows(self, columns: Mapping[str, list[str]]) -> list[_RowSource]:
+        """Return rows of a data set that has one positive and its negatives in text columns."""
+        sources = []
+        for texts in zip(*(columns[name] for name in self.columns), strict=True):
+            query, positive, *negatives = texts
+            present_negatives = [negative for negative in negatives if negative]
+            sources.append(_RowSource(query, [positive], present_negatives, None, 0))
+        return sources
+
+    def _fill_negatives(
+        self, rng: np.random.Generator, query: str, positive: str, negatives: list[str]
     ) -> list[str]:
-        """`found` and other rows' positives: random negatives, but no known positives of the query."""
-        wanted = len(self.columns) - 2
-        query_id, *used = text_ids([query, positive, *found]).tolist()
-        forbidden = {*used}
-        if (known := self.known_positives) is not None:  # which are sorted
-            low, high = (known[:, 0].searchsorted(query_id, side) for side in ("left", "right"))
-            forbidden |= {*known[low:high, 1].tolist()}
-        for _ in range(0 if self.gives_scores else _TRIES):  # what others have has no score
-            if len(found) == wanted:
-                return found
-            [(_, positives, _, _, which)] = self._read([int(rng.integers(len(self)))])
-            [passage_id] = text_ids([positives[which]]).tolist()
-            if passage_id not in forbidden:
-                forbidden.add(passage_id)
-                found = [*found, positives[which]]
-        if not found:
+        """Return a row's negatives, filled up to h with positives of other rows.
+
+        Known positives of the query are not used. If too few other passages are found, the
+        negatives are repeated.
+
+        Raises:
+            DataError: if there is no negative at all.
+        """
+        query_id, *used_ids = text_ids([query, positive, *negatives]).tolist()
+        forbidden_ids = {*used_ids, *self._find_known_positives(query_id)}
+        filled = list(negatives)
+        # Passages of other rows have no teacher score.
+        max_tries = 0 if self.has_teacher_scores else _MAX_FILL_TRIES
+        for _ in range(max_tries):
+            if len(filled) == self._num_negatives:
+                return filled
+            (source,) = self._read_sources([int(rng.integers(len(self)))])
+            passage = source.positives[source.positive_index]
+            passage_id = int(text_ids([passage])[0])
+            if passage_id not in forbidden_ids:
+                forbidden_ids.add(passage_id)
+                filled.append(passage)
+        if not filled:
             raise DataError(
-                "a query without negatives, and no passage that could be one (set num_hard_negatives to 0)"
+                "a query has no negatives, and no other passage can be its negative "
+                "(set num_hard_negatives to 0)"
             )
-        # A record may list one twice, and a tiny set have too few other passages: then one is there twice.
-        return [found[place % len(found)] for place in range(wanted)]
+        return [filled[index % len(filled)] for index in range(self._num_negatives)]
+
+    def _find_known_positives(self, query_id: int) -> list[int]:
+        """Return the ids of a query's known positives."""
+        if self.known_positives is None:
+            return []
+        sorted_query_ids = self.known_positives[:, 0]
+        start = sorted_query_ids.searchsorted(query_id, "left")
+        end = sorted_query_ids.searchsorted(query_id, "right")
+        return self.known_positives[start:end, 1].tolist()
 
 
-def _scores_of_row(
-    row: Mapping[str, str], positives: list[str], negatives: list[str], scores: list[float]
+def _get_scores_by_column(
+    row: Mapping[str, str], source: _RowSource, scores: list[float]
 ) -> dict[str, float]:
-    """Return a teacher's score of each passage of a row, by column.
+    """Return the teacher scores of a row's passages, by column.
 
-    A record may list one text both as positive and as negative: each column takes the score that
-    was given for its role. Where a role lists a text twice, the first score counts.
+    A record may list one text both as positive and as negative: each column has the score of its
+    role. If a role lists a text twice, the first score is used.
 
     Args:
-        row: the texts of the row by column.
-        positives, negatives: all of the record.
-        scores: of the positives and then the negatives.
+        row: texts of the row by column.
+        source: the record of the row.
+        scores: teacher scores of the record's positives and then its negatives.
     """
+    num_positives = len(source.positives)
     score_of_positive: dict[str, float] = {}
     score_of_negative: dict[str, float] = {}
-    for text, score in zip(positives, scores[: len(positives)], strict=True):
+    for text, score in zip(source.positives, scores[:num_positives], strict=True):
         score_of_positive.setdefault(text, score)
-    for text, score in zip(negatives, scores[len(positives) :], strict=True):
+    for text, score in zip(source.negatives, scores[num_positives:], strict=True):
         score_of_negative.setdefault(text, score)
-    row_scores = {}
+    score_by_column = {}
     for name, text in row.items():
         if name == "positive":
-            row_scores[name] = score_of_positive[text]
+            score_by_column[name] = score_of_positive[text]
         elif name != "query":
-            row_scores[name] = score_of_negative[text]
-    return row_scores
+            score_by_column[name] = score_of_negative[text]
+    return score_by_column
 
 
-def as_rows(sampling: EpochSampling) -> Dataset:
-    """A data set of N rows whose text columns hold row numbers, turned into texts when rows are read."""
+def make_sampled_dataset(sampling: EpochSampling) -> Dataset:
+    """Return a data set of N rows, whose texts are sampled when rows are read.
+
+    Its text columns hold row numbers, and `sampling` is its transform.
+    """
     import pyarrow as pa
     from datasets import Dataset
 
-    columns = dict.fromkeys(
-        sampling.columns, pa.array(np.arange(len(sampling)))
-    )  # one and the same buffer
-    # Named, or datasets would copy and hash the table; nothing in memory is ever cached by its name.
-    return Dataset(pa.table(columns), fingerprint=f"{len(sampling)} rows").with_transform(sampling)
+    row_numbers = pa.array(np.arange(len(sampling)))
+    columns = dict.fromkeys(sampling.columns, row_numbers)  # all columns share one buffer
+    # Without a fingerprint, datasets would copy the table to hash it.
+    dataset = Dataset(pa.table(columns), fingerprint=f"{len(sampling)} rows")
+    return dataset.with_transform(sampling)
 
 
-def with_row_numbers(dataset: Any) -> Any:
-    """A plain data set with columns "query", "positive" and perhaps negatives as one whose rows know their number."""
+def add_row_numbers(dataset: Any) -> Any:
+    """Return a plain data set as one with a sampling, whose labels can hold row numbers.
+
+    Args:
+        dataset: a data set with the text columns "query", "positive" and, optionally,
+            "negative_1", "negative_2" ...
+    """
     columns = [
         name
         for name in dataset.column_names
         if re.fullmatch("query|positive|negative_[0-9]+", name)
     ]
-    pairs = [
-        text_ids(texts[name]) for texts in first_texts(dataset) for name in ("query", "positive")
-    ]
-    known = several_positives(
-        np.column_stack([np.concatenate(pairs[0::2]), np.concatenate(pairs[1::2])])
+    query_ids = []
+    positive_ids = []
+    for texts in first_texts(dataset):
+        query_ids.append(text_ids(texts["query"]))
+        positive_ids.append(text_ids(texts["positive"]))
+    pairs = np.column_stack([np.concatenate(query_ids), np.concatenate(positive_ids)])
+    sampling = EpochSampling(
+        dataset,
+        columns,
+        Selection(num_hard_negatives=len(columns) - 2),
+        known_positives=collect_known_positives(pairs),
     )
-    sampling = EpochSampling(dataset, columns, Selection(len(columns) - 2), known_positives=known)
-    return as_rows(sampling)
+    return make_sampled_dataset(sampling)
 
 
-def samplings_of(dataset: Any) -> list[EpochSampling]:
-    """The sampling of a data set, or of each of several by name; none for one that is what it is."""
+def get_samplings(dataset: Any) -> list[EpochSampling]:
+    """Return the samplings of a data set, or of all data sets of a dict.
+
+    The list is empty for a data set whose texts are not sampled.
+    """
     if isinstance(dataset, dict):
-        return [sampling for part in dataset.values() for sampling in samplings_of(part)]
-    transform = (getattr(dataset, "format", None) or {}).get("format_kwargs", {}).get("transform")
-    while isinstance(transform, partial):  # sentence-transformers wraps it to name the data set
+        samplings = []
+        for part in dataset.values():
+            samplings += get_samplings(part)
+        return samplings
+    data_format = getattr(dataset, "format", None) or {}
+    transform = data_format.get("format_kwargs", {}).get("transform")
+    # sentence-transformers wraps the transform of a data set of a dict, to add the set's name.
+    while isinstance(transform, partial):
         transform = transform.keywords.get("transform")
     return [transform] if isinstance(transform, EpochSampling) else []
 
 
 def first_texts(dataset: Any) -> Iterator[dict[str, list[str | None]]]:
-    """Texts by column of all rows in their order, a batch at a time, as they are before anything is sampled."""
-    samplings = samplings_of(dataset)
-    for batch in dataset.with_format(None).iter(1000):
+    """Yield the texts of all rows by column, in batches, independent of the epoch.
+
+    See `EpochSampling.first_texts`. Columns that are no texts are left out.
+    """
+    samplings = get_samplings(dataset)
+    for batch in dataset.with_format(None).iter(_BATCH_SIZE):
         texts = samplings[0].first_texts(batch["query"]) if samplings else batch
         yield {name: values for name, values in texts.items() if name not in LABELS}
 
 
 def text_ids(texts: Iterable[Any]) -> np.ndarray:
-    """Eight bytes of each text, as int64 (k,): of ten million, two share theirs with a probability of 3e-6."""
+    """Return the ids of k texts, int64 (k,): 64-bit hashes.
+
+    Among ten million texts, the probability that two have the same id is 3e-6.
+    """
     hashes = [blake2b(str(text).encode("utf-8"), digest_size=8).digest() for text in texts]
     return np.frombuffer(b"".join(hashes), dtype="<i8").astype(np.int64)
 
 
-def several_positives(pairs: np.ndarray) -> np.ndarray | None:
-    """Of pairs, int64 (n, 2), hashes of a query's and a positive's text, those of all queries that have more than one
-    positive, each pair once: int64 (r, 2), sorted; None: no pair."""
-    ordered = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
-    distinct = ordered[np.append(True, (ordered[1:] != ordered[:-1]).any(axis=1))]
-    again = np.flatnonzero(distinct[1:, 0] == distinct[:-1, 0])
-    found = distinct[np.union1d(again, again + 1)]
-    return found if len(found) else None
+def collect_known_positives(pairs: np.ndarray) -> np.ndarray | None:
+    """Return the distinct pairs of all queries that have more than one positive.
+
+    A query with a single positive needs no entry: its row's own positive is known anyway.
+
+    Args:
+        pairs: int64 (n, 2), the ids of a query and of a positive of it.
+
+    Returns:
+        int64 (r, 2), sorted by query and then positive; None if r would be 0.
+    """
+    sorted_pairs = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
+    differs_from_previous = (sorted_pairs[1:] != sorted_pairs[:-1]).any(axis=1)
+    distinct_pairs = sorted_pairs[np.append(True, differs_from_previous)]
+    has_next_of_query = np.flatnonzero(distinct_pairs[1:, 0] == distinct_pairs[:-1, 0])
+    rows = np.union1d(has_next_of_query, has_next_of_query + 1)
+    return distinct_pairs[rows] if len(rows) else None

@@ -1,25 +1,26 @@
-"""Hold out dev and test sets from training data, so that nothing of them is trained on.
+"""Splits of training data into train, dev and test, without a text of dev or test in train.
 
-Groups of records that hang together (`contaccum.data.grouping`) go whole to train, dev or test. A
-split is a folder: ``train.jsonl``, ``corpus.jsonl`` (documents to contrast training queries with),
-and the BEIR folders ``dev`` and ``test``, each with the split ``test``. The same data, sizes and
-seed give the same split, whatever the order of the records.
+All records of a group (`contaccum.data.grouping`) go to the same side. A split is a folder:
+``train.jsonl``, ``corpus.jsonl`` (documents that training may use as negatives), and the BEIR
+folders ``dev`` and ``test``, each with the split ``test``. The same data, sizes and seed give the
+same split, whatever the order of the records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from contaccum.data import split_files
 from contaccum.data.beir import BeirDataset, load_beir_folder
-from contaccum.data.grouping import Grouping, group_records, held_out_like
+from contaccum.data.fields import Record
+from contaccum.data.grouping import Grouping, choose_held_out_by, group_records
 from contaccum.data.near_duplicates import normalise
-from contaccum.data.readers import Passage, Record, Source
+from contaccum.data.readers import Passage, Source
 from contaccum.data.records import RecordReport
-from contaccum.data.split_files import text_hash
+from contaccum.data.split_files import hash_text
 from contaccum.errors import ConfigError, DataError
 from contaccum.files import AnyPath, Fingerprint, atomic_folder, provenance, read_json, write_json
 
@@ -27,13 +28,13 @@ DEV_SHARE = 0.1
 TEST_SHARE = 0.2
 LARGEST_DEV = 500
 LARGEST_TEST = 1000
-"""Larger sets hardly narrow an interval, and cost time to score."""
+"""Default upper bounds of the sizes: a larger set costs time and hardly narrows an interval."""
 
 LEAST_QUERIES = 10
-"""With fewer queries nothing is held out."""
+"""Least number of queries of data that can be split."""
 
 FEW_TEST_QUERIES = 100
-"""With fewer test queries, most differences lie within the interval: the split warns."""
+"""Number of test queries below which the split warns: most differences would be noise."""
 
 RECORD_FILE = "split.json"
 TRAIN_FILE = "train.jsonl"
@@ -42,17 +43,17 @@ CORPUS_FILE = "corpus.jsonl"
 
 @dataclass(frozen=True)
 class SplitSettings:
-    """How much is held out, and what is chosen.
+    """Sizes of the held-out sets, and the choice of their queries.
 
     Attributes:
-        dev, test: below 1 a share of the queries, else their number; None: a tenth and a fifth, at
-            most 500 and 1,000.
-        haystack: documents of a held-out set, at least, where there is no corpus.
-        seed: another seed gives another split.
-        fold: of cross-validation: the test sets of folds 0, 1, ... have no query in common.
+        dev: share (below 1) or number of dev queries; None: a tenth, at most 500.
+        test: share (below 1) or number of test queries; None: a fifth, at most 1,000.
+        haystack: least number of documents of dev and of test if there is no corpus.
+        seed: seed of the choice.
+        fold: fold of a cross-validation: the test sets of folds 0, 1, ... have no query in common.
 
     Raises:
-        ConfigError: for a value that cannot be used.
+        ConfigError: for a value out of range.
     """
 
     dev: float | None = None
@@ -75,26 +76,40 @@ class SplitSettings:
 
 @dataclass(frozen=True)
 class Split:
-    """What a split holds; sizes are numbers of distinct queries."""
+    """Counts of a split.
+
+    Attributes:
+        train, dev, test: number of distinct queries.
+        records: number of records in train.jsonl.
+        documents: number of documents by side: in corpus.jsonl ("train"), and in the haystacks of
+            "dev" and "test".
+        groups: number of groups of linked records.
+        largest_group: number of queries of the largest group.
+        near_duplicates: number of texts that nearly equal an earlier text.
+        held_out_by: "passage" or "query"; see `HeldOutBy`.
+        left_out: number of records that are linked with the test set that the data came with.
+        negatives_left_out: number of hard negatives that were removed from training because they
+            are positives of dev or test.
+        settings: the `SplitSettings`.
+        fingerprint: sha256, in hex, of all records and of the settings.
+    """
 
     train: int
     dev: int
     test: int
-    records: int  # in train.jsonl
-    documents: dict[
-        str, int
-    ]  # to contrast training queries with, and in the haystack of dev and of test
+    records: int
+    documents: dict[str, int]
     groups: int
     largest_group: int
-    near_duplicates: int  # texts that hang together with one that is nearly the same
-    held_out_by: str  # "passage" or "query"
-    left_out: int  # records that hang together with the test set that the data came with
-    negatives_left_out: int  # hard negatives in training that are positives of dev or test
+    near_duplicates: int
+    held_out_by: str
+    left_out: int
+    negatives_left_out: int
     settings: dict[str, Any]
-    fingerprint: str  # sha256, in hex, of all records and of the settings
+    fingerprint: str
 
     def summary(self) -> str:
-        """Return one line."""
+        """Return one line: the numbers of queries held out and left to train on."""
         line = (
             f"held out: {self.dev:,} dev and {self.test:,} test queries, split by "
             f"{self.held_out_by}; {self.train:,} queries to train on"
@@ -104,16 +119,17 @@ class Split:
         return line
 
     def warnings(self) -> list[str]:
-        """Return what is to be known of this split, a line each."""
+        """Return warnings about the split, one line each."""
         warnings = []
         if self.test < FEW_TEST_QUERIES:
             warnings.append(
-                f"{self.test} test queries are few: only large differences are told from noise. "
-                "Judge by several folds (--fold 1, 2, ...)"
+                f"{self.test} test queries are few: only large differences exceed the noise. "
+                "Compare on several folds (--fold 1, 2, ...)"
             )
         if self.left_out:
             warnings.append(
-                f"{self.left_out:,} training records are left out: they share a text with a test query, or nearly so"
+                f"{self.left_out:,} training records are left out: "
+                "they share a text with a test query, or nearly so"
             )
         if self.held_out_by == "query":
             warnings.append(
@@ -133,21 +149,24 @@ def split_data(
 ) -> Split:
     """Write a split of training data to a new folder.
 
-    A BEIR folder with a split ``test`` keeps it: dev alone is cut from ``train``, and records that
-    hang together with a test query are left out. If more than a fifth of the test queries need a
-    passage that training queries need too, dev is held out by query, as that test set is: its
-    passages may be positives in training. The folder's corpus is the haystack.
+    A BEIR folder with a split ``test`` keeps this test set: only dev is taken from ``train``,
+    and records that are linked with a test query are left out. If more than a fifth of the test
+    queries share a positive with training queries, dev is held out by query, as that test set is:
+    passages of dev may then be positives in training. The folder's corpus is the haystack.
 
     Args:
-        data: the training records, all of which are in memory for a while.
+        data: the training records; all of them are in memory during the split.
         output: a folder that does not exist.
-        corpus: documents, all of which become the haystack of dev and test. None: the held-out
-            passages, hard negatives of the held-out queries, and a sample of the other passages.
-        report: counts of records go here.
+        settings: sizes and choice of the held-out sets; None: the defaults.
+        corpus: documents, which become the haystack of dev and test. None: the haystack consists of
+            the held-out passages, the hard negatives of the held-out queries, and a sample of the
+            other passages.
+        report: receives the counts of records; None: a new report.
+        show_progress: True for a progress bar.
 
     Raises:
-        ConfigError: for settings that cannot be used with these data, or an ``output`` that exists.
-        DataError: for data that cannot be read, have too few queries, or hang together too much.
+        ConfigError: for settings that do not fit the data, or an ``output`` that exists.
+        DataError: for data that cannot be read, have too few queries, or are linked too much.
     """
     output = Path(output)
     if output.exists():
@@ -155,16 +174,14 @@ def split_data(
     settings = settings or SplitSettings()
     report = report or RecordReport()
     records = list(data.records(report))
-    published_test = _published_test(data, report)
+    published_test = _load_published_test(data, report)
     corpus_documents = _read_corpus(corpus, published_test, report)
 
-    held_out_by = held_out_like(records, published_test)
+    held_out_by = choose_held_out_by(records, published_test)
     grouping = group_records(records, published_test, held_out_by, show_progress)
     sizes = _choose_sizes(data.path, grouping, settings, published_test)
     sides = choose_sides(data.path, grouping, sizes, settings)
-    parts: dict[str, list[Record]] = {"train": [], "dev": [], "test": [], "left out": []}
-    for record, group in zip(records, grouping.group_of_record, strict=True):
-        parts[sides.get(group, "left out")].append(record)
+    parts = _assign_records(records, grouping.group_of_record, sides)
 
     with atomic_folder(output) as folder:
         negatives_left_out = split_files.write_train(folder / TRAIN_FILE, parts)
@@ -185,18 +202,28 @@ def split_data(
             left_out=len(parts["left out"]),
             negatives_left_out=negatives_left_out,
             settings=asdict(settings),
-            fingerprint=_fingerprint(records, settings, corpus),
+            fingerprint=_compute_fingerprint(records, settings, corpus),
         )
         write_json(folder / RECORD_FILE, {**asdict(split), **provenance()})
     return split
 
 
+def _assign_records(
+    records: Sequence[Record], group_of_record: Sequence[int], sides: Mapping[int, str]
+) -> dict[str, list[Record]]:
+    """Return {side: its records}; records of a group without a side are on the side "left out"."""
+    parts: dict[str, list[Record]] = {"train": [], "dev": [], "test": [], "left out": []}
+    for record, group in zip(records, group_of_record, strict=True):
+        parts[sides.get(group, "left out")].append(record)
+    return parts
+
+
 def _read_corpus(
     corpus: AnyPath | None, published_test: BeirDataset | None, report: RecordReport
 ) -> list[Passage] | None:
-    """Return all documents of the test set's folder, or else of the corpus, if there is one."""
+    """Return the documents of the test set's folder, else of the corpus; None without a corpus."""
     if published_test is not None:
-        return split_files.haystack_of(published_test)
+        return split_files.get_haystack(published_test)
     return None if corpus is None else split_files.read_haystack(corpus, report)
 
 
@@ -207,7 +234,7 @@ def _write_held_out(
     corpus_documents: Sequence[Passage] | None,
     settings: SplitSettings,
 ) -> dict[str, int]:
-    """Write the folders ``dev`` and ``test``; return how many documents each is searched in."""
+    """Write the folders ``dev`` and ``test``; return the size of their haystacks."""
     documents: dict[str, int] = {}
     for side in ("dev", "test"):
         if side == "test" and published_test is not None:
@@ -221,7 +248,7 @@ def _write_held_out(
 
 
 def read_split(folder: AnyPath) -> Split:
-    """Read what `split_data` says of the split in a folder; raises `DataError`."""
+    """Read the counts of the split in a folder; raises `DataError` if they are incomplete."""
     file = Path(folder) / RECORD_FILE
     content = read_json(file)
     try:
@@ -233,19 +260,25 @@ def read_split(folder: AnyPath) -> Split:
 def choose_sides(
     source: AnyPath, grouping: Grouping, sizes: dict[str, int], settings: SplitSettings
 ) -> dict[int, str]:
-    """Give each group to "train", "dev" or "test"; those of a test set of the data's own get none.
+    """Assign each group to "train", "dev" or "test".
 
-    Groups are taken in the order of a hash of their key. The queries of fold k's test set are those
-    from k x test on, and dev those after them, from the beginning again where they end. A group
-    larger than a quarter of the test set (or of dev) goes to train: no group decides a score.
+    Small groups are ordered by a hash of their key. The test set of fold k starts after the first
+    k x test queries in this order, and dev follows it; at the end, both continue at the start of
+    the order. A group larger than a quarter of the test set (or of dev) goes to train, so that no
+    group decides a score.
 
     Args:
-        source: of the data, for messages.
-        sizes: queries of dev and test.
+        source: the data, for messages.
+        grouping: the groups.
+        sizes: number of queries of "dev" and "test".
+        settings: seed and fold.
+
+    Returns:
+        {group: side}, without the groups of a test set that the data came with.
 
     Raises:
         DataError: if too many queries are in large groups.
-        ConfigError: for a fold that there is not.
+        ConfigError: for a fold number that is too large.
     """
     largest = max(1, max(sizes.values()) // 4)
     sides = {}
@@ -257,7 +290,7 @@ def choose_sides(
         if num_queries <= largest:
             small_groups.append(group)
     small_groups.sort(
-        key=lambda group: text_hash(f"{settings.seed}:{grouping.key_of_group[group]}")
+        key=lambda group: hash_text(f"{settings.seed}:{grouping.key_of_group[group]}")
     )
 
     num_available = sum(grouping.queries_of_group[group] for group in small_groups)
@@ -265,14 +298,14 @@ def choose_sides(
     if num_available < num_held_out:
         raise DataError(
             f"{source}: cannot hold out {num_held_out:,} queries. Records that share a text, or "
-            f"nearly so, hang together: the largest group has "
+            f"nearly so, must stay on one side: the largest group has "
             f"{max(grouping.queries_of_group.values()):,} queries, and small groups have "
-            f"{num_available:,} in all (ask for less with --dev and --test)"
+            f"{num_available:,} in all (hold out less with --dev and --test)"
         )
     first_of_test = settings.fold * sizes["test"]
     if settings.fold and first_of_test + sizes["test"] > num_available:
         num_folds = num_available // sizes["test"] if sizes["test"] else 1
-        raise ConfigError(f"fold={settings.fold}: of {source} there are folds 0 to {num_folds - 1}")
+        raise ConfigError(f"fold={settings.fold}: {source} has folds 0 to {num_folds - 1}")
 
     position = 0
     for group in small_groups:
@@ -295,15 +328,18 @@ def _choose_sizes(
             num_queries += count
     if num_queries < LEAST_QUERIES:
         raise DataError(
-            f"{source}: has {num_queries} distinct queries; it takes at least {LEAST_QUERIES} to hold some of them out"
+            f"{source}: has {num_queries} distinct queries; it takes at least {LEAST_QUERIES} "
+            "to hold some of them out"
         )
+    default_dev = min(LARGEST_DEV, DEV_SHARE * num_queries)
+    default_test = min(LARGEST_TEST, TEST_SHARE * num_queries)
     sizes = {
-        "dev": _size(settings.dev, num_queries, min(LARGEST_DEV, DEV_SHARE * num_queries)),
-        "test": _size(settings.test, num_queries, min(LARGEST_TEST, TEST_SHARE * num_queries)),
+        "dev": _compute_size(settings.dev, num_queries, default_dev),
+        "test": _compute_size(settings.test, num_queries, default_test),
     }
     if published_test is not None:
         if settings.test is not None or settings.fold:
-            raise ConfigError(f"{source}: its own test set stays as it is: drop test and fold")
+            raise ConfigError(f"{source}: its own test set stays as it is: remove test and fold")
         sizes["test"] = 0
     if sum(sizes.values()) >= num_queries:
         raise ConfigError(
@@ -313,20 +349,26 @@ def _choose_sizes(
     return sizes
 
 
-def _size(asked: float | None, num_queries: int, default: float) -> int:
-    """Return a number of queries; ``asked`` is one or a share, ``default`` is for None."""
-    if asked is None:
+def _compute_size(share_or_number: float | None, num_queries: int, default: float) -> int:
+    """Return the number of queries to hold out.
+
+    Args:
+        share_or_number: below 1 a share of all queries, else their number; None: the default.
+        num_queries: number of all queries.
+        default: the default number.
+    """
+    if share_or_number is None:
         return max(1, round(default))
-    if asked < 1:
-        return max(1, round(asked * num_queries))
-    return int(asked)
+    if share_or_number < 1:
+        return max(1, round(share_or_number * num_queries))
+    return int(share_or_number)
 
 
-def _published_test(data: Source, report: RecordReport) -> BeirDataset | None:
-    """Return the split ``test`` of a BEIR folder that has one."""
+def _load_published_test(data: Source, report: RecordReport) -> BeirDataset | None:
+    """Return the split ``test`` of a BEIR folder; None if the data have none."""
     if data.data_format != "beir" or not any(data.path.glob("qrels/test.tsv*")):
         return None
-    # Reading the training records has counted the documents already: not once more.
+    # The documents were counted with the training records, so their counts are dropped here.
     return load_beir_folder(data.path, "test", report=RecordReport(report.on_bad_record))
 
 
@@ -334,7 +376,9 @@ def _count_queries(records: Iterable[Record]) -> int:
     return len({normalise(record.query) for record in records})
 
 
-def _fingerprint(records: Iterable[Record], settings: SplitSettings, corpus: AnyPath | None) -> str:
+def _compute_fingerprint(
+    records: Iterable[Record], settings: SplitSettings, corpus: AnyPath | None
+) -> str:
     content = Fingerprint()
     for line in sorted(split_files.json_line(record) for record in records):
         content.add(line)

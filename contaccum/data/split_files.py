@@ -1,4 +1,4 @@
-"""The files of a split: ``train.jsonl``, ``corpus.jsonl``, and a BEIR folder with a haystack for dev and test each."""
+"""Files of a split: ``train.jsonl``, ``corpus.jsonl``, and the BEIR folders of dev and test."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import shutil
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from contaccum.data.beir import BeirDataset
+from contaccum.data.beir import BeirDataset, get_positives
+from contaccum.data.fields import Record
 from contaccum.data.near_duplicates import normalise
-from contaccum.data.readers import Passage, Record, read_passages
-from contaccum.data.records import RecordReport, passage_text, quoted
+from contaccum.data.readers import Passage, read_passages
+from contaccum.data.records import RecordReport, quoted
 from contaccum.errors import DataError
 from contaccum.files import AnyPath, write_text
 
@@ -23,13 +24,13 @@ def write_train(path: Path, parts: Mapping[str, Sequence[Record]]) -> int:
         parts: the records of "train", "dev" and "test".
 
     Returns:
-        The number of hard negatives that are left out.
+        The number of hard negatives that were left out.
     """
-    held_out = _positives_of(parts["dev"]) | _positives_of(parts["test"])
+    held_out = _collect_positives(parts["dev"]) | _collect_positives(parts["test"])
     num_left_out = 0
     lines = []
     for record in parts["train"]:
-        allowed_record = _without_negatives(record, held_out)
+        allowed_record = _remove_negatives(record, held_out)
         num_left_out += len(record.negatives) - len(allowed_record.negatives)
         lines.append(json_line(allowed_record))
     write_text(path, lines)
@@ -44,48 +45,47 @@ def write_training_corpus(
 ) -> int:
     """Write the documents that training may use as negatives; return their number.
 
-    These are the positives and hard negatives of the training records, and the ``documents``
-    without positives that only dev or test queries have. Of documents that are equal after case and
-    white space one is written: that of the training records, if there is one.
+    These documents are the positives and hard negatives of the training records, and all
+    ``documents`` except for positives that only dev or test queries have. Of documents that are
+    equal after case and white space, only one is written, a training record's if there is one.
 
     Args:
+        path: the file to write.
         parts: the records of "train", "dev" and "test".
-        documents: the corpus; empty where there is none.
-        test: the test set that the data came with.
+        documents: the corpus; empty if there is none.
+        test: the test set that the data came with; None: there is none.
     """
-    held_out = _positives_of(parts["dev"]) | _positives_of(parts["test"])
+    held_out = _collect_positives(parts["dev"]) | _collect_positives(parts["test"])
     if test is not None:
-        for judged in test.qrels.values():
-            for name, grade in judged.items():
-                if grade > 0:
-                    held_out.add(normalise(passage_text(**test.corpus[name])))
-    held_out -= _positives_of(parts["train"])
-    texts = {
-        text: passage
-        for text, passage in _passages_of(parts["train"]).items()
-        if text not in held_out
-    }
-    kept = {text: Passage(_document_id(text), "", passage) for text, passage in texts.items()}
+        for query_id in test.qrels:
+            held_out.update(normalise(positive) for positive in get_positives(test, query_id))
+    held_out -= _collect_positives(parts["train"])
+    training_passages = {}
+    written = {}
+    for text, passage in _collect_passages(parts["train"]).items():
+        if text not in held_out:
+            training_passages[text] = passage
+            written[text] = Passage(_make_document_id(text), "", passage)
     for document in documents:
         text = normalise(document.passage)
-        if text in texts and document.passage == texts[text]:
-            kept[text] = document  # the same text, under the id that the corpus has for it
+        if text in training_passages and document.passage == training_passages[text]:
+            written[text] = document  # the same text, with its id in the corpus
         elif text and text not in held_out:
-            kept.setdefault(text, document)
-    write_text(path, map(_document_line, kept.values()))
-    return len(kept)
+            written.setdefault(text, document)
+    write_text(path, map(_format_document, written.values()))
+    return len(written)
 
 
-def _positives_of(records: Iterable[Record]) -> set[str]:
-    """Return the normalised positives of some records."""
+def _collect_positives(records: Iterable[Record]) -> set[str]:
+    """Return the normalised positives of records."""
     positives: set[str] = set()
     for record in records:
         positives.update(normalise(positive) for positive in record.positives)
     return positives
 
 
-def _without_negatives(record: Record, passages: set[str]) -> Record:
-    """Return a record without the hard negatives that are among some normalised passages."""
+def _remove_negatives(record: Record, passages: set[str]) -> Record:
+    """Return a record without the hard negatives that are among normalised passages."""
     negatives = []
     negative_scores = []
     for position, negative in enumerate(record.negatives, start=len(record.positives)):
@@ -100,10 +100,13 @@ def _without_negatives(record: Record, passages: set[str]) -> Record:
 
 
 def json_line(record: Record) -> str:
-    """Return a training record as a line that `contaccum.data.read_records` reads."""
+    """Return a training record as a line of JSON that `contaccum.data.read_records` reads."""
     positives = record.positives
     content: dict[str, object] = {"query": record.query}
-    content["positive"] = positives[0] if len(positives) == 1 else positives
+    if len(positives) == 1:
+        content["positive"] = positives[0]
+    else:
+        content["positive"] = positives
     if record.negatives:
         content["negatives"] = record.negatives
     if record.scores is not None:
@@ -112,7 +115,7 @@ def json_line(record: Record) -> str:
 
 
 def read_haystack(corpus: AnyPath, report: RecordReport) -> list[Passage]:
-    """Read the documents of a corpus; raises `DataError` for an id that occurs twice."""
+    """Read the documents of a corpus; raise `DataError` for an id that occurs twice."""
     documents: dict[str, Passage] = {}
     for document in read_passages(corpus, report):
         if document.id in documents:
@@ -123,7 +126,7 @@ def read_haystack(corpus: AnyPath, report: RecordReport) -> list[Passage]:
     return list(documents.values())
 
 
-def haystack_of(test: BeirDataset) -> list[Passage]:
+def get_haystack(test: BeirDataset) -> list[Passage]:
     """Return all documents of a BEIR folder."""
     return [Passage(name, **document) for name, document in test.corpus.items()]
 
@@ -131,26 +134,28 @@ def haystack_of(test: BeirDataset) -> list[Passage]:
 def sample_haystack(
     side: str, parts: Mapping[str, Sequence[Record]], size: int, seed: int
 ) -> list[Passage]:
-    """Return the passages of a side's records, and a sample of the others if they are too few.
+    """Return the passages of a side's records, and a sample of other passages.
 
     Args:
+        side: "dev" or "test".
         parts: the records of every side.
-        size: passages that there are at least, if the data have so many.
+        size: least number of passages; other passages are added up to it, if there are enough.
+        seed: seed of the sample.
     """
-    haystack = _passages_of(parts[side])
-    others: dict[str, str] = {}
+    haystack = _collect_passages(parts[side])
+    all_passages: dict[str, str] = {}
     for records in parts.values():
-        others |= _passages_of(records)
-    names = others.keys() - haystack.keys()
-    for text in sorted(names, key=lambda text: text_hash(f"{seed}:{text}")):
+        all_passages.update(_collect_passages(records))
+    other_texts = all_passages.keys() - haystack.keys()
+    for text in sorted(other_texts, key=lambda text: hash_text(f"{seed}:{text}")):
         if len(haystack) >= size:
             break
-        haystack[text] = others[text]
-    return [Passage(_document_id(text), "", passage) for text, passage in haystack.items()]
+        haystack[text] = all_passages[text]
+    return [Passage(_make_document_id(text), "", passage) for text, passage in haystack.items()]
 
 
-def _passages_of(records: Iterable[Record]) -> dict[str, str]:
-    """Return the positives and negatives of some records by their normalised texts."""
+def _collect_passages(records: Iterable[Record]) -> dict[str, str]:
+    """Return {normalised text: text} of the positives and negatives of records."""
     passages: dict[str, str] = {}
     for record in records:
         for passage in (*record.positives, *record.negatives):
@@ -161,8 +166,13 @@ def _passages_of(records: Iterable[Record]) -> dict[str, str]:
 def write_beir(folder: Path, records: Sequence[Record], haystack: Iterable[Passage]) -> int:
     """Write a BEIR folder with the split ``test``; return its number of documents.
 
-    All documents that equal a positive of a query, after case and white space, are relevant to it.
-    Positives that the haystack lacks are added to it.
+    Every document that equals a positive of a query, after case and white space, is relevant to
+    the query. Positives that are not in the haystack are added to it.
+
+    Args:
+        folder: a folder that does not exist.
+        records: queries with their positives.
+        haystack: the documents to search.
     """
     positives: dict[str, str] = {}
     for record in records:
@@ -177,12 +187,12 @@ def write_beir(folder: Path, records: Sequence[Record], haystack: Iterable[Passa
         documents.append(document)
     for text, ids in ids_of_positive.items():
         if not ids:
-            document = Passage(_document_id(text), "", positives[text])
+            document = Passage(_make_document_id(text), "", positives[text])
             documents.append(document)
             ids.append(document.id)
 
     queries: dict[str, tuple[str, str]] = {}  # id and text, by the normalised text
-    judgements: dict[tuple[str, str], None] = {}  # in order, each once
+    judgements: dict[tuple[str, str], None] = {}  # an ordered set of query id and document id
     for record in records:
         text = normalise(record.query)
         if text not in queries:
@@ -192,19 +202,29 @@ def write_beir(folder: Path, records: Sequence[Record], haystack: Iterable[Passa
             for document_id in ids_of_positive[normalise(positive)]:
                 judgements[query_id, document_id] = None
 
-    (folder / "qrels").mkdir(parents=True)
-    write_text(folder / "corpus.jsonl", map(_document_line, documents))
-    query_lines = [
-        json.dumps({"_id": name, "text": text}) + "\n" for name, text in queries.values()
-    ]
-    write_text(folder / "queries.jsonl", query_lines)
-    rows = [f"{query}\t{document}\t1\n" for query, document in judgements]
-    write_text(folder / "qrels" / "test.tsv", ["query-id\tcorpus-id\tscore\n", *rows])
+    qrels_lines = [f"{query_id}\t{document_id}\t1\n" for query_id, document_id in judgements]
+    _write_beir_files(folder, documents, dict(queries.values()), qrels_lines)
     return len(documents)
 
 
+def _write_beir_files(
+    folder: Path,
+    documents: Iterable[Passage],
+    queries: Mapping[str, str],
+    qrels_lines: Iterable[str],
+) -> None:
+    """Write corpus, queries ({id: text}) and the split ``test`` to a new BEIR folder."""
+    (folder / "qrels").mkdir(parents=True)
+    write_text(folder / "corpus.jsonl", map(_format_document, documents))
+    query_lines = []
+    for query_id, text in queries.items():
+        query_lines.append(json.dumps({"_id": query_id, "text": text}) + "\n")
+    write_text(folder / "queries.jsonl", query_lines)
+    write_text(folder / "qrels" / "test.tsv", ["query-id\tcorpus-id\tscore\n", *qrels_lines])
+
+
 def copy_test(test: BeirDataset, folder: Path) -> int:
-    """Copy the corpus, the queries and the test split of a BEIR folder; return its documents."""
+    """Copy corpus, queries and test split of a BEIR folder; return the number of documents."""
     (folder / "qrels").mkdir(parents=True)
     for pattern in ("corpus.jsonl*", "queries.jsonl*", "qrels/test.tsv*"):
         for file in test.path.glob(pattern):
@@ -212,38 +232,32 @@ def copy_test(test: BeirDataset, folder: Path) -> int:
     return len(test.corpus)
 
 
-def _document_line(document: Passage) -> str:
+def _format_document(document: Passage) -> str:
     content = {"_id": document.id, "title": document.title, "text": document.text}
     return json.dumps(content, ensure_ascii=False) + "\n"
 
 
-def _document_id(normalised_text: str) -> str:
-    return text_hash(normalised_text)[:16]
+def _make_document_id(normalised_text: str) -> str:
+    return hash_text(normalised_text)[:16]
 
 
-def text_hash(text: str) -> str:
-    """Return the sha256 of a text, in hex: an order that does not depend on that of the records."""
+def hash_text(text: str) -> str:
+    """Return the sha256 of a text, in hex."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
-def write_part(dataset: BeirDataset, kept: Container[str], folder: Path) -> None:
-    """Write a BEIR folder with all queries of a data set, and of its documents those that are kept.
+def write_part(dataset: BeirDataset, document_ids: Container[str], folder: Path) -> None:
+    """Write a BEIR folder with all queries and some documents of a data set.
 
     Args:
-        dataset: its judgements become the split ``test``.
-        kept: ids of documents; judgements of others are left out.
-        folder: a new one.
+        dataset: the data set, whose judgements become the split ``test``.
+        document_ids: ids of the documents to write; judgements of other documents are left out.
+        folder: a folder that does not exist.
     """
-    (folder / "qrels").mkdir(parents=True)
-    documents = [document for document in haystack_of(dataset) if document.id in kept]
-    write_text(folder / "corpus.jsonl", map(_document_line, documents))
-    query_lines = [
-        json.dumps({"_id": name, "text": text}) + "\n" for name, text in dataset.queries.items()
-    ]
-    write_text(folder / "queries.jsonl", query_lines)
-    rows = []
-    for query, judged in dataset.qrels.items():
-        for name, grade in judged.items():
-            if name in kept:
-                rows.append(f"{query}\t{name}\t{grade}\n")
-    write_text(folder / "qrels" / "test.tsv", ["query-id\tcorpus-id\tscore\n", *rows])
+    documents = [document for document in get_haystack(dataset) if document.id in document_ids]
+    qrels_lines = []
+    for query_id, judgements in dataset.qrels.items():
+        for document_id, grade in judgements.items():
+            if document_id in document_ids:
+                qrels_lines.append(f"{query_id}\t{document_id}\t{grade}\n")
+    _write_beir_files(folder, documents, dataset.queries, qrels_lines)

@@ -1,1 +1,1 @@
-"""Encoders: `DualEncoder`, what loads and configures models, adapters, gradient norms by tower."""
+"""Encoders: `DualEncoder`, loading and settings of models, LoRA adapters, gradient norms."""

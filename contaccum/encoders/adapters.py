@@ -1,7 +1,7 @@
-"""LoRA adapters by peft: small matrices beside the weights of a backbone, which are frozen.
+"""LoRA adapters: small trainable matrices that are added to the frozen weights of a backbone.
 
-Untied towers have an adapter each over one base, whose weights they share. A saved folder holds the
-adapters, and the name or folder of the base. peft applies adapters in a forward pass.
+Untied towers have one adapter each, and share the frozen weights of their base. A saved folder
+holds the adapters and the name or folder of the base. peft applies the adapters in a forward pass.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ def add_adapter(
     dropout: float = 0.0,
     target_modules: Sequence[str] | None = None,
 ) -> None:
-    """Freeze every backbone of a model, and add a LoRA adapter to each (arXiv 2106.09685).
+    """Freeze every backbone of a model, and add a LoRA adapter to each (arXiv:2106.09685).
 
     A linear layer W (out, in) becomes W + alpha / r * B A, with A (r, in) and B (out, r) in
-    float32. Only A and B are trained. B starts at zero, so embeddings do not change yet. Towers
-    share the weights in which they are equal.
+    float32. Only A and B are trained. B starts at zero, so the embeddings are unchanged at first.
+    Towers share the frozen weights that are equal.
 
     Args:
-        r: the rank.
-        alpha: None: 2 r.
-        dropout: the probability with which an input of A is dropped.
+        r: rank of the adapter.
+        alpha: scale of the adapter, see the formula. None: 2 r.
+        dropout: the probability with which an input of A is set to zero.
         target_modules: names of layers, or the ends of their names. None: every linear layer.
 
     Raises:
@@ -65,7 +65,7 @@ def add_adapter(
     require_peft("an adapter")
     from peft import LoraConfig
 
-    models = backbones(model)
+    models = get_backbones(model)
     if not models:
         raise ConfigError(f"lora_r={r}: this model has no transformers backbone")
     if has_adapter(model):
@@ -87,24 +87,31 @@ def add_adapter(
 
 
 def _require_layers(backbone: PreTrainedModel, targets: Sequence[str]) -> None:
-    """Refuse a target that no layer is called; peft ignores it if another target is a layer."""
+    """Raise `ConfigError` if a target is not the name of a layer.
+
+    peft raises an error only if no target is the name of a layer.
+    """
     names = [name for name, _ in backbone.named_modules()]
     for target in targets:
         if any(f".{name}".endswith(f".{target}") for name in names):
             continue
-        hint = closest(target, {name.rpartition(".")[2] for name in names})
-        raise ConfigError(f"lora_target_modules: the model has no layer {target!r}{hint}")
+        suggestion = closest(target, {name.rpartition(".")[2] for name in names})
+        raise ConfigError(f"lora_target_modules: the model has no layer {target!r}{suggestion}")
 
 
 def put_adapter(model: nn.Module, config: Any, name: str | None = None) -> None:
-    """Freeze every backbone of a model, and add an adapter of any peft config to each.
+    """Freeze every backbone of a model, and add an adapter to each.
+
+    Args:
+        config: any config of peft.
+        name: name of the adapter. None: "default".
 
     Raises:
-        ValueError: and others, as peft raises them.
+        ValueError: if peft refuses the config. peft may raise other errors as well.
     """
     from peft.functional import cast_adapter_dtype
 
-    for backbone in backbones(model):
+    for backbone in get_backbones(model):
         backbone_config = copy.deepcopy(config)
         backbone.add_adapter(backbone_config, name)
         base = backbone.name_or_path
@@ -112,37 +119,39 @@ def put_adapter(model: nn.Module, config: Any, name: str | None = None) -> None:
             # An absolute path can be loaded from any working directory.
             base = os.path.abspath(base)
         backbone_config.base_model_name_or_path = base
-        # bfloat16 would round most of an update away.
+        # In bfloat16 most of an update would be lost to rounding.
         cast_adapter_dtype(backbone, name or "default")
-    share_equal_frozen_weights(backbones(model))
+    share_equal_frozen_weights(get_backbones(model))
 
 
-def take_up_adapter(model: nn.Module) -> None:
+def make_adapter_trainable(model: nn.Module) -> None:
     """Make the adapters of a loaded model trainable, and let towers share equal frozen weights.
 
-    A model without an adapter is left alone.
+    A model without an adapter is not changed.
     """
     if not has_adapter(model):
         return
-    for backbone in backbones(model):
+    for backbone in get_backbones(model):
         if getattr(backbone, "peft_config", None):
             backbone.set_adapter(backbone.active_adapters())
-        else:  # the tower of documents, whose weights lie beside the other tower's adapter
+        else:
+            # Only the query tower has an adapter. The document tower stays frozen.
             backbone.requires_grad_(False)
-    share_equal_frozen_weights(backbones(model))
+    share_equal_frozen_weights(get_backbones(model))
 
 
 def merge_adapter(model: nn.Module) -> None:
-    """Add the adapters to the weights beside them, which gives a plain model.
+    """Add the adapters to the frozen weights, so that the model has no adapters any more.
 
-    Each tower has its own weights then.
+    Each tower then has its own weights.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     transformers = [module for module in model.modules() if isinstance(module, Transformer)]
     for transformer in transformers:
         if not getattr(transformer.model, "peft_config", None):
-            continue  # the other tower alone has an adapter
+            # Only the other tower has an adapter.
+            continue
         # A copy, because another tower may share the base.
         backbone = copy.deepcopy(transformer.model)
         transformer.model = backbone
@@ -151,24 +160,24 @@ def merge_adapter(model: nn.Module) -> None:
                 layer.merge(safe_merge=True)
                 backbone.set_submodule(name, layer.get_base_layer())
         backbone.delete_adapter(list(backbone.peft_config))
-        # Private: it maps the names of an adapter's weights to those in its file. transformers
-        # would rename the merged weights by it.
+        # This private attribute maps the names of adapter weights to the names in the file.
+        # With it, transformers would save the merged weights under wrong names.
         vars(backbone).pop("_weight_conversions", None)
         backbone.requires_grad_(True)
 
 
-def backbones(model: nn.Module) -> list[Any]:
-    """Return the transformers models in a model: one, or one for each tower."""
+def get_backbones(model: nn.Module) -> list[Any]:
+    """Return the transformers models in a model: one, or one per tower."""
     return [module.model for module in model.modules() if isinstance(module, Transformer)]
 
 
 def has_adapter(model: nn.Module) -> bool:
     """Return whether a backbone of the model has an adapter."""
-    return any(getattr(backbone, "peft_config", None) for backbone in backbones(model))
+    return any(getattr(backbone, "peft_config", None) for backbone in get_backbones(model))
 
 
-def describe(model: nn.Module) -> list[dict[str, Any]]:
-    """Return base, rank, alpha, dropout and layers of each tower's adapter, for records."""
+def describe_adapters(model: nn.Module) -> list[dict[str, Any]]:
+    """Return base, rank, alpha, dropout and layers of each adapter, for records."""
     records = []
     for config in _adapter_configs(model):
         record = {name: getattr(config, name, None) for name in _RECORDED}
@@ -180,7 +189,7 @@ def describe(model: nn.Module) -> list[dict[str, Any]]:
 def _adapter_configs(model: nn.Module) -> list[Any]:
     """Return the peft configs of all adapters."""
     configs: list[Any] = []
-    for backbone in backbones(model):
+    for backbone in get_backbones(model):
         configs.extend(getattr(backbone, "peft_config", {}).values())
     return configs
 
@@ -193,7 +202,7 @@ def require_peft(feature: str) -> None:
         )
 
 
-def in_4bit() -> dict[str, Any]:
+def make_4bit_kwargs() -> dict[str, Any]:
     """Return ``model_kwargs`` that load weights in 4 bits (NF4, arXiv 2305.14314).
 
     Raises:
@@ -204,7 +213,9 @@ def in_4bit() -> dict[str, Any]:
             "load_in_4bit needs bitsandbytes, which is not installed: pip install bitsandbytes"
         )
     if not torch.accelerator.is_available():
-        raise ConfigError("load_in_4bit needs an accelerator, and there is none: drop it")
+        raise ConfigError(
+            "load_in_4bit needs an accelerator, and this machine has none: leave it out"
+        )
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -215,7 +226,7 @@ def in_4bit() -> dict[str, Any]:
 
 
 def share_equal_frozen_weights(models: Sequence[PreTrainedModel]) -> None:
-    """Replace frozen weights of backbones by the first backbone's, if they are equal."""
+    """Replace frozen weights of backbones by equal weights of the first backbone."""
     first_weights = {}
     for name, weight in models[0].named_parameters():
         first_weights[_name_without_adapter(name)] = weight
@@ -238,8 +249,8 @@ def _name_without_adapter(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def bases(folder: Path) -> list[str]:
-    """Return names or folders of the bases of the adapters in a model's folder.
+def find_adapter_bases(folder: Path) -> list[str]:
+    """Return the name or folder of each adapter's base in a model's folder.
 
     Raises:
         ConfigError: if there is an adapter and peft is not installed.
@@ -253,10 +264,10 @@ def bases(folder: Path) -> list[str]:
 
 @contextmanager
 def saving(model: nn.Module, folder: AnyPath) -> Iterator[None]:
-    """Prepare a folder in which the block saves a model, and complete it afterwards.
+    """Prepare a folder in which the block saves a model, and complete the folder afterwards.
 
-    Files of another model are removed first. Afterwards the folder gets what
-    sentence-transformers does not save, but needs to load the same model with an adapter.
+    Files of another model are removed before the block. After the block, settings are written that
+    sentence-transformers needs to load a model with an adapter but does not save.
 
     Raises:
         ConfigError: if the base of an adapter is not saved in its folder.
@@ -276,7 +287,7 @@ def saving(model: nn.Module, folder: AnyPath) -> Iterator[None]:
     adapter_folders = [folder]
     if not (folder / _CONFIG).is_file():
         adapter_folders = _make_towers_loadable(folder)
-    dtype = str(backbones(model)[0].dtype).removeprefix("torch.")
+    dtype = str(get_backbones(model)[0].dtype).removeprefix("torch.")
     for adapter_folder in adapter_folders:
         config_file = adapter_folder / "sentence_bert_config.json"
         write_json(config_file, {**read_json(config_file), "model_kwargs": {"dtype": dtype}})
@@ -285,8 +296,8 @@ def saving(model: nn.Module, folder: AnyPath) -> Iterator[None]:
 def _remove_stale_files(folder: Path, is_adapted: bool, base_folders: set[Path]) -> None:
     """Remove the files of a model that was saved in the folder before.
 
-    An adapter beside full weights would be added to them. Full weights beside an adapter would be
-    taken for its base, and are kept only if they are.
+    An old adapter beside new full weights would be loaded with them. Old full weights beside a new
+    adapter would be loaded as its base, so they are kept only if they are its base.
     """
     resolved_bases = {base.resolve() for base in base_folders}
     for module_folder in (folder, *folder.glob(_TOWER_FOLDERS)):
@@ -304,8 +315,9 @@ def _make_towers_loadable(folder: Path) -> list[Path]:
     Returns:
         The folders of the towers' adapters.
     """
-    # Router would look for a tower's subfolder in the base of its adapter, which has no such
-    # subfolder. A tower that it takes for a whole model is loaded from a folder of its own.
+    # Router would look for the tower's subfolder in the folder of the adapter's base, which has no
+    # such subfolder. If the router's config names SentenceTransformer as the type of the tower, the
+    # tower is loaded as a whole model from its own folder.
     router_file = folder / "router_config.json"
     router = read_json(router_file)
     tower_folders = []
@@ -323,8 +335,7 @@ def _make_towers_loadable(folder: Path) -> list[Path]:
 class TransformerLoader(Transformer):
     """A loader of ``Transformer`` modules with adapters.
 
-    It loads a tower from a folder of its own, and an adapter in the precision in which it was
-    saved.
+    A tower is loaded from its own folder, and an adapter in the precision in which it was saved.
     """
 
     @classmethod
@@ -342,10 +353,12 @@ class TransformerLoader(Transformer):
         try:
             module = Transformer.load(model_name_or_path, **kwargs)
         except RuntimeError as error:
-            if "mismatched_sizes" not in str(error):  # a word of transformers' own message
+            # transformers raises a RuntimeError with this word for weights of a wrong shape.
+            if "mismatched_sizes" not in str(error):
                 raise
             raise UserError(
-                f"{model_name_or_path}: these weights are of another base, or backbone"
+                f"{model_name_or_path}: the weights do not have the shapes of their base or "
+                "backbone; check base_model_name_or_path in adapter_config.json"
             ) from error
         adapter_file = Path(model_name_or_path, "adapter_model.safetensors")
         if adapter_file.is_file() and module.model.dtype != torch.float32:
@@ -354,7 +367,7 @@ class TransformerLoader(Transformer):
 
 
 def _local_folder(model_name: str, subfolder: str, hub_options: dict[str, Any]) -> str:
-    """Return the folder of a subfolder's files, which are downloaded for a name on the hub."""
+    """Return the local folder of a model's subfolder, downloaded if the model is on the hub."""
     local_folder = load_dir_path(
         model_name,
         subfolder,
@@ -367,7 +380,7 @@ def _local_folder(model_name: str, subfolder: str, hub_options: dict[str, Any]) 
 
 
 def _load_in_float32(backbone: PreTrainedModel, adapter_file: Path) -> None:
-    """Load an adapter again in float32: transformers rounds it to the backbone's dtype."""
+    """Load an adapter again in float32, because transformers rounded it to the backbone's dtype."""
     from peft.functional import cast_adapter_dtype, set_peft_model_state_dict
 
     cast_adapter_dtype(backbone, "default")
@@ -380,4 +393,4 @@ def _load_in_float32(backbone: PreTrainedModel, adapter_file: Path) -> None:
 _TRANSFORMER = fullname(Transformer)
 _MODEL = fullname(SentenceTransformer)
 LOADERS = dict.fromkeys((_TRANSFORMER, _MODEL), TransformerLoader)
-"""Type of a module as folders name it -> the class that loads it."""
+"""Type of a module, as saved folders name it -> class that loads the module."""

@@ -1,7 +1,8 @@
 """DualEncoder: a query tower and a passage tower as one SentenceTransformer, tied or untied.
 
-`SentenceTransformer(path)` loads a folder that it saved. Pooling, prompts and routing are
-sentence-transformers' own; this module puts them together, and adds the method names of BEIR.
+`SentenceTransformer(path)` loads a folder that a DualEncoder saved. Pooling, prompts and routing
+are those of sentence-transformers. This module combines them, and adds the method names that BEIR
+expects.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from contaccum.data.records import passage_text
 from contaccum.encoders import adapters
 from contaccum.encoders.loading import load_transformer, loading
 from contaccum.encoders.pooling import PoolingMode, fit_pooling
-from contaccum.encoders.settings import lower_default_lengths, positions, set_max_lengths
-from contaccum.encoders.towers import is_tied, tower
+from contaccum.encoders.settings import get_max_positions, lower_default_lengths, set_max_lengths
+from contaccum.encoders.towers import get_tower, is_tied
 from contaccum.errors import ConfigError, check_choice
 from contaccum.files import AnyPath
 
 _QUERY_MAX_LENGTH = 32
 _PASSAGE_MAX_LENGTH = 256
 _SIMILARITY_NAMES: dict[str, Literal["dot", "cosine"]] = {"dot": "dot", "cos": "cosine"}
-"""Our name of a similarity -> sentence-transformers' name."""
+"""Name of a similarity in contaccum -> name in sentence-transformers."""
 
 
 class DualEncoder(SentenceTransformer):
     """A SentenceTransformer for retrieval, with a tower for queries and a tower for passages.
 
-    `from_backbone` makes one from a bare backbone, `from_pretrained` loads a saved
+    `from_backbone` makes an encoder from a transformers backbone, `from_pretrained` loads a saved
     SentenceTransformer. Tied towers are one module. Untied towers are the routes "query" and
     "document" of a Router.
 
@@ -54,7 +55,8 @@ class DualEncoder(SentenceTransformer):
         ```
     """
 
-    # Private, but the only way to load a tower's adapter with the library's own settings.
+    # This attribute is private, but the only way to load a tower's adapter with the settings of
+    # sentence-transformers.
     _module_classes = adapters.LOADERS
 
     @classmethod
@@ -75,26 +77,30 @@ class DualEncoder(SentenceTransformer):
         trust_remote_code: bool = False,
         model_kwargs: dict[str, Any] | None = None,
     ) -> DualEncoder:
-        """Put pooling on a transformers backbone: from the hub, from a folder, or a fresh one.
+        """Make an encoder from a transformers backbone: pretrained, or with fresh weights.
 
-        A tokenizer without a pad token pads with EOS. With ``"lasttoken"`` on a decoder, it ends
-        every text in EOS.
+        A tokenizer without a pad token gets EOS as its pad token. If a decoder's last token is
+        pooled, the tokenizer appends EOS to every text.
 
         Args:
             name: a name on the hub, a folder, or a ``PretrainedConfig`` for fresh weights.
-            tied: one tower for queries and passages; False: each has its own copy of the weights.
+            tied: whether queries and passages share one tower. False: two towers, each with its own
+                copy of the weights.
             pooling: ``"cls"`` (DPR, the paper), ``"mean"`` or ``"lasttoken"``. None:
                 ``"lasttoken"`` for a decoder, ``"cls"`` for an encoder.
             normalize: scale embeddings to unit length, so that the inner product is the cosine.
-            query_prompt, passage_prompt: text before each query or passage, in training and in
-                encoding.
-            query_max_length, passage_max_length: tokens of a text, special tokens included. None:
-                32 and 256, or fewer if the backbone takes fewer.
-            similarity: ``"dot"`` or ``"cos"``. None: ``"cos"`` if normalized, else ``"dot"``.
-            tokenizer: a name, a folder or an object; required with a config. None: that of
-                ``name``.
-            trust_remote_code: run code that comes with the model. Read it first.
-            model_kwargs: more arguments of transformers' ``from_pretrained``.
+            query_prompt, passage_prompt: text that is put before each query or passage, in training
+                and in encoding.
+            query_max_length, passage_max_length: maximum number of tokens of a text, special tokens
+                included. None: 32 and 256, or fewer if the backbone takes fewer.
+            similarity: ``"dot"`` or ``"cos"``. None: ``"cos"`` if ``normalize`` is set, else
+                ``"dot"``.
+            dtype: type of the weights.
+            tokenizer: a name, a folder or an object; required with a config. None: the
+                tokenizer of ``name``.
+            device: device of the model. None: an accelerator if there is one, else the CPU.
+            trust_remote_code: allow code that comes with the model. Read that code first.
+            model_kwargs: further arguments of transformers' ``from_pretrained``.
 
         Raises:
             UserError: if the backbone cannot be loaded.
@@ -106,9 +112,11 @@ class DualEncoder(SentenceTransformer):
         settings = {"dtype": getattr(torch, dtype), **(model_kwargs or {})}
         transformer = load_transformer(name, tokenizer, settings, trust_remote_code)
         if transformer.tokenizer is None:
-            raise ConfigError(f"{name}: this backbone has no tokenizer, so it does not encode text")
+            raise ConfigError(
+                f"{name}: this backbone has no tokenizer and cannot encode text: pass tokenizer="
+            )
         pooling = fit_pooling(transformer, transformer.tokenizer, pooling)
-        longest = min(transformer.tokenizer.model_max_length, positions(transformer))
+        longest = min(transformer.tokenizer.model_max_length, get_max_positions(transformer))
         if query_max_length is None:
             query_max_length = min(_QUERY_MAX_LENGTH, longest)
         if passage_max_length is None:
@@ -129,9 +137,8 @@ class DualEncoder(SentenceTransformer):
     def from_pretrained(cls, path: AnyPath, **kwargs: Any) -> DualEncoder:
         """Load a saved model.
 
-        Maximum lengths are lowered to the number of positions that the backbone has for the tokens
-        of a text. An adapter is ready for training. Towers whose adapters have the same base share
-        its weights.
+        Maximum lengths are lowered to the number of positions that the backbone has. The weights of
+        an adapter are trainable. Towers whose adapters have the same base share its weights.
 
         Args:
             path: a folder, or a name on the hub.
@@ -141,31 +148,31 @@ class DualEncoder(SentenceTransformer):
             UserError: if the model cannot be loaded; see `loading`.
         """
         with loading(path, bool(kwargs.get("trust_remote_code"))) as name:
-            # Each tower is loaded with a base of its own. They are loaded on the CPU, so that the
-            # device gets the one base that is left.
-            has_two_bases = len(adapters.bases(Path(name))) > 1
+            # Each tower is loaded with its own copy of the base. The copies are loaded on the CPU,
+            # and only the copy that remains is moved to the device.
+            has_two_bases = len(adapters.find_adapter_bases(Path(name))) > 1
             moves_late = has_two_bases and not kwargs.get("model_kwargs")
             device = kwargs.get("device")
             if moves_late:
                 kwargs["device"] = "cpu"
             model = cls(name, **kwargs)
-            adapters.take_up_adapter(model)
+            adapters.make_adapter_trainable(model)
             lower_default_lengths(model)
             if moves_late:
                 model.to(device or get_device_name())
             return model
 
     def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
-        """Put an adapter of peft on the model, as SentenceTransformer does.
+        """Add an adapter of peft to the model, as `SentenceTransformer.add_adapter` does.
 
-        Two towers get an adapter each, over one base.
+        Each of two untied towers gets an adapter, and both share the weights of one base.
         """
         adapters.put_adapter(self, adapter_config, adapter_name)
 
     def save_pretrained(self, path: str, *args: Any, **kwargs: Any) -> None:
-        """Save the model, as SentenceTransformer does.
+        """Save the model, as `SentenceTransformer.save_pretrained` does.
 
-        Of a model with an adapter, the adapter and the name or folder of its base are saved.
+        If the model has an adapter, the adapter and the name or folder of its base are saved.
         """
         with adapters.saving(self, path):
             super().save_pretrained(path, *args, **kwargs)
@@ -181,15 +188,15 @@ class DualEncoder(SentenceTransformer):
 
         It maps features to features with ``sentence_embedding`` (n, d).
         """
-        return tower(self, "query")
+        return get_tower(self, "query")
 
     @property
     def passage_encoder(self) -> nn.Module:
         """The passage tower; see `query_encoder`."""
-        return tower(self, "document")
+        return get_tower(self, "document")
 
     def encode_queries(self, queries: Sequence[str], batch_size: int = 32, **kwargs: Any) -> Any:
-        """Embed queries, by BEIR's name of this method.
+        """Encode queries. BEIR calls this method.
 
         Args:
             queries: n texts.
@@ -203,11 +210,11 @@ class DualEncoder(SentenceTransformer):
     def encode_corpus(
         self, corpus: Sequence[dict[str, str]], batch_size: int = 32, **kwargs: Any
     ) -> Any:
-        """Embed passages, by BEIR's name of this method.
+        """Encode passages. BEIR calls this method.
 
         Args:
-            corpus: n passages. Each has a "text", and may have a "title", which is put before the
-                text with a space between them.
+            corpus: n passages with the key "text" and optionally "title". The title is put before
+                the text, with a space between them.
             kwargs: keyword arguments of ``encode_document``.
 
         Returns:
@@ -224,7 +231,7 @@ class DualEncoder(SentenceTransformer):
 def _make_modules(
     transformer: Transformer, pooling: PoolingMode, normalize: bool, tied: bool
 ) -> list[nn.Module]:
-    """Return the modules of a model: those of its only tower, or a Router over two towers."""
+    """Return the modules of a model: transformer and pooling, or a Router over two towers."""
     dimension = transformer.get_embedding_dimension()
     modules: list[Module] = [transformer, Pooling(dimension, pooling_mode=pooling)]
     if normalize:

@@ -30,7 +30,7 @@ from contaccum.data.records import passage_text
 from contaccum.encoders import adapters
 from contaccum.encoders.onnx_files import load_onnx, require_onnx, write_onnx
 from contaccum.encoders.serving_guide import render_serving_guide
-from contaccum.encoders.towers import is_tied, tower
+from contaccum.encoders.towers import get_tower, is_tied
 from contaccum.errors import ConfigError, UserError, check_choice
 from contaccum.files import AnyPath, atomic_folder, provenance, read_json, write_json, write_text
 
@@ -171,10 +171,10 @@ def make_plain_models(model: SentenceTransformer) -> dict[str, SentenceTransform
         ConfigError: for a module that embedding servers do not have.
     """
     if is_tied(model):
-        return {".": _make_plain_model(model, tower(model, "document"))}
+        return {".": _make_plain_model(model, get_tower(model, "document"))}
     return {
-        "query": _make_plain_model(model, tower(model, "query")),
-        "document": _make_plain_model(model, tower(model, "document")),
+        "query": _make_plain_model(model, get_tower(model, "query")),
+        "document": _make_plain_model(model, get_tower(model, "document")),
     }
 
 
@@ -190,9 +190,10 @@ def _make_plain_model(model: SentenceTransformer, module: nn.Module) -> Sentence
             )
     if model.similarity_fn_name == "cosine" and not isinstance(modules[-1], Normalize):
         modules.append(Normalize())
+    prompts = {task: prompt or "" for task, prompt in model.prompts.items()}
     return SentenceTransformer(
         modules=modules,
-        prompts=dict(model.prompts),
+        prompts=prompts,
         default_prompt_name=model.default_prompt_name,
         similarity_fn_name=model.similarity_fn_name,
         truncate_dim=model.truncate_dim,

@@ -1,12 +1,12 @@
 """Gradient norms of the two towers.
 
-GradNormRatio (arXiv 2406.12356, section 5) is the norm of the passage tower's gradient over that of
-the query tower's. Two banks of equal size keep the ratio near 1; with a passage bank alone it moves
-away from 1.
+GradNormRatio (arXiv 2406.12356, section 5) is the gradient norm of the passage tower divided by the
+gradient norm of the query tower. With two banks of equal size the ratio stays near 1. With a
+passage bank alone it moves away from 1.
 
-Untied towers have a gradient each, so the norms are those of the weights' gradients. Tied towers
-share one gradient, and engines that shard weights (FSDP2, ZeRO) leave no rank a whole one. In both
-cases the norms are those of the embeddings' gradients.
+Untied towers have separate weights, and the norms are those of the gradients of the weights. Tied
+towers share one gradient. Engines that shard weights (FSDP2, ZeRO) give each rank only a part of
+the gradient. In both cases the norms are those of the gradients of the embeddings.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from sentence_transformers import SentenceTransformer
 from torch import Tensor, nn
 
 from contaccum.distributed import over_ranks, world_size
-from contaccum.encoders.towers import is_tied, tower
+from contaccum.encoders.towers import get_tower, is_tied
 
 
 class TowerGradNorms:
-    """Collects the gradient norm of each tower over the micro-steps of an update.
+    """Gradient norms of the two towers, accumulated over the micro-steps of an update.
 
     Args:
-        model: the model itself. If the norms are those of the embeddings' gradients, a forward hook
-            takes outputs whose ``task`` is "query" for queries, and all others for passages.
-        wrapper: the module that losses call, which is the model in its wrappers; None: the model. A
-            compiled model cannot be hooked from inside.
-        has_whole_gradients: whether every rank holds whole gradients of the weights.
+        model: the model, without wrappers. Outputs whose ``task`` is "query" are query embeddings,
+            all others are passage embeddings.
+        wrapper: the module that losses call, such as the compiled model or the model in DDP. None:
+            ``model``. The forward hook is registered on the wrapper, because hooks inside a
+            compiled model do not run.
+        has_whole_gradients: whether every rank holds the complete gradients of the weights.
     """
 
     def __init__(
@@ -38,27 +39,30 @@ class TowerGradNorms:
         has_whole_gradients: bool = True,
     ) -> None:
         self._parameters = {
-            "query": list(tower(model, "query").parameters()),
-            "passage": list(tower(model, "document").parameters()),
+            "query": list(get_tower(model, "query").parameters()),
+            "passage": list(get_tower(model, "document").parameters()),
         }
         self._squares: dict[str, Tensor] = {}
         self._hook = None
         if is_tied(model) or not has_whole_gradients:
-            self._hook = (wrapper or model).register_forward_hook(self._watch)
+            self._hook = (wrapper or model).register_forward_hook(self._hook_output)
 
     def read(self, scale: float = 1.0) -> dict[str, float]:
-        """Return the norms of the update so far, and start over.
+        """Return the norms since the last call, and reset them.
 
-        Reading them waits for the device.
+        The call waits for the device.
 
         Args:
-            scale: the scale of a gradient scaler, by which norms are divided.
+            scale: the factor of a gradient scaler. The norms are divided by it.
 
         Returns:
-            ``grad_norm_query``, ``grad_norm_passage`` and ``grad_norm_ratio``, as far as there are
-            gradients.
+            ``grad_norm_query``, ``grad_norm_passage`` and ``grad_norm_ratio``. A tower without
+            gradients is left out.
         """
-        norms = self._norms_of_weights() if self._hook is None else self._norms_of_embeddings()
+        if self._hook is None:
+            norms = self._compute_weight_norms()
+        else:
+            norms = self._compute_embedding_norms()
         values = {}
         for name, norm in norms.items():
             values[f"grad_norm_{name}"] = norm.item() / scale
@@ -71,7 +75,7 @@ class TowerGradNorms:
         if self._hook is not None:
             self._hook.remove()
 
-    def _norms_of_weights(self) -> dict[str, Tensor]:
+    def _compute_weight_norms(self) -> dict[str, Tensor]:
         norms = {}
         for name, parameters in self._parameters.items():
             gradients = [weight.grad for weight in parameters if weight.grad is not None]
@@ -79,17 +83,19 @@ class TowerGradNorms:
                 norms[name] = nn.utils.get_total_norm(gradients)
         return norms
 
-    def _norms_of_embeddings(self) -> dict[str, Tensor]:
+    def _compute_embedding_norms(self) -> dict[str, Tensor]:
         norms = {}
-        # Sorted, so that all ranks sum in one order.
+        # Every rank must call the collective for the towers in the same order.
         for name, square in sorted(self._squares.items(), reverse=True):
-            # The gradients of embeddings are scaled up for the average over ranks that the
-            # gradients of weights go through.
+            # The loss is multiplied by the number of ranks, because DDP averages the gradients of
+            # weights over the ranks. The gradients of embeddings are not averaged.
             norms[name] = over_ranks("SUM", square).sqrt() / world_size()
         self._squares = {}
         return norms
 
-    def _watch(self, module: nn.Module, arguments: tuple[Any, ...], output: dict[str, Any]) -> None:
+    def _hook_output(
+        self, module: nn.Module, arguments: tuple[Any, ...], output: dict[str, Any]
+    ) -> None:
         """Add the squared norm of an output's gradient once the backward pass has computed it."""
         embeddings = output.get("sentence_embedding")
         if not isinstance(embeddings, Tensor) or not embeddings.requires_grad:
@@ -97,9 +103,9 @@ class TowerGradNorms:
         task = output.get("task", arguments[0].get("task"))
         name = "query" if task == "query" else "passage"
 
-        def add(gradient: Tensor) -> None:
-            # The sum stays on the device, so that no micro-step waits for it.
+        def add_squared_norm(gradient: Tensor) -> None:
+            # The sum stays on the device, so that a micro-step does not wait for it.
             square = gradient.detach().float().square().sum()
             self._squares[name] = square + self._squares.get(name, 0)
 
-        embeddings.register_hook(add)
+        embeddings.register_hook(add_squared_norm)

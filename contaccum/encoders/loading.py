@@ -1,7 +1,7 @@
-"""Loading of models from others: what cannot or must not be loaded is refused in one line.
+"""Safe loading of models, with one-line errors for models that cannot be loaded.
 
 transformers and sentence-transformers read the files. This module checks a folder before they read
-it, and turns the errors that they raise into a `UserError`.
+the folder, and turns the errors that they raise into a `UserError`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from contaccum.files import AnyPath, read_json
 
 _LIBRARY = "sentence_transformers."
 _ROUTER_CONFIGS = ("router_config.json", "config.json")
-"""Files in which a Router names the types of its modules; older versions wrote the second."""
+"""Files in which a Router names the types of its modules.
+
+Old versions of sentence-transformers wrote config.json.
+"""
 
 
 @contextmanager
@@ -37,8 +40,8 @@ def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
     """Check a model before the block loads it, and turn the block's errors into a `UserError`.
 
     The block may load an encoder, a cross-encoder or a checkpoint. It receives the name with ``~``
-    expanded. Classes that a folder brings or names run only if they are trusted. A pickle that
-    holds more than tensors is never read.
+    expanded. Code in a model's folder, and classes that are not part of sentence-transformers, run
+    only with ``trust_remote_code``. A pickle that holds more than tensors is never read.
 
     Args:
         name: a folder, or a name on the model hub.
@@ -57,21 +60,24 @@ def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
         yield path
     except pickle.UnpicklingError as error:
         raise UserError(
-            f"{path}: holds a pickle with more than tensors, which could run code; not read"
+            f"{path}: holds a pickle with objects other than tensors, which could run code, so it "
+            "was not read: use a model in safetensors format"
         ) from error
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        if "`trust_remote_code=True`" in str(error):  # nothing else tells this error from others
+        # transformers has no exception class for this error, so its message is checked.
+        if "`trust_remote_code=True`" in str(error):
             raise UserError(
-                f"{path}: needs code that comes with it. Read that, then set trust_remote_code"
+                f"{path}: needs code that comes with the model. Read that code, then set "
+                "trust_remote_code"
             ) from error
         raise UserError(f"{path}: not a model that can be loaded ({error})") from error
 
 
 def require_model(name: str) -> None:
-    """Refuse a name that is neither a folder nor the name of a model that the hub has.
+    """Check that a name is a model folder or the name of a model on the hub.
 
-    sentence-transformers sends the hub many requests, and waits for more than a minute if it cannot
-    be reached. This function sends one.
+    sentence-transformers sends many requests to the hub, and waits for more than a minute if the
+    hub cannot be reached. This function sends one request, and waits five seconds.
 
     Raises:
         UserError: if there is no such folder, or the hub cannot be reached.
@@ -90,38 +96,40 @@ def require_model(name: str) -> None:
                 return
         HfApi().model_info(name, timeout=5)
     except RepositoryNotFoundError:
-        # sentence-transformers tries further names, and its own error lists them.
+        # sentence-transformers tries further names, and its error message lists them.
         return
-    except Exception as error:  # without a network, the type depends on the hub's HTTP client
+    except Exception as error:
+        # Without a network, the type of the error depends on the HTTP client of the hub.
         raise UserError(
-            f"{name}: no such folder, and the model hub cannot be asked for it ({error})"
+            f"{name}: there is no such folder, and the model hub cannot be reached ({error})"
         ) from error
 
 
 def _require_adapter_bases(path: str) -> None:
-    """Refuse a folder of adapters whose base is neither a folder nor on the hub."""
-    for base in adapters.bases(Path(path)):
+    """Check that the base of each adapter in a folder is a folder or on the hub."""
+    for base in adapters.find_adapter_bases(Path(path)):
         try:
             require_model(base)
         except UserError as error:
             raise UserError(
-                f"{path}: an adapter, and its base cannot be had: {error}; "
-                "put it back, or say where it is in adapter_config.json"
+                f"{path}: this is an adapter, and its base cannot be loaded: {error}; "
+                "restore the base, or correct base_model_name_or_path in adapter_config.json"
             ) from error
 
 
 def _refuse_foreign_classes(folder: Path) -> None:
-    """Refuse a folder that names a module type which is not sentence-transformers' own."""
+    """Raise `UserError` if a folder names a module class that is not sentence-transformers' own."""
     for file, type_name in _module_types(folder):
         if not _is_library_module(type_name):
             raise UserError(
-                f"{file}: names {type_name!r}, code of the folder's choice: "
-                "--trust_remote_code would run it"
+                f"{file}: names the class {type_name!r}, which is not part of "
+                "sentence-transformers and could run any code. "
+                "If you trust the model, set --trust_remote_code"
             )
 
 
 def _module_types(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield each module type that a model's folder names, after the file that names it."""
+    """Yield (file, module type) for each module type that a model's folder names."""
     modules_file = folder / "modules.json"
     if not modules_file.is_file():
         return
@@ -138,10 +146,10 @@ def _module_types(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _is_library_module(type_name: str) -> bool:
-    """Return whether a dotted name leads to a module class that sentence-transformers defines.
+    """Return whether a dotted name is a module class that sentence-transformers defines.
 
-    The class itself is looked at, because a dotted name also reaches all that the library's files
-    import from elsewhere.
+    The class is imported and checked. The dotted name alone is not enough, because it could also
+    name an object that a file of sentence-transformers imports from another package.
     """
     if not type_name.startswith(_LIBRARY):
         return False
@@ -159,18 +167,18 @@ def load_transformer(
     model_kwargs: dict[str, Any],
     trust_remote_code: bool,
 ) -> Transformer:
-    """Load a backbone with its tokenizer, or make one with fresh weights from a config.
+    """Load a backbone with its tokenizer, or make a backbone with fresh weights from a config.
 
     Args:
         name: a folder, a name on the model hub, or a config.
-        tokenizer: a name, a folder or an object, of which a copy is used; None: the tokenizer that
-            comes with ``name``.
+        tokenizer: a name, a folder, or a tokenizer object, which is copied. None: the tokenizer
+            that comes with ``name``.
         model_kwargs: arguments of transformers' ``from_pretrained``.
         trust_remote_code: allow code that comes with the backbone or the tokenizer.
 
     Raises:
         UserError: if the backbone or the tokenizer cannot be loaded.
-        ConfigError: if there is a config and no tokenizer.
+        ConfigError: if ``name`` is a config and there is no tokenizer.
     """
     remote = {"trust_remote_code": trust_remote_code}
     if isinstance(tokenizer, (str, os.PathLike)):
@@ -202,8 +210,8 @@ def _fresh_transformer(
     model_kwargs: dict[str, Any],
     remote: dict[str, Any],
 ) -> Transformer:
-    """Make a backbone with fresh weights."""
-    # sentence-transformers builds its module from files only.
+    """Make a backbone with fresh weights from a config."""
+    # sentence-transformers can build its Transformer module only from files.
     with tempfile.TemporaryDirectory() as folder:
         AutoModel.from_config(config, **remote).save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -1,7 +1,7 @@
-"""The pooling that fits a backbone, and a tokenizer that fits the pooling.
+"""Choice of the pooling for a backbone, and the changes to its tokenizer that pooling needs.
 
-The first token of a decoder attends to itself alone, so a decoder's last token is pooled. Its
-tokenizer then has to end every text in EOS.
+The first token of a decoder attends only to itself, so a decoder's last token is pooled. The
+tokenizer must then append EOS to every text.
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ PoolingMode = Literal["cls", "mean", "lasttoken"]
 def fit_pooling(
     transformer: Transformer, tokenizer: PreTrainedTokenizerBase, pooling: PoolingMode | None
 ) -> PoolingMode:
-    """Return the pooling of a backbone, and change its tokenizer to fit.
+    """Return the pooling of a backbone, and change its tokenizer accordingly.
 
     The tokenizer gets a pad token if it has none. If the last token of a decoder is pooled, the
     tokenizer pads on the right and appends EOS.
 
     Args:
-        pooling: None: ``"lasttoken"`` for a decoder, ``"cls"`` for an encoder.
+        pooling: the pooling that the user chose. None: ``"lasttoken"`` for a decoder, ``"cls"``
+            for an encoder.
 
     Raises:
-        ConfigError: if the backbone or its tokenizer cannot do this.
+        ConfigError: if the pooling does not work with the backbone or its tokenizer.
     """
     if tokenizer.pad_token is None:
-        # Any token will do, because padding is masked.
+        # The choice of the token does not matter, because padding is masked.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if tokenizer.pad_token is None:
         raise ConfigError(
-            "the tokenizer has no token to pad with: set pad_token in its tokenizer_config.json"
+            "the tokenizer has no pad token, and no EOS or UNK token to use instead: "
+            "set pad_token in its tokenizer_config.json"
         )
     if pooling == "mean":
         return pooling
@@ -47,8 +49,8 @@ def fit_pooling(
     if pooling == "cls":
         class_name = type(transformer.model).__name__
         raise ConfigError(
-            f"pooling=cls with a decoder ({class_name}): its first token sees no other. "
-            "Set lasttoken or mean"
+            f"pooling=cls does not work with a decoder ({class_name}), whose first token attends "
+            "only to itself: set pooling=lasttoken or mean"
         )
     # Padding on the left would shift learned positions, such as GPT-2's.
     tokenizer.padding_side = "right"
@@ -57,7 +59,7 @@ def fit_pooling(
 
 
 def _is_causal(transformer: Transformer) -> bool:
-    """Return whether the first token of a text attends to no token after it.
+    """Return whether the first token of a text attends only to itself.
 
     In a causal model the first token's state has no gradient with respect to the embeddings of
     later tokens. The gradient is computed, because no attribute gives the answer: a setting makes
@@ -70,7 +72,8 @@ def _is_causal(transformer: Transformer) -> bool:
     token_ids = features["input_ids"][0]
     weight: Any = transformer.model.get_input_embeddings().weight
     requires_grad = weight.requires_grad
-    weight.requires_grad_(True)  # it is frozen under an adapter
+    # The weight is frozen if the backbone has an adapter.
+    weight.requires_grad_(True)
     first_state = transformer(features)["token_embeddings"][0, 0, 0]
     (gradient,) = torch.autograd.grad(first_state, weight)
     weight.requires_grad_(requires_grad)
@@ -80,10 +83,11 @@ def _is_causal(transformer: Transformer) -> bool:
 
 
 def _append_eos(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Change a tokenizer to end every text in EOS, unless it ends texts in a special token already.
+    """Change a tokenizer so that it appends EOS to every text.
 
-    The tokenizer's post-processor does this: truncation leaves room for the tokens that it adds,
-    and it is saved with the tokenizer.
+    A tokenizer that already appends a special token is not changed. EOS is added by the tokenizer's
+    post-processor, because truncation then leaves room for it, and the post-processor is saved
+    with the tokenizer.
     """
     encoding = tokenizer("a", return_special_tokens_mask=True)
     special_tokens_mask = encoding["special_tokens_mask"]
@@ -92,8 +96,8 @@ def _append_eos(tokenizer: PreTrainedTokenizerBase) -> None:
     eos = tokenizer.eos_token
     if eos is None or not tokenizer.is_fast:
         raise ConfigError(
-            "pooling=lasttoken with a tokenizer that is not fast, or has no eos_token: "
-            "set pooling=mean"
+            "pooling=lasttoken needs a fast tokenizer with an eos_token, and this tokenizer is not "
+            "fast or has none: set pooling=mean"
         )
     prefix_ids = []
     for token_id, is_special in zip(encoding["input_ids"], special_tokens_mask, strict=True):
@@ -102,8 +106,8 @@ def _append_eos(tokenizer: PreTrainedTokenizerBase) -> None:
     prefix = tokenizer.convert_ids_to_tokens(prefix_ids)
     special_tokens = dict(zip(prefix, prefix_ids, strict=True))
     special_tokens[eos] = tokenizer.eos_token_id
-    # This replaces the present post-processor. Chained after one that prepends BOS, the template
-    # would not be applied.
+    # The template replaces the present post-processor. It would have no effect in a chain after a
+    # post-processor that prepends BOS.
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         [*prefix, "$A", eos], special_tokens=list(special_tokens.items())
     )

@@ -1,7 +1,8 @@
-"""A query tower of its own for a model whose documents are encoded already and stand still.
+"""Training of the query tower alone, with a frozen document tower.
 
-The document tower stays bit for bit as it is, so an index of its embeddings goes on serving. The
-query tower is a copy of it, trained in full or by an adapter over the same weights.
+The document tower does not change, so an index of its embeddings can still be used after training.
+The query tower is a copy of the document tower. Either all of its weights are trained, or an
+adapter over the shared weights.
 """
 
 from __future__ import annotations
@@ -14,24 +15,27 @@ from sentence_transformers.sentence_transformer.modules import Router
 from torch import nn
 
 from contaccum.encoders import adapters
-from contaccum.encoders.towers import is_tied, tower
+from contaccum.encoders.towers import get_tower, is_tied
 from contaccum.errors import ConfigError
 
 
 def train_query_tower_alone(model: SentenceTransformer) -> None:
-    """Freeze the document tower of a model; a tied model gets a copy of it for queries, in place.
+    """Freeze the document tower of a model, in place.
+
+    A tied model first gets a copy of its tower for queries.
 
     Raises:
-        ConfigError: for a model whose towers share some weights and not others.
+        ConfigError: if the query tower then has no weight that can be trained.
     """
     if is_tied(model):
         untie(model)
-    query_tower = tower(model, "query")
-    document_tower = tower(model, "document")
+    query_tower = get_tower(model, "query")
+    document_tower = get_tower(model, "document")
     document_tower.requires_grad_(False)
     if not any(weight.requires_grad for weight in query_tower.parameters()):
         raise ConfigError(
-            "no weight of the query tower can be trained: its towers share all that is trained"
+            "no weight of the query tower can be trained, because the towers share all trainable "
+            "weights: use a model with one tower or two separate towers"
         )
 
 
@@ -42,23 +46,33 @@ def add_query_adapter(
     dropout: float = 0.0,
     target_modules: Sequence[str] | None = None,
 ) -> None:
-    """Give the query tower of a model an adapter over the weights of the document tower, in place.
+    """Add an adapter to the query tower of a model, over the weights of the document tower.
 
-    Arguments and errors are those of `contaccum.encoders.adapters.add_adapter`.
+    The model is changed in place. For arguments and errors see
+    `contaccum.encoders.adapters.add_adapter`.
     """
     if is_tied(model):
         untie(model)
-    document_tower = tower(model, "document")
+    document_tower = get_tower(model, "document")
     document_tower.requires_grad_(False)
-    query_tower = tower(model, "query")
+    query_tower = get_tower(model, "query")
     adapters.add_adapter(query_tower, r, alpha, dropout, target_modules)
-    adapters.share_equal_frozen_weights(adapters.backbones(model))
+    adapters.share_equal_frozen_weights(adapters.get_backbones(model))
 
 
 def untie(model: SentenceTransformer) -> None:
-    """Replace the modules of a tied model by a Router with a copy of them for queries, in place."""
+    """Replace the modules of a tied model by a Router, in place.
+
+    The Router has the modules as its document route and a copy of them as its query route.
+
+    Raises:
+        ConfigError: if the model has a Router already.
+    """
     if isinstance(model[0], Router):
-        raise ConfigError("this model has a Router whose routes are one tower: load it untied")
+        raise ConfigError(
+            "both routes of this model's Router are the same tower: "
+            "use a model without a Router, or with two separate towers"
+        )
     document_modules: list[nn.Module] = list(model.children())
     query_modules = copy.deepcopy(document_modules)
     for _ in document_modules:

@@ -10,21 +10,25 @@ from sentence_transformers.sentence_transformer.modules import Transformer
 from torch import nn
 from transformers import PreTrainedModel
 
-from contaccum.encoders.towers import tower
+from contaccum.encoders.towers import get_tower
 from contaccum.errors import ConfigError
 
-_FEWEST_TOKENS = 3  # the tokens that begin and end a text, and one between them
+_MIN_TOKENS = 3
+"""The special tokens at the start and end of a text, and one token between them."""
 _ATTENTION_DROPOUTS = ("attention_dropout", "dropout_prob", "dropout_p")
-"""Attributes that attention modules read instead of having a dropout module."""
+"""Attributes with a dropout probability, in attention modules without a dropout module."""
 
 
 def set_max_lengths(
     model: SentenceTransformer, query: int | None = None, document: int | None = None
 ) -> None:
-    """Set the numbers of tokens at which queries and documents are truncated; None keeps a number.
+    """Set the numbers of tokens at which queries and documents are truncated.
+
+    Args:
+        query, document: number of tokens, special tokens included. None: no change.
 
     Raises:
-        ConfigError: for a number that the model cannot take.
+        ConfigError: if the model cannot take a text of this length.
     """
     if query is not None:
         _set_max_length(model, "query", query, "query_max_length")
@@ -33,20 +37,27 @@ def set_max_lengths(
 
 
 def _set_max_length(model: SentenceTransformer, task: str, length: int, option: str) -> None:
-    """Set the length of one task; errors name it by the option."""
-    transformer = next(tower(model, task).children())
+    """Set the maximum length of a task.
+
+    Args:
+        task: "query" or "document".
+        option: the name of the option in error messages.
+    """
+    transformer = next(get_tower(model, task).children())
     if not hasattr(transformer, f"{task}_length"):
         raise ConfigError(
-            f"{option} needs a transformer that tokenizes text; this model starts otherwise"
+            f"{option} needs a model whose first module is a transformer that tokenizes text"
         )
-    most = positions(transformer)
-    if not _FEWEST_TOKENS <= length <= most:
-        raise ConfigError(f"{option}={length}: this model takes {_FEWEST_TOKENS} to {most} tokens")
+    max_positions = get_max_positions(transformer)
+    if not _MIN_TOKENS <= length <= max_positions:
+        raise ConfigError(
+            f"{option}={length}: this model takes {_MIN_TOKENS} to {max_positions} tokens"
+        )
     setattr(transformer, f"{task}_length", length)
 
 
-def positions(transformer: Any) -> int:
-    """Return how many tokens a backbone has positions for."""
+def get_max_positions(transformer: Any) -> int:
+    """Return the maximum number of tokens that a backbone has positions for."""
     configured = getattr(transformer.config, "max_position_embeddings", None) or sys.maxsize
     if configured < 0:  # XLNet's -1 stands for no limit
         configured = sys.maxsize
@@ -54,22 +65,26 @@ def positions(transformer: Any) -> int:
 
 
 def _positions_after_padding(transformer: nn.Module) -> int:
-    """Return how many positions follow that of padding, or `sys.maxsize` if padding has none.
+    """Return the number of positions after the padding position.
+
+    The result is `sys.maxsize` if padding has no position.
 
     RoBERTa and its relatives give padding a position, ``padding_idx``, and number the tokens of a
     text from ``padding_idx + 1``: of 514 positions they use 512.
     """
-    longest = sys.maxsize
+    max_length = sys.maxsize
     for name, module in transformer.named_modules():
         padding_idx: Any = getattr(module, "padding_idx", None)
         if padding_idx is not None and name.rpartition(".")[2] == "position_embeddings":
             table: Any = module.weight
-            longest = min(longest, table.shape[0] - padding_idx - 1)
-    return longest
+            max_length = min(max_length, table.shape[0] - padding_idx - 1)
+    return max_length
 
 
 def lower_default_lengths(model: nn.Module) -> None:
-    """Lower lengths of a loaded model that exceed the positions of RoBERTa and its relatives.
+    """Lower maximum lengths of a loaded model that exceed its number of positions.
+
+    Only RoBERTa and its relatives are changed.
 
     sentence-transformers' default is ``max_position_embeddings``, at which long texts raise an
     IndexError in such a backbone.
@@ -77,13 +92,13 @@ def lower_default_lengths(model: nn.Module) -> None:
     for module in model.modules():
         if not isinstance(module, Transformer):
             continue
-        longest = _positions_after_padding(module)
-        if longest == sys.maxsize:
+        max_length = _positions_after_padding(module)
+        if max_length == sys.maxsize:
             continue
         for name in ("max_seq_length", "query_length", "document_length"):
             length = getattr(module, name)
-            if length is not None and length > longest:
-                setattr(module, name, longest)
+            if length is not None and length > max_length:
+                setattr(module, name, max_length)
 
 
 def configure(
@@ -95,9 +110,9 @@ def configure(
     """Set dropout, freeze word embeddings, and choose the implementation of attention.
 
     Args:
-        dropout: the probability of every dropout; None keeps the model's own.
+        dropout: the probability of every dropout. None: no change.
         freeze_word_embeddings: train everything but the word embeddings.
-        attn_implementation: transformers' name for it; None keeps the model's own.
+        attn_implementation: transformers' name of the implementation. None: no change.
 
     Raises:
         ConfigError: if the dropout is outside [0, 1), there is no transformers backbone with word
@@ -105,7 +120,10 @@ def configure(
     """
     if dropout is not None:
         _set_dropout(model, dropout)
-    pretrained_models = [x for x in model.modules() if isinstance(x, PreTrainedModel)]
+    pretrained_models = []
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            pretrained_models.append(module)
     if freeze_word_embeddings:
         if not pretrained_models:
             raise ConfigError(
@@ -123,7 +141,7 @@ def _set_dropout(model: nn.Module, dropout: float) -> None:
     if not 0 <= dropout < 1:
         raise ConfigError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
     for module in model.modules():
-        # Private, but the base of all of torch's dropouts.
+        # This class is private, but the base of all dropout modules of torch.
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = dropout
         for name in _ATTENTION_DROPOUTS:

@@ -1,1 +1,1 @@
-"""Scoring retrieval: metrics, significance, results on disk, BEIR, open-domain QA, evaluation while training."""
+"""Scores of retrieval: metrics, significance, results on disk, BEIR, open-domain QA, evaluators."""

@@ -1,90 +1,112 @@
-"""BEIR evaluation: which sets a name stands for, and a model's or a run's score on one of them.
+"""BEIR evaluation: the data sets that a name stands for, and the scores of a model or a run on one.
 
-Puts data, search and metrics together. Whatever can be wrong is refused before the first text is encoded. Reranking,
-sparse and late-interaction models are out of scope, and tables are made in `tables`.
+Data, search and metrics are joined here. Wrong settings are refused before the first text is
+encoded. Reranking, sparse and late-interaction models are out of scope; tables belong to `tables`.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, BeirDataset, default_split
-from contaccum.data.beir import is_beir_folder, load_beir_folder, resolve_beir_data, set_name
+from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, BeirDataset, get_default_split
+from contaccum.data.beir import is_beir_folder, load_beir_folder
+from contaccum.data.public_sets import get_set_name, resolve_beir_data
 from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.metrics import (
     DEFAULT_K_VALUES,
     check_k_values,
     ignored_judgements,
-    paired_bootstrap,
     score_run,
-    trec_order,
+    sort_as_trec_eval,
     warn_of_ignored_judgements,
 )
-from contaccum.evaluation.results import EvaluationResult, Run
+from contaccum.evaluation.results import EvaluationResult, JsonObject, Run
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
 
 
 def evaluate_beir(
-    model: Any,
+    model: SentenceTransformer,
     dataset: BeirDataset,
     k_values: Sequence[int] = DEFAULT_K_VALUES,
     served: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> EvaluationResult:
-    """Encode a corpus and its queries, search, and score.
+    """Encode the corpus and the queries of a data set, search, and score.
 
     Args:
         model: a SentenceTransformer.
-        k_values: cut-offs of the metrics; as many documents as the greatest are retrieved.
-        served: see `plan_served`; the embeddings are then scored in these forms too.
-        settings: those of `search` and `plan_search`.
+        dataset: the data set.
+        k_values: cut-offs of the metrics. As many documents as the largest are retrieved.
+        served: sizes and types in which the embeddings are scored too; see `plan_served`.
+        settings: settings of `search` and `plan_search`.
 
     Raises:
-        ConfigError: settings that are out of range or do not fit the model or the data; before anything is encoded.
+        ConfigError: a setting is out of range, or does not fit the model or the data. It is raised
+            before anything is encoded.
     """
     k_values = check_k_values(k_values)
     warn_of_ignored_judgements(dataset.qrels, dataset.name)
-    run, about, (asked, documents) = search(
-        model, dataset.corpus, dataset.queries, max(k_values), **settings
-    )
+    outcome = search(model, dataset.corpus, dataset.queries, max(k_values), **settings)
+    record_fields = outcome.record_fields
     if served:
-        rows = score_served(dataset, asked, documents, about["model"]["similarity"], **served)
-        about["served"] = {**served, "rows": rows}
-    metrics, per_query = score_run(dataset.qrels, run, k_values)
-    return EvaluationResult(metrics, per_query, run, about_data(dataset), **about)
+        # Imported late, because scoring a run needs no FAISS.
+        from contaccum.evaluation.served_forms import score_served
+
+        query_embeddings, document_embeddings = outcome.embeddings
+        similarity = record_fields["model"]["similarity"]
+        rows = score_served(dataset, query_embeddings, document_embeddings, similarity, **served)
+        record_fields["served"] = {**served, "rows": rows}
+    metrics, per_query = score_run(dataset.qrels, outcome.run, k_values)
+    data = describe_data(dataset)
+    return EvaluationResult(metrics, per_query, outcome.run, data, **record_fields)
 
 
 def score_beir_run(
     dataset: BeirDataset, run: Mapping[str, Mapping[str, float]], k_values: Sequence[int], name: str
 ) -> EvaluationResult:
-    """Score a run of any system, which the result calls ``name``.
+    """Score the run of any system.
 
-    Judged queries without results count as zero; results of other queries, and beyond the greatest of ``k_values``,
-    are left out.
+    Judged queries without results count as zero. Results of other queries, and results below the
+    largest cut-off, are ignored.
+
+    Args:
+        dataset: the data set.
+        run: {query id: {document id: score}}.
+        k_values: cut-offs of the metrics.
+        name: name of the system in the result.
 
     Raises:
         DataError: the run has results for none of the judged queries.
     """
-    deepest = max(check_k_values(k_values))
-    top = {query: dict(trec_order(run[query])[:deepest]) for query in dataset.qrels if query in run}
-    if not top:
-        raise DataError(f"{name}: has results for none of {dataset.name}'s judged queries")
+    max_k = max(check_k_values(k_values))
+    best_hits: Run = {}
+    for query_id in dataset.qrels:
+        if query_id in run:
+            best_hits[query_id] = dict(sort_as_trec_eval(run[query_id])[:max_k])
+    if not best_hits:
+        raise DataError(
+            f"{name}: has results for none of {dataset.name}'s judged queries (check that the run "
+            "and the data have the same query ids)"
+        )
     warn_of_ignored_judgements(dataset.qrels, dataset.name)
-    metrics, per_query = score_run(dataset.qrels, top, k_values)
-    data = about_data(dataset) | {"queries_without_results": len(dataset.qrels) - len(top)}
+    metrics, per_query = score_run(dataset.qrels, best_hits, k_values)
+    data = describe_data(dataset)
+    data["queries_without_results"] = len(dataset.qrels) - len(best_hits)
     return EvaluationResult(
-        metrics, per_query, top, data, model={"name": name}, search={"k": deepest}
+        metrics, per_query, best_hits, data, model={"name": name}, search={"k": max_k}
     )
 
 
-def about_data(dataset: BeirDataset) -> dict[str, Any]:
-    """What a result or a report says about a data set."""
-    about = {
+def describe_data(dataset: BeirDataset) -> dict[str, Any]:
+    """Return name, split, path, counts and fingerprint of a data set, for results and reports."""
+    description = {
         "name": dataset.name,
         "split": dataset.split,
         "path": str(dataset.path),
@@ -93,24 +115,42 @@ def about_data(dataset: BeirDataset) -> dict[str, Any]:
         "judgements": sum(map(len, dataset.qrels.values())),
         "fingerprint": dataset.fingerprint,
     }
-    ignored = len(ignored_judgements(dataset.qrels))
-    if ignored:
-        about["ignored_judgements"] = ignored
-    return about
+    num_ignored = len(ignored_judgements(dataset.qrels))
+    if num_ignored > 0:
+        description["ignored_judgements"] = num_ignored
+    return description
 
 
 def load_data(
-    given: str | os.PathLike[str],
+    source: str | os.PathLike[str],
     split: str | None = None,
     on_bad_record: Literal["stop", "skip"] = "stop",
 ) -> BeirDataset:
-    """What `resolve_beir_data` finds, read; raises `DataError` when it cannot be, or nothing is in it."""
-    split = split or default_split(given)
-    return load_beir_folder(resolve_beir_data(os.fspath(given), split), split, on_bad_record)
+    """Load a BEIR data set.
+
+    Args:
+        source: a BEIR folder or a public name; see `resolve_beir_data`.
+        split: split of the judgements; None: the default split of the data set.
+        on_bad_record: "stop" or "skip" at a record that cannot be used.
+
+    Raises:
+        DataError: the data cannot be read or are empty.
+    """
+    split = split or get_default_split(source)
+    folder = resolve_beir_data(os.fspath(source), split)
+    return load_beir_folder(folder, split, on_bad_record)
+
+
+class SearchOutcome(NamedTuple):
+    """Results of `search`."""
+
+    run: Run
+    record_fields: JsonObject  # fields of an EvaluationResult: model, search, timing, ...
+    embeddings: tuple[np.ndarray, np.ndarray]  # of queries (n, d) and of documents (N, d)
 
 
 def search(
-    model: Any,
+    model: SentenceTransformer,
     corpus: Mapping[str, Mapping[str, str]],
     queries: Mapping[str, str],
     k: int,
@@ -118,27 +158,36 @@ def search(
     model_name: str | None = None,
     similarity: Literal["cos", "dot"] | None = None,
     **settings: Any,
-) -> tuple[Run, dict[str, Any], Any]:
-    """The k best documents of every query; what a result says of model, tokenisation, search, timing and precision; and
-    the embeddings of queries and documents.
+) -> SearchOutcome:
+    """Encode a corpus and queries, and find the k best documents of every query.
 
     Args:
-        corpus: {document id: {"title", "text"}}.
-        model_name: what the result calls the model.
-        similarity, settings: those of `plan_search`, which is called first.
+        model: a SentenceTransformer.
+        corpus: {document id: {"title": title, "text": text}}.
+        queries: {query id: text}.
+        k: number of documents per query.
+        show_progress: show progress bars.
+        model_name: name of the model in the record.
+        similarity: see `plan_search`.
+        settings: further settings of `plan_search`, which is called first.
+
+    Raises:
+        ConfigError: see `plan_search`.
     """
     from contaccum.retrieval.searcher import FaissSearcher
 
-    about = plan_search(model, len(corpus), k, similarity=similarity, **settings)
+    record_fields = plan_search(model, len(corpus), k, similarity=similarity, **settings)
     searcher = FaissSearcher(model, show_progress_bar=show_progress, **settings)
     run = searcher.search(corpus, queries, k, similarity)
-    about["model"]["name"] = model_name
-    about["search"] |= searcher.found
-    return run, {**about, "timing": searcher.timing}, searcher.embeddings
+    assert searcher.embeddings is not None
+    record_fields["model"]["name"] = model_name
+    record_fields["search"].update(searcher.search_details)
+    record_fields["timing"] = searcher.timing
+    return SearchOutcome(run, record_fields, searcher.embeddings)
 
 
 def plan_search(
-    model: Any,
+    model: SentenceTransformer,
     documents: int,
     k: int,
     index: str = "Flat",
@@ -147,24 +196,30 @@ def plan_search(
     similarity: Literal["cos", "dot"] | None = None,
     precision: str = "float32",
 ) -> dict[str, Any]:
-    """What decides the scores of a search of so many documents, as far as a result's record says it before the search.
+    """Check the settings of a search, and return the fields of its record that are known before it.
 
     Args:
-        index, index_parameters: see `build_index`; "Flat" is exact.
-        batch_size: texts encoded at once.
-        similarity: None is the model's own (`similarity_fn_name`, cosine where it says nothing).
+        model: a SentenceTransformer.
+        documents: number of documents in the corpus.
+        k: number of documents per query.
+        index: FAISS factory string; see `build_index`. "Flat" is exact.
+        index_parameters: FAISS search parameters; see `build_index`.
+        batch_size: texts per forward pass.
+        similarity: "cos" or "dot"; None: the model's own (`similarity_fn_name`), cosine if the
+            model has none.
         precision: "float32", or "bfloat16" or "float16" for autocast.
 
     Raises:
-        ConfigError: settings that cannot work, which would otherwise show after hours of encoding.
+        ConfigError: settings cannot work, which would otherwise show only after hours of encoding.
     """
-    from contaccum.retrieval.encode import metric_of, model_fingerprint, tokenisation_fingerprint
+    from contaccum.retrieval.encode import get_metric, model_fingerprint, tokenisation_fingerprint
     from contaccum.retrieval.index import check_factory
 
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
-    metric = metric_of(model, similarity)
+    metric = get_metric(model, similarity)
     dimension = model.get_embedding_dimension()
+    assert dimension is not None, "the model gives no embeddings of a fixed dimension"
     _, index_parameters = check_factory(index, dimension, documents, metric, index_parameters)
     return {
         "model": {
@@ -178,140 +233,75 @@ def plan_search(
     }
 
 
-def plan_served(
-    dimension: int, dims: Sequence[int] | None, types: Sequence[str], rescore: int, metric: str
-) -> dict[str, Any]:
-    """The ``served`` of `evaluate_beir`: sizes times types, float32 of all dimensions first.
-
-    Args:
-        dims: the first so many numbers of an embedding, as a model trained with `matryoshka_dims` has them; None: all.
-        types: of "float32", "float16", "int8" and "binary".
-        rescore: of binary so many times the results are found by Hamming distance, and scored by float32 queries.
-        metric: such as "NDCG@10".
-
-    Raises:
-        ConfigError: sizes that the embeddings have not, or that are no whole bytes of bits.
-    """
-    from contaccum.retrieval.store import check_bits
-
-    sizes = list(dict.fromkeys(dims or [dimension]))
-    if not all(1 <= size <= dimension for size in sizes):
-        raise ConfigError(
-            f"--dims {' '.join(map(str, sizes))}: the model's embeddings have {dimension} dimensions"
-        )
-    forms = dict.fromkeys(
-        [(dimension, "float32"), *((size, name) for name in types for size in sizes)]
-    )
-    for size, name in forms:
-        check_bits(name, size)
-    return {"forms": [list(form) for form in forms], "rescore": rescore, "metric": metric}
-
-
-def score_served(
-    dataset: BeirDataset,
-    queries: np.ndarray,
-    documents: np.ndarray,
-    similarity: Literal["cos", "dot"],
-    forms: Sequence[Sequence[Any]],
-    rescore: int,
-    metric: str,
-) -> list[dict[str, Any]]:
-    """A row for each form (dimensions, type) of a corpus's embeddings: score, bytes and speed, beside the first form.
-
-    Queries are float32 always. Speed is the best of three searches of all queries at once.
-    """
-    from sentence_transformers.util.quantization import semantic_search_faiss
-
-    from contaccum.retrieval.index import build_index, prepared, search
-    from contaccum.retrieval.store import Codes
-
-    names, cut = list(dataset.corpus), int(metric.partition("@")[2])
-    rows: list[dict[str, Any]] = []
-    first: list[float] = []
-    k = min(cut + 1, len(names))  # one more: the query's own document may be there
-    for size, kind in forms:
-        asked = prepared(queries[:, :size], similarity, "query embedding")
-        codes = Codes.of(prepared(documents[:, :size], similarity, "document embedding"), kind)
-        fastest = float("inf")
-        for _ in range(3):
-            started = time.perf_counter()
-            if kind == "binary":
-                how: Any = {
-                    "corpus_precision": "ubinary",
-                    "rescore_multiplier": min(rescore, len(names) // k),
-                }
-                lines, *_ = semantic_search_faiss(asked, codes.values, top_k=k, **how)
-                found: Any = [[(hit["corpus_id"], hit["score"]) for hit in line] for line in lines]
-            else:
-                scores, places = search(build_index(codes, metric="dot"), asked, k)
-                found = [
-                    zip(*line, strict=True)
-                    for line in zip(places.tolist(), scores.tolist(), strict=True)
-                ]
-            fastest = min(fastest, time.perf_counter() - started)
-        run = {
-            q: {names[row]: hit for row, hit in hits}
-            for q, hits in zip(dataset.queries, found, strict=True)
-        }
-        means, per_query = score_run(dataset.qrels, run, [cut])
-        values = [one[metric] for one in per_query.values()]
-        first = first or values
-        row = {
-            "dimensions": size,
-            "type": kind,
-            metric: means[metric],
-            **paired_bootstrap(values, first),
-        }
-        row |= {
-            "bytes_per_document": codes.values.nbytes // len(codes),
-            "queries_per_second": len(run) / fastest,
-        }
-        rows.append(row)
-    return rows
-
-
 class EvaluationSet(NamedTuple):
-    """One data set to score on: what `load_data` takes, what tables call it, and where its record goes."""
+    """Data set to score on."""
 
-    given: str
-    label: str
-    output: Path
+    source: str  # folder or public name, for `load_data`
+    label: str  # name in tables
+    output: Path  # file of its record
 
 
-def evaluation_sets(given: Sequence[str], output: Path) -> list[EvaluationSet]:
-    """Spell out ``--data``: `beir`, `cqadupstack` or a folder with its twelve parts, other names, other folders.
+def evaluation_sets(data: Sequence[str], output: Path) -> list[EvaluationSet]:
+    """Return the data sets that the values of ``--data`` stand for.
 
     Args:
-        output: where the record of a single set goes; of several, their labels, with - for /, are put into its name.
+        data: folders and public names. "beir" stands for all public sets; "cqadupstack", or a
+            folder with its twelve parts, stands for these parts.
+        output: file of the record of a single set; see `assign_outputs`.
 
     Raises:
-        ConfigError: two sets of one label.
+        ConfigError: two sets have the same label.
     """
-    if "beir" in given and not is_beir_folder("beir"):
-        given = [name for item in given for name in (PUBLIC_NAMES if item == "beir" else [item])]
-    found: dict[str, str] = {}  # {label: folder or public name}
-    for item in given:
-        folder = os.path.expanduser(item)
-        parts = {
-            f"cqadupstack/{forum}": os.path.join(folder, forum) for forum in CQADUPSTACK_FORUMS
-        }
-        sets = {set_name(folder): item}  # "." has a name too
-        if all(map(is_beir_folder, parts.values())):
-            sets = parts
-        elif item == "cqadupstack":
-            sets = {label: label for label in parts}
-        if again := sets.keys() & found:
-            raise ConfigError(f"--data: two sets are called {min(again)}; evaluate them apart")
-        found |= sets
-    return place(found, output)
+    sources: dict[str, str] = {}  # {label: folder or public name}
+    for item in _expand_beir(data):
+        item_sources = _expand_cqadupstack(item)
+        repeated_labels = item_sources.keys() & sources.keys()
+        if repeated_labels:
+            raise ConfigError(
+                f"--data: two sets are called {min(repeated_labels)}; evaluate them in two runs"
+            )
+        sources.update(item_sources)
+    return assign_outputs(sources, output)
 
 
-def place(found: Mapping[str, str], output: Path) -> list[EvaluationSet]:
-    """Sets, {label: what is given for it}, with the records' places that `evaluation_sets` names."""
-    if len(found) == 1:
-        return [EvaluationSet(item, label, output) for label, item in found.items()]
-    names = {label: f".{label.replace('/', '-')}.json" for label in found}
-    return [
-        EvaluationSet(item, label, output.with_suffix(names[label]))
-        for label, item in found.items()
-    ]
+def _expand_beir(data: Sequence[str]) -> list[str]:
+    """Replace "beir" by all public names, unless there is a BEIR folder of this name."""
+    if is_beir_folder("beir"):
+        return list(data)
+    expanded: list[str] = []
+    for item in data:
+        if item == "beir":
+            expanded.extend(PUBLIC_NAMES)
+        else:
+            expanded.append(item)
+    return expanded
+
+
+def _expand_cqadupstack(item: str) -> dict[str, str]:
+    """Return {label: folder or public name} of one value of ``--data``."""
+    folder = os.path.expanduser(item)
+    part_folders = {}
+    for forum in CQADUPSTACK_FORUMS:
+        part_folders[f"cqadupstack/{forum}"] = os.path.join(folder, forum)
+    if all(map(is_beir_folder, part_folders.values())):
+        return part_folders
+    if item == "cqadupstack":
+        return {label: label for label in part_folders}
+    return {get_set_name(folder): item}
+
+
+def assign_outputs(sources: Mapping[str, str], output: Path) -> list[EvaluationSet]:
+    """Return data sets with the files of their records.
+
+    Args:
+        sources: {label: folder or public name}.
+        output: file of the record of a single set. For several sets, their labels, with "-" for
+            "/", are inserted before its suffix: out.json becomes out.cqadupstack-android.json.
+    """
+    if len(sources) == 1:
+        return [EvaluationSet(source, label, output) for label, source in sources.items()]
+    sets = []
+    for label, source in sources.items():
+        suffix = f".{label.replace('/', '-')}.json"
+        sets.append(EvaluationSet(source, label, output.with_suffix(suffix)))
+    return sets

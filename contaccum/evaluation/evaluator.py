@@ -1,7 +1,7 @@
-"""Evaluation while training: an evaluator for sentence-transformers' trainers, and a fixed part of a data set for it.
+"""Evaluation during training: evaluators for sentence-transformers' trainers, and samples of data.
 
-It encodes, searches exactly and scores as ``contaccum evaluate`` does, on data that is in memory. When to evaluate, and
-what becomes of the figures, is the trainer's business.
+`RetrievalEvaluator` encodes, searches exactly and scores as ``contaccum evaluate`` does, on data in
+memory. When to evaluate, and what to do with the scores, is decided by the trainer.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
+from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.evaluation import (
     NanoBEIREvaluator,
     SentenceEvaluator,
@@ -20,7 +21,7 @@ from sentence_transformers.util import cos_sim, dot_score
 
 from contaccum.data import BeirDataset
 from contaccum.errors import DataError
-from contaccum.evaluation.beir_sets import about_data
+from contaccum.evaluation.beir_sets import describe_data
 from contaccum.evaluation.metrics import (
     DEFAULT_METRICS,
     check_metric,
@@ -30,27 +31,38 @@ from contaccum.evaluation.metrics import (
 from contaccum.evaluation.results import Run
 from contaccum.retrieval.documents import StoreDocuments
 
+_Value = TypeVar("_Value")
+
 
 class RetrievalEvaluator(SentenceEvaluator):
-    """Scores a model on a BEIR data set, in memory, by exact search.
+    """Evaluator of a model on a BEIR data set, in memory, by exact search.
+
+    The model runs in the precision that is in force: under a trainer's bf16 or fp16, the scores are
+    those of bf16 or fp16.
 
     Args:
-        dataset: what to score on; `sample` makes smaller ones.
-        metrics: `kind@k` in lower case, of the kinds ndcg, map, recall, p, mrr, accuracy.
-        batch_size: texts encoded at once.
-        similarity: "cos" or "dot"; None is the model's own.
-        primary_metric: the one that a model card shows; None: the first.
-        about: what a record is to say of the data beside its counts, such as of how many documents these are a sample.
+        dataset: data set to score on; `sample` returns smaller ones.
+        metrics: metrics as ``name@k`` in lower case. Names are ndcg, map, recall, p, mrr, accuracy.
+        batch_size: texts per forward pass.
+        similarity: "cos" or "dot"; None: the model's own.
+        primary_metric: metric that a model card shows; None: the first of ``metrics``.
+        notes: further entries for the record of the data, for example the size of the data set
+            that was sampled.
 
-    The scores are those of the model in the precision that it runs in: under the trainer's bf16 or fp16, of that.
+    Attributes:
+        documents: stored documents that do not change while only a query tower is trained; None if
+            the model encodes the documents.
+        query_scores: {query id: score by the primary metric} of the last scoring.
 
     Raises:
-        ConfigError: an unknown metric.
+        ConfigError: a metric does not exist.
 
     Example:
         ```python
         evaluator = RetrievalEvaluator(sample(load_beir_folder("scifact", "dev"), corpus=10_000))
-        trainer = ContAccumTrainer(model=model, args=args, train_dataset=train_dataset, evaluator=evaluator)
+        trainer = ContAccumTrainer(
+            model=model, args=args, train_dataset=train_dataset, evaluator=evaluator
+        )
         ```
     """
 
@@ -61,7 +73,7 @@ class RetrievalEvaluator(SentenceEvaluator):
         batch_size: int = 32,
         similarity: Literal["cos", "dot"] | None = None,
         primary_metric: str | None = None,
-        about: dict[str, Any] | None = None,
+        notes: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         warn_of_ignored_judgements(dataset.qrels, dataset.name)
@@ -69,25 +81,30 @@ class RetrievalEvaluator(SentenceEvaluator):
         self.metrics = tuple(dict.fromkeys(map(check_metric, metrics)))
         self.batch_size = batch_size
         self.similarity = similarity
-        self.primary_metric: Any = (
-            primary_metric or self.metrics[0]
-        )  # the base class says that it is None
-        self.about = about or {}
-        # Documents that stand still while a query tower is trained; None where they move.
+        # Typed as Any, because the base class declares it as None.
+        self.primary_metric: Any = primary_metric or self.metrics[0]
+        self.notes = notes or {}
         self.documents: StoreDocuments | None = None
-        self._standing_embeddings: np.ndarray | None = None
-        # Of the last scoring: the score of each query by the primary metric.
         self.query_scores: dict[str, float] = {}
+        self._fixed_embeddings: np.ndarray | None = None
 
     def __call__(
         self, model: Any, output_path: str | None = None, epoch: float = -1, steps: int = -1
     ) -> dict[str, float]:
-        """{"ndcg@10": ...}, means over the judged queries; nothing is written to ``output_path``."""
+        """Return {"ndcg@10": ...}, means over the judged queries.
+
+        The scores are passed on to the model card. Nothing is written to ``output_path``.
+        """
         scores = self.score(model)
-        self.store_metrics_in_model_card_data(model, scores, epoch, steps)  # type: ignore[arg-type]  # epochs are floats
+        self.store_metrics_in_model_card_data(
+            model,
+            scores,
+            epoch,  # type: ignore[arg-type]  # trainers pass fractions of an epoch
+            steps,
+        )
         return scores
 
-    def score(self, model: Any) -> dict[str, float]:
+    def score(self, model: SentenceTransformer) -> dict[str, float]:
         """Return the model's ``metrics``, means over the judged queries."""
         return self.score_run(self.search(model))
 
@@ -95,68 +112,83 @@ class RetrievalEvaluator(SentenceEvaluator):
         """Return BM25's ``metrics`` on the same data."""
         return self.score_run(self.search_bm25())
 
-    def search(self, model: Any, show_progress: bool = False) -> Run:
-        """Return the documents that the model finds, as many as the deepest of the ``metrics`` needs."""
+    def search(self, model: SentenceTransformer, show_progress: bool = False) -> Run:
+        """Find the best documents of every query, as many as the largest cut-off, with a model."""
         from contaccum.retrieval.searcher import FaissSearcher
 
-        encode_documents = None if self.documents is None else self._encode_standing_documents
+        encode_documents = None
+        if self.documents is not None:
+            encode_documents = self._get_fixed_embeddings
         searcher = FaissSearcher(
             model,
             self.batch_size,
             show_progress_bar=show_progress,
             encode_documents=encode_documents,
         )
-        return searcher.search(
-            self.dataset.corpus, self.dataset.queries, self._cuts[-1], self.similarity
-        )
+        max_k = self._k_values[-1]
+        return searcher.search(self.dataset.corpus, self.dataset.queries, max_k, self.similarity)
 
     def search_bm25(self) -> Run:
-        """Return the documents that BM25 finds."""
+        """Find the best documents of every query, as many as the largest cut-off, by BM25."""
         from contaccum.retrieval.searcher import bm25_run
 
-        return bm25_run(self.dataset.corpus, self.dataset.queries, self._cuts[-1])
+        return bm25_run(self.dataset.corpus, self.dataset.queries, self._k_values[-1])
 
     @property
-    def _cuts(self) -> list[int]:
+    def _k_values(self) -> list[int]:
+        """Cut-offs of the metrics, ascending."""
         return sorted({int(name.partition("@")[2]) for name in self.metrics})
 
     def score_run(self, run: Run) -> dict[str, float]:
-        """Return the ``metrics`` of a run on these data, and keep `query_scores`."""
-        means, per_query = score_run(self.dataset.qrels, run, self._cuts)
-        names = {name.lower(): name for name in means}
-        primary = names[self.primary_metric]
-        self.query_scores = {query: scores[primary] for query, scores in per_query.items()}
-        return {name: means[names[name]] for name in self.metrics}
+        """Return the ``metrics`` of a run on these data, and set `query_scores`."""
+        means, per_query = score_run(self.dataset.qrels, run, self._k_values)
+        beir_names = {name.lower(): name for name in means}
+        primary_name = beir_names[self.primary_metric]
+        self.query_scores = {query: scores[primary_name] for query, scores in per_query.items()}
+        return {name: means[beir_names[name]] for name in self.metrics}
 
-    def _encode_standing_documents(self, model: Any, texts: Sequence[str]) -> np.ndarray:
-        """Return the embeddings of the corpus: those of the store, and once the others'."""
+    def _get_fixed_embeddings(self, model: SentenceTransformer, texts: Sequence[str]) -> np.ndarray:
+        """Return the embeddings of the corpus, float32 (N, d), when documents do not change.
+
+        They are read from the store. Texts that the store lacks are encoded in the first call.
+        """
         from contaccum.retrieval.encode import encode_texts
 
-        if self._standing_embeddings is None:
+        if self._fixed_embeddings is None:
             assert self.documents is not None
             embeddings = np.empty((len(texts), self.documents.dimension), dtype=np.float32)
-            indices, stored = self.documents.embeddings_of(texts)
-            embeddings[indices] = stored
-            others = np.setdiff1d(np.arange(len(texts)), indices)
-            if len(others):
-                other_texts = [texts[index] for index in others]
-                embeddings[others] = encode_texts(model, other_texts, batch_size=self.batch_size)
-            self._standing_embeddings = embeddings
-        return self._standing_embeddings
+            stored_indices, stored_embeddings = self.documents.find_embeddings(texts)
+            embeddings[stored_indices] = stored_embeddings
+            missing_indices = np.setdiff1d(np.arange(len(texts)), stored_indices)
+            if len(missing_indices) > 0:
+                missing_texts = [texts[index] for index in missing_indices]
+                embeddings[missing_indices] = encode_texts(
+                    model, missing_texts, batch_size=self.batch_size
+                )
+            self._fixed_embeddings = embeddings
+        return self._fixed_embeddings
 
     def describe(self) -> dict[str, Any]:
-        """Which data, and how much of it; for records."""
-        return {**about_data(self.dataset), **self.about}
+        """Return name, split, path and counts of the data set, and ``notes``, for records."""
+        return {**describe_data(self.dataset), **self.notes}
 
     def get_config_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in self.describe().items() if key != "path"}
+        """Return the description of the data for the model card, without its path."""
+        description = self.describe()
+        del description["path"]
+        return description
 
 
 class NanoBEIR(NanoBEIREvaluator):
-    """sentence-transformers' own; its means over the sets have the names of `DEFAULT_METRICS` too.
+    """sentence-transformers' NanoBEIREvaluator, with means that are named as `DEFAULT_METRICS` too.
 
-    ``names`` are those of sets, such as "scifact", none for all thirteen; the others are as of RetrievalEvaluator.
-    Raises `DataError` where there is no such set, or it cannot be had from the hub.
+    Args:
+        names: data sets, such as "scifact"; an empty sequence stands for all thirteen.
+        batch_size: texts per forward pass.
+        similarity: "cos" or "dot"; None: the model's own.
+
+    Raises:
+        DataError: a data set does not exist, or cannot be downloaded from the hub.
     """
 
     metrics = DEFAULT_METRICS
@@ -164,68 +196,96 @@ class NanoBEIR(NanoBEIREvaluator):
     def __init__(
         self, names: Sequence[str], batch_size: int = 32, similarity: str | None = None
     ) -> None:
-        functions: Any = {None: None, "cos": {"cosine": cos_sim}, "dot": {"dot": dot_score}}[
-            similarity
-        ]
-        how: Any = {
-            "accuracy_at_k": [1, 20],
-            "precision_recall_at_k": [20, 100],
-            "score_functions": functions,
-        }
+        score_functions: Any = None  # the base class types the arguments more narrowly
+        if similarity == "cos":
+            score_functions = {"cosine": cos_sim}
+        elif similarity == "dot":
+            score_functions = {"dot": dot_score}
+        dataset_names: Any = list(names) or None  # typed as literals in the base class
         try:
-            super().__init__(list(names) or None, batch_size=batch_size, write_csv=False, **how)
+            super().__init__(
+                dataset_names,
+                batch_size=batch_size,
+                write_csv=False,
+                accuracy_at_k=[1, 20],
+                precision_recall_at_k=[20, 100],
+                score_functions=score_functions,
+            )
         except ValueError as error:
-            raise DataError(f"nanobeir: {error} ({error.__cause__ or 'name others'})") from error
+            reason = error.__cause__ or "choose other data sets"
+            raise DataError(f"nanobeir: {error} ({reason})") from error
+        # Typed as Any, because the base class declares it as None.
         self.primary_metric: Any = self.metrics[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Return the scores of the base class, and its means as "ndcg@10" and so on."""
         scores = super().__call__(*args, **kwargs)
-        means = {
-            key.rpartition("_")[2]: score
-            for key, score in scores.items()
-            if key.startswith(f"{self.name}_")
-        }
-        self.primary_metric = self.metrics[0]  # which the library has given a prefix
-        return scores | {name: means[name] for name in self.metrics}
+        means = {}
+        for key, score in scores.items():
+            if key.startswith(f"{self.name}_"):
+                metric = key.rpartition("_")[2]
+                means[metric] = score
+        self.primary_metric = self.metrics[0]  # the base class adds a prefix in every call
+        named_means = {metric: means[metric] for metric in self.metrics}
+        return {**scores, **named_means}
 
     def describe(self) -> dict[str, Any]:
+        """Return the settings of this evaluator, for records."""
         return {"name": "nanobeir", **self.get_config_dict()}
 
 
 def sample(
     dataset: BeirDataset, queries: int | None = None, corpus: int | None = None
 ) -> BeirDataset:
-    """The same part of a data set every time, for figures that compare with those of the same part alone.
+    """Return a part of a data set; the same arguments always return the same part.
+
+    Scores on a part can be compared only with scores on the same part.
 
     Args:
-        queries: judged queries to keep, those with the smallest hashes of their ids; None: all.
-        corpus: documents to keep, likewise; every relevant document of a kept query is among them, even where these are
-            more. Judgements of documents that are left out go as well. None: all.
+        dataset: the whole data set.
+        queries: number of judged queries to keep: those whose ids have the smallest hashes; None:
+            all.
+        corpus: number of documents to keep. All relevant documents of the kept queries are among
+            them, even if they are more; the others are those whose ids have the smallest hashes.
+            Judgements of documents that are left out are left out too. None: all.
     """
-    if (queries is None or queries >= len(dataset.queries)) and (
-        corpus is None or corpus >= len(dataset.corpus)
-    ):
+    has_all_queries = queries is None or queries >= len(dataset.queries)
+    has_all_documents = corpus is None or corpus >= len(dataset.corpus)
+    if has_all_queries and has_all_documents:
         return dataset
-    asked = set(sorted(dataset.queries, key=_hash)[:queries])
-    qrels = {query: judged for query, judged in dataset.qrels.items() if query in asked}
-    kept = {
-        document for judged in qrels.values() for document, grade in judged.items() if grade > 0
-    }
-    others = sorted(dataset.corpus.keys() - kept, key=_hash)
-    kept.update(others if corpus is None else others[: max(0, corpus - len(kept))])
+    query_ids = set(sorted(dataset.queries, key=_hash_id)[:queries])
+    document_ids = _sample_documents(dataset, query_ids, corpus)
+    qrels = {}
+    for query_id, grades in dataset.qrels.items():
+        if query_id in query_ids:
+            qrels[query_id] = _select_keys(grades, document_ids)
+    description = f"{dataset.fingerprint} queries={queries} corpus={corpus}"
     return replace(
         dataset,
-        queries={query: text for query, text in dataset.queries.items() if query in asked},
-        qrels={
-            query: {d: grade for d, grade in judged.items() if d in kept}
-            for query, judged in qrels.items()
-        },
-        corpus={document: text for document, text in dataset.corpus.items() if document in kept},
-        fingerprint=hashlib.sha256(
-            f"{dataset.fingerprint} queries={queries} corpus={corpus}".encode()
-        ).hexdigest(),
+        queries=_select_keys(dataset.queries, query_ids),
+        qrels=qrels,
+        corpus=_select_keys(dataset.corpus, document_ids),
+        fingerprint=hashlib.sha256(description.encode()).hexdigest(),
     )
 
 
-def _hash(identifier: str) -> bytes:
+def _sample_documents(dataset: BeirDataset, query_ids: set[str], corpus: int | None) -> set[str]:
+    """Return the ids of the documents to keep; see `sample`."""
+    relevant_ids: set[str] = set()
+    for query_id, grades in dataset.qrels.items():
+        if query_id in query_ids:
+            relevant_ids.update(document for document, grade in grades.items() if grade > 0)
+    other_ids = sorted(dataset.corpus.keys() - relevant_ids, key=_hash_id)
+    if corpus is not None:
+        num_others = max(0, corpus - len(relevant_ids))
+        other_ids = other_ids[:num_others]
+    return relevant_ids.union(other_ids)
+
+
+def _select_keys(mapping: dict[str, _Value], keys: set[str]) -> dict[str, _Value]:
+    """Return the entries of a dict with these keys, in the order of the dict."""
+    return {key: value for key, value in mapping.items() if key in keys}
+
+
+def _hash_id(identifier: str) -> bytes:
     return hashlib.sha256(identifier.encode()).digest()

@@ -1,8 +1,9 @@
-"""Retrieval metrics of a run, by pytrec_eval, and whether one system is better than another on the same queries.
+"""Retrieval metrics of a run, computed by pytrec_eval, and significance tests between two systems.
 
-Unlike BEIR's functions, `score_run` leaves the caller's run as it is, counts a judged query without results as
-zero for every metric, and orders tied scores as trec_eval does everywhere. Numbers in, numbers out: models, data sets
-and tables are elsewhere.
+Differences from BEIR's functions: `score_run` does not change the caller's run, counts a judged
+query without results as zero for every metric, and orders tied scores as trec_eval does.
+
+Input and output are numbers; models, data sets and tables belong to other modules.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_K_VALUES = (1, 3, 5, 10, 20, 100, 1000)
 MAIN_METRICS = ("NDCG@10", "MRR@10", "MAP@100", "Recall@100", "Accuracy@20")
-"""What tables show unless they are asked for others."""
+"""Metrics that tables show by default."""
 DEFAULT_METRICS = (
     "ndcg@10",
     "mrr@10",
@@ -31,9 +32,9 @@ DEFAULT_METRICS = (
     "accuracy@1",
     "accuracy@20",
 )
-"""What is computed while training, under the names that logs have."""
+"""Metrics that are computed during training, with the names that they have in logs."""
 
-# Name as BEIR prints it -> pytrec_eval's measure, which it takes as `ndcg_cut.10` and gives as `ndcg_cut_10`.
+# BEIR's name -> name in pytrec_eval. pytrec_eval accepts "ndcg_cut.10" and returns "ndcg_cut_10".
 _TREC_MEASURES = {
     "NDCG": "ndcg_cut",
     "MAP": "map_cut",
@@ -41,8 +42,10 @@ _TREC_MEASURES = {
     "P": "P",
     "Accuracy": "success",
 }
-_KINDS = (*_TREC_MEASURES, "MRR")
-_METRIC = re.compile(rf"(?:eval_)?((?:{'|'.join(_KINDS).lower()})@[1-9][0-9]*)")
+# MRR@k is derived from trec_eval's reciprocal rank, which has no cut-off.
+_METRIC_FAMILIES = (*_TREC_MEASURES, "MRR")
+_METRIC_PATTERN = re.compile(rf"(?:eval_)?((?:{'|'.join(_METRIC_FAMILIES).lower()})@[1-9][0-9]*)")
+_FLOAT_TOLERANCE = 1e-12
 
 
 def score_run(
@@ -51,54 +54,70 @@ def score_run(
     k_values: Sequence[int] = DEFAULT_K_VALUES,
     ignore_identical_ids: bool = True,
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Score a run {query id: {document id: score}}; returns means over the judged queries, and the same per query.
+    """Score a run by NDCG@k, MAP@k, Recall@k, P@k, Accuracy@k and MRR@k.
 
-    Metrics are named as BEIR prints them: NDCG@k, MAP@k, Recall@k, P@k, Accuracy@k, MRR@k for every k. A document
-    with its query's id is ignored, as in BEIR, unless `ignore_identical_ids` is False. Queries without judgements are
-    ignored; judged queries that the run does not have count as zero, so that a run cannot gain by leaving hard queries
-    out (pytrec_eval alone skips them).
+    Queries without judgements are ignored. Judged queries that are missing in the run count as
+    zero, so that a run does not gain by leaving out hard queries (pytrec_eval alone skips them).
+
+    Args:
+        qrels: relevance judgements, {query id: {document id: grade}}.
+        run: {query id: {document id: score}}.
+        k_values: cut-offs.
+        ignore_identical_ids: ignore a document that has the id of its query, as BEIR does.
+
+    Returns:
+        {metric: mean over the judged queries}, and {query id: {metric: value}}.
 
     Raises:
-        ConfigError: k < 1.
-        DataError: nothing is judged.
+        ConfigError: a cut-off is below 1.
+        DataError: there are no judgements.
     """
     import pytrec_eval
 
     k_values = check_k_values(k_values)
-    judged = {
-        qid: {docid: int(grade) for docid, grade in grades.items()}
-        for qid, grades in qrels.items()
-        if grades
-    }
-    if not judged:
+    judgements = {}
+    trec_run = {}
+    for query_id, grades in qrels.items():
+        if not grades:
+            continue
+        hits = run.get(query_id, {})
+        judgements[query_id] = {document: int(grade) for document, grade in grades.items()}
+        trec_run[query_id] = {document: float(score) for document, score in hits.items()}
+        if ignore_identical_ids:
+            trec_run[query_id].pop(query_id, None)
+    if not judgements:
         raise DataError(
             "the relevance judgements (qrels) are empty: there is nothing to score a run against"
         )
-    scored = {
-        qid: {docid: float(score) for docid, score in run.get(qid, {}).items()} for qid in judged
-    }
-    for qid in judged if ignore_identical_ids else ():
-        scored[qid].pop(qid, None)
-    cuts = ",".join(map(str, k_values))
-    measures = {f"{measure}.{cuts}" for measure in _TREC_MEASURES.values()} | {"recip_rank"}
-    trec = pytrec_eval.RelevanceEvaluator(judged, measures).evaluate(scored)
+    cut_offs = ",".join(map(str, k_values))
+    measures = {f"{measure}.{cut_offs}" for measure in _TREC_MEASURES.values()}
+    measures.add("recip_rank")
+    trec_scores = pytrec_eval.RelevanceEvaluator(judgements, measures).evaluate(trec_run)
+
     per_query = {}
-    for qid in judged:
-        scores = {
-            f"{kind}@{k}": trec[qid][f"{name}_{k}"]
-            for kind, name in _TREC_MEASURES.items()
-            for k in k_values
-        }
-        scores |= {f"MRR@{k}": trec[qid]["recip_rank"] * scores[f"Accuracy@{k}"] for k in k_values}
-        per_query[qid] = scores
-    names = metric_names(k_values)
-    return {
-        name: float(np.mean([scores[name] for scores in per_query.values()])) for name in names
-    }, per_query
+    for query_id in judgements:
+        per_query[query_id] = _rename_trec_scores(trec_scores[query_id], k_values)
+    means = {}
+    for name in metric_names(k_values):
+        means[name] = float(np.mean([scores[name] for scores in per_query.values()]))
+    return means, per_query
+
+
+def _rename_trec_scores(
+    trec_scores: Mapping[str, float], k_values: Sequence[int]
+) -> dict[str, float]:
+    """Return a query's scores under BEIR's names, with MRR@k from the reciprocal rank."""
+    scores = {}
+    for name, measure in _TREC_MEASURES.items():
+        for k in k_values:
+            scores[f"{name}@{k}"] = trec_scores[f"{measure}_{k}"]
+    for k in k_values:
+        scores[f"MRR@{k}"] = trec_scores["recip_rank"] * scores[f"Accuracy@{k}"]
+    return scores
 
 
 def ignored_judgements(qrels: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Return the queries for which the document with their own id is judged above 0.
+    """Return the queries for which the document with the query's own id is judged above 0.
 
     `score_run` ignores that document, so no search can find it.
     """
@@ -106,7 +125,7 @@ def ignored_judgements(qrels: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 
 def warn_of_ignored_judgements(qrels: Mapping[str, Mapping[str, int]], name: str) -> None:
-    """Warn, once for each data set of this ``name``, where there are `ignored_judgements`."""
+    """Warn about `ignored_judgements`, once for each data set with this ``name``."""
     queries = ignored_judgements(qrels)
     if queries:
         _warn_once(
@@ -118,59 +137,78 @@ def warn_of_ignored_judgements(qrels: Mapping[str, Mapping[str, int]], name: str
 
 
 @cache
-def _warn_once(text: str) -> None:
-    logger.warning(text)
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
-def trec_order(hits: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Documents in the order in which trec_eval ranks them: score in float32 descending, ties by id descending."""
-    # trec_eval holds scores in float32, so that what differs by less is a tie to it.
-    rounded = np.fromiter(hits.values(), dtype=np.float32, count=len(hits)).tolist()
-    return [
-        (docid, hits[docid]) for _, docid in sorted(zip(rounded, hits, strict=True), reverse=True)
-    ]
+def sort_as_trec_eval(hits: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Sort {document id: score} as trec_eval does: by score, then by id, both descending.
+
+    trec_eval holds scores in float32, so scores that differ by less than that are equal.
+    """
+    float32_scores = np.fromiter(hits.values(), dtype=np.float32, count=len(hits)).tolist()
+    ranking = sorted(zip(float32_scores, hits, strict=True), reverse=True)
+    return [(document_id, hits[document_id]) for _, document_id in ranking]
 
 
 def metric_names(k_values: Sequence[int]) -> list[str]:
-    """The names of all metrics that `score_run` gives, in its order."""
-    return [f"{kind}@{k}" for kind in _KINDS for k in k_values]
+    """Return the names of all metrics that `score_run` computes, in its order."""
+    names: list[str] = []
+    for family in _METRIC_FAMILIES:
+        names.extend(f"{family}@{k}" for k in k_values)
+    return names
 
 
 def check_metrics(names: Sequence[str] | None, k_values: Sequence[int]) -> tuple[str, ...]:
-    """Metrics chosen by name, each once; None: those of `MAIN_METRICS` that these cut-offs give.
+    """Return the chosen metrics with the names of `metric_names`, each once.
+
+    Args:
+        names: metrics in any case; None: `MAIN_METRICS`, as far as ``k_values`` allow.
+        k_values: cut-offs that are computed.
 
     Raises:
-        ConfigError: a metric that these cut-offs do not give.
+        ConfigError: a metric does not exist, or has another cut-off.
     """
-    known = {name.lower(): name for name in metric_names(k_values)}
+    available = {name.lower(): name for name in metric_names(k_values)}
     if names is None:
-        names = [name for name in MAIN_METRICS if name.lower() in known] or [f"NDCG@{k_values[-1]}"]
+        names = [name for name in MAIN_METRICS if name.lower() in available]
+        if not names:
+            names = [f"NDCG@{k_values[-1]}"]
+    chosen = []
     for name in names:
-        if check_metric(name) not in known:
-            cuts = ", ".join(map(str, k_values))
+        key = check_metric(name)
+        if key not in available:
+            cut_offs = ", ".join(map(str, k_values))
             raise ConfigError(
-                f"{name} is not computed with k_values {cuts}: --k_values sets other cut-offs"
+                f"{name} is not computed with k_values {cut_offs}: --k_values sets other cut-offs"
             )
-    return tuple(dict.fromkeys(known[check_metric(name)] for name in names))
+        chosen.append(available[key])
+    return tuple(dict.fromkeys(chosen))
 
 
 def check_metric(name: str) -> str:
-    """A metric's name as in logs, lower case and without a trainer's ``eval_``.
+    """Return a metric's name as in logs: in lower case and without a trainer's ``eval_``.
 
     Raises:
-        ConfigError: no such metric.
+        ConfigError: the metric does not exist.
     """
-    found = _METRIC.fullmatch(name.lower())
-    if found is None:
-        kinds, hint = ", ".join(_KINDS).lower(), closest(name.lower(), DEFAULT_METRICS)
+    match = _METRIC_PATTERN.fullmatch(name.lower())
+    if match is None:
+        families = ", ".join(_METRIC_FAMILIES).lower()
+        hint = closest(name.lower(), DEFAULT_METRICS)
         raise ConfigError(
-            f"there is no metric {name!r}: write a kind ({kinds}), @ and a number, such as ndcg@10{hint}"
+            f"there is no metric {name!r}: write a metric ({families}), @ and a number, such as "
+            f"ndcg@10{hint}"
         )
-    return found[1]
+    return match[1]
 
 
 def check_k_values(k_values: Sequence[int]) -> tuple[int, ...]:
-    """The cut-offs, ascending and once each; raises `ConfigError` for none, or one below 1."""
+    """Return the cut-offs in ascending order, each once.
+
+    Raises:
+        ConfigError: there is no cut-off, or one is below 1.
+    """
     if not k_values or min(k_values) < 1:
         raise ConfigError(
             f"k_values must be whole numbers of at least 1, such as 10 100, not {list(k_values)}"
@@ -184,44 +222,67 @@ def paired_bootstrap(
     resamples: int = 10_000,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Compare two systems by their scores on the same queries, (n,) each, in the same order.
+    """Compare two systems by their scores on the same n queries.
 
-    Returns the `difference` of the means, a minus b, its 95% interval, `low` to `high`, and the two-sided `p_value` of
-    "there is no difference".
+    n queries at a time are resampled with replacement. The interval holds the middle 95% of the
+    resampled differences (percentile bootstrap). The p-value is the share of resampled differences
+    that are at least as far from the observed difference as that is from zero. This is the
+    bootstrap's distribution, shifted to the null hypothesis (Efron and Tibshirani 1993, chapter
+    16). One is added to both counts, so that the p-value is never 0.
 
-    n queries at a time are resampled with replacement. The interval holds the middle 95% of the resampled differences
-    (percentile bootstrap). The p-value is how often a resampled difference is as far from the observed one
-    as that is from zero: the bootstrap's distribution shifted to the null hypothesis (Efron and Tibshirani 1993,
-    chapter 16), with one added to both counts, so that it is never 0.
+    Args:
+        a: (n,), scores of the first system.
+        b: (n,), scores of the second system, in the same order of queries.
+        resamples: number of resamples.
+        seed: seed of the resampling.
+
+    Returns:
+        ``difference``: mean of a minus mean of b. ``low`` and ``high``: its 95% interval.
+        ``p_value``: two-sided, of the hypothesis that there is no difference.
 
     Raises:
-        DataError: scores of different lengths, none, or some that are not numbers.
+        DataError: the lengths differ, there are no scores, or a score is NaN or infinite.
     """
-    x, y = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
-    if x.shape != y.shape or x.ndim != 1 or not x.size or not np.isfinite(x - y).all():
+    first_scores = np.asarray(a, dtype=np.float64)
+    second_scores = np.asarray(b, dtype=np.float64)
+    has_scores = first_scores.ndim == 1 and first_scores.size > 0
+    has_pairs = has_scores and first_scores.shape == second_scores.shape
+    if not has_pairs or not np.isfinite(first_scores - second_scores).all():
         raise DataError(
-            f"paired scores are numbers, one a query, of the same queries; got {x.shape} and {y.shape}"
+            "paired scores must be finite numbers, one for each of the same queries; got shapes "
+            f"{first_scores.shape} and {second_scores.shape}"
         )
-    differences = x - y
-    n, observed = len(differences), float(differences.mean())
+    differences = first_scores - second_scores
+    n = len(differences)
+    observed = float(differences.mean())
     generator = np.random.default_rng(seed)
-    means = np.array(
-        [differences[generator.integers(0, n, size=n)].mean() for _ in range(resamples)]
-    )
-    # Sums in another order differ in the last bits: that must not turn a tie into a miss.
-    slack = 1e-12 * max(1.0, float(np.abs(differences).max()))
-    as_far = int((np.abs(means - observed) >= abs(observed) - slack).sum())
+    means = np.empty(resamples)
+    for number in range(resamples):
+        rows = generator.integers(0, n, size=n)
+        means[number] = differences[rows].mean()
+    # Sums in another order differ in the last bits. Without a tolerance, some resamples that equal
+    # the observed difference would not be counted.
+    tolerance = _FLOAT_TOLERANCE * max(1.0, float(np.abs(differences).max()))
+    num_as_far = int((np.abs(means - observed) >= abs(observed) - tolerance).sum())
     low, high = np.quantile(means, [0.025, 0.975])
-    p_value = (1 + as_far) / (1 + resamples)
-    return {"difference": observed, "low": float(low), "high": float(high), "p_value": p_value}
+    return {
+        "difference": observed,
+        "low": float(low),
+        "high": float(high),
+        "p_value": (1 + num_as_far) / (1 + resamples),
+    }
 
 
 def add_holm(tests: Sequence[dict[str, Any]]) -> None:
-    """Put `p_holm` into each test of a family: its `p_value`, adjusted by Holm's step-down procedure.
+    """Add ``p_holm`` to each test of a family: its ``p_value``, adjusted by Holm's procedure.
 
-    Rejecting those at most alpha keeps the chance of any false rejection at most alpha (Holm 1979).
+    If the tests with ``p_holm`` of at most alpha are rejected, the probability of any false
+    rejection is at most alpha (Holm 1979).
     """
     adjusted = 0.0
-    for rank, test in enumerate(sorted(tests, key=lambda test: test["p_value"])):
-        adjusted = max(adjusted, min(1.0, test["p_value"] * (len(tests) - rank)))
+    by_p_value = sorted(tests, key=lambda test: test["p_value"])
+    for rank, test in enumerate(by_p_value):
+        num_remaining = len(tests) - rank
+        corrected = min(1.0, test["p_value"] * num_remaining)
+        adjusted = max(adjusted, corrected)
         test["p_holm"] = adjusted

@@ -1,130 +1,215 @@
-"""Retrieval tasks of MTEB, which mteb itself loads, runs, scores and writes results of.
+"""Retrieval tasks of MTEB: mteb loads, runs and scores them, and writes its own result files.
 
-Added is what these lack: scores by query, for tables and for tests against earlier results, as of BEIR sets.
+This module adds scores per query, so that tasks appear in tables and are compared with earlier
+results as BEIR sets are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.metrics import score_run, warn_of_ignored_judgements
 from contaccum.evaluation.results import EvaluationResult, Run
 from contaccum.files import fingerprint, read_json
 
+if TYPE_CHECKING:
+    from mteb.models import SentenceTransformerEncoderWrapper
+    from sentence_transformers import SentenceTransformer
+
+
+class _TaskPart(NamedTuple):
+    """Part of a task with its own scores; a task's score is the mean over its parts."""
+
+    task: Any  # the task itself or, for an aggregate such as CQADupStack, one of its tasks
+    subset: str  # language
+    split: str
+
 
 def find_tasks(names: Sequence[str]) -> dict[str, Any]:
-    """{name: task} of the retrieval tasks or benchmarks of some names; `ConfigError` for others, or without mteb."""
+    """Return {name: task} of the retrieval tasks with these names, and of benchmarks' tasks.
+
+    Raises:
+        ConfigError: mteb is not installed, a name is unknown, or a task is not a retrieval task.
+    """
     if find_spec("mteb") is None:
         raise ConfigError(
-            "--mteb needs mteb (Python >= 3.11), which is not installed: pip install 'contaccum[mteb]'"
+            "--mteb needs mteb (Python >= 3.11), which is not installed: pip install "
+            "'contaccum[mteb]'"
         )
     import mteb
     from mteb.abstasks import AbsTaskRetrieval
 
     benchmarks = {benchmark.name: benchmark.tasks for benchmark in mteb.get_benchmarks()}
+    tasks = {}
     try:
-        tasks = {
-            task.metadata.name: task
-            for name in names
-            for task in benchmarks.get(name) or [mteb.get_task(name)]
-        }
+        for name in names:
+            for task in benchmarks.get(name) or [mteb.get_task(name)]:
+                tasks[task.metadata.name] = task
     except KeyError as error:
         raise ConfigError(f"--mteb: {error.args[0]}") from error
     for name, task in tasks.items():
-        if not all(isinstance(part, AbsTaskRetrieval) for part, *_ in _cells(task)):
-            raise ConfigError(f"--mteb {name}: is no retrieval task; mteb's own command runs it")
+        for part in _get_parts(task):
+            if not isinstance(part.task, AbsTaskRetrieval):
+                raise ConfigError(
+                    f"--mteb {name}: is not a retrieval task; run it with mteb's own command"
+                )
     return tasks
 
 
-def _cells(task: Any) -> list[tuple[Any, str, str]]:
-    """What a task is the mean of: (itself or a part of an aggregate, CQADupStack's say; language; split)."""
-    parts = getattr(task, "tasks", [task])
-    return [
-        (part, subset, split)
-        for part in parts
-        for subset in part.hf_subsets
-        for split in part.eval_splits
-    ]
+def _get_parts(task: Any) -> list[_TaskPart]:
+    """Return the parts of a task: each of its tasks, languages and splits."""
+    parts = []
+    for subtask in getattr(task, "tasks", [task]):
+        for subset in subtask.hf_subsets:
+            for split in subtask.eval_splits:
+                parts.append(_TaskPart(subtask, subset, split))
+    return parts
 
 
-def about_task(task: Any) -> dict[str, Any]:
-    """What a result says of a task before its data is loaded."""
-    name, rows = (
-        task.metadata.name,
-        [{**part.metadata.dataset, "at": at} for part, *at in _cells(task)],
-    )
-    path, revision = (
-        ", ".join(dict.fromkeys(str(row[key]) for row in rows)) for key in ("path", "revision")
-    )
-    about = {"name": name, "split": rows[0]["at"][1], "path": path, "revision": revision}
-    return about | {"fingerprint": fingerprint("mteb", name, rows)}
+def describe_task(task: Any) -> dict[str, Any]:
+    """Return name, split, path, revision and fingerprint of a task, before its data are loaded."""
+    name = task.metadata.name
+    sources = []
+    for part in _get_parts(task):
+        source = dict(part.task.metadata.dataset)
+        source["at"] = [part.subset, part.split]
+        sources.append(source)
+    return {
+        "name": name,
+        "split": sources[0]["at"][1],
+        "path": _join_distinct(source["path"] for source in sources),
+        "revision": _join_distinct(source["revision"] for source in sources),
+        "fingerprint": fingerprint("mteb", name, sources),
+    }
+
+
+def _join_distinct(values: Iterable[object]) -> str:
+    return ", ".join(dict.fromkeys(map(str, values)))
 
 
 def run_task(
-    task: Any, model: Any, about: Mapping[str, Any], how: Any, folder: Path, k_values: Sequence[int]
+    task: Any,
+    model: SentenceTransformer,
+    record_fields: Mapping[str, Any],
+    encode_kwargs: Mapping[str, Any],
+    folder: Path,
+    k_values: Sequence[int],
 ) -> EvaluationResult:
-    """Have mteb run a task, and score what it found by query. Languages, splits and parts count alike, as in mteb.
+    """Run a task with mteb, and score its results per query.
+
+    Languages, splits and tasks of an aggregate have the same weight, as in mteb.
 
     Args:
-        about: what the result says of the model and of how it was searched with; see `plan_search`.
-        how: mteb's `encode_kwargs`.
-        folder: where `mteb.ResultCache` finds mteb's own results.
+        task: one of the tasks of `find_tasks`.
+        model: a SentenceTransformer.
+        record_fields: fields of the result: model, search and others; see `plan_search`.
+        encode_kwargs: mteb's settings of the encoder.
+        folder: folder of mteb's own results, for `mteb.ResultCache`.
+        k_values: cut-offs of the metrics.
+
+    Raises:
+        DataError: mteb cannot load the data of the task.
     """
-    import mteb
+    encoder = _wrap_model(model, record_fields["model"])
+    parts = _get_parts(task)
+    _load_data(task, parts)
+    hits_of_files = _run_with_mteb(task, encoder, encode_kwargs, folder)
+    num_documents = 0
+    num_queries = 0
+    num_judgements = 0
+    means_of_parts = []
+    per_query: dict[str, dict[str, float]] = {}
+    run: Run = {}
+    for part in parts:
+        texts = part.task.dataset[part.subset][part.split]
+        hits = hits_of_files[part.task.prediction_file_name][part.subset][part.split]
+        name = part.task.metadata.name
+        ignore_identical_ids = part.task.ignore_identical_ids
+        qrels = dict(sorted(texts["relevant_docs"].items()))  # mteb's order is not fixed
+        if ignore_identical_ids:
+            warn_of_ignored_judgements(qrels, name)
+        means, part_scores = score_run(qrels, hits, k_values, ignore_identical_ids)
+        means_of_parts.append(means)
+        prefix = ""
+        if len(parts) > 1:
+            prefix = f"{name}/{part.subset}/{part.split}/"  # parts may share query ids
+        for query_id, scores in part_scores.items():
+            per_query[prefix + query_id] = scores
+        for query_id, query_hits in hits.items():
+            run[prefix + query_id] = query_hits
+        num_documents += len(texts["corpus"])
+        num_queries += len(qrels)
+        num_judgements += sum(map(len, qrels.values()))
+    for part in parts:
+        part.task.unload_data()
+    data = describe_task(task)
+    data["documents"] = num_documents
+    data["queries"] = num_queries
+    data["judgements"] = num_judgements
+    metrics = {}
+    for name in means_of_parts[0]:
+        metrics[name] = fmean(means[name] for means in means_of_parts)
+    return EvaluationResult(metrics, per_query, run, data, **record_fields)
+
+
+def _wrap_model(
+    model: SentenceTransformer, model_record: Mapping[str, Any]
+) -> SentenceTransformerEncoderWrapper:
+    """Return mteb's wrapper of a model, with a name and a revision of its own."""
     from mteb.models import SentenceTransformerEncoderWrapper
 
-    encoder, given = (
-        SentenceTransformerEncoderWrapper(model),
-        Path(about["model"]["name"]).expanduser(),
-    )
-    if given.is_dir():  # mteb has one name and revision for all of these, and would take one's results for another's
-        names = {
-            "name": "/".join(given.resolve().parts[-2:]),
-            "revision": about["model"]["fingerprint"],
+    encoder = SentenceTransformerEncoderWrapper(model)
+    folder = Path(model_record["name"]).expanduser()
+    if folder.is_dir():
+        # mteb gives all models in folders the same name and revision, and would then read the
+        # results of one model as those of another.
+        changes = {
+            "name": "/".join(folder.resolve().parts[-2:]),
+            "revision": model_record["fingerprint"],
         }
-        encoder.mteb_model_meta = encoder.mteb_model_meta.model_copy(update=names)
-    cells = _cells(task)
+        encoder.mteb_model_meta = encoder.mteb_model_meta.model_copy(update=changes)
+    return encoder
+
+
+def _load_data(task: Any, parts: Sequence[_TaskPart]) -> None:
     try:
-        for part in (part for part, *_ in cells if not part.data_loaded):
-            part.load_data()
-    except Exception as error:  # the hub's, the network's and Arrow's own have no common ancestor
-        raise DataError(
-            f"{task.metadata.name}: mteb cannot load its data ({str(error)[:300]})"
-        ) from error
-    with TemporaryDirectory() as found:
-        settings: Any = {
-            "overwrite_strategy": "always",
-            "co2_tracker": False,
-            "encode_kwargs": dict(how),
-        }
+        for part in parts:
+            if not part.task.data_loaded:
+                part.task.load_data()
+    except Exception as error:  # errors of the hub, the network and Arrow have no common base class
+        reason = str(error)[:300]
+        raise DataError(f"{task.metadata.name}: mteb cannot load its data ({reason})") from error
+
+
+def _run_with_mteb(
+    task: Any,
+    encoder: SentenceTransformerEncoderWrapper,
+    encode_kwargs: Mapping[str, Any],
+    folder: Path,
+) -> dict[str, Any]:
+    """Run a task, and return {name of mteb's prediction file: its content}."""
+    import mteb
+
+    settings: Any = dict(encode_kwargs)  # a copy, because mteb may change it
+    with TemporaryDirectory() as predictions_folder:
         mteb.evaluate(
-            encoder, task, cache=mteb.ResultCache(folder), prediction_folder=found, **settings
+            encoder,
+            task,
+            cache=mteb.ResultCache(folder),
+            prediction_folder=predictions_folder,
+            overwrite_strategy="always",
+            co2_tracker=False,
+            encode_kwargs=settings,
         )
-        files = {part.prediction_file_name for part, *_ in cells}
-        hits = {name: read_json(Path(found) / name) for name in files}
-    data: dict[str, Any] = about_task(task) | {"documents": 0, "queries": 0, "judgements": 0}
-    means, per_query, run = [], Run(), Run()
-    for part, subset, split in cells:
-        texts, ours = part.dataset[subset][split], hits[part.prediction_file_name][subset][split]
-        qrels = dict(sorted(texts["relevant_docs"].items()))  # mteb has them in any order
-        if part.ignore_identical_ids:
-            warn_of_ignored_judgements(qrels, part.metadata.name)
-        metrics, scores = score_run(qrels, ours, k_values, part.ignore_identical_ids)
-        means.append(metrics)
-        prefix = f"{part.metadata.name}/{subset}/{split}/" if len(cells) > 1 else ""
-        per_query |= {prefix + query: values for query, values in scores.items()}
-        run |= {prefix + query: values for query, values in ours.items()}
-        data["documents"] += len(texts["corpus"])
-        data["queries"] += len(qrels)
-        data["judgements"] += sum(map(len, qrels.values()))
-    for part, *_ in cells:
-        part.unload_data()
-    return EvaluationResult(
-        {x: fmean(one[x] for one in means) for x in means[0]}, per_query, run, data, **about
-    )
+        predictions = {}
+        for part in _get_parts(task):
+            file_name = part.task.prediction_file_name
+            if file_name not in predictions:
+                predictions[file_name] = read_json(Path(predictions_folder) / file_name)
+    return predictions

@@ -1,8 +1,9 @@
-"""Open-domain QA as DPR and the ContAccum paper score it: in how many questions the top k passages hold an answer.
+"""Open-domain question answering, scored as in DPR and the ContAccum paper.
 
-`score_open_qa` scores a run, of a model by `beir.search` or of any other system; `answer_finder` is DPR's
-match of an answer (Karpukhin et al., arXiv 2004.04906). Relevance judgements play no part (that is `beir`), and no
-answer is extracted.
+The score is the share of questions for which one of the top k passages holds an answer.
+`score_open_qa` scores the run of a model or of any other system; `make_answer_matcher` compares
+answers with texts as DPR does (Karpukhin et al., arXiv 2004.04906). Relevance judgements are not
+used (see `beir_sets`), and no answer is extracted.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ import regex
 
 from contaccum.data import Passage, Questions, RecordReport, read_passages
 from contaccum.errors import DataError, check_choice
-from contaccum.evaluation.metrics import check_k_values, trec_order
+from contaccum.evaluation.metrics import check_k_values, sort_as_trec_eval
 from contaccum.evaluation.results import EvaluationResult, Run
 
 Match = Literal["string", "regex"]
+
+# DrQA's simple tokenizer: a token is a word, or any other visible character.
+_TOKEN = regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]")
 
 
 def score_open_qa(
@@ -33,104 +37,161 @@ def score_open_qa(
     k_values: Sequence[int] = (1, 5, 20, 100),
     match: Match = "string",
     show_progress: bool = True,
-    **about: Any,
+    **record_fields: Any,
 ) -> EvaluationResult:
-    """Top-k retrieval accuracy: `Accuracy@k` is the share of questions with an answer in one of the k best passages.
+    """Compute top-k retrieval accuracy.
+
+    ``Accuracy@k`` is the share of questions with an answer in one of the k best passages.
 
     Args:
-        run: {question id: {passage id: score}}, in trec_eval's order; a question without results counts as a miss.
-        passages: those of the run at least. Titles are not searched: DPR seeks answers in the text alone.
-        match: see `answer_finder`.
-        about: what the result says of model, search, tokenisation, timing and precision.
+        questions: questions with their answers.
+        run: {question id: {passage id: score}}, ordered as trec_eval does. A question without
+            results counts as a miss.
+        passages: at least the passages of the run. Titles are not searched, because DPR looks for
+            answers in the text alone.
+        k_values: cut-offs k.
+        match: "string" or "regex"; see `make_answer_matcher`.
+        show_progress: show a progress bar.
+        record_fields: fields of the result: model, search, tokenisation, timing, precision.
 
     Raises:
-        ConfigError: k < 1 or an unknown match.
-        DataError: the run is of other questions, or has a passage that ``passages`` lacks.
+        ConfigError: a cut-off is below 1, or ``match`` is unknown.
+        DataError: the run has an unknown question, or a passage that ``passages`` lacks.
     """
     from tqdm.auto import tqdm
 
     k_values = check_k_values(k_values)
     check_choice("match", match, ("string", "regex"))
-    for name, hits in run.items():
-        if name not in questions.texts:
-            called = f"they are called question-1 to question-{len(questions.texts)}, in the order of the file"
-            raise DataError(f"{name!r:.60} is no question ({called})")
-        for passage in hits:
-            if passage not in passages:
-                raise DataError(
-                    f"passage {passage!r:.60} of {name} is not in the corpus (give the one searched)"
-                )
-    per_query: dict[str, dict[str, float]] = {}
-    for name, answers in tqdm(
+    _check_run(questions, run, passages)
+    per_query = {}
+    progress = tqdm(
         questions.answers.items(), unit=" questions", desc="Matching", disable=not show_progress
-    ):
-        found = answer_finder(answers, match)
-        best = enumerate(trec_order(run.get(name, {}))[: max(k_values)], start=1)
-        rank = next(
-            (place for place, (passage, _) in best if found(passages[passage].text)), float("inf")
-        )
-        per_query[name] = {f"Accuracy@{k}": float(rank <= k) for k in k_values}
-    means = {
-        f"Accuracy@{k}": fmean(scores[f"Accuracy@{k}"] for scores in per_query.values())
-        for k in k_values
-    }
+    )
+    for question_id, answers in progress:
+        has_answer = make_answer_matcher(answers, match)
+        best_hits = sort_as_trec_eval(run.get(question_id, {}))[: max(k_values)]
+        texts = [passages[passage_id].text for passage_id, _ in best_hits]
+        rank = _find_first_rank(texts, has_answer)
+        per_query[question_id] = {f"Accuracy@{k}": float(rank <= k) for k in k_values}
+    means = {}
+    for k in k_values:
+        name = f"Accuracy@{k}"
+        means[name] = fmean(scores[name] for scores in per_query.values())
     data = {
         "questions": len(questions.texts),
         "questions_fingerprint": questions.fingerprint,
         "match": match,
     }
-    return EvaluationResult(means, per_query, run, data, **about)
+    return EvaluationResult(means, per_query, run, data, **record_fields)
+
+
+def _check_run(questions: Questions, run: Run, passages: Mapping[str, Passage]) -> None:
+    """Raise `DataError` for a question or a passage of the run that does not exist."""
+    for question_id, hits in run.items():
+        if question_id not in questions.texts:
+            raise DataError(
+                f"{question_id!r:.60} is not the id of a question: ids are question-1 to "
+                f"question-{len(questions.texts)}, in the order of the file"
+            )
+        for passage_id in hits:
+            if passage_id not in passages:
+                raise DataError(
+                    f"passage {passage_id!r:.60} of {question_id} is not in the corpus (pass the "
+                    "corpus that was searched)"
+                )
+
+
+def _find_first_rank(texts: Sequence[str], has_answer: Callable[[str], bool]) -> float:
+    """Return the rank, from 1 on, of the first text with an answer; infinity if there is none."""
+    for rank, text in enumerate(texts, start=1):
+        if has_answer(text):
+            return rank
+    return float("inf")
 
 
 def load_passages(
-    path: Path, report: RecordReport, wanted: set[str] | None = None
+    path: Path, report: RecordReport, ids: set[str] | None = None
 ) -> dict[str, Passage]:
-    """{id: passage}, of those ``wanted`` alone where it is given.
+    """Read passages from a file.
+
+    Args:
+        path: a file that `read_passages` reads.
+        report: counts the records that are read and skipped.
+        ids: ids of the passages to return; None: all.
+
+    Returns:
+        {id: passage}.
 
     Raises:
-        DataError: the file cannot be used, nothing is left of it, or an id occurs twice.
+        DataError: the file cannot be used, no passage is left, or an id occurs twice.
     """
-    found: dict[str, Passage] = {}
+    passages: dict[str, Passage] = {}
     for passage in read_passages(path, report):
-        if passage.id in found:
+        if passage.id in passages:
             raise DataError(
                 f"{path}: id {passage.id!r:.60} occurs again (keep one passage for each id)"
             )
-        if wanted is None or passage.id in wanted:
-            found[passage.id] = passage
-    report.refuse_if_nothing_left(
-        path, len(found), "passages" if wanted is None else "passages of the run"
-    )
-    return found
+        if ids is None or passage.id in ids:
+            passages[passage.id] = passage
+    description = "passages"
+    if ids is not None:
+        description = "passages of the run"
+    report.refuse_if_nothing_left(path, len(passages), description)
+    return passages
 
 
-def answer_finder(answers: Sequence[str], match: Match = "string") -> Callable[[str], bool]:
-    """A test of passages: whether any of the answers is in the text.
+def make_answer_matcher(answers: Sequence[str], match: Match = "string") -> Callable[[str], bool]:
+    """Return a function that tells whether a text holds any of the answers.
 
-    "string": the answer's tokens occur in a row among the passage's, all of both in NFD and lower case. "regex": an
-    answer is a pattern of Python's `re`, sought without case anywhere in the text, both in NFD; one that cannot be
-    compiled is never found, as in DPR. An answer without any token is never found either (DPR finds it everywhere).
+    Args:
+        answers: answers to one question.
+        match: "string": the answer's tokens occur one after the other among the text's tokens,
+            both in NFD and lower case. "regex": the answer is a pattern of Python's `re`, searched
+            for anywhere in the text, ignoring case, both in NFD.
+
+    A pattern that cannot be compiled is never found, as in DPR. An answer without any token is
+    never found either (DPR finds it in every text).
     """
     if match == "string":
-        wanted = [tokens for answer in answers if (tokens := _tokens(answer)).strip()]
-        return lambda text: any(tokens in _tokens(text) for tokens in wanted)
+        return _make_string_matcher(answers)
+    return _make_regex_matcher(answers)
+
+
+def _make_string_matcher(answers: Sequence[str]) -> Callable[[str], bool]:
+    answer_tokens = []
+    for answer in answers:
+        tokens = _join_tokens(answer)
+        if tokens.strip():
+            answer_tokens.append(tokens)
+
+    def has_answer(text: str) -> bool:
+        text_tokens = _join_tokens(text)
+        return any(tokens in text_tokens for tokens in answer_tokens)
+
+    return has_answer
+
+
+def _make_regex_matcher(answers: Sequence[str]) -> Callable[[str], bool]:
     patterns = []
     for answer in answers:
         with suppress(re.error, OverflowError, RecursionError):
-            patterns.append(
-                re.compile(unicodedata.normalize("NFD", answer), re.IGNORECASE | re.MULTILINE)
-            )
-    return lambda text: any(
-        pattern.search(unicodedata.normalize("NFD", text)) for pattern in patterns
-    )
+            pattern = unicodedata.normalize("NFD", answer)
+            patterns.append(re.compile(pattern, re.IGNORECASE | re.MULTILINE))
+
+    def has_answer(text: str) -> bool:
+        normalized_text = unicodedata.normalize("NFD", text)
+        return any(pattern.search(normalized_text) for pattern in patterns)
+
+    return has_answer
 
 
-# DrQA's simple tokenizer: words, and other visible characters one by one.
-_TOKEN = regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]")
-
-
-# Questions share passages, and each has its answers looked up one after another.
+# Cached, because questions share passages.
 @lru_cache(maxsize=4096)
-def _tokens(text: str) -> str:
-    # No token holds a space, so a row of tokens is found as a text between spaces.
-    return f" {' '.join(token.lower() for token in _TOKEN.findall(unicodedata.normalize('NFD', text)))} "
+def _join_tokens(text: str) -> str:
+    """Return the tokens of a text, each between spaces.
+
+    A token holds no space, so a sequence of tokens can be searched for as a substring.
+    """
+    tokens = _TOKEN.findall(unicodedata.normalize("NFD", text))
+    joined = " ".join(token.lower() for token in tokens)
+    return f" {joined} "

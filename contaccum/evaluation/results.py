@@ -1,7 +1,7 @@
-"""The result of one evaluation and its files: a JSON record, and beside it the run in TREC format.
+"""The result of one evaluation and its files: a JSON record, and the run in TREC format beside it.
 
-Everything needed to reproduce or to doubt a number is in the record; nothing of the environment is. No metric is
-computed here.
+The record holds what is needed to reproduce a number, and nothing of the environment. Metrics are
+computed in `metrics`.
 """
 
 from __future__ import annotations
@@ -9,105 +9,136 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote, unquote
 
 from contaccum.data.records import (
     Fault,
     RecordReport,
-    cells_of,
-    number_of,
+    parse_number,
+    parse_rows,
     quoted,
     read_lines,
-    take,
+    split_cells,
 )
 from contaccum.errors import DataError
-from contaccum.evaluation.metrics import trec_order
+from contaccum.evaluation.metrics import sort_as_trec_eval
 from contaccum.files import provenance, read_json, redact, write_text
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
 
 Run = dict[str, dict[str, float]]
 """{query id: {document id: score}}"""
 
+JsonObject = dict[str, Any]
+"""Object of a JSON file: a part of a record."""
+
 _ENCODED = "percent-encoded:"  # marks an id that a TREC line could not hold as it is
+# Comments around the section of a model card that `update_card` writes and replaces.
+_SECTION_START = "<!-- contaccum evaluate -->"
+_SECTION_END = "<!-- until here -->"
+_SECTION = re.compile(rf"\n*{_SECTION_START}.*?{_SECTION_END}\n", flags=re.DOTALL)
+
+
+def _format_current_time() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 @dataclass
 class EvaluationResult:
-    """One model, or one run of another system, on one data set.
+    """Result of one model, or of one run of another system, on one data set.
 
     Attributes:
-        metrics: {"NDCG@10": ...}, means over the judged queries, unrounded.
+        metrics: {"NDCG@10": ...}, means over the judged queries, not rounded.
         per_query: {query id: {metric: value}}.
-        run: what was scored; goes to the TREC file, not into the record.
+        run: the run that was scored; it is written to the TREC file, not to the record.
         data: name, split, path, documents, queries, judgements, fingerprint.
         model: name, fingerprint, similarity, dimension.
-        tokenisation: sha256 of how texts become vectors beside the weights; None where nobody knows.
-        search: index, index_parameters, k, gpus; of an approximate index also its recall against exact search.
-        served: the forms that embeddings were scored in too, and a row for each; see `beir.score_served`.
+        search: index, index_parameters, k, gpus; for an approximate index also its recall.
+        tokenisation: hash of the settings, beside the weights, that decide embeddings; None for a
+            run of another system.
+        served: types and sizes that the embeddings were scored in too, with a row of scores for
+            each; see `served_forms.score_served`.
         timing: seconds of encoding, indexing, searching and measuring recall.
-        precision: "float32", the type that the encoder ran in under autocast, or "unknown" of a run.
+        precision: type of autocast, "float32" without autocast, "unknown" for a run.
+        created: time of the evaluation, in UTC.
     """
 
     metrics: dict[str, float]
     per_query: dict[str, dict[str, float]]
     run: Run
-    data: dict[str, Any]
-    model: dict[str, Any]
-    search: dict[str, Any]
+    data: JsonObject
+    model: JsonObject
+    search: JsonObject
     tokenisation: str | None = None
-    served: dict[str, Any] = field(default_factory=dict)
+    served: JsonObject = field(default_factory=dict)
     timing: dict[str, float] = field(default_factory=dict)
     precision: str = "unknown"
-    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    created: str = field(default_factory=_format_current_time)
 
     def record(self) -> dict[str, Any]:
-        """What the JSON file holds: every attribute but the run, and what wrote it."""
-        return {
-            item.name: getattr(self, item.name) for item in fields(self) if item.name != "run"
-        } | provenance()
+        """Return the content of the JSON file: all attributes except the run, and versions."""
+        names = [item.name for item in fields(self) if item.name != "run"]
+        record = {name: getattr(self, name) for name in names}
+        record.update(provenance())
+        return record
 
 
 def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Write the record to ``path`` and the run to ``<stem>.trec`` beside it; returns both paths.
+    """Write the record to ``path`` and the run to ``<stem>.trec`` beside it.
 
-    Each file appears whole or not at all, and the record last: where it is, the run is.
+    Each file appears as a whole or not at all. The record is written last, so where a record is,
+    its run is too.
+
+    Returns:
+        The paths of the record and of the run.
     """
     path = Path(path)
     run_path = path.with_suffix(".trec")
-    tag = (
-        re.sub(r"\s+", "_", Path(redact(str(result.model.get("name") or "contaccum"))).name)
-        or "contaccum"
-    )
-    write_text(run_path, trec_lines(result.run.items(), tag))
-    # Scores by query are as large as the data and hold nothing but ids: they are not searched for credentials.
-    record = {
-        key: value if key == "per_query" else redact(value)
-        for key, value in result.record().items()
-    }
-    write_text(path, [json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False), "\n"])
+    write_text(run_path, trec_lines(result.run.items(), _make_run_tag(result)))
+    record = result.record()
+    for key, value in record.items():
+        # Scores per query are as large as the data and hold only ids and numbers, so they are not
+        # searched for credentials.
+        if key != "per_query":
+            record[key] = redact(value)
+    content = json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False)
+    write_text(path, [content, "\n"])
     return path, run_path
 
 
+def _make_run_tag(result: EvaluationResult) -> str:
+    """Return the last part of the model's name, without white space, for lines of a TREC run."""
+    model_name = str(result.model.get("name") or "contaccum")
+    last_part = Path(redact(model_name)).name
+    return re.sub(r"\s+", "_", last_part) or "contaccum"
+
+
 def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The record that `write_result` wrote, of this version or of one before.
+    """Read a record that `write_result` wrote, in this version or an earlier one.
 
     Raises:
-        DataError: the file is missing, or is something else.
+        DataError: the file is missing, or is not a record of a result.
     """
     record = read_json(path)
-    if not all(isinstance(record.get(key), dict) for key in ("metrics", "per_query", "data")):
-        raise DataError(
-            f"{path}: not a results file, which has metrics, per_query and data; evaluate again"
-        )
+    for key in ("metrics", "per_query", "data"):
+        if not isinstance(record.get(key), dict):
+            raise DataError(
+                f"{path}: not a results file, which has metrics, per_query and data; evaluate again"
+            )
     return record
 
 
 def result_files(path: Path) -> list[Path]:
-    """The record that ``path`` is, or the records that lie beside a table of several and are listed in it.
+    """Return the records of a results file.
+
+    Args:
+        path: a record, or a table of several sets, which lists the records that lie beside it.
 
     Raises:
         DataError: the file cannot be read.
@@ -115,69 +146,92 @@ def result_files(path: Path) -> list[Path]:
     content = read_json(path)
     if "sets" not in content:
         return [path]
-    parts = [part for row in content["sets"] for part in row.get("parts", [row])]
-    return [
-        path.parent / Path(part["file"]).name for part in parts
-    ]  # the name alone: only what lies beside it
+    records = []
+    for row in content["sets"]:
+        for part in row.get("parts", [row]):
+            # Only the name is used, so that a table cannot point to files elsewhere.
+            records.append(path.parent / Path(part["file"]).name)
+    return records
 
 
 def update_card(
-    path: Path, rows: Iterable[Mapping[str, Any]], names: Iterable[str], section: str
+    path: Path, rows: Iterable[Mapping[str, Any]], metrics: Sequence[str], section: str
 ) -> None:
-    """Put the metrics ``names`` of a table's rows into a model card's metadata, in place of those of the same data and
-    metrics, and a section about them at its end, in place of the one of before."""
-    from huggingface_hub import EvalResult, ModelCard
+    """Put results into a model card: into its metadata, and as a section at its end.
 
-    card, found = ModelCard.load(path), []
-    for row, name in ((row, name) for row in rows for name in names):
-        about = {
-            "dataset_type": row["name"],
-            "dataset_name": row["name"],
-            "dataset_split": row["split"],
-        }
-        about |= {"task_type": "information-retrieval", "task_name": "Information Retrieval"}
-        metric = {
-            "metric_type": name.lower(),
-            "metric_name": name,
-            "metric_value": row["metrics"][name],
-        }
-        found.append(EvalResult(**about, **metric))
-    old = [
-        one
-        for one in card.data.eval_results or []
-        if not any(map(one.is_equal_except_value, found))
-    ]
-    card.data.eval_results, card.data.model_name = (
-        old + found,
-        card.data.model_name or path.resolve().parent.name,
-    )
-    rest = re.sub(
-        r"\n*<!-- contaccum evaluate -->.*?<!-- until here -->\n", "\n", card.text, flags=re.DOTALL
-    )
-    card.text = f"{rest.rstrip()}\n\n<!-- contaccum evaluate -->\n{section}\n<!-- until here -->\n"
+    Earlier results of the same data and metrics, and an earlier section, are replaced.
+
+    Args:
+        path: the model card, README.md in the folder of a model.
+        rows: rows of a table; see `tables.table_rows`.
+        metrics: names of the metrics to write.
+        section: text of the section, in Markdown.
+    """
+    from huggingface_hub import ModelCard
+
+    card = ModelCard.load(path)
+    new_results = []
+    for row in rows:
+        for metric in metrics:
+            new_results.append(_make_card_result(row, metric))
+    other_results = []
+    for result in card.data.eval_results or []:
+        if not any(result.is_equal_except_value(new_result) for new_result in new_results):
+            other_results.append(result)
+    card.data.eval_results = other_results + new_results
+    if not card.data.model_name:
+        card.data.model_name = path.resolve().parent.name  # the metadata need a name
+    other_text = _SECTION.sub("\n", card.text).rstrip()
+    card.text = f"{other_text}\n\n{_SECTION_START}\n{section}\n{_SECTION_END}\n"
     write_text(path, redact(str(card)))
 
 
-def agrees(record: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
-    """Whether a record says all that a plan says, in nested dicts too; it may say more."""
-    return all(
-        agrees(record.get(key) or {}, value)
-        if isinstance(value, dict)
-        else record.get(key) == value
-        for key, value in plan.items()
+def _make_card_result(row: Mapping[str, Any], metric: str) -> EvalResult:
+    """Return the entry of a model card's metadata for a row of a table and a metric."""
+    from huggingface_hub import EvalResult
+
+    return EvalResult(
+        task_type="information-retrieval",
+        task_name="Information Retrieval",
+        dataset_type=row["name"],
+        dataset_name=row["name"],
+        dataset_split=row["split"],
+        metric_type=metric.lower(),
+        metric_name=metric,
+        metric_value=row["metrics"][metric],
     )
 
 
-def trec_lines(run: Iterable[tuple[str, Mapping[str, float]]], tag: str) -> Iterator[str]:
-    """Yield lines ``qid Q0 docid rank score tag`` of (qid, {docid: score}).
+def agrees(record: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
+    """Return True if a record has all entries of a plan, in nested dicts too.
 
-    The order is trec_eval's (ties by id, descending). Scores have nine digits, which is all of a
-    float32. Ids are written by `_encode_id`.
+    The record may have further entries.
     """
-    for qid, hits in run:
-        query = _encode_id(qid)
-        for rank, (docid, score) in enumerate(trec_order(hits), start=1):
-            yield f"{query} Q0 {_encode_id(docid)} {rank} {score:.9g} {tag}\n"
+    for key, planned in plan.items():
+        if isinstance(planned, dict):
+            is_equal = agrees(record.get(key) or {}, planned)
+        else:
+            is_equal = record.get(key) == planned
+        if not is_equal:
+            return False
+    return True
+
+
+def trec_lines(run: Iterable[tuple[str, Mapping[str, float]]], tag: str) -> Iterator[str]:
+    """Yield the lines ``query_id Q0 document_id rank score tag`` of a run file.
+
+    The order is trec_eval's (equal scores by id, descending). Scores have nine digits, which
+    represent a float32 exactly. Ids with white space are encoded; see `_encode_id`.
+
+    Args:
+        run: pairs of query id and {document id: score}.
+        tag: name of the system, without white space.
+    """
+    for query_id, hits in run:
+        query_cell = _encode_id(query_id)
+        for rank, (document_id, score) in enumerate(sort_as_trec_eval(hits), start=1):
+            document_cell = _encode_id(document_id)
+            yield f"{query_cell} Q0 {document_cell} {rank} {score:.9g} {tag}\n"
 
 
 def _encode_id(identifier: str) -> str:
@@ -207,24 +261,28 @@ def read_trec_run(
 ) -> Run:
     """Read a run of any system, plain or gzip.
 
-    Ids that `trec_lines` has encoded are decoded; all others stay as they are.
-    Ranks are not believed: as in trec_eval, the order is that of the scores.
+    Ids that `trec_lines` has encoded are decoded; all others stay as they are. The column of ranks
+    is ignored: as in trec_eval, the scores decide the order.
+
+    Args:
+        path: file of the run.
+        on_bad_record: "stop" or "skip" at a bad line.
 
     Raises:
-        DataError: the file cannot be used, or a bad line under "stop": not six columns, a score that is no finite
-            number, or a document twice for one query.
+        DataError: the file cannot be used, or, under "stop", a line does not have six columns, its
+            score is not a finite number, or it repeats a document of its query.
     """
     report = RecordReport(on_bad_record)
     run: Run = {}
 
-    def hit(line: str) -> tuple[str, str, float]:
-        cells = cells_of(line, 6, None)
+    def parse_line(line: str) -> tuple[str, str, float]:
+        cells = split_cells(line, 6, None)
         query = _decode_id(cells[0])
         document = _decode_id(cells[2])
         if document in run.get(query, {}):
             raise Fault("duplicate document", f"{quoted(document)} of query {quoted(query)}")
-        return query, document, number_of(cells[4])
+        return query, document, parse_number(cells[4])
 
-    for query, document, score in take(path, read_lines(path), hit, report):
+    for query, document, score in parse_rows(path, read_lines(path), parse_line, report):
         run.setdefault(query, {})[document] = score
     return run

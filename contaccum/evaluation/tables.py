@@ -1,8 +1,8 @@
-"""The tables of an evaluation: its sets, and against earlier results query by query.
+"""Tables of an evaluation: scores of its data sets, and comparisons with earlier results.
 
-A row is what the JSON holds of it: name, split, queries, documents, metrics, and either the file of one set or the
-`parts` that it is the mean of. An earlier result is a record of one set or a table of several; only results on the same
-data are compared.
+A row of a table is the dict that the JSON file holds: name, split, queries, documents, metrics, and
+either the ``file`` of one set or the ``parts`` whose mean it is. An earlier result is a record of
+one set or a table of several sets. Only results on the same data are compared.
 """
 
 from __future__ import annotations
@@ -15,63 +15,96 @@ from typing import Any
 from contaccum.errors import DataError
 from contaccum.evaluation.beir_sets import EvaluationSet
 from contaccum.evaluation.metrics import add_holm, paired_bootstrap
-from contaccum.evaluation.results import read_result, result_files
+from contaccum.evaluation.results import JsonObject, read_result, result_files
 
 Row = Mapping[str, Any]
 Scores = Mapping[str, float]
 """{query id: score}"""
 
+# Differences are rounded, so that scores that differ in the last bits are ties, and equal changes
+# are ordered by query.
+_DIGITS_OF_DIFFERENCES = 9
+
 
 def markdown_table(header: Sequence[str], cells: Sequence[Sequence[Any]]) -> str:
-    """A table for the terminal and for a page: columns stand below each other, None is blank."""
-    rows = [list(header), *([_shown(cell) for cell in row] for row in cells)]
+    """Return a Markdown table whose columns are aligned; a cell of None is blank."""
+    rows = [list(header)]
+    for row in cells:
+        rows.append([_format_cell(cell) for cell in row])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * width for width in widths])
-    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
-    return "\n".join("| " + " | ".join(row) + " |" for row in padded)
+    lines = []
+    for row in rows:
+        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("| " + " | ".join(padded) + " |")
+    return "\n".join(lines)
 
 
-def _shown(cell: Any) -> str:
+def _format_cell(cell: Any) -> str:
+    if cell is None:
+        return ""
     if isinstance(cell, float):
         return f"{cell:.4f}"
-    return "" if cell is None else str(cell).replace("|", r"\|")
+    return str(cell).replace("|", r"\|")
 
 
 def table_rows(sets: Sequence[EvaluationSet], records: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """A row for each set, from its record; the twelve parts of CQADupStack are one, in which each counts alike."""
+    """Return a row for each data set, from its record.
+
+    The twelve parts of CQADupStack are one row: their mean, in which each part has the same weight.
+    """
     rows: list[Row] = []
-    for one, record in zip(sets, records, strict=True):
-        about = {key: record["data"][key] for key in ("split", "queries", "documents")}
-        rows.append(
-            {"name": one.label, **about, "file": one.output.name, "metrics": record["metrics"]}
-        )
-    parts = [row for row in rows if row["name"].startswith("cqadupstack/")]
-    if not parts:
-        return rows
-    sums = {key: sum(part[key] for part in parts) for key in ("queries", "documents")}
-    mean = {
+    cqadupstack_parts: list[Row] = []
+    for evaluation_set, record in zip(sets, records, strict=True):
+        row = {
+            "name": evaluation_set.label,
+            "split": record["data"]["split"],
+            "queries": record["data"]["queries"],
+            "documents": record["data"]["documents"],
+            "file": evaluation_set.output.name,
+            "metrics": record["metrics"],
+        }
+        if evaluation_set.label.startswith("cqadupstack/"):
+            cqadupstack_parts.append(row)
+        else:
+            rows.append(row)
+    if cqadupstack_parts:
+        rows.append(_make_cqadupstack_row(cqadupstack_parts))
+    return rows
+
+
+def _make_cqadupstack_row(parts: list[Row]) -> Row:
+    return {
         "name": "cqadupstack",
         "split": parts[0]["split"],
-        **sums,
+        "queries": sum(part["queries"] for part in parts),
+        "documents": sum(part["documents"] for part in parts),
         "metrics": mean_metrics(parts),
         "parts": parts,
     }
-    return [*(row for row in rows if row not in parts), mean]
 
 
 def sets_table(rows: Sequence[Row], names: Sequence[str]) -> str:
-    """The metrics ``names`` of all rows and their mean."""
-    cells = [
-        [row["name"], row["split"], row["queries"], *(row["metrics"][n] for n in names)]
-        for row in rows
-    ]
+    """Return a Markdown table of the metrics ``names`` of all rows, and their mean."""
+    cells = []
+    for row in rows:
+        scores = [row["metrics"][name] for name in names]
+        cells.append([row["name"], row["split"], row["queries"], *scores])
     if len(rows) > 1:
-        cells.append(["mean", "", "", *(mean_metrics(rows)[name] for name in names)])
+        means = mean_metrics(rows)
+        cells.append(["mean", "", "", *(means[name] for name in names)])
     return markdown_table(["data", "split", "queries", *names], cells)
 
 
 def served_table(label: str, served: Mapping[str, Any]) -> str:
-    """What the terminal and the page show of a record's ``served``; the first row is what the others differ from."""
+    """Return the Markdown table of a record's ``served``: scores by size and type of embeddings.
+
+    Differences are from the first row.
+
+    Args:
+        label: name of the data set.
+        served: see `served_forms.plan_served` and `served_forms.score_served`.
+    """
     header = [
         "dimensions",
         "type",
@@ -81,103 +114,139 @@ def served_table(label: str, served: Mapping[str, Any]) -> str:
         "bytes a document",
         "queries/s",
     ]
-    cells: list[list[Any]] = []
+    cells: list[list[str | float | None]] = []
     for row in served["rows"]:
-        speed = f"{row['queries_per_second']:,.0f}"
-        change = [f"{row['difference']:+.4f}", _interval(row)] if cells else [None, None]
+        is_first = not cells
+        difference = None if is_first else f"{row['difference']:+.4f}"
+        interval = None if is_first else _format_interval(row)
         cells.append(
             [
                 row["dimensions"],
                 row["type"],
                 row[served["metric"]],
-                *change,
+                difference,
+                interval,
                 row["bytes_per_document"],
-                speed,
+                f"{row['queries_per_second']:,.0f}",
             ]
         )
-    return f"## {label}: as served (binary rescored {served['rescore']}x)\n\n{markdown_table(header, cells)}"
+    title = (
+        f"## {label}: scores by size and type of the embeddings "
+        f"(binary rescored {served['rescore']}x)"
+    )
+    return f"{title}\n\n{markdown_table(header, cells)}"
 
 
-def _interval(row: Mapping[str, float]) -> str:
+def _format_interval(row: Mapping[str, float]) -> str:
     return f"{row['low']:+.4f} to {row['high']:+.4f}"
 
 
 def mean_metrics(rows: Sequence[Row]) -> dict[str, float]:
-    """Every metric's mean over rows, each of which counts alike."""
-    return {name: fmean(row["metrics"][name] for row in rows) for name in rows[0]["metrics"]}
+    """Return the mean of every metric over rows, which all have the same weight."""
+    means = {}
+    for name in rows[0]["metrics"]:
+        means[name] = fmean(row["metrics"][name] for row in rows)
+    return means
 
 
 def read_previous(path: Path, labels: Mapping[str, str], metric: str) -> dict[str, Scores]:
-    """{label: scores} by an earlier result, of those of our sets that it has.
+    """Read the scores per query of an earlier result, for the data sets of this evaluation.
 
     Args:
-        labels: {fingerprint of the data: label} of our sets.
+        path: an earlier record, or an earlier table of several sets.
+        labels: {fingerprint of the data: label} of this evaluation's sets.
+        metric: name of the metric to read.
+
+    Returns:
+        {label: {query id: score}} of the sets that the earlier result has.
 
     Raises:
-        DataError: no result, none of our data sets, or a result without this metric.
+        DataError: the file is not a result, has none of these data sets, or lacks the metric.
     """
-    found: dict[str, Scores] = {}
+    previous: dict[str, Scores] = {}
     for file in result_files(path):
         record = read_result(file)
         label = labels.get(record["data"].get("fingerprint"))
-        if label is not None:
-            if metric not in record["metrics"]:
-                raise DataError(f"{file}: has no {metric} (name another as the first of --metrics)")
-            found[label] = {query: values[metric] for query, values in record["per_query"].items()}
-    if not found:
-        raise DataError(f"{path}: is on other data than {', '.join(labels.values())}")
-    return found
+        if label is None:
+            continue
+        if metric not in record["metrics"]:
+            raise DataError(f"{file}: has no {metric} (name another as the first of --metrics)")
+        per_query = record["per_query"]
+        previous[label] = {query: scores[metric] for query, scores in per_query.items()}
+    if not previous:
+        raise DataError(
+            f"{path}: is on other data than {', '.join(labels.values())} (compare with a result on "
+            "the same data)"
+        )
+    return previous
 
 
 def compare(
     path: Path, metric: str, ours: Mapping[str, Scores], theirs: Mapping[str, Scores]
 ) -> dict[str, Any]:
-    """Each set of the earlier result ``theirs`` that lies at a path, by `compare_queries`.
+    """Compare this evaluation with an earlier result, set by set, by `compare_queries`.
 
-    Holm's correction is over the sets. Positive differences are in favour of ``ours``, {label: scores}.
+    Holm's correction is over the sets. A positive difference is in favour of ``ours``.
+
+    Args:
+        path: file of the earlier result.
+        metric: name of the metric.
+        ours: {label: {query id: score}} of this evaluation.
+        theirs: {label: {query id: score}} of the earlier result; its sets are compared.
+
+    Returns:
+        The comparison as the JSON file holds it.
     """
-    rows = [
-        {"data": label, **compare_queries(ours[label], scores)} for label, scores in theirs.items()
-    ]
+    rows = []
+    for label, scores in theirs.items():
+        rows.append({"data": label, **compare_queries(ours[label], scores)})
     add_holm(rows)
     return {"earlier": str(path), "metric": metric, "resamples": 10_000, "seed": 0, "rows": rows}
 
 
 def compare_queries(ours: Scores, theirs: Scores, shown: int = 5) -> dict[str, Any]:
-    """Two results over the same queries: means, a paired bootstrap, wins, ties and losses, and the greatest changes.
+    """Compare two results over the same queries.
 
     Args:
-        shown: how many gains, and how many losses.
+        ours: {query id: score} of this evaluation.
+        theirs: {query id: score} of the earlier result.
+        shown: number of queries in ``greatest_gains`` and in ``greatest_losses``.
+
+    Returns:
+        Means, paired bootstrap, numbers of wins, ties and losses, and the greatest changes.
     """
-    a, b = list(ours.values()), [theirs[query] for query in ours]
-    # Rounded, so that what differs in the last bits is a tie, and equal changes are in the order of their queries.
-    changes: list[dict[str, Any]] = [
-        {
-            "query": query,
-            "difference": round(score - theirs[query], 9),
-            "ours": score,
-            "earlier": theirs[query],
-        }
-        for query, score in ours.items()
-    ]
-    changes.sort(key=lambda change: (-abs(change["difference"]), change["query"]))
+    our_scores = list(ours.values())
+    their_scores = [theirs[query] for query in ours]
+    changes: list[JsonObject] = []
+    for query, our_score in ours.items():
+        their_score = theirs[query]
+        difference = round(our_score - their_score, _DIGITS_OF_DIFFERENCES)
+        changes.append(
+            {"query": query, "difference": difference, "ours": our_score, "earlier": their_score}
+        )
+    changes.sort(key=_get_change_order)
     gains = [change for change in changes if change["difference"] > 0]
     losses = [change for change in changes if change["difference"] < 0]
     return {
-        "queries": len(a),
-        "ours": fmean(a),
-        "earlier": fmean(b),
-        **paired_bootstrap(a, b),
+        "queries": len(changes),
+        "ours": fmean(our_scores),
+        "earlier": fmean(their_scores),
+        **paired_bootstrap(our_scores, their_scores),
         "wins": len(gains),
-        "ties": len(a) - len(gains) - len(losses),
+        "ties": len(changes) - len(gains) - len(losses),
         "losses": len(losses),
         "greatest_gains": gains[:shown],
         "greatest_losses": losses[:shown],
     }
 
 
+def _get_change_order(change: Mapping[str, Any]) -> tuple[float, str]:
+    """Return the sort key of a change: large changes first, equal ones by query."""
+    return -abs(change["difference"]), change["query"]
+
+
 def comparison_table(comparison: Mapping[str, Any]) -> str:
-    """What the terminal and the page show of `compare`."""
+    """Return the Markdown table of a comparison that `compare` made, with notes."""
     header = [
         "data",
         "ours",
@@ -190,28 +259,36 @@ def comparison_table(comparison: Mapping[str, Any]) -> str:
         "ties",
         "losses",
     ]
-    cells, notes = [], []
+    cells = []
+    notes = []
     for row in comparison["rows"]:
-        p = ["<0.001" if row[key] < 0.001 else f"{row[key]:.3f}" for key in ("p_value", "p_holm")]
-        counts = [row[key] for key in header[-3:]]
         cells.append(
             [
                 row["data"],
                 row["ours"],
                 row["earlier"],
                 f"{row['difference']:+.4f}",
-                _interval(row),
-                *p,
-                *counts,
+                _format_interval(row),
+                _format_p_value(row["p_value"]),
+                _format_p_value(row["p_holm"]),
+                row["wins"],
+                row["ties"],
+                row["losses"],
             ]
         )
         for key in ("greatest_gains", "greatest_losses"):
-            changes = ", ".join(
-                f"{change['query']} {change['difference']:+.4f}" for change in row[key]
-            )
-            notes += [f"- {row['data']}, {key.replace('_', ' ')}: {changes}"] if changes else []
+            changes = [f"{change['query']} {change['difference']:+.4f}" for change in row[key]]
+            if changes:
+                notes.append(f"- {row['data']}, {key.replace('_', ' ')}: {', '.join(changes)}")
     notes.append(
-        "- paired bootstrap over queries, 10,000 resamples, two-sided; Holm's correction over the rows"
+        "- paired bootstrap over queries, 10,000 resamples, two-sided; Holm's correction over the "
+        "rows"
     )
     title = f"## {comparison['metric']} against {comparison['earlier']}"
     return "\n".join([title, "", markdown_table(header, cells), "", *notes])
+
+
+def _format_p_value(p_value: float) -> str:
+    if p_value < 0.001:
+        return "<0.001"
+    return f"{p_value:.3f}"

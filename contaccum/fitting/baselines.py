@@ -1,4 +1,4 @@
-"""What there is before training: embeddings of the corpus, and the scores of BM25 and of the model as it is."""
+"""The steps before training: encoding of the corpus, and the scores of BM25 and the base model."""
 
 from __future__ import annotations
 
@@ -20,74 +20,79 @@ from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encode_texts, read_texts
 from contaccum.retrieval.store import EmbeddingStore
-from contaccum.tuning.budget import Budget, show_duration
-from contaccum.tuning.tune import Baselines
+from contaccum.tuning.baselines import Baselines
+from contaccum.tuning.budget import Budget, format_duration
 
-LARGEST_HAYSTACK = 2000
-"""A larger haystack of dev is made smaller for trials, which encode all of it again."""
+MAX_TRIAL_DOCUMENTS = 2000
+"""A larger corpus of dev is reduced for trials, because each trial encodes it again."""
 
-_POOL_DEPTH = 10  # results of BM25 and of the base model that stay in it; nDCG@10 reads no more
-_SAMPLE = 64  # documents that the speed is measured on
-_LARGEST_SHARE = 0.75  # of the budget, for encoding before and after the search
-_ROWS_PER_SHARD = 2000  # a killed process loses one shard at most
+_POOL_DEPTH = 10  # top documents of each run in the pool; nDCG@10 depends on no others
+_NUM_MEASURED_DOCUMENTS = 64
+_WARM_UP_DOCUMENTS = 4
+_MAX_SHARE_OF_BUDGET = 0.75  # for encoding before and after the search
+_ROWS_PER_SHARD = 2000  # a killed process loses at most one shard
 
 
-def seconds_per_document(encoder: DualEncoder, folder: FitFolder, batch_size: int) -> float:
-    """Return the time that encoding a document of the corpus takes, measured on a few."""
+def measure_seconds_per_document(encoder: DualEncoder, folder: FitFolder, batch_size: int) -> float:
+    """Return the time that the encoding of a document takes, measured on a part of the corpus."""
     documents = read_texts(folder.data / CORPUS_FILE, "document", RecordReport())
-    texts = [document.passage for document in islice(documents, _SAMPLE)]
-    encode_texts(encoder, texts[:4], "document", batch_size)  # the first batch sets things up
+    texts = [document.passage for document in islice(documents, _NUM_MEASURED_DOCUMENTS)]
+    # The first batch is slower than all others, because it allocates memory.
+    encode_texts(encoder, texts[:_WARM_UP_DOCUMENTS], "document", batch_size)
     started = time.perf_counter()
     encode_texts(encoder, texts, "document", batch_size)
     return (time.perf_counter() - started) / len(texts)
 
 
-def require_time(budget: Budget, split: Split, seconds_of_one: float) -> None:
-    """Raise `ConfigError` for a budget that encoding would use up, before it begins.
+def require_encoding_time(budget: Budget, split: Split, seconds_per_document: float) -> None:
+    """Check, before it starts, that the encoding of all documents leaves time for the search.
 
-    The model as it is encodes the corpus, and the trained one the documents of test.
+    The base model encodes the corpus, and the trained model encodes the documents of test.
+
+    Raises:
+        ConfigError: if the budget is too short.
     """
-    documents = split.documents["train"] + split.documents["test"]
-    needed = documents * seconds_of_one
-    if needed > _LARGEST_SHARE * budget.left():
+    num_documents = split.documents["train"] + split.documents["test"]
+    needed = num_documents * seconds_per_document
+    if needed > _MAX_SHARE_OF_BUDGET * budget.left():
         budget.save()
-        enough = budget.used() + needed / _LARGEST_SHARE
+        sufficient = budget.used() + needed / _MAX_SHARE_OF_BUDGET
         raise ConfigError(
-            f"the budget of {show_duration(budget.seconds)} is too short: encoding {documents:,} documents takes "
-            f"{show_duration(needed)} (give {show_duration(enough)} or more, or fewer documents)"
+            f"the budget of {format_duration(budget.seconds)} is too short: encoding "
+            f"{num_documents:,} documents takes {format_duration(needed)} (give "
+            f"{format_duration(sufficient)} or more, or fewer documents)"
         )
 
 
 def encode_corpus(
     encoder: DualEncoder, model_name: str, corpus: Path, store: Path, batch_size: int
 ) -> None:
-    """Encode a corpus into a store; a store that is whole stays as it is."""
+    """Encode a corpus into a store; a store that is complete is not changed."""
     corpus_encoder = CorpusEncoder(
         encoder, model_name, corpus, store, batch_size=batch_size, shard_size=_ROWS_PER_SHARD
     )
     corpus_encoder.encode()
 
 
-def evaluator_of(data: Path, store: Path | None, batch_size: int) -> RetrievalEvaluator:
-    """Return the evaluator of a BEIR folder's split ``test``.
+def load_evaluator(data: Path, store: Path, batch_size: int) -> RetrievalEvaluator:
+    """Return the evaluator of the split ``test`` of a BEIR folder.
 
     Args:
-        store: of documents that the model need not encode again.
+        store: a store with the embeddings of the documents; they are not encoded again.
     """
     evaluator = RetrievalEvaluator(load_beir_folder(data, "test"), batch_size=batch_size)
-    if store is not None:
-        evaluator.documents = StoreDocuments(EmbeddingStore.open(store))
+    evaluator.documents = StoreDocuments(EmbeddingStore.open(store))
     return evaluator
 
 
 def score_on_dev(encoder: DualEncoder, folder: FitFolder, batch_size: int) -> Baselines:
-    """Score the model as it is and BM25, and write the dev set that trials are scored on.
+    """Score the base model and BM25 on dev, and write the smaller dev set for trials.
 
-    What an earlier start has found is read again.
+    Scores that an earlier start of the command has written are read.
     """
-    if folder.baselines.is_file():
-        return Baselines(**read_json(folder.baselines))
-    evaluator = evaluator_of(folder.data / "dev", folder.store, batch_size)
+    if folder.baselines_file.is_file():
+        return Baselines(**read_json(folder.baselines_file))
+    evaluator = load_evaluator(folder.data / "dev", folder.store, batch_size)
     metric = evaluator.primary_metric
     base_run = evaluator.search(encoder)
     base = evaluator.score_run(base_run)[metric]
@@ -95,29 +100,32 @@ def score_on_dev(encoder: DualEncoder, folder: FitFolder, batch_size: int) -> Ba
     bm25_run = evaluator.search_bm25()
     bm25 = evaluator.score_run(bm25_run)[metric]
     baselines = Baselines(base, query_scores, bm25)
-    if len(evaluator.dataset.corpus) > LARGEST_HAYSTACK and not folder.dev_pool.exists():
+    is_large = len(evaluator.dataset.corpus) > MAX_TRIAL_DOCUMENTS
+    if is_large and not folder.dev_pool.exists():
         with atomic_folder(folder.dev_pool) as new_folder:
-            kept = pool_documents(evaluator.dataset, [base_run, bm25_run])
-            write_part(evaluator.dataset, kept, new_folder)
-    write_json(folder.baselines, baselines._asdict())
+            pool = pool_documents(evaluator.dataset, [base_run, bm25_run])
+            write_part(evaluator.dataset, pool, new_folder)
+    write_json(folder.baselines_file, baselines._asdict())
     return baselines
 
 
 def pool_documents(dataset: BeirDataset, runs: list[Run]) -> set[str]:
-    """Return the ids of the judged documents, and of the best that each run found for each query.
+    """Return the ids of the judged documents and of the top documents of each run and query.
 
-    The model that made a run has the same nDCG@10 among them as among all documents.
+    The system that made a run has the same nDCG@10 on these documents as on all documents.
     """
-    kept: set[str] = set()
-    for judged in dataset.qrels.values():
-        kept.update(judged)
+    pool: set[str] = set()
+    for judgements in dataset.qrels.values():
+        pool.update(judgements)
     for run in runs:
-        for found in run.values():
-            best = sorted(found, key=lambda name: -found[name])
-            kept.update(best[:_POOL_DEPTH])
-    return kept
+        for scores in run.values():
+            ranking = sorted(scores, key=lambda document_id: -scores[document_id])
+            pool.update(ranking[:_POOL_DEPTH])
+    return pool
 
 
-def dev_folder(folder: FitFolder) -> Path:
-    """Return the dev set that trials are scored on."""
-    return folder.dev_pool if folder.dev_pool.is_dir() else folder.data / "dev"
+def get_trial_dev_set(folder: FitFolder) -> Path:
+    """Return the folder of the dev set on which trials are scored."""
+    if folder.dev_pool.is_dir():
+        return folder.dev_pool
+    return folder.data / "dev"

@@ -1,4 +1,4 @@
-"""The final training at the chosen settings, its test, and which queries it changed."""
+"""The final training at the chosen settings, its test, and the queries whose scores changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from contaccum.comparison.plan import as_tokens
+from contaccum.comparison.options import to_command_line
 from contaccum.data.beir import BeirDataset
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.evaluation.evaluator import RetrievalEvaluator
@@ -22,78 +22,79 @@ from contaccum.fitting.verdict import Verdict
 from contaccum.training import config
 from contaccum.training.log import EVAL_LOG, read_log, read_run_record
 from contaccum.training.run import train_and_save
+from contaccum.tuning.result import TunedSettings, to_yaml_values
 from contaccum.tuning.trial import count_updates
-from contaccum.tuning.tune import Tuned, as_yaml
 
-CHANGES_SHOWN = 10
-"""Queries that gained most, and that lost most, in the record."""
+MAX_SHOWN_QUERIES = 10
+"""The number of queries with the largest gains, and with the largest losses, in the record."""
 
-_EVALUATIONS = 4  # on dev, during the training: the best of so many checkpoints is kept
+_NUM_EVALUATIONS = 4  # on dev during the training; the best of so many checkpoints is kept
 _SHOWN_METRICS = ("NDCG@10", "MRR@10", "Recall@100")
 _DEV_METRIC = "eval_ndcg@10"
-_TOP = 3  # documents that are shown of each query
-_TIME_OF_EVALUATIONS = 1.3  # a training with its evaluations and checkpoints, beside a trial
+_NUM_TOP_DOCUMENTS = 3  # of each query in the record
+_EVALUATION_OVERHEAD = 1.3  # time of a training with checkpoints, relative to a trial
 
 
-def write_config(folder: FitFolder, tuned: Tuned, seconds_left: float) -> int | None:
-    """Write the config of the final training, unless an earlier start has done so.
+def write_final_config(folder: FitFolder, tuned: TunedSettings, seconds_left: float) -> int | None:
+    """Write the config of the final training, unless an earlier start has written it.
 
     Args:
-        seconds_left: that the training may take.
+        seconds_left: the time that the training may take.
 
     Returns:
-        The number of updates if they are fewer than the settings ask for, because of the time;
-        None otherwise.
+        The number of updates if the time is not enough for all updates; None otherwise.
     """
-    if folder.config.is_file():
+    if folder.config_file.is_file():
         return None
     options = dict(tuned.options)
-    options["output_dir"] = [str(folder.again)]
-    _, data_args, args = config.parse(as_tokens({**options, "eval_strategy": ["epoch"]}))
-    updates = count_updates(len(config.load_data(data_args, args).dataset), args)
-    possible = _possible_updates(tuned, seconds_left)
-    cut_to = None
-    if possible < updates:
-        cut_to = possible
-        updates = possible
-        options["max_steps"] = [str(updates)]
-    lines = as_yaml(options)
-    every = math.ceil(updates / _EVALUATIONS)
-    lines |= {
+    options["output_dir"] = [str(folder.retrained_model)]
+    run_options = {**options, "eval_strategy": ["epoch"]}
+    _, data_args, args = config.parse(to_command_line(run_options))
+    num_updates = count_updates(len(config.load_data(data_args, args).dataset), args)
+    possible_updates = _estimate_possible_updates(tuned, seconds_left)
+    is_cut = possible_updates < num_updates
+    if is_cut:
+        num_updates = possible_updates
+        options["max_steps"] = [str(num_updates)]
+    evaluation_steps = math.ceil(num_updates / _NUM_EVALUATIONS)
+    settings = {
+        **to_yaml_values(options),
         "eval_strategy": "steps",
-        "eval_steps": every,
+        "eval_steps": evaluation_steps,
         "save_strategy": "steps",
-        "save_steps": every,
+        "save_steps": evaluation_steps,
+        "load_best_model_at_end": True,
+        "save_total_limit": 1,
     }
-    lines |= {"load_best_model_at_end": True, "save_total_limit": 1}
-    content = yaml.safe_dump(lines, sort_keys=False, allow_unicode=True)
-    write_text(
-        folder.config,
-        f"# Chosen by contaccum fit on dev data; see {folder.report.name}.\n{content}",
-    )
-    return cut_to
+    comment = f"# Chosen by contaccum fit on dev data; see {folder.report.name}.\n"
+    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+    write_text(folder.config_file, comment + text)
+    return num_updates if is_cut else None
 
 
-def _possible_updates(tuned: Tuned, seconds_left: float) -> int:
-    """Return the updates that there is time for, by the time of the chosen trial."""
-    [chosen] = [trial for trial in tuned.trials if trial["trial"] == tuned.choice.trial]
-    seconds_per_update = chosen["seconds"] / chosen["updates"] * _TIME_OF_EVALUATIONS
-    return max(_EVALUATIONS, int(seconds_left / seconds_per_update))
+def _estimate_possible_updates(tuned: TunedSettings, seconds_left: float) -> int:
+    """Return the number of updates that the time is enough for, by the time of the chosen trial."""
+    [trial] = [record for record in tuned.trials if record["trial"] == tuned.choice.trial]
+    seconds_per_update = trial["seconds"] / trial["updates"] * _EVALUATION_OVERHEAD
+    return max(_NUM_EVALUATIONS, int(seconds_left / seconds_per_update))
 
 
 def train_final(
     config_file: Path, model_folder: Path, overrides: Mapping[str, str] | None = None
 ) -> None:
-    """Train by a config into a folder; go on with a training that was killed, and leave a finished one.
+    """Train with a config into a folder.
+
+    A training that was killed is resumed; a training that has finished is not repeated.
 
     Args:
-        overrides: keys of the config that have other values here.
+        overrides: {option of the config: another value}.
     """
     if read_run_record(model_folder).get("finished"):
         return
-    given = {"output_dir": str(model_folder), "resume_from_checkpoint": "auto", **(overrides or {})}
+    options = {"output_dir": str(model_folder), "resume_from_checkpoint": "auto"}
+    options.update(overrides or {})
     tokens = [str(config_file)]
-    for key, value in given.items():
+    for key, value in options.items():
         tokens += [f"--{key}", value]
     model_args, data_args, args = config.parse(tokens)
     train_and_save(model_args, data_args, args)
@@ -102,13 +103,22 @@ def train_final(
             shutil.rmtree(checkpoint)
 
 
-class Tested(NamedTuple):
+def read_best_dev_score(model_folder: Path) -> float:
+    """Return the score on dev of the best checkpoint, which is the trained model."""
+    scores = []
+    for record in read_log(model_folder / EVAL_LOG):
+        if _DEV_METRIC in record:
+            scores.append(record[_DEV_METRIC])
+    return max(scores)
+
+
+class SystemResult(NamedTuple):
     """The results of one system on the test set.
 
     Attributes:
         means: {metric: mean over the queries}.
         query_scores: {query id: nDCG@10}.
-        run: the documents that were found.
+        run: {query id: {document id: score}} of the retrieved documents.
     """
 
     means: dict[str, float]
@@ -116,94 +126,114 @@ class Tested(NamedTuple):
     run: Run
 
 
-def search_test(
+def search_test_set(
     evaluator: RetrievalEvaluator,
     base: DualEncoder,
     trained: DualEncoder,
-    documents_stand_still: bool,
-) -> dict[str, Tested]:
-    """Search the test set by BM25, by the model as it is and by the trained one.
+    is_query_side: bool,
+) -> dict[str, SystemResult]:
+    """Search the test set with BM25, with the base model and with the trained model.
 
     Args:
-        evaluator: of the test set, with the documents that the base model has encoded already.
-        documents_stand_still: whether the trained model has the documents of the base model.
+        evaluator: the evaluator of the test set, with document embeddings by the base model.
+        is_query_side: True if the trained model uses the document embeddings of the base model;
+            otherwise it encodes the documents.
 
     Returns:
-        Keys are "bm25", "base" and "trained".
+        {"bm25", "base" and "trained": result}.
     """
     runs = {"bm25": evaluator.search_bm25(), "base": evaluator.search(base)}
-    if not documents_stand_still:
+    if not is_query_side:
         evaluator.documents = None
     runs["trained"] = evaluator.search(trained, show_progress=evaluator.documents is None)
-    found = {}
-    for name, run in runs.items():
+    results = {}
+    for system, run in runs.items():
         means = evaluator.score_run(run)
-        found[name] = Tested(means, evaluator.query_scores, run)
-    return found
+        results[system] = SystemResult(means, evaluator.query_scores, run)
+    return results
 
 
-def shown_means(means: Mapping[str, float]) -> dict[str, float]:
-    """Return the means of a few metrics by the names that tables show."""
+def select_shown_metrics(means: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that a report shows, under the names that it shows."""
     return {name: means[name.lower()] for name in _SHOWN_METRICS}
 
 
-def best_on_dev(model_folder: Path) -> float:
-    """Return the score on dev of the checkpoint that was kept."""
-    scores = [
-        record[_DEV_METRIC] for record in read_log(model_folder / EVAL_LOG) if _DEV_METRIC in record
-    ]
-    return max(scores)
+def compare_queries(
+    dataset: BeirDataset, base: SystemResult, trained: SystemResult
+) -> dict[str, Any]:
+    """Return the queries with the largest gains and losses, and the numbers of all of them.
 
-
-def changes_of(dataset: BeirDataset, base: Tested, trained: Tested) -> dict[str, Any]:
-    """Return the queries that gained and lost most, with their texts."""
+    Args:
+        dataset: the test set.
+        base, trained: the results of the base model and of the trained model.
+    """
     gains = {}
-    for query, score in base.query_scores.items():
-        gains[query] = trained.query_scores[query] - score
-    gained = sorted((query for query in gains if gains[query] > 0), key=lambda query: -gains[query])
-    lost = sorted((query for query in gains if gains[query] < 0), key=lambda query: gains[query])
+    for query_id, base_score in base.query_scores.items():
+        gains[query_id] = trained.query_scores[query_id] - base_score
+    ascending = sorted(gains, key=lambda query_id: gains[query_id])
+    descending = sorted(gains, key=lambda query_id: -gains[query_id])
+    gained = [query_id for query_id in descending if gains[query_id] > 0]
+    lost = [query_id for query_id in ascending if gains[query_id] < 0]
 
-    def texts_of(query: str) -> dict[str, Any]:
-        relevant = [name for name, grade in dataset.qrels[query].items() if grade > 0]
-        return {
-            "query": dataset.queries[query],
-            "before": base.query_scores[query],
-            "after": trained.query_scores[query],
-            "gold": [dict(dataset.corpus[name]) for name in relevant],
-            "top_before": _top_of(dataset, query, base.run),
-            "top_after": _top_of(dataset, query, trained.run),
-        }
+    def describe(query_ids: list[str]) -> list[dict[str, Any]]:
+        shown = query_ids[:MAX_SHOWN_QUERIES]
+        return [_describe_query(dataset, query_id, base, trained) for query_id in shown]
 
     return {
-        "gained": [texts_of(query) for query in gained[:CHANGES_SHOWN]],
-        "lost": [texts_of(query) for query in lost[:CHANGES_SHOWN]],
+        "gained": describe(gained),
+        "lost": describe(lost),
         "num_gained": len(gained),
         "num_lost": len(lost),
         "num_same": len(gains) - len(gained) - len(lost),
     }
 
 
-def _top_of(dataset: BeirDataset, query: str, run: Run) -> list[dict[str, Any]]:
-    """Return the texts of the best documents of a query."""
-    found = run.get(query, {})
-    best = sorted(found, key=lambda name: -found[name])[:_TOP]
-    top = []
-    for name in best:
-        is_gold = dataset.qrels[query].get(name, 0) > 0
-        top.append({**dataset.corpus[name], "is_gold": is_gold})
-    return top
+def _describe_query(
+    dataset: BeirDataset, query_id: str, base: SystemResult, trained: SystemResult
+) -> dict[str, Any]:
+    """Return the texts of a query, its relevant documents and its top documents, with scores."""
+    relevant_documents = []
+    for document_id, grade in dataset.qrels[query_id].items():
+        if grade > 0:
+            relevant_documents.append(dict(dataset.corpus[document_id]))
+    return {
+        "query": dataset.queries[query_id],
+        "before": base.query_scores[query_id],
+        "after": trained.query_scores[query_id],
+        "gold": relevant_documents,
+        "top_before": _get_top_documents(dataset, query_id, base.run),
+        "top_after": _get_top_documents(dataset, query_id, trained.run),
+    }
 
 
-def open_card_with(model_folder: Path, verdict: Verdict, base_name: str) -> None:
-    """Put the verdict on top of a model card, below its metadata; that of an earlier start is replaced."""
+def _get_top_documents(dataset: BeirDataset, query_id: str, run: Run) -> list[dict[str, Any]]:
+    """Return the texts of a query's top documents, and whether each of them is relevant."""
+    scores = run.get(query_id, {})
+    ranking = sorted(scores, key=lambda document_id: -scores[document_id])
+    top_documents = []
+    for document_id in ranking[:_NUM_TOP_DOCUMENTS]:
+        is_relevant = dataset.qrels[query_id].get(document_id, 0) > 0
+        top_documents.append({**dataset.corpus[document_id], "is_gold": is_relevant})
+    return top_documents
+
+
+def write_verdict_to_card(model_folder: Path, verdict: Verdict, base_name: str) -> None:
+    """Write the verdict at the top of the model card, below its metadata.
+
+    The verdict of an earlier start is replaced.
+
+    Args:
+        base_name: the name of the base model.
+    """
     card = model_folder / "README.md"
     content = card.read_text(encoding="utf-8") if card.is_file() else ""
-    begin = "<!-- verdict of contaccum fit -->\n"
-    end = "<!-- end of the verdict -->\n"
-    content = re.sub(f"{begin}.*?{end}\n", "", content, flags=re.DOTALL)
+    start_mark = "<!-- verdict of contaccum fit -->\n"
+    end_mark = "<!-- end of the verdict -->\n"
+    content = re.sub(f"{start_mark}.*?{end_mark}\n", "", content, flags=re.DOTALL)
     metadata = re.match(r"---\n.*?\n---\n", content, flags=re.DOTALL)
     position = metadata.end() if metadata else 0
-    lines = f"**{verdict}**\n\nCompared with {base_name} as it is, by contaccum fit.\n"
+    text = f"**{verdict}**\n\nCompared with {base_name} as it is, by contaccum fit.\n"
     if verdict.advice:
-        lines += f"\n{verdict.advice}\n"
-    write_text(card, f"{content[:position]}{begin}{lines}{end}\n{content[position:]}")
+        text += f"\n{verdict.advice}\n"
+    section = f"{start_mark}{text}{end_mark}\n"
+    write_text(card, content[:position] + section + content[position:])

@@ -1,8 +1,9 @@
-"""The output folder of `contaccum fit`: what lies where, and whether it belongs to the same call."""
+"""The output folder of `contaccum fit`: its paths, and the check that a call may continue in it."""
 
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,38 +14,38 @@ from contaccum.files import read_json, redact, write_json
 
 @dataclass(frozen=True)
 class FitFolder:
-    """The paths below ``--output``."""
+    """The output folder of a fit, and the paths in it."""
 
     path: Path
 
     @property
-    def record(self) -> Path:
-        """What was asked for, and at the end everything that was found."""
+    def record_file(self) -> Path:
+        """The JSON record: first the request, at the end all results."""
         return self.path / "fit.json"
 
     @property
-    def used_time(self) -> Path:
-        """The part of the budget that is used."""
+    def used_time_file(self) -> Path:
+        """The time of the budget that is used."""
         return self.path / "used_time.json"
 
     @property
     def data(self) -> Path:
-        """The split: train.jsonl, corpus.jsonl, dev and test."""
+        """The split: train.jsonl, corpus.jsonl, and the folders dev and test."""
         return self.path / "data"
 
     @property
     def store(self) -> Path:
-        """The embeddings of corpus.jsonl by the model as it is."""
+        """The embeddings of corpus.jsonl by the base model."""
         return self.path / "store"
 
     @property
-    def baselines(self) -> Path:
+    def baselines_file(self) -> Path:
         """The scores on dev before training."""
         return self.path / "baselines.json"
 
     @property
     def dev_pool(self) -> Path:
-        """The dev set with fewer documents, which trials are scored on."""
+        """The dev set with fewer documents, on which trials are scored."""
         return self.path / "dev_pool"
 
     @property
@@ -53,7 +54,7 @@ class FitFolder:
         return self.path / "tuning"
 
     @property
-    def config(self) -> Path:
+    def config_file(self) -> Path:
         """The config of the final training."""
         return self.path / "config.yaml"
 
@@ -63,61 +64,68 @@ class FitFolder:
         return self.path / "model"
 
     @property
-    def again(self) -> Path:
-        """Where the config trains to when the user runs it again."""
+    def retrained_model(self) -> Path:
+        """The output folder in `config_file`, used if the user trains with the config again."""
         return self.path / "again"
 
     @property
     def folds(self) -> Path:
-        """The other splits of few data, and their models."""
+        """The scores of the other splits of a small data set."""
         return self.path / "folds"
 
     @property
     def report(self) -> Path:
-        """The page."""
+        """The HTML page."""
         return self.path / "report.html"
 
-    def begin(self, request: dict[str, Any]) -> None:
-        """Write down what is asked for, or go on with what was asked for before.
+    def open(self, request: dict[str, Any]) -> None:
+        """Write the request to the folder, or check that the folder has the same request.
 
         Args:
-            request: what decides the result.
+            request: everything that decides the result: data, model and settings.
 
         Raises:
-            ConfigError: for a folder that holds a finished fit, one of another request, or other
-                files.
+            ConfigError: if the folder has a finished fit, a fit of another request, or other files.
         """
         request = redact(request)
-        was_asked = self.record.is_file()
-        if was_asked and self.data.is_dir():
-            self._check_before(read_json(self.record), request)
+        has_record = self.record_file.is_file()
+        if has_record and self.data.is_dir():
+            self._check_record(read_json(self.record_file), request)
             return
-        # Before the data are split nothing is lost: data that were refused may be mended and given again.
-        if not was_asked and self.path.is_dir() and any(self.path.iterdir()):
+        # Nothing is lost before the data are split. So a call whose data were refused can be
+        # repeated with corrected data, which are another request.
+        if not has_record and self.path.is_dir() and any(self.path.iterdir()):
             raise ConfigError(f"{self.path}: holds other files; name another output folder")
-        write_json(self.record, {"request": request})
+        write_json(self.record_file, {"request": request})
 
-    def _check_before(self, before: dict[str, Any], request: dict[str, Any]) -> None:
-        """Raise `ConfigError` unless an unfinished fit of the same request lies here."""
-        if "verdict" in before and self.report.is_file():
+    def remove_request(self) -> None:
+        """Remove the request of a call whose data were refused, and the folder if it is empty."""
+        self.record_file.unlink()
+        with suppress(OSError):  # the folder is not empty
+            self.path.rmdir()
+
+    def _check_record(self, record: dict[str, Any], request: dict[str, Any]) -> None:
+        """Raise `ConfigError` unless the record is of an unfinished fit of the same request."""
+        if "verdict" in record and self.report.is_file():
             raise ConfigError(
-                f"{self.path}: a finished fit lies there ({before['verdict']['line']}); "
+                f"{self.path}: this folder has a finished fit ({record['verdict']['line']}); "
                 "name another output folder, or remove this one"
             )
+        earlier_request = record.get("request", {})
         for key, value in request.items():
-            earlier = before.get("request", {}).get(key)
-            if earlier != value:
+            earlier_value = earlier_request.get(key)
+            if earlier_value != value:
                 raise ConfigError(
-                    f"{self.path}: a fit was begun there with {key}={earlier}, and this one has {key}={value}; "
-                    "name another output folder"
+                    f"{self.path}: this folder has an unfinished fit with {key}={earlier_value}, "
+                    f"and this call has {key}={value}; name another output folder"
                 )
 
 
-def content_of(path: Path) -> str:
-    """Return a hash, in hex, of a file; of a folder, of the names and sizes of its files.
+def hash_content(path: Path) -> str:
+    """Return a SHA-256 hash of a file, or of the names and sizes of the files in a folder.
 
     Raises:
-        ConfigError: if there is nothing at the path, or it cannot be read.
+        ConfigError: if the path does not exist or cannot be read.
     """
     content = hashlib.sha256()
     try:

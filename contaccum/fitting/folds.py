@@ -1,7 +1,8 @@
-"""Repeated splits: where one test set has too few queries, the settings are tried on others as well.
+"""Further splits of a small data set, whose single test set would have too few queries.
 
-The settings were chosen on the dev queries of the first split, so these are no test queries of
-another one. The model that the user gets is that of the first split.
+The model is trained and tested on every split with the settings that were chosen on the dev set of
+the first split. The queries of that dev set are left out of the other test sets, because the
+settings fit them too well. The user gets the model of the first split.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from contaccum.data.near_duplicates import normalise
 from contaccum.data.split import CORPUS_FILE, TRAIN_FILE
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.files import read_json, write_json
-from contaccum.fitting.baselines import encode_corpus, evaluator_of
-from contaccum.fitting.final import Tested, search_test, train_final
+from contaccum.fitting.baselines import encode_corpus, load_evaluator
+from contaccum.fitting.final import SystemResult, search_test_set, train_final
 from contaccum.fitting.folder import FitFolder
 from contaccum.fitting.source import DataSource
 from contaccum.training.arguments import ContAccumTrainingArguments
@@ -31,13 +32,13 @@ FoldScores = dict[str, dict[str, float]]
 
 
 class Fold:
-    """Another split of the same data.
+    """A further split of the same data.
 
     Args:
-        source: of the pairs.
-        folder: of the fit.
-        number: of the fold, from 1; 0 is the first split.
-        method: that the config trains by.
+        source: the user's pairs.
+        folder: the output folder of the fit.
+        number: the number of the split, from 1; 0 is the first split.
+        method: the chosen training method.
     """
 
     def __init__(self, source: DataSource, folder: FitFolder, number: int, method: str) -> None:
@@ -50,15 +51,15 @@ class Fold:
 
     @property
     def is_done(self) -> bool:
-        """Whether an earlier start has scored it."""
+        """True if an earlier start of the command has scored this split."""
         return self._scores_file.is_file()
 
     def score(self, base: DualEncoder, args: ContAccumTrainingArguments) -> FoldScores:
-        """Train on the split and test; the model is not kept.
+        """Train on the split and test; the trained model is removed afterwards.
 
         Args:
-            base: the model as it is.
-            args: know of processes and batches.
+            base: the base model.
+            args: the arguments of a run, for the device, the process index and the batch sizes.
         """
         if not self.is_done:
             self._train(base, args)
@@ -70,55 +71,60 @@ class Fold:
         return scores
 
     def _train(self, base: DualEncoder, args: ContAccumTrainingArguments) -> None:
+        """Hold out this split, encode its corpus, and train at the chosen settings."""
         data = self._folder / "data"
         store = self._folder / "store"
+        corpus = data / CORPUS_FILE
         with args.main_process_first(local=False, desc="holding out another split"):
             if args.process_index == 0:
                 self._source.hold_out(data, self._number)
-                encode_corpus(
-                    base, "base", data / CORPUS_FILE, store, args.per_device_eval_batch_size
-                )
+                encode_corpus(base, "base", corpus, store, args.per_device_eval_batch_size)
         overrides = {"train_data": str(data / TRAIN_FILE), "eval_data": str(data / "dev")}
         if self._is_query_side:
             overrides["passage_store"] = str(store)
-        if self._has_mined_negatives():
+        if self._uses_mined_negatives():
             with args.main_process_first(local=False, desc="mining hard negatives"):
-                mined = mine_once(
-                    [overrides["train_data"]], str(data / CORPUS_FILE), self._folder / MINED_FILE
-                )
+                mined = mine_once([overrides["train_data"]], str(corpus), self._folder / MINED_FILE)
             if mined is None:
                 overrides["num_hard_negatives"] = "0"
             else:
                 overrides["train_data"] = str(mined)
-        train_final(self._fit_folder.config, self._folder / "model", overrides)
+        train_final(self._fit_folder.config_file, self._folder / "model", overrides)
 
-    def _has_mined_negatives(self) -> bool:
-        """Return whether the chosen settings are with hard negatives that BM25 has found."""
-        settings = yaml.safe_load(self._fit_folder.config.read_text(encoding="utf-8"))
+    def _uses_mined_negatives(self) -> bool:
+        """Return True if the chosen settings use hard negatives that BM25 has mined."""
+        settings = yaml.safe_load(self._fit_folder.config_file.read_text(encoding="utf-8"))
         return Path(settings["train_data"]).name == MINED_FILE
 
     def _test(self, base: DualEncoder, args: ContAccumTrainingArguments) -> FoldScores:
-        """Return the scores of the queries that the settings were not chosen by."""
-        batch_size = args.per_device_eval_batch_size
-        evaluator = evaluator_of(self._folder / "data" / "test", self._folder / "store", batch_size)
+        """Return the scores of the test queries on which the settings were not chosen."""
+        test_set = self._folder / "data" / "test"
+        store = self._folder / "store"
+        evaluator = load_evaluator(test_set, store, args.per_device_eval_batch_size)
         trained = DualEncoder.from_pretrained(str(self._folder / "model"), device=str(args.device))
-        tested = search_test(evaluator, base, trained, self._is_query_side)
+        results = search_test_set(evaluator, base, trained, self._is_query_side)
         dev = load_beir_folder(self._fit_folder.data / "dev", "test")
-        chosen_by = {normalise(query) for query in dev.queries.values()}
-        scores: FoldScores = {}
+        dev_queries = {normalise(query) for query in dev.queries.values()}
+        scores: FoldScores = {system: {} for system in SYSTEMS}
         for system in SYSTEMS:
-            scores[system] = {}
-            for query, score in tested[system].query_scores.items():
-                if normalise(evaluator.dataset.queries[query]) not in chosen_by:
-                    scores[system][f"{self._number}/{query}"] = score
+            for query_id, score in results[system].query_scores.items():
+                if normalise(evaluator.dataset.queries[query_id]) not in dev_queries:
+                    scores[system][f"{self._number}/{query_id}"] = score
         return scores
 
 
-def pool_scores(tested: Mapping[str, Tested], others: Sequence[FoldScores]) -> FoldScores:
-    """Return the scores of all queries: those of the first split's test set, and of other splits."""
+def pool_scores(
+    first_results: Mapping[str, SystemResult], fold_scores: Sequence[FoldScores]
+) -> FoldScores:
+    """Return the scores of the queries of all splits.
+
+    Args:
+        first_results: {system: its result on the test set of the first split}.
+        fold_scores: the scores on the other splits.
+    """
     pooled: FoldScores = {}
     for system in SYSTEMS:
-        pooled[system] = dict(tested[system].query_scores)
-        for scores in others:
+        pooled[system] = dict(first_results[system].query_scores)
+        for scores in fold_scores:
             pooled[system].update(scores[system])
     return pooled

@@ -1,86 +1,67 @@
-"""`contaccum fit`: hold out, score what there is, tune, train, and say whether it is better.
+"""`contaccum fit`: hold out, baselines, search, training, verdict and report, as in docs/fit.md.
 
-Every stage writes what it found below the output folder and is skipped by a later start of the
-same call, so that a process that was killed goes on where it stopped.
+Every stage writes its result below the output folder. A later start of the same call skips the
+stages that are finished, so a process that was killed continues where it stopped.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
-from contaccum.comparison.plan import as_tokens
+from contaccum.comparison.options import Options, to_command_line
+from contaccum.data.beir import BeirDataset
 from contaccum.data.split import CORPUS_FILE, Split, read_split
 from contaccum.distributed import share
 from contaccum.encoders.dual_encoder import DualEncoder
+from contaccum.errors import UserError
 from contaccum.files import AnyPath, provenance, read_json, redact, write_json, write_text
 from contaccum.fitting.baselines import (
-    dev_folder,
     encode_corpus,
-    evaluator_of,
-    require_time,
+    get_trial_dev_set,
+    load_evaluator,
+    measure_seconds_per_document,
+    require_encoding_time,
     score_on_dev,
-    seconds_per_document,
 )
 from contaccum.fitting.final import (
-    best_on_dev,
-    changes_of,
-    open_card_with,
-    search_test,
-    shown_means,
+    SystemResult,
+    compare_queries,
+    read_best_dev_score,
+    search_test_set,
+    select_shown_metrics,
     train_final,
-    write_config,
+    write_final_config,
+    write_verdict_to_card,
 )
 from contaccum.fitting.folder import FitFolder
 from contaccum.fitting.folds import Fold, FoldScores, pool_scores
-from contaccum.fitting.settings import base_options, check_settings
+from contaccum.fitting.result import FitResult
+from contaccum.fitting.settings import check_settings, make_start_options
 from contaccum.fitting.source import DataSource
-from contaccum.fitting.verdict import Verdict, judge, warnings_of
+from contaccum.fitting.verdict import Verdict, collect_warnings, compute_verdict
 from contaccum.report.fit_page import build_fit_page
 from contaccum.report.sources import model_name
 from contaccum.training import config
 from contaccum.training.run import load_encoder
+from contaccum.tuning.baselines import Baselines
 from contaccum.tuning.budget import Budget, TimeForTrials, parse_duration
-from contaccum.tuning.trial import Options
-from contaccum.tuning.tune import Baselines, Tuned, options_of_method, read_tuned, tune
+from contaccum.tuning.methods import adapt_options
+from contaccum.tuning.result import TunedSettings, read_tuned
+from contaccum.tuning.tune import tune
 
 DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-_FINAL_RUNS = 1.6  # the final training beside the longest trial: more evaluations, and checkpoints
-_SLACK = 1.3  # of the time that the test is expected to take
-_SECONDS_TO_END = 10.0  # loading models, the page
 
-
-@dataclass(frozen=True)
-class FitResult:
-    """What `fit` has found.
-
-    Attributes:
-        verdict: `str` of it is the line on the screen.
-        folder: with everything that belongs to the fit.
-        warnings: a line each.
-    """
-
-    verdict: Verdict
-    folder: FitFolder
-    warnings: list[str]
-
-    @property
-    def report(self) -> Path:
-        """The page with the verdict, the trials and the queries that changed."""
-        return self.folder.report
-
-    @cached_property
-    def model(self) -> DualEncoder:
-        """The trained model, loaded when it is first asked for."""
-        return DualEncoder.from_pretrained(str(self.folder.model))
+_FINAL_TRAINING_FACTOR = 1.6  # its time relative to the longest trial, with all checkpoints
+_TEST_TIME_FACTOR = 1.3  # reserved time relative to the expected time of the test
+_LOADING_SECONDS = 10.0  # reserved for loading the models and writing the report
 
 
 def fit(
@@ -92,36 +73,37 @@ def fit(
     corpus: AnyPath | None = None,
     data_format: str | None = None,
     data_columns: Sequence[str] | None = None,
-    on_bad_record: Any = "stop",
+    on_bad_record: Literal["stop", "skip"] = "stop",
     dev: float | None = None,
     test: float | None = None,
-    say: Callable[[str], None] = print,
+    print_line: Callable[[str], None] = print,
     **settings: Any,
 ) -> FitResult:
-    """Train a retriever on question-passage pairs, and compare it with the model as it is.
+    """Train a retriever on question-passage pairs, and compare it with the base model.
 
-    The same call goes on where an earlier one was killed.
+    The base model is the model before training. A call with the same arguments continues a call
+    that was killed.
 
     Args:
         data: pairs in any format of docs/data.md, or a folder that `contaccum split` wrote.
-        model: a folder or hub name: a SentenceTransformer, or a transformers backbone.
-        budget: wall time of the whole call, such as "90s", "30m" or "2h".
-        output: a folder for everything that is written.
-        corpus: documents, all of which dev and test are searched in; None: the held-out passages
-            and a sample of the others.
-        data_format, data_columns, on_bad_record: of the data, as `contaccum train` has them.
-        dev, test: sizes of the held-out sets: queries, or below 1 a share.
-        say: called with each line for the user.
-        settings: keys of `contaccum train`. Those that are given are not searched.
+        model: the folder or hub name of a SentenceTransformer or a transformers backbone.
+        budget: the wall time of the whole call, such as "90s", "30m" or "2h".
+        output: the folder for everything that is written.
+        corpus: the documents in which dev and test queries are searched; None: the held-out
+            passages and a sample of the others.
+        data_format, data_columns, on_bad_record: how ``data`` are read, as in `contaccum train`.
+        dev, test: the sizes of the held-out sets: a number of queries, or a share below 1.
+        print_line: is called with each line for the user.
+        settings: options of `contaccum train`, which are not searched then.
 
     Raises:
         UserError: for data, a model, settings or a folder that cannot be used, and for a budget
             that is too short.
     """
-    given: dict[str, list[str]] = {}
+    options: dict[str, list[str]] = {}
     for key, value in settings.items():
         values = value if isinstance(value, (list, tuple)) else [value]
-        given[key] = [str(item) for item in values]
+        options[key] = [str(item) for item in values]
     source = DataSource(
         path=Path(data),
         corpus=None if corpus is None else Path(corpus),
@@ -131,19 +113,20 @@ def fit(
         dev=dev,
         test=test,
     )
-    return Fit(source, model, given, parse_duration(budget), FitFolder(Path(output)), say).run()
+    folder = FitFolder(Path(output))
+    return Fit(source, model, options, parse_duration(budget), folder, print_line).run()
 
 
 class Fit:
     """One call of `fit`.
 
     Args:
-        source: of the pairs.
-        model: to train.
-        given: keys of `contaccum train` that the user gave, and their values as text.
-        seconds: of wall time.
-        folder: gets everything.
-        say: called with each line for the user, by the first process alone.
+        source: the pairs.
+        model: the folder or hub name of the base model.
+        settings: options of `contaccum train` that the user gave.
+        seconds: the wall time of the whole call.
+        folder: the output folder.
+        print_line: is called with each line for the user, by the first process only.
 
     Raises:
         ConfigError: for settings that cannot be used.
@@ -153,225 +136,292 @@ class Fit:
         self,
         source: DataSource,
         model: str,
-        given: Options,
+        settings: Options,
         seconds: float,
         folder: FitFolder,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
     ) -> None:
         self._source = source
         self._model = model
-        self._given = given
+        self._settings = settings
         self._seconds = seconds
         self._folder = folder
-        self._args = check_settings(source.path, model, given)
-        self._is_first = self._args.process_index == 0
-        self._say = say if self._is_first else _say_nothing
-        self._seconds_of_stages: dict[str, float] = {}
+        self._args = check_settings(source.path, model, settings)
+        self._is_first_process = self._args.process_index == 0
+        self._print_line = print_line if self._is_first_process else _print_nothing
+        self._stage_seconds: dict[str, float] = {}
 
     def run(self) -> FitResult:
-        """Do all stages; those that an earlier start has done are skipped."""
-        with self._one_first("holding out dev and test"):
-            if self._is_first:
-                self._begin()
-        self._budget = Budget(self._seconds, self._folder.used_time)
+        """Run all stages; stages that an earlier start has finished are skipped."""
+        self._budget = Budget(self._seconds, self._folder.used_time_file)
+
+        # Hold out.
+        with self._first_process_first("holding out dev and test"):
+            if self._is_first_process:
+                self._hold_out()
         split = read_split(self._folder.data)
         num_folds = self._source.count_folds(split)
-        self._say_split(split, num_folds)
+        self._print_split(split, num_folds)
 
-        options = base_options(self._folder, self._model, self._given)
-        model_args, _, args = config.parse(
-            as_tokens(options_of_method(options, "grad_accum", None))
+        # Baselines.
+        options = make_start_options(self._folder, self._model, self._settings)
+        base = self._load_base_model(options)
+        with self._first_process_first("scoring the baselines"):
+            baselines, test_seconds = self._score_baselines(base, split)
+        self._print_line(baselines.format_line(self._model))
+
+        # Search. Every further split of a small data set needs a training and a test as well.
+        all_tests_seconds = num_folds * test_seconds
+        time_for_trials = TimeForTrials(
+            self._budget,
+            reserve=all_tests_seconds,
+            final_runs=num_folds * _FINAL_TRAINING_FACTOR,
         )
-        base = load_encoder(model_args, args)
-        with self._one_first("scoring what there is"):
-            baselines, test_seconds = self._score_before_training(base, split)
-        self._say(baselines.as_line(self._model))
+        tuned = self._search(options, time_for_trials, baselines)
 
-        # The other splits of few data are trained on and tested as well.
-        reserve = num_folds * test_seconds
-        tuned = self._search(
-            options, TimeForTrials(self._budget, reserve, num_folds * _FINAL_RUNS), baselines
-        )
-        self._train(tuned, (self._budget.left() - reserve) / num_folds)
-        others = self._score_other_folds(base, tuned, num_folds, test_seconds)
-        with self._one_first("the test"):
-            if self._is_first:
-                self._test(base, split, baselines, tuned, others)
-        return self._result()
+        # Train.
+        self._train(tuned, (self._budget.left() - all_tests_seconds) / num_folds)
+        fold_scores = self._score_other_folds(base, tuned, num_folds, test_seconds)
 
-    def _begin(self) -> None:
-        """Take the folder, and hold out dev and test."""
-        self._folder.begin(
-            {"model": self._model, "settings": dict(self._given), **self._source.record()}
-        )
-        left_out = self._source.hold_out(self._folder.data)
-        if left_out is not None:
-            self._say(left_out)
+        # Verdict and report.
+        with self._first_process_first("testing and writing the report"):
+            if self._is_first_process:
+                test_set, results = self._search_test_set(base, tuned)
+                verdict = self._compute_verdict(results, fold_scores)
+                self._write_report(split, baselines, tuned, test_set, results, verdict)
+        result = self._read_result()
+        self._print_result(result)
+        return result
 
-    def _say_split(self, split: Split, num_folds: int) -> None:
-        self._say(split.summary())
+    def _hold_out(self) -> None:
+        """Open the output folder, and hold out dev and test."""
+        request = {
+            "model": self._model,
+            "settings": dict(self._settings),
+            **self._source.make_record(),
+        }
+        self._folder.open(request)
+        try:
+            bad_records_line = self._source.hold_out(self._folder.data)
+        except UserError:
+            self._folder.remove_request()
+            raise
+        if bad_records_line is not None:
+            self._print_line(bad_records_line)
+
+    def _print_split(self, split: Split, num_folds: int) -> None:
+        """Print the sizes of the split, and what to know about it."""
+        self._print_line(split.summary())
         if num_folds > 1:
-            self._say(
-                f"{split.test} test queries are few: the verdict is over {num_folds} splits, each trained on"
+            self._print_line(
+                f"{split.test} test queries are few: the verdict is over {num_folds} splits, and a "
+                "model is trained on each"
             )
             return
         for warning in split.warnings():
-            self._say(f"note: {warning}")
+            self._print_line(f"note: {warning}")
 
-    def _score_before_training(self, base: DualEncoder, split: Split) -> tuple[Baselines, float]:
-        """Encode the corpus, score the model as it is and BM25 on dev; return the scores and the seconds of a test."""
+    def _load_base_model(self, options: Options) -> DualEncoder:
+        """Load the model as it is before training."""
+        run_options = adapt_options(options, "grad_accum", None)
+        model_args, _, args = config.parse(to_command_line(run_options))
+        return load_encoder(model_args, args)
+
+    def _score_baselines(self, base: DualEncoder, split: Split) -> tuple[Baselines, float]:
+        """Encode the corpus, and score the base model and BM25 on dev.
+
+        Returns:
+            The scores, and the seconds to reserve for a test.
+        """
         batch_size = self._args.per_device_eval_batch_size
-        with self._measured("baselines"):
-            seconds_of_one = seconds_per_document(base, self._folder, batch_size)
-            if self._is_first and not self._folder.baselines.is_file():
-                require_time(self._budget, split, seconds_of_one)
-                encode_corpus(
-                    base,
-                    self._name,
-                    self._folder.data / CORPUS_FILE,
-                    self._folder.store,
-                    batch_size,
-                )
+        with self._measure("baselines"):
+            document_seconds = measure_seconds_per_document(base, self._folder, batch_size)
+            if self._is_first_process and not self._folder.baselines_file.is_file():
+                require_encoding_time(self._budget, split, document_seconds)
+                corpus = self._folder.data / CORPUS_FILE
+                encode_corpus(base, self._model_name, corpus, self._folder.store, batch_size)
             baselines = score_on_dev(base, self._folder, batch_size)
-        test_seconds = _SLACK * seconds_of_one * split.documents["test"] + _SECONDS_TO_END
-        return baselines, test_seconds
+        encoding_seconds = document_seconds * split.documents["test"]
+        return baselines, _TEST_TIME_FACTOR * encoding_seconds + _LOADING_SECONDS
 
     def _search(
         self, options: Options, time_for_trials: TimeForTrials, baselines: Baselines
-    ) -> Tuned:
-        """Search settings on dev; what an earlier start has chosen and trained by stays chosen."""
-        if self._folder.config.is_file():
-            return read_tuned(self._folder.tuning)
-        with self._measured("search"):
-            options = {
-                **options,
-                "eval_data": [str(dev_folder(self._folder))],
-                "eval_split": ["test"],
-                "passage_store": [str(self._folder.store)],
-                "corpus": [str(self._folder.data / CORPUS_FILE)],
-            }
-            given = list(self._given)
-            return tune(options, given, time_for_trials, self._folder.tuning, self._say, baselines)
+    ) -> TunedSettings:
+        """Search settings on dev.
 
-    def _train(self, tuned: Tuned, seconds: float) -> None:
-        """Train at the chosen settings, for so many seconds at most."""
-        with self._measured("training"):
-            with self._one_first("writing the config"):
-                if self._is_first:
-                    cut_to = write_config(self._folder, tuned, seconds)
-                    if cut_to is not None:
-                        self._say(f"the final training has {cut_to} updates, for want of time")
-            chosen = ", ".join(f"{key} {value}" for key, value in tuned.choice.settings.items())
-            self._say(f"training at the best settings: {chosen}")
-            train_final(self._folder.config, self._folder.model)
+        If an earlier start has written the config of the final training, its settings are kept.
+        """
+        if self._folder.config_file.is_file():
+            return read_tuned(self._folder.tuning)
+        search_options = {
+            **options,
+            "eval_data": [str(get_trial_dev_set(self._folder))],
+            "eval_split": ["test"],
+            "passage_store": [str(self._folder.store)],
+            "corpus": [str(self._folder.data / CORPUS_FILE)],
+        }
+        with self._measure("search"):
+            return tune(
+                search_options,
+                fixed_keys=list(self._settings),
+                time=time_for_trials,
+                output=self._folder.tuning,
+                print_line=self._print_line,
+                baselines=baselines,
+            )
+
+    def _train(self, tuned: TunedSettings, seconds: float) -> None:
+        """Train at the chosen settings.
+
+        Args:
+            seconds: the time that the training may take.
+        """
+        with self._measure("training"):
+            with self._first_process_first("writing the config"):
+                if self._is_first_process:
+                    num_updates = write_final_config(self._folder, tuned, seconds)
+                    if num_updates is not None:
+                        self._print_line(
+                            f"the final training is cut to {num_updates} updates, because the "
+                            "budget is not enough for more"
+                        )
+            settings = ", ".join(f"{key} {value}" for key, value in tuned.choice.settings.items())
+            self._print_line(f"training at the best settings: {settings}")
+            train_final(self._folder.config_file, self._folder.model)
 
     def _score_other_folds(
-        self, base: DualEncoder, tuned: Tuned, num_folds: int, test_seconds: float
+        self, base: DualEncoder, tuned: TunedSettings, num_folds: int, test_seconds: float
     ) -> list[FoldScores]:
-        """Train and test on other splits of few data, as many as there is time for."""
-        others = []
-        with self._measured("other splits"):
-            for fold in range(1, num_folds):
-                needed = 2 * test_seconds + self._seconds_of_stages["training"]
+        """Train and test on the other splits, as many as there is time for."""
+        fold_scores = []
+        with self._measure("other splits"):
+            for number in range(1, num_folds):
+                fold = Fold(self._source, self._folder, number, tuned.choice.settings["method"])
+                needed = 2 * test_seconds + self._stage_seconds["training"]
                 has_time = share(self._budget.left() > needed)
-                one = Fold(self._source, self._folder, fold, tuned.choice.settings["method"])
-                if not (has_time or one.is_done):
-                    self._say(f"judged by {fold} of {num_folds} splits, for want of time")
+                if not has_time and not fold.is_done:
+                    self._print_line(
+                        f"the verdict is over {number} of {num_folds} splits, because the budget "
+                        "is not enough for more"
+                    )
                     break
-                self._say(f"split {fold + 1} of {num_folds}: training and testing once more")
-                others.append(one.score(base, self._args))
-        return others
+                self._print_line(f"split {number + 1} of {num_folds}: training and testing again")
+                fold_scores.append(fold.score(base, self._args))
+        return fold_scores
 
-    def _test(
-        self,
-        base: DualEncoder,
-        split: Split,
-        baselines: Baselines,
-        tuned: Tuned,
-        others: list[FoldScores],
-    ) -> None:
-        """Read the test set, judge, and write card, record and report."""
-        with self._measured("test"):
+    def _search_test_set(
+        self, base: DualEncoder, tuned: TunedSettings
+    ) -> tuple[BeirDataset, dict[str, SystemResult]]:
+        """Return the test set, and the results of BM25, the base model and the trained model."""
+        with self._measure("test"):
             batch_size = self._args.per_device_eval_batch_size
-            evaluator = evaluator_of(self._folder.data / "test", self._folder.store, batch_size)
+            evaluator = load_evaluator(self._folder.data / "test", self._folder.store, batch_size)
             trained = DualEncoder.from_pretrained(
                 str(self._folder.model), device=str(self._args.device)
             )
-            tested = search_test(
-                evaluator, base, trained, tuned.choice.settings["method"] == "query_side"
-            )
-        scores = pool_scores(tested, others)
-        verdict = judge(scores["trained"], scores["base"], scores["bm25"], folds=1 + len(others))
-        warnings = warnings_of(verdict, tuned.choice)
-        open_card_with(self._folder.model, verdict, self._name)
-        dev_scores = {
-            "bm25": baselines.bm25,
-            "base": baselines.base,
-            "trained": best_on_dev(self._folder.model),
-        }
-        names = {"bm25": "BM25", "base": f"{self._name} (as it is)", "trained": "trained"}
-        table = []
-        for key, name in names.items():
-            table.append({"name": name, "dev": dev_scores[key], **shown_means(tested[key].means)})
+            is_query_side = tuned.choice.settings["method"] == "query_side"
+            results = search_test_set(evaluator, base, trained, is_query_side)
+        return evaluator.dataset, results
+
+    def _compute_verdict(
+        self, results: Mapping[str, SystemResult], fold_scores: Sequence[FoldScores]
+    ) -> Verdict:
+        """Compute the verdict from the test queries of all splits."""
+        scores = pool_scores(results, fold_scores)
+        return compute_verdict(
+            scores["trained"], scores["base"], scores["bm25"], folds=1 + len(fold_scores)
+        )
+
+    def _write_report(
+        self,
+        split: Split,
+        baselines: Baselines,
+        tuned: TunedSettings,
+        test_set: BeirDataset,
+        results: Mapping[str, SystemResult],
+        verdict: Verdict,
+    ) -> None:
+        """Write the verdict to the model card, the JSON record and the HTML report."""
+        write_verdict_to_card(self._folder.model, verdict, self._model_name)
+        corpus = self._source.corpus
         record = {
-            "request": read_json(self._folder.record)["request"],
+            "request": read_json(self._folder.record_file)["request"],
             "verdict": verdict.record(),
-            "warnings": warnings,
-            "model": self._name,
-            "data": {"path": str(self._source.path), "corpus": _text_or_none(self._source.corpus)},
+            "warnings": collect_warnings(verdict, tuned.choice),
+            "model": self._model_name,
+            "data": {
+                "path": str(self._source.path),
+                "corpus": None if corpus is None else str(corpus),
+            },
             "split": asdict(split),
-            "scores": table,
+            "scores": self._make_score_table(baselines, results),
             "choice": tuned.choice._asdict(),
             "trials": tuned.trials,
-            "changes": changes_of(evaluator.dataset, tested["base"], tested["trained"]),
-            "settings": yaml.safe_load(self._folder.config.read_text(encoding="utf-8")),
-            "seconds": {**self._seconds_of_stages, "total": self._budget.used()},
+            "changes": compare_queries(test_set, results["base"], results["trained"]),
+            "settings": yaml.safe_load(self._folder.config_file.read_text(encoding="utf-8")),
+            "seconds": {**self._stage_seconds, "total": self._budget.used()},
             "budget_seconds": self._seconds,
             "made_with": {**provenance(), "time": datetime.now(UTC).isoformat(timespec="seconds")},
         }
-        write_json(self._folder.record, redact(record))
+        write_json(self._folder.record_file, redact(record))
         write_text(self._folder.report, build_fit_page(self._folder.path))
 
-    def _result(self) -> FitResult:
-        """Return what was found, and say it."""
-        record = read_json(self._folder.record)
-        fields = {name: record["verdict"][name] for name in Verdict.__dataclass_fields__}
-        result = FitResult(Verdict(**fields), self._folder, record["warnings"])
+    def _make_score_table(
+        self, baselines: Baselines, results: Mapping[str, SystemResult]
+    ) -> list[dict[str, Any]]:
+        """Return a row of scores on dev and test for each system."""
+        dev_scores = {
+            "bm25": baselines.bm25,
+            "base": baselines.base,
+            "trained": read_best_dev_score(self._folder.model),
+        }
+        names = {"bm25": "BM25", "base": f"{self._model_name} (as it is)", "trained": "trained"}
+        table = []
+        for system, name in names.items():
+            test_scores = select_shown_metrics(results[system].means)
+            table.append({"name": name, "dev": dev_scores[system], **test_scores})
+        return table
+
+    def _read_result(self) -> FitResult:
+        """Read the result from the record, which the first process has written."""
+        record = read_json(self._folder.record_file)
+        values = {field.name: record["verdict"][field.name] for field in fields(Verdict)}
+        return FitResult(Verdict(**values), self._folder, record["warnings"])
+
+    def _print_result(self, result: FitResult) -> None:
+        """Print the warnings, the verdict, and the paths of the results."""
         for warning in result.warnings:
-            self._say(f"take care: {warning}")
-        self._say(str(result.verdict))
+            self._print_line(f"warning: {warning}")
+        self._print_line(str(result.verdict))
         folder = self._folder
-        self._say(
-            f"model: {folder.model}   report: {folder.report}   again: contaccum train {folder.config}"
+        self._print_line(
+            f"model: {folder.model}   report: {folder.report}   "
+            f"again: contaccum train {folder.config_file}"
         )
-        return result
 
     @property
-    def _name(self) -> str:
+    def _model_name(self) -> str:
+        """The name of the base model in reports."""
         return model_name(self._model)
 
-    def _one_first(self, what: str) -> AbstractContextManager[None]:
-        """Let the first process of each host go ahead, and the others wait for it."""
+    def _first_process_first(self, description: str) -> AbstractContextManager[None]:
+        """Return a context that the first process of all runs before the other processes do."""
         context: AbstractContextManager[None] = self._args.main_process_first(
-            local=False, desc=what
+            local=False, desc=description
         )
         return context
 
     @contextmanager
-    def _measured(self, stage: str) -> Iterator[None]:
-        """Measure a stage, and keep the time that the budget has used so far."""
+    def _measure(self, stage: str) -> Iterator[None]:
+        """Measure the time of a stage, and save the time that the budget has used so far."""
         started = time.perf_counter()
         try:
             yield
         finally:
-            self._seconds_of_stages[stage] = round(time.perf_counter() - started, 1)
-            if self._is_first:
+            self._stage_seconds[stage] = round(time.perf_counter() - started, 1)
+            if self._is_first_process:
                 self._budget.save()
 
 
-def _say_nothing(line: str) -> None:
-    """Say nothing: another process does."""
-
-
-def _text_or_none(path: Path | None) -> str | None:
-    return None if path is None else str(path)
+def _print_nothing(line: str) -> None:
+    """Print nothing: only the first process prints lines."""

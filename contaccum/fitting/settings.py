@@ -1,4 +1,4 @@
-"""Which settings a search starts from, and which the user may give."""
+"""The settings of a fit: those that the user may give, and those that the search starts from."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sentence_transformers.util import is_sentence_transformer_model
 
-from contaccum.comparison.plan import as_tokens
+from contaccum.comparison.options import Options, to_command_line
 from contaccum.data.split import TRAIN_FILE
 from contaccum.errors import ConfigError
 from contaccum.files import redact
@@ -14,53 +14,72 @@ from contaccum.fitting.folder import FitFolder
 from contaccum.training import config
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.proposal import propose
-from contaccum.tuning.trial import Options
-from contaccum.tuning.tune import options_of_method
+from contaccum.tuning.methods import adapt_options
 
 SET_BY_FIT = frozenset(
     [
-        *("train_data", "split", "eval_data", "eval_split", "eval_queries", "eval_corpus_size"),
-        *("output_dir", "overwrite_output_dir", "resume_from_checkpoint"),
-        *("eval_strategy", "eval_steps", "save_strategy", "save_steps", "save_total_limit"),
-        *("load_best_model_at_end", "passage_store", "missing"),
+        "train_data",
+        "split",
+        "eval_data",
+        "eval_split",
+        "eval_queries",
+        "eval_corpus_size",
+        "output_dir",
+        "overwrite_output_dir",
+        "resume_from_checkpoint",
+        "eval_strategy",
+        "eval_steps",
+        "save_strategy",
+        "save_steps",
+        "save_total_limit",
+        "load_best_model_at_end",
+        "passage_store",
+        "missing",
     ]
 )
-"""Keys of `contaccum train` that cannot be given: they are what the command is for."""
+"""Options of `contaccum train` that the user cannot give, because `contaccum fit` sets them."""
 
 
-def check_settings(data: Path, model: str, given: Options) -> ContAccumTrainingArguments:
-    """Refuse settings that no run could use, before anything is read or written.
+def check_settings(data: Path, model: str, settings: Options) -> ContAccumTrainingArguments:
+    """Check the settings of the user before anything is read or written.
 
     Returns:
-        Arguments of a run, which know of devices and processes.
+        The arguments of a run, for the device, the process index and the batch sizes.
 
     Raises:
-        ConfigError: for an unknown key, one that `fit` sets itself, values that cannot work, or a
-            credential.
+        ConfigError: for an unknown option, an option that `contaccum fit` sets itself, values that
+            cannot work, or a credential.
     """
-    for key in sorted(SET_BY_FIT & given.keys()):
+    for key in sorted(SET_BY_FIT & settings.keys()):
         raise ConfigError(f"{key} is set by contaccum fit itself: drop it")
-    if redact(dict(given)) != dict(given):
+    if redact(dict(settings)) != dict(settings):
         raise ConfigError(
-            "a credential among the settings, which are written down: put it into the environment"
+            "a credential among the settings, which are written to files: put it into the "
+            "environment"
         )
-    options = {"model": [model], "train_data": [str(data)], "output_dir": ["unused"], **given}
-    method = given.get("method", ["grad_accum"])[0]
-    checked = options_of_method(options, method, Path("unused"))
-    return config.parse(as_tokens(checked))[2]
+    options = {"model": [model], "train_data": [str(data)], "output_dir": ["unused"], **settings}
+    method = settings.get("method", ["grad_accum"])[0]
+    run_options = adapt_options(options, method, Path("unused"))
+    _, _, training_args = config.parse(to_command_line(run_options))
+    return training_args
 
 
-def base_options(folder: FitFolder, model: str, given: Options) -> dict[str, list[str]]:
-    """Return the options that the search starts from: what `contaccum new` proposes, and what is given.
+def make_start_options(folder: FitFolder, model: str, settings: Options) -> dict[str, list[str]]:
+    """Return the options that the search starts from.
 
-    A SentenceTransformer keeps its own lengths; a backbone gets those of the data.
+    They are the options that `contaccum new` proposes for the data, overridden by the user's
+    settings. A SentenceTransformer keeps its maximum lengths; a transformers backbone gets lengths
+    for the data.
+
+    Args:
+        settings: the options that the user gave.
     """
     train_data = str(folder.data / TRAIN_FILE)
     proposal = propose(train_data, model)
     proposed = {
         "model": model,
         "train_data": train_data,
-        "output_dir": folder.again,
+        "output_dir": folder.retrained_model,
         "bank_size": proposal.bank_size,
         "temperature": proposal.temperature,
         "per_device_train_batch_size": proposal.micro_batch,
@@ -79,7 +98,9 @@ def base_options(folder: FitFolder, model: str, given: Options) -> dict[str, lis
     if not is_sentence_transformer_model(model):
         proposed["query_max_length"] = proposal.query_max_length
         proposed["passage_max_length"] = proposal.passage_max_length
+    if "gradient_accumulation_steps" in settings:
+        del proposed["total_train_batch_size"]
     options = {key: [str(value)] for key, value in proposed.items()}
-    if "gradient_accumulation_steps" in given:
-        del options["total_train_batch_size"]
-    return {**options, **{key: list(values) for key, values in given.items()}}
+    for key, values in settings.items():
+        options[key] = list(values)
+    return options

@@ -1,4 +1,4 @@
-"""The user's pairs, and how dev and test sets are held out of them."""
+"""The question-passage pairs of the user, and the dev and test sets that are held out of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from contaccum.data.readers import Source
 from contaccum.data.records import RecordReport
@@ -22,54 +22,60 @@ from contaccum.data.split import (
 )
 from contaccum.errors import ConfigError, DataError
 from contaccum.files import atomic_folder
-from contaccum.fitting.folder import content_of
+from contaccum.fitting.folder import hash_content
 
-MOST_FOLDS = 5
-"""Splits that few data are judged by, at most: each takes a training."""
+MAX_FOLDS = 5
+"""The largest number of splits of a small data set; each split needs a training."""
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """Question-passage pairs, or a split of them that was made before.
+    """Question-passage pairs, or a folder in which they are split already.
 
     Attributes:
         path: pairs in any format of docs/data.md, or a folder that `contaccum split` wrote.
-        corpus: documents, all of which dev and test are searched in.
-        data_format, columns, on_bad_record: how the pairs are read, as `contaccum train` does.
-        dev, test: sizes of the held-out sets; see `SplitSettings`.
+        corpus: the documents in which dev and test queries are searched; None: the held-out
+            passages and a sample of the others.
+        data_format, columns, on_bad_record: how the pairs are read, as in `contaccum train`.
+        dev, test: the sizes of the held-out sets; see `SplitSettings`.
     """
 
     path: Path
     corpus: Path | None = None
     data_format: str | None = None
     columns: list[str] | None = None
-    on_bad_record: Any = "stop"
+    on_bad_record: Literal["stop", "skip"] = "stop"
     dev: float | None = None
     test: float | None = None
 
-    def record(self) -> dict[str, Any]:
-        """Return what decides the split, with hashes of the files; raises `ConfigError`."""
-        hashes = {"content": content_of(self.path), "corpus_content": None}
+    def make_record(self) -> dict[str, Any]:
+        """Return everything that decides the split, with hashes of the files.
+
+        Raises:
+            ConfigError: for a file that cannot be read.
+        """
+        record = asdict(self)
+        record["path"] = str(self.path)
+        record["content"] = hash_content(self.path)
+        record["corpus_content"] = None
         if self.corpus is not None:
-            hashes["corpus_content"] = content_of(self.corpus)
-        record = {**asdict(self), **hashes}
-        for key in ("path", "corpus"):
-            record[key] = None if record[key] is None else str(record[key])
+            record["corpus"] = str(self.corpus)
+            record["corpus_content"] = hash_content(self.corpus)
         return record
 
     @property
     def is_split(self) -> bool:
-        """Whether the data are a folder that `contaccum split` wrote."""
+        """True if the data are a folder that `contaccum split` wrote."""
         return (self.path / RECORD_FILE).is_file()
 
     def hold_out(self, folder: Path, fold: int = 0) -> str | None:
-        """Write the split into a folder, unless it lies there already.
+        """Write the split to a folder, unless the folder exists.
 
         Args:
-            fold: another one has other test queries.
+            fold: the number of the split; the test sets of two folds have no query in common.
 
         Returns:
-            A line on records that were left out, if there were some.
+            A line about the records that were left out; None if there were none.
 
         Raises:
             UserError: for data that cannot be read or split.
@@ -80,13 +86,20 @@ class DataSource:
             self._copy_split(folder)
             return None
         report = RecordReport(self.on_bad_record)
-        source = Source(self.path, self.data_format, columns=self.columns)
+        pairs = Source(self.path, self.data_format, columns=self.columns)
         settings = SplitSettings(self.dev, self.test, fold=fold)
-        split_data(source, folder, settings, self.corpus, report)
-        return f"{self.path}: {report.summary()}" if report.reported else None
+        split_data(pairs, folder, settings, self.corpus, report)
+        if not report.reported:
+            return None
+        return f"{self.path}: {report.summary()}"
 
     def _copy_split(self, folder: Path) -> None:
-        """Copy a split; raises `DataError` where it is not whole, `ConfigError` for sizes and a corpus."""
+        """Copy a folder that `contaccum split` wrote.
+
+        Raises:
+            ConfigError: if options are set that only apply to data which are not split yet.
+            DataError: if a part of the split is missing.
+        """
         for name in ("corpus", "dev", "test", "data_format", "columns"):
             if getattr(self, name) is not None:
                 raise ConfigError(
@@ -102,18 +115,25 @@ class DataSource:
         with atomic_folder(folder) as new_folder:
             for name in parts:
                 part = self.path / name
-                copy = shutil.copytree if part.is_dir() else shutil.copyfile
-                copy(part, new_folder / name)
+                if part.is_dir():
+                    shutil.copytree(part, new_folder / name)
+                else:
+                    shutil.copyfile(part, new_folder / name)
 
     def count_folds(self, split: Split) -> int:
-        """Return how many splits it takes to have enough test queries; 1 where that is enough, or all there is."""
-        keeps_its_test = self.is_split or split.test == 0 or split.held_out_by == "query"
-        if split.test >= FEW_TEST_QUERIES or keeps_its_test or has_test_of_its_own(self.path):
+        """Return the number of splits that are needed to have enough test queries.
+
+        It is 1 if the first split has enough, or if the data allow only one split.
+        """
+        is_fixed = self.is_split or split.test == 0 or split.held_out_by == "query"
+        if split.test >= FEW_TEST_QUERIES or is_fixed or has_test_set(self.path):
             return 1
-        queries = split.train + split.dev + split.test
-        return min(MOST_FOLDS, math.ceil(FEW_TEST_QUERIES / split.test), queries // split.test)
+        num_queries = split.train + split.dev + split.test
+        needed = math.ceil(FEW_TEST_QUERIES / split.test)
+        possible = num_queries // split.test
+        return min(MAX_FOLDS, needed, possible)
 
 
-def has_test_of_its_own(path: Path) -> bool:
-    """Return whether data come with a test set, which is kept."""
+def has_test_set(path: Path) -> bool:
+    """Return True if the data are a BEIR folder with a test set, which is kept."""
     return any(path.glob("qrels/test.tsv*"))

@@ -1,4 +1,4 @@
-"""Whether the trained model is better than the model as it is, by a test set that was read once."""
+"""The verdict whether the trained model is better than the base model, by a test set read once."""
 
 from __future__ import annotations
 
@@ -16,24 +16,28 @@ LEVEL = "LEVEL"
 
 _ADVICE = {
     BETTER: "",
-    WORSE: "Training made the model worse on these data: keep the base model.",
-    LEVEL: "The test set does not tell the trained model from the base model: keep the base model.",
+    WORSE: "On the test set the trained model is worse than the base model: keep the base model.",
+    LEVEL: (
+        "On the test set the trained model is not significantly better than the base model: keep "
+        "the base model."
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The comparison of the trained model with the model as it is, on held-out queries.
+    """The comparison of the trained model with the base model on held-out queries.
 
     Attributes:
-        word: "BETTER" if the 95% interval of the difference lies above 0, "WORSE" if it lies below,
-            else "LEVEL".
-        metric: that is compared.
-        base, trained, bm25: its means over the queries.
-        difference: trained minus base, with its 95% interval from `low` to `high`, and `p` of "there
-            is no difference"; by a paired bootstrap over the queries.
-        queries: that were scored.
-        folds: splits that the queries come from.
+        word: "BETTER" if the 95% interval of the difference lies above 0, "WORSE" if it lies below
+            0, else "LEVEL".
+        metric: the name of the metric that is compared.
+        base, trained, bm25: the mean of the metric over the queries, for each system.
+        difference: ``trained`` minus ``base``.
+        low, high: the limits of its 95% interval, by a paired bootstrap over the queries.
+        p: the p-value of the hypothesis that there is no difference.
+        queries: the number of queries.
+        folds: the number of splits that the queries come from.
     """
 
     word: str
@@ -50,48 +54,53 @@ class Verdict:
 
     @property
     def advice(self) -> str:
-        """A sentence about what to do; empty where the trained model is better."""
+        """A sentence that says what to do; empty if the trained model is better."""
         return _ADVICE[self.word]
 
     def __str__(self) -> str:
-        p = "p < 0.001" if self.p < 0.001 else f"p = {self.p:.3f}"
+        p_value = f"p = {self.p:.3f}"
+        if self.p < 0.001:
+            p_value = "p < 0.001"
         queries = f"{self.queries:,} held-out queries"
         if self.folds > 1:
             queries += f" of {self.folds} splits"
         metric = self.metric.replace("NDCG", "nDCG")
         line = (
             f"{self.word}: {metric} {self.base:.3f} -> {self.trained:.3f} on {queries} "
-            f"({self.difference:+.3f}, 95% {self.low:+.3f} to {self.high:+.3f}, {p}); BM25 {self.bm25:.3f}"
+            f"({self.difference:+.3f}, 95% {self.low:+.3f} to {self.high:+.3f}, {p_value}); "
+            f"BM25 {self.bm25:.3f}"
         )
         if self.word != BETTER:
             line += ": keep the base model"
         return line
 
     def record(self) -> dict[str, Any]:
-        """Return all of it for a JSON file."""
+        """Return the verdict as the content of a JSON file."""
         return {**asdict(self), "line": str(self), "advice": self.advice}
 
 
-def judge(
+def compute_verdict(
     trained: Mapping[str, float],
     base: Mapping[str, float],
     bm25: Mapping[str, float],
     metric: str = "NDCG@10",
     folds: int = 1,
 ) -> Verdict:
-    """Return the verdict of scores by query.
+    """Compute the verdict from the scores of the queries.
 
     Args:
-        trained, base, bm25: {query id: score}, of the same queries.
+        trained, base, bm25: {query id: score} of each system, with the same queries.
+        metric: the name of the metric.
+        folds: the number of splits that the queries come from.
     """
-    queries = list(base)
-    found = paired_bootstrap(
-        [trained[query] for query in queries], [base[query] for query in queries]
+    query_ids = list(base)
+    bootstrap = paired_bootstrap(
+        [trained[query] for query in query_ids], [base[query] for query in query_ids]
     )
     word = LEVEL
-    if found["low"] > 0.0:
+    if bootstrap["low"] > 0.0:
         word = BETTER
-    if found["high"] < 0.0:
+    if bootstrap["high"] < 0.0:
         word = WORSE
     return Verdict(
         word=word,
@@ -99,26 +108,36 @@ def judge(
         base=statistics.fmean(base.values()),
         trained=statistics.fmean(trained.values()),
         bm25=statistics.fmean(bm25.values()),
-        difference=found["difference"],
-        low=found["low"],
-        high=found["high"],
-        p=found["p_value"],
-        queries=len(queries),
+        difference=bootstrap["difference"],
+        low=bootstrap["low"],
+        high=bootstrap["high"],
+        p=bootstrap["p_value"],
+        queries=len(query_ids),
         folds=folds,
     )
 
 
-def warnings_of(verdict: Verdict, choice: Choice) -> list[str]:
-    """Return what is to be known beside a verdict, a line each."""
+def collect_warnings(verdict: Verdict, choice: Choice) -> list[str]:
+    """Return warnings that belong to a verdict, one line each.
+
+    Args:
+        choice: the settings that were chosen on dev, whose own warnings come first.
+    """
     warnings = list(choice.warnings)
     dev = choice.against_base
-    on_dev = f"{dev['difference']:+.3f} on dev (95% {dev['low']:+.3f} to {dev['high']:+.3f})"
-    if dev["low"] > 0.0 and verdict.word != BETTER:
-        warnings.append(f"dev and test disagree: {on_dev}, and {verdict.difference:+.3f} on test")
-    if dev["low"] <= 0.0 and verdict.word == BETTER:
-        warnings.append(f"test says more than dev: {on_dev}, and {verdict.difference:+.3f} on test")
+    differences = (
+        f"{dev['difference']:+.3f} on dev (95% {dev['low']:+.3f} to {dev['high']:+.3f}), and "
+        f"{verdict.difference:+.3f} on test"
+    )
+    is_better_on_dev = dev["low"] > 0.0
+    is_better_on_test = verdict.word == BETTER
+    if is_better_on_dev and not is_better_on_test:
+        warnings.append(f"dev and test disagree: {differences}; the test counts")
+    if is_better_on_test and not is_better_on_dev:
+        warnings.append(f"the model is significantly better on test, but not on dev: {differences}")
     if verdict.bm25 > verdict.trained:
         warnings.append(
-            f"BM25 scores {verdict.bm25:.3f}, more than the trained model: search by words, or by both"
+            f"BM25 scores {verdict.bm25:.3f}, more than the trained model: search with BM25, or "
+            "combine both"
         )
     return warnings

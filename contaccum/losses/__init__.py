@@ -1,4 +1,4 @@
 """Losses for sentence-transformers.
 
-They encode the columns of a data set and call the method in `contaccum.bank`.
+They encode the columns of a data set, and compute the loss of `contaccum.bank` on the embeddings.
 """

@@ -1,6 +1,7 @@
-"""States of banks that ranks do not share.
+"""Checkpoint states of banks that the ranks do not share.
 
-They are gathered into one state for a checkpoint, and taken apart when it is loaded.
+Each rank then has a bank of its own. The states of all ranks are gathered into one state for a
+checkpoint, and each rank selects its part when the checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -15,34 +16,38 @@ _RANK_PREFIX = "of_rank_"
 
 
 def gather_bank_states(state: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Gather the states of all ranks, each under a prefix with the number of its rank.
+    """Gather the states of all ranks into one, with the number of the rank as a prefix of the keys.
 
-    All ranks call it together.
+    All ranks must call it together.
     """
     gathered = {}
-    for index, part in enumerate(gather_states(state, device)):
-        for key, value in part.items():
+    for index, state_of_rank in enumerate(gather_states(state, device)):
+        for key, value in state_of_rank.items():
             gathered[f"{_RANK_PREFIX}{index}.{key}"] = value
     return gathered
 
 
-def own_bank_state(state: dict[str, Tensor], is_shared: bool) -> dict[str, Tensor]:
-    """Return this rank's part of a gathered state, or a copy of a state that all ranks share.
+def select_bank_state(state: dict[str, Tensor], is_shared: bool) -> dict[str, Tensor]:
+    """Select this rank's part of a gathered state, or copy a state that all ranks share.
+
+    Args:
+        is_shared: True if all ranks share one bank now.
 
     Raises:
-        ConfigError: if the state is of another number of ranks.
+        ConfigError: if the state was saved by another number of ranks.
     """
-    ranks = {key.split(".", 1)[0] for key in state if key.startswith(_RANK_PREFIX)}
-    if not ranks:
+    rank_prefixes = {key.split(".", 1)[0] for key in state if key.startswith(_RANK_PREFIX)}
+    if not rank_prefixes:
         return dict(state)
-    if is_shared or len(ranks) != world_size():
+    if is_shared or len(rank_prefixes) != world_size():
         raise ConfigError(
-            f"this state holds the banks of {len(ranks)} ranks: go on with as many, "
-            "gather_across_devices=False, or start from the weights alone"
+            f"this state holds the banks of {len(rank_prefixes)} ranks: resume with "
+            f"{len(rank_prefixes)} ranks and gather_across_devices=False, or start a new run from "
+            "the saved weights"
         )
     prefix = f"{_RANK_PREFIX}{rank()}."
-    own_state = {}
+    state_of_rank = {}
     for key, value in state.items():
         if key.startswith(prefix):
-            own_state[key.removeprefix(prefix)] = value
-    return own_state
+            state_of_rank[key.removeprefix(prefix)] = value
+    return state_of_rank

@@ -1,8 +1,8 @@
-"""BankedTextLoss: the loss of a micro-batch of tokenised columns, with a bank.
+"""BankedTextLoss: the loss of a micro-batch of tokenised columns, with a memory bank.
 
-It encodes the columns of a data set, computes the ids of their texts, and measures after updates
-how far the encoder has moved (the probe). The loss itself is `contaccum.bank.info_nce`; the losses
-that people use, with their arguments, are in `contaccum.losses.contaccum`.
+It encodes the columns of a data set, computes the ids of their texts, and encodes the drift probe
+after updates. The loss on embeddings is in `contaccum.bank.info_nce`. The public losses with their
+arguments, ContAccumLoss and CachedContAccumLoss, are in `contaccum.losses.contaccum`.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from contaccum.bank.info_nce import BankedInfoNCE
 from contaccum.bank.settings import LossSettings
 from contaccum.distributed import world_size
 from contaccum.errors import ConfigError
-from contaccum.losses.bank_states import gather_bank_states, own_bank_state
+from contaccum.losses.bank_states import gather_bank_states, select_bank_state
 from contaccum.losses.distillation import Distillation, split_labels
 from contaccum.losses.guide import Guide
 from contaccum.losses.probe import EncoderProbe
-from contaccum.losses.text_ids import combine_ids, content_ids
+from contaccum.losses.text_ids import content_ids, stack_ids
 
 logger = logging.getLogger(__name__)
 
 
 class BankedTextLoss(nn.Module):
-    """`BankedInfoNCE` over texts, one for each embedding size that it meets.
+    """`BankedInfoNCE` over texts, with one bank for each embedding size.
 
-    In evaluation the loss is that of the micro-batch alone, without bank and distillation.
+    There are several embedding sizes only inside MatryoshkaLoss. In evaluation, which is without
+    gradients or in eval mode, the loss uses the micro-batch alone, without bank and distillation.
 
     Args:
-        model: encodes the columns.
-        settings: of the loss.
-        distillation: a term that is added in training, or None.
-        guide: a model that finds false negatives, or None.
+        model: the encoder of the columns.
+        settings: the settings of the loss.
+        distillation: a distillation term that is added in training, or None.
+        guide: a guide model that finds false negatives, or None.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class BankedTextLoss(nn.Module):
         self.settings = settings
         self.distillation = distillation
         self.guide = guide
-        # One BankedInfoNCE per embedding size: MatryoshkaLoss calls this loss with several.
+        # One BankedInfoNCE per embedding size; the key is the size.
         self.info_nces: nn.ModuleDict = nn.ModuleDict()
         without_bank = dataclasses.replace(settings, bank_size=0, query_bank_size=None)
         self._without_bank = BankedInfoNCE.from_settings(without_bank)
@@ -67,7 +68,7 @@ class BankedTextLoss(nn.Module):
         self._probe = EncoderProbe(model, is_used=settings.moves_entries)
         self._guide_embeddings: list[Tensor] | None = None
         self._pairs_in_update: int | None = None
-        self._warned: set[str] = set()
+        self._logged_warnings: set[str] = set()
 
     def forward(
         self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
@@ -77,13 +78,13 @@ class BankedTextLoss(nn.Module):
         The columns are anchors, positives and any number of hard negatives.
 
         Args:
-            labels: ids of the texts, int64 (n, columns); a teacher's scores; or both, ids first:
-                see `contaccum.losses.distillation.split_labels`. A text is a duplicate of another
-                if these ids are equal, or the hashes of their tokens.
+            labels: ids of the texts, int64 (n, columns), teacher scores, or both; see
+                `contaccum.losses.distillation.split_labels`. Two texts are duplicates if these ids
+                are equal, or if the hashes of their tokens are equal.
         """
         features = list(sentence_features)
         ids = self._prepare_columns(features, labels)
-        guide = self._embed_by_guide(features)
+        guide = self._compute_guide_embeddings(features)
         embeddings = embed_columns(self.model, features)
         return self.compute_loss_from_embeddings(embeddings, labels, ids, guide)
 
@@ -94,31 +95,38 @@ class BankedTextLoss(nn.Module):
         ids: Sequence[Tensor | None] | None = None,
         guide: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Compute the loss of embedded columns, (n, d) each: anchors, positives, any negatives.
+        """Compute the loss of embedded columns.
+
+        The drift probe is not encoded here: it needs texts, and only embeddings are passed.
 
         Args:
-            labels: as in `forward`; only a teacher's scores are used here.
-            ids: int64 (n,) or (n, 2) for each column, see `content_ids`; without them no duplicates
-                are masked. The encoder is not probed here, because the texts are not known.
-            guide: the columns as a guide embeds them, (n, g) each; needed if the loss has a guide.
+            embeddings: anchors, positives and any number of hard negatives, (n, d) each.
+            labels: as in `forward`; only teacher scores are used here.
+            ids: ids of the texts of each column, int64 (n,) or (n, 2); see `content_ids`. Without
+                them no duplicates are masked.
+            guide: guide embeddings of the columns, (n, g) each; required if the loss has a guide.
+
+        Raises:
+            ConfigError: if the loss has a guide and ``guide`` is None.
+            ValueError: for fewer than two columns, or if ``ids`` has another number of columns.
         """
         if self.guide is not None and guide is None:
             raise ConfigError(
-                "guide: the texts are not known here; "
-                "give guide=loss.guide.embed(sentence_features)"
+                "guide: compute_loss_from_embeddings gets no texts for the guide to embed; "
+                "pass guide=loss.guide.embed(sentence_features)"
             )
         if ids is None:
             ids = [None] * len(embeddings)
         if len(embeddings) < 2 or len(ids) != len(embeddings):
             raise ValueError(
-                f"{type(self).__name__} needs two or more embedded columns and ids of each, got "
-                f"{len(embeddings)} and {len(ids)}"
+                f"{type(self).__name__} needs two or more embedded columns and ids for each "
+                f"column, got {len(embeddings)} columns and ids for {len(ids)}"
             )
         if self._is_training and self.settings.bank_size:
-            self._warn_of_missing_texts(ids)
+            self._warn_if_texts_are_missing(ids)
         loss_fn = self._without_bank
         if self._is_training:
-            loss_fn = self._info_nce_of_size(embeddings[0].shape[-1])
+            loss_fn = self._get_or_make_info_nce(embeddings[0].shape[-1])
         device = embeddings[0].device
         guide_embeddings: list[Tensor | None] = []
         if guide is not None:
@@ -130,8 +138,8 @@ class BankedTextLoss(nn.Module):
 
     @property
     def info_nce(self) -> BankedInfoNCE | None:
-        """The `BankedInfoNCE` of the largest embedding size, None before the first call."""
-        loss_fns = self._loss_of_each_size()
+        """The `BankedInfoNCE` of the largest embedding size; None before the first call."""
+        loss_fns = self._get_info_nces()
         if not loss_fns:
             return None
         return loss_fns[max(loss_fns)]
@@ -157,29 +165,34 @@ class BankedTextLoss(nn.Module):
         ``pairs_per_update`` sets it once.
         """
         self._pairs_in_update = pairs
-        for loss_fn in self._loss_of_each_size().values():
+        for loss_fn in self._get_info_nces().values():
             loss_fn.begin_update(pairs)
 
     def set_known_positives(self, query_ids: Tensor, passage_ids: Tensor) -> None:
-        """Never contrast these pairs, wherever they meet: ids of all positives, int64 (p,) each.
+        """Set pairs of query and passage that are never negatives of each other.
 
-        Ids are those that ``labels`` will hold; see `forward`. They are not part of the state.
+        They are not part of the state.
+
+        Args:
+            query_ids, passage_ids: int64 (p,) each, the ids that ``labels`` of `forward` contains.
         """
         self._positives = PositivesTable(query_ids, passage_ids)
         self._without_bank.positives = self._positives
-        for loss_fn in self._loss_of_each_size().values():
+        for loss_fn in self._get_info_nces().values():
             loss_fn.positives = self._positives
 
     def bank_state_dict(self, keep: bool = True) -> dict[str, Tensor]:
-        """Return the banks and drift statistics, which a checkpoint needs beside the model.
+        """Return the banks and drift statistics, for a checkpoint beside the model.
 
-        All ranks call it together; a rank without ``keep`` gets an empty state. The state of a
-        shared bank fits any number of ranks. Banks that ranks do not share are gathered into one
-        state, which fits the same number of ranks.
+        All ranks must call it together. The state of a shared bank fits any number of ranks. Banks
+        that ranks do not share are gathered into one state, which fits the same number of ranks.
+
+        Args:
+            keep: False to return an empty dict, on ranks that do not save the checkpoint.
         """
         state = dict(self.info_nces.state_dict())
         if state:
-            state |= self._probe.state_dict()
+            state.update(self._probe.state_dict())
         if world_size() > 1 and not self._is_shared:
             state = gather_bank_states(state, next(self.model.parameters()).device)
         if not keep:
@@ -190,17 +203,17 @@ class BankedTextLoss(nn.Module):
         """Restore what `bank_state_dict` returned, on every rank.
 
         Raises:
-            ConfigError: if the state is of other settings or another number of ranks.
+            ConfigError: if the state was saved with other settings or by another number of ranks.
         """
-        state = own_bank_state(state, self._is_shared)
+        state = select_bank_state(state, self._is_shared)
         state = self._probe.load_state_dict(state, self._is_shared)
         for size in {key.split(".", 1)[0] for key in state}:
-            self._info_nce_of_size(int(size))
+            self._get_or_make_info_nce(int(size))
         self.info_nces.load_state_dict(state)
 
     @property
     def _is_training(self) -> bool:
-        # Trainers leave the loss in training mode when they evaluate the model, without gradients.
+        # Trainers evaluate without gradients, but leave the loss in training mode.
         return self.training and torch.is_grad_enabled()
 
     @property
@@ -210,20 +223,21 @@ class BankedTextLoss(nn.Module):
 
     @property
     def _is_matryoshka_replay(self) -> bool:
-        """True if MatryoshkaLoss calls again, for a smaller size of the first call's embeddings."""
+        """True if MatryoshkaLoss repeats a call, with the same embeddings cut to a smaller size."""
         forward: object = self.model.forward
         return isinstance(forward, ForwardDecorator) and bool(forward.cache)
 
-    def _loss_of_each_size(self) -> dict[int, BankedInfoNCE]:
+    def _get_info_nces(self) -> dict[int, BankedInfoNCE]:
+        """Return the `BankedInfoNCE` of each embedding size."""
         loss_fns = {}
         for size, loss_fn in self.info_nces.items():
             assert isinstance(loss_fn, BankedInfoNCE)  # a ModuleDict has values of any Module
             loss_fns[int(size)] = loss_fn
         return loss_fns
 
-    def _info_nce_of_size(self, size: int) -> BankedInfoNCE:
-        """Return the `BankedInfoNCE` of embeddings of that size; the first call makes it."""
-        loss_fn = self._loss_of_each_size().get(size)
+    def _get_or_make_info_nce(self, size: int) -> BankedInfoNCE:
+        """Return the `BankedInfoNCE` of an embedding size; the first call makes it."""
+        loss_fn = self._get_info_nces().get(size)
         if loss_fn is not None:
             return loss_fn
         loss_fn = BankedInfoNCE.from_settings(self.settings)
@@ -232,91 +246,101 @@ class BankedTextLoss(nn.Module):
         if self._pairs_in_update is not None:
             loss_fn.begin_update(self._pairs_in_update)
         self.info_nces[str(size)] = loss_fn
-        self._probe.report_to(loss_fn, size)
+        self._probe.pass_to_loss(loss_fn, size)
         return loss_fn
 
     def _prepare_columns(
         self, features: list[dict[str, Any]], labels: Tensor | None
     ) -> list[Tensor | None]:
-        """Probe the encoder if it is due, and return the ids of the texts, (n, 2) per column."""
+        """Compute the text ids, (n, 2) per column; encode the drift probe if it is due."""
         if len(features) < 2:
             raise ValueError(
                 f"{type(self).__name__} needs (anchor, positive, ...) columns, got {len(features)}"
             )
         if self._is_training and self.settings.bank_size and not self._is_matryoshka_replay:
-            self._probe_encoder(features)
+            self._encode_probe_if_due(features)
         label_ids, scores = split_labels(labels, len(features))
-        is_unused = labels is not None and label_ids is None and scores is None
-        if is_unused or (scores is not None and self.distillation is None):
+        has_other_labels = labels is not None and label_ids is None and scores is None
+        has_unused_scores = scores is not None and self.distillation is None
+        if has_other_labels or has_unused_scores:
             name = type(self).__name__
-            self._warn_once(f"{name} does not use the label or score column of the data")
+            self._warn_once(
+                f"{name} does not use the label or score column of the data: to learn from teacher "
+                "scores, set distill; otherwise remove the column"
+            )
         ids_of_columns: list[Tensor | None] = []
         for index, column in enumerate(features):
             column_ids = None
             if label_ids is not None:
                 column_ids = label_ids[:, index]
-            ids_of_columns.append(combine_ids(column_ids, content_ids(column)))
+            ids_of_columns.append(stack_ids(column_ids, content_ids(column)))
         return ids_of_columns
 
-    def _probe_encoder(self, features: list[dict[str, Any]]) -> None:
-        """Encode the probe if it is due; see `EncoderProbe.encode_if_due`."""
-        loss_fns = self._loss_of_each_size()
+    def _encode_probe_if_due(self, features: list[dict[str, Any]]) -> None:
+        """Encode the drift probe if it is due; see `EncoderProbe.encode_if_due`."""
+        loss_fns = self._get_info_nces()
         for loss_fn in loss_fns.values():
             loss_fn.end_pending_update()
         clock = None
         if self.info_nce is not None:
             clock = self.info_nce.clock
-        # MatryoshkaLoss replaces `calculate_loss` of a cached loss by a decorator that truncates.
+        # MatryoshkaLoss replaces `calculate_loss` of a cached loss by a decorator that cuts the
+        # embeddings to each size.
         calculate_loss = vars(self).get("calculate_loss")
         shrinks_outputs = isinstance(calculate_loss, CachedLossDecorator)
         if self._probe.encode_if_due(features, clock, self._is_shared, shrinks_outputs):
             for size, loss_fn in loss_fns.items():
-                self._probe.report_to(loss_fn, size)
+                self._probe.pass_to_loss(loss_fn, size)
         for loss_fn in loss_fns.values():
             loss_fn.compensation.expects_probe = self._probe.texts is not None
 
-    def _embed_by_guide(
+    def _compute_guide_embeddings(
         self, features: list[dict[str, Any]], batch_size: int | None = None
     ) -> list[Tensor] | None:
-        """Return the guide's embeddings of the columns, (n, g) each; None without a guide."""
+        """Compute the guide embeddings of the columns, (n, g) each; return None without a guide.
+
+        Args:
+            batch_size: number of texts to encode at once; None encodes all of them.
+        """
         if self.guide is not None and not self._is_matryoshka_replay:
             self._guide_embeddings = self.guide.embed(features, batch_size)
         return self._guide_embeddings
 
-    def _warn_of_missing_texts(self, ids: Sequence[Tensor | None]) -> None:
-        """Warn once of what does not work without texts or their ids."""
+    def _warn_if_texts_are_missing(self, ids: Sequence[Tensor | None]) -> None:
+        """Warn once if masks or the drift probe are off because texts or their ids are missing."""
         if self.settings.mask_duplicates and any(x is None for x in ids):
             self._warn_once(
-                "duplicates are not masked, as some texts or images have no id; a loss that calls "
-                "compute_loss_from_embeddings can give "
+                "duplicates are not masked, because some texts or images have no id: a loss that "
+                "calls compute_loss_from_embeddings can pass "
                 "ids=[content_ids(x) for x in sentence_features]"
             )
         loss_fn = self.info_nce
         if self.settings.drift_compensation != "auto" or loss_fn is None:
             return
-        is_probed = loss_fn.compensation.probe is not None or self._probe.texts is not None
-        if loss_fn.clock.num_updates and not is_probed:
+        has_probe = loss_fn.compensation.probe is not None or self._probe.texts is not None
+        if loss_fn.clock.num_updates > 0 and not has_probe:
             self._warn_once(
-                "no entry of the bank retires for its age, because the drift probe is off: "
-                "it needs texts, and only embeddings were passed. A loss that calls "
-                "compute_loss_from_embeddings can call info_nce.observe_probe after updates "
-                "(docs/drift.md)"
+                "old bank entries are not retired, because the drift probe is off: it needs texts, "
+                "and only embeddings were passed. A loss that calls compute_loss_from_embeddings "
+                "can call info_nce.observe_probe after updates (docs/drift.md)"
             )
 
     def _warn_once(self, text: str) -> None:
-        if text not in self._warned:
+        if text not in self._logged_warnings:
             logger.warning(text)
-        self._warned.add(text)
+        self._logged_warnings.add(text)
 
 
 def _join_negatives(columns: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Stack the third and later columns, (n, ...) each, to (n, h, ...).
 
-    The stack is None if one of them is missing; without ids, no duplicates among negatives are
-    masked.
+    The stack is None if there are no such columns, or if one of them is None (missing ids).
+
+    Returns:
+        The first column, the second column and the stack.
     """
     negatives = [column for column in columns[2:] if column is not None]
-    stacked = None
+    stacked_negatives = None
     if negatives and len(negatives) == len(columns) - 2:
-        stacked = torch.stack(negatives, dim=1)
-    return [*columns[:2], stacked]
+        stacked_negatives = torch.stack(negatives, dim=1)
+    return [*columns[:2], stacked_negatives]

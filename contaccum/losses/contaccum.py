@@ -1,12 +1,13 @@
-"""ContAccumLoss and CachedContAccumLoss, losses of sentence-transformers with their arguments.
+"""ContAccumLoss and CachedContAccumLoss, losses for sentence-transformers, with their arguments.
 
-How texts become a loss is in
-`contaccum.losses.banked_text_loss`; what the settings do is in `contaccum.bank.info_nce`.
+`contaccum.losses.banked_text_loss` computes the loss from texts; `contaccum.bank.info_nce` computes
+it from embeddings, and documents the settings.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from contaccum.bank.settings import (
     LossSettings,
     NormalizeBy,
     PartitionMode,
+    Similarity,
 )
 from contaccum.errors import ConfigError
 from contaccum.losses.banked_text_loss import BankedTextLoss
@@ -37,46 +39,47 @@ booktitle={Advances in Neural Information Processing Systems}, eprint={2406.1235
 
 
 class ContAccumLoss(BankedTextLoss):
-    """InfoNCE with banks of past queries and passages.
+    """InfoNCE with memory banks of past queries and passages, for small batches.
 
-    It is MultipleNegativesRankingLoss for small batches. With ``gradient_accumulation_steps`` each
-    micro-batch has thousands of negatives instead of its own few.
+    It replaces MultipleNegativesRankingLoss where memory allows only small batches: each
+    micro-batch has the thousands of passages in the bank as negatives, not only its own.
 
     Args:
         model: a SentenceTransformer, tied or with a Router.
         bank_size: rows of the passage bank.
         scale: 1 / temperature.
         similarity_fct: ``sentence_transformers.util.cos_sim`` or ``dot_score``.
-        gather_across_devices: all ranks hold one bank, of the batch of all. Otherwise each has its
-            own.
-        distill, distill_weight, distill_temperature: in training, also learn from a teacher's
-            scores; ``"margin_mse"`` or ``"kl"``, see `contaccum.losses.distillation.Distillation`.
-        guide: a frozen SentenceTransformer that finds false negatives, as in GISTEmbedLoss; its
-            ``margin`` and ``margin_strategy`` are ``guide_margin`` and ``guide_margin_strategy``
-            here.
+        gather_across_devices: True: all ranks share one bank, and the loss is that of the pairs of
+            all ranks. False: each rank has its own bank.
+        distill, distill_weight, distill_temperature: distillation from teacher scores, in training:
+            ``"margin_mse"`` or ``"kl"``; see `contaccum.losses.distillation.Distillation`.
+        guide: a frozen SentenceTransformer that finds false negatives, as in GISTEmbedLoss.
+            ``margin`` and ``margin_strategy`` of GISTEmbedLoss are called ``guide_margin`` and
+            ``guide_margin_strategy`` here.
         query_bank_size, normalize_by, mask_duplicates, bank_hard_negatives, drift_compensation,
         center_gradients, pairs_per_update, bank_weight, false_negative_margin, guide_margin,
         guide_margin_strategy, hardness_mode, hardness_strength, directions, partition_mode: as in
-            `BankedInfoNCE`. Duplicates are found by `contaccum.losses.text_ids.content_ids`.
+            `BankedInfoNCE`. Duplicates are detected by `contaccum.losses.text_ids.content_ids`.
 
     Raises:
-        ConfigError (a ValueError): for settings that cannot work.
+        ConfigError (a ValueError): for settings out of range, and for settings that exclude each
+            other.
 
     Inputs:
         (anchor, positive) pairs or (anchor, positive, negative_1, ..., negative_n) n-tuples;
-        labels: none, or a teacher's scores of positive and negatives, (n, 1 + negatives).
+        labels: none, or teacher scores of the positive and the negatives, (n, 1 + negatives).
 
     Relations:
-        - `MultipleNegativesRankingLoss` is equivalent with ``bank_size=0`` and a batch without
-          duplicates, with its ``directions``, ``partition_mode`` and hardness too. In eval mode,
-          and without gradients, the loss is that of the batch alone.
-        - `GISTEmbedLoss` is equivalent with a ``guide``, if neither anchors nor positives are
-          contrasted among themselves.
+        - With ``bank_size=0`` and a batch without duplicates, the loss equals
+          `MultipleNegativesRankingLoss`, also with its ``directions``, ``partition_mode`` and
+          hardness. In eval mode, and without gradients, the loss never uses the bank.
+        - With a ``guide`` it equals `GISTEmbedLoss` with ``contrast_anchors=False`` and
+          ``contrast_positives=False``.
         - It works inside `MatryoshkaLoss`, where each dimension has a bank of its own. It does not
           work inside ``AdaptiveLayerLoss``, which calls the loss once per layer on the same
           micro-batch.
-        - Another loss may call `compute_loss_from_embeddings`. Updates are detected then, but the
-          texts are not available.
+        - Another loss may call `compute_loss_from_embeddings`. Updates are detected then, but there
+          are no texts, so the caller has to pass ids and to call `observe_probe`.
 
     Example:
         ```python
@@ -123,13 +126,17 @@ class ContAccumLoss(BankedTextLoss):
         if similarity_fct not in (cos_sim, dot_score):
             name = getattr(similarity_fct, "__name__", similarity_fct)
             raise ConfigError(
-                f"similarity_fct={name} is not supported: use cos_sim or dot_score of its util"
+                f"similarity_fct={name} is not supported: use cos_sim or dot_score of "
+                "sentence_transformers.util"
             )
+        similarity: Similarity = "dot"
+        if similarity_fct is cos_sim:
+            similarity = "cos"
         settings = LossSettings(
             bank_size=bank_size,
             query_bank_size=query_bank_size,
             temperature=1.0 / scale,
-            similarity="cos" if similarity_fct is cos_sim else "dot",
+            similarity=similarity,
             normalize_by=normalize_by,
             mask_duplicates=mask_duplicates,
             bank_hard_negatives=bank_hard_negatives,
@@ -143,7 +150,7 @@ class ContAccumLoss(BankedTextLoss):
             guide_margin_strategy=guide_margin_strategy,
             hardness_mode=hardness_mode,
             hardness_strength=hardness_strength,
-            directions=directions,  # type: ignore[arg-type]  # becomes a list there
+            directions=directions,  # type: ignore[arg-type]  # LossSettings makes it a list
             partition_mode=partition_mode,
         )
         distillation = None
@@ -151,7 +158,9 @@ class ContAccumLoss(BankedTextLoss):
             distillation = Distillation(
                 distill, distill_weight, distill_temperature, settings.similarity, scale
             )
-        frozen_guide = None if guide is None else Guide(model, guide)
+        frozen_guide = None
+        if guide is not None:
+            frozen_guide = Guide(model, guide)
         super().__init__(model, settings, distillation, frozen_guide)
         self.scale = scale
         self.similarity_fct = similarity_fct
@@ -182,26 +191,28 @@ class ContAccumLoss(BankedTextLoss):
 class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
     """`ContAccumLoss` over a gradient cache.
 
-    Every pair has the whole batch and the bank for negatives.
+    Every pair has the other pairs of a large batch, and the bank, as negatives.
 
-    It is to `ContAccumLoss` what CachedMultipleNegativesRankingLoss is to
-    MultipleNegativesRankingLoss. The batch is encoded without gradients first, ``mini_batch_size``
-    texts at a time, then again with the gradients of its embeddings. It takes GradCache's time; the
-    bank adds negatives, but no memory of activations.
+    It extends CachedMultipleNegativesRankingLoss by a bank, as `ContAccumLoss` extends
+    MultipleNegativesRankingLoss. The batch is first encoded without gradients, ``mini_batch_size``
+    texts at a time; then the mini-batches are encoded again, and the gradients of their embeddings
+    are propagated through the model (GradCache). The bank adds negatives, but needs no memory for
+    activations.
 
     Args:
-        mini_batch_size: texts that are encoded at once.
-        mini_batch_num_tokens: tokens that are encoded at once, instead.
-        show_progress_bar: show the progress over mini-batches.
-        Others: as in `ContAccumLoss`.
+        mini_batch_size: number of texts that are encoded at once.
+        mini_batch_num_tokens: number of tokens that are encoded at once, in place of
+            ``mini_batch_size``.
+        show_progress_bar: True to show the progress over mini-batches.
+        model, bank_size, ...: as in `ContAccumLoss`.
 
     Raises:
-        ConfigError (a ValueError): for settings that cannot work, and for a StaticEmbedding, whose
-            texts lie in one stream.
+        ConfigError (a ValueError): for settings out of range, for settings that exclude each other,
+            and for a model with a StaticEmbedding, whose texts cannot be split into mini-batches.
 
     Relations:
-        - `CachedMultipleNegativesRankingLoss` is equivalent with ``bank_size=0`` and a batch
-          without duplicates.
+        - With ``bank_size=0`` and a batch without duplicates, the loss equals
+          `CachedMultipleNegativesRankingLoss`.
 
     Example:
         ```python
@@ -272,7 +283,8 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
         )
         if has_static_embedding_input(model):
             raise ConfigError(
-                "CachedContAccumLoss cannot split a StaticEmbedding's texts: use ContAccumLoss"
+                "CachedContAccumLoss cannot split the texts of a StaticEmbedding into "
+                "mini-batches: use ContAccumLoss"
             )
         if mini_batch_num_tokens is not None and mini_batch_num_tokens < 1:
             raise ConfigError(
@@ -285,25 +297,30 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
     def forward(
         self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
     ) -> Tensor:
-        """Compute the loss of a batch of tokenised columns; as in `ContAccumLoss`."""
+        """Compute the loss of a batch of tokenised columns; see `BankedTextLoss.forward`."""
         features = list(sentence_features)
         ids = self._prepare_columns(features, labels)
-        guide = self._embed_by_guide(features, self.mini_batch_size)
-        passed_on: Any = (labels, ids, guide)  # the mixin hands it to `calculate_loss`
-        return self.forward_cached(features, passed_on)
+        guide = self._compute_guide_embeddings(features, self.mini_batch_size)
+        # CachedLossMixin passes its second argument to `calculate_loss` as it is.
+        loss_inputs: Any = (labels, ids, guide)
+        return self.forward_cached(features, loss_inputs)
 
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False
     ) -> Tensor:
-        """Compute the loss of an encoded batch; the mixin calls it.
+        """Compute the loss of an encoded batch; CachedLossMixin calls it.
 
         Args:
-            reps: for each column a list of mini-batches, (mini-batch, d) each.
-            labels: what `forward` passed on: labels, ids, and a guide's embeddings.
+            reps: for each column a list of embeddings, (mini-batch, d) each.
+            labels: the tuple that `forward` passes (labels, text ids, guide embeddings), or None.
+            with_backward: True to compute the gradients of the embeddings too.
         """
         embeddings = [torch.cat(mini_batches) for mini_batches in reps]
-        loss = self.compute_loss_from_embeddings(embeddings, *(labels or ()))
+        loss_inputs: tuple[Any, ...] = ()
+        if labels is not None:
+            loss_inputs = labels
+        loss = self.compute_loss_from_embeddings(embeddings, *loss_inputs)
         if with_backward:
-            leaves = [rep for mini_batches in reps for rep in mini_batches]
+            leaves = list(itertools.chain.from_iterable(reps))
             loss.backward(inputs=leaves)
         return loss.detach()

@@ -1,8 +1,7 @@
-"""Distillation from a teacher's scores of positives and hard negatives, a term beside the loss.
+"""Distillation from teacher scores of positives and hard negatives, a term added to the loss.
 
-The losses are sentence-transformers' MarginMSELoss and DistillKLDivLoss, computed from the
-embeddings of the contrastive loss. The scores come with the data set (docs/data.md). This module
-uses no bank.
+The term is MarginMSELoss or DistillKLDivLoss of sentence-transformers, computed from the embeddings
+of the contrastive loss. The scores come with the data set (docs/data.md). The bank is not used.
 """
 
 from __future__ import annotations
@@ -21,10 +20,12 @@ from contaccum.errors import ConfigError, check_choice
 
 
 def split_labels(labels: Tensor | None, columns: int) -> tuple[Tensor | None, Tensor | None]:
-    """Split the ``labels`` of a batch into text ids and a teacher's scores.
+    """Split the labels of a batch into text ids and teacher scores.
 
-    Labels are ids, scores, or both in one int64 tensor (n, 2 columns - 1): ids, then scores as the
-    bits of float32.
+    Args:
+        labels: ids, scores, or both in one int64 tensor (n, 2 columns - 1): first the ids, then
+            the scores as the bits of float32.
+        columns: number of columns of the data.
 
     Returns:
         The ids of all texts, int64 (n, columns), and the scores, (n, columns - 1). Each is None if
@@ -35,16 +36,16 @@ def split_labels(labels: Tensor | None, columns: int) -> tuple[Tensor | None, Te
 
 
 class Distillation:
-    """A distillation term of the loss.
+    """Distillation term of the loss.
 
-    The student's scores are those of the contrastive loss, similarity times ``scale``.
+    The student's scores are those of the contrastive loss: the similarity times ``scale``.
 
     Args:
-        kind: ``"margin_mse"``: the mean squared error of the margins between the positive and each
-            negative; ``"kl"``: the divergence of the student's softmax over the positive and the
-            negatives from the teacher's.
+        kind: ``"margin_mse"`` for the mean squared error of the margins between the positive and
+            each negative; ``"kl"`` for the KL divergence between the softmax distributions of
+            teacher and student over the positive and the negatives.
         weight: the factor of the term.
-        temperature: for ``"kl"``, the divisor of the scores of student and teacher; the divergence
+        temperature: with ``"kl"``, the divisor of the scores of student and teacher; the divergence
             is multiplied by its square.
         similarity: ``"cos"`` or ``"dot"``.
         scale: the factor of the similarities.
@@ -53,7 +54,7 @@ class Distillation:
         last: the term of the last call, unweighted and detached; None before the first call.
 
     Raises:
-        ConfigError: for settings that cannot work.
+        ConfigError: for an unknown kind, and for numbers out of range.
     """
 
     def __init__(
@@ -74,7 +75,8 @@ class Distillation:
                 raise ConfigError(f"{name} must be a positive number, got {value!r}")
         if kind != "kl" and temperature != 1:
             raise ConfigError(
-                f"distill_temperature={temperature} with distill={kind}: it is for kl. Drop it"
+                f"distill_temperature={temperature} with distill={kind}: only distill=kl uses a "
+                "temperature. Remove distill_temperature"
             )
         self.kind = kind
         self.weight = weight
@@ -90,14 +92,15 @@ class Distillation:
 
         Args:
             embeddings: queries, positives and hard negatives, (n, d) each.
-            labels: a teacher's scores, with or without ids; see `split_labels`.
+            labels: teacher scores, with or without ids; see `split_labels`.
 
         Raises:
-            ConfigError: if there are no hard negatives, or no scores in ``labels``.
+            ConfigError: if there are no hard negatives, or if ``labels`` contains no scores.
         """
         if len(embeddings) < 3:
             raise ConfigError(
-                f"distill={self.kind} needs hard negatives: add columns of them, or drop distill"
+                f"distill={self.kind} needs hard negatives: add columns of hard negatives, or "
+                "remove distill"
             )
         _, teacher_scores = split_labels(labels, len(embeddings))
         if teacher_scores is None:
@@ -109,7 +112,7 @@ class Distillation:
                 f"distill={self.kind} needs teacher scores {shape} as labels, "
                 f"got {received}: see docs/data.md"
             )
-        # Scores in half precision would round away small margins.
+        # In half precision, rounding would remove small margins between scores.
         dtype = torch.promote_types(embeddings[0].dtype, torch.float32)
         columns = [x.to(dtype) for x in embeddings]
         if self.similarity != "dot":

@@ -1,7 +1,7 @@
-"""A guide: a frozen SentenceTransformer whose scores show which documents are false negatives.
+"""Guide: a frozen SentenceTransformer whose scores show which documents are false negatives.
 
-It embeds the same texts as the model in training, prompts included. This module computes the
-embeddings; the rule that is applied to their scores is in `contaccum.bank.false_negatives`.
+The guide embeds the same texts as the model in training, prompts included. This module computes its
+embeddings; `contaccum.bank.false_negatives` has the rule that uses their scores.
 """
 
 from __future__ import annotations
@@ -11,42 +11,49 @@ from typing import Any
 import torch
 from sentence_transformers import SentenceTransformer
 
-# Private, but the only function that can cut all layouts.
+# A private function, but the only one that splits features of every layout.
 from sentence_transformers.base.losses.gradcache import _create_minibatch
 from sentence_transformers.util import batch_to_device
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from contaccum.errors import ConfigError
-from contaccum.losses.text_ids import rows_in
+from contaccum.losses.text_ids import count_texts
 
 _NO_LIMIT = 2**62
-"""Length in tokens that stands for a model without a maximum length."""
+"""Maximum length in tokens of a model that has none."""
 
 
 class Guide:
     """A frozen model that embeds the columns on which another model is trained.
 
-    If both models tokenise alike, the guide reads the model's tokens. Otherwise the tokens are
-    decoded, and the guide's own tokenizer reads the texts. A guide is not a Module, so a loss that
-    holds it neither trains it, sets its mode, wraps nor copies it.
+    If both models have the same vocabulary, and the guide's maximum length is not smaller, the
+    guide gets the token ids of the model in training. Otherwise these tokens are decoded, and the
+    guide tokenises the texts again. Guide is not an nn.Module, so that a loss with a guide does not
+    register its weights, change its mode or copy it.
+
+    Args:
+        model: the model in training.
+        guide: the guide; it is set to eval mode, and its gradients are turned off.
 
     Attributes:
-        model: the guide, in eval mode and without gradients.
-        name: its name or path.
-        tokenizer: the tokenizer of the model in training; None if the guide reads its tokens.
+        model: the guide.
+        name: the name or path of the guide.
+        tokenizer: the tokenizer of the model in training, which decodes its tokens; None if the
+            guide gets the tokens themselves.
 
     Raises:
-        ConfigError: if one of the two models has no tokenizer of transformers.
+        ConfigError: if the model or the guide has no tokenizer of transformers.
     """
 
     def __init__(self, model: SentenceTransformer, guide: SentenceTransformer) -> None:
-        model_tokenizer = _tokenizer_of(model)
-        guide_tokenizer = _tokenizer_of(guide)
+        model_tokenizer = _get_tokenizer(model)
+        guide_tokenizer = _get_tokenizer(guide)
         model_limit = model.max_seq_length or _NO_LIMIT
         guide_limit = guide.max_seq_length or _NO_LIMIT
         self.tokenizer: PreTrainedTokenizerBase | None = None
-        if guide_limit < model_limit or model_tokenizer.get_vocab() != guide_tokenizer.get_vocab():
+        has_same_vocabulary = model_tokenizer.get_vocab() == guide_tokenizer.get_vocab()
+        if guide_limit < model_limit or not has_same_vocabulary:
             self.tokenizer = model_tokenizer
         self.model = guide.eval().requires_grad_(False)
         self.name = guide_tokenizer.name_or_path
@@ -55,31 +62,33 @@ class Guide:
         return self
 
     @torch.no_grad()
-    def embed(self, columns: list[dict[str, Any]], at_once: int | None = None) -> list[Tensor]:
-        """Compute the guide's embeddings of each column, (n, g).
+    def embed(self, columns: list[dict[str, Any]], batch_size: int | None = None) -> list[Tensor]:
+        """Compute the guide embeddings of each column, (n, g).
 
         Args:
-            columns: features as the model in training receives them.
-            at_once: the number of texts to encode at once; None: all.
+            columns: the features of each column, tokenised for the model in training.
+            batch_size: the number of texts to encode at once; None encodes all of a column.
         """
         embeddings = []
         for column in columns:
-            features = self._read(column)
-            parts = [features]
-            if at_once is not None:
-                parts = _split(features, at_once)
-            outputs = [self.model(part)["sentence_embedding"] for part in parts]
+            features = self._convert_features(column)
+            batches = [features]
+            if batch_size is not None:
+                batches = _split_into_batches(features, batch_size)
+            outputs = [self.model(batch)["sentence_embedding"] for batch in batches]
             embeddings.append(torch.cat(outputs))
         return embeddings
 
-    def _read(self, column: dict[str, Any]) -> dict[str, Any]:
-        """Return a column as features of the guide, on its device."""
+    def _convert_features(self, column: dict[str, Any]) -> dict[str, Any]:
+        """Convert the features of a column to those of the guide, on the guide's device."""
         if self.tokenizer is not None:
             column = self._retokenize(column, self.tokenizer)
-        # Modules may write into their input: Pooling masks prompts in place.
+        # Modules may change their input: Pooling masks prompts in place.
         copies = {}
         for key, value in column.items():
-            copies[key] = value.clone() if isinstance(value, Tensor) else value
+            if isinstance(value, Tensor):
+                value = value.clone()
+            copies[key] = value
         return batch_to_device(copies, self.model.device)
 
     def _retokenize(
@@ -87,27 +96,29 @@ class Guide:
     ) -> dict[str, Any]:
         """Decode the model's tokens, and tokenise the texts for the guide."""
         tokens = column["input_ids"]
-        bounds = column.get("cu_seq_lens_q")
-        if bounds is not None:
-            tokens = tokens[0].split(bounds.diff().tolist())
+        text_bounds = column.get("cu_seq_lens_q")
+        if text_bounds is not None:  # the tokens of all texts lie in one row
+            tokens = tokens[0].split(text_bounds.diff().tolist())
         texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
         if "task" in column:
             return self.model.preprocess(texts, task=column["task"])
         return self.model.preprocess(texts)
 
 
-def _tokenizer_of(model: SentenceTransformer) -> PreTrainedTokenizerBase:
+def _get_tokenizer(model: SentenceTransformer) -> PreTrainedTokenizerBase:
     tokenizer = getattr(model, "tokenizer", None)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(
-            "guide: it and the model each need a tokenizer of transformers, to read the same texts"
+            "guide: the model and the guide each need a tokenizer of transformers, so that they "
+            "read the same texts. Use another guide, or train without guide"
         )
     return tokenizer
 
 
-def _split(features: dict[str, Any], at_once: int) -> list[dict[str, Any]]:
-    """Split the features of a column into parts of ``at_once`` texts."""
-    parts = []
-    for start in range(0, rows_in(features) or 0, at_once):
-        parts.append(_create_minibatch(features, start, start + at_once))
-    return parts
+def _split_into_batches(features: dict[str, Any], batch_size: int) -> list[dict[str, Any]]:
+    """Split the features of a column into batches of ``batch_size`` texts."""
+    num_texts = count_texts(features) or 0
+    batches = []
+    for start in range(0, num_texts, batch_size):
+        batches.append(_create_minibatch(features, start, start + batch_size))
+    return batches

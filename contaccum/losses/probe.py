@@ -1,7 +1,7 @@
 """The drift probe of a loss: a few training pairs that are encoded again as the encoder learns.
 
-`TextProbe` holds the texts; `EncoderProbe` decides when they are encoded, and reports their
-embeddings to the bank of every embedding size. `contaccum.bank.drift` measures drift from them.
+`TextProbe` holds the texts. `EncoderProbe` decides when they are encoded, and passes their
+embeddings to the loss of every embedding size. `contaccum.bank.drift` measures the drift.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from contaccum.bank.info_nce import BankedInfoNCE
 from contaccum.bank.update_clock import UpdateClock
 from contaccum.distributed import gather_states, rank, world_size
-from contaccum.losses.text_ids import first_rows, rows_in
+from contaccum.losses.text_ids import copy_first_texts, count_texts
 
 PROBE_TEXTS = 8
-"""Pairs of the probe."""
+"""Number of pairs of the probe."""
 
 PAIRS_PER_PROBE = 128
-"""Pairs of training between two probes, at least.
+"""Number of training pairs between two probes, at least.
 
-The forward passes of the probe's eight pairs are then some 2 % of the work.
+The forward passes of the probe's eight pairs then take about 2 % of the training time.
 """
 
 _TEXT_PREFIX = "probe."
@@ -46,16 +46,21 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 class TextProbe:
-    """A few training pairs, stored as the tokenizer returned them.
+    """The first ``PROBE_TEXTS`` training pairs, stored as features of the tokenizer.
 
-    They are the first ``PROBE_TEXTS`` pairs of training, collected over as many micro-batches as
-    they take; of ranks that share a bank, an equal number of each. Every rank holds all of them, in
-    parts, and encodes its share of the parts. Only tensors and numbers are stored; other features
-    of a column (the ``task`` that a Router reads) are taken from the present micro-batch.
+    The pairs are collected over as many micro-batches as needed. If ranks share a bank, each of
+    them contributes an equal number. Every rank then stores all pairs, in parts, and encodes some
+    of the parts. Only tensors and numbers are stored; other features of a column, such as the
+    ``task`` for a Router, are copied from the current micro-batch.
+
+    Args:
+        shared: True if all ranks share one bank, and therefore one probe.
+        parts: pairs that have been collected already.
 
     Attributes:
-        parts: queries and passages, as features, of each rank and micro-batch that pairs came from.
-        shared: whether all ranks share one bank, and so one probe.
+        parts: for each rank and micro-batch that contributed pairs, the features of the queries and
+            of the passages.
+        shared: as above.
     """
 
     def __init__(self, shared: bool, parts: list[list[dict[str, Tensor]]] | None = None) -> None:
@@ -65,7 +70,7 @@ class TextProbe:
     @property
     def num_pairs(self) -> int:
         """The number of pairs collected so far."""
-        return sum(rows_in(queries) or 0 for queries, _ in self.parts)
+        return sum(count_texts(queries) or 0 for queries, _ in self.parts)
 
     @property
     def is_complete(self) -> bool:
@@ -75,50 +80,61 @@ class TextProbe:
     @property
     def _num_ranks(self) -> int:
         """The number of ranks that share the probe."""
-        return world_size() if self.shared else 1
+        if self.shared:
+            return world_size()
+        return 1
 
     def collect(self, features: list[dict[str, Any]]) -> bool:
-        """Add the first pairs of a micro-batch, and of the other ranks' if they share the bank.
+        """Add the first pairs of the micro-batch, of all ranks if they share the bank.
 
         Returns:
             False, on every rank, if the first texts of a column cannot be separated from the
-            others.
+            other texts.
         """
-        ranks = self._num_ranks
-        missing = PROBE_TEXTS - self.num_pairs
-        pairs_per_rank = -(-missing // ranks)
-        columns = [first_rows(column, pairs_per_rank) or {} for column in features[:2]]
-        new_parts = [columns]
+        num_missing = PROBE_TEXTS - self.num_pairs
+        pairs_per_rank = -(-num_missing // self._num_ranks)  # rounded up
+        queries = copy_first_texts(features[0], pairs_per_rank) or {}
+        passages = copy_first_texts(features[1], pairs_per_rank) or {}
+        new_parts = [[queries, passages]]
         if self.shared:
-            device = _device_of(features)
-            columns_of_ranks = [gather_states(column, device) for column in columns]
-            new_parts = [list(part) for part in zip(*columns_of_ranks, strict=True)]
+            device = _get_device(features)
+            queries_of_ranks = gather_states(queries, device)
+            passages_of_ranks = gather_states(passages, device)
+            pairs_of_ranks = zip(queries_of_ranks, passages_of_ranks, strict=True)
+            new_parts = [list(part) for part in pairs_of_ranks]
         self.parts += new_parts
-        return all(column for part in new_parts for column in part)
+        return all(queries and passages for queries, passages in new_parts)
 
     def encode(self, model: nn.Module, features: list[dict[str, Any]]) -> list[Tensor]:
-        """Encode this rank's share of the queries and passages, (S, d) each.
+        """Encode this rank's parts of the probe: queries and passages, (S, d) each.
 
-        It uses neither dropout nor a random number. All ranks that share a bank call it together,
-        with the ``features`` of the present micro-batch.
+        It uses neither dropout nor random numbers. All ranks that share a bank must call it
+        together.
+
+        Args:
+            features: the features of the current micro-batch.
         """
-        ranks = self._num_ranks
-        index = rank() if self.shared else 0
-        first = len(self.parts) * index // ranks
-        end = len(self.parts) * (index + 1) // ranks
-        # FSDP's forward passes are collectives, so a rank without a share encodes a part and drops
-        # it.
+        rank_index = 0
+        if self.shared:
+            rank_index = rank()
+        first = len(self.parts) * rank_index // self._num_ranks
+        end = len(self.parts) * (rank_index + 1) // self._num_ranks
+        has_parts = end > first
+        # The forward passes of FSDP are collectives, so a rank without parts encodes one part and
+        # drops its embeddings.
         parts = self.parts[first : max(end, first + 1)]
         columns = []
         with without_dropout(model), torch.no_grad():
-            for column, present in enumerate(features[:2]):
-                embeddings = [_encode(model, part[column], present) for part in parts]
-                num_kept = None if end > first else 0
-                columns.append(torch.cat(embeddings)[:num_kept])
+            for index, current_features in enumerate(features[:2]):
+                outputs = [_encode(model, part[index], current_features) for part in parts]
+                embeddings = torch.cat(outputs)
+                if not has_parts:
+                    embeddings = embeddings[:0]
+                columns.append(embeddings)
         return columns
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return all texts; they are the same on every rank."""
+        """Return the features of all texts; they are the same on every rank."""
         state = {}
         for index, part in enumerate(self.parts):
             for column, features in enumerate(part):
@@ -128,7 +144,7 @@ class TextProbe:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Tensor], shared: bool) -> TextProbe:
-        """Restore what `state_dict` returned, on any number of ranks."""
+        """Restore the probe that `state_dict` returned, on any number of ranks."""
         parts: dict[int, list[dict[str, Tensor]]] = {}
         for name, value in state.items():
             index, column, key = name.split(".", 2)
@@ -138,18 +154,18 @@ class TextProbe:
 
 
 class EncoderProbe:
-    """The texts of a drift probe, and their last embeddings.
+    """The texts of a drift probe, their last embeddings, and the schedule of encoding them.
 
-    It collects the texts from the first micro-batches, encodes them after updates, and reports the
-    embeddings to the loss of every embedding size.
+    The texts are collected from the first micro-batches and encoded after updates. The embeddings
+    are passed to the loss of every embedding size.
 
     Args:
         model: the encoder.
-        is_used: whether drift compensation needs a probe; otherwise nothing is collected.
+        is_used: True if drift compensation needs a probe; otherwise no texts are collected.
 
     Attributes:
-        texts: the `TextProbe`; None before the first micro-batch, or if its texts cannot be
-            separated.
+        texts: the `TextProbe`; None before the first micro-batch, or if the texts of a micro-batch
+            cannot be separated from each other.
     """
 
     def __init__(self, model: SentenceTransformer, is_used: bool) -> None:
@@ -169,32 +185,35 @@ class EncoderProbe:
     ) -> bool:
         """Collect texts of a micro-batch, and encode the probe if it is due.
 
-        It is due when its texts are complete, and at the start of an update if `PAIRS_PER_PROBE`
-        pairs have been seen since the last probe.
+        The probe is due when its texts become complete, and later at the start of an update if
+        there have been `PAIRS_PER_PROBE` training pairs since the last probe.
 
         Args:
-            clock: of the loss; None before the first micro-step.
-            shrinks_outputs: whether a MatryoshkaLoss shrinks the embeddings outside of the model.
+            features: the features of the micro-batch.
+            clock: the `UpdateClock` of the loss; None before the first micro-step.
+            is_shared: True if all ranks share one bank.
+            shrinks_outputs: True if MatryoshkaLoss cuts the embeddings outside of the model.
 
         Returns:
-            Whether there are new embeddings; `report_to` passes them on.
+            True if the probe was encoded; `pass_to_loss` passes the embeddings on.
         """
         if not self.is_used:
             return False
-        was_completed = self._collect(features, clock, is_shared)
+        is_newly_complete = self._collect(features, clock, is_shared)
         if self.texts is None or not self.texts.is_complete:
             return False
         num_pairs = 0
-        starts_update = False
+        is_at_update_start = False
         if clock is not None:
             num_pairs = clock.num_pairs
-            starts_update = clock.is_at_update_start
+            is_at_update_start = clock.is_at_update_start
         has_enough_pairs = num_pairs - self._pairs_at_last_probe >= PAIRS_PER_PROBE
-        if not was_completed and not (starts_update and has_enough_pairs):
+        is_due = is_newly_complete or (is_at_update_start and has_enough_pairs)
+        if not is_due:
             return False
         self._pairs_at_last_probe = num_pairs
         self._embeddings = self.texts.encode(self.model, features)
-        # MatryoshkaLoss replaces the model's forward while it calls the loss for each size in turn.
+        # MatryoshkaLoss replaces the model's forward method while it calls the loss for each size.
         is_wrapped = isinstance(self.model.forward, ForwardDecorator)
         self._shrinks_outputs = is_wrapped or shrinks_outputs
         return True
@@ -202,7 +221,7 @@ class EncoderProbe:
     def _collect(
         self, features: list[dict[str, Any]], clock: UpdateClock | None, is_shared: bool
     ) -> bool:
-        """Collect texts from the first micro-batches; True for the one that completes them."""
+        """Collect texts; return True for the micro-batch that completes the probe."""
         if self.texts is None and clock is None:
             self.texts = TextProbe(is_shared)
         if self.texts is None or self.texts.is_complete:
@@ -212,8 +231,8 @@ class EncoderProbe:
             return False
         return self.texts.is_complete
 
-    def report_to(self, loss_fn: BankedInfoNCE, size: int) -> None:
-        """Report the last embeddings, cut to an embedding size, to the loss of that size."""
+    def pass_to_loss(self, loss_fn: BankedInfoNCE, size: int) -> None:
+        """Pass the last embeddings of the probe, cut to an embedding size, to the loss of it."""
         if self._embeddings is None:
             return
         embeddings = self._embeddings
@@ -230,7 +249,7 @@ class EncoderProbe:
         return state
 
     def load_state_dict(self, state: dict[str, Tensor], is_shared: bool) -> dict[str, Tensor]:
-        """Restore what `state_dict` returned, and return the other entries of a state."""
+        """Restore the probe from a state, and return the other entries of the state."""
         remaining = {}
         texts = {}
         for key, value in state.items():
@@ -246,23 +265,33 @@ class EncoderProbe:
         return remaining
 
 
-def _device_of(features: list[dict[str, Any]]) -> torch.device:
-    tensors = [x for column in features for x in column.values() if isinstance(x, Tensor)]
-    return tensors[0].device
+def _get_device(features: list[dict[str, Any]]) -> torch.device:
+    """Return the device of the first tensor among the features."""
+    for column in features:
+        for value in column.values():
+            if isinstance(value, Tensor):
+                return value.device
+    raise ValueError("the features of the micro-batch contain no tensor, so it has no texts")
 
 
-def _encode(model: nn.Module, stored: dict[str, Tensor], present: dict[str, Any]) -> Tensor:
-    """Encode stored texts.
+def _encode(
+    model: nn.Module, stored_features: dict[str, Tensor], current_features: dict[str, Any]
+) -> Tensor:
+    """Encode stored texts, (S, d).
 
-    Features that are neither tensors nor numbers come from the ``present`` micro-batch.
+    Features that are neither tensors nor numbers are copied from the current micro-batch.
     """
     device = next(model.parameters()).device
     features = {}
-    for key, value in present.items():
+    for key, value in current_features.items():
         if not isinstance(value, (Tensor, int, float)):
             features[key] = value
-    for key, value in stored.items():
-        features[key] = value.to(device) if value.ndim else value.item()
+    for key, value in stored_features.items():
+        if value.ndim > 0:
+            features[key] = value.to(device)
+        else:
+            features[key] = value.item()
+    # While MatryoshkaLoss has replaced the model's forward method, encode in full size.
     encode = model
     if isinstance(model.forward, ForwardDecorator):
         encode = model.forward.fn

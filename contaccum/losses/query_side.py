@@ -1,8 +1,8 @@
-"""QuerySideLoss: train the query tower against every document of an index that is encoded already.
+"""QuerySideLoss: train the query tower against all documents of an index that is encoded already.
 
-The documents never change: they are read from a store, and not encoded. So a training pair costs
-one query, and all documents of the corpus are its negatives, without drift. This is known as
-query-side fine-tuning (Lee et al. 2021, DensePhrases, arXiv 2012.12624). The maths is in
+The document embeddings are read from a store and never change. So a training pair costs the
+encoding of one query, all documents of the corpus are its negatives, and there is no drift. This is
+known as query-side fine-tuning (Lee et al. 2021, DensePhrases, arXiv 2012.12624). The formula is in
 `contaccum.bank.full_softmax`.
 """
 
@@ -24,22 +24,23 @@ from sentence_transformers.sentence_transformer.data_collator import (
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from contaccum.bank.full_softmax import full_softmax_loss
-from contaccum.data.sampling import LABELS, first_texts, samplings_of, text_ids
+from contaccum.bank.full_softmax import compute_full_softmax_loss
+from contaccum.data.sampling import LABELS, first_texts, get_samplings, text_ids
 from contaccum.distributed import rank, world_size
 from contaccum.encoders.query_tower import train_query_tower_alone
 from contaccum.errors import ConfigError
 from contaccum.files import AnyPath
 from contaccum.retrieval.documents import PositiveRows, StoreDocuments
-from contaccum.retrieval.encode import metric_of, model_fingerprint, tokenisation_fingerprint
+from contaccum.retrieval.encode import get_metric, model_fingerprint, tokenisation_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 
 logger = logging.getLogger(__name__)
 
 PASSES_PER_MICRO_STEP = 3
-"""A backward pass costs about two forward passes, so a micro-step costs about three."""
+"""Cost of a micro-step in forward passes: a backward pass costs about two of them."""
 
-_ROWS_AT_ONCE = 10_000
+_ROWS_PER_CHUNK = 10_000
+"""Number of rows of a data set that are hashed at once."""
 
 CITATION = """@inproceedings{lee2021densephrases,
 author={Jinhyuk Lee and Mujeen Sung and Jaewoo Kang and Danqi Chen}, year={2021},
@@ -50,30 +51,32 @@ booktitle={Proceedings of ACL-IJCNLP}, eprint={2012.12624}}"""
 class QuerySideLoss(nn.Module):
     """Cross-entropy of queries over all documents of a store.
 
-    A tied model gets a query tower of its own, in place: a copy of the model, which is trained. The
-    weights of the document tower are frozen and never change, so the store stays valid. Make the
-    loss before the trainer, which collects the weights to train.
+    If the model is tied, it is changed in place: it gets a separate query tower, which is a copy of
+    the encoder and is trained. The weights of the document tower are frozen, so the store stays
+    valid. Make the loss before the trainer, because the trainer collects the weights to train.
 
     Args:
-        model: a SentenceTransformer, whose document tower encoded the store. For an adapter in
-            place of the copy, call `contaccum.encoders.query_tower.add_query_adapter` first.
-        store: an `EmbeddingStore`, its folder (``contaccum encode`` writes one) or
+        model: the SentenceTransformer whose document tower encoded the store. To train an adapter
+            instead of a copy, call `contaccum.encoders.query_tower.add_query_adapter` first.
+        store: an `EmbeddingStore`, the path of its folder (``contaccum encode`` writes one) or
             `StoreDocuments`.
-        scale: 1 / temperature. Similarities are those that the store's model compares by.
+        scale: 1 / temperature. The similarity function is that of the store.
 
     Raises:
-        ConfigError (a ValueError): for a store of another model, prompt or similarity.
-        DataError: for a folder that holds no whole store.
+        ConfigError (a ValueError): for a store that was encoded with another model, prompt or
+            similarity.
+        DataError: for a folder that contains no complete store.
 
     Inputs:
         One column, the tokenised queries; labels: int64 (n, p), for each query the rows of its
-        positives in the store, the positive of this pair first, filled up with `NO_ROW`.
-        `QuerySideCollator` makes both of (anchor, positive, ...) rows. Documents are not tokenised.
+        positives in the store. The positive of the pair comes first, and the rest is padded with
+        `NO_ROW`. `QuerySideCollator` makes both from (anchor, positive, ...) rows. Documents are
+        not tokenised.
 
     Relations:
-        - With ranks of ``torch.distributed``, each reads its share of the blocks of the store, and
-          the loss is that of the queries of all ranks.
-        - A store in float16 or int8 gives the loss over the embeddings that it holds.
+        - With several ranks of ``torch.distributed``, each rank reads its part of the blocks of the
+          store, and the loss is that of the queries of all ranks.
+        - With a store in float16 or int8, the loss uses the rounded embeddings of the store.
 
     Example:
         ```python
@@ -115,23 +118,24 @@ class QuerySideLoss(nn.Module):
         """Compute the loss of a micro-batch of tokenised queries.
 
         Args:
-            sentence_features: one column.
-            labels: int64 (n, p); see the class.
+            sentence_features: the features of one column, the queries.
+            labels: int64 (n, p); see "Inputs" of the class.
         """
         features = list(sentence_features)
         if labels is None or labels.is_floating_point() or labels.ndim != 2 or len(features) != 1:
             raise ValueError(
-                "QuerySideLoss needs the queries alone, and the rows of their positives as labels: "
-                "pass data_collator=QuerySideCollator.of_dataset(...) to the trainer"
+                "QuerySideLoss needs one column of queries, and store rows of their positives as "
+                "labels: pass data_collator=QuerySideCollator.of_dataset(...) to the trainer"
             )
-        started = self._read_clock(labels)
+        start_time = self._read_time(labels)
         queries = self.model(features[0])["sentence_embedding"]
-        encoded = self._read_clock(queries)
+        encoded_time = self._read_time(queries)
         loss = self.compute_loss_from_embeddings(queries, labels)
-        scored = self._read_clock(loss)
-        if self._is_measured:
-            self._report_cost(len(queries), encoded - started, scored - encoded)
-        self._num_micro_steps += torch.is_grad_enabled()
+        end_time = self._read_time(loss)
+        if self._is_timed:
+            self._log_cost(len(queries), encoded_time - start_time, end_time - encoded_time)
+        if torch.is_grad_enabled():
+            self._num_micro_steps += 1
         return loss
 
     def compute_loss_from_embeddings(self, queries: Tensor, labels: Tensor) -> Tensor:
@@ -141,45 +145,47 @@ class QuerySideLoss(nn.Module):
         if documents.similarity == "cos":
             dtype = torch.promote_types(queries.dtype, torch.float32)
             queries = normalize(queries.to(dtype), dim=-1)
-        positives = documents.take(labels[:, 0])
+        positives = documents.get_embeddings(labels[:, 0])
         blocks = documents.blocks(queries.device, rank(), world_size())
         temperature = 1.0 / self.scale
-        return full_softmax_loss(
+        return compute_full_softmax_loss(
             queries, positives, labels[:, 1:], blocks, temperature, is_partitioned
         )
 
-    def _read_clock(self, tensor: Tensor) -> float:
-        """Return the time; in the micro-step that is measured, wait for the GPU first."""
-        if self._is_measured and tensor.device.type == "cuda":
+    def _read_time(self, tensor: Tensor) -> float:
+        """Return the time in seconds; in the timed micro-step, wait for the tensor's GPU first."""
+        if self._is_timed and tensor.device.type == "cuda":
             torch.cuda.synchronize(tensor.device)
         return time.perf_counter()
 
     @property
-    def _is_measured(self) -> bool:
-        """True in the second micro-step: the first one allocates, and reads the store's file."""
+    def _is_timed(self) -> bool:
+        """True in the second micro-step; the first one also allocates and reads the store."""
         return self._num_micro_steps == 1 and torch.is_grad_enabled()
 
-    def _report_cost(self, num_queries: int, encoding: float, scoring: float) -> None:
-        """Report what the encoder and the documents cost in a micro-step.
+    def _log_cost(self, num_queries: int, forward_seconds: float, loss_seconds: float) -> None:
+        """Log the cost of the encoder and of the documents in a micro-step.
 
         Args:
-            encoding: seconds of the encoder's forward pass.
-            scoring: seconds of loss and gradient over all documents.
+            num_queries: number of queries of the micro-step.
+            forward_seconds: time of the encoder's forward pass.
+            loss_seconds: time of the loss and its gradient over all documents.
         """
         if rank() != 0:
             return
-        encoder = PASSES_PER_MICRO_STEP * encoding
-        figures = (
-            f"a micro-step of {num_queries} queries takes some {1e3 * encoder:,.0f} ms in the "
-            f"encoder and {1e3 * scoring:,.0f} ms over {len(self.documents):,} documents"
+        encoder_seconds = PASSES_PER_MICRO_STEP * forward_seconds
+        message = (
+            f"query side: a micro-step of {num_queries} queries takes about "
+            f"{1e3 * encoder_seconds:,.0f} ms in the encoder and {1e3 * loss_seconds:,.0f} ms for "
+            f"the loss over {len(self.documents):,} documents"
         )
-        if scoring > encoder:
+        if loss_seconds > encoder_seconds:
             logger.warning(
-                f"query side: {figures}: most of the time goes into the documents. Use a GPU, a "
-                "smaller corpus, or larger micro-batches"
+                f"{message}. Most of the time is spent on the documents: use a GPU, a smaller "
+                "corpus, or larger micro-batches"
             )
         else:
-            logger.info(f"query side: {figures}")
+            logger.info(message)
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return the settings that sentence-transformers writes into the model card."""
@@ -198,10 +204,10 @@ class QuerySideLoss(nn.Module):
 
 @dataclass
 class QuerySideCollator(SentenceTransformerDataCollator):
-    """Tokenises the queries of (anchor, positive, ...) rows, and labels them with store rows.
+    """Collator that tokenises queries and labels them with the store rows of their positives.
 
     Attributes:
-        positives: finds the rows of a query's positives.
+        positives: the table of store rows of each query's positives.
     """
 
     positives: PositiveRows | None = None
@@ -210,59 +216,62 @@ class QuerySideCollator(SentenceTransformerDataCollator):
     def of_dataset(
         cls, model: SentenceTransformer, documents: StoreDocuments, dataset: Any
     ) -> QuerySideCollator:
-        """Make the collator of a data set whose first columns are queries and positives."""
-        column = next(name for name in dataset.column_names if name not in LABELS)
+        """Make the collator for a data set whose first two columns are queries and positives."""
+        text_columns = [name for name in dataset.column_names if name not in LABELS]
+        query_column = text_columns[0]
         prompts = {}
         prompt = model.prompts.get("query")
         if prompt:
-            prompts[column] = prompt
+            prompts[query_column] = prompt
         return cls(
             preprocess_fn=model.preprocess,
-            router_mapping={column: "query"},
+            router_mapping={query_column: "query"},
             prompts=prompts,
-            positives=known_positives(documents, [dataset]),
+            positives=collect_positives(documents, [dataset]),
         )
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
-        """Collate rows.
+        """Collate (anchor, positive, ...) rows to tokenised queries and labels.
 
         Raises:
-            DataError: for a positive that the store does not hold.
+            DataError: for a positive that is missing in the store.
         """
         if self.positives is None:
-            raise ConfigError("QuerySideCollator: make it with QuerySideCollator.of_dataset(...)")
+            raise ConfigError(
+                "QuerySideCollator has no positives: make it by QuerySideCollator.of_dataset(...)"
+            )
         columns = [name for name in features[0] if name not in LABELS]
         query_column, positive_column = columns[:2]
         queries = [str(row[query_column]) for row in features]
         positives = [str(row[positive_column]) for row in features]
         labels = self.positives.label_batch(queries, positives)
-        rows = []
+        query_rows = []
         for row, label in zip(features, labels, strict=True):
             query_row = {query_column: row[query_column], "label": label}
             if "dataset_name" in row:
                 query_row["dataset_name"] = row["dataset_name"]
-            rows.append(query_row)
-        return super().__call__(rows)
+            query_rows.append(query_row)
+        return super().__call__(query_rows)
 
 
-def known_positives(documents: StoreDocuments, datasets: Sequence[Any]) -> PositiveRows:
-    """Return the rows of all known positives of the queries in some data sets."""
-    pairs = [pair_ids(dataset) for dataset in datasets]
-    ids = np.concatenate(pairs) if pairs else np.empty((0, 2), dtype=np.int64)
+def collect_positives(documents: StoreDocuments, datasets: Sequence[Any]) -> PositiveRows:
+    """Collect the store rows of all known positives of the queries in the data sets."""
+    no_ids = np.empty((0, 2), dtype=np.int64)
+    ids = np.concatenate([no_ids, *[hash_pairs(dataset) for dataset in datasets]])
     return PositiveRows(documents, ids[:, 0], ids[:, 1])
 
 
-def pair_ids(dataset: Any) -> np.ndarray:
-    """Return hashes of query and positive for every pair of a data set, int64 (p, 2).
+def hash_pairs(dataset: Any) -> np.ndarray:
+    """Compute the hashes of query and positive for every pair of a data set, int64 (p, 2).
 
-    They include the pairs that a row may have in another epoch. Of a stream it returns none, so
-    a query's other positives count as negatives there.
+    The pairs include those that a row has in other epochs only. For a streamed data set, which has
+    no length, there are none, so the other positives of a query count as negatives.
     """
     parts = [np.empty((0, 2), dtype=np.int64)]
     if not hasattr(dataset, "__len__"):
         return parts[0]
-    pairs = pairs_of_rows(dataset)
-    while rows := list(islice(pairs, _ROWS_AT_ONCE)):
+    pairs = iterate_pairs(dataset)
+    while rows := list(islice(pairs, _ROWS_PER_CHUNK)):
         counts = [len(positives) for _, positives in rows]
         query_ids = np.repeat(text_ids(query for query, _ in rows), counts)
         positive_ids = text_ids(text for _, positives in rows for text in positives)
@@ -270,12 +279,13 @@ def pair_ids(dataset: Any) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def pairs_of_rows(dataset: Any) -> Iterator[tuple[str, list[str]]]:
-    """Yield the query of each row, in order, and the positives that it may have in any epoch."""
-    samplings = samplings_of(dataset)
+def iterate_pairs(dataset: Any) -> Iterator[tuple[str, list[str]]]:
+    """Yield the query of each row, in order, with its positives in all epochs."""
+    samplings = get_samplings(dataset)
     if samplings:
         for batch in dataset.with_format(None).iter(1000):
-            for pair in samplings[0].pairs(batch["query"]):  # a column of row numbers
+            # In this format the column "query" contains row numbers.
+            for pair in samplings[0].pairs(batch["query"]):
                 yield pair["query"], pair["positive"]
         return
     for texts in first_texts(dataset):
@@ -285,28 +295,34 @@ def pairs_of_rows(dataset: Any) -> Iterator[tuple[str, list[str]]]:
 
 
 def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
-    """Refuse a store that this model's document tower did not write.
+    """Refuse a store that the document tower of this model did not encode.
 
     Raises:
-        ConfigError: the message names what differs.
+        ConfigError: for another model, prompt or similarity, which the message names.
     """
-    about = store.about
+    about = store.metadata
     if about["kind"] != "document":
-        raise ConfigError(f"{store.folder}: holds queries; encode documents (--kind document)")
+        raise ConfigError(
+            f"{store.folder}: holds queries: encode the documents (--kind document), and use that "
+            "store"
+        )
     if store.dtype == "binary":
-        raise ConfigError(f"{store.folder}: is binary, too coarse to train on; encode in int8")
+        raise ConfigError(
+            f"{store.folder}: is binary, which is too coarse for training: encode with dtype int8 "
+            "or float16"
+        )
     remedy = "encode the corpus with this model, or train the model that wrote the store"
     if about["model"] != model_fingerprint(model, "document"):
-        name = about.get("model_name", "of no known name")
+        name = about.get("model_name", "of unknown name")
         raise ConfigError(f"{store.folder}: was encoded by another model, {name}: {remedy}")
     if about["tokenisation"] != tokenisation_fingerprint(model, "document"):
         raise ConfigError(
             f"{store.folder}: was encoded with another prompt, length or pooling of documents: "
             f"{remedy}"
         )
-    similarity = metric_of(model)
+    similarity = get_metric(model)
     if about["similarity"] != similarity:
         raise ConfigError(
-            f"{store.folder}: is compared by {about['similarity']}, this model by {similarity}: "
-            f"{remedy}"
+            f"{store.folder}: is compared by {about['similarity']}, but this model by "
+            f"{similarity}: {remedy}"
         )

@@ -1,9 +1,9 @@
-"""Functions on the features of a column.
+"""Functions on the features of a column: text ids, the number of texts, the first texts.
 
-They count its texts, cut out the first ones, and compute an id of each text. They read the layouts
-of all sentence-transformers preprocessors: tokens lie in padded rows, in one flattened row
-(FlashAttention), or in one stream with offsets (StaticEmbedding); images, audio and video come
-beside tokens or alone. Equal content has an equal id in every layout. This module computes no loss.
+They support the layouts of all sentence-transformers preprocessors: tokens in padded rows, in one
+flattened row (FlashAttention), or in one stream with offsets (StaticEmbedding); images, audio and
+video with tokens or without. Equal content has an equal id in every layout. This module computes no
+loss.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-# Private, but the only function that can cut all layouts.
+# A private function, but the only one that splits features of every layout.
 from sentence_transformers.base.losses.gradcache import _create_minibatch
 from torch import Tensor
 
 from contaccum.bank.logits import NO_ID
 
-# Odd factors of positions, a different one for each axis of a tensor.
+# Random odd 64-bit numbers. Multiplied by a position they give each axis of a tensor its own hash.
 _AXIS_FACTORS = (
     -4417276706812531889,
     -7046029254386353131,
@@ -32,7 +32,7 @@ _VALUE_FACTOR = _AXIS_FACTORS[1]
 _MEDIA_POSITION_FACTOR = _AXIS_FACTORS[1]
 
 _VALUES_PER_CHUNK = 2**20
-"""Values of images, audio and video that are hashed at once; hashing needs some 40 bytes each."""
+"""Number of values of images, audio and video to hash at once; each takes about 40 bytes."""
 
 _INT_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by their size in bytes."""
@@ -41,8 +41,8 @@ _INT_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def content_ids(features: dict[str, Any]) -> Tensor | None:
     """Compute a 64-bit hash of each text's content, int64 (n,).
 
-    Padding on either side, flattening and streaming do not change the hash. Texts that truncation
-    makes equal are equal to the encoder too, so they have equal ids.
+    Padding on either side, flattening and streaming do not change the hash. Texts that are equal
+    after truncation have equal ids, because the encoder gets the same tokens.
 
     Args:
         features: the features of one column. Embeddings that a model has added are ignored. Tokens
@@ -52,11 +52,11 @@ def content_ids(features: dict[str, Any]) -> Tensor | None:
             patch, with ``num_images_per_sample``, ``image_grid_thw`` and the like.
 
     Returns:
-        The hashes, or None if the features do not show which content belongs to which text.
+        The hashes, or None if it cannot be determined which content belongs to which text.
     """
-    num_texts = rows_in(features)
+    num_texts = count_texts(features)
     has_tokens = features.get("input_ids") is not None
-    media = _media_tensors(features)
+    media = _select_media(features)
     if num_texts is None or not (has_tokens or media):
         return None
     if has_tokens:
@@ -65,60 +65,66 @@ def content_ids(features: dict[str, Any]) -> Tensor | None:
         device = next(iter(media.values())).device
         hashes = torch.zeros(num_texts, dtype=torch.int64, device=device)
     for key, values in media.items():
-        text_of_row = _texts_of_rows(features, key, num_texts)
+        text_of_row = _get_text_of_each_row(features, key, num_texts)
         if text_of_row is None:
             return None
         first_row_of_text = torch.searchsorted(text_of_row, text_of_row)
         rows = torch.arange(len(values), device=text_of_row.device)
         positions = rows - first_row_of_text
-        row_hashes = mix64(_hash_values(values) + positions * _MEDIA_POSITION_FACTOR)
-        hashes = mix64(hashes).index_add(0, text_of_row, row_hashes)
-    return mix64(hashes)
+        row_hashes = mix_bits(_hash_values(values) + positions * _MEDIA_POSITION_FACTOR)
+        hashes = mix_bits(hashes).index_add(0, text_of_row, row_hashes)
+    return mix_bits(hashes)
 
 
-def combine_ids(label_ids: Tensor | None, token_ids: Tensor | None) -> Tensor | None:
-    """Stack the two ids of each text, int64 (n, 2).
+def stack_ids(label_ids: Tensor | None, content_hashes: Tensor | None) -> Tensor | None:
+    """Stack the two ids of each text to int64 (n, 2); missing ids are `NO_ID`.
 
-    The first is its id in the labels, the second the hash of its tokens.
-    Texts that differ in case, in white space or after the truncation have equal tokens but no
-    equal label. A missing id is `NO_ID`. Return None if both are missing.
+    Both are needed: texts that differ only in case, in white space or after truncation have
+    different label ids but equal tokens.
+
+    Args:
+        label_ids: int64 (n,), ids of the texts in the data set, or None.
+        content_hashes: int64 (n,), from `content_ids`, or None.
+
+    Returns:
+        The stack, or None if both are None.
     """
-    present = label_ids if label_ids is not None else token_ids
-    if present is None:
-        return None
-    columns = []
-    for ids in (label_ids, token_ids):
-        if ids is None:
-            ids = torch.full_like(present, NO_ID)
-        columns.append(ids.to(present.device))
-    return torch.stack(columns, dim=1)
+    if content_hashes is None:
+        if label_ids is None:
+            return None
+        content_hashes = torch.full_like(label_ids, NO_ID)
+    if label_ids is None:
+        label_ids = torch.full_like(content_hashes, NO_ID)
+    return torch.stack([label_ids, content_hashes.to(label_ids.device)], dim=1)
 
 
-def rows_in(features: dict[str, Any]) -> int | None:
-    """Return the number of texts of a column, or None if the features do not show it."""
-    starts = _text_starts(features)
+def count_texts(features: dict[str, Any]) -> int | None:
+    """Return the number of texts of a column, or None if it cannot be determined."""
+    starts = _get_text_starts(features)
     if starts is not None:
         return len(starts)
     tokens = features.get("input_ids")
     if isinstance(tokens, Tensor):
-        return len(tokens) if tokens.ndim == 2 else None
+        if tokens.ndim == 2:
+            return len(tokens)
+        return None
     for key, value in features.items():
         if key.startswith("num_") and key.endswith("_per_sample"):
             return len(value)
     for value in features.values():
-        if isinstance(value, Tensor) and value.ndim:
+        if isinstance(value, Tensor) and value.ndim > 0:
             return len(value)
     return None
 
 
-def first_rows(features: dict[str, Any], rows: int) -> dict[str, Tensor] | None:
-    """Copy the tensors and numbers of a column's first texts, ``rows`` at most.
+def copy_first_texts(features: dict[str, Any], max_texts: int) -> dict[str, Tensor] | None:
+    """Copy the tensors and numbers of the first ``max_texts`` texts of a column.
 
-    Return None if the other texts cannot be cut off.
+    Return None if these texts cannot be separated from the other texts.
     """
-    num_texts = rows_in(features)
-    if num_texts is None or num_texts > rows:
-        selected = _cut_first_texts(features, rows)
+    num_texts = count_texts(features)
+    if num_texts is None or num_texts > max_texts:
+        selected = _select_first_texts(features, max_texts)
         if selected is None:
             return None
         features = selected
@@ -129,10 +135,10 @@ def first_rows(features: dict[str, Any], rows: int) -> dict[str, Tensor] | None:
     return copies
 
 
-def mix64(x: Tensor) -> Tensor:
+def mix_bits(x: Tensor) -> Tensor:
     """Mix the bits of int64 numbers with the finaliser of SplitMix64 (Steele et al., 2014).
 
-    It is a bijection. Its products wrap around.
+    The function is a bijection. Its products overflow, which is intended.
     """
     x = (x ^ _shift_right(x, 30)) * -4658895280553007687
     x = (x ^ _shift_right(x, 27)) * -7723592293110705685
@@ -140,39 +146,40 @@ def mix64(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift int64 numbers to the right, with zeros from the left.
+    """Shift int64 numbers to the right, and fill up with zeros on the left.
 
-    ``>>`` alone repeats the sign bit, and `mix64` would then give -1 and 0 the same hash.
+    The operator ``>>`` fills up with the sign bit, and `mix_bits` would then give -1 and 0 the same
+    hash.
     """
     remaining_bits = (1 << (64 - bits)) - 1
     return (x >> bits) & remaining_bits
 
 
-def _cut_first_texts(features: dict[str, Any], rows: int) -> dict[str, Any] | None:
-    """Return the features of the first texts, or None if their content is not the same."""
+def _select_first_texts(features: dict[str, Any], num_texts: int) -> dict[str, Any] | None:
+    """Return the features of the first texts, or None if their ids change by the selection."""
     ids = content_ids(features)
     if ids is None:
         return None
     if "offsets" in features:
         offsets = features["offsets"]
         selected = {
-            "input_ids": features["input_ids"][: offsets[rows]],
-            "offsets": offsets[:rows],
+            "input_ids": features["input_ids"][: offsets[num_texts]],
+            "offsets": offsets[:num_texts],
         }
     else:
-        selected = _create_minibatch(features, 0, rows)
-    # `_create_minibatch` cannot cut a flattened row that has position ids alone, and before
-    # sentence-transformers 6.2 it cannot cut images.
+        selected = _create_minibatch(features, 0, num_texts)
+    # `_create_minibatch` cannot split a flattened row that has only position ids, and before
+    # sentence-transformers 6.2 it cannot split images.
     selected_ids = content_ids(selected)
-    if selected_ids is None or not torch.equal(selected_ids, ids[:rows]):
+    if selected_ids is None or not torch.equal(selected_ids, ids[:num_texts]):
         return None
     return selected
 
 
-def _media_tensors(features: dict[str, Any]) -> dict[str, Tensor]:
+def _select_media(features: dict[str, Any]) -> dict[str, Tensor]:
     """Return the floating-point inputs, which are images, audio and video.
 
-    Embeddings that a model has added are outputs, and are left out.
+    Embeddings are left out, because they are outputs that a model has added.
     """
     media = {}
     for key, value in features.items():
@@ -184,31 +191,31 @@ def _media_tensors(features: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _hash_tokens(features: dict[str, Any]) -> Tensor:
-    """Sum the hashes of each text's tokens and their positions, int64 (n,).
+    """Sum the hashes of each text's tokens with their positions, int64 (n,).
 
-    Padding counts neither as a token nor in the positions.
+    Padding tokens are skipped, and positions do not count them.
     """
     tokens = features["input_ids"].long()
-    starts = _text_starts(features)
+    starts = _get_text_starts(features)
     if starts is None:
         attention_mask = features.get("attention_mask")
         if attention_mask is None:
             attention_mask = torch.ones_like(tokens)
         is_token = attention_mask.long()
         positions = is_token.cumsum(1)
-        hashes = mix64(tokens * _TOKEN_FACTOR + positions * _TOKEN_POSITION_FACTOR)
+        hashes = mix_bits(tokens * _TOKEN_FACTOR + positions * _TOKEN_POSITION_FACTOR)
         return (hashes * is_token).sum(1)
     indices = torch.arange(tokens.numel(), device=tokens.device)
     text_of_token = torch.searchsorted(starts, indices, right=True) - 1
     positions = indices - starts[text_of_token] + 1
-    hashes = mix64(tokens.flatten() * _TOKEN_FACTOR + positions * _TOKEN_POSITION_FACTOR)
+    hashes = mix_bits(tokens.flatten() * _TOKEN_FACTOR + positions * _TOKEN_POSITION_FACTOR)
     return hashes.new_zeros(len(starts)).index_add(0, text_of_token, hashes)
 
 
-def _text_starts(features: dict[str, Any]) -> Tensor | None:
-    """Return the index of each text's first token if all tokens lie in one row, int64 (n,).
+def _get_text_starts(features: dict[str, Any]) -> Tensor | None:
+    """Return the index of each text's first token, int64 (n,), if all tokens lie in one row.
 
-    Return None if each text has a row of its own.
+    Return None if each text has its own row.
     """
     bounds = features.get("cu_seq_lens_q")
     if isinstance(bounds, Tensor):
@@ -224,11 +231,14 @@ def _text_starts(features: dict[str, Any]) -> Tensor | None:
     return None
 
 
-def _texts_of_rows(features: dict[str, Any], key: str, num_texts: int) -> Tensor | None:
+def _get_text_of_each_row(features: dict[str, Any], key: str, num_texts: int) -> Tensor | None:
     """Return the index of the text that each row of ``features[key]`` belongs to.
 
-    ``features[key]`` is a tensor of images, audio or video. The indices are int64 and ascend.
-    Return None if the features do not show them.
+    Args:
+        key: key of a tensor of images, audio or video.
+
+    Returns:
+        Ascending indices, int64, or None if they cannot be determined.
     """
     num_rows = len(features[key])
     text_of_row = torch.arange(num_texts, device=features[key].device)
@@ -259,7 +269,8 @@ def _hash_values(values: Tensor) -> Tensor:
         factor = _AXIS_FACTORS[axis % len(_AXIS_FACTORS)]
         steps = torch.arange(1, size + 1, device=values.device) * factor
         num_later_axes = len(shape) - axis - 1
-        positions = positions + mix64(steps).view(-1, *[1] * num_later_axes)
+        shape_of_axis = (-1, *[1] * num_later_axes)
+        positions = positions + mix_bits(steps).view(shape_of_axis)
     int_type = _INT_TYPES[values.element_size()]
     values_per_row = max(shape.numel(), 1)
     rows_per_chunk = max(1, _VALUES_PER_CHUNK // values_per_row)
@@ -267,6 +278,6 @@ def _hash_values(values: Tensor) -> Tensor:
     for chunk in values.detach().split(rows_per_chunk):
         without_negative_zeros = chunk + 0.0
         bits = without_negative_zeros.contiguous().view(int_type).long()
-        value_hashes = torch.where(bits == 0, 0, mix64(bits * _VALUE_FACTOR + positions))
+        value_hashes = torch.where(bits == 0, 0, mix_bits(bits * _VALUE_FACTOR + positions))
         hashes.append(value_hashes.flatten(1).sum(1))
     return torch.cat(hashes)

@@ -1,8 +1,8 @@
-"""One HTML page of runs, evaluations and comparisons, which needs no network and no script.
+"""One HTML page of runs, evaluations and comparisons, without scripts and network access.
 
 The content of the page is computed here; page.html.j2 puts it into words and tables. Jinja escapes
-every text, matplotlib escapes those of its plots, and the page's policy lets no script run and
-nothing load.
+all texts of the page, matplotlib escapes the texts in plots, and the page's content security policy
+forbids scripts and external resources.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,13 @@ from contaccum.errors import ConfigError
 from contaccum.evaluation.metrics import MAIN_METRICS, add_holm
 from contaccum.evaluation.tables import compare_queries
 from contaccum.files import redact
-from contaccum.report.panels import EVAL_METRIC, comparison_panels, log_panels, to_svg
+from contaccum.report.panels import EVAL_METRIC, Panel, comparison_panels, log_panels, to_svg
 from contaccum.report.sources import Log, Source, read_source
 from contaccum.training.log import EVAL_LOG, TRAIN_LOG, CollapseWatch
 
 _FOLDER = Path(__file__).parent
 STYLE_FILE = _FOLDER / "page.css"
-_MAX_CHANGES = 50  # gains, and losses, that are listed for a pair of results
+_MAX_CHANGES = 50  # listed gains, and listed losses, for a pair of results
 _MAX_METRICS = 6  # columns of a table of results
 _MAX_TITLE_NAMES = 4
 _MAX_WARNING = 300  # characters
@@ -44,91 +44,121 @@ def build_page(paths: Sequence[Path], metric: str | None = None) -> str:
     """Return the page of the runs, evaluations and comparisons at some paths.
 
     Args:
-        metric: the metric that evaluations are compared by; None: nDCG@10, or the first main metric
-            that all results have.
+        paths: folders and files that `read_source` reads.
+        metric: metric to compare evaluations by; None: nDCG@10, or the first main metric that all
+            results have.
 
     Raises:
         UserError: a path holds nothing that can be reported.
         ConfigError: no result has the metric.
     """
-    sources = [source for path in paths for source in read_source(path)]
-    title = _title(sources)
-    runs = [source for source in sources if source.kind == "run"]
-    evaluations = [source for source in sources if source.kind == "evaluation"]
-    comparisons = [source for source in sources if source.kind == "comparison"]
+    sources: list[Source] = []
+    for path in paths:
+        sources.extend(read_source(path))
+    title = _make_title(sources)
+    runs = _select_sources(sources, "run")
+    evaluations = _select_sources(sources, "evaluation")
+    comparisons = _select_sources(sources, "comparison")
     _make_names_unique(runs)
     _make_names_unique(comparisons)
     comparison_parts = []
     for comparison in comparisons:
         panels = comparison_panels(comparison)
-        comparison_parts.append((comparison, _warnings(comparison.logs), panels))
-    picture_numbers = itertools.count(1)
-    made_at = datetime.now(UTC)
+        comparison_parts.append((comparison, _collect_warnings(comparison.logs), panels))
+    created_at = datetime.now(UTC)
     page = template(_FOLDER / "page.html.j2", autoescape=True, finalize=redact_text)
     return page.render(
         title=title,
-        training=_training(runs),
-        evaluations=_evaluations(evaluations, metric),
+        training=_summarize_training(runs),
+        evaluations=_make_data_sections(evaluations, metric),
         comparisons=comparison_parts,
         style=STYLE_FILE.read_text(encoding="utf-8"),
-        svg=lambda panel: to_svg(panel, salt=str(next(picture_numbers))),
+        svg=make_svg_renderer(),
         cost=COST,
         notes=NOTES,
         metrics=METRICS,
         main_metric=next(iter(METRICS)),
         table_rows=table_rows,
         max_changes=_MAX_CHANGES,
-        made=f"contaccum {__version__}, {made_at:%Y-%m-%d %H:%M} UTC",
+        created=f"contaccum {__version__}, {created_at:%Y-%m-%d %H:%M} UTC",
     )
 
 
 def redact_text(value: Any) -> Any:
-    """Blank credentials in a plain text, and leave other values and markup as they are.
+    """Replace credentials in a plain text; return other values and markup unchanged.
 
-    Jinja calls this before it escapes the text.
+    Jinja calls this function before it escapes the text. Markup is a subclass of `str`.
     """
-    return redact(value) if type(value) is str else value
+    if type(value) is str:
+        return redact(value)
+    return value
 
 
-def _title(sources: Sequence[Source]) -> str:
-    """Return what was compared on which data: "contaccum and grad_accum on scifact"."""
+def make_svg_renderer() -> Callable[[Panel], str]:
+    """Return a function that renders the panels of one page, each with a salt of its own."""
+    picture_numbers = itertools.count(1)
+
+    def render_svg(panel: Panel) -> str:
+        return to_svg(panel, salt=str(next(picture_numbers)))
+
+    return render_svg
+
+
+def _select_sources(sources: Sequence[Source], source_type: str) -> list[Source]:
+    return [source for source in sources if source.source_type == source_type]
+
+
+def _make_title(sources: Sequence[Source]) -> str:
+    """Return a title with models and data, such as "contaccum and grad_accum on scifact"."""
     num_sources: Counter[tuple[str, str, tuple[str, ...]]] = Counter()
     for source in sources:
-        data = tuple(_data_names(source))
-        for name in _entry_names(source):
-            num_sources[name, source.kind, data] += 1
+        data_names = tuple(_get_data_names(source))
+        for name in _get_entry_names(source):
+            num_sources[name, source.source_type, data_names] += 1
     counted_names: dict[str, str] = {}
-    for (name, kind, _), count in num_sources.items():
-        counted_name = f"{name} ({_count_word(count)} {kind}s)" if count > 1 else name
-        # A run and its evaluation are one name, with the count of either if there is one.
-        if name not in counted_names or count > 1:
-            counted_names[name] = counted_name
+    for (name, source_type, _), count in num_sources.items():
+        # A run and its evaluation share a name, which appears once: with a count if there is one.
+        if count > 1:
+            counted_names[name] = f"{name} ({_spell_count(count)} {source_type}s)"
+        else:
+            counted_names.setdefault(name, name)
     names = _shorten_list(list(counted_names.values()))
-    results = [source for source in sources if source.kind != "run"]
-    test_data = dict.fromkeys(data for source in results for data in _data_names(source))
-    training_data = dict.fromkeys(data for source in sources for data in _data_names(source))
+    test_data: list[str] = []
+    training_data: list[str] = []
+    for source in sources:
+        if source.source_type == "run":
+            training_data.extend(_get_data_names(source))
+        else:
+            test_data.extend(_get_data_names(source))
     if test_data:
-        return f"{names} on {_shorten_list(list(test_data))}"
+        return f"{names} on {_shorten_list(_drop_repeated(test_data))}"
     if training_data:
-        return f"{names} trained on {_shorten_list(list(training_data))}"
+        return f"{names} trained on {_shorten_list(_drop_repeated(training_data))}"
     return names
 
 
-def _entry_names(source: Source) -> list[str]:
+def _drop_repeated(names: Iterable[str]) -> list[str]:
+    """Return the names in their order, each once."""
+    return list(dict.fromkeys(names))
+
+
+def _get_entry_names(source: Source) -> list[str]:
     """Return the names of a comparison's entries, or the name of any other source."""
-    if source.kind == "comparison":
+    if source.source_type == "comparison":
         return [entry["name"] for entry in source.record["entries"]]
     return [source.name]
 
 
-def _data_names(source: Source) -> list[str]:
+def _get_data_names(source: Source) -> list[str]:
     """Return the names of a result's or comparison's data sets, or of a run's training sets."""
     data = source.record.get("data", {})
-    if source.kind == "comparison":
+    if source.source_type == "comparison":
         return [part["name"] for part in data["evaluation"]]
-    if source.kind == "run":
+    if source.source_type == "run":
         return list(data.get("sets", {}))
-    return [data["name"]] if data.get("name") else []
+    if data.get("name"):
+        return [data["name"]]
+    return []
 
 
 def _shorten_list(names: Sequence[str]) -> str:
@@ -136,73 +166,105 @@ def _shorten_list(names: Sequence[str]) -> str:
     if len(names) <= _MAX_TITLE_NAMES:
         return join_words(names)
     shown = names[: _MAX_TITLE_NAMES - 1]
-    return join_words([*shown, f"{_count_word(len(names) - len(shown))} others"])
+    num_others = len(names) - len(shown)
+    return join_words([*shown, f"{_spell_count(num_others)} others"])
 
 
-def _count_word(count: int) -> str:
-    return _COUNTS[count] if count < len(_COUNTS) else str(count)
+def _spell_count(count: int) -> str:
+    if count < len(_COUNTS):
+        return _COUNTS[count]
+    return str(count)
 
 
 def _make_names_unique(sources: Sequence[Source]) -> None:
-    """Number equal names, since tables and curves are by name: "mine" and "mine (second)"."""
+    """Add numbers to equal names, as in "mine" and "mine (second)".
+
+    Tables and curves are identified by these names.
+    """
     num_seen: Counter[str] = Counter()
     for source in sources:
         name = source.name
         num_seen[name] += 1
         number = num_seen[name]
         if number > 1:
-            ordinal = _ORDINALS[number - 1] if number <= len(_ORDINALS) else f"number {number}"
+            ordinal = f"number {number}"
+            if number <= len(_ORDINALS):
+                ordinal = _ORDINALS[number - 1]
             source.name = f"{name} ({ordinal})"
 
 
-def _training(runs: Sequence[Source]) -> dict[str, Any]:
-    """Return each run's figures and settings, the settings that differ, warnings and curves."""
-    train_logs = {run.name: run.logs[TRAIN_LOG] for run in runs}
-    eval_logs = {run.name: run.logs[EVAL_LOG] for run in runs}
-    rows = [_run_row(run) for run in runs]
+def _summarize_training(runs: Sequence[Source]) -> dict[str, Any]:
+    """Return scores and settings of each run, the settings that differ, warnings and curves."""
+    rows = []
+    train_logs: dict[str, Log] = {}
+    train_curves: dict[str, list[Log]] = {}
+    eval_curves: dict[str, list[Log]] = {}
+    eval_keys: list[str] = []
+    for run in runs:
+        rows.append(_make_run_row(run))
+        train_log = run.logs[TRAIN_LOG]
+        eval_log = run.logs[EVAL_LOG]
+        train_logs[run.name] = train_log
+        train_curves[run.name] = [train_log]
+        eval_curves[run.name] = [eval_log]
+        for record in eval_log:
+            eval_keys.extend(record)
     for row in rows[1:]:
-        row["difference"] = _best_difference(row, rows[0])
-    settings = dict.fromkeys(key for row in rows for key in row["settings"])
-    differing = []
-    for key in settings:
-        values = {row["settings"].get(key, "") for row in rows}
-        if len(values) > 1:
-            differing.append(key)
-    eval_records = itertools.chain.from_iterable(eval_logs.values())
-    eval_metrics = dict.fromkeys(key for record in eval_records for key in record if "@" in key)
-    eval_panels = log_panels({name: [log] for name, log in eval_logs.items()}, list(eval_metrics))
+        row["difference"] = _compute_best_difference(row, rows[0])
+    eval_metrics = [key for key in _drop_repeated(eval_keys) if "@" in key]
     return {
         "runs": rows,
-        "differing": differing,
-        "warnings": _warnings(train_logs),
-        "panels": eval_panels + log_panels({name: [log] for name, log in train_logs.items()}),
+        "differing": _find_differing_settings([row["settings"] for row in rows]),
+        "warnings": _collect_warnings(train_logs),
+        "panels": log_panels(eval_curves, eval_metrics) + log_panels(train_curves),
     }
 
 
-def _run_row(run: Source) -> dict[str, Any]:
-    """Return the figures of a training run for its row of the table, and its settings."""
+def _find_differing_settings(settings_of_runs: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the names of the settings that are not equal in all runs."""
+    names: list[str] = []
+    for settings in settings_of_runs:
+        names.extend(settings)
+    differing = []
+    for name in _drop_repeated(names):
+        values = {settings.get(name, "") for settings in settings_of_runs}
+        if len(values) > 1:
+            differing.append(name)
+    return differing
+
+
+def _make_run_row(run: Source) -> dict[str, Any]:
+    """Return a training run's row of the table, and its settings.
+
+    ``best`` is the best score on dev and the update at which it was reached.
+    """
     log = run.logs[TRAIN_LOG]
-    evaluations = [record for record in run.logs[EVAL_LOG] if EVAL_METRIC in record]
-    scores = [(record[EVAL_METRIC], record["update"]) for record in evaluations]
+    last_record = log[-1] if log else {"update": 0, "loss": None}
+    scores = []
+    for record in run.logs[EVAL_LOG]:
+        if EVAL_METRIC in record:
+            scores.append((record[EVAL_METRIC], record["update"]))
     arguments = run.record["arguments"]
+    settings = {key: str(value) for key, value in arguments.items() if key != "output_dir"}
+    seconds = [record["seconds"] for record in log]
     return {
         "name": run.name,
         "record": run.record,
-        "settings": {key: str(value) for key, value in arguments.items() if key != "output_dir"},
+        "settings": settings,
         "bank_size": arguments.get("bank_size"),
         "best": max(scores, default=None),
         "difference": None,
-        "last": log[-1]["update"] if log else 0,
-        "loss": log[-1]["loss"] if log else None,
-        "seconds": statistics.median([record["seconds"] for record in log] or [0.0]),
+        "last": last_record["update"],
+        "loss": last_record["loss"],
+        "seconds": statistics.median(seconds or [0.0]),
         "memory": max((record["peak_memory_mb"] for record in log), default=0.0),
     }
 
 
-def _best_difference(row: Mapping[str, Any], first: Mapping[str, Any]) -> float | None:
-    """Return the difference of a run's best score to the first run's.
+def _compute_best_difference(row: Mapping[str, Any], first: Mapping[str, Any]) -> float | None:
+    """Return a run's best score minus the first run's best score.
 
-    It is None if the two were not scored on the same data, or one has no score.
+    The result is None if the two runs were not scored on the same data, or one has no score.
     """
     evaluation = row["record"].get("evaluation")
     if evaluation is None or evaluation != first["record"].get("evaluation"):
@@ -212,7 +274,7 @@ def _best_difference(row: Mapping[str, Any], first: Mapping[str, Any]) -> float 
     return float(row["best"][0] - first["best"][0])
 
 
-def _warnings(logs: Mapping[str, Log]) -> list[str]:
+def _collect_warnings(logs: Mapping[str, Log]) -> list[str]:
     """Return a line for each collapse and each skipped update that a log shows.
 
     Args:
@@ -221,38 +283,48 @@ def _warnings(logs: Mapping[str, Log]) -> list[str]:
     lines = []
     for name, log in logs.items():
         watch = CollapseWatch()
-        warnings = [warning for record in log for warning in watch.observe(record)]
+        warnings: list[str] = []
+        for record in log:
+            warnings.extend(watch.observe(record))
         for record in log:
             if record.get("skipped"):
                 warnings.append(f"update {record['update']}: skipped, not finite")
-        lines += [f"{name}: {warning[:_MAX_WARNING]}" for warning in warnings]
+        for warning in warnings:
+            lines.append(f"{name}: {warning[:_MAX_WARNING]}")
     return lines
 
 
-def _evaluations(evaluations: Sequence[Source], metric: str | None) -> list[dict[str, Any]]:
+def _make_data_sections(evaluations: Sequence[Source], metric: str | None) -> list[dict[str, Any]]:
     """Return the content of the section of each data set."""
-    available = dict.fromkeys(name for source in evaluations for name in source.record["metrics"])
+    available: list[str] = []
+    for source in evaluations:
+        available.extend(source.record["metrics"])
     if metric is not None and evaluations and metric not in available:
-        raise ConfigError(f"--metric {metric}: no result has it; there are {', '.join(available)}")
-    by_data: dict[tuple[Any, ...], list[Source]] = {}
+        names = ", ".join(_drop_repeated(available))
+        raise ConfigError(f"--metric {metric}: no result has it; there are {names}")
+    by_data: dict[tuple[str | None, ...], list[Source]] = {}
     for source in evaluations:
         identity = tuple(source.record["data"].get(name) for name in _DATA_IDENTITY)
         by_data.setdefault(identity, []).append(source)
-    return [_data_section(results, metric) for results in by_data.values()]
+    return [_make_data_section(results, metric) for results in by_data.values()]
 
 
-def _data_section(results: Sequence[Source], metric: str | None) -> dict[str, Any]:
-    """Return the results on one data set, their common metrics, and each against the first."""
+def _make_data_section(results: Sequence[Source], metric: str | None) -> dict[str, Any]:
+    """Return the results on one data set, their common metrics, and comparisons with the first."""
     _make_names_unique(results)
-    first, *others = results
-    preferred = [metric] if metric else []
-    names = dict.fromkeys([*preferred, *MAIN_METRICS, *first.record["metrics"]])
-    common = [name for name in names if all(name in source.record["metrics"] for source in results)]
+    first = results[0]
+    names = [*MAIN_METRICS, *first.record["metrics"]]
+    if metric is not None:
+        names.insert(0, metric)
+    common = []
+    for name in _drop_repeated(names):
+        if all(name in source.record["metrics"] for source in results):
+            common.append(name)
     pairs = []
     if common:
-        first_scores = _scores_by_query(first, common[0])
-        for other in others:
-            scores = _scores_by_query(other, common[0])
+        first_scores = _get_scores_by_query(first, common[0])
+        for other in results[1:]:
+            scores = _get_scores_by_query(other, common[0])
             changes = compare_queries(scores, first_scores, shown=_MAX_CHANGES)
             pairs.append({**changes, "name": other.name})
     add_holm(pairs)
@@ -264,5 +336,5 @@ def _data_section(results: Sequence[Source], metric: str | None) -> dict[str, An
     }
 
 
-def _scores_by_query(evaluation: Source, metric: str) -> dict[str, float]:
+def _get_scores_by_query(evaluation: Source, metric: str) -> dict[str, float]:
     return {query: scores[metric] for query, scores in evaluation.record["per_query"].items()}

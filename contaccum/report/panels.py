@@ -1,6 +1,6 @@
 """Plots of training curves, each as an SVG for the page, or all side by side in a PNG.
 
-This module decides which values are plotted; page.html.j2 decides where the plots stand.
+This module decides which values are plotted; page.html.j2 decides where the plots appear.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from contaccum.comparison.summary import METRICS, cell_name
+from contaccum.evaluation.results import JsonObject
 from contaccum.report.sources import Log, Source
 
-_INK = "#010203"  # colour of text and axes, which to_svg replaces by the page's own
+_INK = "#010203"  # placeholder colour, which to_svg replaces by the page's text colour
 _STYLE: Any = {  # Any, because matplotlib's type for the keys is a literal of all of them
-    "svg.fonttype": "none",  # texts stay texts
-    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
+    "svg.fonttype": "none",  # keep texts as texts, not as paths
+    "text.parse_math": False,  # a dollar sign in a name does not start a formula
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -34,7 +35,7 @@ _STYLE: Any = {  # Any, because matplotlib's type for the keys is a literal of a
     "ytick.color": _INK,
 }
 EVAL_METRIC = "eval_ndcg@10"
-"""Metric of eval_log.jsonl that is plotted first, and by which a run's best update is chosen."""
+"""Metric of eval_log.jsonl that is plotted first and decides which update of a run is the best."""
 # Keys of train_log.jsonl that are plotted; docs/drift.md and docs/training.md explain them.
 _MAIN_KEYS = ("loss", "learning_rate", "grad_norm_query", "grad_norm_passage", "bank_fill")
 _DIAGNOSTIC_KEYS = (
@@ -43,10 +44,10 @@ _DIAGNOSTIC_KEYS = (
     *("drift_residual_query", "drift_residual_passage"),
     *("masked", "embedding_spread", "peak_memory_mb"),
 )
-_FEW_POINTS = 40  # a line of fewer points has a marker at each
+_FEW_POINTS = 40  # lines with fewer points have a marker at each point
 
 Points = Sequence[tuple[float, float]]
-"""(x, y) of each point of one run's line."""
+"""Points (x, y) of one run's line."""
 
 
 class Panel(NamedTuple):
@@ -57,8 +58,8 @@ class Panel(NamedTuple):
         lines: {name of the line: points of each of its runs, which differ by the seed}. The
             position of a name sets its colour; a line without points is not drawn.
         unit: label of the x axis.
-        log_x: whether the x axis is logarithmic.
-        is_diagnostic: whether the page folds the plot away.
+        log_x: True for a logarithmic x axis.
+        is_diagnostic: True if the page shows the plot only in a part that is closed at first.
     """
 
     title: str
@@ -77,20 +78,31 @@ class Panel(NamedTuple):
             x = points[..., 0].mean(axis=0)
             y = points[..., 1]
             colour = f"C{position % 10}"
-            marker = "." if length < _FEW_POINTS else ""
+            marker = ""
+            if length < _FEW_POINTS:
+                marker = "."
             axes.plot(x, y.mean(axis=0), color=colour, marker=marker, linewidth=1.4, label=name)
             if len(runs) > 1:
-                band = y.min(axis=0), y.max(axis=0)
-                axes.fill_between(x, *band, color=colour, alpha=0.15, linewidth=0)
+                lowest = y.min(axis=0)
+                highest = y.max(axis=0)
+                axes.fill_between(x, lowest, highest, color=colour, alpha=0.15, linewidth=0)
         axes.set_xlabel(self.unit)
         if self.unit == "update":
             axes.xaxis.get_major_locator().set_params(integer=True)
         if self.log_x:
             # matplotlib's own tick labels are formulas, which parse_math=False would show as text.
-            ticks = sorted({x for runs in self.lines.values() for run in runs for x, _ in run})
+            ticks = self._get_x_values()
             axes.set_xscale("log")
             axes.set_xticks(ticks, [f"{x:g}" for x in ticks], rotation=45)
             axes.minorticks_off()
+
+    def _get_x_values(self) -> list[float]:
+        """Return the distinct x values of all lines, ascending."""
+        x_values: set[float] = set()
+        for runs in self.lines.values():
+            for run in runs:
+                x_values.update(x for x, _ in run)
+        return sorted(x_values)
 
 
 def log_panels(
@@ -98,68 +110,84 @@ def log_panels(
     keys: Sequence[str] = (*_MAIN_KEYS, *_DIAGNOSTIC_KEYS),
     x_key: str = "update",
 ) -> list[Panel]:
-    """Return a panel for each key that some log holds; all but the main keys are diagnostics.
+    """Return a panel for each key that any log holds. All but the main keys are diagnostics.
 
     Args:
-        logs: {name of the line: the log of one run, or those of several seeds}.
+        logs: {name of the line: logs of its runs, one for each seed}.
+        keys: keys of log records to plot.
+        x_key: key of the x values.
     """
     panels = []
     for key in keys:
-        lines = {name: [_points(log, x_key, key) for log in runs] for name, runs in logs.items()}
-        if any(points for runs in lines.values() for points in runs):
-            panels.append(Panel(key, lines, is_diagnostic=key not in (EVAL_METRIC, *_MAIN_KEYS)))
+        lines = {}
+        has_points = False
+        for name, runs in logs.items():
+            lines[name] = [_get_points(log, x_key, key) for log in runs]
+            has_points = has_points or any(lines[name])
+        if has_points:
+            is_diagnostic = key not in (EVAL_METRIC, *_MAIN_KEYS)
+            panels.append(Panel(key, lines, is_diagnostic=is_diagnostic))
     return panels
 
 
-def _points(log: Log, x_key: str, y_key: str) -> Points:
+def _get_points(log: Log, x_key: str, y_key: str) -> Points:
     return [(record[x_key], record[y_key]) for record in log if record.get(y_key) is not None]
 
 
 def comparison_panels(comparison: Source) -> list[Panel]:
-    """Return plots of the main metric, by update and by second of training, and of the runs' logs.
+    """Return plots of the main metric, by update and by seconds of training, and of the logs.
 
-    The seeds of a group are one line.
+    The runs of a group, which differ by the seed, are one line.
     """
     report = comparison.record
     metric, metric_title = next(iter(METRICS.items()))
     groups = report["groups"].values()
-    runs_by_line: dict[str, list[Any]] = {_line_name(group): [] for group in groups}
+    runs_by_line: dict[str, list[JsonObject]] = {}
+    for group in groups:
+        runs_by_line[_get_line_name(group)] = []
     for run in report["runs"].values():
-        runs_by_line[_line_name(run)].append(run)
+        runs_by_line[_get_line_name(run)].append(run)
     panels = []
     if report.get("tuning"):
         panels.append(_tuning_panel(report, metric_title, list(runs_by_line)))
-    curves = {name: [run["curve"] for run in runs] for name, runs in runs_by_line.items()}
+    curves = {}
+    logs = {}
+    for name, runs in runs_by_line.items():
+        curves[name] = [run["curve"] for run in runs]
+        logs[name] = [comparison.logs[run["name"]] for run in runs]
     for unit, key in (("update", "update"), ("seconds of training", "train_seconds")):
         for panel in log_panels(curves, [metric], key):
             panels.append(Panel(f"{metric_title} by {unit}", panel.lines, unit))
-    logs = {}
-    for name, runs in runs_by_line.items():
-        logs[name] = [comparison.logs[run["name"]] for run in runs]
     return panels + log_panels(logs)
 
 
 def _tuning_panel(report: Mapping[str, Any], metric_title: str, line_names: Sequence[str]) -> Panel:
-    """Return a plot of the dev scores by the value of the tuned setting.
+    """Return a plot of the scores on dev by the value of the tuned setting.
 
     Args:
-        line_names: names in the order of the other panels, since the position sets the colour.
+        report: record of the comparison.
+        metric_title: name of the metric in the title.
+        line_names: names in the order of the other panels, because the position sets the colour.
     """
     tuning = report["tuning"]
     lines: dict[str, list[Points]] = {name: [] for name in line_names}
     for group in tuning["groups"].values():
         if not group["final"]:
             continue
-        scores = group["scores"].items()
-        points = [(float(value), score) for value, score in scores if score is not None]
-        name = _line_name(report["groups"][group["final"]])
+        points = []
+        for value, score in group["scores"].items():
+            if score is not None:
+                points.append((float(value), score))
+        name = _get_line_name(report["groups"][group["final"]])
         lines[name] = [points]
     return Panel(f"{metric_title} on dev by {tuning['key']}", lines, tuning["key"], log_x=True)
 
 
-def _line_name(group: Mapping[str, Any]) -> str:
+def _get_line_name(group: Mapping[str, Any]) -> str:
     cell = cell_name(group["labels"])
-    return f"{group['entry']}, {cell}" if cell else group["entry"]
+    if cell:
+        return f"{group['entry']}, {cell}"
+    return group["entry"]
 
 
 def save_png(panels: Sequence[Panel], path: Path) -> None:
@@ -180,12 +208,13 @@ def save_png(panels: Sequence[Panel], path: Path) -> None:
 
 
 def to_svg(panel: Panel, salt: str) -> str:
-    """Return a panel as an SVG element with escaped texts, in the page's colour of text.
+    """Return a panel as an SVG element with escaped texts, in the page's text colour.
 
     Args:
-        salt: a text that differs between the pictures of a page. It makes the ids of clip paths and
-            markers differ: a browser takes the first of equal ids, and would draw nothing if that
-            one were in a folded part.
+        panel: the plot.
+        salt: text that differs between the pictures of a page. It makes the ids of clip paths and
+            markers unique. Of several equal ids, a browser uses the first one; if that one is in a
+            closed part of the page, it draws nothing.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -196,9 +225,9 @@ def to_svg(panel: Panel, salt: str) -> str:
         panel.draw(figure.subplots())
         figure.savefig(output, format="svg", transparent=True)
     _, view_box, body = re.split(r'<svg [^>]*(viewBox="[^"]*")[^>]*>', output.getvalue())
-    # Metadata, styles and fonts are the page's own.
-    not_ours = r"<metadata>.*?</metadata>|<style.*?</style>|font-family: [^;\"]*;"
-    body = re.sub(not_ours, "", body, flags=re.S)
+    # Removed, because the page has its own metadata, styles and fonts.
+    unneeded = r"<metadata>.*?</metadata>|<style.*?</style>|font-family: [^;\"]*;"
+    body = re.sub(unneeded, "", body, flags=re.S)
     # The numbered ids of a figure's parts are equal in all pictures. Nothing refers to them.
     body = re.sub(r' id="[\w.]+_\d+"', "", body)
     body = body.replace(_INK, "currentColor")

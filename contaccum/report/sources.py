@@ -23,30 +23,32 @@ Log = Sequence[Mapping[str, Any]]
 
 @dataclass
 class Source:
-    """The output of one command.
+    """Output of one command.
 
     Attributes:
-        kind: "run", "evaluation" or "comparison".
-        name: a run's folder, an evaluation's model, or a comparison's folder.
+        source_type: "run", "evaluation" or "comparison".
+        name: the folder of a run or a comparison, or the model of an evaluation.
         record: the content of a run's `run.json`, of an evaluation's result file, or of a
             comparison's `report.json`.
         logs: a run's logs by file name; a comparison's training logs by name of the run, which are
             empty if the run's folder is not beside `report.json`.
     """
 
-    kind: str
+    source_type: str
     name: str
     record: Mapping[str, Any]
     logs: Mapping[str, Log] = field(default_factory=dict)
 
 
 def read_source(path: Path) -> Iterator[Source]:
-    """Read the output at a path; an evaluation of several data sets gives one source for each.
+    """Read the output at a path, and yield a source for each data set of an evaluation.
 
     Raises:
         UserError: the path holds no output that can be reported.
     """
-    content = read_json(path) if path.is_file() else {}
+    content = {}
+    if path.is_file():
+        content = read_json(path)
     if (path / _COMPARISON_FILE).is_file():
         yield read_comparison(path / _COMPARISON_FILE)
     elif {"groups", "comparisons", "entries"} <= content.keys():
@@ -65,7 +67,10 @@ def read_source(path: Path) -> Iterator[Source]:
 
 
 def model_name(model: str) -> str:
-    """Return the last part of a model's path, or the last two if the last is a common name."""
+    """Return the last part of a model's path, with its parent if the last part is a common name.
+
+    Example: "runs/mine/checkpoint-40" becomes "mine/checkpoint-40".
+    """
     path = Path(model)
     is_common_name = path.name == "model" or re.fullmatch(r"checkpoint-\d+", path.name)
     if is_common_name and path.parent.name:
@@ -84,9 +89,9 @@ def read_comparison(path: Path) -> Source:
 
 
 def read_whole_lines(path: Path) -> Log:
-    """Return the records of a log, without a last line that a kill cut short.
+    """Return the records of a log, without a last line that a killed process left unfinished.
 
-    There are none if there is no file.
+    The result is empty if there is no file.
     """
     if not path.is_file():
         return []

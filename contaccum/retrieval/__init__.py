@@ -1,1 +1,4 @@
-"""Encoding a corpus, stores of embeddings, FAISS indexes and search. Modules are imported by name."""
+"""Encoding of a corpus, stores of embeddings, FAISS indexes and search.
+
+Import its modules by name, such as `contaccum.retrieval.store`.
+"""

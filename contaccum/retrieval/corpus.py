@@ -1,60 +1,68 @@
-"""A corpus into a store: read, encoded and written shard by shard, so that it may be of any size."""
+"""Encoding of a whole corpus into a store, shard by shard, for a corpus of any size."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
+from sentence_transformers import SentenceTransformer
 from tqdm.auto import tqdm
 
 from contaccum.data import RecordReport
 from contaccum.files import redact
 from contaccum.retrieval.encode import Kind, encode_texts, encoding_identity, read_texts
-from contaccum.retrieval.store import StoreWriter, check_bits
+from contaccum.retrieval.quantization import check_binary_dimension
+from contaccum.retrieval.store import StoreWriter
 
 ROWS_PER_SHARD = 50_000
 
 
 class EncodedCorpus(NamedTuple):
-    """What became of a corpus."""
+    """Outcome of encoding a corpus, in one process."""
 
-    report: RecordReport
-    num_encoded: int
-    is_finished: bool
+    report: RecordReport  # counts of the corpus's records, read and skipped
+    num_encoded: int  # texts that this process encoded
+    is_finished: bool  # all shards of the store are written
 
 
-def require_texts(corpus: Path, kind: Kind, on_bad_record: Any = "stop") -> None:
-    """Raise `DataError` for a corpus whose first text cannot be read."""
-    next(read_texts(corpus, kind, RecordReport(on_bad_record)), None)
+def require_texts(
+    corpus: Path, kind: Kind, on_bad_record: Literal["stop", "skip"] = "stop"
+) -> None:
+    """Read the first text of a corpus; raise `DataError` if it cannot be read."""
+    report = RecordReport(on_bad_record)
+    next(read_texts(corpus, kind, report), None)
 
 
 class CorpusEncoder:
-    """Encodes texts of a corpus with a model, into the store that lies in a folder.
+    """Encoder of a corpus into the store in a folder.
 
-    The store is begun, or found to be of this model, when the object is made.
+    Creating the object creates the store, or opens a store that has been written with the same
+    model and settings, in order to continue it.
 
     Args:
         model: a SentenceTransformer.
-        model_name: for the store's record.
-        corpus: a file or BEIR folder that `read_texts` reads.
-        folder: of the store.
-        kind: what the texts are encoded as.
-        dtype: of the store; see `STORED`.
-        batch_size, precision: see `encode_texts`.
-        shard_size: rows of a shard, which a killed process loses at most.
-        overwrite: remove a store that lies there.
-        on_bad_record: ``"stop"`` or ``"skip"``, at a record that cannot be used.
+        model_name: name of the model for store.json.
+        corpus: file or BEIR folder that `read_texts` reads.
+        folder: folder of the store.
+        kind: "query" or "document", the prompt and tower that encode the texts.
+        dtype: type of the stored embeddings, one of `STORED`.
+        batch_size: texts per forward pass; see `encode_texts`.
+        precision: type of autocast; see `encode_texts`.
+        shard_size: rows per shard. A killed process loses one shard at most.
+        overwrite: remove a store that is in the folder.
+        on_bad_record: "stop" or "skip" at a record that cannot be used.
 
     Raises:
-        DataError: for a corpus that cannot be read.
-        UserError: for a folder with another store or something else in it.
+        ConfigError: the model's dimension does not fit a binary store.
+        DataError: the corpus cannot be read.
+        UserError: the folder holds another store or something else.
     """
 
     def __init__(
         self,
-        model: Any,
+        model: SentenceTransformer,
         model_name: str,
         corpus: Path,
         folder: Path,
@@ -64,9 +72,9 @@ class CorpusEncoder:
         precision: str = "float32",
         shard_size: int = ROWS_PER_SHARD,
         overwrite: bool = False,
-        on_bad_record: Any = "stop",
+        on_bad_record: Literal["stop", "skip"] = "stop",
     ) -> None:
-        check_bits(dtype, model.get_embedding_dimension())
+        check_binary_dimension(dtype, model.get_embedding_dimension() or 0)
         self.model = model
         self.corpus = corpus
         self.kind: Kind = kind
@@ -78,23 +86,26 @@ class CorpusEncoder:
         notes = {"model_name": redact(model_name), "corpus": {"path": redact(str(corpus))}}
         self.writer = StoreWriter(folder, identity, notes, overwrite)
 
-    def encode(self, rank: int = 0, ranks: int = 1, show_progress: bool = True) -> EncodedCorpus:
-        """Encode the shards that are missing, of several ranks every ``ranks``-th.
+    def encode(
+        self, rank: int = 0, world_size: int = 1, show_progress: bool = True
+    ) -> EncodedCorpus:
+        """Encode the shards that are missing; with several ranks, every ``world_size``-th shard.
 
         Raises:
-            DataError: for a corpus that cannot be read, or another than the store's.
+            DataError: the corpus cannot be read, or is not the corpus of the store.
+            UserError: the model returns NaN or infinity, or the disk is full.
         """
         report = RecordReport(self.on_bad_record)
         num_encoded = 0
 
-        def encode(texts: Sequence[str]) -> np.ndarray:
+        def encode_shard(texts: Sequence[str]) -> np.ndarray:
             nonlocal num_encoded
             num_encoded += len(texts)
             return encode_texts(
                 self.model, texts, self.kind, self.batch_size, self.precision, show_progress
             )
 
-        texts = read_texts(self.corpus, self.kind, report)
-        progress = tqdm(texts, "Shards", unit=f" {self.kind}s", disable=not show_progress)
-        is_finished = self.writer.fill(progress, encode, rank, ranks)
+        passages = read_texts(self.corpus, self.kind, report)
+        progress = tqdm(passages, "Shards", unit=f" {self.kind}s", disable=not show_progress)
+        is_finished = self.writer.fill(progress, encode_shard, rank, world_size)
         return EncodedCorpus(report, num_encoded, is_finished)

@@ -1,6 +1,7 @@
-"""The documents of a store as a loss reads them: in blocks of tensors, and by their texts.
+"""Documents of a store for losses: blocks of tensors, and lookup of documents by their texts.
 
-A rank may get every R-th block only. Documents that the store lacks can be appended to it.
+With several ranks, each rank may read its own part of the blocks. Documents that are missing in the
+store can be appended in memory; the files of the store never change here.
 """
 
 from __future__ import annotations
@@ -20,113 +21,136 @@ from contaccum.files import fingerprint, redact
 from contaccum.retrieval.store import EmbeddingStore
 
 ROWS_PER_BLOCK = 8192
-_SHARE_OF_FREE_MEMORY = 0.5  # of a GPU, when blocks are first asked for
+_MAX_SHARE_OF_FREE_MEMORY = 0.5  # of a GPU, at the first request for blocks
+_MIN_LENGTH = 1e-12  # keeps 1 / length finite for a document whose embedding is zero
 
 
 class StoreDocuments:
-    """The documents of a store, and documents that were appended to them.
+    """Documents of a store, followed by documents that were appended in memory.
 
-    With cosine, `take` returns embeddings of length 1, and `blocks` the stored embeddings beside
-    1 / their length.
+    With cosine similarity, `get_embeddings` returns L2-normalised embeddings, and `blocks` yields
+    the stored embeddings together with 1 / their L2 norms.
 
     Args:
-        store: holds documents.
+        store: a store of documents.
     """
 
     def __init__(self, store: EmbeddingStore) -> None:
         self.store = store
         self.similarity: str = store.similarity
         self.dimension: int = store.shape[1]
-        self._added = np.empty((0, self.dimension), dtype=np.float32)
-        self._set_texts(store.text_ids())
-        self._scales: Tensor | None = None
-        # By device, part and number of parts.
+        self._appended = np.empty((0, self.dimension), dtype=np.float32)
+        self._set_text_ids(store.text_ids())
+        self._inverse_norms: Tensor | None = None
+        # The key is (device, part, num_parts), the arguments of `blocks`.
         self._blocks_on_device: dict[tuple[torch.device, int, int], list[DocumentBlock]] = {}
 
-    def _set_texts(self, ids: np.ndarray) -> None:
+    def _set_text_ids(self, ids: np.ndarray) -> None:
         self._text_ids = ids
-        self._order = np.argsort(ids, kind="stable")
-        self._sorted_ids = ids[self._order]
+        self._rows_by_text_id = np.argsort(ids, kind="stable")
+        self._sorted_text_ids = ids[self._rows_by_text_id]
 
     def __len__(self) -> int:
         return len(self._text_ids)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoreDocuments:
-        # A trial of a micro-batch copies the loss; documents do not change, and may be gigabytes.
+        # The search for a micro-batch size copies the loss. Documents may be gigabytes and do not
+        # change in it, so the copy shares them.
         return self
 
     @property
     def fingerprint(self) -> str:
-        """Hash, in hex, of the store and of the documents that were added."""
-        return fingerprint(self.store.fingerprint, self._text_ids[len(self.store) :].tolist())
+        """Hash, in hex, of the store and of the appended documents."""
+        appended_ids = self._text_ids[len(self.store) :].tolist()
+        return fingerprint(self.store.fingerprint, appended_ids)
 
     def describe(self) -> dict[str, Any]:
-        """Return which documents these are, for records."""
+        """Return store, fingerprint, counts and types of these documents, for records."""
         return {
             "store": redact(str(self.store.folder)),
             "fingerprint": self.fingerprint,
             "documents": len(self),
-            "added": len(self._added),
+            "added": len(self._appended),
             "dtype": self.store.dtype,
             "similarity": self.similarity,
         }
 
     def add(self, texts: Sequence[str], embeddings: np.ndarray) -> None:
-        """Append documents: k texts and their embeddings, float32 (k, d)."""
-        if embeddings.shape != (len(texts), self.dimension):
-            shape = (len(texts), self.dimension)
-            raise ValueError(f"embeddings of shape {embeddings.shape} for documents of {shape}")
-        self._added = np.concatenate([self._added, embeddings.astype(np.float32, copy=False)])
-        self._set_texts(np.concatenate([self._text_ids, text_ids(texts)]))
-        self._scales = None
+        """Append documents: k texts and their embeddings, float32 (k, d).
+
+        Raises:
+            ValueError: the embeddings have another shape.
+        """
+        expected_shape = (len(texts), self.dimension)
+        if embeddings.shape != expected_shape:
+            raise ValueError(f"embeddings have shape {embeddings.shape}, expected {expected_shape}")
+        self._appended = np.concatenate([self._appended, embeddings.astype(np.float32, copy=False)])
+        self._set_text_ids(np.concatenate([self._text_ids, text_ids(texts)]))
+        self._inverse_norms = None
         self._blocks_on_device = {}
 
-    def rows_of(self, text_id: int) -> list[int]:
-        """Return the rows of the documents with this hash of their text, none or several."""
-        return self.rows_of_all(np.array([text_id]))[1].tolist()
+    def find_rows(self, text_id: int) -> list[int]:
+        """Return the rows of all documents whose text has this hash; an empty list for none."""
+        _, rows = self.match_text_ids(np.array([text_id]))
+        return rows.tolist()
 
-    def rows_of_all(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Find the documents with some hashes of texts, int64 (k,).
+    def match_text_ids(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Find all documents whose texts have one of these hashes, int64 (k,).
 
         Returns:
-            int64 (f,) each, with an entry per document that was found: the index of its hash in
-            ``ids``, and its row. Copies give several entries.
+            Two int64 arrays (f,) with an entry per match: the index of the hash in ``ids``, and
+            the row of the document. Several copies of a text give several matches.
         """
-        first = np.searchsorted(self._sorted_ids, ids, side="left")
-        counts = np.searchsorted(self._sorted_ids, ids, side="right") - first
+        first_positions = np.searchsorted(self._sorted_text_ids, ids, side="left")
+        end_positions = np.searchsorted(self._sorted_text_ids, ids, side="right")
+        counts = end_positions - first_positions
         indices = np.repeat(np.arange(len(ids)), counts)
-        first_of_each = np.repeat(np.cumsum(counts) - counts, counts)
-        positions = np.repeat(first, counts) + np.arange(len(indices)) - first_of_each
-        return indices, self._order[positions]
+        # The matches of a hash lie next to each other in the sorted order: its first position plus
+        # 0, 1, 2, ...
+        num_matches_before = np.cumsum(counts) - counts
+        match_numbers = np.arange(len(indices)) - np.repeat(num_matches_before, counts)
+        positions = np.repeat(first_positions, counts) + match_numbers
+        return indices, self._rows_by_text_id[positions]
 
-    def has(self, ids: np.ndarray) -> np.ndarray:
-        """Return bool (k,): for each hash of a text whether there is a document with that text."""
-        first = np.searchsorted(self._sorted_ids, ids, side="left")
-        return np.searchsorted(self._sorted_ids, ids, side="right") > first
+    def contains(self, ids: np.ndarray) -> np.ndarray:
+        """Return bool (k,): True for each hash of a text, int64 (k,), that a document has."""
+        first_positions = np.searchsorted(self._sorted_text_ids, ids, side="left")
+        end_positions = np.searchsorted(self._sorted_text_ids, ids, side="right")
+        return end_positions > first_positions
 
-    def take(self, rows: Tensor) -> Tensor:
-        """Return the embeddings of some rows, int64 (k,), as float32 (k, d) on their device."""
-        taken = torch.from_numpy(self._read_rows(rows.cpu().numpy()))
+    def get_embeddings(self, rows: Tensor) -> Tensor:
+        """Return the embeddings of some rows, int64 (k,), as float32 (k, d) on the same device.
+
+        They are L2-normalised if the similarity is cosine.
+        """
+        embeddings = torch.from_numpy(self._read_rows(rows.cpu().numpy()))
         if self.similarity == "cos":
-            taken = torch.nn.functional.normalize(taken, dim=-1)
-        return taken.to(rows.device)
+            embeddings = torch.nn.functional.normalize(embeddings, dim=-1)
+        return embeddings.to(rows.device)
 
-    def embeddings_of(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return stored embeddings of texts, as they are.
+    def find_embeddings(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the embeddings of those texts that are documents, as they are stored.
 
         Returns:
-            Indices, int64 (f,), of the texts that are documents, and their embeddings, (f, d).
+            Indices in ``texts`` of the f texts that are documents, int64 (f,), and their
+            embeddings, float32 (f, d).
         """
-        indices, rows = self.rows_of_all(text_ids(texts))
-        indices, first = np.unique(indices, return_index=True)  # the first of copies
-        return indices, self._read_rows(rows[first])
+        indices, rows = self.match_text_ids(text_ids(texts))
+        # Of several documents with the same text, the first one is read.
+        indices, first_matches = np.unique(indices, return_index=True)
+        return indices, self._read_rows(rows[first_matches])
 
     def blocks(
         self, device: torch.device, part: int = 0, num_parts: int = 1
     ) -> Iterator[DocumentBlock]:
-        """Yield blocks of documents on a device: every ``num_parts``-th, from the ``part``-th on.
+        """Yield blocks of documents on a device.
 
-        A GPU with enough free memory holds on to its blocks.
+        The blocks stay on a GPU for later calls if it has enough free memory.
+
+        Args:
+            device: device of the blocks.
+            part: yield the blocks whose number modulo ``num_parts`` is ``part``.
+            num_parts: number of parts, for example of ranks.
         """
         key = (device, part, num_parts)
         if key not in self._blocks_on_device and self._fits(device, num_parts):
@@ -139,92 +163,111 @@ class StoreDocuments:
     def _read_blocks(
         self, device: torch.device, part: int, num_parts: int
     ) -> Iterator[DocumentBlock]:
-        scales = self._inverse_lengths()
-        for number, (first, embeddings) in enumerate(self._arrays()):
-            if number % num_parts != part:
+        inverse_norms = self._get_inverse_norms()
+        for block_number, (first_row, embeddings) in enumerate(self._read_arrays()):
+            if block_number % num_parts != part:
                 continue
-            block_scales = None
-            if scales is not None:
-                block_scales = scales[first : first + len(embeddings)].to(device)
+            scales = None
+            if inverse_norms is not None:
+                end_row = first_row + len(embeddings)
+                scales = inverse_norms[first_row:end_row].to(device)
             documents = torch.from_numpy(embeddings).to(device, non_blocking=True)
-            yield DocumentBlock(first, documents, block_scales)
+            yield DocumentBlock(first_row, documents, scales)
 
     def _read_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Return the stored embeddings of rows, int64 (k,), as float32 (k, d)."""
         embeddings = np.empty((len(rows), self.dimension), dtype=np.float32)
-        is_added = rows >= len(self.store)
-        embeddings[~is_added] = self.store[rows[~is_added]]
-        embeddings[is_added] = self._added[rows[is_added] - len(self.store)]
+        is_appended = rows >= len(self.store)
+        embeddings[~is_appended] = self.store[rows[~is_appended]]
+        embeddings[is_appended] = self._appended[rows[is_appended] - len(self.store)]
         return embeddings
 
-    def _arrays(self) -> Iterator[tuple[int, np.ndarray]]:
+    def _read_arrays(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the first row and the embeddings, float32 (b, d), of each block."""
         yield from self.store.blocks(ROWS_PER_BLOCK)
-        for first in range(0, len(self._added), ROWS_PER_BLOCK):
-            yield len(self.store) + first, self._added[first : first + ROWS_PER_BLOCK]
+        for first in range(0, len(self._appended), ROWS_PER_BLOCK):
+            yield len(self.store) + first, self._appended[first : first + ROWS_PER_BLOCK]
 
-    def _inverse_lengths(self) -> Tensor | None:
-        """Return 1 / length of every document, (N,); None with dot product. Read once."""
+    def _get_inverse_norms(self) -> Tensor | None:
+        """Return 1 / L2 norm of every document, (N,); None with dot product.
+
+        The first call reads all embeddings.
+        """
         if self.similarity != "cos":
             return None
-        if self._scales is None:
-            scales = []
-            for _, embeddings in self._arrays():
-                lengths = torch.from_numpy(embeddings).norm(dim=1)
-                scales.append(1 / lengths.clamp_min(1e-12))
-            self._scales = torch.cat(scales)
-        return self._scales
+        if self._inverse_norms is None:
+            parts = []
+            for _, embeddings in self._read_arrays():
+                norms = torch.from_numpy(embeddings).norm(dim=1)
+                parts.append(1 / norms.clamp_min(_MIN_LENGTH))
+            self._inverse_norms = torch.cat(parts)
+        return self._inverse_norms
 
     def _fits(self, device: torch.device, num_parts: int) -> bool:
+        """Return whether a part of the blocks fits into the free memory of a GPU."""
         if device.type != "cuda":
             return False
-        free, _ = torch.cuda.mem_get_info(device)
-        needed = 4 * len(self) * self.dimension / num_parts
-        return needed < _SHARE_OF_FREE_MEMORY * free
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        needed_bytes = 4 * len(self) * self.dimension / num_parts
+        return needed_bytes < _MAX_SHARE_OF_FREE_MEMORY * free_bytes
 
 
 class PositiveRows:
-    """The rows of the documents that are known positives of each query.
+    """Table of the rows of each query's known positives.
 
     Args:
-        documents: those in which positives are looked up.
-        query_ids, positive_ids: int64 (p,) each, hashes of the texts of every known pair; pairs
-            whose positive is no document are left out.
+        documents: the documents, among which positives are looked up.
+        query_ids: int64 (p,), hash of the query's text for each known (query, positive) pair.
+        positive_ids: int64 (p,), hash of the positive's text for each of these pairs. A pair whose
+            positive is not among the documents is left out.
     """
 
     def __init__(
         self, documents: StoreDocuments, query_ids: np.ndarray, positive_ids: np.ndarray
     ) -> None:
         self.documents = documents
-        pair_indices, rows = documents.rows_of_all(positive_ids)
-        queries = query_ids[pair_indices]
-        order = np.lexsort((rows, queries))
-        self._query_ids = queries[order]
+        pair_indices, rows = documents.match_text_ids(positive_ids)
+        matched_query_ids = query_ids[pair_indices]
+        order = np.lexsort((rows, matched_query_ids))
+        self._sorted_query_ids = matched_query_ids[order]
         self._rows = rows[order]
 
-    def rows_of_query(self, query_id: int) -> set[int]:
-        """Return the rows of the known positives of a query, by the hash of its text."""
-        first = np.searchsorted(self._query_ids, query_id, side="left")
-        end = np.searchsorted(self._query_ids, query_id, side="right")
+    def get_rows_of_query(self, query_id: int) -> set[int]:
+        """Return the rows of all known positives of the query whose text has this hash."""
+        first = np.searchsorted(self._sorted_query_ids, query_id, side="left")
+        end = np.searchsorted(self._sorted_query_ids, query_id, side="right")
         return set(self._rows[first:end].tolist())
 
     def label_batch(self, queries: Sequence[str], positives: Sequence[str]) -> Tensor:
-        """Return the rows of each query's known positives, int64 (n, p), that of this row first.
+        """Return the rows of each query's known positives.
 
-        They are filled up with `NO_ROW`.
+        Args:
+            queries: n texts.
+            positives: the text of each query's positive in this batch.
+
+        Returns:
+            int64 (n, p): the row of the positive in this batch, followed by the rows of other
+            known positives and copies, padded with `NO_ROW`.
 
         Raises:
-            DataError: for a positive that is not among the documents.
+            DataError: a positive is not among the documents.
         """
-        lists = []
+        row_lists = []
         query_ids = text_ids(queries).tolist()
         positive_ids = text_ids(positives).tolist()
         for query_id, positive_id, positive in zip(query_ids, positive_ids, positives, strict=True):
-            rows = self.documents.rows_of(positive_id)
-            if not rows:
+            copies = self.documents.find_rows(positive_id)
+            if not copies:
                 folder = self.documents.store.folder
-                raise DataError(f"{folder}: lacks the positive {quoted(positive)} (encode it too)")
-            others = self.rows_of_query(query_id).union(rows) - {rows[0]}
-            lists.append([rows[0], *sorted(others)])
-        labels = torch.full((len(lists), max(map(len, lists))), NO_ROW)
-        for index, rows in enumerate(lists):
+                raise DataError(
+                    f"{folder}: lacks the positive {quoted(positive)} (add it to the corpus and "
+                    "encode the corpus again)"
+                )
+            first_copy = copies[0]
+            other_positives = self.get_rows_of_query(query_id).union(copies) - {first_copy}
+            row_lists.append([first_copy, *sorted(other_positives)])
+        longest = max(len(rows) for rows in row_lists)
+        labels = torch.full((len(row_lists), longest), NO_ROW)
+        for index, rows in enumerate(row_lists):
             labels[index, : len(rows)] = torch.tensor(rows)
         return labels

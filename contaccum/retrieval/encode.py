@@ -1,7 +1,7 @@
-"""Texts to embeddings by sentence-transformers, and what identifies the model that made them.
+"""Encoding of texts with sentence-transformers, and fingerprints of the model that encodes them.
 
-Equal texts are encoded once, NaN is refused, and the model keeps the mode that it was in. Nothing is normalised and
-nothing is written here: that is the business of `index` and `store`.
+Equal texts are encoded once, NaN and infinity are refused, and a model in training mode stays in
+training mode. Embeddings are not normalised here (see `index`) and not written (see `store`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -18,114 +18,154 @@ import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Router
+from torch import nn
 
 from contaccum.data import Passage, RecordReport, load_questions, read_passages
-from contaccum.data.beir import beir_file
+from contaccum.data.beir import find_beir_file
+from contaccum.data.records import quoted
 from contaccum.data.sampling import text_ids
-from contaccum.encoders.towers import tower
+from contaccum.encoders.towers import get_tower
 from contaccum.errors import DataError, UserError, check_choice
 from contaccum.files import Fingerprint
 
 Kind = Literal["query", "document"]
 Metric = Literal["cos", "dot"]
 
-# BEIR's names, and those of sentence-transformers, for the two similarities that an inner product can rank by.
+# BEIR's and sentence-transformers' names of the two similarities that an inner product can compute.
 _METRICS: dict[str, Metric] = {"cos_sim": "cos", "cos": "cos", "cosine": "cos", "dot": "dot"}
-# A larger batch falls out of a CPU's cache: 200 SciFact abstracts by MiniLM on one core take 16.4 s at 32 texts, 14.4 s
-# at 8 and 14.2 s at 4.
-_CPU_BATCH = 8
-_IDS_AT_A_TIME = 2**16
-_LENGTHS = ("max_seq_length", "query_length", "document_length")
+# A larger batch does not fit a CPU's cache: 200 SciFact abstracts by MiniLM on one core take 16.4 s
+# with 32 texts per batch, 14.4 s with 8 and 14.2 s with 4.
+_MAX_CPU_BATCH_SIZE = 8
+_IDS_PER_BLOCK = 2**16
+# Settings of a module that hold a maximum length. A module uses one of them per kind of text.
+_LENGTH_SETTINGS = ("max_seq_length", "query_length", "document_length")
 
 
 def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage]:
-    """Documents, or queries, of what `read_passages` reads; queries of DPR's .csv too. Each record is counted.
+    """Yield the documents or the queries of a corpus.
 
-    Memory holds 8 bytes for each id: of ten million, two have the same hash with a probability of 3e-6.
+    Memory holds 8 bytes per id. With ten million ids, the probability that two different ids have
+    the same hash, and are refused as equal, is 3e-6.
+
+    Args:
+        path: a file or BEIR folder that `read_passages` reads. For queries, a BEIR folder's
+            queries.jsonl is read, and DPR's question files (.csv) are accepted too.
+        kind: "query" or "document".
+        report: counts the records that are read and skipped.
 
     Raises:
-        DataError: the source cannot be used, or an id occurs again.
+        DataError: the source cannot be used, or an id occurs twice.
     """
     if kind == "query" and path.is_dir():
-        path = beir_file(path, "queries.jsonl")
+        path = find_beir_file(path, "queries.jsonl")
     if kind == "query" and path.name.removesuffix(".gz").endswith(".csv"):
-        questions = load_questions(path, report.on_bad_record)
-        report.restore(vars(questions.report))
-        yield from (Passage(name, "", text) for name, text in questions.texts.items())
+        yield from _read_question_file(path, report)
         return
-    known: np.ndarray = np.empty(0, dtype=np.int64)
+    sorted_hashes: np.ndarray = np.empty(0, dtype=np.int64)
     passages = read_passages(path, report)
-    while block := list(islice(passages, _IDS_AT_A_TIME)):
-        hashes = text_ids(passage.id for passage in block)
-        known = np.sort(
-            np.concatenate([known, hashes]), kind="stable"
-        )  # merges runs, in linear time
-        again = known[1:][known[1:] == known[:-1]]
-        if len(again):
-            last = np.flatnonzero(np.isin(hashes, again))[-1]
+    while block := list(islice(passages, _IDS_PER_BLOCK)):
+        block_hashes = text_ids(passage.id for passage in block)
+        joined = np.concatenate([sorted_hashes, block_hashes])
+        # A stable sort merges the two parts in nearly linear time, as the first is sorted already.
+        sorted_hashes = np.sort(joined, kind="stable")
+        is_repeated = sorted_hashes[1:] == sorted_hashes[:-1]
+        repeated_hashes = sorted_hashes[1:][is_repeated]
+        if len(repeated_hashes) > 0:
+            repeated_rows = np.flatnonzero(np.isin(block_hashes, repeated_hashes))
+            repeated_id = block[repeated_rows[-1]].id
             raise DataError(
-                f"{path}: id {block[last].id[:60]!r} occurs again (keep one record for each id)"
+                f"{path}: id {repeated_id[:60]!r} occurs again (keep one record for each id)"
             )
         yield from block
 
 
+def _read_question_file(path: Path, report: RecordReport) -> Iterator[Passage]:
+    """Yield the questions of a DPR file as passages without titles."""
+    questions = load_questions(path, report.on_bad_record)
+    report.restore(vars(questions.report))
+    for question_id, text in questions.texts.items():
+        yield Passage(question_id, "", text)
+
+
 def encode_texts(
-    model: Any,
+    model: SentenceTransformer,
     texts: Sequence[str],
     kind: Kind = "document",
     batch_size: int = 32,
     precision: str = "float32",
     show_progress: bool = False,
 ) -> np.ndarray:
-    """Embed k texts with a SentenceTransformer by `encode_query` or `encode_document`: float32 (k, d).
+    """Encode k texts with a SentenceTransformer, by `encode_query` or `encode_document`.
 
-    Equal texts have equal embeddings to the last bit. On a CPU a batch holds at most 8 texts, which is faster.
+    Equal texts have equal embeddings to the last bit. On a CPU a batch holds at most 8 texts, which
+    is faster than larger batches.
 
     Args:
-        precision: "bfloat16" or "float16" for autocast; "float32" leaves what is in force.
+        model: a SentenceTransformer. Its training or evaluation mode is kept.
+        texts: k texts.
+        kind: "query" or "document".
+        batch_size: texts per forward pass.
+        precision: "bfloat16" or "float16" for autocast to that type. With "float32" nothing is
+            changed: an autocast that a trainer has entered stays in force.
+        show_progress: show a progress bar.
+
+    Returns:
+        float32 (k, d), not normalised unless the model normalises.
 
     Raises:
-        ConfigError: an unknown dtype.
-        UserError: the model gives NaN or infinity; the text is named.
+        ConfigError: the precision is unknown.
+        UserError: the model returns NaN or infinity; the message quotes the text.
     """
     check_choice("precision", precision, ("float32", "bfloat16", "float16"))
-    if not len(texts):
+    if len(texts) == 0:
         return np.empty((0, model.get_embedding_dimension() or 0), dtype=np.float32)
-    unique = list(dict.fromkeys(texts))
-    encode = model.encode_query if kind == "query" else model.encode_document
-    size = min(batch_size, _CPU_BATCH) if model.device.type == "cpu" else batch_size
-    # "float32" is what is in force already: a trainer's own autocast stays.
-    autocast = (
-        nullcontext()
-        if precision == "float32"
-        else torch.autocast(model.device.type, getattr(torch, precision))
-    )
+    encode = model.encode_document
+    if kind == "query":
+        encode = model.encode_query
+    if model.device.type == "cpu":
+        batch_size = min(batch_size, _MAX_CPU_BATCH_SIZE)
+    autocast: AbstractContextManager[object] = nullcontext()
+    if precision != "float32":
+        autocast = torch.autocast(model.device.type, getattr(torch, precision))
+    unique_texts = list(dict.fromkeys(texts))
     was_training = model.training
     try:
         with autocast:
-            embeddings = np.asarray(
-                encode(unique, batch_size=size, show_progress_bar=show_progress), dtype=np.float32
-            )
+            encoded = encode(unique_texts, batch_size=batch_size, show_progress_bar=show_progress)
     finally:
-        # encode() leaves a model in eval mode; a training loop that asks for embeddings should keep its dropout.
+        # encode() leaves a model in evaluation mode. In a training loop that would switch off
+        # dropout from here on.
         model.train(was_training)
-    finite = np.isfinite(embeddings).all(axis=1)
-    if not finite.all():
-        mend = " (try it without autocast)" if precision != "float32" else ""
-        raise UserError(
-            f"the model gives NaN or infinity for the {kind} {unique[int(finite.argmin())][:60]!r}{mend}"
-        )
-    if len(unique) == len(texts):
+    embeddings = np.asarray(encoded, dtype=np.float32)
+    _check_finite(embeddings, unique_texts, kind, precision)
+    if len(unique_texts) == len(texts):
         return embeddings
-    place = {text: row for row, text in enumerate(unique)}
-    return embeddings[[place[text] for text in texts]]
+    row_of_text = {text: row for row, text in enumerate(unique_texts)}
+    return embeddings[[row_of_text[text] for text in texts]]
 
 
-def metric_of(model: Any, score_function: str | None = None) -> Metric:
-    """What embeddings are compared by; None is the model's own similarity, cosine where it has none.
+def _check_finite(embeddings: np.ndarray, texts: Sequence[str], kind: Kind, precision: str) -> None:
+    """Raise `UserError` for the first text whose embedding holds NaN or infinity."""
+    is_finite = np.isfinite(embeddings).all(axis=1)
+    if is_finite.all():
+        return
+    text = texts[int(is_finite.argmin())]
+    remedy = "check the model's weights"
+    if precision != "float32":
+        remedy = "encode with precision float32"
+    raise UserError(f"the model gives NaN or infinity for the {kind} {quoted(text)} ({remedy})")
+
+
+def get_metric(model: SentenceTransformer, score_function: str | None = None) -> Metric:
+    """Return the similarity that embeddings are compared by, "cos" or "dot".
+
+    Args:
+        model: its `similarity_fn_name` is used if ``score_function`` is None; cosine if the model
+            has none.
+        score_function: name of a similarity, such as "cos_sim" or "dot".
 
     Raises:
-        ConfigError: another similarity than cosine and dot product.
+        ConfigError: the similarity is neither cosine nor dot product.
     """
     name = score_function or getattr(model, "similarity_fn_name", None) or "cosine"
     check_choice("the similarity", name, _METRICS)
@@ -133,73 +173,98 @@ def metric_of(model: Any, score_function: str | None = None) -> Metric:
 
 
 def encoding_identity(
-    model: Any, kind: Kind, precision: str, dtype: str, shard_size: int
+    model: SentenceTransformer, kind: Kind, precision: str, dtype: str, shard_size: int
 ) -> dict[str, Any]:
-    """Return the `identity` of `StoreWriter`: what decides embeddings besides the texts. Takes a pass over the weights.
+    """Return the ``identity`` of a store: the settings and weights that decide its embeddings.
 
-    Its ``model`` is the document tower, for queries too: by it, queries and documents fit each other. A query tower
-    that was trained against a store of documents leaves that store valid.
+    ``model`` in the result is the fingerprint of the document tower, for a store of queries too. So
+    a store of queries and a store of documents that fit each other have the same ``model``, and a
+    query tower that was trained against a store of documents leaves that store valid.
+
+    All weights are read once to compute the fingerprints.
+
+    Args:
+        model: a SentenceTransformer.
+        kind: "query" or "document".
+        precision: type of autocast; see `encode_texts`.
+        dtype: type of the stored embeddings.
+        shard_size: rows per shard.
     """
     identity = {
         "kind": kind,
         "model": model_fingerprint(model, "document"),
-        "similarity": metric_of(model),
+        "similarity": get_metric(model),
     }
     if kind == "query":
         identity["query_model"] = model_fingerprint(model, "query")
     identity["tokenisation"] = tokenisation_fingerprint(model, kind)
-    return identity | {"precision": precision, "dtype": dtype, "shard_size": shard_size}
+    identity["precision"] = precision
+    identity["dtype"] = dtype
+    return {**identity, "shard_size": shard_size}
 
 
-def model_fingerprint(model: Any, kind: Kind | None = None) -> str | None:
-    """Return a sha256, in hex, over names, types, shapes and bytes of all weights and buffers that the model saves.
+def model_fingerprint(model: object, kind: Kind | None = None) -> str | None:
+    """Return the sha256, in hex, of names, types, shapes and bytes of a model's saved tensors.
 
-    It is the same whether the model was just trained, or saved and loaded again, in whatever file format. None for an
-    object without a `state_dict`.
+    A model has the same fingerprint after training and after saving and loading, in any file
+    format.
 
     Args:
-        kind: of a SentenceTransformer only the tower that encodes these texts.
+        model: a torch module. The result is None for any other object.
+        kind: "query" or "document" to hash only the tower of a SentenceTransformer that encodes
+            these texts; None for all weights and buffers.
     """
-    if not isinstance(model, torch.nn.Module):
+    if not isinstance(model, nn.Module):
         return None
-    module = model
+    module: nn.Module = model
     if kind is not None and isinstance(model, SentenceTransformer):
-        module = tower(model, kind)
+        module = get_tower(model, kind)
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        # numpy has no bfloat16: the bytes are taken as they are.
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        # Viewed as bytes, because numpy has no bfloat16.
+        tensor_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(tensor_bytes.numpy())
     return digest.hexdigest()
 
 
-def tokenisation_fingerprint(model: Any, kind: Kind | None = None) -> str | None:
-    """Return a sha256, in hex, of how texts become vectors beside the weights: tokenisers, prompts, lengths, pooling.
+def tokenisation_fingerprint(model: object, kind: Kind | None = None) -> str | None:
+    """Return the sha256, in hex, of all settings, beside the weights, that decide embeddings.
 
-    None for a model that is no SentenceTransformer.
+    These are tokenisers, prompts, maximum lengths, pooling and truncation of embeddings.
 
     Args:
-        kind: only for these texts; None: for queries and documents.
+        model: a SentenceTransformer. The result is None for any other object.
+        kind: "query" or "document" for the settings of these texts alone; None for both.
     """
     if not isinstance(model, SentenceTransformer):
         return None
     if kind is None:
-        of_queries = tokenisation_fingerprint(model, "query")
-        of_documents = tokenisation_fingerprint(model, "document")
-        return Fingerprint(of_queries, of_documents).hex()
-    fingerprint = Fingerprint(
-        model.prompts.get(kind), model.default_prompt_name, model.truncate_dim
-    )
-    for module in tower(model, kind).modules():
-        if isinstance(module, (SentenceTransformer, Router)):
-            continue  # their modules count, and a tied model's are those of each tower
-        if hasattr(module, "get_config_dict"):
-            config: dict[str, Any] = module.get_config_dict()  # type: ignore[operator]  # a method
-            lengths = {name: config.pop(name, None) for name in _LENGTHS}
-            max_length = lengths[f"{kind}_length"] or getattr(module, "max_seq_length", None)
-            fingerprint.add(type(module).__name__, config, str(max_length))
-        tokenizer = getattr(module, "tokenizer", None)
-        fast: Any = getattr(tokenizer, "backend_tokenizer", tokenizer)
-        if hasattr(fast, "to_str"):  # padding and truncation are set anew for each call
-            fingerprint.add({**json.loads(fast.to_str()), "padding": None, "truncation": None})
+        query_fingerprint = tokenisation_fingerprint(model, "query")
+        document_fingerprint = tokenisation_fingerprint(model, "document")
+        return Fingerprint(query_fingerprint, document_fingerprint).hex()
+    prompt = model.prompts.get(kind)
+    fingerprint = Fingerprint(prompt, model.default_prompt_name, model.truncate_dim)
+    for module in get_tower(model, kind).modules():
+        # Containers are skipped and their modules are hashed one by one: then a model without a
+        # Router has the same fingerprint as one whose towers are tied.
+        if not isinstance(module, (SentenceTransformer, Router)):
+            _add_module_settings(fingerprint, module, kind)
     return fingerprint.hex()
+
+
+def _add_module_settings(fingerprint: Fingerprint, module: nn.Module, kind: Kind) -> None:
+    """Add a module's configuration, maximum length and tokeniser to a fingerprint."""
+    if hasattr(module, "get_config_dict"):
+        config = module.get_config_dict()  # type: ignore[operator]  # torch types it as a tensor
+        lengths = {name: config.pop(name, None) for name in _LENGTH_SETTINGS}
+        max_length = lengths[f"{kind}_length"] or getattr(module, "max_seq_length", None)
+        fingerprint.add(type(module).__name__, config, str(max_length))
+    tokenizer = getattr(module, "tokenizer", None)
+    fast_tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if fast_tokenizer is not None and hasattr(fast_tokenizer, "to_str"):
+        tokenizer_settings = json.loads(fast_tokenizer.to_str())
+        # Left out, because every call sets them to values of its own.
+        tokenizer_settings["padding"] = None
+        tokenizer_settings["truncation"] = None
+        fingerprint.add(tokenizer_settings)

@@ -1,6 +1,7 @@
-"""Search for texts with a model, behind BEIR's interface: `EvaluateRetrieval(FaissSearcher(model))`; or by BM25.
+"""Search for texts with a model, behind BEIR's interface, and search by BM25.
 
-`FaissSearcher` joins `encode` and `index`. No metric is computed and no file written here, and beir is not imported.
+`FaissSearcher` joins `encode` and `index`: `EvaluateRetrieval(FaissSearcher(model))`.
+No metric is computed here, no file is written, and beir is not imported.
 """
 
 from __future__ import annotations
@@ -8,150 +9,217 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from sentence_transformers import SentenceTransformer
 
 from contaccum.data import passage_text
 from contaccum.errors import DataError
-from contaccum.retrieval.encode import encode_texts, metric_of
-from contaccum.retrieval.index import build_index, recall_against_exact, search
+from contaccum.retrieval.encode import Kind, encode_texts, get_metric
+from contaccum.retrieval.index import DenseIndex, build_index, recall_against_exact, search
 
 Run = dict[str, dict[str, float]]
+"""{query id: {document id: score}}"""
+
+Corpus = Mapping[str, Mapping[str, str]]
+"""{document id: {"title": title, "text": text}}; the title may be missing."""
+
+# Parameters of BM25 with DPR's values.
+_BM25_K1 = 0.9
+_BM25_B = 0.4
 
 
 class FaissSearcher:
-    """Encodes a corpus and queries with one model and searches them with FAISS.
+    """Searcher that encodes a corpus and queries with one model and searches with FAISS.
 
     Args:
-        model: a SentenceTransformer, which stays on the device it is on.
-        index, index_parameters: see `build_index`; "Flat" is exact and equals BEIR's DenseRetrievalExactSearch.
-        batch_size, precision: see `encode_texts`.
-        encode_documents: embeds the texts of documents with the model, (n, d); None: `encode_texts`.
+        model: a SentenceTransformer, which stays on its device.
+        batch_size: texts per forward pass; see `encode_texts`.
+        index: FAISS factory string; see `build_index`. "Flat" is exact and gives the results of
+            BEIR's DenseRetrievalExactSearch.
+        index_parameters: FAISS search parameters; see `build_index`.
+        precision: type of autocast; see `encode_texts`.
+        show_progress_bar: show progress bars.
+        encode_documents: function that returns the embeddings (n, d) of the texts of documents,
+            given the model and the texts; None: `encode_texts`.
 
     Attributes:
-        timing: of the last search, seconds per stage.
-        embeddings: of the last search, of queries and of documents, as the model gives them.
-        found: of the last search, `gpus`, and of an approximate index `recall` (see `recall_against_exact`).
+        timing: seconds per stage of the last search.
+        embeddings: embeddings of queries and of documents in the last search, as the model gives
+            them.
+        search_details: facts about the last search: the number of ``gpus`` and, for an approximate
+            index, the ``recall`` (see `recall_against_exact`).
     """
 
     def __init__(
         self,
-        model: Any,
+        model: SentenceTransformer,
         batch_size: int = 32,
         index: str = "Flat",
         index_parameters: str | None = None,
         precision: str = "float32",
         show_progress_bar: bool = True,
-        encode_documents: Callable[[Any, Sequence[str]], np.ndarray] | None = None,
+        encode_documents: Callable[[SentenceTransformer, Sequence[str]], np.ndarray] | None = None,
     ) -> None:
-        self.model, self.index, self.index_parameters = model, index, index_parameters
-        self.encoding = {
-            "batch_size": batch_size,
-            "precision": precision,
-            "show_progress": show_progress_bar,
-        }
+        self.model = model
+        self.batch_size = batch_size
+        self.index = index
+        self.index_parameters = index_parameters
+        self.precision = precision
+        self.show_progress_bar = show_progress_bar
         self.encode_documents = encode_documents
         self.timing: dict[str, float] = {}
-        self.found: dict[str, Any] = {}
+        self.search_details: dict[str, int | dict[str, float]] = {}
         self.embeddings: tuple[np.ndarray, np.ndarray] | None = None
 
     def search(
         self,
-        corpus: Mapping[str, Mapping[str, str]],
+        corpus: Corpus,
         queries: Mapping[str, str],
         top_k: int,
         score_function: str | None = None,
         **kwargs: Any,
     ) -> Run:
-        """The `top_k` best documents of every query as {query id: {document id: score}}, best first.
+        """Find the ``top_k`` best documents of every query.
 
-        `score_function` is "cos_sim" or "dot"; None is the model's own. A document with the query's id is dropped,
-        as BEIR does, which is why one more than `top_k` is asked for. Further keywords are BEIR's and are ignored.
+        A document with the query's id is dropped from the results, as BEIR does.
+
+        Args:
+            corpus: {document id: {"title": title, "text": text}}.
+            queries: {query id: text}.
+            top_k: number of documents per query.
+            score_function: "cos_sim" or "dot"; None: the model's own similarity.
+            kwargs: further keywords of BEIR; they are ignored.
+
+        Returns:
+            {query id: {document id: score}}, best documents first.
 
         Raises:
-            ConfigError: an unknown score function, or an index that cannot be built.
-            DataError: an empty corpus.
+            ConfigError: the score function is unknown, or the index cannot be built.
+            DataError: the corpus is empty.
         """
-        metric = metric_of(self.model, score_function)
+        metric = get_metric(self.model, score_function)
         if not corpus:
-            raise DataError("the corpus has no documents to search")
+            raise DataError("the corpus has no documents to search (check the corpus file)")
         self.timing = {}
-        passages = [
-            passage_text(document.get("title") or "", document["text"])
-            for document in corpus.values()
-        ]
-        asked = self._timed(
-            "encode_queries",
-            encode_texts,
-            self.model,
-            [*queries.values()],
-            "query",
-            **self.encoding,
-        )
-        settings: Any = self.encoding
-        encode = self.encode_documents or partial(encode_texts, kind="document", **settings)
-        documents = self._timed("encode_corpus", encode, self.model, passages)
-        self.embeddings = asked, documents
-        settings = (self.index, metric, list(corpus), self.index_parameters)
-        index = self._timed("index", build_index, documents, *settings)
-        scores, rows = self._timed("search", search, index, asked, top_k + 1)
-        recall = recall_against_exact(index, asked, rows[:, :top_k])
-        self.found = {"gpus": index.gpus, **({"recall": recall} if recall else {})}
+        with self._measure_time("encode_queries"):
+            query_embeddings = self._encode(list(queries.values()), "query")
+        passages = _get_passage_texts(corpus)
+        with self._measure_time("encode_corpus"):
+            if self.encode_documents is None:
+                document_embeddings = self._encode(passages, "document")
+            else:
+                document_embeddings = self.encode_documents(self.model, passages)
+        self.embeddings = (query_embeddings, document_embeddings)
+        with self._measure_time("index"):
+            index = build_index(
+                document_embeddings, self.index, metric, list(corpus), self.index_parameters
+            )
+        with self._measure_time("search"):
+            # One more than top_k, because the document with the query's id is dropped.
+            scores, rows = search(index, query_embeddings, top_k + 1)
+        self.search_details = {"gpus": index.num_gpus}
+        recall = recall_against_exact(index, query_embeddings, rows[:, :top_k])
+        if recall is not None:
+            self.search_details["recall"] = recall
         run: Run = {}
-        for query, line_scores, line_rows in zip(queries, scores, rows, strict=True):
-            found = line_rows[line_rows >= 0]  # rows that are not there come last
-            hits = dict(zip(index.ids(found), line_scores.tolist(), strict=False))
-            if hits.pop(query, None) is None and len(hits) > top_k:
-                hits.popitem()
-            run[query] = hits
+        for query_id, query_scores, query_rows in zip(queries, scores, rows, strict=True):
+            run[query_id] = _get_hits(index, query_id, query_scores, query_rows, top_k)
         return run
 
-    def _timed(self, stage: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def _encode(self, texts: Sequence[str], kind: Kind) -> np.ndarray:
+        return encode_texts(
+            self.model, texts, kind, self.batch_size, self.precision, self.show_progress_bar
+        )
+
+    @contextmanager
+    def _measure_time(self, stage: str) -> Iterator[None]:
         started = time.perf_counter()
-        result = function(*args, **kwargs)
+        yield
         self.timing[f"{stage}_seconds"] = time.perf_counter() - started
-        return result
 
 
-def bm25_run(
-    corpus: Mapping[str, Mapping[str, str]], queries: Mapping[str, str], top_k: int
-) -> Run:
-    """Return the ``top_k`` best documents of every query by BM25; raises as `bm25_scores` does."""
-    names = list(corpus)
-    passages = [
-        passage_text(document.get("title") or "", document["text"]) for document in corpus.values()
-    ]
+def _get_hits(
+    index: DenseIndex, query_id: str, scores: np.ndarray, rows: np.ndarray, top_k: int
+) -> dict[str, float]:
+    """Return {document id: score} of a query's ``top_k`` best documents, without its own document.
+
+    Args:
+        index: the index that was searched.
+        query_id: id of the query.
+        scores: (top_k + 1,), descending.
+        rows: (top_k + 1,); -1 where an approximate index found no further document.
+    """
+    found_rows = rows[rows >= 0]
+    found_scores = scores[: len(found_rows)].tolist()  # rows of -1 come last
+    hits = dict(zip(index.ids(found_rows), found_scores, strict=True))
+    has_own_document = hits.pop(query_id, None) is not None
+    if not has_own_document and len(hits) > top_k:
+        hits.popitem()
+    return hits
+
+
+def _get_passage_texts(corpus: Corpus) -> list[str]:
+    """Return the texts of all documents as they are encoded: title, space, text."""
+    texts = []
+    for document in corpus.values():
+        title = document.get("title") or ""
+        texts.append(passage_text(title, document["text"]))
+    return texts
+
+
+def bm25_run(corpus: Corpus, queries: Mapping[str, str], top_k: int) -> Run:
+    """Find the ``top_k`` best documents of every query by BM25.
+
+    A document with the query's id is dropped, as BEIR does, and so are documents that share no word
+    with the query.
+
+    Raises:
+        DataError: no document has a word; see `bm25_scores`.
+    """
+    document_ids = list(corpus)
+    passages = _get_passage_texts(corpus)
+    all_scores = bm25_scores(passages, list(queries.values()))
     run: Run = {}
-    for query, scores in zip(queries, bm25_scores(passages, list(queries.values())), strict=True):
-        best = np.argsort(-scores, kind="stable")[: top_k + 1]
-        hits = {names[row]: float(scores[row]) for row in best if scores[row] > 0}
-        hits.pop(query, None)  # as BEIR drops a document with the query's id
-        run[query] = dict(list(hits.items())[:top_k])
+    for query_id, scores in zip(queries, all_scores, strict=True):
+        best_rows = np.argsort(-scores, kind="stable")[: top_k + 1]
+        hits = {document_ids[row]: float(scores[row]) for row in best_rows if scores[row] > 0}
+        hits.pop(query_id, None)
+        run[query_id] = dict(list(hits.items())[:top_k])
     return run
 
 
 def bm25_scores(
     passages: list[str], queries: list[str], show_progress: bool = False
 ) -> Iterator[np.ndarray]:
-    """For each query the scores of all n passages, float32 (n,), by bm25s (Lucene's variant, DPR's k1 and b).
+    """Yield the scores of all n passages for each query, float32 (n,), by bm25s.
 
-    Words are of two letters or more, in lower case; a score is 0 where no word of the query occurs.
+    The variant is Lucene's, with DPR's parameters k1 and b. Words have two letters or more and are
+    compared in lower case. A passage without any word of the query has a score of 0.
 
     Raises:
         DataError: no passage has a word.
     """
     import bm25s
 
-    logging.getLogger("bm25s").setLevel(
-        logging.WARNING
-    )  # it says at level DEBUG what it does, and is shown
-    words_of = partial(bm25s.tokenize, stopwords=[], return_ids=False, show_progress=show_progress)
-    words = words_of(passages)
-    if not any(words):
-        raise DataError("no passage has a word of two letters for BM25 to find")
-    index = bm25s.BM25(k1=0.9, b=0.4)
-    index.index(words, show_progress=show_progress)
-    for query in words_of(queries):
-        yield index.get_scores(query) if query else np.zeros(len(words), dtype=np.float32)
+    # bm25s logs its progress at level DEBUG and attaches a handler that prints it.
+    logging.getLogger("bm25s").setLevel(logging.WARNING)
+
+    def tokenize(texts: list[str]) -> list[list[str]]:
+        return bm25s.tokenize(texts, stopwords=[], return_ids=False, show_progress=show_progress)
+
+    passage_words = tokenize(passages)
+    if not any(passage_words):
+        raise DataError(
+            "no passage has a word of two letters or more, so BM25 can find nothing (check the "
+            "corpus file)"
+        )
+    index = bm25s.BM25(k1=_BM25_K1, b=_BM25_B)
+    index.index(passage_words, show_progress=show_progress)
+    for query_words in tokenize(queries):
+        if query_words:
+            yield index.get_scores(query_words)
+        else:
+            yield np.zeros(len(passages), dtype=np.float32)

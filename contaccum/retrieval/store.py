@@ -1,239 +1,251 @@
-"""Embeddings of a corpus on disk, written shard by shard and mapped into memory instead of read.
+"""Stores: folders of corpus embeddings, written in shards and memory-mapped when they are read.
 
-    store.json            what the embeddings are of, and whether they are all there ("finished")
-    shard-00000/          the first rows of the corpus, in its order; shard-00001 those that follow
-        embeddings.npy    (n, d), float32, float16 or int8; (n, d / 8) of bits
-        ranges.npy        of int8: the least and greatest of each dimension in this shard, (2, d)
-        ids.arrow         their ids: Arrow IPC, one column `id` of strings
-        texts.npy         hashes of their texts, by which training finds positives: int64 (n,)
-        shard.json        rows, dimension, bytes of the files, fingerprint of the corpus up to the last row
-
-A shard is there whole or not at all, so that a process killed at any instant loses the shard in work alone, and several
-may share a folder. Nothing holds a pickle. Nothing is encoded or searched here.
+`store_files` describes the files of a store. Nothing is encoded or searched here.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from contaccum import files
 from contaccum.data.records import passage_text
 from contaccum.data.sampling import text_ids
-from contaccum.errors import ConfigError, DataError, UserError
+from contaccum.errors import DataError, UserError
+from contaccum.retrieval.quantization import QuantizedEmbeddings
+from contaccum.retrieval.store_files import (
+    EMBEDDINGS_FILE,
+    FORMAT,
+    IDS_FILE,
+    RANGES_FILE,
+    SHARD_FILE,
+    STORE_FILE,
+    TEXTS_FILE,
+    get_file_sizes,
+    get_shard_folder,
+    read_metadata,
+    read_shard_file,
+    remove_store,
+)
 
-ABOUT = "store.json"
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 STORED = ("float32", "float16", "int8", "binary")
-"""Types that embeddings are stored in: 4, 2 and 1 bytes a dimension, and a bit."""
+"""Types of stored embeddings: 4 bytes, 2 bytes, 1 byte and 1 bit per dimension."""
 
-_SHARD, _EMBEDDINGS, _RANGES, _IDS = "shard.json", "embeddings.npy", "ranges.npy", "ids.arrow"
-_TEXTS = "texts.npy"
-_HEAD = {"format": "contaccum embedding store", "version": 3}
-_MAPPED_SHARDS = 64  # at most, those used last: maps stay open, and a process may open 1,024 files
-_MEND = "name another --output, or start anew with --overwrite"
-
-
-@dataclass
-class Codes:
-    """n embeddings of d dimensions in a type of `STORED`; rows that are asked for come as float32 (n, d).
-
-    int8 counts 256 steps from the least to the greatest of each dimension, `ranges` (2, d), and stands for the middle
-    of a step; a bit stands for its sign.
-    """
-
-    values: np.ndarray
-    dtype: str
-    shape: tuple[int, int]
-    ranges: np.ndarray | None = None
-
-    @classmethod
-    def of(cls, embeddings: np.ndarray, dtype: str) -> Codes:
-        """Embeddings (n, d) in that type, quantized by sentence-transformers; `ConfigError`: see `check_bits`."""
-        if dtype in ("float32", "float16"):
-            return cls(np.ascontiguousarray(embeddings, dtype=dtype), dtype, embeddings.shape)
-        from sentence_transformers.util import quantize_embeddings
-
-        check_bits(dtype, embeddings.shape[1])
-        ranges = (
-            np.stack([embeddings.min(axis=0), embeddings.max(axis=0)]) if dtype == "int8" else None
-        )
-        values: Any = quantize_embeddings(
-            embeddings, "int8" if dtype == "int8" else "ubinary", ranges
-        )
-        return cls(values, dtype, embeddings.shape, ranges)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, rows: Any) -> np.ndarray:
-        values = self.values[rows]
-        if self.dtype == "binary":
-            return 2 * np.unpackbits(values, axis=-1).astype(np.float32) - 1
-        if self.ranges is None:
-            return values.astype(np.float32, copy=False)
-        low, high = self.ranges
-        return low + (values.astype(np.float32) + 128.5) * ((high - low) / 255)
+# Each shard keeps two files open, and many systems allow a process 1,024 open files.
+_MAX_MAPPED_SHARDS = 64
+_CONTINUE = "run the same contaccum encode again, and it continues"
+_REPLACE = "choose another --output, or replace the store with --overwrite"
+# Keys of store.json that decide the rows of a store, in the order in which they are hashed.
+_FINGERPRINT_KEYS = (
+    "kind",
+    "model",
+    "similarity",
+    "tokenisation",
+    "precision",
+    "dtype",
+    "dimension",
+    "rows",
+)
 
 
-def check_bits(dtype: str, dimension: int) -> None:
-    """Raise `ConfigError` for binary embeddings of dimensions that fill no whole bytes."""
-    if dtype == "binary" and dimension % 8:
-        raise ConfigError(
-            f"binary embeddings of {dimension} dimensions: eight fill a byte, so take a multiple of 8"
-        )
+class _ShardRows(NamedTuple):
+    """Rows of a request that lie in the same shard."""
+
+    shard_number: int
+    positions: np.ndarray  # int64 (r,), positions of these rows in the request
+    rows_in_shard: np.ndarray  # int64 (r,), row numbers counted from the start of the shard
+
+
+class _MappedShard(NamedTuple):
+    """Ids and embeddings of a shard, memory-mapped."""
+
+    ids: pa.StringArray
+    embeddings: QuantizedEmbeddings
 
 
 class EmbeddingStore:
-    """A finished store, to be read like an array (N, d), rows numbered through all shards. Make one with `open`.
+    """A finished store, read like an array (N, d). Rows are numbered through all shards.
 
-    `store[10:20]` and `store[[7, 3]]` are float32 copies, and memory holds no more than these.
+    Create it with `open`. ``store[10:20]`` and ``store[[7, 3]]`` are float32 copies; memory holds
+    these rows alone.
 
     Attributes:
-        about: the content of store.json.
-        shape, dtype: (N, d), and the type of the embeddings as they lie on disk, of `STORED`.
-        similarity: "cos" or "dot", what the model's embeddings are compared by.
+        folder: the folder of the store.
+        metadata: the content of store.json.
+        shape: (N, d).
+        dtype: type of the embeddings on disk, one of `STORED`.
+        similarity: "cos" or "dot", the similarity function of the model.
     """
 
-    def __init__(self, folder: Path, about: dict[str, Any]) -> None:
-        self.folder, self.about = folder, about
-        self.similarity: Any = about.get("similarity")
-        self.shape, self.dtype = (about["rows"], about["dimension"]), about["dtype"]
-        self._shard_size: int = about["shard_size"]
-        self._mapped = lru_cache(_MAPPED_SHARDS)(self._map)
+    def __init__(self, folder: Path, metadata: dict[str, Any]) -> None:
+        self.folder = folder
+        self.metadata = metadata
+        self.similarity: str = metadata.get("similarity", "")
+        self.shape: tuple[int, int] = (metadata["rows"], metadata["dimension"])
+        self.dtype: str = metadata["dtype"]
+        self._shard_size: int = metadata["shard_size"]
+        self._get_shard = lru_cache(_MAX_MAPPED_SHARDS)(self._map_shard)
 
     @classmethod
     def open(cls, folder: files.AnyPath) -> EmbeddingStore:
-        """The store in a folder.
+        """Open the store in a folder.
 
         Raises:
-            DataError: no store, one that is not finished, or one that has lost a shard or a part of it.
+            DataError: the folder holds no store, the store is not finished, or a shard or a part
+                of a shard is missing.
         """
         folder = Path(folder)
-        if not (folder / ABOUT).exists():
+        if not (folder / STORE_FILE).exists():
             raise DataError(
                 f"{folder}: not a store of embeddings (write one with contaccum encode)"
             )
-        about = _read_about(folder)
-        mend = "run the same contaccum encode again: it goes on"
-        if not about["finished"]:
-            raise DataError(f"{folder}: the store is not finished ({mend})")
-        for first in range(0, about["rows"], about["shard_size"]):
-            if _read_shard(folder, first // about["shard_size"]) is None:
+        metadata = read_metadata(folder)
+        if not metadata["finished"]:
+            raise DataError(f"{folder}: the store is not finished ({_CONTINUE})")
+        shard_size = metadata["shard_size"]
+        for first_row in range(0, metadata["rows"], shard_size):
+            if read_shard_file(folder, first_row // shard_size) is None:
                 raise DataError(
-                    f"{folder}: the shard from row {first:,} on is missing or cut off ({mend})"
+                    f"{folder}: the shard from row {first_row:,} on is missing or cut off "
+                    f"({_CONTINUE})"
                 )
-        return cls(folder, about)
+        return cls(folder, metadata)
 
     def __len__(self) -> int:
         return self.shape[0]
 
     @property
     def fingerprint(self) -> str:
-        """sha256, in hex, of what decides the rows: texts, model, tokenisation, types, number."""
-        names = (
-            "kind",
-            "model",
-            "similarity",
-            "tokenisation",
-            "precision",
-            "dtype",
-            "dimension",
-            "rows",
-        )
-        return files.fingerprint(
-            self.about["corpus"]["fingerprint"], [self.about.get(name) for name in names]
-        )
+        """sha256 in hex of what decides the rows: texts, model, tokenisation, types and number."""
+        values = [self.metadata.get(key) for key in _FINGERPRINT_KEYS]
+        return files.fingerprint(self.metadata["corpus"]["fingerprint"], values)
 
     def __getitem__(self, rows: slice | Sequence[int] | np.ndarray) -> np.ndarray:
-        """Embeddings of a slice, or of some rows in the order asked for (fastest where they ascend): float32 (n, d)."""
-        rows = np.arange(*rows.indices(len(self))) if isinstance(rows, slice) else rows
-        found = np.empty((len(rows), self.shape[1]), dtype=np.float32)
-        for places, number, inside in self._located(rows):
-            found[places] = self._mapped(number)[1][inside]
-        return found
+        """Return the embeddings of n rows, in the order of the request, as float32 (n, d).
+
+        Ascending rows are read fastest. Raises `IndexError` for a row that does not exist.
+        """
+        if isinstance(rows, slice):
+            rows = np.arange(*rows.indices(len(self)))
+        embeddings = np.empty((len(rows), self.shape[1]), dtype=np.float32)
+        for part in self._group_by_shard(rows):
+            shard = self._get_shard(part.shard_number)
+            embeddings[part.positions] = shard.embeddings[part.rows_in_shard]
+        return embeddings
 
     def ids(self, rows: Sequence[int] | np.ndarray) -> list[str]:
-        """Ids of some rows, in the order asked for; raises `IndexError` for a row that is not there."""
-        found = np.empty(len(rows), dtype=object)
-        for places, number, inside in self._located(rows):
-            found[places] = self._mapped(number)[0].take(inside).to_pylist()
-        return found.tolist()
+        """Return the ids of some rows, in the order of the request.
+
+        Raises:
+            IndexError: a row does not exist.
+        """
+        ids = np.empty(len(rows), dtype=object)
+        for part in self._group_by_shard(rows):
+            shard = self._get_shard(part.shard_number)
+            ids[part.positions] = shard.ids.take(part.rows_in_shard).to_pylist()
+        return ids.tolist()
 
     def text_ids(self) -> np.ndarray:
-        """Return the hashes of the encoded texts, int64 (N,); see `contaccum.data.sampling.text_ids`."""
+        """Return the hashes of all texts, int64 (N,); see `contaccum.data.sampling.text_ids`."""
         parts = []
-        for number in range(self._num_shards):
-            file = _shard_folder(self.folder, number) / _TEXTS
-            parts.append(np.load(file, allow_pickle=False))
+        for shard_number in range(self._num_shards):
+            path = get_shard_folder(self.folder, shard_number) / TEXTS_FILE
+            parts.append(np.load(path, allow_pickle=False))
         return np.concatenate(parts)
 
     def blocks(self, size: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the first row and the embeddings, float32 (n, d), of consecutive blocks of at most ``size`` rows.
+        """Yield all embeddings in consecutive blocks of at most ``size`` rows.
 
-        A block lies in one shard. Those of a float32 store are views of the mapped file.
+        A block never crosses the border of a shard. Blocks of a float32 store are views of the
+        mapped file.
+
+        Yields:
+            The number of the block's first row, and its embeddings, float32 (n, d).
         """
-        for number in range(self._num_shards):
-            codes = self._mapped(number)[1]
-            for first in range(0, len(codes), size):
-                yield number * self._shard_size + first, codes[first : first + size]
+        for shard_number in range(self._num_shards):
+            embeddings = self._get_shard(shard_number).embeddings
+            shard_start = shard_number * self._shard_size
+            for first in range(0, len(embeddings), size):
+                yield shard_start + first, embeddings[first : first + size]
 
     @property
     def _num_shards(self) -> int:
-        return -(-len(self) // self._shard_size)
+        return -(-len(self) // self._shard_size)  # rounded up
 
-    def _located(
-        self, rows: Sequence[int] | np.ndarray
-    ) -> Iterator[tuple[np.ndarray, int, np.ndarray]]:
-        """For each shard that has some of the rows: places among them, its number, and the rows inside it."""
-        wanted = np.asarray(rows, dtype=np.int64)
-        if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
-            raise IndexError(f"rows are 0 to {len(self) - 1}, not {wanted.min()} to {wanted.max()}")
-        numbers = wanted // self._shard_size
-        for number in np.unique(numbers).tolist():
-            places = np.flatnonzero(numbers == number)
-            yield places, number, wanted[places] - number * self._shard_size
+    def _group_by_shard(self, rows: Sequence[int] | np.ndarray) -> Iterator[_ShardRows]:
+        """Yield the rows of a request shard by shard.
 
-    def _map(self, number: int) -> tuple[Any, Codes]:
-        """Ids and embeddings of a shard."""
+        Raises:
+            IndexError: a row does not exist.
+        """
+        row_numbers = np.asarray(rows, dtype=np.int64)
+        if row_numbers.size == 0:
+            return
+        smallest = row_numbers.min()
+        largest = row_numbers.max()
+        if smallest < 0 or largest >= len(self):
+            raise IndexError(
+                f"{self.folder}: has rows 0 to {len(self) - 1}, but rows from {smallest} to "
+                f"{largest} were requested"
+            )
+        shard_numbers = row_numbers // self._shard_size
+        for shard_number in np.unique(shard_numbers).tolist():
+            positions = np.flatnonzero(shard_numbers == shard_number)
+            rows_in_shard = row_numbers[positions] - shard_number * self._shard_size
+            yield _ShardRows(shard_number, positions, rows_in_shard)
+
+    def _map_shard(self, shard_number: int) -> _MappedShard:
+        """Map a shard into memory; raise `DataError` if a file is broken."""
         import pyarrow as pa
 
-        folder = _shard_folder(self.folder, number)
+        folder = get_shard_folder(self.folder, shard_number)
         try:
-            # Copy-on-write: torch warns of arrays that are read-only, and nothing here writes to them.
-            embeddings = np.load(folder / _EMBEDDINGS, mmap_mode="c", allow_pickle=False)
-            ranges = np.load(folder / _RANGES, allow_pickle=False) if self.dtype == "int8" else None
-            with pa.memory_map(str(folder / _IDS)) as source, pa.ipc.open_file(source) as reader:
+            # Copy-on-write, because torch warns about read-only arrays. Nothing is written here.
+            values = np.load(folder / EMBEDDINGS_FILE, mmap_mode="c", allow_pickle=False)
+            ranges = None
+            if self.dtype == "int8":
+                ranges = np.load(folder / RANGES_FILE, allow_pickle=False)
+            with (
+                pa.memory_map(str(folder / IDS_FILE)) as source,
+                pa.ipc.open_file(source) as reader,
+            ):
                 ids = reader.read_all()["id"].combine_chunks()
-            ids.validate(full=True)  # offsets of a broken file would be followed anywhere
+            # Arrow does not check offsets when it reads rows: in a broken file they may point
+            # outside the mapped memory.
+            ids.validate(full=True)
         except (OSError, ValueError, KeyError) as error:
-            what = " ".join(str(error).split())
+            reason = " ".join(str(error).split())
             raise DataError(
-                f"{folder}: the shard is broken: {what} (remove it, and encode again)"
+                f"{folder}: the shard is broken: {reason} (remove this folder, and run contaccum "
+                "encode again)"
             ) from error
-        return ids, Codes(embeddings, self.dtype, (len(embeddings), self.shape[1]), ranges)
+        shape = (len(values), self.shape[1])
+        return _MappedShard(ids, QuantizedEmbeddings(values, self.dtype, shape, ranges))
 
 
 class StoreWriter:
-    """Writes a store shard by shard; processes may share a folder, each with shards of its own.
+    """Writer of a store, shard by shard. Several processes may write shards of the same folder.
 
     Args:
-        identity: what decides the embeddings: kind, model, similarity, tokenisation, precision, dtype, shard_size. JSON
-            values. A store with another one is not gone on with.
-        notes: what else store.json says of a new store.
-        overwrite: remove the store that lies there.
+        folder: the folder of the store. A store that is there is continued if its identity is the
+            same.
+        identity: the settings that decide the embeddings, as JSON values: kind, model,
+            similarity, tokenisation, precision, dtype, shard_size; see `encoding_identity`.
+        notes: further entries for the store.json of a new store.
+        overwrite: remove a store that is in the folder.
 
     Raises:
-        UserError: the folder holds another store, or something else; or it cannot be written.
+        UserError: the folder holds a store of another identity or something else, or it cannot be
+            written to.
     """
 
     def __init__(
@@ -244,171 +256,171 @@ class StoreWriter:
         overwrite: bool = False,
     ) -> None:
         self.folder = Path(folder)
-        about = check_folder(self.folder)
-        if about is not None and overwrite:
-            # Another process that overwrites the same store may remove a part of it first.
-            for path in self.folder.glob("shard-*"):
-                with suppress(FileNotFoundError):
-                    shutil.rmtree(path)
-            (self.folder / ABOUT).unlink(missing_ok=True)  # last, for the folder is known by it
-            about = None
-        if about is None:
-            about = {**_HEAD, "finished": False, **identity, **(notes or {}), **files.provenance()}
-            files.write_json(self.folder / ABOUT, about)
-        if other := [
-            name
-            for name, value in json.loads(json.dumps(identity)).items()
-            if about.get(name) != value
-        ]:
-            raise UserError(
-                f"{folder}: holds embeddings of another {' and '.join(other)} ({_MEND})"
-            )
-        self.about = about
+        metadata = check_folder(self.folder)
+        if metadata is not None and overwrite:
+            remove_store(self.folder)
+            metadata = None
+        if metadata is None:
+            metadata = {**FORMAT, "finished": False, **identity}
+            metadata.update(notes or {})
+            metadata.update(files.provenance())
+            files.write_json(self.folder / STORE_FILE, metadata)
+        _check_identity(self.folder, metadata, identity)
+        self.metadata = metadata
 
     def fill(
         self,
         passages: Iterable[tuple[str, str, str]],
         encode: Callable[[list[str]], np.ndarray],
         rank: int = 0,
-        ranks: int = 1,
+        world_size: int = 1,
     ) -> bool:
-        """Encode the shards that are missing, every `ranks`-th of them.
+        """Encode and write the shards that are missing.
 
-        Every shard that is there must be of this very corpus. It is compared with the corpus before
-        a later shard is encoded. Memory holds the texts and embeddings of one shard.
+        Every shard that exists must come from the same corpus. This is checked for each shard
+        before a later shard is encoded. Memory holds the texts and embeddings of one shard.
 
         Args:
-            passages: (id, title, text), with distinct ids.
-            encode: texts to float32 (n, d).
+            passages: (id, title, text) of each passage of the corpus; ids are distinct.
+            encode: function that returns the embeddings of n texts, float32 (n, d).
+            rank: number of this process; it encodes the shards whose number modulo
+                ``world_size`` is ``rank``.
+            world_size: number of processes that share the shards.
 
         Returns:
-            Whether the store is finished.
+            True if the store is finished.
 
         Raises:
             DataError: the store has shards of another corpus, or there is no passage.
-            UserError: no room.
+            UserError: the disk is full or cannot be written to.
         """
         remaining = iter(passages)
         corpus = files.Fingerprint()
-        rows = 0
-        shard_size = self.about["shard_size"]
-        while block := list(islice(remaining, shard_size)):
-            for passage in block:
+        num_rows = 0
+        shard_size = self.metadata["shard_size"]
+        while shard_passages := list(islice(remaining, shard_size)):
+            for passage in shard_passages:
                 corpus.add(*passage)
             fingerprint = corpus.hex()
-            if self.about["finished"] and rows >= self.about["rows"]:
-                raise self._another_corpus()
-            number = rows // shard_size
-            is_missing = not self._has_shard(number, fingerprint)
-            if is_missing and number % ranks == rank:
-                texts = [passage_text(title, text) for _, title, text in block]
-                ids = [passage[0] for passage in block]
-                self._write_shard(number, ids, texts, encode(texts), fingerprint)
-            rows += len(block)
-        if not rows:
+            if self.metadata["finished"] and num_rows >= self.metadata["rows"]:
+                raise self._other_corpus_error()
+            shard_number = num_rows // shard_size
+            is_missing = not self._has_shard(shard_number, fingerprint)
+            if is_missing and shard_number % world_size == rank:
+                ids = [passage_id for passage_id, _, _ in shard_passages]
+                texts = [passage_text(title, text) for _, title, text in shard_passages]
+                self._write_shard(shard_number, ids, texts, encode(texts), fingerprint)
+            num_rows += len(shard_passages)
+        if num_rows == 0:
             raise DataError(
-                f"{self.folder}: nothing to encode: the source has no passage left (correct the data)"
+                f"{self.folder}: nothing to encode: the corpus has no usable passage (correct the "
+                "corpus file)"
             )
-        return self._finish(rows, corpus.hex())
+        return self._finish(num_rows, corpus.hex())
 
-    def _has_shard(self, number: int, fingerprint: str) -> bool:
-        """Return whether a shard is there; raise `DataError` if it is of another corpus."""
-        shard = _read_shard(self.folder, number)
+    def _has_shard(self, shard_number: int, fingerprint: str) -> bool:
+        """Return whether a shard exists; raise `DataError` if it comes from another corpus."""
+        shard = read_shard_file(self.folder, shard_number)
         if shard is None:
             return False
         if shard["fingerprint"] != fingerprint:
-            raise self._another_corpus()
+            raise self._other_corpus_error()
         return True
 
     def _write_shard(
         self,
-        number: int,
+        shard_number: int,
         ids: list[str],
         texts: list[str],
         embeddings: np.ndarray,
         fingerprint: str,
     ) -> None:
-        """Write a shard, unless another process has written it meanwhile.
+        """Write a shard, unless another process has written it in the meantime.
 
         Args:
+            shard_number: number of the shard.
+            ids: the n ids of its rows.
+            texts: the n encoded texts.
             embeddings: float32 (n, d).
-            fingerprint: of the corpus up to the shard's last row.
+            fingerprint: hash of the corpus up to the shard's last row.
         """
         import pyarrow as pa
 
-        codes = Codes.of(embeddings, self.about["dtype"])
-        table = pa.record_batch([pa.array(ids, pa.string())], names=["id"])
-        with files.atomic_folder(_shard_folder(self.folder, number)) as part:
-            np.save(part / _EMBEDDINGS, codes.values, allow_pickle=False)
-            np.save(part / _TEXTS, text_ids(texts), allow_pickle=False)
-            if codes.ranges is not None:
-                np.save(part / _RANGES, codes.ranges, allow_pickle=False)
-            with pa.ipc.new_file(str(part / _IDS), table.schema) as writer:
-                writer.write_batch(table)
+        quantized = QuantizedEmbeddings.quantize(embeddings, self.metadata["dtype"])
+        id_table = pa.record_batch([pa.array(ids, pa.string())], names=["id"])
+        with files.atomic_folder(get_shard_folder(self.folder, shard_number)) as folder:
+            np.save(folder / EMBEDDINGS_FILE, quantized.values, allow_pickle=False)
+            np.save(folder / TEXTS_FILE, text_ids(texts), allow_pickle=False)
+            if quantized.ranges is not None:
+                np.save(folder / RANGES_FILE, quantized.ranges, allow_pickle=False)
+            with pa.ipc.new_file(str(folder / IDS_FILE), id_table.schema) as writer:
+                writer.write_batch(id_table)
             description = {
                 "rows": len(ids),
-                "dimension": codes.shape[1],
+                "dimension": quantized.shape[1],
                 "fingerprint": fingerprint,
-                "bytes": {path.name: path.stat().st_size for path in part.iterdir()},
+                "bytes": get_file_sizes(folder),
             }
-            files.write_json(part / _SHARD, description)
-        self._has_shard(number, fingerprint)  # the other process's must be of this corpus, too
+            files.write_json(folder / SHARD_FILE, description)
+        # If another process wrote this shard first, its shard must come from the same corpus.
+        self._has_shard(shard_number, fingerprint)
 
-    def _finish(self, rows: int, fingerprint: str) -> bool:
-        """Finish the store if all shards of a corpus are there, and return whether they are."""
-        shard_size = self.about["shard_size"]
+    def _finish(self, num_rows: int, fingerprint: str) -> bool:
+        """Mark the store as finished if all shards exist, and return whether they do.
+
+        Args:
+            num_rows: number of passages in the corpus.
+            fingerprint: hash of the whole corpus.
+        """
+        shard_size = self.metadata["shard_size"]
         shards = []
-        for first in range(0, rows, shard_size):
-            shard = _read_shard(self.folder, first // shard_size)
+        for first_row in range(0, num_rows, shard_size):
+            shard = read_shard_file(self.folder, first_row // shard_size)
             if shard is not None:
                 shards.append(shard)
-        if len(shards) * shard_size < rows:
-            # The others are of other processes. The last one to write a shard finishes the store.
+        if len(shards) * shard_size < num_rows:
+            # Other processes still write shards. The process that writes the last shard finishes
+            # the store.
             return False
-        if _shard_folder(self.folder, len(shards)).exists():
-            raise self._another_corpus()
-        corpus = {**self.about.get("corpus", {}), "fingerprint": fingerprint}
-        finished = {"finished": True, "rows": rows, "dimension": shards[0]["dimension"]}
-        files.write_json(self.folder / ABOUT, {**self.about, **finished, "corpus": corpus})
+        if get_shard_folder(self.folder, len(shards)).exists():
+            raise self._other_corpus_error()
+        metadata = dict(self.metadata)
+        metadata["finished"] = True
+        metadata["rows"] = num_rows
+        metadata["dimension"] = shards[0]["dimension"]
+        metadata["corpus"] = {**self.metadata.get("corpus", {}), "fingerprint": fingerprint}
+        files.write_json(self.folder / STORE_FILE, metadata)
         return True
 
-    def _another_corpus(self) -> DataError:
-        return DataError(f"{self.folder}: holds embeddings of another corpus ({_MEND})")
+    def _other_corpus_error(self) -> DataError:
+        return DataError(f"{self.folder}: holds embeddings of another corpus ({_REPLACE})")
 
 
 def check_folder(folder: Path) -> dict[str, Any] | None:
-    """The content of store.json of the store that lies there, None where nothing does; nothing is written.
+    """Check that a store can be written to a folder. Nothing is written.
+
+    Returns:
+        The content of store.json of a store that is there; None for a new or empty folder.
 
     Raises:
-        UserError: something else lies there.
+        UserError: the folder holds something else.
+        DataError: store.json is broken, or of another version.
     """
-    if (folder / ABOUT).exists():
-        return _read_about(folder)
-    # Hidden files are what a process left that was killed before there was a store.json.
+    if (folder / STORE_FILE).exists():
+        return read_metadata(folder)
+    # A process that was killed before it wrote store.json may have left hidden files.
     if folder.is_file() or any(folder.glob("[!.]*")):
-        raise UserError(f"{folder}: is there, and no store of embeddings (name a new folder)")
+        raise UserError(f"{folder}: exists and is not a store of embeddings (name a new folder)")
     return None
 
 
-def _read_about(folder: Path) -> dict[str, Any]:
-    """The content of store.json; raises `DataError` where it is broken, of something else, or of another version."""
-    about = files.read_json(folder / ABOUT)
-    if (there := {name: about.get(name) for name in _HEAD}) != _HEAD:
-        raise DataError(
-            f"{folder / ABOUT}: is {there}, not {_HEAD} (encode the corpus with this version of contaccum)"
-        )
-    return about
-
-
-def _read_shard(folder: Path, number: int) -> dict[str, Any] | None:
-    """What shard.json of a shard says; None where it is missing, or a file has not the length that it says."""
-    shard = _shard_folder(folder, number)
-    if not (shard / _SHARD).exists():
-        return None
-    about = files.read_json(shard / _SHARD)
-    there = {path.name: path.stat().st_size for path in shard.iterdir() if path.name != _SHARD}
-    return about if there == about["bytes"] else None
-
-
-def _shard_folder(folder: Path, number: int) -> Path:
-    return folder / f"shard-{number:05d}"
+def _check_identity(folder: Path, metadata: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Raise `UserError` if store.json differs from the identity of the embeddings to write."""
+    differences = []
+    # Through JSON, because store.json holds lists where the identity may hold tuples.
+    for name, value in json.loads(json.dumps(identity)).items():
+        if metadata.get(name) != value:
+            differences.append(name)
+    if differences:
+        names = " and ".join(differences)
+        raise UserError(f"{folder}: holds embeddings of another {names} ({_REPLACE})")

@@ -1,7 +1,8 @@
-"""Callbacks around updates: the order of data, the log, evaluation with early stopping, signals.
+"""Callbacks of the trainer: start of a run, log, evaluation with early stopping, signals.
 
-transformers decides when to evaluate, which model is best and when to save. An evaluation leaves no
-trace in training: random numbers, clock and peak memory are as before it.
+transformers decides when to evaluate, which model is best and when to save. An evaluation does not
+change the training or its measurements: it restores the random states, and restarts the clock and
+the measurement of peak memory.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from contaccum.training.updates import Updates
 
 logger = logging.getLogger(__name__)
 
-# Prefixes of the numbers in an update's record that transformers' logs and trackers get.
-_TRACKED = (
+# Entries of an update's record with these prefixes are also passed to transformers' log, and so to
+# trackers such as TensorBoard.
+_TRACKED_PREFIXES = (
     "grad_norm_",
     "bank_",
     "drift_",
@@ -49,41 +51,42 @@ _TRACKED = (
     "pairs_per_",
     "peak_mem",
 )
-# Numbers of the loss in an update's record.
-_OF_THE_LOSS = ("masked", "embedding_spread", "distill_loss")
-
+# Entries of ContAccumLoss.last that an update's record contains, if the loss has them.
+_LOSS_ENTRIES = ("masked", "embedding_spread", "distill_loss")
 
 SignalHandler = Callable[[int, FrameType | None], Any] | int | None
+"""A handler as `signal.signal` returns it."""
 
 
 class RunCallback(TrainerCallback):
-    """The beginning of a run and of its epochs and updates.
+    """Calls of the trainer's functions at the start of a run, an epoch and an update.
 
     Args:
-        begin: called when everything is ready for the first update.
-        set_epoch: called with each epoch, counted from 0.
-        refresh_negatives: called with the number of updates done, before each update; None without
-            mining in training.
+        start_run: called before the first update, when transformers has prepared everything.
+        set_epoch: called at the start of each epoch with its number, from 0.
+        refresh_negatives: called before each update with the number of updates done so far.
     """
 
     def __init__(
         self,
-        begin: Callable[[], None],
+        start_run: Callable[[], None],
         set_epoch: Callable[[int], None],
-        refresh_negatives: Callable[[int], None] | None,
+        refresh_negatives: Callable[[int], None],
     ) -> None:
-        self._begin = begin
+        self._start_run = start_run
         self._set_epoch = set_epoch
         self._refresh_negatives = refresh_negatives
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._begin()
+        self._start_run()
         if state.is_world_process_zero:
             folder = Path(str(args.output_dir))
-            log.keep_log_until(folder / log.TRAIN_LOG, state.global_step)
-            log.keep_log_until(folder / log.EVAL_LOG, state.global_step or -1)
+            log.truncate_log(folder / log.TRAIN_LOG, state.global_step)
+            # A new run (global_step 0) also drops an old evaluation before the first update.
+            last_evaluation = state.global_step or -1
+            log.truncate_log(folder / log.EVAL_LOG, last_evaluation)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -93,8 +96,7 @@ class RunCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._refresh_negatives is not None:
-            self._refresh_negatives(state.global_step)
+        self._refresh_negatives(state.global_step)
 
 
 class UpdateLogCallback(TrainerCallback):
@@ -102,32 +104,33 @@ class UpdateLogCallback(TrainerCallback):
 
     Args:
         updates: the updates of the run.
-        bank_losses: every ContAccumLoss that trains.
+        bank_losses: every ContAccumLoss in the training loss.
     """
 
     def __init__(self, updates: Updates, bank_losses: Sequence[ContAccumLoss]) -> None:
         self._updates = updates
         self._bank_losses = bank_losses
-        self._collapse = log.CollapseWatch()
-        self._last: log.Record = {}
+        self._collapse_watch = log.CollapseWatch()
+        self._last_record: log.Record = {}
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         record = self._measure_update(args, state)
+        # Only losses that were called since the start have measurements.
         losses = [loss for loss in self._bank_losses if loss.last]
         record["bank_fill"] = sum(int(loss.last.get("bank_fill", 0)) for loss in losses)
         if losses:
-            record |= _numbers_of_loss(losses[0])
-            for warning in self._collapse.observe(record):
+            record |= _measure_loss(losses[0])
+            for warning in self._collapse_watch.observe(record):
                 logger.warning(warning)
-        self._last = record | self._updates.current.log_entries
+        self._last_record = record | self._updates.current.log_entries
         if state.is_world_process_zero:
-            log.append_line(Path(str(args.output_dir)) / log.TRAIN_LOG, self._last)
-        self._updates.begin(state.global_step + 1)
+            log.append_line(Path(str(args.output_dir)) / log.TRAIN_LOG, self._last_record)
+        self._updates.start_update(state.global_step + 1)
 
-    def _measure_update(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
-        """Return the numbers of the current update that do not come from the loss."""
+    def _measure_update(self, args: TrainingArguments, state: TrainerState) -> log.Record:
+        """Return the measurements of the current update that do not come from the loss's state."""
         update = self._updates.current
         num_pairs = update.num_pairs * args.world_size
         seconds = time.perf_counter() - update.started
@@ -155,50 +158,57 @@ class UpdateLogCallback(TrainerCallback):
     ) -> None:
         if logs is None or "loss" not in logs:
             return
-        tracked = {key: value for key, value in self._last.items() if key.startswith(_TRACKED)}
-        logs.update(tracked)  # trackers and terminal are called later, and get them as well
+        tracked = {}
+        for key, value in self._last_record.items():
+            if key.startswith(_TRACKED_PREFIXES):
+                tracked[key] = value
+        # This callback runs before the trackers and the terminal output, which get ``logs`` too.
+        logs.update(tracked)
         state.log_history[-1].update(tracked)
 
 
-def _numbers_of_loss(loss: ContAccumLoss) -> dict[str, float]:
-    numbers: dict[str, float] = {}
+def _measure_loss(loss: ContAccumLoss) -> dict[str, float]:
+    """Return the measurements of a loss and its bank in its last forward pass."""
+    measurements: dict[str, float] = {}
     for key, value in loss.last.items():
-        if key in _OF_THE_LOSS:
-            numbers[key] = float(value)
-    numbers["columns"] = int(loss.last["columns"])
+        if key in _LOSS_ENTRIES:
+            measurements[key] = float(value)
+    measurements["columns"] = int(loss.last["columns"])
     if loss.info_nce is not None:
-        numbers |= loss.info_nce.drift_record()
-    return numbers
+        measurements |= loss.info_nce.drift_record()
+    return measurements
 
 
 def choose_metric(args: ContAccumTrainingArguments, evaluator: Any, has_eval_dataset: bool) -> None:
-    """Set what the best model is measured by to the evaluator's metric, unless the user chose one.
+    """Set ``metric_for_best_model`` to the evaluator's main metric, unless the user set another.
 
     Raises:
-        ConfigError: for a metric that the evaluator does not measure.
+        ConfigError: for a metric that the evaluator does not compute.
     """
-    names = getattr(evaluator, "metrics", ())
-    if not (args.keeps_best and names):
+    metrics = getattr(evaluator, "metrics", ())
+    if not (args.needs_best_checkpoint and metrics):
         return
     metric = str(args.metric_for_best_model).removeprefix("eval_")
     if metric == "None" or (metric == "loss" and not has_eval_dataset):
         args.metric_for_best_model = f"eval_{evaluator.primary_metric}"
         args.greater_is_better = True
-    elif "@" in metric and metric not in names:
+    elif "@" in metric and metric not in metrics:
         raise ConfigError(
-            f"metric_for_best_model={metric}: the evaluator measures {', '.join(names)}"
+            f"metric_for_best_model={metric}: the evaluator computes {', '.join(metrics)}. Set one "
+            "of them"
         )
 
 
 class EvaluationCallback(EarlyStoppingCallback):
-    """Early stopping that goes on in a resumed run, and a line in the log for each evaluation.
+    """Early stopping, also across resumed runs, and a line in the log for each evaluation.
 
-    With ``eval_strategy=steps`` there is an evaluation after the last update too.
+    With ``eval_strategy=steps``, the model is also evaluated after the last update.
 
     Args:
-        patience: evaluations in a row without a better one before a run stops; None: it does not.
-        updates: the updates of the run, whose clock an evaluation does not count in.
-        is_in_train: returns whether the trainer trains; other evaluations are not logged.
+        patience: number of evaluations in a row without improvement after which the run stops;
+            None disables early stopping.
+        updates: the updates of the run. Their clock is restarted after an evaluation.
+        is_in_train: returns whether the trainer is training; other evaluations are not logged.
     """
 
     def __init__(
@@ -213,14 +223,15 @@ class EvaluationCallback(EarlyStoppingCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        saved: dict[str, int] = {}
+        attributes: dict[str, int] = {}
         name = type(self).__name__
-        # A dictionary, once the state is made.
-        states = cast(dict[str, dict], state.stateful_callbacks)
-        if state.global_step:
-            saved = states.get(name, {}).get("attributes", {})
-        self.early_stopping_patience_counter = saved.get("early_stopping_patience_counter", 0)
-        states[name] = self.state()
+        # It is declared as a list too, but TrainerState turns it into a dictionary when created.
+        callback_states = cast(dict[str, dict], state.stateful_callbacks)
+        if state.global_step:  # the run is resumed
+            attributes = callback_states.get(name, {}).get("attributes", {})
+        counter = attributes.get("early_stopping_patience_counter", 0)
+        self.early_stopping_patience_counter = counter
+        callback_states[name] = self.state()
         self._random_states = RandomStates.capture()
 
     def on_step_end(
@@ -267,24 +278,28 @@ class EvaluationCallback(EarlyStoppingCallback):
         metrics: dict[str, Any] | None,
         **kwargs: Any,
     ) -> None:
-        """Stop the run after too many evaluations without a better one."""
+        """Count evaluations without improvement, and stop the run after too many of them."""
         super().on_evaluate(args, state, control, metrics=metrics, **kwargs)
-        stops = self.early_stopping_patience_counter >= self.early_stopping_patience
-        if stops and state.is_world_process_zero:
+        is_stopping = self.early_stopping_patience_counter >= self.early_stopping_patience
+        if is_stopping and state.is_world_process_zero:
             logger.warning(
                 f"stopped early after update {state.global_step}: no better "
                 f"{args.metric_for_best_model} than {state.best_metric:.4f} of update "
-                f"{state.best_global_step}"
+                f"{state.best_global_step}. To train on, raise early_stopping_patience and resume"
             )
 
 
 class SignalCallback(TrainerCallback):
-    """SIGTERM and SIGINT as requests to end the update, save a checkpoint and stop.
+    """Clean stop on SIGTERM and SIGINT: finish the update, save a checkpoint, raise SystemExit.
 
-    `SystemExit` is raised then, with 128 plus the signal's number: 143 or 130. transformers' own
-    callback saves inside an update, when its pairs are in the bank already, and ends with code 0.
-    The handlers are installed within ``with``, and only in the main thread, because Python allows
-    no other. A second signal does what it did before.
+    The exit code is 128 plus the signal's number, 143 or 130. transformers' own callback saves
+    inside an update, when pairs of that update are already in the bank, and exits with code 0.
+
+    The handlers are installed within a ``with`` block, and only in the main thread, because Python
+    allows no other. After the first signal, the previous handlers are restored.
+
+    Attributes:
+        received: number of the received signal; 0 before one.
     """
 
     def __init__(self) -> None:
@@ -308,20 +323,21 @@ class SignalCallback(TrainerCallback):
         self.__exit__()
         name = signal.Signals(number).name
         print(
-            f"contaccum: {name}: saving a checkpoint after this update; a second ends at once",
+            f"contaccum: {name}: saving a checkpoint after this update. Send it again to stop "
+            "without a checkpoint",
             file=sys.stderr,
         )
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # Ranks stop together, even where only one of them received the signal.
+        # All ranks must stop after the same update, even if only one of them received the signal.
         received = torch.tensor(self.received, device=args.device)
         self.received = int(over_ranks("MAX", received))
         if self.received:
             control.should_save = True
             control.should_training_stop = True
-            control.should_evaluate = False
+            control.should_evaluate = False  # so that the process stops soon
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -329,5 +345,5 @@ class SignalCallback(TrainerCallback):
         if self.received and control.should_training_stop:
             folder = f"{args.output_dir}/checkpoint-{state.global_step}"
             if state.is_world_process_zero:
-                print(f"stopped; saved {folder}: go on with --resume_from_checkpoint last")
+                print(f"stopped; saved {folder}. Continue with --resume_from_checkpoint last")
             raise SystemExit(128 + self.received)

@@ -1,7 +1,7 @@
-"""From a YAML file and the command line to arguments, and from these to model, data and evaluator.
+"""Parsing of YAML files and the command line, and loading of model, data and evaluator.
 
-Keys are flat, the command line overrides, an unknown key names the closest. Combinations that
-cannot work are refused before anything is loaded.
+Keys are flat, and the command line overrides the files. An error for an unknown key suggests the
+most similar one. Combinations that cannot work are refused before anything is loaded.
 """
 
 from __future__ import annotations
@@ -23,16 +23,20 @@ from contaccum.encoders.loading import require_model
 from contaccum.encoders.query_tower import add_query_adapter, untie
 from contaccum.encoders.settings import configure, set_max_lengths
 from contaccum.encoders.towers import is_tied
-from contaccum.errors import ConfigError, hint, in_our_names, our_name
+from contaccum.errors import (
+    ConfigError,
+    suggest_options,
+    translate_arguments,
+    translate_option_name,
+)
 from contaccum.evaluation.beir_sets import load_data as load_beir
 from contaccum.evaluation.evaluator import NanoBEIR, RetrievalEvaluator, sample
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
 from contaccum.mining import MiningData, load_mining_data
 from contaccum.training.arguments import (
     ContAccumTrainingArguments,
-    name_of,
-    refuse,
-    refuse_alone,
+    get_name,
+    refuse_without_effect,
 )
 from contaccum.training.checkpoint import find_checkpoints
 from contaccum.training.options import DataArguments, ModelArguments
@@ -50,26 +54,29 @@ _BACKBONE_OPTIONS = (
 
 
 class _Parser(HfArgumentParser):
-    """An argument parser that raises `ConfigError` in place of ending the process."""
+    """An argument parser that raises `ConfigError` instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}. `contaccum train --help` lists the options")
 
 
 def _int_or_auto(text: str) -> int | str:
-    """Return a number of pairs, or "auto"; argparse names a value that is neither."""
-    return "auto" if text.lower() == "auto" else int(text)
+    """Return "auto" or a number; argparse turns the ValueError for other text into its error."""
+    if text.lower() == "auto":
+        return "auto"
+    return int(text)
 
 
 def parse(
     argv: Sequence[str],
 ) -> tuple[ModelArguments, DataArguments, ContAccumTrainingArguments]:
-    """Return the arguments that ``[CONFIG.yaml ...] [--key value ...]`` gives.
+    """Parse ``[CONFIG.yaml ...] [--key value ...]`` into arguments.
 
-    Later files and the command line override earlier files.
+    Later files override earlier ones, and the command line overrides all files.
 
     Raises:
-        ConfigError: for a file that cannot be read, an unknown key, or values that cannot work.
+        ConfigError: for a file that cannot be read, an unknown key, or an invalid value or
+            combination.
     """
     parser = _Parser(
         [ModelArguments, DataArguments, ContAccumTrainingArguments],  # type: ignore[list-item]  # its own type variable
@@ -78,25 +85,25 @@ def parse(
         allow_abbrev=False,
     )
     keys = set()
-    for action in parser._actions:  # argparse shows them nowhere else
+    for action in parser._actions:  # private: argparse has no other list of its options
         keys.add(action.dest)
         if action.dest == "per_device_train_batch_size":
             action.type = _int_or_auto
     command_line = list(argv)
     options: list[str] = []
     while command_line and not command_line[0].startswith("-"):
-        options += as_options(command_line.pop(0), keys)
-    options += in_our_names(command_line, keys)
+        options += read_config_options(command_line.pop(0), keys)
+    options += translate_arguments(command_line, keys)
     try:
         parsed = parser.parse_args_into_dataclasses(options, return_remaining_strings=True)
     except ConfigError:
         raise
-    except (ValueError, ImportError) as error:  # transformers' refusals, in its words
+    except (ValueError, ImportError) as error:  # raised by transformers for invalid combinations
         raise ConfigError(str(error)) from error
     model, data, args, unknown = parsed
     if unknown:
         key = unknown[0].lstrip("-").split("=")[0]
-        raise ConfigError(f"unknown key {key!r} on the command line{hint(key, keys)}")
+        raise ConfigError(f"unknown key {key!r} on the command line{suggest_options(key, keys)}")
     _require_paths(model, data, args)
     _refuse_combinations(model, data, args)
     _refuse_to_remove_models(model, args)
@@ -107,9 +114,9 @@ def parse(
 def _require_paths(
     model: ModelArguments, data: DataArguments, args: ContAccumTrainingArguments
 ) -> None:
-    """Raise `ConfigError` where the model, the data or the output folder is not set."""
+    """Raise `ConfigError` if the model, the data or the output folder is not set."""
     output_dir = args.output_dir
-    if output_dir == "trainer_output":  # transformers' own choice for a run without a folder
+    if output_dir == "trainer_output":  # transformers' default
         output_dir = None
     required = {"model": model.model, "train_data": data.train_data, "output_dir": output_dir}
     for key, value in required.items():
@@ -123,39 +130,47 @@ def _refuse_combinations(
     model: ModelArguments, data: DataArguments, args: ContAccumTrainingArguments
 ) -> None:
     """Refuse settings of model, data and training that cannot work together."""
-    _ = data.sets  # checks each set, and their common options
-    refreshes = args.refresh_negatives_every is not None
-    has_no_negatives = not data.num_hard_negatives
-    strategy = name_of(args.eval_strategy)
-    is_nano = str(data.eval_data).split("/")[0] == "nanobeir"
-    refuse(
-        {
-            "refresh_negatives_every with num_hard_negatives=0: set it": (
-                refreshes and has_no_negatives
-            ),
-            f"distill={args.distill} with num_hard_negatives=0: set it": (
-                args.distill and has_no_negatives
-            ),
-            "refresh_negatives_every with several sets in train_data: it mines in one": (
-                refreshes and len(data.train_data) > 1
-            ),
-            f"eval_data={data.eval_data} with eval_strategy={strategy}: set both, or none": (
-                (data.eval_data is None) != (strategy == "no")
-            ),
-            "eval_queries and eval_corpus_size with eval_data=nanobeir, which is small already: "
-            "drop them": is_nano and (data.eval_queries or data.eval_corpus_size),
-        }
-    )
-    refuse_alone(args, dict.fromkeys(("guide_margin", "guide_margin_strategy"), "guide"), model)
-    of_evaluation = ("eval_split", "eval_queries", "eval_corpus_size")
-    refuse_alone(data, dict.fromkeys(of_evaluation, "eval_data"))
-    # transformers sets "loss" where the user set nothing.
+    _ = data.sets  # raises ConfigError for invalid options of the training sets
+    refreshes_negatives = args.refresh_negatives_every is not None
+    if refreshes_negatives and not data.num_hard_negatives:
+        raise ConfigError(
+            "refresh_negatives_every with num_hard_negatives=0: set num_hard_negatives to the "
+            "number of negatives per query"
+        )
+    if args.distill and not data.num_hard_negatives:
+        raise ConfigError(
+            f"distill={args.distill} with num_hard_negatives=0: set num_hard_negatives to the "
+            "number of scored negatives per query"
+        )
+    if refreshes_negatives and len(data.train_data) > 1:
+        raise ConfigError(
+            "refresh_negatives_every with several sets in train_data: negatives can be mined in "
+            "one set only. Drop it, or train on one set"
+        )
+    strategy = get_name(args.eval_strategy)
+    has_eval_data = data.eval_data is not None
+    if has_eval_data != (strategy != "no"):
+        raise ConfigError(
+            f"eval_data={data.eval_data} with eval_strategy={strategy}: set both, or none of them"
+        )
+    is_nanobeir = str(data.eval_data).split("/")[0] == "nanobeir"
+    if is_nanobeir and (data.eval_queries or data.eval_corpus_size):
+        raise ConfigError(
+            "eval_queries or eval_corpus_size with eval_data=nanobeir: its sets are already small. "
+            "Drop them"
+        )
+    guide_settings = ("guide_margin", "guide_margin_strategy")
+    refuse_without_effect(args, guide_settings, "guide", needed_in=model)
+    eval_settings = ("eval_split", "eval_queries", "eval_corpus_size")
+    refuse_without_effect(data, eval_settings, "eval_data")
+    # transformers sets "loss" if the user has set no metric.
     if args.metric_for_best_model not in (None, "loss"):
-        args.metric_for_best_model = f"eval_{check_metric(str(args.metric_for_best_model))}"
+        metric = check_metric(str(args.metric_for_best_model))
+        args.metric_for_best_model = f"eval_{metric}"
 
 
 def _refuse_to_remove_models(model: ModelArguments, args: ContAccumTrainingArguments) -> None:
-    """Refuse to overwrite a folder with a checkpoint that the run starts from."""
+    """Refuse to overwrite a folder if the model or the guide is a checkpoint in it."""
     if not args.overwrite_output_dir:
         return
     checkpoints = {path.resolve() for path in find_checkpoints(str(args.output_dir))}
@@ -163,57 +178,58 @@ def _refuse_to_remove_models(model: ModelArguments, args: ContAccumTrainingArgum
         path = Path(name or "").resolve()
         if not checkpoints.isdisjoint((path, *path.parents)):
             raise ConfigError(
-                f"overwrite_output_dir=true with {key}={name}: it would remove that checkpoint. "
-                "Copy it elsewhere, or name another output_dir"
+                f"overwrite_output_dir=true with {key}={name}: the run would remove that "
+                "checkpoint. Copy it to another folder, or set another output_dir"
             )
 
 
 def _check_adapter(model: ModelArguments, args: ContAccumTrainingArguments) -> None:
-    """Refuse settings of an adapter that cannot work, or that need packages that are missing."""
-    of_adapter = ("lora_alpha", "lora_dropout", "lora_target_modules")
-    refuse_alone(model, dict.fromkeys(of_adapter, "lora_r"))
-    is_in_place = Path(model.model).resolve() == Path(str(args.output_dir)).resolve()
-    if model.merge_adapter and is_in_place:
+    """Refuse settings of an adapter that are invalid, or need a package that is not installed."""
+    refuse_without_effect(model, ("lora_alpha", "lora_dropout", "lora_target_modules"), "lora_r")
+    is_same_folder = Path(model.model).resolve() == Path(str(args.output_dir)).resolve()
+    if model.merge_adapter and is_same_folder:
         raise ConfigError(
-            "merge_adapter with model as output_dir: checkpoints would lose their base. Name "
-            "another"
+            "merge_adapter with model as output_dir: the merged model would overwrite the base "
+            "model that the checkpoints need. Set another output_dir"
         )
     if not 0 <= model.lora_dropout < 1:
         raise ConfigError(
             f"lora_dropout must be at least 0 and less than 1, got {model.lora_dropout}"
         )
     if model.lora_r is not None:
-        refuse({f"lora_r must be at least 1, got {model.lora_r}": model.lora_r < 1})
+        if model.lora_r < 1:
+            raise ConfigError(f"lora_r must be at least 1, got {model.lora_r}")
         adapters.require_peft(f"lora_r={model.lora_r}")
     if model.load_in_4bit:
-        adapters.in_4bit()
+        adapters.make_4bit_kwargs()  # raises ConfigError if this machine cannot use 4 bits
 
 
-def as_options(name: str, keys: Collection[str]) -> list[str]:
-    """Return the content of a YAML file as ``--key=value``.
+def read_config_options(name: str, keys: Collection[str]) -> list[str]:
+    """Read a YAML config file as command-line options, ``--key=value``.
 
     Args:
-        name: of the file.
-        keys: that there are.
+        name: path of the file.
+        keys: the valid keys.
 
     Raises:
-        ConfigError: with the line of a fault, or with the closest key to an unknown one.
+        ConfigError: for invalid YAML, with the line; for an unknown key, with the most similar key.
     """
     content = _read_yaml(name)
     options: list[str] = []
     for name_in_file, value in content.items():
-        key = our_name(str(name_in_file), keys)
+        key = translate_option_name(str(name_in_file), keys)
         if key not in keys:
-            raise ConfigError(f"unknown key {key!r} in {name}{hint(key, keys)}")
+            raise ConfigError(f"unknown key {key!r} in {name}{suggest_options(key, keys)}")
         if isinstance(value, list):
-            options += [f"--{key}", *map(_as_text, value)]
+            options += [f"--{key}", *map(_format_value, value)]
         elif value is not None:
-            # One token, so that a value may start with a dash.
-            options.append(f"--{key}={_as_text(value)}")
+            # A single token, because argparse would take a value with a leading dash for an option.
+            options.append(f"--{key}={_format_value(value)}")
     return options
 
 
 def _read_yaml(name: str) -> dict[object, Any]:
+    """Return the content of a YAML config file; raise `ConfigError` if it is not a mapping."""
     path = Path(name)
     if not path.is_file():
         raise ConfigError(f"{name}: no such config file")
@@ -227,16 +243,21 @@ def _read_yaml(name: str) -> dict[object, Any]:
         problem = getattr(error, "problem", None) or error
         raise ConfigError(f"{location}: not valid YAML ({problem})") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{name}: a config is `key: value` lines, got a {type(content).__name__}")
+        raise ConfigError(
+            f"{name}: a config consists of `key: value` lines, got a {type(content).__name__}"
+        )
     return content
 
 
-def _as_text(value: object) -> str:
-    return json.dumps(value) if isinstance(value, (dict, bool)) else str(value)
+def _format_value(value: object) -> str:
+    """Return a value of a config file as the command line expects it."""
+    if isinstance(value, (dict, bool)):
+        return json.dumps(value)
+    return str(value)
 
 
 def load_data(data: DataArguments, args: ContAccumTrainingArguments) -> TrainingSets:
-    """Return the training data that the arguments name."""
+    """Load the training data; raise `DataError` for data that cannot be used."""
     return load_training_sets(
         data.sets,
         negatives_to_come=args.refresh_negatives_every is not None,
@@ -245,21 +266,20 @@ def load_data(data: DataArguments, args: ContAccumTrainingArguments) -> Training
     )
 
 
-def load_mining_data_of(data: DataArguments, args: ContAccumTrainingArguments) -> MiningData | None:
-    """Return the data that hard negatives are mined in during training; None if none are.
-
-    They are the training data, with its corpus or with ``refresh_corpus``.
-    """
+def load_refresh_data(data: DataArguments, args: ContAccumTrainingArguments) -> MiningData | None:
+    """Load queries and passages for mining during training; return None if nothing is mined."""
     if args.refresh_negatives_every is None:
         return None
     return load_mining_set(data, args.refresh_corpus)
 
 
 def load_mining_set(data: DataArguments, corpus: str | None) -> MiningData:
-    """Return the only training set as data to mine hard negatives in.
+    """Load the only training set as data for mining hard negatives.
 
     Args:
-        corpus: to find them in; None: that of a BEIR folder, else the positives.
+        data: the data arguments, with one training set.
+        corpus: the passages to mine in. Default: the corpus of a BEIR folder, or else the positives
+            of the training set.
 
     Raises:
         DataError: for data that cannot be read.
@@ -273,7 +293,7 @@ def load_mining_set(data: DataArguments, corpus: str | None) -> MiningData:
         training_set["path"],
         corpus,
         texts=training_set.get("corpus"),
-        on_bad_record=data.on_bad_record,  # type: ignore[arg-type]  # one of the choices
+        on_bad_record=data.on_bad_record,  # type: ignore[arg-type]  # the parser checks the choice
         **options,
     )
 
@@ -281,18 +301,25 @@ def load_mining_set(data: DataArguments, corpus: str | None) -> MiningData:
 def load_evaluator(
     data: DataArguments, args: ContAccumTrainingArguments
 ) -> RetrievalEvaluator | NanoBEIR | None:
-    """Return the evaluator that the arguments ask for; raise `DataError` for unusable data."""
+    """Load the evaluator for ``eval_data``; return None without it.
+
+    ``eval_data`` is a BEIR folder, the name of a public set, or ``nanobeir`` or
+    ``nanobeir/SET,SET``.
+
+    Raises:
+        DataError: for data that cannot be used.
+    """
     if data.eval_data is None:
         return None
     batch_size = args.per_device_eval_batch_size
-    similarity: Any = args.similarity  # one of the choices
-    name, *sets = data.eval_data.split("/")
+    similarity: Any = args.similarity  # the parser checks the choice
+    name, *parts = data.eval_data.split("/")
     if name == "nanobeir":
-        names = sets[0].split(",") if sets else []
-        return NanoBEIR(names, batch_size=batch_size, similarity=similarity)
-    on_bad_record: Any = data.on_bad_record  # one of the choices
-    whole_set = load_beir(data.eval_data, data.eval_split, on_bad_record)
-    dataset = sample(whole_set, data.eval_queries, data.eval_corpus_size)
+        set_names = parts[0].split(",") if parts else []
+        return NanoBEIR(set_names, batch_size=batch_size, similarity=similarity)
+    on_bad_record: Any = data.on_bad_record  # the parser checks the choice
+    full_set = load_beir(data.eval_data, data.eval_split, on_bad_record)
+    dataset = sample(full_set, data.eval_queries, data.eval_corpus_size)
     metrics = list(DEFAULT_METRICS)
     primary_metric = None
     if args.metric_for_best_model not in (None, "loss"):
@@ -304,32 +331,35 @@ def load_evaluator(
         primary_metric=primary_metric,
         batch_size=batch_size,
         similarity=similarity,
-        about={"of_queries": len(whole_set.queries), "of_documents": len(whole_set.corpus)},
+        notes={"of_queries": len(full_set.queries), "of_documents": len(full_set.corpus)},
     )
 
 
 def load_model(
     arguments: ModelArguments, device: str | None = None, method: str = "contaccum"
 ) -> DualEncoder:
-    """Return the encoder to train: a SentenceTransformer as it is, or a backbone with pooling.
+    """Load the encoder to train: a SentenceTransformer, or a backbone to which pooling is added.
 
-    With ``method="query_side"``, an adapter is the query tower's alone.
+    Args:
+        arguments: the model and its settings.
+        device: the device to load the model on. Default: chosen by sentence-transformers.
+        method: ``args.method``. With "query_side", only the query tower gets the adapter.
 
     Raises:
         UserError: for a model that cannot be loaded.
     """
     options: dict[str, Any] = {"device": device}
     if arguments.load_in_4bit:
-        options["model_kwargs"] = adapters.in_4bit()
-    # Two towers come with weights each, and share them once they have adapters. They are loaded on
-    # the CPU, so that the device gets one base.
-    has_two_adapters = arguments.lora_r and not arguments.tied
-    moves_late = bool(has_two_adapters and device and not arguments.load_in_4bit)
-    if moves_late:
+        options["model_kwargs"] = adapters.make_4bit_kwargs()
+    # Two towers are loaded with separate weights, and share one base model once they have adapters.
+    # Loading on the CPU first avoids two base models in the device's memory.
+    has_two_adapters = bool(arguments.lora_r) and not arguments.tied
+    is_moved_later = has_two_adapters and bool(device) and not arguments.load_in_4bit
+    if is_moved_later:
         options["device"] = "cpu"
     require_model(arguments.model)
     is_sentence_transformer = False
-    # Any of the hub's errors: loading it fails next, with a message of its own.
+    # If the hub cannot be reached, loading the model fails next with a clearer message.
     with suppress(Exception):
         is_sentence_transformer = is_sentence_transformer_model(arguments.model)
     if is_sentence_transformer:
@@ -353,14 +383,16 @@ def load_model(
             arguments.lora_target_modules,
         )
     elif adapters.has_adapter(model):
-        adapters.take_up_adapter(model)
+        adapters.make_adapter_trainable(model)
     else:
-        refuse_alone(arguments, dict.fromkeys(("load_in_4bit", "merge_adapter"), "lora_r"))
-    return model.to(device) if moves_late else model
+        refuse_without_effect(arguments, ("load_in_4bit", "merge_adapter"), "lora_r")
+    if is_moved_later:
+        model = model.to(device)
+    return model
 
 
 def _load_sentence_transformer(arguments: ModelArguments, options: dict[str, Any]) -> DualEncoder:
-    """Load a SentenceTransformer, as two towers if the arguments ask for them."""
+    """Load a SentenceTransformer, with two towers if ``tied`` is False."""
     trusted = arguments.trust_remote_code
     model = DualEncoder.from_pretrained(arguments.model, trust_remote_code=trusted, **options)
     if not arguments.tied and is_tied(model):
@@ -374,7 +406,7 @@ def _load_sentence_transformer(arguments: ModelArguments, options: dict[str, Any
 
 
 def load_guide(arguments: ModelArguments, device: str | None = None) -> DualEncoder | None:
-    """Return the guide, if there is one; raise `UserError` where it cannot be loaded."""
+    """Load the guide; return None if none is set. Raise `UserError` if it cannot be loaded."""
     if not arguments.guide:
         return None
     trusted = arguments.trust_remote_code
@@ -382,8 +414,8 @@ def load_guide(arguments: ModelArguments, device: str | None = None) -> DualEnco
 
 
 def merge_saved(folder: str, arguments: ModelArguments) -> None:
-    """Replace a saved adapter by the full model, in the precision that the base was loaded in."""
+    """Replace a saved adapter by the merged model, in the precision of the loaded base model."""
     trusted = arguments.trust_remote_code
     model = DualEncoder.from_pretrained(folder, device="cpu", trust_remote_code=trusted)
     adapters.merge_adapter(model)
-    model.save_pretrained(folder, create_model_card=False)  # there is a card already
+    model.save_pretrained(folder, create_model_card=False)  # training has written the card

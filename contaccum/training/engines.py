@@ -1,4 +1,7 @@
-"""Engines that shard weights over ranks (FSDP, DeepSpeed's ZeRO): whole weights in, and out."""
+"""Full weights of models that an engine (FSDP, DeepSpeed's ZeRO) shards: saving and loading.
+
+An engine keeps a part of each weight on each rank, while saved models hold full weights.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +22,32 @@ from contaccum.encoders.towers import is_tied
 from contaccum.errors import ConfigError, UserError
 
 
-def describe_deepspeed(accelerator: Accelerator) -> str:
-    """Return DeepSpeed's stage and the number of ranks, for records."""
-    stage = accelerator.state.deepspeed_plugin.zero_stage
-    return f"ZeRO-{stage} on {accelerator.num_processes} ranks"
+def describe_engine(accelerator: Accelerator) -> str | None:
+    """Return a description of the engine for records: FSDP, or DeepSpeed's stage and ranks.
+
+    Without an engine, return None.
+    """
+    if getattr(accelerator.state, "fsdp_plugin", None) is not None:
+        return "FSDP"
+    deepspeed_plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    if deepspeed_plugin is None:
+        return None
+    return f"ZeRO-{deepspeed_plugin.zero_stage} on {accelerator.num_processes} ranks"
 
 
-def refuse_adapters_of_two_towers(model: SentenceTransformer) -> None:
+def refuse_two_tower_adapters(model: SentenceTransformer) -> None:
     """Raise `ConfigError` for a model that FSDP cannot shard."""
     if has_adapter(model) and not is_tied(model):
         raise ConfigError(
-            "fsdp with adapters of two towers: FSDP cannot shard the base that they share. Use DDP"
+            "fsdp with adapters of two towers: FSDP cannot shard the base model that both towers "
+            "share. Train without fsdp (DDP)"
         )
 
 
-def refuse_code(folder: Path) -> None:
-    """Raise `UserError` for a file of DeepSpeed that holds more than tensors and its records.
+def refuse_unsafe_files(folder: Path) -> None:
+    """Raise `UserError` if a DeepSpeed file in a checkpoint could run code when it is loaded.
 
-    DeepSpeed would unpickle the file, and so run code in it.
+    DeepSpeed unpickles these files. They may hold tensors and DeepSpeed's own settings only.
     """
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -46,16 +57,16 @@ def refuse_code(folder: Path) -> None:
         for path in sorted(folder.rglob("*.pt")):
             try:
                 torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            except Exception as error:  # of many kinds
+            except Exception as error:  # torch.load raises errors of many types
                 raise UserError(
-                    f"{path}: there is more in it than tensors, or it is damaged: train from its "
-                    f"weights with --model {folder}"
+                    f"{path}: it holds more than tensors, so that loading it could run code, or it "
+                    f"is damaged. Start a new run from the saved weights with --model {folder}"
                 ) from error
 
 
 @contextmanager
-def whole_parameters(model: nn.Module, state: dict[str, Tensor]) -> Iterator[None]:
-    """Replace a model's sharded parameters by those of its whole ``state`` within a block."""
+def use_full_parameters(model: nn.Module, state: dict[str, Tensor]) -> Iterator[None]:
+    """Use the full weights in ``state`` as a model's parameters within a ``with`` block."""
     shards: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in state:
@@ -74,38 +85,39 @@ def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None
     model.get_submodule(module_name)._parameters[parameter_name] = parameter
 
 
-def save_gathered(
+def save_full_model(
     model: SentenceTransformer, weights: dict[str, Tensor] | None, folder: Path, is_writer: bool
 ) -> None:
     """Save a model that an engine shards, without a model card.
 
-    A card would need a forward pass of all ranks.
+    Creating a model card would run the model, in which all ranks would have to take part.
 
     Args:
         model: the model, with shards of its weights on each rank.
-        weights: its whole weights; None where the model has them, or on ranks that write nothing.
-        folder: to save it in.
+        weights: the full weights by name; None if the model itself has them, or on a rank that
+            writes nothing.
+        folder: the folder to save the model in.
         is_writer: whether this rank writes.
     """
-    with whole_parameters(model, weights or {}):
+    with use_full_parameters(model, weights or {}):
         if is_writer:
             model.save_pretrained(str(folder), create_model_card=False)
 
 
-def read_whole_weights(folder: str, trust_remote_code: bool) -> dict[str, Any]:
-    """Return the weights of a saved model."""
+def read_full_weights(folder: str, trust_remote_code: bool) -> dict[str, Any]:
+    """Return the weights of a saved model by name."""
     model = DualEncoder(folder, device="cpu", trust_remote_code=trust_remote_code)
     return dict(model.state_dict())
 
 
-def load_whole_weights(
+def load_full_weights(
     model: SentenceTransformer, weights: dict[str, Any], is_sharded: bool
 ) -> None:
-    """Load whole weights into a model.
+    """Load full weights into a model.
 
     Args:
-        model: its weights that are no floating-point numbers (4 bits) stay as they are.
-        weights: the whole weights by name.
+        model: the model. Weights in 4 bits stay as they are, because they are never trained.
+        weights: the full weights by name.
         is_sharded: whether FSDP shards the model.
     """
     if is_sharded:

@@ -1,7 +1,7 @@
-"""The files that a run writes for people: a line per update, a record of the run, a model card.
+"""Files that a run writes for its user: a line per update, a record of the run, a model card.
 
-This module reads and writes them, and warns of a collapse. It needs no torch to read them.
-`callbacks` decides when something is written.
+This module reads and writes them, and detects a collapse of training. It does not import torch, so
+that reading a log is quick. `callbacks` decides when something is written.
 """
 
 from __future__ import annotations
@@ -26,14 +26,18 @@ EVAL_LOG = "eval_log.jsonl"
 RUN_RECORD = "run.json"
 Record = dict[str, Any]
 """A line of a log: numbers and texts by name."""
-_PATIENCE = 3  # updates in a row before the warning of a collapse
+_SYMPTOM_UPDATES = 3  # number of updates in a row with a symptom before the warning of a collapse
 
 
-def read_log(path: str | os.PathLike[str], lines: int | None = None) -> list[dict[str, Any]]:
-    """Return the records of a log, one per update, or its first ``lines``.
+def read_log(path: str | os.PathLike[str], lines: int | None = None) -> list[Record]:
+    """Return the records of a log, one per line.
+
+    Args:
+        path: the log.
+        lines: number of lines to read from the start; None reads all.
 
     Raises:
-        DataError: for a file that cannot be read, or a line that is no record.
+        DataError: for a file that cannot be read, or a line that is not a record.
     """
     records = []
     try:
@@ -49,18 +53,18 @@ def read_log(path: str | os.PathLike[str], lines: int | None = None) -> list[dic
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Add a line to a log; a number that is not finite becomes null."""
+    """Append a record to a log as a line of JSON; a number that is not finite becomes null."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    finite = dict(record)
+    finite_record = dict(record)
     for key, value in record.items():
         if isinstance(value, float) and not math.isfinite(value):
-            finite[key] = None
+            finite_record[key] = None
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(finite) + "\n")
+        file.write(json.dumps(finite_record) + "\n")
 
 
-def keep_log_until(path: Path, update: int) -> None:
-    """Drop the lines after ``update``, because their updates will be done again."""
+def truncate_log(path: Path, update: int) -> None:
+    """Drop the lines after update number ``update``, because the run will repeat these updates."""
     if not path.is_file():
         return
     lines = []
@@ -68,45 +72,51 @@ def keep_log_until(path: Path, update: int) -> None:
         try:
             if line.endswith("\n") and json.loads(line)["update"] <= update:
                 lines.append(line)
-        except (ValueError, KeyError):  # cut short by a kill or a full disk
+        except (ValueError, KeyError):  # a kill or a full disk has cut the line short
             continue
     write_text(path, lines)
 
 
 def read_run_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the content of ``run.json`` in a folder, {} without one.
+    """Return the content of ``run.json`` in a folder; {} if there is no such file.
 
     Raises:
-        DataError: for a broken file.
+        DataError: for a file that is not valid JSON.
     """
     path = Path(folder) / RUN_RECORD
     return read_json(path) if path.is_file() else {}
 
 
 def mark_finished(folder: str | os.PathLike[str], run_id: str | None) -> None:
-    """Record in ``run.json`` that the model beside it is the one that the run ``run_id`` trained.
+    """Record in ``run.json`` that the run ``run_id`` has finished and saved its model there.
 
-    A file that describes another run stays as it is.
+    A ``run.json`` that describes another run is not changed.
     """
     record = read_run_record(folder)
     if record and record.get("run_id") == run_id:
         write_json(Path(folder) / RUN_RECORD, record | {"finished": True})
 
 
-def describe_in_card(
+def fill_model_card(
     model: SentenceTransformer,
     args: ContAccumTrainingArguments,
     data: Mapping[str, Any],
-    has_own_loss: bool,
+    has_custom_loss: bool,
 ) -> None:
-    """Fill the gaps of a model card: title, base model, data sets, and the method.
+    """Fill in missing fields of a model card: title, base model, data sets, and the method.
 
-    The method is left out where the loss is the user's own.
+    Args:
+        model: the model with the card.
+        args: the arguments of the run.
+        data: the record of the data, with the names of the data sets in ``sets``.
+        has_custom_loss: whether the user passed a loss; the card then does not name the method.
     """
     card = model.model_card_data
-    base = getattr(getattr(model.transformers_model, "config", None), "_name_or_path", "")
-    # A folder is not named, because it says nothing to other people.
-    if base and not card.base_model and not os.path.exists(base):
+    config = getattr(model.transformers_model, "config", None)
+    base = getattr(config, "_name_or_path", "")
+    # A local folder is not named, because the name means nothing to other people.
+    is_folder = os.path.exists(base)
+    if base and not card.base_model and not is_folder:
         card.base_model = base
     names = list(data.get("sets", ()))
     if not card.train_datasets:
@@ -115,9 +125,9 @@ def describe_in_card(
         base_name = Path(card.base_model or type(model).__name__).name
         suffix = f"on {', '.join(names)}" if names else "by contaccum"
         card.model_name = f"{base_name} trained {suffix}"
-    if not has_own_loss:
+    if not has_custom_loss:
         settings = [f"method `{args.method}`", f"{args.total_train_batch_size} pairs per update"]
-        if args.keeps_bank:
+        if args.has_bank:
             settings.append(f"`bank_size={args.bank_size}`")
             settings.append(f"`drift_compensation={args.drift_compensation}`")
         card.task_name = f"retrieval. It was trained by contaccum: {', '.join(settings)}"
@@ -125,33 +135,35 @@ def describe_in_card(
 
 
 class CollapseWatch:
-    """Warnings of three ways in which training collapses, each given once.
+    """Detector of three kinds of collapse; it returns one warning for each kind.
 
-    - The loss of local rows is back at the logarithm of the number of columns (a guess), after it
-      was well below.
-    - All embeddings are nearly the same.
-    - The bank's columns of earlier updates get almost none of the softmax that fresh columns get:
-      the loss then only separates new from old.
+    - Loss: the loss of local rows returns to log(number of columns), the loss of a random guess,
+      after it was well below.
+    - Spread: all embeddings are nearly the same.
+    - Bank: banked columns from earlier updates get almost none of the softmax mass that fresh
+      columns get. The loss then only separates new embeddings from old ones.
+
+    A symptom must be present in three updates in a row.
     """
 
     def __init__(self) -> None:
-        self._lowest_loss = math.inf  # as a share of the logarithm of the number of columns
-        self._streaks = {"loss": 0, "spread": 0, "bank": 0}
+        self._lowest_loss = math.inf  # as a fraction of the loss of a random guess
+        self._streaks = {"loss": 0, "spread": 0, "bank": 0}  # updates in a row with the symptom
 
     def observe(self, record: Mapping[str, Any]) -> list[str]:
-        """Return the warnings after an update, a line each; usually none.
+        """Return the warnings after an update, one line each; usually there are none.
 
         Args:
-            record: a line of the log. Read are ``update``, ``loss``, ``columns``,
-                ``embedding_spread`` and ``bank_mass_aged``, where present.
+            record: a line of the log. The entries ``update``, ``loss``, ``columns``,
+                ``embedding_spread`` and ``bank_mass_aged`` are read, if present.
         """
         symptoms = self._find_symptoms(record)
         warnings = []
         for name, streak in self._streaks.items():
-            if streak >= _PATIENCE:  # this warning was given
+            if streak >= _SYMPTOM_UPDATES:  # this warning was returned before
                 continue
             self._streaks[name] = streak + 1 if name in symptoms else 0
-            if self._streaks[name] == _PATIENCE:
+            if self._streaks[name] == _SYMPTOM_UPDATES:
                 warnings.append(
                     f"update {record.get('update')}: collapse: {symptoms[name]}. Lower "
                     "learning_rate, or set a smaller bank_size; keep drift_compensation=auto."
@@ -159,7 +171,7 @@ class CollapseWatch:
         return warnings
 
     def _find_symptoms(self, record: Mapping[str, Any]) -> dict[str, str]:
-        """Return the signs of a collapse in an update, described in a sentence each."""
+        """Return a description of each symptom of a collapse in an update, by name."""
         symptoms = {}
         columns = record.get("columns", 0)
         loss = record.get("loss")
@@ -167,7 +179,8 @@ class CollapseWatch:
             guess = math.log(columns)
             if loss > 0.97 * guess and self._lowest_loss < 0.8:
                 symptoms["loss"] = (
-                    f"the loss is back at {loss:.2f}, a guess among {columns} columns ({guess:.2f})"
+                    f"the loss is back at {loss:.2f}, a random guess among {columns} columns "
+                    f"({guess:.2f})"
                 )
             self._lowest_loss = min(self._lowest_loss, loss / guess)
         spread = record.get("embedding_spread")
@@ -179,7 +192,7 @@ class CollapseWatch:
         aged = record.get("bank_mass_aged")
         if aged is not None and aged < 0.02:
             symptoms["bank"] = (
-                f"the bank's entries of earlier updates get {aged:.1%} of what a fresh negative "
-                "gets"
+                f"banked negatives from earlier updates get {aged:.1%} of the softmax mass of a "
+                "fresh negative"
             )
         return symptoms

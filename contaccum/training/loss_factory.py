@@ -1,4 +1,4 @@
-"""The loss that ``args.method`` names, and what it needs of columns and parameters."""
+"""The loss for ``args.method``, and its requirements: columns, prompts and trained parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sentence_transformers.losses import (
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
 
-from contaccum.data.sampling import LABELS, samplings_of
+from contaccum.data.sampling import LABELS, get_samplings
 from contaccum.encoders.towers import is_tied
 from contaccum.errors import ConfigError
 from contaccum.losses.contaccum import CachedContAccumLoss, ContAccumLoss
@@ -31,7 +31,7 @@ from contaccum.training.arguments import ContAccumTrainingArguments
 logger = logging.getLogger(__name__)
 
 Columns = dict[str | None, list[str]]
-"""Text columns in order, by the name of the set; None for a single one."""
+"""Text columns of each data set, in order, by the set's name; None is the name of a single set."""
 
 
 def make_loss(
@@ -39,30 +39,33 @@ def make_loss(
     args: ContAccumTrainingArguments,
     guide: SentenceTransformer | None = None,
 ) -> ContAccumLoss | MatryoshkaLoss:
-    """Return the loss that ``args.method`` names.
+    """Return the loss for ``args.method``.
 
-    A baseline has the same loss without a bank, and so every other setting of it. It then equals
-    MultipleNegativesRankingLoss, or the cached one, to the last digits, except for masks and
-    centring. With ``args.matryoshka_dims``, the loss is the sum over these sizes.
+    The methods without a bank use the same loss with ``bank_size=0``, so all other settings hold
+    for them too. Their loss equals MultipleNegativesRankingLoss (or its cached version) up to
+    rounding, except for masked false negatives and centred gradients. With
+    ``args.matryoshka_dims``, the loss is the sum over these embedding sizes.
 
     Raises:
-        ConfigError: for a size that the model's embeddings do not have.
+        ConfigError: if one of the ``matryoshka_dims`` exceeds the size of the embeddings.
     """
     dims = args.matryoshka_dims
     dimension = model.get_embedding_dimension()
     if dims and dimension and max(dims) > dimension:
         raise ConfigError(
-            f"matryoshka_dims={dims}: the model's embeddings have {dimension} dimensions; name no "
-            "more"
+            f"matryoshka_dims={dims}: the model's embeddings have {dimension} dimensions. Set no "
+            "larger size"
         )
-    is_dot = str(getattr(model, "similarity_fn_name", "cosine")).endswith("dot")
-    settings = args.loss_settings("dot" if is_dot else "cos")
+    model_similarity = "cos"
+    if str(getattr(model, "similarity_fn_name", "cosine")).endswith("dot"):
+        model_similarity = "dot"
+    settings = args.loss_settings(model_similarity)
     settings["guide"] = guide
     settings["scale"] = 1.0 / settings.pop("temperature")
     similarity = settings.pop("similarity")
     settings["similarity_fct"] = cos_sim if similarity == "cos" else dot_score
     loss: ContAccumLoss
-    if args.caches:
+    if args.has_gradient_cache:
         mini_batch_size = args.pairs_per_micro_batch
         loss = CachedContAccumLoss(model, mini_batch_size=mini_batch_size, **settings)
     else:
@@ -70,16 +73,16 @@ def make_loss(
     return MatryoshkaLoss(model, loss, dims) if dims else loss
 
 
-def innermost(loss: Any) -> Any:
-    """Return the loss that a MatryoshkaLoss calls for each size, or the loss itself."""
+def unwrap_matryoshka(loss: Any) -> Any:
+    """Return the loss inside a MatryoshkaLoss; any other loss is returned unchanged."""
     return loss.loss if isinstance(loss, MatryoshkaLoss) else loss
 
 
-def bank_losses(loss: Any) -> Iterator[ContAccumLoss]:
-    """Yield every ContAccumLoss that trains, also those inside of a MatryoshkaLoss.
+def iter_bank_losses(loss: Any) -> Iterator[ContAccumLoss]:
+    """Yield every ContAccumLoss in a training loss, including one inside a MatryoshkaLoss.
 
     Args:
-        loss: the training loss, or a dictionary with one for each data set.
+        loss: the training loss, or a dictionary with one loss for each data set.
     """
     losses = loss.values() if isinstance(loss, dict) else [loss]
     for loss_of_set in losses:
@@ -88,21 +91,21 @@ def bank_losses(loss: Any) -> Iterator[ContAccumLoss]:
                 yield module
 
 
-def guide_of(loss: Any) -> Guide | None:
-    """Return the guide of a training loss, the first one's of several."""
-    for bank_loss in bank_losses(loss):
+def get_guide(loss: Any) -> Guide | None:
+    """Return the guide of a training loss: of several losses, the first guide; None without one."""
+    for bank_loss in iter_bank_losses(loss):
         if bank_loss.guide is not None:
             return bank_loss.guide
     return None
 
 
-def documents_of(loss: Any) -> StoreDocuments | None:
-    """Return the documents of query-side training, None for another loss."""
+def get_store_documents(loss: Any) -> StoreDocuments | None:
+    """Return the documents of a query-side loss; None for any other loss."""
     return loss.documents if isinstance(loss, QuerySideLoss) else None
 
 
-def columns_by_set(dataset: Any) -> Columns:
-    """Return the text columns of each data set that has any."""
+def get_text_columns(dataset: Any) -> Columns:
+    """Return the text columns of each data set; a set without text columns is left out."""
     parts = dataset if isinstance(dataset, dict) else {None: dataset}
     columns: Columns = {}
     for name, part in parts.items():
@@ -113,33 +116,35 @@ def columns_by_set(dataset: Any) -> Columns:
     return columns
 
 
-def take_roles(
+def set_column_roles(
     args: ContAccumTrainingArguments, model: SentenceTransformer, columns: Columns
 ) -> None:
-    """Set the role and the prompt of each column, unless the user did.
+    """Set ``args.router_mapping`` and ``args.prompts`` by column, unless the user has set them.
 
-    The first column holds queries, the others documents, and both get the model's own prompts. The
-    settings are by data set where a column's name has another role in another set.
+    The first column of a data set has the role "query", the others "document", and each role has
+    the model's own prompt. If a column name has different roles in different data sets, both
+    settings are made separately for each data set.
     """
     roles_by_set: dict[Any, dict[str, str]] = {}
-    roles: dict[str, str] = {}
-    for name, names in columns.items():
-        roles_by_set[name] = dict.fromkeys(names, "document")
-        roles_by_set[name][names[0]] = "query"
-        roles |= roles_by_set[name]
-    agree = all(of_set.items() <= roles.items() for of_set in roles_by_set.values())
+    common_roles: dict[str, str] = {}
+    for name, column_names in columns.items():
+        roles = dict.fromkeys(column_names, "document")
+        roles[column_names[0]] = "query"
+        roles_by_set[name] = roles
+        common_roles |= roles
+    # A later set has overwritten common_roles where the roles differ.
+    agree = all(roles.items() <= common_roles.items() for roles in roles_by_set.values())
     if not args.router_mapping:
-        args.router_mapping = roles if agree else roles_by_set
+        args.router_mapping = common_roles if agree else roles_by_set
     if args.prompts is not None:
         return
     if agree:
-        args.prompts = _prompts_of(model, roles) or None
+        args.prompts = _get_prompts(model, common_roles) or None
     else:
-        prompts = {name: _prompts_of(model, of_set) for name, of_set in roles_by_set.items()}
-        args.prompts = prompts or None
+        args.prompts = {name: _get_prompts(model, roles) for name, roles in roles_by_set.items()}
 
 
-def _prompts_of(model: SentenceTransformer, roles: dict[str, str]) -> dict[str, str]:
+def _get_prompts(model: SentenceTransformer, roles: dict[str, str]) -> dict[str, str]:
     """Return the model's prompt for each column, by the role of the column."""
     prompts = {}
     for column, role in roles.items():
@@ -150,104 +155,109 @@ def _prompts_of(model: SentenceTransformer, roles: dict[str, str]) -> dict[str, 
 
 
 def check_columns(args: ContAccumTrainingArguments, loss: Any, columns: Columns) -> None:
-    """Refuse data that has no positives, or nothing that could be a negative.
+    """Check that every data set has positives, and that a query can have negatives.
 
     Raises:
-        ConfigError: with the name of the set.
+        ConfigError: for a data set without them; the message names the set.
     """
-    loss = innermost(loss)
+    loss = unwrap_matryoshka(loss)
     has_no_bank = isinstance(loss, ContAccumLoss) and not loss.settings.bank_size
-    may_grow = args.gathers or args.finds_micro_batch
+    may_grow = args.is_gathered or args.has_auto_micro_batch
     is_single_pair = args.per_device_train_batch_size == 1 and not may_grow
-    for name, names in columns.items():
+    for name, column_names in columns.items():
         data = "the training data" if name is None else f"training set {name!r}"
-        if len(names) < 2:
+        if len(column_names) < 2:
             raise ConfigError(
-                f"{data} has only the column {names[0]!r}: it needs a query and a positive"
+                f"{data} has only the column {column_names[0]!r}: it needs a query and a positive"
             )
-        if len(names) > 2:
+        if len(column_names) > 2:
             continue
         if args.distill:
             raise ConfigError(
-                f"distill={args.distill} with no hard negatives in {data}: add some, or drop "
-                "distill"
+                f"distill={args.distill} with no hard negatives in {data}: add hard negatives, or "
+                "drop distill"
             )
         if has_no_bank and is_single_pair:
             raise ConfigError(
                 f"method={args.method} with per_device_train_batch_size=1 and no hard negatives in "
-                f"{data}: a query has no negative. Raise the batch size, or set method=contaccum"
+                f"{data}: no query has a negative. Raise per_device_train_batch_size, or set "
+                "method=contaccum"
             )
 
 
-def reads_embeddings_alone(loss: Any) -> bool:
-    """Return whether a loss is known to read sentence embeddings and nothing else of the model."""
+def uses_only_embeddings(loss: Any) -> bool:
+    """Return whether a loss is of a class that reads nothing but sentence embeddings."""
     classes = (
         ContAccumLoss,
         QuerySideLoss,
         MultipleNegativesRankingLoss,
         CachedMultipleNegativesRankingLoss,
     )
-    return isinstance(innermost(loss), classes)
+    return isinstance(unwrap_matryoshka(loss), classes)
 
 
-def settle_search_of_unused_parameters(
+def disable_unused_parameter_search(
     args: ContAccumTrainingArguments, model: SentenceTransformer, loss: Any
 ) -> None:
-    """Make DDP wait only for the gradients that come. The accelerator reads it when it is made.
+    """Disable DDP's search for unused parameters where its result would be wrong.
 
-    DDP looks for unused parameters after every column, and takes the query tower to be unused by
-    the last. For losses that read sentence embeddings and nothing else, `freeze_unused` does that
-    work, on any number of ranks. Losses with a gradient cache call the model once per backward
-    pass, where DDP's search is right, and needed.
+    DDP searches after every forward pass. A loss encodes one column after the other, so after the
+    last column DDP would treat the query tower as unused. `freeze_unused_parameters` replaces the
+    search for losses that read only embeddings. Losses with a gradient cache call the model once
+    per backward pass, so DDP's search is correct for them, and needed. The Accelerator reads the
+    argument when it is created, so this is called before.
     """
-    if uses_gradient_cache(innermost(loss)):
+    if uses_gradient_cache(unwrap_matryoshka(loss)):
         return
-    if reads_embeddings_alone(loss) or not is_tied(model):
+    if uses_only_embeddings(loss) or not is_tied(model):
         args.ddp_find_unused_parameters = False
 
 
 def pass_known_positives(loss: Any, datasets: Iterable[Any]) -> None:
-    """Pass the tables of positives of the data sets to every bank of a loss."""
+    """Pass the known positives of all data sets to every ContAccumLoss in a training loss."""
     tables = []
     for dataset in datasets:
-        for sampling in samplings_of(dataset):
+        for sampling in get_samplings(dataset):
             if sampling.known_positives is not None:
                 tables.append(sampling.known_positives)
     if tables:
         pairs = torch.from_numpy(np.concatenate(tables)).T.contiguous()
-        for bank_loss in bank_losses(loss):
+        for bank_loss in iter_bank_losses(loss):
             bank_loss.set_known_positives(*pairs)
 
 
-def smallest_micro_batch(loss: Any, columns: Columns) -> int:
-    """Return the smallest micro-batch in which a query has negatives.
+def compute_smallest_micro_batch(loss: Any, columns: Columns) -> int:
+    """Return the smallest number of pairs per micro-batch with which every query has a negative.
 
-    It is 1 where they come from hard negatives, a bank or the batch of a gradient cache, else 2.
+    It is 1 if there are hard negatives, a bank, a document store, or a gradient cache (which
+    contrasts the pairs of the whole batch). Otherwise it is 2.
     """
-    if uses_gradient_cache(loss) or any(len(names) > 2 for names in columns.values()):
-        return 1
-    if isinstance(loss, QuerySideLoss):
-        return 1
-    if any(bank_loss.settings.bank_size for bank_loss in bank_losses(loss)):
+    has_hard_negatives = any(len(names) > 2 for names in columns.values())
+    has_bank = any(bank_loss.settings.bank_size for bank_loss in iter_bank_losses(loss))
+    is_query_side = isinstance(loss, QuerySideLoss)
+    if has_hard_negatives or has_bank or is_query_side or uses_gradient_cache(loss):
         return 1
     return 2
 
 
-def freeze_unused(
-    model: SentenceTransformer,
-    features: list[dict[str, Any]],
-    freezes_unreached: bool = False,
+def freeze_unused_parameters(
+    args: ContAccumTrainingArguments, model: SentenceTransformer, features: list[dict[str, Any]]
 ) -> None:
-    """Freeze parameters that forward passes use but no embedding depends on, as BERT's pooler.
+    """Freeze the parameters of modules that run but change no embedding, such as BERT's pooler.
 
-    Parameters of modules that do not run for these features stay as they are, because other rows
-    may reach them: a tower for pictures, a route of a Router. DDP cannot wait for them.
+    A parameter whose module does not run for these features is called unreached. Other rows may
+    reach it, for example an image tower or a route of a Router, so it stays trainable. But with
+    several processes, DDP would wait for its gradient in every update. It is frozen then, with a
+    warning.
 
     Args:
+        args: the arguments of the run.
         model: the encoder.
-        features: of a row's columns, collated.
-        freezes_unreached: whether to freeze them too; a warning then names them.
+        features: the collated features of each column of some rows. Without any, nothing is frozen.
     """
+    if not features:
+        return
+    freezes_unreached = args.world_size > 1 and args.ddp_find_unused_parameters is False
     parameters = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -268,8 +278,8 @@ def freeze_unused(
             shown += ", ..."
         logger.warning(
             f"{len(unreached)} parameters are frozen ({shown}): the first row of the training data "
-            "does not reach them, and with several processes every update would have to. Train in "
-            "one process if later rows do"
+            "does not use them, and with several processes every update must use all trained "
+            "parameters. If other rows use them, train in one process"
         )
 
 
@@ -278,10 +288,10 @@ def _find_used_parameters(
     features: list[dict[str, Any]],
     parameters: dict[str, nn.Parameter],
 ) -> tuple[set[nn.Module], set[str]]:
-    """Encode each column without dropout.
+    """Encode each column without dropout, and find the parameters with a gradient.
 
     Returns:
-        The modules that ran, and the parameters that embeddings depend on.
+        The modules that ran, and the names of the parameters that the embeddings depend on.
     """
     modules_run: set[nn.Module] = set()
     used: set[str] = set()

@@ -1,7 +1,8 @@
-"""Updates whose loss or gradient is not finite: they are skipped as a whole, and counted.
+"""Skipping of updates whose loss or gradient is not finite.
 
-A run ends when more than ``max_skipped_updates`` were skipped. An overflow under a gradient scaler
-is no fault: the scaler skips the step and lowers its scale, and the update is not counted.
+Such an update changes no weight, and its line in the log names the cause and the rows. A run ends
+when more than ``max_skipped_updates`` updates were skipped. An overflow under a gradient scaler
+(fp16) is normal and not counted: the scaler itself skips the step and lowers its scale.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from contaccum.training.updates import (
     Update,
     drop_gradients,
     gradient_scale,
-    parameters_of,
+    iter_parameters,
 )
 
 logger = logging.getLogger(__name__)
@@ -30,33 +31,37 @@ logger = logging.getLogger(__name__)
 _MAX_ROWS_SHOWN = 16
 
 FindRows = Callable[[list[int]], list[int] | None]
+"""Function from indices of micro-batches in an update to rows of the training data."""
 
 
 def make_gradient_nonfinite_too(loss: nn.Module) -> None:
-    """Give a loss that is not finite a gradient that is not finite either.
+    """Add a hook that gives a loss that is not finite a gradient of NaN.
 
-    The norm of the gradient over all ranks then shows it, whichever rank it is on.
+    A loss can be infinite while its gradient is finite. With the hook, the norm of the gradient
+    over all ranks shows a loss that is not finite on any of them.
     """
-    loss.register_forward_hook(_spread_nonfinite)
+    loss.register_forward_hook(_multiply_by_nan_if_nonfinite)
 
 
-def _spread_nonfinite(module: nn.Module, arguments: Any, loss: Any) -> Any:
+def _multiply_by_nan_if_nonfinite(module: nn.Module, arguments: Any, loss: Any) -> Any:
     if not isinstance(loss, Tensor):
         return loss
-    return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
+    factor = torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
+    return loss * factor
 
 
-def loss_gradients_are_finite(
+def are_loss_gradients_finite(
     model: nn.Module, optimizer: HasParameterGroups, device: torch.device
 ) -> bool:
-    """Return whether gradients of trained parameters outside of the model are finite on all ranks.
+    """Return whether the gradients of the loss's own parameters are finite on all ranks.
 
-    The norm that transformers computes covers the model alone.
+    These are the trained parameters outside of the model. The norm that transformers computes
+    covers only the model.
     """
     model_parameters = {id(parameter) for parameter in model.parameters()}
     has_loss_parameters = False
     is_finite = True
-    for parameter in parameters_of(optimizer):
+    for parameter in iter_parameters(optimizer):
         if id(parameter) in model_parameters:
             continue
         has_loss_parameters = True
@@ -68,25 +73,27 @@ def loss_gradients_are_finite(
 
 
 class NonFiniteUpdates:
-    """The check of every update, and the number of those that were skipped.
+    """Skips updates that are not finite, and counts them.
 
     Args:
-        max_skipped: the number of updates that may be skipped.
-        accelerator: accelerate's, of the trainer.
-        covers_loss: whether to check the gradients of the loss's own parameters too, which the norm
-            does not cover. Engines train the model's parameters alone.
+        max_skipped: number of updates that may be skipped before the run ends.
+        accelerator: the trainer's Accelerator.
+        checks_loss_parameters: whether to check the gradients of the loss's own parameters too,
+            which the norm does not cover. FSDP and DeepSpeed do not train such parameters.
 
     Attributes:
-        num_skipped: the number of updates that were skipped.
+        num_skipped: number of updates that were skipped so far.
     """
 
-    def __init__(self, max_skipped: int, accelerator: Accelerator, covers_loss: bool) -> None:
+    def __init__(
+        self, max_skipped: int, accelerator: Accelerator, checks_loss_parameters: bool
+    ) -> None:
         self.num_skipped = 0
         self._max_skipped = max_skipped
         self._accelerator = accelerator
-        self._covers_loss = covers_loss
+        self._checks_loss_parameters = checks_loss_parameters
 
-    def check(
+    def skip_if_nonfinite(
         self,
         update: Update,
         norm: float,
@@ -97,40 +104,49 @@ class NonFiniteUpdates:
         """Skip an update whose gradient is not finite.
 
         Args:
-            update: the update whose micro-steps are done.
-            norm: of the gradient, over all ranks.
+            update: the update, after its last micro-step.
+            norm: norm of the model's gradient over all ranks.
             model: the model in its wrappers.
-            optimizer: the optimizer, which has not stepped yet.
-            find_rows: returns the rows of the training data in some micro-batches of the update,
-                None where the sampler cannot tell.
+            optimizer: the optimizer, before its step.
+            find_rows: function from indices of micro-batches in the update to their rows in the
+                training data; it returns None if the rows are unknown.
 
         Raises:
-            UserError: where ``max_skipped`` updates were skipped already.
+            UserError: if ``max_skipped`` updates were skipped before this one.
         """
         is_finite = math.isfinite(norm)
-        if is_finite and self._covers_loss:
-            is_finite = loss_gradients_are_finite(model, optimizer, self._accelerator.device)
+        if is_finite and self._checks_loss_parameters:
+            is_finite = are_loss_gradients_finite(model, optimizer, self._accelerator.device)
         if is_finite:
             return
-        is_counted = self._record(update, find_rows)
-        # A gradient scaler skips the step by itself.
-        if is_counted and getattr(self._accelerator, "scaler", None) is None:
+        is_counted = self._record_skip(update, find_rows)
+        has_scaler = getattr(self._accelerator, "scaler", None) is not None
+        # A gradient scaler skips the step itself. Without one, no gradient means no step.
+        if is_counted and not has_scaler:
             drop_gradients(model, optimizer)
 
-    def _record(self, update: Update, find_rows: FindRows) -> bool:
-        """Record why an update is skipped; return whether it counts, as an overflow does not."""
+    def _record_skip(self, update: Update, find_rows: FindRows) -> bool:
+        """Record why an update is skipped.
+
+        Returns:
+            Whether the update counts as skipped; an overflow of a gradient scaler does not.
+        """
         scale = gradient_scale(self._accelerator)
-        micro_batches = _nonfinite_micro_batches(update)
+        micro_batches = _find_nonfinite_micro_batches(update)
         if not micro_batches and scale > 1:
-            update.log_entries |= {"skipped": "overflow", "scale": scale}
+            update.log_entries["skipped"] = "overflow"
+            update.log_entries["scale"] = scale
             return False
         cause = "loss"
         if not micro_batches:
+            # All losses are finite, so any micro-batch may have caused the gradient.
             cause = "gradient"
             micro_batches = list(range(len(update.micro_batches)))
         rows = find_rows(micro_batches)
-        update.log_entries |= {"skipped": cause, "scale": scale}
-        update.log_entries |= {"micro_steps": micro_batches, "rows": rows}
+        update.log_entries["skipped"] = cause
+        update.log_entries["scale"] = scale
+        update.log_entries["micro_steps"] = micro_batches
+        update.log_entries["rows"] = rows
         self.num_skipped += 1
         message = (
             f"update {update.number}: the {cause} is not finite (rows {_format_rows(rows)} of the "
@@ -138,17 +154,20 @@ class NonFiniteUpdates:
         )
         if self.num_skipped > self._max_skipped:
             raise UserError(
-                f"{message}, and max_skipped_updates={self._max_skipped} are skipped already: look "
-                "at these rows, or lower learning_rate; the weights are those before this update"
+                f"{message}, and max_skipped_updates={self._max_skipped} updates were skipped "
+                "before it. The weights are those before this update. Check these rows, or lower "
+                "learning_rate"
             )
         logger.warning(
-            f"{message}: skipped, {self.num_skipped} of max_skipped_updates={self._max_skipped}"
+            f"{message}: skipped, {self.num_skipped} of max_skipped_updates={self._max_skipped}. "
+            "The weights do not change. If more updates are skipped, check these rows or lower "
+            "learning_rate"
         )
         return True
 
 
-def _nonfinite_micro_batches(update: Update) -> list[int]:
-    """Return the micro-batches with a loss that is not finite."""
+def _find_nonfinite_micro_batches(update: Update) -> list[int]:
+    """Return the indices of the micro-batches with a loss that is not finite."""
     indices = set()
     for index, loss in zip(update.micro_batch_of_loss, update.losses, strict=True):
         if not torch.isfinite(loss):

@@ -1,8 +1,8 @@
-"""The settings of `contaccum train` that are not transformers', in groups.
+"""Settings of `contaccum train` besides those of transformers, in groups.
 
-Each has its default and one line of help. Importing this module loads neither torch nor
-transformers, so that `contaccum train --help` is quick. `arguments` and `config` refuse what cannot
-work together; the loss checks its own settings.
+Each setting has its default and its line of help. This module imports neither torch nor
+transformers, so that `contaccum train --help` is quick. `arguments` and `config` refuse
+combinations that cannot work; the loss checks its own settings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from contaccum.bank.settings import LossOptions
 from contaccum.data import DATA_FORMATS, parse_columns, parse_training_sets
-from contaccum.data.sampling import MISSING_NEGATIVES, POSITIVES_USED
+from contaccum.data.selection import MISSING_NEGATIVES, POSITIVES_USED
 from contaccum.options import option
 
 METHODS = (
@@ -38,97 +38,107 @@ MOST_USED = (
     "save_strategy",
     "eval_strategy",
 )
-"""The settings of transformers that `--help` names."""
+"""Settings of transformers that `contaccum train --help` names."""
 
 
 @dataclass
 class ModelArguments:
-    """The encoder to train, or an adapter beside its weights."""
+    """The encoder to train, and an adapter for it."""
 
     model: str = option(
-        "", "A folder or hub name: a SentenceTransformer, or a transformers backbone."
+        "", "Folder or hub name of a SentenceTransformer or of a transformers backbone."
     )
     guide: str | None = option(
-        None, "A SentenceTransformer that says which texts are no negatives; it stays as it is."
+        None, "A SentenceTransformer whose scores exclude false negatives; it is not trained."
     )
-    tied: bool = option(True, "One encoder for queries and passages, or two.")
+    tied: bool = option(True, "True: one encoder for queries and passages. False: two encoders.")
     pooling: str | None = option(
-        None, "For a backbone. Default: by architecture.", ("cls", "mean", "lasttoken")
+        None, "Pooling of a backbone. Default: by architecture.", ("cls", "mean", "lasttoken")
     )
-    normalize: bool = option(False, "For a backbone: scale embeddings to length 1.")
-    query_prompt: str | None = option(None, "Put before every query.")
-    passage_prompt: str | None = option(None, "Put before every passage.")
+    normalize: bool = option(False, "Scale the embeddings of a backbone to length 1.")
+    query_prompt: str | None = option(None, "Text put before every query.")
+    passage_prompt: str | None = option(None, "Text put before every passage.")
     query_max_length: int | None = option(
-        None, "Tokens of a query. Default: the model's own, 32 for a backbone."
+        None, "Maximum tokens of a query. Default: the model's own, 32 for a backbone."
     )
     passage_max_length: int | None = option(
-        None, "Tokens of a passage. Default: the model's own, 256 for a backbone."
+        None, "Maximum tokens of a passage. Default: the model's own, 256 for a backbone."
     )
     dropout: float | None = option(
-        None, "Of every layer. Default: the model's own. 0 is faster on a CPU."
+        None, "Dropout of every layer. Default: the model's own. 0 is faster on a CPU."
     )
     freeze_word_embeddings: bool = option(
-        False, "Do not train them: half of a small encoder's weights."
+        False, "Do not train the word embeddings: half of a small encoder's weights."
     )
     attn_implementation: str | None = option(
-        None, "eager, sdpa, ... On a CPU, eager is faster for short texts."
+        None, "Attention: eager, sdpa, ... On a CPU, eager is faster for short texts."
     )
     lora_r: int | None = option(
-        None, "Train an adapter (LoRA) of this rank, and keep the model as it is."
+        None, "Train an adapter (LoRA) of this rank; the model's weights do not change."
     )
-    lora_alpha: float | None = option(None, "The adapter counts alpha / r times. Default: 2 r.")
-    lora_dropout: float = option(0.0, "Of what the adapter reads.")
+    lora_alpha: float | None = option(
+        None, "The adapter's output is multiplied by alpha / r. Default: 2 r."
+    )
+    lora_dropout: float = option(0.0, "Dropout on the adapter's input.")
     lora_target_modules: list[str] | None = option(
-        None, "Layers with an adapter. Default: every linear one."
+        None, "Names of the layers with an adapter. Default: every linear layer."
     )
     load_in_4bit: bool = option(
-        False, "Hold the weights beside an adapter in 4 bits, by bitsandbytes."
+        False, "Load the weights of the base model in 4 bits, with bitsandbytes."
     )
     merge_adapter: bool = option(
-        False, "Save a full model in the end: the weights with the adapter added."
+        False, "At the end, save a full model: the weights with the adapter added."
     )
     trust_remote_code: bool = option(False, "Run code that comes with the model.")
 
 
 @dataclass
 class DataArguments:
-    """Data to train on, and to evaluate on meanwhile; docs/data.md has the formats."""
+    """Training and evaluation data, in the formats of docs/data.md."""
 
     train_data: list[str] = option(
-        [], "A folder, a file or a Hugging Face data set; or several, paths or {path: ...}."
+        [], "A file, a folder or a Hugging Face data set; several: paths or {path: ...}."
     )
     data_format: str | None = option(
-        None, "Default: detected from the content.", tuple(DATA_FORMATS)
+        None, "Format of the data. Default: detected from the content.", tuple(DATA_FORMATS)
     )
-    data_columns: list[str] | None = option(None, "The data's names of fields: query=question ...")
-    split: str = option("train", "Of a BEIR or MS MARCO folder, or of a Hugging Face data set.")
-    num_hard_negatives: int = option(0, "Hard negatives per query to use.")
+    data_columns: list[str] | None = option(
+        None, "Names of the data's columns by role: query=question ..."
+    )
+    split: str = option(
+        "train", "Split of a BEIR or MS MARCO folder, or of a Hugging Face data set."
+    )
+    num_hard_negatives: int = option(0, "Hard negatives per query.")
     positives: str | None = option(
-        None, "Of several: draw one in each epoch, the first, or all.", POSITIVES_USED
+        None,
+        "Of several positives: sample one in each epoch, use the first, or use all.",
+        POSITIVES_USED,
     )
     negatives_from: int | None = option(
-        None, "Sample hard negatives from the first so many of a record. Default: all."
+        None, "Sample hard negatives from the first N of a record. Default: from all."
     )
     missing_negatives: str = option(
-        "fill", "Fill up with others' passages, or drop the record.", MISSING_NEGATIVES
+        "fill",
+        "A record with too few negatives: fill up with passages of others, or drop it.",
+        MISSING_NEGATIVES,
     )
     on_bad_record: str = option(
-        "stop", "At a record that cannot be used; skip counts them.", ("stop", "skip")
+        "stop", "A record that cannot be used: stop, or skip and count it.", ("stop", "skip")
     )
     eval_data: str | None = option(
-        None, "A BEIR folder, the name of a public set, or nanobeir, to evaluate on."
+        None, "Evaluation data: a BEIR folder, the name of a public set, or nanobeir."
     )
-    eval_split: str = option("dev", "Of eval_data: which judgements.")
+    eval_split: str = option("dev", "Split of eval_data.")
     eval_queries: int | None = option(
-        None, "Evaluate on so many of its queries, the same each time. Default: all."
+        None, "Number of queries of eval_data, always the same sample. Default: all."
     )
     eval_corpus_size: int | None = option(
-        None, "Search among so many of its documents, all relevant ones included."
+        None, "Number of documents of eval_data, with all relevant ones. Default: all."
     )
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
-        """The options of reading each training set, by its name; `ConfigError` for invalid ones."""
+        """Options of each training set by its name; raises `ConfigError` for invalid options."""
         names = (
             "split",
             "num_hard_negatives",
@@ -138,9 +148,8 @@ class DataArguments:
             "data_format",
         )
         common = {name: getattr(self, name) for name in names}
-        return parse_training_sets(
-            self.train_data, common | {"columns": parse_columns(self.data_columns)}
-        )
+        common["columns"] = parse_columns(self.data_columns)
+        return parse_training_sets(self.train_data, common)
 
 
 @dataclass
@@ -148,82 +157,86 @@ class MethodArguments:
     """The method, its bank and its updates."""
 
     method: str = option(
-        "contaccum", "How an update gets its negatives; see docs/training.md.", METHODS
+        "contaccum", "The source of an update's negatives; see docs/training.md.", METHODS
     )
     bank_size: int | None = option(
         None, f"Rows of each bank, for methods that have one. Default: {DEFAULT_BANK_SIZE}."
     )
     query_bank_size: int | None = option(
-        None, "Rows of the query bank: bank_size (default), or 0, which is pre_batch."
+        None, "Rows of the query bank: bank_size or 0 (as pre_batch). Default: bank_size."
     )
     passage_store: str | None = option(
-        None, "With query_side: embeddings of the corpus, written by contaccum encode."
+        None, "With query_side: the embeddings of the corpus, written by contaccum encode."
     )
     corpus: str | None = option(
-        None, "With query_side: a file or BEIR folder to encode into output_dir instead."
+        None, "With query_side: a file or BEIR folder to encode, instead of passage_store."
     )
     missing: str = option(
         "stop",
-        "Positives that the store lacks: stop, add them, or drop their pairs.",
+        "Positives that the store lacks: stop, add them, or drop their rows.",
         ("stop", "add", "drop"),
     )
     total_train_batch_size: int | None = option(
-        None, "Pairs per update, on all devices; the steps follow from it."
+        None, "Pairs per update on all devices; determines gradient_accumulation_steps."
     )
     gather_across_devices: bool | None = option(
-        None, "One batch, and bank, of all devices. Default: with a bank."
+        None, "Contrast the pairs of all devices. Default: true for methods with a bank."
     )
     max_skipped_updates: int = option(
-        10, "Updates that are not finite to skip in a run; one more ends it."
+        10, "Updates that may be skipped because they are not finite; one more ends the run."
     )
     early_stopping_patience: int | None = option(
-        None, "Stop after so many evaluations in a row without a better one."
+        None, "Stop after this many evaluations in a row without improvement."
     )
     overwrite_output_dir: bool = option(
-        False, "Train anew where another run lies: its checkpoints are removed."
+        False, "Allow a new run in a folder with another run; its checkpoints are removed."
     )
 
 
 @dataclass
 class LossArguments(LossOptions):
-    """The loss, and which texts are no negatives."""
+    """The loss, and the exclusion of false negatives."""
 
-    similarity: str | None = option(None, "Default: the model's own.", ("cos", "dot"))
+    similarity: str | None = option(
+        None, "Similarity of embeddings. Default: the model's own.", ("cos", "dot")
+    )
     temperature: float | None = option(
-        None, "Divides the scores. Default: 0.05 with cos, 1.0 with dot."
+        None, "Divisor of the similarities. Default: 0.05 with cos, 1.0 with dot."
     )
     matryoshka_dims: list[int] | None = option(
-        None, "Train the first so many numbers of embeddings too: 384 128 64."
+        None, "Train embeddings truncated to these sizes as well, for example 384 128 64."
     )
 
 
 @dataclass
 class NegativesArguments:
-    """Teachers, and hard negatives that are mined while training."""
+    """Distillation from a teacher, and hard negatives that are mined during training."""
 
     distill: str | None = option(
-        None, "Learn from the teacher's scores in the data too.", ("margin_mse", "kl")
+        None, "Distillation loss for the teacher's scores in the data.", ("margin_mse", "kl")
     )
     distill_weight: float = option(
-        1.0, "Of the distillation term, which is added to the contrastive loss."
+        1.0, "Weight of the distillation loss, which is added to the contrastive loss."
     )
-    distill_temperature: float = option(1.0, "With kl: divides the scores of student and teacher.")
+    distill_temperature: float = option(
+        1.0, "With kl: divisor of the scores of student and teacher."
+    )
     refresh_negatives_every: int | None = option(
-        None, "Updates after which hard negatives are mined anew."
+        None, "Mine hard negatives again after every N updates."
     )
     refresh_corpus: str | None = option(
-        None, "Where to mine. Default: a BEIR folder's corpus, else the positives."
+        None, "Passages for mining. Default: a BEIR folder's corpus, else the positives."
     )
     refresh_pool: int = option(
-        30, "Negatives mined per query; each epoch samples as many as a row takes."
+        30, "Negatives mined per query; each epoch samples num_hard_negatives of them."
     )
     refresh_range_max: int | None = option(
-        None, "Mine none beyond this rank. Default: ten times refresh_pool."
+        None, "Lowest rank of a mined negative. Default: ten times refresh_pool."
     )
     refresh_relative_margin: float = option(
-        0.05, "Mine none that scores above (1 - this) of the positive's score."
+        0.05, "Mine no passage that scores above (1 - margin) times the positive's score."
     )
 
 
 GROUPS = (ModelArguments, DataArguments, MethodArguments, LossArguments, NegativesArguments)
-"""All groups, in the order of `--help`."""
+"""All groups, in the order of `contaccum train --help`."""

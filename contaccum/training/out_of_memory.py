@@ -1,7 +1,7 @@
-"""Smaller micro-batches for when memory runs out, and the search for the largest that fits.
+"""Halving of micro-batches when memory runs out, and the search for the largest that fits.
 
 The pairs of an update stay the same: a smaller micro-batch means more micro-steps. This module does
-not run micro-steps of the training itself; `updates` does.
+not train; `updates` runs the micro-steps.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import heapq
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,14 +33,17 @@ from contaccum.training.train_data import Batch, Row
 logger = logging.getLogger(__name__)
 
 REMEDIES = (
-    "set bf16=true or gradient_checkpointing=true, lower passage_max_length or bank_size, or take "
+    "set bf16=true or gradient_checkpointing=true, lower passage_max_length or bank_size, or train "
     "a smaller model"
 )
-_SHARE_OF_FREE_MEMORY = 0.8  # of a host, which a trial may take
+"""The end of error messages about memory."""
+
+_MAX_SHARE_OF_FREE_MEMORY = 0.8  # share of a host's free memory that a trial may use
+_BYTES_PER_MB = 2**20
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an error says that the memory of an accelerator or of the host ran out."""
+    """Return whether an error means that an accelerator or the host is out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return should_reduce_batch_size(error)
@@ -47,7 +51,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 @contextmanager
 def report_out_of_memory() -> Iterator[None]:
-    """Turn memory that runs out outside of a micro-step into a `UserError` with the remedies."""
+    """Raise a `UserError` with remedies, if memory runs out in a ``with`` block."""
     try:
         yield
     except Exception as error:
@@ -57,17 +61,18 @@ def report_out_of_memory() -> Iterator[None]:
 
 
 class MicroBatchLimit:
-    """The number of rows per micro-step, which is halved when memory runs out.
+    """The maximum number of rows per micro-step, which is halved when memory runs out.
 
     Args:
-        loss: the training loss; a gradient cache in it encodes at most this number of rows at once.
-        smallest: the smallest micro-batch in which a query has negatives.
-        rank: this process, for messages.
-        can_halve: False where other ranks, or an engine that has reduced a part of the gradient,
-            would have to take part.
+        loss: the training loss. The mini-batches of a gradient cache in it are limited too.
+        smallest: the smallest micro-batch in which every query has a negative.
+        rank: rank of this process, for messages.
+        can_halve: whether this process can repeat an update in smaller micro-steps. It cannot if
+            there are other ranks, or if an engine has already reduced a part of the gradient.
 
     Attributes:
-        rows: None until memory has run out.
+        rows: the maximum number of rows; None until memory has run out.
+        smallest: as above.
     """
 
     def __init__(self, loss: Any, smallest: int, rank: int, can_halve: bool) -> None:
@@ -78,34 +83,36 @@ class MicroBatchLimit:
         self._can_halve = can_halve
 
     def halve(self, rows: int, update: int, reason: str) -> None:
-        """Halve a micro-batch of ``rows`` from now on.
+        """Set the limit to half of ``rows``, for the rest of the run.
 
         Args:
-            rows: the size at which memory ran out.
+            rows: the number of rows with which memory ran out.
             update: number of the update in progress, for messages.
-            reason: the error's message.
+            reason: message of the out-of-memory error.
 
         Raises:
-            UserError: where no smaller micro-batch is possible.
+            UserError: if no smaller micro-batch is possible.
         """
         if not self._can_halve:
             raise UserError(
-                f"out of memory on rank {self._rank} ({reason}), which cannot split alone: lower "
-                "per_device_train_batch_size, raise gradient_accumulation_steps, and resume from "
-                "`last`"
+                f"out of memory on rank {self._rank} ({reason}), and with several ranks or "
+                "DeepSpeed the micro-batch cannot be halved during training. Lower "
+                "per_device_train_batch_size, raise gradient_accumulation_steps, and continue with "
+                "resume_from_checkpoint=last"
             )
         if rows <= self.smallest:
             raise UserError(f"out of memory at a micro-batch of {rows} ({reason}): {REMEDIES}")
         self.rows = max(rows // 2, self.smallest)
         set_mini_batch_size(self._loss, self.rows)
         logger.warning(
-            f"update {update}: out of memory at a micro-batch of {rows} ({reason}); from here on "
-            f"it is {self.rows}, in as many more micro-steps: pairs per update stay"
+            f"update {update}: out of memory at a micro-batch of {rows} ({reason}). From now on a "
+            f"micro-batch has {self.rows} rows, and an update more micro-steps. The pairs per "
+            "update stay the same"
         )
 
 
 def set_mini_batch_size(loss: Any, rows: int) -> None:
-    """Set the number of rows that a gradient cache encodes at once, in a loss that has one."""
+    """Set the number of rows that a gradient cache encodes at once; other losses do not change."""
     if not uses_gradient_cache(loss):
         return
     for module in loss.modules():
@@ -114,13 +121,17 @@ def set_mini_batch_size(loss: Any, rows: int) -> None:
 
 
 def split_rows(inputs: Batch, max_rows: int | None) -> list[tuple[Batch, float]]:
-    """Split a collated batch into parts of at most ``max_rows`` rows; None: into one part.
+    """Split a collated batch into parts of at most ``max_rows`` rows.
+
+    Args:
+        inputs: the batch.
+        max_rows: maximum number of rows in a part; None for a single part.
 
     Returns:
-        Each part with its share of the batch's n rows.
+        Each part with its share of the batch's rows, a fraction.
 
     Raises:
-        UserError: for a batch whose tensors are not of one length.
+        UserError: for a batch whose tensors have different lengths, which cannot be split by rows.
     """
     tensors: dict[str, Tensor] = {}
     for key, value in inputs.items():
@@ -132,23 +143,28 @@ def split_rows(inputs: Batch, max_rows: int | None) -> list[tuple[Batch, float]]
         return [(inputs, 1.0)]
     if len(lengths) > 1:
         raise UserError(
-            "out of memory, and this batch cannot be split by rows: lower "
-            "per_device_train_batch_size"
+            "out of memory, and this batch cannot be split by rows, because its tensors have "
+            "different lengths. Lower per_device_train_batch_size"
         )
-    num_parts = -(-num_rows // max_rows)
-    split = {key: tensor.tensor_split(num_parts) for key, tensor in tensors.items()}
+    num_parts = math.ceil(num_rows / max_rows)
+    pieces = {key: tensor.tensor_split(num_parts) for key, tensor in tensors.items()}
     parts = []
     for index in range(num_parts):
-        part = {key: tensors_of_key[index] for key, tensors_of_key in split.items()}
-        part_rows = len(next(iter(part.values())))
-        parts.append(({**inputs, **part}, part_rows / num_rows))
+        part = dict(inputs)
+        for key, tensor_pieces in pieces.items():
+            part[key] = tensor_pieces[index]
+        any_tensor = next(iter(pieces.values()))[index]
+        parts.append((part, len(any_tensor) / num_rows))
     return parts
 
 
-def longest_rows(dataset: Any, num_rows: int) -> list[Row]:
-    """Return rows of each column's longest texts: no batch of the data is longer in any column.
+def make_longest_rows(dataset: Any, num_rows: int) -> list[Row]:
+    """Make rows from the longest texts of each column, so that no batch of the data is longer.
 
-    Of several data sets, the one with the most columns is read.
+    Args:
+        dataset: the training set, or a dictionary of training sets; of several, the set with the
+            most columns is read.
+        num_rows: number of rows to make.
     """
     name = None
     if isinstance(dataset, dict):
@@ -157,7 +173,8 @@ def longest_rows(dataset: Any, num_rows: int) -> list[Row]:
     longest: dict[str, list[str]] = {}
     for batch in first_texts(dataset):
         for column, texts in batch.items():
-            candidates = [*longest.get(column, []), *(text or "" for text in texts)]
+            new_texts = [text or "" for text in texts]
+            candidates = longest.get(column, []) + new_texts
             longest[column] = heapq.nlargest(num_rows, candidates, key=len)
     rows: list[Row] = []
     for index in range(num_rows):
@@ -176,61 +193,66 @@ def find_micro_batch(
     smallest: int,
     compute_loss: Callable[[Any, list[Row]], Tensor],
 ) -> int:
-    """Return the largest micro-batch that every rank has room for.
+    """Find the largest micro-batch that fits into the memory of every rank.
 
-    Divisors of an update's pairs are tried, with the longest texts of the data. Weights, bank and
-    random numbers stay as they are.
+    The divisors of the pairs per update are tried with the longest texts of the data. The search
+    does not change weights, bank or random states.
 
     Args:
         args: the arguments of the run.
-        model: the model that trains.
+        model: the model in training.
         loss: the training loss.
-        dataset: the training set, or several by name.
-        smallest: the smallest micro-batch in which a query has negatives.
-        compute_loss: returns the value of a loss for rows of the data.
+        dataset: the training set, or a dictionary of training sets.
+        smallest: the smallest micro-batch in which every query has a negative.
+        compute_loss: function that returns the value of a loss for rows of the data.
+
+    Returns:
+        The number of pairs per micro-batch.
 
     Raises:
-        UserError: where the smallest micro-batch does not fit.
+        UserError: if the smallest micro-batch does not fit.
     """
-    states = RandomStates.capture()
+    random_states = RandomStates.capture()
     num_pairs = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    rows = longest_rows(dataset, num_pairs)
+    rows = make_longest_rows(dataset, num_pairs)
     sizes = [size for size in range(smallest, num_pairs + 1) if num_pairs % size == 0]
 
     def try_size(size: int) -> None:
-        # A gradient cache has all pairs in one batch, and encodes ``size`` of them at once.
+        # A gradient cache gets all pairs in one batch, and encodes ``size`` of them at once.
         batch = rows if uses_gradient_cache(loss) else rows[:size]
         try_micro_batch(size, model, loss, lambda trial_loss: compute_loss(trial_loss, batch))
 
     largest = find_largest_micro_batch(sizes, try_size, args.device)
-    states.restore()
+    random_states.restore()
     return largest
 
 
 def find_largest_micro_batch(
     sizes: Iterable[int], try_size: Callable[[int], None], device: torch.device
 ) -> int:
-    """Return the largest micro-batch that every rank has memory for.
+    """Find the largest size that fits into the memory of every rank.
 
-    Sizes are tried from the smallest on, until memory runs out. The system of a host ends processes
-    rather than refuse memory, so a host is not asked for a size that would take more than it has.
+    Sizes are tried in ascending order until memory runs out. On a CPU, the operating system would
+    kill the process then, so the memory for a size is predicted from the size before, and a size
+    that may need too much is not tried.
 
     Args:
-        sizes: ascending.
-        try_size: does a micro-step of a size.
+        sizes: the sizes, ascending.
+        try_size: function that runs micro-steps of a size.
         device: the device whose memory is measured.
 
     Raises:
-        UserError: where the smallest size does not fit.
+        UserError: if the smallest size does not fit.
     """
-    largest = 0
+    largest = 0  # the largest size that fits so far
     smallest = None
-    memory_of_largest = 0.0
+    memory_of_largest = 0.0  # MB
     for size in sizes:
         smallest = smallest or size
         if largest and device.type == "cpu":
-            free = psutil.virtual_memory().available / 2**20
-            if memory_of_largest * size / largest > _SHARE_OF_FREE_MEMORY * free:
+            free_memory = psutil.virtual_memory().available / _BYTES_PER_MB
+            predicted_memory = memory_of_largest * size / largest
+            if predicted_memory > _MAX_SHARE_OF_FREE_MEMORY * free_memory:
                 break
         reset_peak_memory(device)
         memory_before = peak_memory_mb(device)
@@ -252,16 +274,16 @@ def find_largest_micro_batch(
 def try_micro_batch(
     size: int, model: nn.Module, loss: Any, compute_loss: Callable[[Any], Tensor]
 ) -> None:
-    """Do two micro-steps with a copy of the loss, beside the memory that an optimizer takes.
+    """Run two micro-steps with a copy of the loss, while the memory of an optimizer is occupied.
 
-    The second micro-step has gradients and a full bank beside it. Weights and bank stay as they
-    are; the gradients are dropped.
+    During the second micro-step, gradients and a filled bank are in memory as well. Weights and
+    the loss's own bank do not change, and the gradients are dropped.
 
     Args:
-        size: pairs per micro-batch; a gradient cache encodes so many at once.
-        model: the model that trains.
+        size: pairs per micro-batch, or pairs that a gradient cache encodes at once.
+        model: the model in training.
         loss: the training loss.
-        compute_loss: returns the value of a loss for the rows of the trial.
+        compute_loss: function that returns the value of a loss for the rows of the trial.
     """
     trial_loss = _copy_for_trial(loss, model)
     set_mini_batch_size(trial_loss, size)
@@ -278,11 +300,12 @@ def try_micro_batch(
 
 
 def _copy_for_trial(loss: Any, model: nn.Module) -> Any:
-    """Return a copy of a loss with the same model and a bank of its own."""
-    trial_loss = copy.deepcopy(loss, {id(model): model})
+    """Return a copy of a loss that shares its model, but has a separate bank."""
+    # The memo makes deepcopy use the same model instead of a copy.
+    trial_loss = copy.deepcopy(loss, memo={id(model): model})
     for module in trial_loss.modules():
         if isinstance(module, ContAccumLoss):
-            # Ranks may run out of memory at different sizes, and must not wait for each other.
+            # Ranks may run out of memory at different sizes, so a trial must not wait for others.
             module.settings = dataclasses.replace(module.settings, gather_across_devices=False)
             module.distillation = None  # the rows of a trial have no teacher scores
     return trial_loss

@@ -1,6 +1,6 @@
-"""Settings for some training data, from what the data and the model's tokenizer say.
+"""Proposal of settings for training data, from sizes and text lengths.
 
-`contaccum new` writes them into a config, and `contaccum fit` starts its search from them.
+`contaccum new` writes the proposal into a config, and `contaccum fit` starts its search from it.
 """
 
 from __future__ import annotations
@@ -22,36 +22,45 @@ if TYPE_CHECKING:
 
 PROMPTS_FILE = Path(__file__).with_name("prompts.yaml")
 MICRO_BATCH = 8
-MOST_PAIRS_PER_UPDATE = 128
+MAX_PAIRS_PER_UPDATE = 128
 PAIRS_FOR_TWO_ENCODERS = 50_000
-"""The paper's smallest set, which two encoders are trained on, has 58,880 pairs."""
+"""Number of pairs from which two encoders are proposed.
 
-_SAMPLE = 1000  # rows whose texts are measured
-_QUANTILE = 0.95  # of the lengths of texts
-_LONGEST = 512  # tokens
-_LARGEST_BANK = 1024
-_SHARE_OF_BOTH = 0.01  # of queries that are passages, too: then they are the same kind of text
+The smallest data set in the paper, on which it trains two encoders, has 58,880 pairs.
+"""
+
+_MAX_SAMPLED_ROWS = 1000  # rows whose texts are measured
+_LENGTH_QUANTILE = 0.95
+_MAX_TOKENS = 512
+_MAX_BANK_SIZE = 1024
+# If more than this share of the queries are also passages, both are the same kind of text.
+_MAX_SHARED_TEXTS = 0.01
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What is known of some training data, and the settings that follow.
+    """Properties of training data, and the settings that are proposed for them.
 
     Attributes:
         data: the training data, as `load_training_data` returns them.
-        model: its folder or name.
-        num_pairs, num_queries, num_passages: of the data; queries and passages are distinct.
-        query_max_length, passage_max_length: tokens that 95 of 100 texts do not exceed, a multiple
-            of 8 unless the model takes fewer.
-        lengths_measured_by: a phrase that says how they are known.
-        query_prompt, passage_prompt: that the model's family is used with; empty if there is none.
+        model: folder or name of the model.
+        num_pairs: number of pairs in the data.
+        num_queries: number of distinct queries.
+        num_passages: number of distinct passages.
+        query_max_length: number of tokens that 95% of the queries do not exceed, rounded up to a
+            multiple of 8, and at most the model's maximum.
+        passage_max_length: the same for passages.
+        lengths_measured_by: a phrase that says how the lengths were measured.
+        query_prompt: the prompt for queries of this family of models; empty if it has none.
+        passage_prompt: the prompt for passages; empty if there is none.
         are_alike: whether queries and passages are the same kind of text.
-        tied: whether one encoder is better than two.
+        tied: whether one encoder is proposed for both, rather than two.
         has_negatives: whether the data have hard negatives.
-        micro_batch: pairs that are encoded at once.
-        accumulation_steps: micro-batches of an update.
+        micro_batch: pairs per micro-batch.
+        accumulation_steps: micro-batches per update.
         bank_size: rows of each bank.
-        learning_rate, temperature: to start from.
+        learning_rate: the proposed learning rate, as text for a config.
+        temperature: the proposed temperature.
     """
 
     data: TrainingData
@@ -82,16 +91,16 @@ def propose(
     split: str = "train",
     on_bad_record: Any = "stop",
 ) -> Proposal:
-    """Look at training data, and propose settings to train a model on them.
+    """Read training data, and propose settings for training a model on them.
 
-    Of the model only the tokenizer is loaded.
+    Only the tokenizer of the model is loaded.
 
     Args:
-        data: in any format of docs/data.md.
+        data: a file, folder or data set in any format of docs/data.md.
         model: a folder or hub name.
-        columns: {role: the data's name of the column}.
-        split: of a BEIR or MS MARCO folder, or of a Hugging Face data set.
-        on_bad_record: "stop" or "skip".
+        columns: the name of the data's column for each role that has another name.
+        split: the split of a BEIR or MS MARCO folder, or of a Hugging Face data set.
+        on_bad_record: "stop" or "skip", for records that cannot be used.
 
     Raises:
         UserError: for data that cannot be used.
@@ -106,17 +115,19 @@ def propose(
         columns=columns,
         on_bad_record=on_bad_record,
     )
-    query_ids, passage_ids = map(np.unique, loaded.pairs.T)
-    rows = np.random.default_rng(0).permutation(len(loaded.dataset))[:_SAMPLE]
+    query_ids = np.unique(loaded.pairs[:, 0])
+    passage_ids = np.unique(loaded.pairs[:, 1])
+    rows = np.random.default_rng(0).permutation(len(loaded.dataset))[:_MAX_SAMPLED_ROWS]
     texts = loaded.transform.first_texts(sorted(rows.tolist()))
-    prompts = prompts_of(model)
-    tokenizer = _tokenizer_of(model)
-    query_length = _length_of_most(texts["query"], prompts[0], tokenizer)
-    passage_length = _length_of_most(texts["positive"], prompts[1], tokenizer)
-    share_of_both = np.isin(query_ids, passage_ids).mean()
-    are_alike = bool(share_of_both > _SHARE_OF_BOTH or passage_length <= 2 * query_length)
+    query_prompt, passage_prompt = find_prompts(model)
+    tokenizer = _load_tokenizer(model)
+    query_length = _compute_max_length(texts["query"], query_prompt, tokenizer)
+    passage_length = _compute_max_length(texts["positive"], passage_prompt, tokenizer)
+    shared_texts = np.isin(query_ids, passage_ids).mean()
+    are_alike = bool(shared_texts > _MAX_SHARED_TEXTS or passage_length <= 2 * query_length)
+    has_prompts = bool(query_prompt or passage_prompt)
     num_pairs = len(loaded.pairs)
-    most_steps = MOST_PAIRS_PER_UPDATE // MICRO_BATCH
+    max_steps = MAX_PAIRS_PER_UPDATE // MICRO_BATCH
     return Proposal(
         data=loaded,
         model=model,
@@ -125,22 +136,22 @@ def propose(
         num_passages=len(passage_ids),
         query_max_length=query_length,
         passage_max_length=passage_length,
-        lengths_measured_by=tokenizer.name,
-        query_prompt=prompts[0],
-        passage_prompt=prompts[1],
+        lengths_measured_by=tokenizer.description,
+        query_prompt=query_prompt,
+        passage_prompt=passage_prompt,
         are_alike=are_alike,
-        tied=are_alike or any(prompts) or num_pairs < PAIRS_FOR_TWO_ENCODERS,
+        tied=are_alike or has_prompts or num_pairs < PAIRS_FOR_TWO_ENCODERS,
         has_negatives=any(texts["negative_1"]),
         micro_batch=MICRO_BATCH,
-        accumulation_steps=max(1, min(most_steps, num_pairs // 64)),
-        bank_size=_bank_size(len(passage_ids)),
+        accumulation_steps=max(1, min(max_steps, num_pairs // 64)),
+        bank_size=_propose_bank_size(len(passage_ids)),
         learning_rate="5.0e-5" if "minilm" in model.lower() else "2.0e-5",
         temperature=0.05,
     )
 
 
-def prompts_of(model: str) -> tuple[str, str]:
-    """Return what a model's family puts before queries and passages; ("", "") if unknown."""
+def find_prompts(model: str) -> tuple[str, str]:
+    """Return the prompts of a model's family for queries and passages; ("", "") if unknown."""
     families = yaml.safe_load(PROMPTS_FILE.read_text(encoding="utf-8"))
     for pattern, (query_prompt, passage_prompt) in families.items():
         if re.search(pattern, model, re.IGNORECASE):
@@ -148,28 +159,28 @@ def prompts_of(model: str) -> tuple[str, str]:
     return "", ""
 
 
-def _bank_size(num_passages: int) -> int:
-    """Return a power of two: at most half of the passages, from 8 to the largest."""
-    rows = min(_LARGEST_BANK, max(8, num_passages // 2))
+def _propose_bank_size(num_passages: int) -> int:
+    """Return the largest power of two that is at most half of the passages, from 8 to 1024."""
+    rows = min(_MAX_BANK_SIZE, max(8, num_passages // 2))
     return 2 ** int(np.log2(rows))
 
 
 class _Tokenizer(NamedTuple):
-    """Measures texts.
+    """A tokenizer, or an estimate of one, that measures the lengths of texts.
 
     Attributes:
-        length: returns the tokens of a text.
-        most: tokens that the model takes.
-        name: a phrase that says how lengths are known.
+        count_tokens: returns the number of tokens in a text.
+        max_tokens: maximum number of tokens that the model encodes.
+        description: a phrase that says how lengths are measured.
     """
 
-    length: Callable[[str], float]
-    most: int
-    name: str
+    count_tokens: Callable[[str], float]
+    max_tokens: int
+    description: str
 
 
-def _tokenizer_of(model: str) -> _Tokenizer:
-    """Return the model's tokenizer, or a guess where it cannot be had."""
+def _load_tokenizer(model: str) -> _Tokenizer:
+    """Load the model's tokenizer; if it cannot be loaded, return an estimate of 4 bytes a token."""
     from sentence_transformers.util import load_file_path
     from transformers import AutoTokenizer
 
@@ -180,20 +191,26 @@ def _tokenizer_of(model: str) -> _Tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(model)
         settings_file = load_file_path(model, "sentence_bert_config.json")
     except (UserError, OSError, ValueError):
-        guess = "guessed from their letters, without the tokenizer"
-        return _Tokenizer(lambda text: len(text.encode()) / 4, _LONGEST, guess)
-    own_length = read_json(settings_file).get("max_seq_length") if settings_file else None
-    most = min(_LONGEST, tokenizer.model_max_length, own_length or _LONGEST)
-    return _Tokenizer(
-        lambda text: len(tokenizer(text, verbose=False)["input_ids"]), most, "by the tokenizer"
-    )
+        description = "estimated from their letters, without the tokenizer"
+        return _Tokenizer(lambda text: len(text.encode()) / 4, _MAX_TOKENS, description)
+    max_seq_length = None
+    if settings_file:
+        max_seq_length = read_json(settings_file).get("max_seq_length")
+    max_tokens = min(_MAX_TOKENS, tokenizer.model_max_length, max_seq_length or _MAX_TOKENS)
+
+    def count_tokens(text: str) -> float:
+        return len(tokenizer(text, verbose=False)["input_ids"])
+
+    return _Tokenizer(count_tokens, max_tokens, "by the tokenizer")
 
 
-def _length_of_most(texts: Sequence[str | None], prompt: str, tokenizer: _Tokenizer) -> int:
-    """Return the tokens that most texts do not exceed.
+def _compute_max_length(texts: Sequence[str | None], prompt: str, tokenizer: _Tokenizer) -> int:
+    """Return a maximum length in tokens that 95% of the texts do not exceed.
 
-    They are a multiple of 8, which accelerators like.
+    It is rounded up to a multiple of 8, with which accelerators are fastest, and is at most the
+    model's maximum.
     """
-    lengths = [tokenizer.length(f"{prompt}{text}") for text in texts]
-    enough = np.quantile(lengths, _QUANTILE)
-    return int(min(tokenizer.most, enough // 8 * 8 + 8))
+    lengths = [tokenizer.count_tokens(f"{prompt}{text}") for text in texts]
+    length = np.quantile(lengths, _LENGTH_QUANTILE)
+    rounded_up = length // 8 * 8 + 8
+    return int(min(tokenizer.max_tokens, rounded_up))

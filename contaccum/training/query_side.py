@@ -1,13 +1,12 @@
-"""Query-side training in a run: the store of documents, and the data that fit it.
+"""Setup of query-side training: the store of document embeddings, the loss and the data.
 
-The store is made before the run (``passage_store``), or from ``corpus`` when the run starts. What
-the loss does with it is in `contaccum.losses.query_side`.
+The store exists before the run (``passage_store``), or the run first encodes ``corpus`` into one.
+The loss itself is in `contaccum.losses.query_side`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,46 +22,51 @@ from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.losses.query_side import (
     QuerySideCollator,
     QuerySideLoss,
-    known_positives,
-    pairs_of_rows,
+    collect_positives,
+    iterate_pairs,
 )
 from contaccum.retrieval.corpus import CorpusEncoder, require_texts
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encode_texts
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.train_data import parts_of
+from contaccum.training.loss_factory import get_store_documents
+from contaccum.training.train_data import list_parts
 
 logger = logging.getLogger(__name__)
 
 STORE_FOLDER = "passage_store"
-"""Folder in ``output_dir`` of the store that is made from ``corpus``."""
+"""Folder in ``output_dir`` for the store that is encoded from ``corpus``."""
 
 USELESS_SHARE_OF_BM25 = 0.5
-"""Below this share of BM25's score, the base model's documents teach a query tower too little."""
+"""A base model that scores below this share of BM25's score is too weak for query-side training.
 
-_SHOWN = 3  # missing passages in a message
+A query tower cannot learn to retrieve with such document embeddings.
+"""
+
+_MAX_TEXTS_SHOWN = 3  # missing passages in a message
 
 
 class QuerySide:
     """Loss, collator and data of a run with ``method=query_side``.
 
     Args:
-        args: name the store or the corpus.
-        model: gets a query tower of its own, and its document tower is frozen.
-        train_dataset: the training set, or several by name.
-        eval_dataset: pairs whose loss is computed while training, likewise.
+        args: the arguments of the run, with ``passage_store`` or ``corpus``.
+        model: the model to train. It gets a separate query tower; its document tower is frozen.
+        train_dataset: the training set, or a dictionary of training sets.
+        eval_dataset: pairs whose loss is computed during training, in the same form.
 
     Attributes:
-        dataset, eval_dataset: the data, without the rows that ``missing=drop`` leaves out.
-        documents: of the store, with the passages that ``missing=add`` adds.
-        loss: a `QuerySideLoss`.
-        collator: for the trainer.
+        dataset: the training data, without the rows that ``missing=drop`` drops.
+        eval_dataset: the evaluation pairs, likewise.
+        documents: the documents of the store, and the passages that ``missing=add`` adds.
+        loss: the `QuerySideLoss`.
+        collator: the data collator for the trainer.
 
     Raises:
-        ConfigError: for a store that this model did not write.
-        DataError: for a store that is not whole, or that lacks passages of the data with
-            ``missing=stop``.
+        ConfigError: for a store that another model wrote.
+        DataError: for an incomplete store, or, with ``missing=stop``, a store that lacks passages
+            of the data.
     """
 
     def __init__(
@@ -77,30 +81,32 @@ class QuerySide:
         self.documents = StoreDocuments(store)
         temperature = args.loss_settings(self.documents.similarity)["temperature"]
         self.loss = QuerySideLoss(model, self.documents, scale=1.0 / temperature)
-        self.dataset = _settle_missing(self.documents, model, train_dataset, args.missing)
-        self.eval_dataset = _settle_missing(self.documents, model, eval_dataset, args.missing)
-        datasets = [part for part in parts_of(self.dataset) if part is not None]
-        datasets += [part for part in parts_of(self.eval_dataset) if part is not None]
-        roles: Any = args.router_mapping  # a dictionary by now, not JSON
+        missing = args.missing
+        self.dataset = _handle_missing(self.documents, model, train_dataset, missing)
+        self.eval_dataset = _handle_missing(self.documents, model, eval_dataset, missing)
+        datasets = [part for part in list_parts(self.dataset) if part is not None]
+        datasets += [part for part in list_parts(self.eval_dataset) if part is not None]
+        roles: Any = args.router_mapping  # a dictionary; its declared type also allows JSON text
         self.collator = QuerySideCollator(
             preprocess_fn=model.preprocess,
             router_mapping=roles,
             prompts=args.prompts,
-            positives=known_positives(self.documents, datasets),
+            positives=collect_positives(self.documents, datasets),
         )
         if rank() == 0:
             logger.info(
                 f"query side: every query is contrasted with all {len(self.documents):,} "
-                f"documents of {store.folder}, including those that only dev or test queries need"
+                f"documents of {store.folder}, including documents that are relevant only to dev "
+                "or test queries"
             )
 
 
-def require_sources(args: ContAccumTrainingArguments) -> None:
-    """Refuse a store or a corpus that cannot be read, before a model is loaded.
+def check_sources(args: ContAccumTrainingArguments) -> None:
+    """Check that the store or the corpus can be read, before a model is loaded.
 
     Raises:
-        ConfigError: for a store that is compared by another similarity than the arguments name.
-        DataError: for a store that is not whole, or a corpus that cannot be read.
+        ConfigError: for a store with another similarity than ``args.similarity``.
+        DataError: for an incomplete store, or a corpus that cannot be read.
     """
     if args.passage_store is not None:
         _check_similarity(args, EmbeddingStore.open(args.passage_store))
@@ -117,9 +123,9 @@ def _check_similarity(args: ContAccumTrainingArguments, store: EmbeddingStore) -
 
 
 def _open_store(args: ContAccumTrainingArguments, model: SentenceTransformer) -> EmbeddingStore:
-    """Open the store of a run; encode its corpus first if it has one.
+    """Open the store of a run; with ``args.corpus``, encode the corpus into a store first.
 
-    What an earlier start of the same run has encoded is used again.
+    Embeddings from an earlier start of the same run are reused.
     """
     if args.passage_store is not None:
         return EmbeddingStore.open(args.passage_store)
@@ -138,73 +144,90 @@ def _open_store(args: ContAccumTrainingArguments, model: SentenceTransformer) ->
     return EmbeddingStore.open(folder)
 
 
-def _settle_missing(
+def _handle_missing(
     documents: StoreDocuments, model: SentenceTransformer, dataset: Any, missing: str
 ) -> Any:
-    """Do what ``missing`` says about positives that the documents lack.
+    """Handle positives of a data set that are not among the documents, as ``missing`` demands.
+
+    Args:
+        documents: the documents of the store; ``missing="add"`` adds to them.
+        model: the model that encodes added documents.
+        dataset: a data set, or a dictionary of data sets.
+        missing: "stop", "add" or "drop".
 
     Returns:
-        The data set, of which ``drop`` leaves out rows.
+        The data set; with ``"drop"``, only the rows whose positives are all documents.
 
     Raises:
-        DataError: with ``stop``, or if no row of a data set would be left.
+        DataError: for a missing positive with ``"stop"``, or if ``"drop"`` would drop every row.
     """
     if isinstance(dataset, dict):
-        settled = {}
+        handled = {}
         for name, part in dataset.items():
-            settled[name] = _settle_missing(documents, model, part, missing)
-        return type(dataset)(settled)
+            handled[name] = _handle_missing(documents, model, part, missing)
+        return type(dataset)(handled)
     if dataset is None or isinstance(dataset, IterableDataset):
-        return dataset  # of a stream, the collator refuses a row that has such a positive
-    missing_texts: dict[str, None] = {}
-    whole_rows = []
-    for row, (_, positives) in enumerate(pairs_of_rows(dataset)):
-        has_document = documents.has(text_ids(positives))
+        return dataset  # the collator refuses a missing positive in a stream
+    missing_texts: dict[str, None] = {}  # a set that keeps the order of the data
+    complete_rows = []
+    for row, (_, positives) in enumerate(iterate_pairs(dataset)):
+        has_document = documents.contains(text_ids(positives))
         if has_document.all():
-            whole_rows.append(row)
+            complete_rows.append(row)
         for index in np.flatnonzero(~has_document):
             missing_texts[positives[index]] = None
     if not missing_texts:
         return dataset
     folder = documents.store.folder
-    shown = ", ".join(quoted(text) for text in list(missing_texts)[:_SHOWN])
-    fault = f"{folder}: lacks {len(missing_texts):,} positives of the data (such as {shown})"
+    shown = ", ".join(quoted(text) for text in list(missing_texts)[:_MAX_TEXTS_SHOWN])
+    problem = f"{folder}: lacks {len(missing_texts):,} positives of the data (such as {shown})"
     if missing == "stop":
         raise DataError(
-            f"{fault}: set missing=add to encode them as well or missing=drop to leave out the "
-            "rows that may use them, or encode a corpus that has them"
+            f"{problem}. Set missing=add to encode and add them, set missing=drop to drop the rows "
+            "that may use them, or encode a corpus that contains them"
         )
     if missing == "add":
-        logger.warning(f"{fault}: they are encoded and added")
+        logger.warning(f"{problem}: they are encoded and added for this run")
         texts = list(missing_texts)
         documents.add(texts, encode_texts(model, texts, "document"))
         return dataset
-    num_dropped = len(dataset) - len(whole_rows)
-    if not whole_rows:
-        raise DataError(f"{fault}: no row is left without them")
-    logger.warning(f"{fault}: {num_dropped:,} of {len(dataset):,} rows are left out")
-    return dataset.select(whole_rows)
+    if not complete_rows:
+        raise DataError(
+            f"{problem}, and every row may use one of them. Set missing=add, or encode a corpus "
+            "that contains them"
+        )
+    num_dropped = len(dataset) - len(complete_rows)
+    logger.warning(f"{problem}: {num_dropped:,} of {len(dataset):,} rows are dropped")
+    return dataset.select(complete_rows)
 
 
-def warn_of_useless_documents(evaluator: Any, model: SentenceTransformer) -> None:
-    """Warn if the model as it is scores far below BM25 on the evaluation data.
+def share_documents(loss: Any, evaluator: Any) -> None:
+    """Let a RetrievalEvaluator read the documents of a query-side loss from its store.
 
-    Its document embeddings never change. If they are no better than those of a fresh encoder, no
-    query tower can learn to find them.
+    The document tower is frozen, so its embeddings need not be computed at each evaluation.
+    """
+    documents = get_store_documents(loss)
+    if documents is not None and isinstance(evaluator, RetrievalEvaluator):
+        evaluator.documents = documents
+
+
+def warn_if_documents_are_weak(evaluator: Any, model: SentenceTransformer) -> None:
+    """Warn if the untrained model scores far below BM25 on the evaluation data.
+
+    The document embeddings never change. If they are no better than those of a randomly
+    initialised encoder, no query tower can learn to retrieve with them.
     """
     if not isinstance(evaluator, RetrievalEvaluator):
         return
-    scores: Mapping[str, float] = evaluator.score(model)
-    bm25_scores = evaluator.score_bm25()
     metric = evaluator.primary_metric
-    score = scores[metric]
-    bm25_score = bm25_scores[metric]
-    figures = f"{metric} {score:.3f}, BM25 {bm25_score:.3f}"
+    score = evaluator.score(model)[metric]
+    bm25_score = evaluator.score_bm25()[metric]
+    scores = f"{metric} of the model {score:.3f}, BM25 {bm25_score:.3f}"
     if score < USELESS_SHARE_OF_BM25 * bm25_score:
         logger.warning(
-            f"query side: before training, {figures} on the evaluation data: its "
-            "documents teach a query tower too little. Train both towers first, with "
-            "method=contaccum"
+            f"query side: before training, on the evaluation data: {scores}. The document "
+            "embeddings of this model teach a query tower too little. Train both towers first, "
+            "with method=contaccum"
         )
     else:
-        logger.info(f"query side: before training, {figures} on the evaluation data")
+        logger.info(f"query side: before training, on the evaluation data: {scores}")

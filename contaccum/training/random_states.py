@@ -1,7 +1,7 @@
-"""The states of all random number generators that training draws from.
+"""States of all random number generators that training uses.
 
-Evaluation, model cards and the search for a micro-batch draw random numbers too. They restore the
-states afterwards, so that a run with them trains as one without.
+Evaluation, model cards and the search for a micro-batch size also draw random numbers. They restore
+the states afterwards, so that they do not change the training.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RandomStates:
 
     @classmethod
     def capture(cls) -> RandomStates:
-        """Return the present states."""
+        """Return the current states of all generators."""
         cuda = []
         if torch.cuda.is_available():
             cuda = torch.cuda.get_rng_state_all()

@@ -1,4 +1,4 @@
-"""Peak memory, of a GPU or of this process, and disks that are full."""
+"""Peak memory of a GPU or of this process, and errors of a full disk."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ import torch
 from contaccum.errors import UserError
 
 _BYTES_PER_MB = 2**20
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, file size
 
 
 def peak_memory_mb(device: torch.device | str | None = None) -> float:
-    """Return the peak memory since `reset_peak_memory` in MB of 2^20 bytes.
+    """Return the peak memory since `reset_peak_memory` in MB (2^20 bytes).
 
-    It is the memory allocated on a GPU, or else the resident memory of this process. Systems
-    without /proc report no peak; the present memory is returned there.
+    For a CUDA device, it is the memory that torch has allocated there, otherwise the resident
+    memory of this process. On systems without /proc, which report no peak, the current memory is
+    returned.
     """
     if device is not None and torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device) / _BYTES_PER_MB
     with suppress(OSError):
-        # Not by getrusage: a child process takes over the peak of its parent there.
+        # getrusage is not used, because a child process starts with the peak of its parent there.
         for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
             if line.startswith("VmHWM"):
                 return int(line.split()[1]) / 2**10
@@ -33,7 +34,7 @@ def peak_memory_mb(device: torch.device | str | None = None) -> float:
 
 
 def reset_peak_memory(device: torch.device | str) -> None:
-    """Begin measuring the peak again, where the system can."""
+    """Reset the peak to the current memory; without /proc, the peak stays as it is."""
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -43,29 +44,28 @@ def reset_peak_memory(device: torch.device | str) -> None:
 
 @contextmanager
 def report_full_disk(folder: str) -> Iterator[None]:
-    """Turn a full disk into a `UserError` that names the folder of the run."""
+    """Raise a `UserError` that names the run's folder, if the disk is full in a ``with`` block."""
     try:
         yield
     except Exception as error:
-        if is_no_room(error):
+        if is_disk_full(error):
             raise UserError(
-                f"{folder}: no room on the disk: make some, and resume from `last`"
+                f"{folder}: no space left on the disk. Free some space, then continue with "
+                "resume_from_checkpoint=last"
             ) from error
         raise
 
 
-def is_no_room(error: BaseException | None) -> bool:
-    """Return whether an error, or its cause, is a full disk or quota.
-
-    torch and safetensors raise errors of their own for it.
-    """
+def is_disk_full(error: BaseException | None) -> bool:
+    """Return whether an error, or the cause of an error, is a full disk or quota."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        if isinstance(error, OSError) and error.errno in _DISK_FULL_ERRORS:
             return True
+        # torch and safetensors raise other types of errors for it.
         text = str(error)
         if "PytorchStreamWriter" in text:
             return True
-        if any(f"os error {number}" in text for number in _NO_ROOM):
+        if any(f"os error {number}" in text for number in _DISK_FULL_ERRORS):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -1,6 +1,7 @@
-"""From parsed arguments to a trainer that is ready to train: data, model, guide and evaluator.
+"""Setup of a run from parsed arguments: data, model, guide, evaluator and trainer.
 
-`contaccum train`, `compare`, `tune` and `fit` all start a run here, so that it is the same run.
+`contaccum train`, `compare`, `tune` and `fit` all use these functions, so that the same arguments
+always give the same run.
 """
 
 from __future__ import annotations
@@ -19,36 +20,42 @@ from contaccum.files import require_writable
 from contaccum.mining import MiningData
 from contaccum.training import config
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.checkpoint import require_free_folder
 from contaccum.training.log import RUN_RECORD
 from contaccum.training.options import DataArguments, ModelArguments
-from contaccum.training.query_side import require_sources
+from contaccum.training.query_side import check_sources
+from contaccum.training.resuming import require_free_folder
 from contaccum.training.trainer import ContAccumTrainer
 
 
 class RunData(NamedTuple):
-    """The data of a run."""
+    """The data of a run.
+
+    Attributes:
+        training: the training sets.
+        mining: queries and passages for mining hard negatives during training; None without mining.
+        evaluator: the evaluator of the model during training; None without evaluation.
+    """
 
     training: TrainingSets
-    mining: MiningData | None  # in which hard negatives are mined while training
-    evaluator: SentenceEvaluator | None  # scores the model while it is trained
+    mining: MiningData | None
+    evaluator: SentenceEvaluator | None
 
 
 def load_run_data(data: DataArguments, args: ContAccumTrainingArguments) -> RunData:
-    """Read the data of a run; raises `UserError` for data that cannot be used.
+    """Load the data of a run; raise `UserError` for data that cannot be used.
 
-    On each host the first process reads, and the others find what it has read in the cache.
+    On each host, the first process reads the files, and the others then read its cache.
     """
     with args.main_process_first(desc="reading the data"):
         training = config.load_data(data, args)
-        mining = config.load_mining_data_of(data, args)
+        mining = config.load_refresh_data(data, args)
         evaluator = config.load_evaluator(data, args)
     return RunData(training, mining, evaluator)
 
 
 def load_encoder(model: ModelArguments, args: ContAccumTrainingArguments) -> DualEncoder:
-    """Load the model to train; raises `UserError` for one that cannot be loaded."""
-    set_seed(args.seed)  # fresh weights are part of the run
+    """Load the model to train; raise `UserError` if it cannot be loaded."""
+    set_seed(args.seed)  # some weights may be initialised at random, such as those of an adapter
     return config.load_model(model, str(args.device), args.method)
 
 
@@ -62,11 +69,14 @@ def make_trainer(
     """Return the trainer of a run.
 
     Args:
-        encoder: what `load_encoder` returns.
-        options: others of the trainer, such as ``callbacks``.
+        encoder: the encoder to train, from `load_encoder`.
+        model: the model arguments, which name the guide.
+        args: the training arguments.
+        data: the data, from `load_run_data`.
+        **options: further arguments of the trainer, such as ``callbacks``.
 
     Raises:
-        UserError: for a model that does not fit the data or the arguments.
+        UserError: for a model that cannot be trained on the data or with the arguments.
     """
     return ContAccumTrainer(
         encoder,
@@ -83,21 +93,21 @@ def make_trainer(
 def train_and_save(
     model: ModelArguments, data_args: DataArguments, args: ContAccumTrainingArguments
 ) -> None:
-    """Train as the arguments say and save the model into ``output_dir``.
+    """Train a model and save it into ``output_dir``: the work of `contaccum train`.
 
     Raises:
-        UserError: for a folder with another run, and for data or a model that cannot be used.
+        UserError: for an ``output_dir`` with another run, or data or a model that cannot be used.
     """
     output_dir = str(args.output_dir)
     require_free_folder(args)
-    require_sources(args)
+    check_sources(args)
     if args.process_index == 0:
         require_writable(Path(output_dir) / RUN_RECORD)
     data = load_run_data(data_args, args)
     if args.process_index == 0:
         print(data.training.summary())
     trainer = make_trainer(load_encoder(model, args), model, args, data)
-    # Messages stand above the progress bar, not in it.
+    # With the redirection, log lines do not break the progress bar.
     loggers = [logging.getLogger(name) for name in (None, "transformers")]
     with logging_redirect_tqdm(loggers):
         trainer.train(args.resume_from_checkpoint)

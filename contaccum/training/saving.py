@@ -1,4 +1,4 @@
-"""Saved and uploaded models without credentials, pickles and paths."""
+"""Removal of credentials, pickles and local paths from models that are saved or uploaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from contaccum.training.arguments import ContAccumTrainingArguments
 
 
 def clean_saved_model(folder: Path) -> None:
-    """Remove the pickle of the arguments, and credentials from the model card."""
+    """Remove the pickled arguments from a saved model, and credentials from its card."""
     (folder / "training_args.bin").unlink(missing_ok=True)
     card = folder / "README.md"
     if card.is_file():
@@ -29,34 +29,40 @@ def upload_model(
     commit_message: str | None,
     overrides: Mapping[str, Any],
 ) -> Any:
-    """Upload a model and its card, without other files of ``output_dir``: they contain paths.
+    """Upload a model and its card, but no other file of ``output_dir``: they contain local paths.
 
     Args:
-        save: saves the model in a folder; all ranks call it.
+        model: the model.
+        args: the arguments of the run, with the name and the options of the upload.
+        save: function that saves the model in a folder; it is called on all ranks.
         is_writer: whether this rank uploads.
-        overrides: ``token``, ``revision`` and ``private`` in place of those of the arguments.
+        commit_message: message of the commit.
+        overrides: ``token``, ``revision`` and ``private``, which replace those of the arguments.
 
     Returns:
-        The address of the commit; None on other ranks.
+        The URL of the commit; None on other ranks.
     """
-    name = hub_model_id(args)
+    name = get_hub_model_id(args)
     model.model_card_data.set_model_id(name)
-    options = hub_options(args, overrides)
+    options = get_hub_options(args, overrides)
     with tempfile.TemporaryDirectory() as folder:
         save(folder)
         if not is_writer:
             return None
-        options |= {"commit_message": commit_message, "local_model_path": folder}
-        return model.push_to_hub(name, exist_ok=True, **options)
+        return model.push_to_hub(
+            name, exist_ok=True, commit_message=commit_message, local_model_path=folder, **options
+        )
 
 
-def hub_model_id(args: ContAccumTrainingArguments) -> str:
-    """Return the name to upload a model by: the folder's where the user gave none."""
+def get_hub_model_id(args: ContAccumTrainingArguments) -> str:
+    """Return the model's name on the hub. Default: the name of ``output_dir``."""
     return args.hub_model_id or Path(str(args.output_dir)).resolve().name
 
 
-def hub_options(args: ContAccumTrainingArguments, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return token, revision and privacy of an upload; None in ``overrides`` changes nothing."""
+def get_hub_options(
+    args: ContAccumTrainingArguments, overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return token, revision and privacy of an upload; None in ``overrides`` is ignored."""
     options = {
         "token": args.hub_token,
         "revision": args.hub_revision,

@@ -1,58 +1,71 @@
-"""Properties of a training set: its rows, its fingerprint, and the rows that a batch holds."""
+"""Functions on training sets: number of rows, fingerprint, order, and the rows of a batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from contaccum.data.samplers import RESUMING
+from contaccum.data.samplers import RESUMABLE_SAMPLERS
 from contaccum.data.sampling import first_texts
 from contaccum.files import Fingerprint
-from contaccum.training.arguments import ContAccumTrainingArguments, name_of
+from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 
 Row = dict[str, Any]
-"""A row of a training set: texts by column, and perhaps a label."""
+"""A row of a training set: texts by column, and a label if the set has labels."""
 Batch = dict[str, Any]
-"""A collated batch: features of all columns by name, and labels."""
+"""A collated batch: the features of all columns by name, and the labels."""
+Collate = Callable[[list[Row]], Batch]
+"""A data collator."""
 
 
-def parts_of(dataset: Any) -> list[Any]:
-    """Return the data sets in a training set: the values of a dictionary, or the set itself."""
-    if isinstance(dataset, dict):
-        return list(dataset.values())
-    return [dataset]
+def list_parts(value: Any) -> list[Any]:
+    """Return the values of a dictionary by data set, or a single value as a list."""
+    if isinstance(value, dict):
+        return list(value.values())
+    return [value]
 
 
-def first_rows(dataset: Any) -> list[Row]:
-    """Return the first row of each part of a training set; None has no rows."""
-    rows = []
-    for part in parts_of(dataset):
-        row = next(iter(part), None) if part is not None else None
-        if row is not None:
-            rows.append(row)
-    return rows
+def collate_first_rows(
+    dataset: Any, collate: Collate, collect_features: Callable[[Batch], tuple[list[Batch], Any]]
+) -> list[Batch]:
+    """Return the features of each column in the first row of each part of a training set.
+
+    Args:
+        dataset: the training set, or a dictionary of training sets; None has no rows.
+        collate: the trainer's data collator.
+        collect_features: the trainer's function that splits a batch into columns and labels.
+    """
+    features: list[Batch] = []
+    for part in list_parts(dataset):
+        if part is None:
+            continue
+        for row in islice(part, 1):
+            columns, _ = collect_features(collate([row]))
+            features += columns
+    return features
 
 
-def num_rows(dataset: Any) -> int | None:
+def count_rows(dataset: Any) -> int | None:
     """Return the number of rows in all parts of a training set; None for a stream."""
     total = 0
-    for part in parts_of(dataset):
+    for part in list_parts(dataset):
         if not hasattr(part, "__len__"):
             return None
         total += len(part)
     return total
 
 
-def fingerprint_of(dataset: Any) -> str | None:
+def compute_fingerprint(dataset: Any) -> str | None:
     """Return a hash of all texts of a training set; None for a stream."""
-    if num_rows(dataset) is None:
+    if count_rows(dataset) is None:
         return None
     fingerprint = Fingerprint()
-    for part in parts_of(dataset):
+    for part in list_parts(dataset):
         for batch in first_texts(part):
             for row in zip(*batch.values(), strict=True):
                 fingerprint.add(*row)
@@ -60,11 +73,11 @@ def fingerprint_of(dataset: Any) -> str | None:
 
 
 @contextmanager
-def resumable_order(args: ContAccumTrainingArguments) -> Iterator[None]:
-    """Set a batch sampler and a seed whose order depends on seed and epoch alone in a block."""
+def use_resumable_order(args: ContAccumTrainingArguments) -> Iterator[None]:
+    """Use, within a ``with`` block, a batch sampler whose order depends only on seed and epoch."""
     batch_sampler = args.batch_sampler
     seed = args.seed
-    args.batch_sampler = RESUMING.get(name_of(batch_sampler), batch_sampler)
+    args.batch_sampler = RESUMABLE_SAMPLERS.get(get_name(batch_sampler), batch_sampler)
     args.seed = args.order_seed
     try:
         yield
@@ -73,7 +86,7 @@ def resumable_order(args: ContAccumTrainingArguments) -> Iterator[None]:
         args.seed = seed
 
 
-def innermost_batch_sampler(loader: DataLoader) -> Any:
+def unwrap_batch_sampler(loader: DataLoader) -> Any:
     """Return the batch sampler of a data loader without accelerate's wrappers."""
     sampler: object = loader
     while hasattr(sampler, "batch_sampler"):
@@ -81,35 +94,39 @@ def innermost_batch_sampler(loader: DataLoader) -> Any:
     return sampler
 
 
-def rows_of_micro_batches(
+def find_rows_of_micro_batches(
     args: ContAccumTrainingArguments,
     batch_sampler: Iterable[list[int]] | None,
     batches_per_epoch: int,
     updates_before: int,
     micro_batches: Iterable[int],
 ) -> list[int] | None:
-    """Return the rows of the training data in some micro-batches of an update, on this rank.
+    """Return the rows of the training data in some micro-batches of an update on this rank.
 
-    The batches of the present epoch are made again for it. That is possible where they depend on
-    the seed and the epoch alone; otherwise the result is None.
+    The sampler computes the batches of the current epoch again. This is possible only if they
+    depend on nothing but seed and epoch; otherwise the result is None.
 
     Args:
         args: the arguments of the run.
-        batch_sampler: yields the rows of each batch, of all ranks in turn; None for a stream.
-        batches_per_epoch: micro-batches of this rank.
-        updates_before: the number of updates before this one.
-        micro_batches: their places in the update, from 0.
+        batch_sampler: iterable over the rows of each batch, with the batches of the ranks in turn;
+            None for a stream.
+        batches_per_epoch: number of micro-batches of an epoch on this rank.
+        updates_before: number of updates of the run before this one.
+        micro_batches: indices of the micro-batches in the update, from 0.
     """
-    is_ours = name_of(args.batch_sampler) in RESUMING
-    if batch_sampler is None or not is_ours or callable(args.multi_dataset_batch_sampler):
+    has_resuming_sampler = get_name(args.batch_sampler) in RESUMABLE_SAMPLERS
+    has_custom_order = callable(args.multi_dataset_batch_sampler)
+    if batch_sampler is None or not has_resuming_sampler or has_custom_order:
         return None
-    steps = args.gradient_accumulation_steps
-    updates_per_epoch = max(math.ceil(batches_per_epoch / steps), 1)
-    first = updates_before % updates_per_epoch * steps
-    numbers = {(first + index) * args.world_size + args.process_index for index in micro_batches}
+    num_steps = args.gradient_accumulation_steps
+    updates_per_epoch = max(math.ceil(batches_per_epoch / num_steps), 1)
+    first_of_update = updates_before % updates_per_epoch * num_steps
+    numbers = set()  # positions in the batch sampler
+    for index in micro_batches:
+        numbers.add((first_of_update + index) * args.world_size + args.process_index)
     rows: list[int] = []
-    # The range comes first, so that no batch beyond the last one is made.
-    for number, batch in zip(range(max(numbers) + 1), batch_sampler, strict=False):
+    # islice stops the sampler after the last batch that is needed.
+    for number, batch in enumerate(islice(batch_sampler, max(numbers) + 1)):
         if number in numbers:
             rows += batch
     return rows

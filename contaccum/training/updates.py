@@ -1,7 +1,9 @@
 """The update in progress: its micro-batches, its measurements, and the order of its micro-steps.
 
-The pairs of an update never change, and none is left out: when memory runs out, the update begins
-again in smaller micro-steps. The trainer defines what a micro-step does.
+An update is one optimizer step. Its micro-batches come from the data loader. A micro-batch is
+trained in one micro-step (one forward and one backward pass), or in several smaller ones once
+memory has run out. An update always trains on all of its pairs: when memory runs out, it starts
+again from its first micro-batch. The trainer defines what a micro-step does.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from contaccum.distributed import over_ranks
 from contaccum.encoders.grad_norms import TowerGradNorms
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.log import Record
-from contaccum.training.loss_factory import bank_losses
+from contaccum.training.loss_factory import iter_bank_losses
 from contaccum.training.out_of_memory import (
     MicroBatchLimit,
     is_out_of_memory,
@@ -31,75 +33,94 @@ from contaccum.training.out_of_memory import (
 )
 from contaccum.training.train_data import Batch
 
-_MAX_REASON_LENGTH = 160  # characters of an error's message
-
+_MAX_REASON_LENGTH = 160  # characters of an out-of-memory error that are shown
 
 ParameterGroup = dict[str, Any]
+"""A parameter group of an optimizer: ``params``, ``lr`` and other settings."""
 
 
 class HasParameterGroups(Protocol):
-    """An optimizer, or a wrapper of one."""
+    """An optimizer, or accelerate's wrapper of one."""
 
     param_groups: list[ParameterGroup]
 
 
 class MicroStep(Protocol):
-    """Forward and backward of a part of a micro-batch; returns its share of the update's loss."""
+    """A function that runs forward and backward for a micro-batch or a part of it.
+
+    ``share`` is the fraction of the micro-batch's rows that ``inputs`` holds. With ``is_last``, the
+    update ends with this micro-step. The function returns the loss divided by the number of
+    micro-batches, so that the sum over an update is the update's loss.
+    """
 
     def __call__(self, model: nn.Module, inputs: Batch, share: float, is_last: bool) -> Tensor: ...
 
 
-def parameters_of(optimizer: HasParameterGroups) -> Iterator[nn.Parameter]:
-    """Yield every parameter that an optimizer moves."""
+def iter_parameters(optimizer: HasParameterGroups) -> Iterator[nn.Parameter]:
+    """Yield every parameter that an optimizer trains."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 def drop_gradients(model: nn.Module, optimizer: HasParameterGroups) -> None:
-    """Drop the gradients of the model and of the loss's own parameters."""
+    """Drop the gradients of the model, and of the parameters that belong to the loss."""
     model.zero_grad()
-    # The optimizer's own zero_grad does nothing between the micro-steps of an update.
-    for parameter in parameters_of(optimizer):
+    # accelerate's optimizer.zero_grad() does nothing between the micro-steps of an update.
+    for parameter in iter_parameters(optimizer):
         parameter.grad = None
 
 
 def gradient_scale(accelerator: Accelerator) -> float:
-    """Return the factor of a gradient scaler, 1 without one."""
+    """Return the factor of the gradient scaler; 1 if there is no scaler."""
     scaler = getattr(accelerator, "scaler", None)
     return 1.0 if scaler is None else scaler.get_scale()
 
 
 @dataclass
 class Update:
-    """The micro-batches of an update on this rank, and the measurements of its micro-steps."""
+    """The micro-batches of an update on this rank, and the measurements of its micro-steps.
 
-    number: int  # from 1
+    Attributes:
+        number: number of the update in the run, from 1.
+        started: value of ``time.perf_counter`` when the update started.
+        micro_batches: the collated micro-batches that are trained or in training.
+        losses: the loss of each micro-step, of shape ().
+        micro_batch_of_loss: for each entry of ``losses``, its index in ``micro_batches``.
+        grad_norms: gradient norms for the log, by name.
+        learning_rate: learning rate of the first parameter group in this update.
+        log_entries: further entries for the update's line in the log.
+        num_pairs: number of pairs in ``micro_batches``.
+        expected_pairs: number of pairs in all micro-batches of the update, by data set.
+    """
+
+    number: int
     started: float = field(default_factory=time.perf_counter)
     micro_batches: list[Batch] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)  # () of each micro-step
-    micro_batch_of_loss: list[int] = field(default_factory=list)  # index into micro_batches
+    losses: list[Tensor] = field(default_factory=list)
+    micro_batch_of_loss: list[int] = field(default_factory=list)
     grad_norms: dict[str, float] = field(default_factory=dict)
     learning_rate: float | None = None
-    log_entries: Record = field(default_factory=dict)  # beside the measurements
-    num_pairs: int = 0  # in micro_batches
-    expected_pairs: Counter[str | None] = field(default_factory=Counter)  # by data set
+    log_entries: Record = field(default_factory=dict)
+    num_pairs: int = 0
+    expected_pairs: Counter[str | None] = field(default_factory=Counter)
 
-    def restart(self) -> None:
-        """Drop the measurements of the micro-steps, which will be done again."""
+    def clear_losses(self) -> None:
+        """Drop the losses of the micro-steps so far, because the update starts again."""
         self.losses.clear()
         self.micro_batch_of_loss.clear()
 
 
 class Updates:
-    """The updates of a run.
+    """Runs the updates of a training run, one micro-batch at a time.
 
     Args:
         args: the arguments of the run.
-        loss: the training loss, or one for each data set.
-        accelerator: accelerate's, of the trainer.
-        limit: the rows of a micro-step.
+        loss: the training loss, or a dictionary with one loss for each data set.
+        accelerator: the trainer's Accelerator.
+        limit: the number of rows that fit into a micro-step.
         count_pairs: returns the number of pairs in a collated batch.
-        has_whole_gradients: whether every rank has the whole gradient of every weight.
+        has_full_gradients: whether every rank has the full gradient of every parameter, which is
+            not so with FSDP or DeepSpeed.
 
     Attributes:
         current: the update in progress.
@@ -112,7 +133,7 @@ class Updates:
         accelerator: Accelerator,
         limit: MicroBatchLimit,
         count_pairs: Callable[[Batch], int],
-        has_whole_gradients: bool,
+        has_full_gradients: bool,
     ) -> None:
         self.limit = limit
         self.current = Update(number=1)
@@ -120,51 +141,51 @@ class Updates:
         self._loss = loss
         self._accelerator = accelerator
         self._count_pairs = count_pairs
-        self._has_whole_gradients = has_whole_gradients
+        self._has_full_gradients = has_full_gradients
         self._tower_norms: TowerGradNorms | None = None
 
-    def begin(self, number: int) -> None:
-        """Begin the update of this number, counted from 1."""
+    def start_update(self, number: int) -> None:
+        """Start an update; ``number`` counts the updates of the run from 1."""
         self.current = Update(number)
 
-    def take_micro_batch(self, num_pairs: int) -> None:
-        """Use micro-batches of ``num_pairs`` from now on."""
-        self._args.take_micro_batch(num_pairs)
+    def set_micro_batch_size(self, num_pairs: int) -> None:
+        """Use micro-batches of ``num_pairs`` pairs from now on."""
+        self._args.set_micro_batch_size(num_pairs)
         set_mini_batch_size(self._loss, num_pairs)
 
-    def expect(self, batches: list[Batch]) -> None:
-        """Count the pairs of the current update, from all of its collated micro-batches."""
+    def count_expected_pairs(self, batches: list[Batch]) -> None:
+        """Count the pairs in all micro-batches of the current update, before it is trained."""
         for inputs in batches:
             name = inputs.get("dataset_name")
             self.current.expected_pairs[name] += self._count_pairs(inputs)
 
-    def step(
+    def run_micro_batch(
         self,
         model: nn.Module,
         inputs: Batch,
         micro_step: MicroStep,
         optimizer: HasParameterGroups,
     ) -> Tensor:
-        """Do the forward and backward passes of a micro-batch.
+        """Run forward and backward for the next micro-batch of the current update.
 
-        When memory runs out, micro-batches are halved from then on, and the gradient of the update
-        begins again with all of its pairs. No pair is left out; pairs that were in the bank by then
-        are there twice.
+        When memory runs out, the micro-batch size is halved for the rest of the run. The gradient
+        is dropped, and the update starts again from its first micro-batch. Pairs that this update
+        had already added to the bank are then in the bank twice.
 
         Returns:
-            The micro-batch's share of the update's loss.
+            The loss of the micro-batch divided by the number of micro-batches, of shape ().
 
         Raises:
-            UserError: where a smaller micro-batch is not possible.
+            UserError: if memory runs out and no smaller micro-batch is possible.
         """
         update = self.current
-        # Read before the step: DeepSpeed's scheduler may move on with it.
+        # Read before the micro-step, because DeepSpeed's scheduler steps within the last one.
         update.learning_rate = optimizer.param_groups[0]["lr"]
         first = len(update.micro_batches)
         update.micro_batches.append(inputs)
         update.num_pairs += self._count_pairs(inputs)
         while True:
-            tower_norms = self._watch_towers(model)
+            tower_norms = self._get_tower_norms(model)
             try:
                 loss = self._run_micro_steps(model, micro_step, first)
                 break
@@ -172,61 +193,70 @@ class Updates:
                 if not is_out_of_memory(error):
                     raise
                 reason = " ".join(str(error).split())[:_MAX_REASON_LENGTH]
-            # Outside of the handler, because the error holds the activations in memory.
+            # Memory is freed outside of the handler: inside it, the error still refers to the
+            # activations.
             clear_device_cache(garbage_collection=True)
-            self.limit.halve(self._rows_per_micro_step(), update.number, reason)
+            self.limit.halve(self._count_rows_of_micro_step(), update.number, reason)
             drop_gradients(model, optimizer)
             tower_norms.close()
             self._tower_norms = None
-            update.restart()
+            update.clear_losses()
             first = 0
         if self._accelerator.sync_gradients:
-            # The gradient is complete. Only DeepSpeed has made its optimizer step already.
+            # The gradient of the update is complete, and still there: only DeepSpeed has already
+            # made its optimizer step.
             update.grad_norms = tower_norms.read(gradient_scale(self._accelerator))
         return loss
 
-    def _watch_towers(self, model: nn.Module) -> TowerGradNorms:
-        """Return the meter of the towers' gradient norms, which is made at the first micro-step."""
+    def _get_tower_norms(self, model: nn.Module) -> TowerGradNorms:
+        """Return the object that measures the towers' gradient norms; create it at first use."""
         if self._tower_norms is None:
             encoder = self._accelerator.unwrap_model(model, keep_torch_compile=False)
-            self._tower_norms = TowerGradNorms(encoder, model, self._has_whole_gradients)
+            self._tower_norms = TowerGradNorms(encoder, model, self._has_full_gradients)
         return self._tower_norms
 
-    def _rows_per_micro_step(self) -> int:
-        """Return the largest number of rows that a micro-step of the current update may have."""
+    def _count_rows_of_micro_step(self) -> int:
+        """Return the number of rows in the largest micro-step of the current update."""
         limit = self.limit.rows or self._args.pairs_per_micro_batch
-        return min(limit, max(self._count_pairs(inputs) for inputs in self.current.micro_batches))
+        largest_batch = max(self._count_pairs(inputs) for inputs in self.current.micro_batches)
+        return min(limit, largest_batch)
 
     def _run_micro_steps(self, model: nn.Module, micro_step: MicroStep, first: int) -> Tensor:
-        """Do the micro-steps of the micro-batches from ``first`` on; return the last one's loss."""
+        """Run the micro-steps of all micro-batches from index ``first`` on.
+
+        Returns:
+            The loss of the last micro-batch, as in `run_micro_batch`.
+        """
         update = self.current
         if first == 0:
-            self._announce_pairs()
+            self._announce_num_pairs()
         max_rows = self.limit.rows
         if uses_gradient_cache(self._loss):
-            max_rows = None  # its mini-batches are smaller instead
-        loss = torch.zeros((), device=self._args.device)
+            # The whole batch is one micro-step; `MicroBatchLimit` has reduced its mini-batches.
+            max_rows = None
+        batch_loss = torch.zeros((), device=self._args.device)
         for index in range(first, len(update.micro_batches)):
             parts = split_rows(update.micro_batches[index], max_rows)
             is_last_batch = index == len(update.micro_batches) - 1
-            loss = torch.zeros((), device=self._args.device)
-            for number, (part, share) in enumerate(parts, start=1):
-                is_last = is_last_batch and number == len(parts)
+            batch_loss = torch.zeros((), device=self._args.device)
+            for part_number, (part, share) in enumerate(parts, start=1):
+                is_last = is_last_batch and part_number == len(parts)
                 part_loss = micro_step(model, part, share, is_last)
                 update.losses.append(part_loss)
                 update.micro_batch_of_loss.append(index)
-                loss = loss + part_loss
-        return loss
+                batch_loss = batch_loss + part_loss
+        return batch_loss
 
-    def _announce_pairs(self) -> None:
-        """Pass the number of pairs that each bank gets in this update to its loss.
+    def _announce_num_pairs(self) -> None:
+        """Pass to each ContAccumLoss the number of pairs that it receives in this update.
 
-        It counts the pairs of all ranks where they share a bank.
+        If ranks share a bank, the number counts the pairs of all ranks.
         """
         expected = self.current.expected_pairs
-        for bank_loss in bank_losses(self._loss):
+        for bank_loss in iter_bank_losses(self._loss):
             num_pairs = expected.total()
             if isinstance(self._loss, dict):
+                # Each loss receives only the pairs of its own data sets.
                 num_pairs = 0
                 for name, loss in self._loss.items():
                     if bank_loss in loss.modules():

@@ -1,1 +1,1 @@
-"""Choosing the settings of a run on dev data: the search space, the search, a choice that survives noise."""
+"""The search of a run's settings on dev data: the search space, the trials and the choice."""

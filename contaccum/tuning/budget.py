@@ -1,4 +1,4 @@
-"""A budget of wall time that goes on counting after a kill."""
+"""A budget of wall time that is shared by all starts of the same command."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from pathlib import Path
 from contaccum.errors import ConfigError
 from contaccum.files import read_json, write_json
 
-_SECONDS = {"h": 3600, "m": 60, "s": 1}
+_UNIT_SECONDS = {"h": 3600, "m": 60, "s": 1}
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds of "90s", "30m", "2h" or "1h30m"; raises `ConfigError`."""
+    """Return the seconds of "90s", "30m", "2h" or "1h30m".
+
+    Raises:
+        ConfigError: for any other text, and for a duration of 0.
+    """
     parts = re.fullmatch(r"(?:([0-9.]+)h)?(?:([0-9.]+)m)?(?:([0-9.]+)s)?", text.strip().lower())
     seconds = 0.0
     if parts is not None:
         try:
-            for number, unit in zip(parts.groups(), _SECONDS, strict=True):
-                seconds += float(number or 0) * _SECONDS[unit]
+            for number, unit_seconds in zip(parts.groups(), _UNIT_SECONDS.values(), strict=True):
+                seconds += float(number or 0) * unit_seconds
         except ValueError:  # such as 1.2.3
             seconds = 0.0
     if seconds <= 0:
@@ -28,7 +32,7 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
-def show_duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return "45 seconds", "14 minutes" or "2.5 hours"."""
     if seconds < 90:
         return f"{seconds:.0f} seconds"
@@ -37,31 +41,12 @@ def show_duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} hours"
 
 
-@dataclass(frozen=True)
-class TimeForTrials:
-    """The part of a budget that a search may use.
-
-    Attributes:
-        budget: of the whole command.
-        reserve: seconds that are kept for what comes after the search.
-        final_runs: the time of so many trials is kept as well.
-    """
-
-    budget: Budget
-    reserve: float = 0.0
-    final_runs: float = 0.0
-
-    def left(self, seconds_of_a_trial: float) -> float:
-        """Return the seconds that are left for trials; negative when there are none."""
-        return self.budget.left() - self.reserve - self.final_runs * seconds_of_a_trial
-
-
 class Budget:
-    """Wall time that a command may take, over all its starts.
+    """The wall time that a command may take in all its starts together.
 
     Args:
-        seconds: of the whole command.
-        file: where the time is written that earlier starts and this one have used; `save` does so.
+        seconds: the whole budget.
+        file: `save` writes the time that was used so far to it, for the next start of the command.
     """
 
     def __init__(self, seconds: float, file: Path) -> None:
@@ -77,9 +62,32 @@ class Budget:
         return self._used_before + time.monotonic() - self._started
 
     def left(self) -> float:
-        """Return the seconds that are left; negative when there are none."""
+        """Return the seconds that are left; negative if the budget is exceeded."""
         return self.seconds - self.used()
 
     def save(self) -> None:
         """Write the time that was used so far."""
         write_json(self._file, {"used_seconds": round(self.used(), 1)})
+
+
+@dataclass(frozen=True)
+class TimeForTrials:
+    """The part of a budget that a search may use.
+
+    Attributes:
+        budget: the budget of the whole command.
+        reserve: the seconds that are reserved for the steps after the search.
+        final_runs: the number of trials whose time is reserved for the final training.
+    """
+
+    budget: Budget
+    reserve: float = 0.0
+    final_runs: float = 0.0
+
+    def left(self, trial_seconds: float) -> float:
+        """Return the seconds that are left for trials; negative if there are none.
+
+        Args:
+            trial_seconds: the time of the trial whose settings are used for the final training.
+        """
+        return self.budget.left() - self.reserve - self.final_runs * trial_seconds

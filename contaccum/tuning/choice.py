@@ -1,8 +1,9 @@
-"""Which of several values is best on dev data, when their scores are noisy.
+"""The choice of the best value or trial by noisy scores on dev data.
 
-The largest of a few noisy scores is often that of a lucky value. So a curve is laid through each
-score and those of its neighbours, and the value is chosen where the curve is highest: a rate among
-good ones is preferred to a lonely peak. `contaccum tune`, `fit` and `compare --tune` choose by it.
+The highest of a few noisy scores is often high by chance. Therefore a curve is fitted through each
+score and the scores of neighbouring values, and the value at which the curve is highest is chosen:
+a learning rate among good ones is preferred to a single high score. `contaccum tune`,
+`contaccum fit` and `contaccum compare --tune` choose in this way.
 """
 
 from __future__ import annotations
@@ -17,67 +18,89 @@ from contaccum.errors import ConfigError
 from contaccum.evaluation.metrics import paired_bootstrap
 from contaccum.tuning.trial import QueryScores
 
-REACH = 10.0
-"""Values that differ by this factor or more do not count for each other."""
+NEIGHBOUR_FACTOR = 10.0
+"""Values that differ by this factor or more are not neighbours: they do not smooth each other."""
 
-_LEAST_VALUES = 4  # of fewer, a parabola runs through every point
+_MIN_POINTS = 4  # a parabola passes through all points if there are fewer
+
+Settings = dict[str, Any]
+"""{key of `contaccum train`: value}, as in the JSON records."""
 
 
 def smooth(scores: Mapping[float, float]) -> dict[float, float]:
-    """Replace each score by that of a curve through it and its neighbours, on a logarithmic axis.
+    """Replace each score by the height of a curve through the score and its neighbours.
 
-    The curve is a parabola, fitted by least squares. The weight of a neighbour falls linearly with
-    the logarithm of the factor between the two values, from 1 at the value itself to 0 at a factor
-    of `REACH`. A score with fewer than three neighbours stays as it is.
+    The curve is a parabola in the logarithm of the value, fitted by weighted least squares. The
+    weight of a neighbour falls linearly with the logarithm of the factor between the two values,
+    from 1 at the value itself to 0 at a factor of `NEIGHBOUR_FACTOR`. A score with fewer than three
+    neighbours is not changed.
 
     Args:
-        scores: {value, positive: its score}.
+        scores: {value: its score}; values are positive.
 
     Returns:
-        {value: height of its curve}, in the order of ``scores``.
+        {value: height of the curve at the value}, in the order of ``scores``.
     """
     positions = np.log(list(scores))
     heights = np.array(list(scores.values()))
     smoothed = {}
     for value, score in scores.items():
         offsets = positions - np.log(value)
-        weights = np.clip(1.0 - np.abs(offsets) / np.log(REACH), 0.0, None)
-        is_near = weights > 0.0
-        if is_near.sum() < _LEAST_VALUES:
+        weights = np.clip(1.0 - np.abs(offsets) / np.log(NEIGHBOUR_FACTOR), 0.0, None)
+        is_neighbour = weights > 0.0
+        if is_neighbour.sum() < _MIN_POINTS:
             smoothed[value] = score
             continue
-        # polyfit multiplies residuals by its weights, before it squares them.
-        curve = np.polyfit(offsets[is_near], heights[is_near], deg=2, w=np.sqrt(weights[is_near]))
-        smoothed[value] = float(curve[-1])  # at offset 0
+        # polyfit multiplies the residuals by its weights before it squares them.
+        coefficients = np.polyfit(
+            offsets[is_neighbour], heights[is_neighbour], deg=2, w=np.sqrt(weights[is_neighbour])
+        )
+        height_at_value = coefficients[-1]  # the offset of the value is 0
+        smoothed[value] = float(height_at_value)
     return smoothed
 
 
-def best_value(scores: Mapping[float, float]) -> float:
-    """Return the value with the largest smoothed score; of equal ones an inner one, then the smallest."""
+def find_best_value(scores: Mapping[float, float]) -> float:
+    """Return the value with the highest smoothed score.
+
+    Of values with equal smoothed scores, one that is not at an end is preferred, then the smallest.
+    """
     smoothed = smooth(scores)
     ends = (min(scores), max(scores))
     return max(sorted(scores), key=lambda value: (round(smoothed[value], 12), value not in ends))
 
 
-def compare_scores(scores: Mapping[str, float], others: Mapping[str, float]) -> dict[str, Any]:
-    """Compare two settings by their scores of the same queries; see `paired_bootstrap`.
+def compare_scores(
+    scores: Mapping[str, float], other_scores: Mapping[str, float]
+) -> dict[str, float]:
+    """Compare two settings by their scores on the same queries; see `paired_bootstrap`.
 
     Args:
-        scores, others: {query id: score}.
+        scores, other_scores: {query id: score}.
+
+    Returns:
+        The mean ``difference``, its 95% interval from ``low`` to ``high``, and ``p_value``.
     """
-    return paired_bootstrap(list(scores.values()), [others[query] for query in scores])
+    return paired_bootstrap(list(scores.values()), [other_scores[query] for query in scores])
 
 
-class Finished(NamedTuple):
-    """A trial that was scored, stopped or failed.
+class FinishedTrial(NamedTuple):
+    """A trial that was scored, was stopped, or failed.
 
     Attributes:
-        rung: its rate as a multiple of its method's start, as text; None off the ladder.
+        settings: {key: value} of the settings that were searched.
+        score: the mean score on dev; None if the trial was stopped halfway or failed.
+        query_scores: {query id: score}.
+        seconds: the time of the whole trial.
+        updates: the number of updates.
+        note: the reason if there is no score.
+        rung: the learning rate as a multiple of the start rate of the method, as text; None for a
+            trial that is not part of the ladder of learning rates.
     """
 
     number: int
-    settings: dict[str, Any]
-    score: float | None  # None: stopped halfway, or failed
+    settings: Settings
+    score: float | None
     query_scores: QueryScores
     seconds: float
     updates: int
@@ -85,94 +108,129 @@ class Finished(NamedTuple):
     rung: str | None = None
 
     @property
-    def others(self) -> tuple[Any, ...]:
-        """All settings but the rate: trials that have them in common lie on one curve."""
-        return tuple(
-            sorted(
-                (key, str(value)) for key, value in self.settings.items() if key != "learning_rate"
-            )
-        )
+    def settings_except_rate(self) -> tuple[tuple[str, str], ...]:
+        """All settings except the learning rate; trials that share them lie on one curve."""
+        settings = dict(self.settings)
+        settings.pop("learning_rate", None)
+        return tuple(sorted((key, str(value)) for key, value in settings.items()))
 
 
 class Choice(NamedTuple):
     """The settings that were chosen.
 
     Attributes:
-        settings: by key.
-        trial: its number.
-        score: on dev.
-        against_base: the difference to the model as it is, with its interval.
-        warnings: where dev data decide nothing, a line each.
+        settings: {key: value}.
+        trial: the number of the trial.
+        score: the mean score on dev.
+        against_base: the difference to the score of the base model, with its interval.
+        warnings: lines for the user, where the dev data do not support the choice.
     """
 
-    settings: dict[str, Any]
+    settings: Settings
     trial: int
     score: float
     against_base: dict[str, float]
     warnings: list[str]
 
 
-def choose_trial(trials: Sequence[Finished], base_scores: QueryScores) -> Choice:
+def choose_trial(trials: Sequence[FinishedTrial], base_scores: QueryScores) -> Choice:
     """Choose the settings of a trial.
 
-    Of trials that differ by the rate alone, the rate is chosen by a curve through their scores
-    (`best_value`). Of curves the one with the most trials decides where dev data cannot: another
-    one is chosen only if its interval against it lies above 0.
+    Trials that differ only by the learning rate form a group, in which `find_best_value` chooses.
+    Among the chosen trials, that of the largest group is preferred. Another trial is chosen only if
+    the 95% interval of its difference to the preferred trial lies above 0, or if its group has as
+    many trials and a higher curve.
+
+    Args:
+        base_scores: {query id: score of the base model}.
 
     Raises:
-        ConfigError: if no trial was scored.
+        ConfigError: if no trial has a score.
     """
-    scored = [trial for trial in trials if trial.score is not None]
-    if not scored:
+    scored_trials = [trial for trial in trials if trial.score is not None]
+    if not scored_trials:
         raise ConfigError(
-            "no trial was scored: give a larger budget, or look at what the trials say"
+            "no trial has a score: give a larger --budget, or see above why the trials failed"
         )
-    curves: dict[tuple[Any, ...], list[Finished]] = {}
-    for trial in scored:
-        curves.setdefault(trial.others, []).append(trial)
-    tops = [_top_of(curve) for curve in curves.values()]
-    tops.sort(key=lambda top: (-top.num_trials, -top.height))
-    chosen = tops[0]
-    for top in tops[1:]:
-        difference = compare_scores(top.trial.query_scores, chosen.trial.query_scores)
-        same_weight = top.num_trials == chosen.num_trials and top.height > chosen.height
-        if difference["low"] > 0.0 or same_weight:
-            chosen = top
+    candidates = _find_best_of_curves(scored_trials)
+    chosen = candidates[0]
+    for candidate in candidates[1:]:
+        difference = compare_scores(candidate.trial.query_scores, chosen.trial.query_scores)
+        has_equal_support = candidate.num_trials == chosen.num_trials
+        is_higher = has_equal_support and candidate.height > chosen.height
+        if difference["low"] > 0.0 or is_higher:
+            chosen = candidate
 
     trial = chosen.trial
     against_base = compare_scores(trial.query_scores, base_scores)
-    notes = []
-    if against_base["low"] <= 0.0:
-        notes.append(
-            f"dev data do not tell the chosen settings from the model as it is ({against_base['difference']:+.3f}, "
-            f"95% {against_base['low']:+.3f} to {against_base['high']:+.3f})"
-        )
-    others = [other for other in scored if other is not trial]
-    if others:
-        worst = min(others, key=lambda other: other.score or 0.0)
-        difference = compare_scores(trial.query_scores, worst.query_scores)
-        if difference["low"] <= 0.0:
-            notes.append(
-                "dev data do not tell the best of the settings tried from the worst: the choice says little"
-            )
     return Choice(
-        dict(trial.settings), trial.number, float(trial.score or 0.0), against_base, notes
+        settings=dict(trial.settings),
+        trial=trial.number,
+        score=float(trial.score or 0.0),
+        against_base=against_base,
+        warnings=_collect_warnings(trial, scored_trials, against_base),
     )
 
 
-class _Top(NamedTuple):
-    """The highest place of a curve through trials that differ by the rate."""
+class _BestOfCurve(NamedTuple):
+    """The trial at the highest point of a curve.
 
-    trial: Finished
+    Attributes:
+        height: the height of the curve there.
+        num_trials: the number of trials on the curve.
+    """
+
+    trial: FinishedTrial
     height: float
     num_trials: int
 
 
-def _top_of(curve: Sequence[Finished]) -> _Top:
+def _find_best_of_curves(trials: Sequence[FinishedTrial]) -> list[_BestOfCurve]:
+    """Return the best trial of each curve: curves with most trials first, then the highest ones."""
+    curves: dict[tuple[tuple[str, str], ...], list[FinishedTrial]] = {}
+    for trial in trials:
+        curves.setdefault(trial.settings_except_rate, []).append(trial)
+    best_of_curves = [_find_best_of_curve(curve) for curve in curves.values()]
+    best_of_curves.sort(key=lambda best: (-best.num_trials, -best.height))
+    return best_of_curves
+
+
+def _find_best_of_curve(curve: Sequence[FinishedTrial]) -> _BestOfCurve:
+    """Return the best of the trials that differ only by the learning rate."""
     if "learning_rate" not in curve[0].settings:
         mean = statistics.fmean(trial.score or 0.0 for trial in curve)
-        return _Top(curve[0], mean, len(curve))
-    by_rate = {float(trial.settings["learning_rate"]): trial for trial in curve}
-    scores = {rate: trial.score or 0.0 for rate, trial in by_rate.items()}
-    rate = best_value(scores)
-    return _Top(by_rate[rate], smooth(scores)[rate], len(curve))
+        return _BestOfCurve(curve[0], mean, len(curve))
+    trials_by_rate = {}
+    scores_by_rate = {}
+    for trial in curve:
+        rate = float(trial.settings["learning_rate"])
+        trials_by_rate[rate] = trial
+        scores_by_rate[rate] = trial.score or 0.0
+    best_rate = find_best_value(scores_by_rate)
+    height = smooth(scores_by_rate)[best_rate]
+    return _BestOfCurve(trials_by_rate[best_rate], height, len(curve))
+
+
+def _collect_warnings(
+    trial: FinishedTrial,
+    scored_trials: Sequence[FinishedTrial],
+    against_base: Mapping[str, float],
+) -> list[str]:
+    """Return warnings if the chosen trial is not significantly better than base or worst trial."""
+    warnings = []
+    if against_base["low"] <= 0.0:
+        warnings.append(
+            "on the dev data the chosen settings are not significantly better than the base model "
+            f"({against_base['difference']:+.3f}, 95% {against_base['low']:+.3f} to "
+            f"{against_base['high']:+.3f}); take more dev queries"
+        )
+    other_trials = [other for other in scored_trials if other is not trial]
+    if other_trials:
+        worst = min(other_trials, key=lambda other: other.score or 0.0)
+        difference = compare_scores(trial.query_scores, worst.query_scores)
+        if difference["low"] <= 0.0:
+            warnings.append(
+                "on the dev data the chosen settings are not significantly better than the worst "
+                "ones that were tried, so the choice says little; take more dev queries"
+            )
+    return warnings

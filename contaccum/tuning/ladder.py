@@ -1,52 +1,64 @@
-"""Values of one setting, tried as on a ladder, which is climbed until the best is inside it.
+"""A ladder of values of one setting, extended until the best value is not at an end.
 
-What is tried next follows from the scores alone, so that the same scores lead to the same values.
+A ladder is a series of values in steps of a constant factor. The values to try next depend on the
+scores alone, so the same scores lead to the same values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from contaccum.tuning.choice import best_value
+from contaccum.tuning.choice import find_best_value
 
 Scores = Mapping[str, float | None]
-"""{value as text: its score on dev}, None where its run failed or was stopped."""
+"""{value as text: its score on dev}; the score is None if the run failed or was stopped."""
 
 
-def best_of(scores: Scores) -> str | None:
-    """Return the value to choose, by `best_value`; None if all have failed."""
-    by_value = {float(value): score for value, score in scores.items() if score is not None}
-    if not by_value:
+def choose_value(scores: Scores) -> str | None:
+    """Return the value that `find_best_value` selects; None if no value has a score."""
+    scored = _drop_failures(scores)
+    if not scored:
         return None
-    best = best_value(by_value)
+    best = find_best_value(scored)
     return next(value for value in scores if float(value) == best)
 
 
-def next_values(values: Sequence[str], factor: float, most: int, scores: Scores) -> list[str]:
-    """Return the values to try next; none when the highest score lies inside those tried.
+def next_values(values: Sequence[str], factor: float, max_values: int, scores: Scores) -> list[str]:
+    """Return the values to try next; empty if the ladder is complete.
 
-    These are the ``values`` that were not tried, or one beyond the highest score where it is at an end. A
-    value that failed is an end: nothing is tried beyond it.
+    First all ``values`` are tried. Then, while the highest score is at an end of the ladder, one
+    value beyond that end is tried. A value that failed ends the ladder on its side: nothing is
+    tried beyond it.
 
     Args:
-        factor: between the last value and one beyond it, which has two significant digits.
-        most: values that are tried in all.
-        scores: of the values that were tried.
+        values: the values to start with.
+        factor: the ratio between the value at an end and the value beyond it, which is rounded to
+            two significant digits.
+        max_values: the largest number of values on the ladder.
+        scores: the scores of the values that were tried.
     """
     missing = [value for value in values if value not in scores]
-    by_value = {float(value): score for value, score in scores.items() if score is not None}
-    if missing or not by_value or len(scores) >= most:
+    scored = _drop_failures(scores)
+    if missing or not scored or len(scores) >= max_values:
         return missing
-    tried = sorted(float(value) for value in scores)
-    ends = (tried[0], tried[-1])
-    highest = max(sorted(by_value), key=lambda value: (by_value[value], value not in ends))
-    if highest == tried[0]:
-        return [as_text(highest / factor)]
-    if highest == tried[-1]:
-        return [as_text(highest * factor)]
+    tried_values = sorted(float(value) for value in scores)
+    lowest = tried_values[0]
+    highest = tried_values[-1]
+    # Of values with equal scores, an inner one is preferred, then the smallest.
+    best = max(sorted(scored), key=lambda value: (scored[value], value not in (lowest, highest)))
+    if best == lowest:
+        return [format_value(best / factor)]
+    if best == highest:
+        return [format_value(best * factor)]
     return []
 
 
-def as_text(value: float) -> str:
-    """Return a number with two significant digits: "1.6e-4"."""
-    return f"{float(f'{value:.1e}'):.6g}".replace("e-0", "e-")
+def format_value(value: float) -> str:
+    """Return a number with two significant digits, such as "1.6e-4"."""
+    rounded = float(f"{value:.1e}")
+    return f"{rounded:.6g}".replace("e-0", "e-")
+
+
+def _drop_failures(scores: Scores) -> dict[float, float]:
+    """Return {value: score} of the values that have a score."""
+    return {float(value): score for value, score in scores.items() if score is not None}

@@ -1,4 +1,4 @@
-"""Hard negatives that a search may try: those of the data, or some that BM25 finds once."""
+"""Hard negatives for a search whose training data have none: BM25 mines them once."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ from contaccum.training.config import load_mining_set
 from contaccum.training.options import DataArguments
 
 MINED_FILE = "mined.jsonl"
-MOST_SCORES = 2e9
-"""Queries times documents that BM25 is asked to score; some minutes on a CPU."""
 
-_MARGIN = 0.05  # a document that scores more than 95% of the positive may be one, too
+MAX_SCORES = 2e9
+"""The largest number of query-document scores that BM25 computes; some minutes on a CPU."""
+
+# A document that scores more than 95% of the positive is left out: it may be relevant as well.
+_RELATIVE_MARGIN = 0.05
 
 
 def mine_once(train_data: list[str], corpus: str | None, file: Path, **options: Any) -> Path | None:
-    """Write the training pairs with a hard negative each, found by BM25.
+    """Write the training pairs with one hard negative each, found by BM25.
 
-    A file that an earlier start has written is kept.
+    A file that an earlier start of the command has written is kept.
 
     Args:
-        train_data: as `contaccum train` takes it.
-        corpus: to find them in; None: the positives of the data.
-        options: of the training data, such as ``data_columns``.
+        train_data: the training data, as the option of `contaccum train`.
+        corpus: the documents to search for negatives; None: the positives of the training data.
+        file: the file to write.
+        options: further options of the training data, such as ``data_columns``.
 
     Returns:
-        The file; None where there are several training sets, too many documents, or no negatives.
+        The file; None if there are several training sets, more than `MAX_SCORES` scores to
+        compute, or no negatives.
 
     Raises:
         DataError: for data that cannot be read.
@@ -39,11 +43,11 @@ def mine_once(train_data: list[str], corpus: str | None, file: Path, **options: 
     if len(data.sets) != 1:
         return None
     mining_data = load_mining_set(data, corpus)
-    if len(mining_data.queries) * mining_data.pool_size > MOST_SCORES:
+    if len(mining_data.queries) * mining_data.pool_size > MAX_SCORES:
         return None
     try:
         mined = mine_hard_negatives(
-            mining_data, relative_margin=_MARGIN, num_negatives=1, show_progress=False
+            mining_data, relative_margin=_RELATIVE_MARGIN, num_negatives=1, show_progress=False
         )
     except DataError:  # queries and passages have no words in common
         return None

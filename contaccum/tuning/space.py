@@ -1,7 +1,7 @@
-"""The search space of `contaccum tune` and `fit`: which settings are tried, with which values, in which order.
+"""The search space of `contaccum tune` and `contaccum fit`: settings, values and their order.
 
-First the methods at several rates, because a wrong rate costs more than anything else. Then all
-settings together, around the best so far.
+The methods are tried first, at several learning rates, because a wrong learning rate costs most.
+Then all settings are searched together, around the best ones so far.
 """
 
 from __future__ import annotations
@@ -11,16 +11,22 @@ from typing import Any, NamedTuple
 
 from optuna import Trial
 
+from contaccum.tuning.choice import Settings
+
 
 class Choices(NamedTuple):
-    """A setting with a few values."""
+    """A setting with a few possible values."""
 
     values: tuple[Any, ...]
     meaning: str
 
 
 class Span(NamedTuple):
-    """A positive number, searched on a logarithmic axis, as a multiple of where the search starts."""
+    """A positive number that is searched on a logarithmic axis.
+
+    Attributes:
+        low, high: the limits, as multiples of the value at which the search starts.
+    """
 
     low: float
     high: float
@@ -31,100 +37,121 @@ Setting = Choices | Span
 
 
 FIRST_RATES = (1.0, 3.0, 1 / 3)
-"""Rates that each method tries first, as multiples of its start."""
+"""The learning rates that a method tries first, as multiples of its start rate."""
 
 RATE_FACTOR = 3.0
-"""One more rate is tried beyond an end of those tried, by this factor, while the best lies there."""
+"""The factor between a rate at an end of those tried and the next rate beyond it."""
 
-MOST_RATES = 5
-"""Rates that a method tries before the other settings are searched, at most."""
+MAX_RATES = 5
+"""The largest number of rates that a method tries before the other settings are searched."""
 
 METHODS = ("query_side", "contaccum", "grad_cache")
-"""In the order in which they are tried. query_side only where there is a store of documents."""
+"""The methods, in the order of trial. query_side is tried only if there is a store of documents."""
 
 SPACE: Mapping[str, Setting] = {
     "method": Choices(METHODS, "queries against all documents; a bank; one batch and no bank"),
-    "learning_rate": Span(1 / 30, 30.0, "around the start of the method"),
+    "learning_rate": Span(1 / 30, 30.0, "around the start rate of the method"),
     "temperature": Span(0.4, 2.0, "0.02 to 0.1 with cosine"),
     "total_train_batch_size": Choices((32, 64, 128, 256), "pairs of an update"),
     "num_train_epochs": Choices((1, 2, 3, 5), "passes over the training data"),
-    "num_hard_negatives": Choices((0, 1), "none, or one of the data's, or one that BM25 finds"),
+    "num_hard_negatives": Choices((0, 1), "none, or one: from the data, or mined by BM25"),
 }
-"""All settings that are searched. One that the user gives is not."""
+"""All settings that are searched; a setting that the user gives is removed from the search."""
 
 START_RATES = {"query_side": 1.6e-4, "contaccum": 1e-4, "grad_cache": 1e-4}
-"""Where the search of a method starts, for a pretrained encoder of 384 dimensions, trained in full."""
+"""{method: start rate} for full training of a pretrained encoder with 384 hidden dimensions."""
 
-_WIDTH = 384  # a wider encoder wants a smaller rate, about in proportion
-_OF_ADAPTERS = 10.0  # adapters want larger rates
-_OF_FRESH_WEIGHTS = 5.0
+_START_RATE_WIDTH = 384  # a wider encoder needs a smaller rate, about in proportion
+_ADAPTER_FACTOR = 10.0  # LoRA adapters need larger rates
+_FRESH_WEIGHTS_FACTOR = 5.0
 
 
-def start_rate(method: str, width: int, has_adapter: bool, is_fresh: bool) -> float:
-    """Return the learning rate that the search of a method starts from.
+def compute_start_rate(method: str, width: int, has_adapter: bool, is_fresh: bool) -> float:
+    """Return the learning rate at which the search of a method starts.
 
     Args:
-        width: dimensions of the encoder's hidden states.
-        is_fresh: whether the encoder knows nothing of retrieval yet.
+        width: the number of dimensions of the encoder's hidden states.
+        has_adapter: True if a LoRA adapter is trained.
+        is_fresh: True if the encoder was not trained for retrieval yet.
     """
-    rate = START_RATES[method] * _WIDTH / width
+    rate = START_RATES[method] * _START_RATE_WIDTH / width
     if has_adapter:
-        rate *= _OF_ADAPTERS
+        rate *= _ADAPTER_FACTOR
     if is_fresh:
-        rate *= _OF_FRESH_WEIGHTS
+        rate *= _FRESH_WEIGHTS_FACTOR
     return rate
 
 
-def space_for(pairs: int, micro_batch: int, given: Collection[str]) -> dict[str, Setting]:
-    """Return what there is to search in some data.
+def make_space(
+    num_pairs: int, micro_batch_size: int, fixed_keys: Collection[str]
+) -> dict[str, Setting]:
+    """Return the settings to search, with the values that are possible for the training data.
 
     Args:
-        pairs: of the training data; an update has at most half of them.
-        micro_batch: pairs that are encoded at once; those of an update are a multiple.
-        given: keys that stay as they are.
+        num_pairs: the size of the training data; an update has at most half of the pairs.
+        micro_batch_size: the number of pairs of an update is a multiple of it.
+        fixed_keys: the settings that are not searched.
     """
-    space = {key: setting for key, setting in SPACE.items() if key not in given}
-    sizes = space.get("total_train_batch_size")
-    if isinstance(sizes, Choices):
-        possible = tuple(
-            size for size in sizes.values if size <= pairs / 2 and size % micro_batch == 0
-        )
-        space["total_train_batch_size"] = sizes._replace(values=possible)
+    space = {key: setting for key, setting in SPACE.items() if key not in fixed_keys}
+    batch_sizes = space.get("total_train_batch_size")
+    if isinstance(batch_sizes, Choices):
+        possible = []
+        for size in batch_sizes.values:
+            if size <= num_pairs / 2 and size % micro_batch_size == 0:
+                possible.append(size)
+        space["total_train_batch_size"] = batch_sizes._replace(values=tuple(possible))
         if len(possible) < 2:
             del space["total_train_batch_size"]
     return space
 
 
-def name_of_method(methods: Collection[str]) -> str:
-    """Return Optuna's name for the choice among some methods: its choices must never change."""
+def name_method_parameter(methods: Collection[str]) -> str:
+    """Return the name of Optuna's parameter for the method.
+
+    The name contains the methods, because the choices of a parameter in Optuna must never change,
+    and a method that is too slow is dropped during the search.
+    """
     return f"method among {', '.join(methods)}"
+
+
+def name_span_parameter(key: str, method: str) -> str:
+    """Return the name of Optuna's parameter for a `Span`.
+
+    Every method has a parameter of its own, because the rates of two methods are not comparable.
+    """
+    return f"{key} of {method}"
 
 
 def suggest(
     trial: Trial, starts: Mapping[str, Mapping[str, float]], space: Mapping[str, Setting]
-) -> dict[str, Any]:
+) -> Settings:
     """Let Optuna choose a value for each setting of a space.
 
     Args:
-        starts: {method: {key of a `Span`: where its search starts}}. The keys of ``starts`` are the
-            methods to choose from.
+        starts: {method: {key of a `Span`: value at which its search starts}}. The keys of
+            ``starts`` are the methods to choose from.
+        space: the settings to choose values for.
+
+    Returns:
+        {key: value}.
     """
-    values: dict[str, Any] = {}
+    values: Settings = {}
     methods = tuple(starts)
     method = methods[0]
     if len(methods) > 1:
-        method = trial.suggest_categorical(name_of_method(methods), methods)
+        method = trial.suggest_categorical(name_method_parameter(methods), methods)
     values["method"] = method
     for key, setting in space.items():
-        if key == "method" or (key == "num_hard_negatives" and method == "query_side"):
-            continue  # of query_side all documents are negatives
+        if key == "method":
+            continue
+        if key == "num_hard_negatives" and method == "query_side":
+            continue  # query_side contrasts a query with all documents
         if isinstance(setting, Choices):
             values[key] = trial.suggest_categorical(key, setting.values)
         else:
-            start = starts[method][key]
-            # A parameter of its own for each method, whose rates are not comparable.
             multiple = trial.suggest_float(
-                f"{key} of {method}", setting.low, setting.high, log=True
+                name_span_parameter(key, method), setting.low, setting.high, log=True
             )
-            values[key] = float(f"{start * multiple:.2g}")
+            value = starts[method][key] * multiple
+            values[key] = float(f"{value:.2g}")
     return values

@@ -1,4 +1,7 @@
-"""One trial: a run with some settings, scored on dev halfway and at its end, and not kept."""
+"""One trial of a search: a run that is scored on dev halfway and at its end.
+
+The model of a trial is not saved.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,28 +26,33 @@ from transformers import (
 )
 from transformers.trainer_utils import IntervalStrategy
 
-from contaccum.comparison.plan import as_tokens
+from contaccum.comparison.options import Options, to_command_line
 from contaccum.distributed import rank, share
 from contaccum.evaluation.evaluator import RetrievalEvaluator
+from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.config import parse
 from contaccum.training.run import load_encoder, load_run_data, make_trainer
-
-Options = Mapping[str, Sequence[str]]
-"""Key of `contaccum train` -> its values, as text."""
 
 QueryScores = dict[str, float]
 """{query id: its score by the evaluator's primary metric}"""
 
-_MEASURED_UPDATES = 2  # after which the time of a trial is known
+_OPTIONS_OF_TRIAL: Options = {
+    "save_strategy": ["no"],
+    "disable_tqdm": ["true"],
+    "overwrite_output_dir": ["true"],
+    "logging_strategy": ["no"],
+}
+
+_MEASURED_UPDATES = 2  # the time of the whole trial is estimated after so many updates
 
 
 class TooSlow(Exception):
-    """A trial that would take longer than it may.
+    """The error of a trial that would take longer than it may.
 
     Attributes:
-        updates: that fit into the time; may be 0.
-        seconds: that the whole trial would take.
-        seconds_per_update: of them.
+        updates: the number of updates that the time is enough for; may be 0.
+        seconds: the estimated time of all updates.
+        seconds_per_update: the measured time of an update.
     """
 
     def __init__(self, updates: int, seconds: float, seconds_per_update: float) -> None:
@@ -55,12 +63,13 @@ class TooSlow(Exception):
 
 
 class Outcome(NamedTuple):
-    """What a trial has found.
+    """The result of a trial.
 
     Attributes:
-        query_scores: at the end of training; None if the trial was stopped halfway.
-        score: their mean.
-        seconds: of the whole trial: loading, training and scoring.
+        query_scores: the scores at the end of training; None if the trial was stopped halfway.
+        score: the mean of ``query_scores``.
+        seconds: the time of the whole trial: loading, training and scoring.
+        updates: the number of updates of the complete trial.
     """
 
     query_scores: QueryScores | None
@@ -73,40 +82,38 @@ def run_trial(
     options: Options,
     evaluator: RetrievalEvaluator,
     folder: Path,
-    most_seconds: float,
+    max_seconds: float,
     is_hopeless: Callable[[QueryScores], bool],
 ) -> Outcome:
     """Train and score a model.
 
     Args:
-        options: of the run, without an ``output_dir``.
+        options: the options of the run, without ``output_dir``.
         evaluator: scores the model halfway and at the end.
-        folder: of the run; removed afterwards.
-        most_seconds: that the trial may take.
-        is_hopeless: called with the scores halfway; True stops the trial. Every process of a run
-            on several calls it, and must get the same answer.
+        folder: the output folder of the run, which is removed afterwards.
+        max_seconds: the time that the updates may take.
+        is_hopeless: is called with the scores halfway; the trial is stopped if it returns True. In
+            distributed training every process calls it, and it must return the same on all.
 
     Raises:
-        TooSlow: after a few updates, if the trial would take longer than ``most_seconds``.
+        TooSlow: after a few updates, if the trial would take longer than ``max_seconds``.
         UserError: for settings, data or a model that cannot be used.
     """
     started = time.perf_counter()
-    evaluator.documents = (
-        None  # those of an earlier trial; a trainer whose documents stand still sets its own
-    )
-    fixed = {"output_dir": [str(folder)], "save_strategy": ["no"], "disable_tqdm": ["true"]}
-    fixed |= {"overwrite_output_dir": ["true"], "logging_strategy": ["no"]}
-    model_args, data_args, args = parse(as_tokens({**options, **fixed}))
+    # The documents of an earlier trial; a query-side trainer sets those of its own store.
+    evaluator.documents = None
+    all_options = {**options, **_OPTIONS_OF_TRIAL, "output_dir": [str(folder)]}
+    model_args, data_args, args = parse(to_command_line(all_options))
     data = load_run_data(data_args, args)._replace(evaluator=evaluator)
-    updates = count_updates(len(data.training.dataset), args)
+    num_updates = count_updates(len(data.training.dataset), args)
     args.eval_strategy = IntervalStrategy.STEPS
-    args.eval_steps = math.ceil(updates / 2)
-    watch = _Watch(evaluator, updates, most_seconds, is_hopeless)
-    with _no_progress_bars():
+    args.eval_steps = math.ceil(num_updates / 2)
+    monitor = _TrialMonitor(evaluator, num_updates, max_seconds, is_hopeless)
+    with _hide_progress_bars():
         encoder = load_encoder(model_args, args)
-    encoder.model_card_data.generate_widget_examples = False  # nobody reads the card of a trial
-    trainer = make_trainer(encoder, model_args, args, data, callbacks=[watch])
-    trainer.remove_callback(PrinterCallback)  # the search says what a trial has found
+    encoder.model_card_data.generate_widget_examples = False  # the model card is not kept
+    trainer = make_trainer(encoder, model_args, args, data, callbacks=[monitor])
+    trainer.remove_callback(PrinterCallback)  # the search prints the score of the trial
     try:
         trainer.train()
     finally:
@@ -117,15 +124,15 @@ def run_trial(
         if rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
     seconds = time.perf_counter() - started
-    if watch.was_stopped:
-        return Outcome(None, None, seconds, updates)
-    scores = share(evaluator.query_scores)  # of several processes, the first one scores
-    return Outcome(scores, statistics.fmean(scores.values()), seconds, updates)
+    if monitor.was_stopped:
+        return Outcome(None, None, seconds, num_updates)
+    query_scores = share(evaluator.query_scores)  # only the first process has scores
+    return Outcome(query_scores, statistics.fmean(query_scores.values()), seconds, num_updates)
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Hide the bars of transformers, which would stand between the lines of a search."""
+def _hide_progress_bars() -> Iterator[None]:
+    """Hide the progress bars of transformers, which would appear between the lines of a search."""
     was_enabled = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -135,28 +142,29 @@ def _no_progress_bars() -> Iterator[None]:
             transformers.utils.logging.enable_progress_bar()
 
 
-def count_updates(rows: int, args: Any) -> int:
-    """Return the updates of a run over so many rows."""
+def count_updates(num_rows: int, args: ContAccumTrainingArguments) -> int:
+    """Return the number of updates of a run on a data set with a number of rows."""
     if args.max_steps > 0:
         return int(args.max_steps)
-    per_epoch = math.ceil(rows / args.total_train_batch_size)
-    return max(1, math.ceil(per_epoch * args.num_train_epochs))
+    assert args.total_train_batch_size is not None  # computed when the arguments are created
+    updates_per_epoch = math.ceil(num_rows / args.total_train_batch_size)
+    return max(1, math.ceil(updates_per_epoch * args.num_train_epochs))
 
 
-class _Watch(TrainerCallback):
-    """Measures the time of updates, and stops a trial that is too slow or hopeless."""
+class _TrialMonitor(TrainerCallback):
+    """A callback that measures the time of updates, and stops a slow or hopeless trial."""
 
     def __init__(
         self,
         evaluator: RetrievalEvaluator,
-        updates: int,
-        most_seconds: float,
+        num_updates: int,
+        max_seconds: float,
         is_hopeless: Callable[[QueryScores], bool],
     ) -> None:
         self.was_stopped = False
         self._evaluator = evaluator
-        self._updates = updates
-        self._most_seconds = most_seconds
+        self._num_updates = num_updates
+        self._max_seconds = max_seconds
         self._is_hopeless = is_hopeless
         self._started = 0.0
 
@@ -170,11 +178,13 @@ class _Watch(TrainerCallback):
     ) -> None:
         if state.global_step != _MEASURED_UPDATES:
             return
-        # All processes must decide alike.
-        seconds_per_update = share((time.perf_counter() - self._started) / state.global_step)
-        seconds = seconds_per_update * self._updates
-        if seconds > self._most_seconds:
-            raise TooSlow(int(self._most_seconds / seconds_per_update), seconds, seconds_per_update)
+        elapsed = time.perf_counter() - self._started
+        # The time of the first process, so that all processes make the same decision.
+        seconds_per_update = share(elapsed / state.global_step)
+        seconds = seconds_per_update * self._num_updates
+        if seconds > self._max_seconds:
+            possible_updates = int(self._max_seconds / seconds_per_update)
+            raise TooSlow(possible_updates, seconds, seconds_per_update)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

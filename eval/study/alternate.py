@@ -1,14 +1,13 @@
-"""A turn of the document tower after query-side training: does it pay?
+"""Experiment: train the document tower after query-side training, and measure the improvement.
 
     python eval/study/alternate.py runs/scifact --name scifact --arm query_full_corpus-4e-4 \\
         --output benchmarks/query_side --work runs/query_side
 
-It goes on from runs that `query_side.py` has left in ``--work``. The query tower stands still, so
-every training query is encoded once, and the document tower is trained against all of them: the
-loss is the cross-entropy of all training pairs over the whole corpus, exactly. An update encodes a
-few documents anew, training positives and hard negatives; the embeddings of the others are those of
-the table. Afterwards the haystack is encoded again and scored. A cell whose JSON is there is
-skipped.
+The experiment starts from models that `query_side.py` saved in ``--work``. The query tower is
+frozen, so every training query is encoded only once. The loss is the exact cross-entropy of all
+training pairs over the whole corpus. Each update encodes a few documents again, training positives
+and hard negatives; all other documents keep their stored embeddings. After training, the program
+encodes the corpus again and evaluates the model. Runs that already have a JSON file are skipped.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from query_side import positives_of, score
+from query_side import collect_positives, evaluate
 from sentence_transformers.util import batch_to_device
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -31,7 +30,7 @@ from contaccum import DualEncoder
 from contaccum.data import load_beir_folder
 from contaccum.data.beir import BeirDataset
 from contaccum.data.records import passage_text
-from contaccum.encoders.towers import tower
+from contaccum.encoders.towers import get_tower
 from contaccum.files import provenance, write_json
 from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.documents import StoreDocuments
@@ -44,13 +43,13 @@ MICRO_BATCH = 8
 
 
 class Corpus(NamedTuple):
-    """What the document tower is trained on: q training queries, c documents, p pairs."""
+    """Training data of the document tower: q queries, c documents and p relevant pairs."""
 
-    queries: Tensor  # (q, d), embeddings of length 1, which stand still
-    documents: Tensor  # (c, d), embeddings of length 1; rows are replaced as they are encoded anew
-    texts: list[str]  # of the documents
-    pair_queries: Tensor  # int64 (p,), row of each pair's query
-    pair_documents: Tensor  # int64 (p,), row of each pair's document
+    queries: Tensor  # (q, d), normalized query embeddings, which do not change
+    documents: Tensor  # (c, d), normalized document embeddings; training updates some rows
+    texts: list[str]  # c document texts
+    pair_queries: Tensor  # int64 (p,), row in `queries` of each pair
+    pair_documents: Tensor  # int64 (p,), row in `documents` of each pair
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -58,41 +57,43 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("data", type=Path, help="the BEIR folder that query_side.py had")
-    parser.add_argument("--name", required=True, help="of the data, in names of results")
-    parser.add_argument("--arm", required=True, help="arm and rate of the runs to go on from")
+    parser.add_argument("data", type=Path, help="the BEIR folder of the query_side.py run")
+    parser.add_argument("--name", required=True, help="name of the data in result file names")
+    parser.add_argument("--arm", required=True, help="arm and rate of the runs to start from")
     parser.add_argument("--rates", nargs="+", default=["5e-5", "1e-4", "2e-4"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--updates", type=int, default=14)
     parser.add_argument("--output", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--work", type=Path, required=True, help="folder of stores and models")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder of embedding stores and models"
+    )
     return parser.parse_args()
 
 
 def main() -> None:
-    """Do the cells that are missing."""
+    """Do all runs that have no result yet."""
     args = parse_arguments()
     train = load_beir_folder(args.data, "train")
-    haystack = {split: load_beir_folder(args.data, split) for split in ("dev", "test")}
+    eval_sets = {split: load_beir_folder(args.data, split) for split in ("dev", "test")}
     for seed in args.seeds:
         for rate in args.rates:
-            run_cell(args, rate, seed, train, haystack)
+            run_experiment(args, rate, seed, train, eval_sets)
 
 
-def run_cell(
+def run_experiment(
     args: argparse.Namespace,
     rate: str,
     seed: int,
     train: BeirDataset,
-    haystack: dict[str, BeirDataset],
+    eval_sets: dict[str, BeirDataset],
 ) -> None:
-    """Train the document tower, encode the haystack again, score it and write the result."""
+    """Train the document tower, encode the corpus again, evaluate and write the result."""
     result_file = args.output / f"{args.name}-{args.arm}-then_documents-{rate}-{seed}.json"
     if result_file.exists():
         return
     torch.manual_seed(seed)
     model = DualEncoder.from_pretrained(args.work / f"{args.name}-{args.arm}-{seed}", device="cpu")
-    held_out = positives_of(haystack["dev"]) | positives_of(haystack["test"])
+    held_out = collect_positives(eval_sets["dev"]) | collect_positives(eval_sets["test"])
     started = time.perf_counter()
     cpu_before = cpu_seconds()
     corpus = load_corpus(args, model, train, held_out)
@@ -102,10 +103,12 @@ def run_cell(
 
     folder = args.work / result_file.stem
     model.save_pretrained(str(folder))
-    whole = folder / "haystack"
-    CorpusEncoder(model, args.name, args.data, whole, overwrite=True).encode()
-    documents = StoreDocuments(EmbeddingStore.open(whole))
-    scores = {split: score(folder, dataset, documents) for split, dataset in haystack.items()}
+    store_folder = folder / "haystack"
+    CorpusEncoder(model, args.name, args.data, store_folder, overwrite=True).encode()
+    documents = StoreDocuments(EmbeddingStore.open(store_folder))
+    scores = {}
+    for split, dataset in eval_sets.items():
+        scores[split] = evaluate(folder, dataset, documents)
     result = {
         "data": args.name,
         "arm": f"{args.arm}-then_documents",
@@ -133,41 +136,46 @@ def cpu_seconds() -> float:
 def load_corpus(
     args: argparse.Namespace, model: DualEncoder, train: BeirDataset, held_out: set[str]
 ) -> Corpus:
-    """Encode the training queries, and take the documents from the store of the corpus.
+    """Encode the training queries, and read the document embeddings from the store.
 
-    Documents that only dev or test queries need are left out, as in query-side training.
+    Documents that are relevant to dev or test queries only are excluded, as in query-side training.
     """
-    names = [name for name in train.corpus if name not in held_out - positives_of(train)]
-    texts = [passage_text(**train.corpus[name]) for name in names]
-    store = StoreDocuments(EmbeddingStore.open(args.work / "stores" / args.name / "haystack"))
-    found, embeddings = store.embeddings_of(texts)
-    if len(found) != len(texts):
-        raise SystemExit(f"the store has {len(found)} of {len(texts)} documents")
-    row_of_document = {name: row for row, name in enumerate(names)}
-    row_of_query = {name: row for row, name in enumerate(train.queries)}
+    excluded = held_out - collect_positives(train)
+    document_ids = [document_id for document_id in train.corpus if document_id not in excluded]
+    texts = [passage_text(**train.corpus[document_id]) for document_id in document_ids]
+    store_folder = args.work / "stores" / args.name / "haystack"
+    store = StoreDocuments(EmbeddingStore.open(store_folder))
+    stored_indices, embeddings = store.find_embeddings(texts)
+    if len(stored_indices) != len(texts):
+        raise SystemExit(
+            f"{store_folder} has {len(stored_indices)} of {len(texts)} documents; "
+            "run query_side.py again with the same data"
+        )
+    document_rows = {document_id: row for row, document_id in enumerate(document_ids)}
+    query_rows = {query_id: row for row, query_id in enumerate(train.queries)}
     pair_queries = []
     pair_documents = []
-    for query, judged in train.qrels.items():
-        for document, grade in judged.items():
+    for query_id, grades in train.qrels.items():
+        for document_id, grade in grades.items():
             if grade > 0:
-                pair_queries.append(row_of_query[query])
-                pair_documents.append(row_of_document[document])
+                pair_queries.append(query_rows[query_id])
+                pair_documents.append(document_rows[document_id])
     queries = model.encode_query(list(train.queries.values()), convert_to_tensor=True)
     return Corpus(
-        normalize(queries, dim=-1),
-        normalize(torch.from_numpy(embeddings), dim=-1),
-        texts,
-        torch.tensor(pair_queries),
-        torch.tensor(pair_documents),
+        queries=normalize(queries, dim=-1),
+        documents=normalize(torch.from_numpy(embeddings), dim=-1),
+        texts=texts,
+        pair_queries=torch.tensor(pair_queries),
+        pair_documents=torch.tensor(pair_documents),
     )
 
 
 def train_document_tower(
     model: DualEncoder, corpus: Corpus, rate: float, updates: int, seed: int
 ) -> list[float]:
-    """Train the document tower; returns the loss of all pairs before each update."""
-    tower(model, "query").requires_grad_(False)
-    document_tower = tower(model, "document")
+    """Train the document tower; return the loss of all pairs before each update."""
+    get_tower(model, "query").requires_grad_(False)
+    document_tower = get_tower(model, "document")
     document_tower.requires_grad_(True)
     document_tower.eval()  # no dropout, as in query-side training
     weights = list(document_tower.parameters())
@@ -178,11 +186,12 @@ def train_document_tower(
     for update in range(updates):
         logits = corpus.queries @ corpus.documents.T / TEMPERATURE
         rows = choose_documents(corpus, logits, generator)
-        losses.append(loss_of_pairs(corpus, logits).item())
+        losses.append(compute_loss(corpus, logits).item())
         for micro_batch in rows.split(MICRO_BATCH):
             embeddings = encode_documents(model, [corpus.texts[row] for row in micro_batch])
             new_logits = corpus.queries @ embeddings.T / TEMPERATURE
-            loss_of_pairs(corpus, logits.index_copy(1, micro_batch, new_logits)).backward()
+            logits_with_gradient = logits.index_copy(1, micro_batch, new_logits)
+            compute_loss(corpus, logits_with_gradient).backward()
             corpus.documents[micro_batch] = embeddings.detach()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
@@ -193,35 +202,38 @@ def train_document_tower(
 
 
 def encode_documents(model: DualEncoder, texts: list[str]) -> Tensor:
-    """Return embeddings of length 1 with a gradient."""
+    """Return normalized embeddings, (n, d), with a gradient."""
     features = batch_to_device(model.preprocess(texts, task="document"), model.device)
     embeddings = model(features, task="document")["sentence_embedding"]
     return normalize(embeddings, dim=-1)
 
 
 def choose_documents(corpus: Corpus, logits: Tensor, generator: np.random.Generator) -> Tensor:
-    """Return rows of documents to encode: training positives at random, and the hardest others.
+    """Choose documents for an update: random training positives and hard negatives.
 
-    The hardest are those with the largest share in the softmax, summed over queries of which they
-    are no positives.
+    A document is a hard negative if its softmax probabilities are large, summed over the queries
+    that it is not relevant to.
+
+    Returns:
+        Rows of the documents, int64 (NUM_POSITIVES + NUM_HARD,).
     """
     all_positives = np.unique(corpus.pair_documents.numpy())
     num_positives = min(NUM_POSITIVES, len(all_positives))
     positives = torch.from_numpy(generator.choice(all_positives, num_positives, replace=False))
-    shares = mask_positives(corpus, logits).softmax(1).sum(0)
-    shares[positives] = 0.0
-    hardest = shares.topk(4 * NUM_HARD).indices
+    probabilities = mask_positives(corpus, logits).softmax(1).sum(0)
+    probabilities[positives] = 0.0
+    hardest = probabilities.topk(4 * NUM_HARD).indices
     chosen = torch.from_numpy(generator.permutation(len(hardest))[:NUM_HARD])
     return torch.cat([positives, hardest[chosen]])
 
 
 def mask_positives(corpus: Corpus, logits: Tensor) -> Tensor:
-    """Return the logits, (q, c), with those of all known pairs at minus infinity."""
+    """Return the logits, (q, c), with minus infinity for all relevant pairs."""
     return logits.index_put((corpus.pair_queries, corpus.pair_documents), torch.tensor(-torch.inf))
 
 
-def loss_of_pairs(corpus: Corpus, logits: Tensor) -> Tensor:
-    """Return the mean cross-entropy of all pairs; a query's other positives are no negatives."""
+def compute_loss(corpus: Corpus, logits: Tensor) -> Tensor:
+    """Compute the mean cross-entropy of all pairs. Positives of a query are never its negatives."""
     negatives = mask_positives(corpus, logits).logsumexp(1)[corpus.pair_queries]
     positives = logits[corpus.pair_queries, corpus.pair_documents]
     return (torch.logaddexp(negatives, positives) - positives).mean()

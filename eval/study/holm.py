@@ -1,11 +1,13 @@
-"""Compare entries of several studies in one table, with one Holm correction.
+"""Compare entries of several studies in one table, with one Holm correction over all comparisons.
 
     python eval/study/holm.py REPORT.json ... --pairs contaccum:grad_accum ... --output OUT
 
-Reads what `contaccum compare` left, a folder for each training data set: the report, and its runs' results, which hold
-the scores of queries. A pair is the difference of two entries on the report's first data set, by paired bootstrap over
-queries, scores averaged over the seeds that both have. Holm's correction is over all pairs of all reports. A table that
-was written before can stand for reports: its rows are taken as they are.
+`contaccum compare` writes one folder per training data set, with a report and the results of its
+runs. The results contain the score of each query. For each pair of entries, this program computes
+the difference on the report's first data set. It averages the scores of a query over the seeds that
+both entries have, and tests the difference with a paired bootstrap over queries. Holm's correction
+is applied over all pairs of all reports. Instead of a report, you can pass an OUT.json of an
+earlier call; its rows are added to the table.
 """
 
 from __future__ import annotations
@@ -17,66 +19,116 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from contaccum.comparison.summary import by_query
+from contaccum.comparison.summary import average_by_query
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.metrics import add_holm, paired_bootstrap
 from contaccum.evaluation.tables import markdown_table
 from contaccum.files import provenance, read_json, write_json, write_text
 
 
-def compare(path: Path, pair: str, metric: str) -> dict[str, Any]:
-    """One row; raises `UserError` for an entry that is not there or has several groups, or results that are missing."""
+def compare_entries(path: Path, pair: str, metric: str) -> dict[str, Any]:
+    """Compare two entries of a report.
+
+    Args:
+        path: the report.
+        pair: names of two entries or groups, ENTRY:ENTRY.
+        metric: name of the metric.
+
+    Returns:
+        A row of the table: names, seeds, means, and the result of `paired_bootstrap`.
+
+    Raises:
+        UserError: an entry does not exist or has several groups, or results are missing.
+    """
     report = read_json(path)
-    name = f"{path.resolve().parent.name} {pair}"
-    groups = [_group(report, path, one) for one in pair.split(":")]
+    training_data = path.resolve().parent.name
+    groups = [find_group(report, path, name) for name in pair.split(":")]
     if len(groups) != 2:
-        raise ConfigError(f"{pair}: write ENTRY:ENTRY")
+        raise ConfigError(f"--pairs {pair}: write a pair as ENTRY:ENTRY")
+    first_group, second_group = groups
     data = report["data"]["evaluation"][0]["name"]
-    seeds = sorted(set.intersection(*(set(report["groups"][group]["seeds"]) for group in groups)))
-    if not seeds:
-        raise ConfigError(f"{name}: no seed that both finished; run `contaccum compare` again")
-    results = [
-        [path.parent / "runs" / f"{group}_seed-{seed}" / "result.json" for seed in seeds]
-        for group in groups
-    ]
-    ours, theirs = (
-        by_query([read_json(file)["evaluations"][data] for file in files], metric)
-        for files in results
+    common_seeds = set(report["groups"][first_group]["seeds"])
+    common_seeds &= set(report["groups"][second_group]["seeds"])
+    if not common_seeds:
+        raise ConfigError(
+            f"{training_data} {pair}: the entries have no finished seed in common; "
+            "run `contaccum compare` again"
+        )
+    seeds = sorted(common_seeds)
+    first_scores = read_query_scores(path, first_group, seeds, data, metric)
+    second_scores = read_query_scores(path, second_group, seeds, data, metric)
+    test = paired_bootstrap(
+        list(first_scores.values()), [second_scores[query] for query in first_scores]
     )
-    row = {
+    return {
         "report": str(path),
-        "training": path.resolve().parent.name,
+        "training": training_data,
         "data": data,
         "pair": pair,
         "groups": groups,
-    }
-    row |= {
         "seeds": seeds,
-        "queries": len(ours),
-        "means": [fmean(x.values()) for x in (ours, theirs)],
+        "queries": len(first_scores),
+        "means": [fmean(first_scores.values()), fmean(second_scores.values())],
+        **test,
     }
-    return row | paired_bootstrap(list(ours.values()), [theirs[query] for query in ours])
 
 
-def _rows(path: Path, pairs: list[str], metric: str) -> list[dict[str, Any]]:
-    """Those of a report, or of a table with the same metric."""
-    before = read_json(path)
-    if "rows" not in before:
-        return [compare(path, pair, metric) for pair in pairs]
-    if before["metric"] != metric:
-        raise ConfigError(f"{path}: its metric is {before['metric']}, not {metric}; give --metric")
-    return list(before["rows"])
+def read_query_scores(
+    report: Path, group: str, seeds: list[int], data: str, metric: str
+) -> dict[str, float]:
+    """Read the scores of a group by query, averaged over seeds."""
+    evaluations = []
+    for seed in seeds:
+        result_file = report.parent / "runs" / f"{group}_seed-{seed}" / "result.json"
+        evaluations.append(read_json(result_file)["evaluations"][data])
+    return average_by_query(evaluations, metric)
 
 
-def _group(report: dict[str, Any], path: Path, given: str) -> str:
-    """The group that is called so, or the only one of the entry that is."""
-    found = [name for name, of in report["groups"].items() if given in (name, of["entry"])]
-    if len(found) != 1:
-        there = ", ".join(found or report["groups"])
+def find_group(report: dict[str, Any], path: Path, name: str) -> str:
+    """Return the group with this name, or the only group of the entry with this name."""
+    matches = []
+    for group_name, group in report["groups"].items():
+        if name in (group_name, group["entry"]):
+            matches.append(group_name)
+    if not matches:
+        raise ConfigError(f"{path}: {name} is no group; name one of: {', '.join(report['groups'])}")
+    if len(matches) > 1:
+        raise ConfigError(f"{path}: {name} has several groups; name one of: {', '.join(matches)}")
+    return matches[0]
+
+
+def make_rows(path: Path, pairs: list[str], metric: str) -> list[dict[str, Any]]:
+    """Compare all pairs of a report, or read the rows of an earlier table with the same metric."""
+    report = read_json(path)
+    if "rows" not in report:
+        return [compare_entries(path, pair, metric) for pair in pairs]
+    if report["metric"] != metric:
         raise ConfigError(
-            f"{path}: {given} is {'several groups' if found else 'no group'}; name one of: {there}"
+            f"{path}: the metric of this table is {report['metric']}, not {metric}; set --metric"
         )
-    return found[0]
+    return list(report["rows"])
+
+
+def format_table(rows: list[dict[str, Any]]) -> str:
+    """Format the rows as a markdown table."""
+    header = ["training", "data", "entries", "means", "difference", "95% interval", "p"]
+    header.append(f"p (Holm of {len(rows)})")
+    cells = []
+    for row in rows:
+        first_mean, second_mean = row["means"]
+        cells.append(
+            [
+                row["training"],
+                row["data"],
+                row["pair"].replace(":", " - "),
+                f"{first_mean:.4f}, {second_mean:.4f}",
+                f"{row['difference']:+.4f}",
+                f"{row['low']:+.4f} to {row['high']:+.4f}",
+                row["p_value"],
+                row["p_holm"],
+            ]
+        )
+    return markdown_table(header, cells)
 
 
 def main() -> None:
@@ -84,54 +136,34 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "reports", nargs="+", type=Path, metavar="REPORT.json", help="or an OUT.json of before"
+        "reports",
+        nargs="+",
+        type=Path,
+        metavar="REPORT.json",
+        help="reports of `contaccum compare`, or OUT.json files of earlier calls",
     )
     parser.add_argument(
-        "--pairs", nargs="+", required=True, metavar="ENTRY:ENTRY", help="the second is taken away"
+        "--pairs",
+        nargs="+",
+        required=True,
+        metavar="ENTRY:ENTRY",
+        help="entries to compare; the difference is the first minus the second",
     )
     parser.add_argument("--metric", default="NDCG@10")
     parser.add_argument(
-        "--output", required=True, metavar="OUT", help="OUT.md and OUT.json are written"
+        "--output", required=True, metavar="OUT", help="write the table to OUT.md and OUT.json"
     )
     args = parser.parse_args()
-    rows = [row for path in args.reports for row in _rows(path, args.pairs, args.metric)]
+    rows = []
+    for path in args.reports:
+        rows.extend(make_rows(path, args.pairs, args.metric))
     add_holm(rows)
     command = shlex.join(["python", *sys.argv])
-    header = [
-        "training",
-        "data",
-        "entries",
-        "means",
-        "difference",
-        "95% interval",
-        "p",
-        f"p (Holm of {len(rows)})",
-    ]
-    cells = [
-        [
-            *(
-                row["training"],
-                row["data"],
-                row["pair"].replace(":", " - "),
-                "{:.4f}, {:.4f}".format(*row["means"]),
-            ),
-            *(
-                f"{row['difference']:+.4f}",
-                f"{row['low']:+.4f} to {row['high']:+.4f}",
-                row["p_value"],
-                row["p_holm"],
-            ),
-        ]
-        for row in rows
-    ]
-    write_json(
-        f"{args.output}.json",
-        {"command": command, "metric": args.metric, "rows": rows, **provenance()},
-    )
-    write_text(
-        f"{args.output}.md", f"`{command}`\n\n{args.metric}\n\n{markdown_table(header, cells)}\n"
-    )
-    print(markdown_table(header, cells))
+    table = format_table(rows)
+    record = {"command": command, "metric": args.metric, "rows": rows, **provenance()}
+    write_json(f"{args.output}.json", record)
+    write_text(f"{args.output}.md", f"`{command}`\n\n{args.metric}\n\n{table}\n")
+    print(table)
 
 
 if __name__ == "__main__":

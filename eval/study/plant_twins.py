@@ -1,9 +1,11 @@
-"""Plant rewordings of training pairs, for studies of false negatives.
+"""Add reworded copies of training pairs to a data set, for studies of false negatives.
 
     python eval/study/plant_twins.py PAIRS.jsonl OUT.jsonl
 
-Keeps some pairs and writes each several times, reworded without a model: clauses change places and some function words
-go. No two texts are equal, so that no mask by ids knows that one twin's passage answers the other's question.
+The program selects the first pairs and writes each pair together with reworded copies, its twins.
+It rewords without a model: two clauses swap places and some function words are removed. The texts
+of all twins are different, so that a mask by text ids cannot detect that the passage of one twin
+answers the question of another twin.
 """
 
 from __future__ import annotations
@@ -19,48 +21,67 @@ FUNCTION_WORD = re.compile(
 )
 
 
-def reword(text: str, chance: random.Random) -> str:
-    """The text with two of its clauses swapped, if it has as many, and about half of its function words left out."""
+def reword(text: str, rng: random.Random) -> str:
+    """Swap two random clauses of a text and remove about half of its function words."""
     clauses = re.split(r"\s*[,;]\s*", text)
     if len(clauses) > 1:
-        first, second = sorted(chance.sample(range(len(clauses)), 2))
+        first, second = sorted(rng.sample(range(len(clauses)), 2))
         clauses[first], clauses[second] = clauses[second], clauses[first]
-    words = " , ".join(clauses).split()
-    return " ".join(
-        word for word in words if not FUNCTION_WORD.fullmatch(word.lower()) or chance.random() < 0.5
-    )
+    words = []
+    for word in " , ".join(clauses).split():
+        is_function_word = FUNCTION_WORD.fullmatch(word.lower()) is not None
+        if is_function_word and rng.random() >= 0.5:
+            continue
+        words.append(word)
+    return " ".join(words)
 
 
-def plant(pairs: list[dict[str, str]], kept: int, twins: int, seed: int) -> list[dict[str, str]]:
-    """``twins`` of each of the first ``kept`` pairs, the pair itself one of them; fewer where none comes out new."""
-    chance, planted = random.Random(seed), []
-    for pair in pairs[:kept]:
-        forms = {(pair["query"], pair["positive"])}
-        for _ in range(20 * twins):
-            form = (reword(pair["query"], chance), reword(pair["positive"], chance))
-            if len(forms) < twins and all(
-                form[0] != query and form[1] != passage for query, passage in forms
-            ):
-                forms.add(form)
-        planted += [{"query": query, "positive": passage} for query, passage in sorted(forms)]
-    return planted
+def add_twins(
+    pairs: list[dict[str, str]], num_pairs: int, num_twins: int, seed: int
+) -> list[dict[str, str]]:
+    """Return the first ``num_pairs`` pairs, each in up to ``num_twins`` versions.
+
+    The original pair is one of the versions. There are fewer versions if a pair is too short to be
+    reworded differently often enough.
+    """
+    rng = random.Random(seed)
+    all_pairs = []
+    for pair in pairs[:num_pairs]:
+        versions = {(pair["query"], pair["positive"])}
+        for _ in range(20 * num_twins):
+            query = reword(pair["query"], rng)
+            passage = reword(pair["positive"], rng)
+            is_new_query = query not in {version[0] for version in versions}
+            is_new_passage = passage not in {version[1] for version in versions}
+            if len(versions) < num_twins and is_new_query and is_new_passage:
+                versions.add((query, passage))
+        for query, passage in sorted(versions):
+            all_pairs.append({"query": query, "positive": passage})
+    return all_pairs
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "pairs",
         type=Path,
-        help="lines of {query, positive}, as eval/study/split_pairs.py writes them",
+        help="jsonl file with query and positive, as written by eval/study/split_pairs.py",
     )
     parser.add_argument("output", type=Path)
-    parser.add_argument("--kept", type=int, default=4000)
-    parser.add_argument("--twins", type=int, default=4)
+    parser.add_argument("--kept", type=int, default=4000, help="number of pairs to select")
+    parser.add_argument(
+        "--twins", type=int, default=4, help="versions of each pair, including the original"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     pairs = [json.loads(line) for line in args.pairs.read_text(encoding="utf-8").splitlines()]
-    planted = plant(pairs, args.kept, args.twins, args.seed)
-    args.output.write_text("".join(json.dumps(pair) + "\n" for pair in planted), encoding="utf-8")
-    print(f"{args.output}: {len(planted):,} pairs, of {min(args.kept, len(pairs)):,}")
+    all_pairs = add_twins(pairs, args.kept, args.twins, args.seed)
+    args.output.write_text("".join(json.dumps(pair) + "\n" for pair in all_pairs), encoding="utf-8")
+    num_selected = min(args.kept, len(pairs))
+    print(f"{args.output}: {len(all_pairs):,} pairs, from {num_selected:,} original pairs")
+
+
+if __name__ == "__main__":
+    main()

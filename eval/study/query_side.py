@@ -1,13 +1,14 @@
-"""The first check of query-side training: a grid of runs on one data set, a JSON file for each.
+"""First experiment with query-side training: a grid of runs, with one JSON file per run.
 
     python eval/study/split_pairs.py contaccum/data/scifact runs/scifact --dev 0.19 --by_query
     python eval/study/query_side.py runs/scifact --name scifact --model MODEL \\
         --output benchmarks/query_side --work runs/query_side
 
-The data is a BEIR folder with the splits train, dev and test over one corpus. Passages that only dev
-or test queries need are part of the haystack, and never negatives in training. Every arm gets as many
-updates of as many pairs. First each arm is trained with the first seed at every rate; then, with the
-other seeds, at the rate whose dev score is best. A cell whose JSON is there is skipped.
+The data is a BEIR folder with the splits train, dev and test over one corpus. The evaluation
+searches the whole corpus. Documents that are relevant to dev or test queries only are never
+negatives in training. Every arm is trained for the same number of updates of the same number of
+pairs. First each arm is trained with the first seed at every learning rate, then with the other
+seeds at the rate with the best dev score. Runs that already have a JSON file are skipped.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ COMMON = {
 
 
 class Arm(NamedTuple):
-    """A way to train: settings beside those of all, the store if it has one, and its rates."""
+    """A training method of the experiment."""
 
-    settings: dict[str, Any]
-    store: str | None
-    rates: tuple[str, ...]
+    settings: dict[str, Any]  # training options in addition to COMMON
+    store: str | None  # name of the passage store, if the method needs one
+    rates: tuple[str, ...]  # learning rates to try
 
 
 FULL_RATES = ("5e-5", "1.6e-4", "4e-4", "1e-3")
@@ -76,95 +77,117 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data", type=Path, help="a BEIR folder with train, dev and test")
-    parser.add_argument("--name", required=True, help="of the data, in names of results")
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--name", required=True, help="name of the data in result file names")
+    parser.add_argument("--model", required=True, help="the model to fine-tune")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--rates", nargs="+", help="of all arms; default: a ladder for each")
+    parser.add_argument("--rates", nargs="+", help="learning rates of all arms; default: see ARMS")
     parser.add_argument("--updates", type=int, default=24)
     parser.add_argument("--output", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--work", type=Path, required=True, help="folder of stores and models")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder of embedding stores and models"
+    )
     return parser.parse_args()
 
 
 def main() -> None:
-    """Do the cells that are missing, and print the table."""
+    """Do all runs that have no result yet, and print all results."""
     args = parse_arguments()
-    haystack = {split: load_beir_folder(args.data, split) for split in ("dev", "test")}
+    eval_sets = {split: load_beir_folder(args.data, split) for split in ("dev", "test")}
     train = load_beir_folder(args.data, "train")
-    stores = make_stores(args, train, haystack)
-    score_base(args, haystack, stores["haystack"])
+    stores = make_stores(args, train, eval_sets)
+    evaluate_baselines(args, eval_sets, stores["haystack"])
     for name in args.arms:
         arm = ARMS[name]
         for rate in args.rates or arm.rates:
-            run_cell(args, name, rate, args.seeds[0], haystack, stores)
+            run_experiment(args, name, rate, args.seeds[0], eval_sets, stores)
         best_rate = choose_rate(args, name)
         for seed in args.seeds[1:]:
-            run_cell(args, name, best_rate, seed, haystack, stores)
+            run_experiment(args, name, best_rate, seed, eval_sets, stores)
     print_table(args)
 
 
 def make_stores(
-    args: argparse.Namespace, train: BeirDataset, haystack: dict[str, BeirDataset]
+    args: argparse.Namespace, train: BeirDataset, eval_sets: dict[str, BeirDataset]
 ) -> dict[str, Path]:
-    """Encode the whole corpus once; its parts for training take their embeddings from there."""
+    """Encode the corpus once, and copy parts of it into the stores for training.
+
+    Returns:
+        Folders of the stores: `haystack` is the whole corpus, `corpus` leaves out documents that
+        are relevant to dev or test queries only, and `train` has the documents of training pairs.
+    """
     model = DualEncoder.from_pretrained(args.model, device="cpu")
     folder = args.work / "stores" / args.name
-    whole = folder / "haystack"
-    CorpusEncoder(model, args.name, args.data, whole).encode()
+    haystack = folder / "haystack"
+    CorpusEncoder(model, args.name, args.data, haystack).encode()
 
-    train_documents = positives_of(train)
-    held_out = positives_of(haystack["dev"]) | positives_of(haystack["test"])
-    in_training = [name for name in train.corpus if name not in held_out - train_documents]
-    write_part(whole, folder / "corpus", model, train, in_training)
-    write_part(whole, folder / "train", model, train, sorted(train_documents))
-    return {"haystack": whole, "corpus": folder / "corpus", "train": folder / "train"}
+    train_documents = collect_positives(train)
+    held_out = collect_positives(eval_sets["dev"]) | collect_positives(eval_sets["test"])
+    excluded = held_out - train_documents
+    corpus_documents = [name for name in train.corpus if name not in excluded]
+    copy_embeddings(haystack, folder / "corpus", model, train, corpus_documents)
+    copy_embeddings(haystack, folder / "train", model, train, sorted(train_documents))
+    return {"haystack": haystack, "corpus": folder / "corpus", "train": folder / "train"}
 
 
-def positives_of(dataset: BeirDataset) -> set[str]:
+def collect_positives(dataset: BeirDataset) -> set[str]:
     """Return the ids of all relevant documents."""
     positives = set()
-    for judged in dataset.qrels.values():
-        positives |= {document for document, grade in judged.items() if grade > 0}
+    for grades in dataset.qrels.values():
+        for document_id, grade in grades.items():
+            if grade > 0:
+                positives.add(document_id)
     return positives
 
 
-def write_part(
-    whole: Path, folder: Path, model: DualEncoder, dataset: BeirDataset, names: Sequence[str]
+def copy_embeddings(
+    source: Path,
+    folder: Path,
+    model: DualEncoder,
+    dataset: BeirDataset,
+    document_ids: Sequence[str],
 ) -> None:
-    """Write a store of some documents, with the embeddings that the whole store has."""
-    documents = StoreDocuments(EmbeddingStore.open(whole))
+    """Write a store of ``document_ids``, with embeddings from the store in ``source``."""
+    documents = StoreDocuments(EmbeddingStore.open(source))
 
     def look_up(texts: list[str]) -> np.ndarray:
-        return documents.embeddings_of(texts)[1]
+        _, embeddings = documents.find_embeddings(texts)
+        return embeddings
 
     passages = []
-    for name in names:
-        document = dataset.corpus[name]
-        passages.append((name, document["title"], document["text"]))
+    for document_id in document_ids:
+        document = dataset.corpus[document_id]
+        passages.append((document_id, document["title"], document["text"]))
     identity = encoding_identity(model, "document", "float32", "float32", 50_000)
     StoreWriter(folder, identity, {"model_name": "part of the corpus"}).fill(passages, look_up)
 
 
-def run_cell(
+def run_experiment(
     args: argparse.Namespace,
     name: str,
     rate: str,
     seed: int,
-    haystack: dict[str, BeirDataset],
+    eval_sets: dict[str, BeirDataset],
     stores: dict[str, Path],
 ) -> None:
-    """Train and score a cell, and write its result, unless it is there."""
+    """Train and evaluate a model and write the result, unless there is a result already."""
     result_file = args.output / f"{args.name}-{name}-{rate}-{seed}.json"
     if result_file.exists():
         return
     arm = ARMS[name]
     folder = args.work / result_file.stem
-    settings = {**COMMON, **arm.settings, "max_steps": args.updates}
-    settings |= {"learning_rate": rate, "seed": seed}
+    settings = {
+        **COMMON,
+        **arm.settings,
+        "max_steps": args.updates,
+        "learning_rate": rate,
+        "seed": seed,
+    }
     if arm.store is not None:
         settings["passage_store"] = stores[arm.store]
-    settings |= {"model": args.model, "train_data": args.data, "output_dir": folder}
+    settings["model"] = args.model
+    settings["train_data"] = args.data
+    settings["output_dir"] = folder
     settings["overwrite_output_dir"] = "true"
     command = [sys.executable, "-m", "contaccum.cli", "train"]
     for key, value in settings.items():
@@ -175,13 +198,16 @@ def run_cell(
     cpu_seconds = cpu_seconds_of_children() - cpu_before
     log_lines = (folder / "train_log.jsonl").read_text(encoding="utf-8").splitlines()
     log = [json.loads(line) for line in log_lines]
-    whole = stores["haystack"]
-    if arm.store is None:  # its documents have moved
-        whole = folder / "haystack"
+    haystack = stores["haystack"]
+    if arm.store is None:
+        # Training has changed the document encoder as well, so the corpus is encoded again.
+        haystack = folder / "haystack"
         trained = DualEncoder.from_pretrained(folder, device="cpu")
-        CorpusEncoder(trained, args.name, args.data, whole, overwrite=True).encode()
-    documents = StoreDocuments(EmbeddingStore.open(whole))
-    scores = {split: score(folder, dataset, documents) for split, dataset in haystack.items()}
+        CorpusEncoder(trained, args.name, args.data, haystack, overwrite=True).encode()
+    documents = StoreDocuments(EmbeddingStore.open(haystack))
+    scores = {}
+    for split, dataset in eval_sets.items():
+        scores[split] = evaluate(folder, dataset, documents)
     run_record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     write_json(
         result_file,
@@ -197,7 +223,7 @@ def run_cell(
             "seconds_of_training": round(time.perf_counter() - started, 1),
             "median_seconds_per_update": statistics.median(line["seconds"] for line in log),
             "peak_memory_mb": max(line["peak_memory_mb"] for line in log),
-            "settings": {key: without_folders(value) for key, value in settings.items()},
+            "settings": {key: format_setting(value) for key, value in settings.items()},
             "documents": run_record.get("documents", {}).get("documents"),
             "data_fingerprint": run_record["data"]["fingerprint"],
             **provenance(),
@@ -206,29 +232,40 @@ def run_cell(
     print(f"{result_file.stem}: dev {scores['dev']:.3f}, test {scores['test']:.3f}", flush=True)
 
 
-def without_folders(value: Any) -> str:
-    """Return a setting as text; of a path the last part, as the rest is this machine's."""
+def format_setting(value: str | int | float | Path) -> str:
+    """Format a setting for the result file. Of a path, only the last part is kept.
+
+    The other parts of a path are different on every machine.
+    """
     text = str(value)
-    return Path(text).name if isinstance(value, Path) or Path(text).is_absolute() else text
+    if isinstance(value, Path) or Path(text).is_absolute():
+        return Path(text).name
+    return text
 
 
-def score_base(args: argparse.Namespace, haystack: dict[str, BeirDataset], whole: Path) -> None:
-    """Score the model as it is, and BM25."""
+def evaluate_baselines(
+    args: argparse.Namespace, eval_sets: dict[str, BeirDataset], haystack: Path
+) -> None:
+    """Evaluate the model before training, and BM25."""
     result_file = args.output / f"{args.name}-base.json"
     if result_file.exists():
         return
-    documents = StoreDocuments(EmbeddingStore.open(whole))
+    documents = StoreDocuments(EmbeddingStore.open(haystack))
     scores = {}
     bm25 = {}
-    for split, dataset in haystack.items():
-        scores[split] = score(args.model, dataset, documents)
+    for split, dataset in eval_sets.items():
+        scores[split] = evaluate(args.model, dataset, documents)
         bm25[split] = RetrievalEvaluator(dataset, [METRIC]).score_bm25()[METRIC]
     result = {"data": args.name, "arm": "base", "scores": scores, "bm25": bm25, **provenance()}
     write_json(result_file, result)
 
 
-def score(model: Any, dataset: BeirDataset, documents: StoreDocuments) -> float:
-    """Score a model on a split; its document tower encoded the ``documents``."""
+def evaluate(model: str | Path, dataset: BeirDataset, documents: StoreDocuments) -> float:
+    """Evaluate a model on a split.
+
+    Args:
+        documents: the documents, encoded by the document tower of the same model.
+    """
     evaluator = RetrievalEvaluator(dataset, [METRIC])
     evaluator.documents = documents
     encoder = DualEncoder.from_pretrained(model, device="cpu")
@@ -236,13 +273,13 @@ def score(model: Any, dataset: BeirDataset, documents: StoreDocuments) -> float:
 
 
 def cpu_seconds_of_children() -> float:
-    """Return the CPU time of all processes that this one has started."""
+    """Return the CPU time of all finished child processes."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def choose_rate(args: argparse.Namespace, name: str) -> str:
-    """Return the rate with the best dev score of the first seed."""
+    """Return the learning rate with the best dev score of the first seed."""
     scores = {}
     for rate in args.rates or ARMS[name].rates:
         file = args.output / f"{args.name}-{name}-{rate}-{args.seeds[0]}.json"

@@ -1,10 +1,11 @@
-"""Hold out dev and test sets from a file of training pairs, by a hash of the passage.
+"""Split training pairs into train, dev and test sets, by a hash of the passage.
 
     python eval/study/split_pairs.py PAIRS OUT
 
-Where passages occur more than once, splitting by question would put the same passage into training and test. Here a
-hash of the passage's text decides, so that every run and machine agrees. Of a BEIR folder, which has its test set, the
-split `train` is parted by document into `train` and `dev`; corpus and queries stay whole.
+If a passage occurs in several pairs, a split by query would put the same passage into the training
+and the test set. This program splits by a hash of the passage's text, so that the split is also the
+same on every machine. A BEIR folder already has a test set; in this case the program splits its
+`train` judgements by document into `train` and `dev`, and copies corpus and queries unchanged.
 """
 
 from __future__ import annotations
@@ -15,184 +16,241 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from contaccum.data import load_beir_folder, load_training_data
 from contaccum.data.beir import is_beir_folder
 from contaccum.errors import DataError, UserError
 from contaccum.files import atomic_folder
 
-Pair = tuple[str, str, str]  # hash of the passage, query, passage
+
+class Pair(NamedTuple):
+    """A training pair."""
+
+    digest: str  # SHA-256 of the passage, in hexadecimal
+    query: str
+    passage: str
 
 
 def split_pairs(source: str, output: str, dev: float, test: float) -> dict[str, int]:
-    """Write ``output/train.jsonl`` and the BEIR folders ``output/dev`` and ``output/test``; returns counts.
+    """Write ``output/train.jsonl`` and the BEIR folders ``output/dev`` and ``output/test``.
 
-    Passages are ordered by a hash of their text: the last share (``dev``) is the dev set, the one before it (``test``)
-    the test set. A corpus is its set's own passages; equal passages are one document. A training pair whose query is
-    also asked in a held-out set is left out, and so is a test query that dev asks.
+    Passages are ordered by a hash of their text. The last share (``dev``) is the dev set, the share
+    (``test``) before it is the test set. The corpus of a set has the passages of this set; equal
+    passages are one document. A training pair is left out if its query occurs in dev or test, and a
+    test pair is left out if its query occurs in dev.
+
+    Returns:
+        Number of training pairs, of dev and test queries, and of pairs that were left out.
 
     Raises:
-        DataError: for unreadable input, or a part that comes out empty.
+        DataError: the input cannot be read, or one of the parts is empty.
     """
     dataset = load_training_data(source, on_bad_record="skip", positives="first").dataset
     parts: dict[str, list[Pair]] = {"train": [], "dev": [], "test": []}
     for row in dataset:
-        digest = hashlib.sha256(row["positive"].encode()).hexdigest()
-        place = _place(row["positive"])
-        part = "dev" if place >= 1 - dev else "test" if place >= 1 - dev - test else "train"
-        parts[part].append((digest, row["query"], row["positive"]))
-    pairs_before = len(parts["train"]) + len(parts["test"])
-    asked = {query for _, query, _ in parts["dev"]}
-    parts["test"] = [pair for pair in parts["test"] if pair[1] not in asked]
-    asked |= {query for _, query, _ in parts["test"]}
-    parts["train"] = [pair for pair in parts["train"] if pair[1] not in asked]
+        passage = row["positive"]
+        digest = hashlib.sha256(passage.encode()).hexdigest()
+        position = hash_to_unit_interval(passage)
+        if position >= 1 - dev:
+            part = "dev"
+        elif position >= 1 - dev - test:
+            part = "test"
+        else:
+            part = "train"
+        parts[part].append(Pair(digest, row["query"], passage))
+    num_pairs_before = len(parts["train"]) + len(parts["test"])
+    held_out_queries = {pair.query for pair in parts["dev"]}
+    parts["test"] = [pair for pair in parts["test"] if pair.query not in held_out_queries]
+    held_out_queries.update(pair.query for pair in parts["test"])
+    parts["train"] = [pair for pair in parts["train"] if pair.query not in held_out_queries]
     for name, pairs in parts.items():
         if not pairs:
             raise DataError(f"{source}: its {name} part is empty; give it a larger share")
 
     with atomic_folder(output) as folder:
-        lines = (
-            json.dumps({"query": query, "positive": passage}) + "\n"
-            for _, query, passage in parts["train"]
-        )
-        (folder / "train.jsonl").write_text("".join(lines), encoding="utf-8")
-        held_out = {name: _write_beir(parts[name], folder / name) for name in ("dev", "test")}
-    left_out = pairs_before - len(parts["train"]) - len(parts["test"])
-    return {"train": len(parts["train"]), **held_out, "left_out": left_out}
+        train_rows = [{"query": pair.query, "positive": pair.passage} for pair in parts["train"]]
+        write_jsonl(folder / "train.jsonl", train_rows)
+        num_dev_queries = write_beir_folder(parts["dev"], folder / "dev")
+        num_test_queries = write_beir_folder(parts["test"], folder / "test")
+    num_train_pairs = len(parts["train"])
+    return {
+        "train": num_train_pairs,
+        "dev": num_dev_queries,
+        "test": num_test_queries,
+        "left_out": num_pairs_before - num_train_pairs - len(parts["test"]),
+    }
+
+
+def write_beir_folder(pairs: list[Pair], folder: Path) -> int:
+    """Write pairs as a BEIR folder with the split ``test``; return the number of queries."""
+    (folder / "qrels").mkdir(parents=True)
+    documents: dict[str, str] = {}
+    query_ids: dict[str, str] = {}
+    qrels_lines = []
+    for pair in dict.fromkeys(pairs):  # without duplicates, in the same order
+        document_id = pair.digest[:16]
+        documents[document_id] = pair.passage
+        query_id = query_ids.setdefault(pair.query, f"q{len(query_ids)}")
+        qrels_lines.append(f"{query_id}\t{document_id}\t1")
+    write_qrels(folder / "qrels" / "test.tsv", qrels_lines)
+    write_corpus_and_queries(folder, documents, query_ids)
+    return len(query_ids)
 
 
 def write_whole_corpus(split: str, output: str) -> None:
-    """Write the parts of a split as one BEIR folder, in which all passages are one corpus.
+    """Write all parts of a split as one BEIR folder with one corpus of all passages.
 
     Args:
         split: the folder that `split_pairs` wrote.
         output: a new folder, with the splits train, dev and test.
     """
-    source = Path(split)
     documents: dict[str, str] = {}
-    queries: dict[str, str] = {}
+    query_ids: dict[str, str] = {}
     with atomic_folder(output) as folder:
         (folder / "qrels").mkdir()
         for part in ("train", "dev", "test"):
-            lines = ["query-id\tcorpus-id\tscore"]
-            for query, passage in _pairs_of_part(source, part):
-                document = hashlib.sha256(passage.encode()).hexdigest()[:16]
-                documents[document] = passage
-                name = queries.setdefault(query, f"q{len(queries)}")
-                lines.append(f"{name}\t{document}\t1")
-            (folder / "qrels" / f"{part}.tsv").write_text("\n".join([*lines, ""]), encoding="utf-8")
-        corpus = [{"_id": name, "title": "", "text": text} for name, text in documents.items()]
-        asked = [{"_id": name, "text": text} for text, name in queries.items()]
-        for name, records in (("corpus.jsonl", corpus), ("queries.jsonl", asked)):
-            text = "".join(json.dumps(record) + "\n" for record in records)
-            (folder / name).write_text(text, encoding="utf-8")
+            qrels_lines = []
+            for query, passage in read_part(Path(split), part):
+                document_id = hashlib.sha256(passage.encode()).hexdigest()[:16]
+                documents[document_id] = passage
+                query_id = query_ids.setdefault(query, f"q{len(query_ids)}")
+                qrels_lines.append(f"{query_id}\t{document_id}\t1")
+            write_qrels(folder / "qrels" / f"{part}.tsv", qrels_lines)
+        write_corpus_and_queries(folder, documents, query_ids)
 
 
-def _pairs_of_part(source: Path, part: str) -> list[tuple[str, str]]:
+def read_part(split: Path, part: str) -> list[tuple[str, str]]:
     """Return the queries and passages of a part that `split_pairs` wrote."""
     if part == "train":
-        lines = (source / "train.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (split / "train.jsonl").read_text(encoding="utf-8").splitlines()
         records = [json.loads(line) for line in lines]
         return [(record["query"], record["positive"]) for record in records]
-    dataset = load_beir_folder(source / part, "test")
+    dataset = load_beir_folder(split / part, "test")
     pairs = []
-    for query, judged in dataset.qrels.items():
-        for document in judged:
-            pairs.append((dataset.queries[query], dataset.corpus[document]["text"]))
+    for query_id, grades in dataset.qrels.items():
+        for document_id in grades:
+            pairs.append((dataset.queries[query_id], dataset.corpus[document_id]["text"]))
     return pairs
+
+
+def write_qrels(path: Path, lines: list[str]) -> None:
+    header = "query-id\tcorpus-id\tscore"
+    path.write_text("\n".join([header, *lines, ""]), encoding="utf-8")
+
+
+def write_corpus_and_queries(
+    folder: Path, documents: dict[str, str], query_ids: dict[str, str]
+) -> None:
+    """Write corpus.jsonl from {document id: text} and queries.jsonl from {text: query id}."""
+    corpus_rows = []
+    for document_id, text in documents.items():
+        corpus_rows.append({"_id": document_id, "title": "", "text": text})
+    query_rows = [{"_id": query_id, "text": text} for text, query_id in query_ids.items()]
+    write_jsonl(folder / "corpus.jsonl", corpus_rows)
+    write_jsonl(folder / "queries.jsonl", query_rows)
+
+
+def write_jsonl(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def split_judgements(
     source: str, output: str, dev: float, by_query: bool = False
 ) -> dict[str, int]:
-    """Copy a BEIR folder to ``output``, its split `train` parted by document; returns counts of queries.
+    """Copy a BEIR folder to ``output``, and split its train judgements into train and dev.
 
-    A query with documents in both parts is asked in `dev` alone, whose documents `train` judges no more.
+    If one document of a query is in the dev part, all judgements of this query go to dev.
+    Judgements of dev documents are removed from train.
 
     Args:
-        by_query: part it by query: documents may be relevant in both parts, as they may be in
-            `train` and `test` of the published set.
+        source: a BEIR folder with the split train.
+        output: a new folder.
+        dev: share of the documents, or of the queries, that goes to dev.
+        by_query: split by query instead of by document. Documents may then be relevant in both
+        parts,
+            as in the train and test splits of the published set.
+
+    Returns:
+        Number of queries in train and dev.
     """
     with atomic_folder(output) as folder:
         shutil.copytree(source, folder, dirs_exist_ok=True)
         header, *lines = (folder / "qrels" / "train.tsv").read_text(encoding="utf-8").splitlines()
-        judged = [line.split("\t") for line in lines]
-        asked = {
-            query
-            for query, document, _ in judged
-            if _place(query if by_query else document) >= 1 - dev
-        }
-        held_out = set()
+        judgements = [line.split("\t") for line in lines]
+        dev_queries = set()
+        for query_id, document_id, _ in judgements:
+            key = query_id if by_query else document_id
+            if hash_to_unit_interval(key) >= 1 - dev:
+                dev_queries.add(query_id)
+        dev_documents = set()
         if not by_query:
-            held_out = {document for query, document, _ in judged if query in asked}
-        parts = {
-            "train": [row for row in judged if row[0] not in asked and row[1] not in held_out],
-            "dev": [row for row in judged if row[0] in asked],
-        }
-        for name, rows in parts.items():
-            text = "\n".join([header, *("\t".join(row) for row in rows), ""])
+            for query_id, document_id, _ in judgements:
+                if query_id in dev_queries:
+                    dev_documents.add(document_id)
+        parts: dict[str, list[list[str]]] = {"train": [], "dev": []}
+        for judgement in judgements:
+            query_id, document_id, _ = judgement
+            if query_id in dev_queries:
+                parts["dev"].append(judgement)
+            elif document_id not in dev_documents:
+                parts["train"].append(judgement)
+        for name, part in parts.items():
+            part_lines = ["\t".join(judgement) for judgement in part]
+            text = "\n".join([header, *part_lines, ""])
             (folder / "qrels" / f"{name}.tsv").write_text(text, encoding="utf-8")
-    return {name: len({query for query, *_ in rows}) for name, rows in parts.items()}
+    num_queries = {}
+    for name, part in parts.items():
+        num_queries[name] = len({judgement[0] for judgement in part})
+    return num_queries
 
 
-def _place(text: str) -> float:
-    """Where a hash puts ``text`` between 0 and 1."""
+def hash_to_unit_interval(text: str) -> float:
+    """Map ``text`` to a number between 0 and 1 by a hash, the same on every machine."""
     return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16) / 16**15
 
 
-def _write_beir(pairs: list[Pair], folder: Path) -> int:
-    """A BEIR folder with the split ``test``; returns how many queries it has."""
-    (folder / "qrels").mkdir(parents=True)
-    documents = {digest[:16]: passage for digest, _, passage in pairs}
-    queries = {
-        query: f"q{number}"
-        for number, query in enumerate(dict.fromkeys(query for _, query, _ in pairs))
-    }
-    judged = [f"{queries[query]}\t{digest[:16]}\t1" for digest, query, _ in dict.fromkeys(pairs)]
-    corpus = [
-        json.dumps({"_id": name, "title": "", "text": text}) for name, text in documents.items()
-    ]
-    asked = [json.dumps({"_id": name, "text": text}) for text, name in queries.items()]
-    files = {
-        "qrels/test.tsv": ["query-id\tcorpus-id\tscore", *judged],
-        "corpus.jsonl": corpus,
-        "queries.jsonl": asked,
-    }
-    for name, lines in files.items():
-        (folder / name).write_text("\n".join([*lines, ""]), encoding="utf-8")
-    return len(queries)
-
-
-if __name__ == "__main__":
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("pairs", help="pairs in any format that `contaccum train` reads")
+    parser.add_argument("pairs", help="pairs in any format of `contaccum train`, or a BEIR folder")
     parser.add_argument(
-        "output",
-        help="a new folder: train.jsonl, and dev and test as BEIR folders; or a BEIR folder",
+        "output", help="a new folder: train.jsonl and the BEIR folders dev and test"
     )
-    parser.add_argument("--dev", type=float, default=0.1, help="share of the passages")
+    parser.add_argument("--dev", type=float, default=0.1, help="share of passages in the dev set")
     parser.add_argument(
-        "--by_query", action="store_true", help="of a BEIR folder: hold out queries, not documents"
+        "--by_query",
+        action="store_true",
+        help="for a BEIR folder: hold out queries instead of documents",
     )
     parser.add_argument(
-        "--whole_corpus", metavar="FOLDER", help="the same as one BEIR folder, over all passages"
+        "--whole_corpus",
+        metavar="FOLDER",
+        help="also write the split as one BEIR folder whose corpus has all passages",
     )
-    parser.add_argument("--test", type=float, default=0.1, help="share of the passages")
-    options = parser.parse_args()
+    parser.add_argument("--test", type=float, default=0.1, help="share of passages in the test set")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_arguments()
+    if Path(options.output).exists():
+        raise DataError(f"{options.output}: exists already; choose another folder or remove it")
+    if is_beir_folder(options.pairs):
+        counts = split_judgements(options.pairs, options.output, options.dev, options.by_query)
+    else:
+        counts = split_pairs(options.pairs, options.output, options.dev, options.test)
+        if options.whole_corpus:
+            write_whole_corpus(options.output, options.whole_corpus)
+    formatted_counts = ", ".join(f"{part} {count:,}" for part, count in counts.items())
+    print(f"{options.output}: {formatted_counts}")
+
+
+if __name__ == "__main__":
     try:
-        if Path(options.output).exists():
-            raise DataError(f"{options.output}: exists already; choose another folder or remove it")
-        if is_beir_folder(options.pairs):
-            split = split_judgements(options.pairs, options.output, options.dev, options.by_query)
-        else:
-            split = split_pairs(options.pairs, options.output, options.dev, options.test)
-            if options.whole_corpus:
-                write_whole_corpus(options.output, options.whole_corpus)
-        print(
-            f"{options.output}: " + ", ".join(f"{part} {count:,}" for part, count in split.items())
-        )
+        main()
     except UserError as error:
         print(f"split_pairs: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,20 +1,20 @@
 r"""A plain float64 reference of `BankedInfoNCE`: the history of all pairs, and one dense matrix.
 
 Every micro-step scores all rows against all columns again, and autograd computes the gradients.
-Nothing is taken from the package, neither code nor constants nor the state of a loss.
+The reference imports nothing from the package: no code, no constants, no state of a loss.
 
-Row i is a local or a banked query q_i, column j a local or a banked document d_j. A banked document
-has moved with the mean of the passage tower, which was m_j when it came and is m now:
+Row i is a local or banked query q_i, column j a local or banked document d_j. A banked document
+moves with the mean of the passage tower, which was m_j when the document was stored and is m now:
 
     s_ij = q_i · (d_j - m_j + m)
-    l_i  = log(sum_j w_j exp(s_ij / tau)) - s_ii+ / tau
+    l_i  = log(sum_j w_j exp(s_ij / tau)) - s_ip(i) / tau
     loss = (sum of l_i over local rows + w * sum of l_i over banked rows) / n
 
-i+ is the passage that came with query i. w is the weight of a banked pair, and w_j is w for banked
-columns other than i+, else 1. The sum over j leaves out the false negatives of row i. A banked row
-pushes on the local documents from where its query is by now: their gradient is that of q_i plus the
-movement of the mean of the query tower. Other directions than ``query_to_doc``, and hardness
-weights, contrast the micro-batch alone.
+p(i) is the passage that came with query i. w is the weight of a banked pair; w_j is w for banked
+columns other than p(i), and 1 for all other columns. The sum over j excludes the false negatives of
+row i. The gradient that a banked row gives to local documents is computed with q_i plus the
+movement of the query tower's mean since q_i was stored. Directions other than ``query_to_doc``, and
+hardness weights, use the micro-batch alone.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 NO_ID = -(2**63)
-HORIZON = 128  # pairs over which a running mean forgets
-RESIDUAL_BOUND = 0.08  # drift beyond the mean shift at which an entry retires
-PAIRS_PER_MEAN = 64  # at most so many pairs share one mean of the query tower
+HORIZON = 128  # pairs after which the weight in a running mean has fallen to 1/e
+RESIDUAL_BOUND = 0.08  # residual drift at which an entry retires
+PAIRS_PER_MEAN = 64  # maximum number of pairs that share one mean of the query tower
 MAX_PROBES = 34
 ROW_TOWERS = {"query_to_query": "query", "doc_to_query": "document", "doc_to_doc": "document"}
 COLUMN_TOWERS = {"query_to_query": "query", "doc_to_query": "query", "doc_to_doc": "document"}
 
 
 class Pair(NamedTuple):
-    """A pair as it came, with the mean of the passage tower at that time."""
+    """A pair of the history, with the mean of the passage tower at the time of storing."""
 
     query: Tensor  # (d,)
     documents: Tensor  # (1 + h, d), its passage and its hard negatives
-    query_id: Tensor  # (), NO_ID without one
+    query_id: Tensor  # (), NO_ID if it has no id
     document_ids: Tensor  # (1 + h,)
     guide_query: Tensor  # (g,), g = 0 without a guide
     guide_documents: Tensor  # (1 + h, g)
@@ -50,38 +50,38 @@ class Pair(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """Texts of one tower, in the order of their pairs: rows or columns of the matrix."""
+    """Texts of one tower, in the order of their pairs: the rows or the columns of the matrix."""
 
     embeddings: Tensor  # (t, d)
     pair_index: Tensor  # (t,), the pair that a text belongs to
-    query_ids: Tensor  # (t,), id of the query of that pair, NO_ID for hard negatives
-    document_ids: Tensor  # (t,), id of the document; of a query's passage, for queries
+    query_ids: Tensor  # (t,), id of the pair's query; NO_ID for hard negatives
+    document_ids: Tensor  # (t,), id of the document; for a query, id of its passage
     guide: Tensor  # (t, g)
 
 
 class TowerMean:
-    """Exponentially weighted mean of one tower; it follows a jump of the encoder at once."""
+    """Exponentially weighted mean of one tower, which follows a jump of the encoder at once."""
 
     def __init__(self, mean: Tensor, weight: float = 0.0, variance: float = 0.0) -> None:
         self.mean = mean
         self.weight = weight
         self.variance = variance
 
-    def after(self, embeddings: Tensor) -> TowerMean:
+    def compute_next(self, embeddings: Tensor) -> TowerMean:
         """Return the mean after a micro-batch (n, d)."""
         n = len(embeddings)
         batch_mean = embeddings.mean(0)
         batch_variance = (embeddings - batch_mean).square().sum(1).mean().item()
-        distance = (batch_mean - self.mean).square().sum().item()
+        squared_distance = (batch_mean - self.mean).square().sum().item()
         noise = self.variance * (1 / n + 1 / (2 * HORIZON))
         jump = 0.0
-        if n > 1 and self.weight > 0 and distance > 0:
-            jump = max(1 - 2 * noise / distance, 0.0)
-        forgotten = 1 - math.exp(-n / HORIZON)
-        weight = self.weight * (1 - forgotten) + forgotten
-        gain = forgotten / weight
+        if n > 1 and self.weight > 0 and squared_distance > 0:
+            jump = max(1 - 2 * noise / squared_distance, 0.0)
+        step = 1 - math.exp(-n / HORIZON)
+        weight = self.weight * (1 - step) + step
+        gain = step / weight
         if self.weight > 0 and jump == 0:
-            new_variance = batch_variance + distance
+            new_variance = batch_variance + squared_distance
         else:
             new_variance = batch_variance * n / max(n - 1, 1)
         return TowerMean(
@@ -92,7 +92,7 @@ class TowerMean:
 
 
 class DenseReference:
-    """The loss of each micro-batch against the pairs in use; settings are named as in the package.
+    """The loss of each micro-batch against the pairs in use, with the settings of BankedInfoNCE.
 
     Args:
         dim: the embedding size d.
@@ -101,8 +101,8 @@ class DenseReference:
     Attributes:
         history: all pairs since the start.
         oldest_in_use: number of the oldest pair that the ring holds and that has not retired.
-        masked_share: of the local rows' columns of ``query_to_doc``, their positives aside, in the
-            last micro-step.
+        masked_share: fraction of the columns that are excluded for the local rows of the last
+            micro-step, in ``query_to_doc`` and without their positives.
     """
 
     def __init__(
@@ -145,11 +145,11 @@ class DenseReference:
         self.partition_mode = partition_mode
 
         self.history: list[Pair] = []
-        self.query_means: list[Tensor] = []  # of the query tower, when each pair was stored
+        self.query_means: list[Tensor] = []  # query tower's mean when each pair was stored
         zeros = torch.zeros(dim, dtype=torch.float64)
         self.query_mean = TowerMean(zeros)
         self.passage_mean = TowerMean(zeros)
-        self.probes: list[tuple[int, Tensor, Tensor]] = []  # pairs seen, queries, passages
+        self.probes: list[tuple[int, Tensor, Tensor]] = []  # number of pairs, queries, passages
         self.age_limit = bank_size
         self.oldest_in_use = 0
         self.update_start = 0
@@ -158,7 +158,7 @@ class DenseReference:
         while 2 * self.block_size * 32 <= bank_size:
             self.block_size *= 2
 
-    # What happens to a loss
+    # Calls of a training loop
 
     def micro_step(
         self,
@@ -166,12 +166,12 @@ class DenseReference:
         ids: Sequence[Tensor] = (),
         guide: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Compute the loss of a micro-batch, and store it.
+        """Compute the loss of a micro-batch, and store the micro-batch in the history.
 
         Args:
             inputs: queries (n, d), passages (n, d) and, if any, hard negatives (n, h, d).
-            ids: of the same texts, or nothing.
-            guide: embeddings of the same texts by a guide, or nothing.
+            ids: ids of the same texts, or an empty sequence.
+            guide: guide embeddings of the same texts, or an empty sequence.
         """
         embeddings = [self._normalize(x) for x in inputs]
         queries = embeddings[0]
@@ -181,10 +181,10 @@ class DenseReference:
         query_mean = self.query_mean
         passage_mean = self.passage_mean
         if self._moves_entries() and not self.probes:
-            query_mean = query_mean.after(queries.detach())
-            passage_mean = passage_mean.after(embeddings[1].detach())
+            query_mean = query_mean.compute_next(queries.detach())
+            passage_mean = passage_mean.compute_next(embeddings[1].detach())
         local = make_pairs(queries, documents, ids, guide, passage_mean.mean)
-        loss = self._loss(local)
+        loss = self._compute_loss(local)
         is_finite = bool(loss.isfinite()) and all(bool(x.isfinite().all()) for x in inputs)
         if is_finite:
             self.query_mean = query_mean
@@ -194,13 +194,13 @@ class DenseReference:
         return loss
 
     def end_update(self) -> None:
-        """Entries that are stored now are of an older encoder."""
+        """End an update: all stored pairs count as encoded by an older encoder."""
         self.update_start = len(self.history)
         if self.drift_compensation == "fresh":
             self.oldest_in_use = len(self.history)
 
     def observe_probe(self, queries: Tensor, passages: Tensor) -> None:
-        """Move the means as the means of the probe's texts (S, d) have moved."""
+        """Move the towers' means by the mean shift of the probe's texts, (S, d) each."""
         queries = self._normalize(queries)
         passages = self._normalize(passages)
         num_pairs = len(self.history)
@@ -212,7 +212,7 @@ class DenseReference:
                 self.passage_mean.mean = self.passage_mean.mean + (passages - old_passages).mean(0)
         spacing = max(64, self.bank_size // 32 + 1)
         if len(self.probes) > 1 and self.probes[-1][0] - self.probes[-2][0] < spacing:
-            del self.probes[-1]  # the latest one stays only if it is far from the one before it
+            del self.probes[-1]  # the latest probe is too close to the one before it
         self.probes.append((num_pairs, queries, passages))
         self.probes = self.probes[-MAX_PROBES:]
         if self.drift_compensation != "auto":
@@ -221,9 +221,9 @@ class DenseReference:
         if not is_first:
             self.update_start = num_pairs
 
-    # The loss
+    # Computation of the loss
 
-    def _loss(self, local: list[Pair]) -> Tensor:
+    def _compute_loss(self, local: list[Pair]) -> Tensor:
         """Compute the loss over the local and the banked rows."""
         n = len(local)
         banked_numbers = []
@@ -234,32 +234,32 @@ class DenseReference:
         num_rows = len(pairs) if self.has_query_bank else n
         passage_mean = local[0].passage_mean
 
-        rows = query_texts(pairs[:num_rows])
-        columns = document_texts(pairs, passage_mean)
+        rows = make_query_texts(pairs[:num_rows])
+        columns = make_document_texts(pairs, passage_mean)
         drift = torch.zeros_like(rows.embeddings)
         if self._moves_entries():
             for row, number in enumerate(banked_numbers[: num_rows - n], start=n):
-                drift[row] = self.query_mean.mean - self._stored_query_mean(number)
+                drift[row] = self.query_mean.mean - self._get_stored_query_mean(number)
         similarities = rows.embeddings @ columns.embeddings.T
         gradient_only = columns.embeddings - columns.embeddings.detach()
         similarities = similarities + drift @ gradient_only.T
 
         is_local_column = columns.pair_index < n
-        is_positive = _first_column_of_pair(rows, columns)
+        is_positive = _find_positives(rows, columns)
         positive_similarities = similarities[is_positive]
         guide_cosines = (rows.guide * columns.guide[is_positive.int().argmax(1)]).sum(1)
-        excluded = self._false_negatives(
+        excluded = self._find_false_negatives(
             "query_to_doc", rows, columns, similarities, positive_similarities, guide_cosines
         )
         excluded &= ~is_positive
         self.masked_share = excluded[:n].sum().item() / max(n * (len(is_local_column) - 1), 1)
 
-        weight = self._weight()
-        counts = torch.full_like(similarities, weight)
-        counts[is_positive | is_local_column] = 1.0
-        logits = similarities / self.temperature + counts.log()
+        weight = self._compute_bank_weight()
+        column_weights = torch.full_like(similarities, weight)
+        column_weights[is_positive | is_local_column] = 1.0
+        logits = similarities / self.temperature + column_weights.log()
         if self.hardness_mode is not None:
-            is_weighted = self._has_hardness(rows, columns) & is_local_column
+            is_weighted = self._find_hardness_negatives(rows, columns) & is_local_column
             is_weighted[n:] = False
             logits = logits + is_weighted * self.hardness_strength * similarities.detach()
         logits = logits.masked_fill(excluded, -math.inf)
@@ -270,40 +270,40 @@ class DenseReference:
         local_sums = [log_sums[:n]]
         for direction in self.directions:
             if direction != "query_to_doc":
-                other = self._direction_log_sums(
+                direction_sums = self._compute_direction_log_sums(
                     direction, local, positive_similarities[:n], guide_cosines[:n]
                 )
-                local_sums.append(other)
+                local_sums.append(direction_sums)
         if self.partition_mode == "joint":
             local_losses = torch.stack(local_sums).logsumexp(0) - positive_logits[:n]
-            banked_share = 1.0
+            banked_factor = 1.0
         else:
             local_losses = torch.stack(local_sums).mean(0) - positive_logits[:n]
-            banked_share = 1 / len(self.directions)
+            banked_factor = 1 / len(self.directions)
 
-        total = local_losses.sum() + banked_share * weight * banked_losses.sum()
+        total = local_losses.sum() + banked_factor * weight * banked_losses.sum()
         if self.normalize_by == "all":
             return total / (n + weight * len(banked_losses))
         return total / n
 
-    def _direction_log_sums(
+    def _compute_direction_log_sums(
         self,
         direction: str,
         local: list[Pair],
         positive_similarities: Tensor,
         guide_cosines: Tensor,
     ) -> Tensor:
-        """Contrast the micro-batch with itself in another direction: (n,)."""
+        """Compute the log-sums (n,) of the micro-batch against itself in another direction."""
         passage_mean = local[0].passage_mean
-        documents = document_texts(local, passage_mean)
-        texts = {"query": query_texts(local), "document": documents}
+        documents = make_document_texts(local, passage_mean)
+        texts = {"query": make_query_texts(local), "document": documents}
         rows = texts[ROW_TOWERS[direction]]
         columns = texts[COLUMN_TOWERS[direction]]
         if ROW_TOWERS[direction] == "document":
-            passages = _positions_of_passages(documents)
+            passages = _find_passages(documents)
             rows = Texts(*(values[passages] for values in documents))
         similarities = rows.embeddings @ columns.embeddings.T
-        excluded = self._false_negatives(
+        excluded = self._find_false_negatives(
             direction, rows, columns, similarities, positive_similarities, guide_cosines
         )
         is_own_pair = rows.pair_index[:, None] == columns.pair_index
@@ -313,7 +313,7 @@ class DenseReference:
             excluded |= is_own_pair
         return (similarities / self.temperature).masked_fill(excluded, -math.inf).logsumexp(1)
 
-    def _false_negatives(
+    def _find_false_negatives(
         self,
         direction: str,
         rows: Texts,
@@ -322,14 +322,14 @@ class DenseReference:
         positive_similarities: Tensor,
         guide_cosines: Tensor,
     ) -> Tensor:
-        """Find the columns that a row must not be contrasted with, its own positive perhaps.
+        """Find the false negatives of each row; the row's own positive may be among them.
 
-        The decision was taken when row and column first met. It is the same now: all documents of
-        the matrix have moved by one vector since.
+        BankedInfoNCE decides this when a row and a column are first scored. The decision is the
+        same later, because all documents of the matrix have moved by the same vector.
 
         Args:
-            positive_similarities: (r,), of each row's pair.
-            guide_cosines: (r,), of the same pairs, by the guide.
+            positive_similarities: (r,), similarity of each row's query and its own positive.
+            guide_cosines: (r,), cosine of the same texts by the guide.
         """
         excluded = torch.zeros(similarities.shape, dtype=torch.bool)
         if self.mask_duplicates:
@@ -354,18 +354,18 @@ class DenseReference:
             excluded |= rows.guide @ columns.guide.T > ceilings[:, None]
         return excluded
 
-    def _has_hardness(self, rows: Texts, columns: Texts) -> Tensor:
-        """Find the negatives that ``hardness_mode`` names."""
+    def _find_hardness_negatives(self, rows: Texts, columns: Texts) -> Tensor:
+        """Find the negatives that get a hardness weight, bool (r, c)."""
         is_own_pair = rows.pair_index[:, None] == columns.pair_index
-        is_positive = _first_column_of_pair(rows, columns)
+        is_positive = _find_positives(rows, columns)
         if self.hardness_mode == "in_batch_negatives":
             return ~is_own_pair
         if self.hardness_mode == "hard_negatives":
             return is_own_pair & ~is_positive
         return ~is_positive
 
-    def _weight(self) -> float:
-        """Return how often a banked pair counts."""
+    def _compute_bank_weight(self) -> float:
+        """Compute the weight of one banked pair."""
         if self.bank_weight <= 1:
             return self.bank_weight
         in_use = len(self.history) - self.oldest_in_use
@@ -376,10 +376,10 @@ class DenseReference:
             return normalize(embeddings, dim=-1)
         return embeddings
 
-    # The pairs in use
+    # Pairs in use
 
     def _store(self, local: list[Pair], is_finite: bool) -> None:
-        """Append the micro-batch, and forget whole blocks of the oldest pairs."""
+        """Append the micro-batch, and retire whole blocks of the oldest pairs."""
         for pair in local:
             documents = pair.documents.detach()
             document_ids = pair.document_ids
@@ -408,8 +408,8 @@ class DenseReference:
         num_blocks_gone = max(num_blocks_retired, num_blocks_overwritten)
         self.oldest_in_use = max(self.oldest_in_use, num_blocks_gone * self.block_size)
 
-    def _stored_query_mean(self, number: int) -> Tensor:
-        """Return the mean of the query tower for a pair: that of the first pair of its run."""
+    def _get_stored_query_mean(self, number: int) -> Tensor:
+        """Return the query tower's mean that is stored for the run of a pair."""
         pairs_per_run = min(self.block_size, PAIRS_PER_MEAN)
         return self.query_means[number - number % pairs_per_run]
 
@@ -417,29 +417,33 @@ class DenseReference:
         return self.drift_compensation in ("auto", "mean")
 
     def _centres_passages(self, documents: Tensor) -> bool:
-        """Whether an entry of an older encoder is in use; one document would leave no gradient."""
+        """Return True if the passages' gradients are centred.
+
+        They are centred if pairs of an older encoder are in use. The gradient of a single document
+        is not centred, because it would become zero.
+        """
         has_aged_entries = self.update_start > self.oldest_in_use
         num_documents = documents.shape[0] * documents.shape[1]
         return self.drift_compensation == "auto" and has_aged_entries and num_documents > 1
 
     def _age_at_residual_bound(self) -> float:
-        """Interpolate the age in pairs at which the passages' residual drift reaches the bound."""
+        """Interpolate the age in pairs at which the residual of the passages reaches the bound."""
         latest_pairs, _, latest = self.probes[-1]
         younger_age = 0.0
         younger_residual = 0.0
         for pairs, _, passages in reversed(self.probes[:-1]):
-            residual = math.sqrt(_variance(latest - passages) / _variance(latest))
+            residual = math.sqrt(_compute_variance(latest - passages) / _compute_variance(latest))
             age = latest_pairs - pairs
             if residual > RESIDUAL_BOUND:
-                share = (RESIDUAL_BOUND - younger_residual) / (residual - younger_residual)
-                return younger_age + share * (age - younger_age)
+                fraction = (RESIDUAL_BOUND - younger_residual) / (residual - younger_residual)
+                return younger_age + fraction * (age - younger_age)
             younger_age = age
             younger_residual = residual
         return math.inf
 
 
 def join_documents(embeddings: Sequence[Tensor]) -> Tensor:
-    """Join passages (n, d) and hard negatives (n, h, d), the queries aside: (n, 1 + h, d)."""
+    """Join passages (n, d) and hard negatives (n, h, d) to (n, 1 + h, d), and skip the queries."""
     return torch.cat([embeddings[1][:, None], *embeddings[2:]], dim=1)
 
 
@@ -477,7 +481,7 @@ def make_pairs(
     return pairs
 
 
-def query_texts(pairs: Sequence[Pair]) -> Texts:
+def make_query_texts(pairs: Sequence[Pair]) -> Texts:
     """Return the queries of pairs."""
     return Texts(
         embeddings=torch.stack([pair.query for pair in pairs]),
@@ -488,8 +492,8 @@ def query_texts(pairs: Sequence[Pair]) -> Texts:
     )
 
 
-def document_texts(pairs: Sequence[Pair], passage_mean: Tensor) -> Texts:
-    """Return the passages and hard negatives of pairs, moved to the present ``passage_mean``."""
+def make_document_texts(pairs: Sequence[Pair], passage_mean: Tensor) -> Texts:
+    """Return the passages and hard negatives of pairs, moved to the current mean."""
     embeddings = []
     pair_index = []
     query_ids = []
@@ -509,15 +513,15 @@ def document_texts(pairs: Sequence[Pair], passage_mean: Tensor) -> Texts:
     )
 
 
-def _positions_of_passages(documents: Texts) -> Tensor:
+def _find_passages(documents: Texts) -> Tensor:
     """Return the position of each pair's passage, which is the first of its documents."""
     return torch.searchsorted(documents.pair_index, documents.pair_index.unique())
 
 
-def _first_column_of_pair(rows: Texts, columns: Texts) -> Tensor:
+def _find_positives(rows: Texts, columns: Texts) -> Tensor:
     """Return bool (r, c), True where the column is the passage of the row's pair."""
     is_passage = torch.zeros(len(columns.pair_index), dtype=torch.bool)
-    is_passage[_positions_of_passages(columns)] = True
+    is_passage[_find_passages(columns)] = True
     return (rows.pair_index[:, None] == columns.pair_index) & is_passage
 
 
@@ -529,15 +533,15 @@ def _subtract_mean_over_documents(gradient: Tensor) -> Tensor:
     return gradient - gradient.flatten(0, 1).mean(0)
 
 
-def _variance(embeddings: Tensor) -> float:
+def _compute_variance(embeddings: Tensor) -> float:
     """Return the mean squared distance of texts (S, d) from their mean."""
     return (embeddings - embeddings.mean(0)).square().sum(1).mean().item()
 
 
-def relative_errors(
+def compute_relative_errors(
     loss: Tensor, inputs: Sequence[Tensor], true_loss: Tensor, true_inputs: Sequence[Tensor]
 ) -> tuple[float, float]:
-    """Return the relative errors of a loss and of the gradients of its inputs."""
+    """Compute the relative errors of a loss and of the gradients of its inputs."""
     loss_error = abs(loss.item() - true_loss.item()) / max(1.0, abs(true_loss.item()))
     gradient = torch.cat([x.grad.flatten().double() for x in inputs])
     true_gradient = torch.cat([x.grad.flatten() for x in true_inputs])

@@ -1,4 +1,4 @@
-"""Random micro-batches for the tests of the bank, and one call of a loss with them."""
+"""Random micro-batches for the tests of the bank, and a call of the loss with them."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def draw_ids(
     return [torch.randint(num_texts, shape, generator=generator) for shape in shapes]
 
 
-def as_leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy tensors to leaves that take gradients."""
+def make_leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy tensors to leaf tensors that require gradients."""
     return [tensor.detach().clone().requires_grad_() for tensor in tensors]
 
 
@@ -46,7 +46,7 @@ def call_loss(
     ids: Sequence[Tensor] = (),
     guide: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Call the loss with ids by their names."""
+    """Call the loss with ids of queries, passages and hard negatives, as far as there are any."""
     names = ("query_ids", "passage_ids", "negative_ids")
     ids_by_name = dict(zip(names, ids, strict=False))
     return loss_fn(*embeddings, **ids_by_name, guide=guide)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from micro_batches import as_leaves, draw_embeddings
+from micro_batches import draw_embeddings, make_leaves
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from contaccum import BankedInfoNCE
 
-N, K, D = 8, 16, 32
-QUERIES, PASSAGES = 0, 1
+N = 8  # pairs per micro-batch
+K = 16  # micro-batches per update
+D = 32
+QUERIES = 0
+PASSAGES = 1
 TowerGradients = tuple[Tensor, Tensor]  # (n, d) of queries, (n + n h, d) of their documents
 
 
-def by_tower(inputs: list[Tensor]) -> TowerGradients:
+def get_tower_gradients(inputs: list[Tensor]) -> TowerGradients:
     """Return the gradients of queries, and of passages and hard negatives together."""
     documents = [x.grad.flatten(0, -2) for x in inputs[1:]]
     return inputs[0].grad, torch.cat(documents)
@@ -24,30 +27,33 @@ def by_tower(inputs: list[Tensor]) -> TowerGradients:
 def train(
     loss_fn: BankedInfoNCE, sizes: list[int], num_updates: int = 2, h: int = 2, seed: int = 3
 ) -> list[list[TowerGradients]]:
-    """Return the gradients of each micro-step of each update; embeddings move with the updates."""
+    """Return the gradients of every micro-step, one list per update.
+
+    The embeddings of each update are shifted by the number of the update.
+    """
     generator = torch.Generator().manual_seed(seed)
     gradients = []
     for update in range(num_updates):
         gradients_of_update = []
         for n in sizes:
             batch = draw_embeddings(n, h, D, generator)
-            inputs = as_leaves([x + update for x in batch])
+            inputs = make_leaves([x + update for x in batch])
             loss_fn(*inputs).backward()
-            gradients_of_update.append(by_tower(inputs))
+            gradients_of_update.append(get_tower_gradients(inputs))
         loss_fn.end_update()
         gradients.append(gradients_of_update)
     return gradients
 
 
 def spread_remainder(gradients: list[Tensor]) -> list[Tensor]:
-    """Spread the remainder of the micro-steps so far over the rows that are still to come."""
-    rows_to_come = sum(len(rows) for rows in gradients)
+    """Subtract the sum of the gradients so far, spread over the remaining rows of the update."""
+    num_remaining_rows = sum(len(rows) for rows in gradients)
     remainder = torch.zeros(D, dtype=torch.float64)
     centred = []
     for rows in gradients:
-        centred_rows = rows - (remainder + rows.sum(0)) / rows_to_come
+        centred_rows = rows - (remainder + rows.sum(0)) / num_remaining_rows
         remainder = remainder + centred_rows.sum(0)
-        rows_to_come -= len(rows)
+        num_remaining_rows -= len(rows)
         centred.append(centred_rows)
     return centred
 
@@ -62,7 +68,7 @@ def spread_remainder(gradients: list[Tensor]) -> list[Tensor]:
     ],
 )
 @pytest.mark.parametrize("h", [0, 2])
-def test_the_remainder_of_an_update_is_spread_over_the_rows_to_come(setting, centred_towers, h):
+def test_the_remainder_is_spread_over_the_remaining_rows(setting, centred_towers, h):
     centred_loss_fn = BankedInfoNCE(
         bank_size=200,
         drift_compensation="none",
@@ -91,7 +97,7 @@ def test_the_remainder_of_an_update_is_spread_over_the_rows_to_come(setting, cen
 
 
 @pytest.mark.parametrize("sizes", [[5, 8, 1, 3], [1] * 6, [17]])
-def test_updates_of_any_sizes_sum_to_zero_after_begin_update(sizes):
+def test_gradients_of_an_update_of_any_size_sum_to_zero_after_begin_update(sizes):
     loss_fn = BankedInfoNCE(0, center_gradients="both")
     generator = torch.Generator().manual_seed(0)
     for update in range(3):
@@ -100,26 +106,26 @@ def test_updates_of_any_sizes_sum_to_zero_after_begin_update(sizes):
         query_total = torch.zeros(D, dtype=torch.float64)
         passage_total = torch.zeros(D, dtype=torch.float64)
         for n in sizes_of_update:
-            inputs = as_leaves(draw_embeddings(n, 1, D, generator))
+            inputs = make_leaves(draw_embeddings(n, 1, D, generator))
             loss_fn(*inputs).backward()
-            query_gradients, passage_gradients = by_tower(inputs)
+            query_gradients, passage_gradients = get_tower_gradients(inputs)
             query_total += query_gradients.sum(0)
             passage_total += passage_gradients.sum(0)
         assert query_total.abs().max() < 1e-14
         assert passage_total.abs().max() < 1e-14
 
 
-def test_each_micro_batch_sums_to_zero_if_no_number_of_pairs_is_set():
+def test_gradients_of_each_micro_batch_sum_to_zero_without_a_number_of_pairs():
     loss_fn = BankedInfoNCE(64, center_gradients="both", drift_compensation="none")
     for update in train(loss_fn, [N, N, 3, 1]):
         for query_gradients, passage_gradients in update:
             assert passage_gradients.sum(0).abs().max() < 1e-14
             assert query_gradients.abs().max() > 0
-            if len(query_gradients) > 1:  # a single row would take itself out
+            if len(query_gradients) > 1:  # the gradient of a single row would become zero
                 assert query_gradients.sum(0).abs().max() < 1e-14
 
 
-def test_an_update_that_ends_early_leaves_no_remainder_to_the_next():
+def test_an_update_that_ends_early_leaves_no_remainder_for_the_next():
     early = BankedInfoNCE(0, center_gradients="both", pairs_per_update=N * K)
     fresh = BankedInfoNCE(0, center_gradients="both", pairs_per_update=N * K)
     train(early, [N] * (K - 3), num_updates=1, seed=8)
@@ -133,10 +139,8 @@ def test_an_update_that_ends_early_leaves_no_remainder_to_the_next():
 @pytest.mark.parametrize(
     ("drift_compensation", "is_centred"), [("auto", [False, True]), ("mean", [False, False])]
 )
-def test_auto_centres_passages_while_entries_of_an_older_encoder_are_in_use(
-    drift_compensation, is_centred
-):
-    """In the first update there are none."""
+def test_auto_centres_passages_while_aged_entries_are_in_use(drift_compensation, is_centred):
+    """In the first update there are no aged entries."""
     loss_fn = BankedInfoNCE(64, drift_compensation=drift_compensation, pairs_per_update=2 * N)
     for update, expected in zip(train(loss_fn, [N, N]), is_centred, strict=True):
         query_total = torch.cat([step[QUERIES] for step in update]).sum(0)
@@ -156,15 +160,15 @@ def test_auto_centres_nothing_without_a_bank():
 
 
 @pytest.mark.parametrize("bad_step", [0, 3, K - 1])
-def test_the_other_micro_batches_sum_to_zero_if_one_is_not_finite(bad_step):
-    """The backward of that one is left out."""
+def test_the_finite_micro_batches_of_an_update_sum_to_zero(bad_step):
+    """One micro-batch is not finite, and its backward pass is skipped."""
     loss_fn = BankedInfoNCE(
         64, center_gradients="both", drift_compensation="none", pairs_per_update=N * K
     )
     generator = torch.Generator().manual_seed(0)
     total = torch.zeros(2, D, dtype=torch.float64)
     for step in range(K):
-        inputs = as_leaves(draw_embeddings(N, 0, D, generator))
+        inputs = make_leaves(draw_embeddings(N, 0, D, generator))
         if step == bad_step:
             inputs[0].data[0] = torch.inf
         loss = loss_fn(*inputs)
@@ -173,7 +177,7 @@ def test_the_other_micro_batches_sum_to_zero_if_one_is_not_finite(bad_step):
             loss.backward()
             total += torch.stack([x.grad.sum(0) for x in inputs])
     assert total.isfinite().all()
-    if bad_step == K - 1:  # the remainder that the last micro-batch would have taken out
+    if bad_step == K - 1:  # the last micro-batch would have subtracted the remainder
         assert total.abs().max() > 1e-6
     else:
         assert total.abs().max() < 1e-14
@@ -187,12 +191,12 @@ def test_a_forward_in_eval_mode_changes_no_training_update():
         generator = torch.Generator().manual_seed(0)
         gradients = []
         for step in range(3):
-            inputs = as_leaves(draw_embeddings(N, 0, D, generator))
+            inputs = make_leaves(draw_embeddings(N, 0, D, generator))
             loss_fn(*inputs).backward()
             gradients.extend(x.grad for x in inputs)
             if evaluates and step == 1:
                 loss_fn.eval()
-                loss_fn(*as_leaves(inputs)).backward()
+                loss_fn(*make_leaves(inputs)).backward()
                 loss_fn.train()
         return torch.cat(gradients)
 
@@ -201,10 +205,10 @@ def test_a_forward_in_eval_mode_changes_no_training_update():
 
 def test_gradients_in_eval_mode_are_those_of_plain_info_nce():
     batch = draw_embeddings(N, 0, D)
-    inputs = as_leaves(batch)
+    inputs = make_leaves(batch)
     loss_fn = BankedInfoNCE(0, center_gradients="both").eval()
     loss_fn(*inputs).backward()
-    queries, passages = as_leaves(batch)
+    queries, passages = make_leaves(batch)
     cross_entropy(queries @ passages.T, torch.arange(N)).backward()
     assert torch.allclose(inputs[0].grad, queries.grad, atol=1e-14)
     assert torch.allclose(inputs[1].grad, passages.grad, atol=1e-14)

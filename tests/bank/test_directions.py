@@ -1,10 +1,10 @@
-"""Directions and hardness equal MultipleNegativesRankingLoss of sentence-transformers."""
+"""Directions and hardness weights against MultipleNegativesRankingLoss."""
 
 from __future__ import annotations
 
 import pytest
-from dense_reference import relative_errors
-from micro_batches import as_leaves, draw_embeddings
+from dense_reference import compute_relative_errors
+from micro_batches import draw_embeddings, make_leaves
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor
@@ -45,8 +45,8 @@ SETTINGS = [
 ]
 
 
-def published_loss(settings, batch: list[Tensor], scale: float, similarity) -> Tensor:
-    """Compute the loss of sentence-transformers; queries, passages and perhaps hard negatives."""
+def compute_published_loss(settings, batch: list[Tensor], scale: float, similarity) -> Tensor:
+    """Compute MultipleNegativesRankingLoss of queries, passages and, if any, hard negatives."""
     loss_fn = MultipleNegativesRankingLoss(None, scale, similarity, **settings)
     columns = [batch[0], batch[1]]
     if len(batch) > 2:
@@ -74,23 +74,24 @@ def test_a_micro_batch_against_an_empty_bank_has_the_published_loss(
     probe = draw_embeddings(4)
     loss_fn.observe_probe(probe[0], probe[1])
     loss_fn.observe_probe(probe[0] + 0.7, probe[1] - 0.4)
-    ours = as_leaves(batch)
-    theirs = as_leaves(batch)
+    ours = make_leaves(batch)
+    theirs = make_leaves(batch)
     loss = loss_fn(*ours)
-    expected = published_loss(settings, theirs, scale, function)
+    expected = compute_published_loss(settings, theirs, scale, function)
     loss.backward()
     expected.backward()
-    assert max(relative_errors(loss, ours, expected, theirs)) <= 1e-12
+    assert max(compute_relative_errors(loss, ours, expected, theirs)) <= 1e-12
 
 
 @pytest.mark.parametrize("h", [0, 2])
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_a_bank_that_weighs_nothing_in_query_to_doc_changes_nothing_in_the_loss(settings, h):
-    """So other directions contrast the micro-batch alone.
+def test_other_directions_use_the_micro_batch_alone(settings, h):
+    """A bank whose documents have no weight in ``query_to_doc`` changes no local loss.
 
     One coordinate of the embeddings lowers the scores of local queries against banked documents by
-    a million, and raises those of banked queries against banked documents as much. The scores that
-    a bank of another direction would add stay as they are, and would change the loss.
+    a million, and raises the scores of banked queries against banked documents by a million. Other
+    directions have scores without that coordinate. If one of them used the bank, its scores would
+    change the loss.
     """
     separating = 7
     loss_fn = BankedInfoNCE(bank_size=64, drift_compensation="none", **settings)
@@ -106,12 +107,12 @@ def test_a_bank_that_weighs_nothing_in_query_to_doc_changes_nothing_in_the_loss(
     batch[0][:, separating] = 1.0
     for documents in batch[1:]:
         documents[..., separating] = 0.0
-    ours = as_leaves(batch)
-    theirs = as_leaves(batch)
+    ours = make_leaves(batch)
+    theirs = make_leaves(batch)
     loss = loss_fn(*ours)
-    expected = published_loss(settings, theirs, 1.0, dot_score)
+    expected = compute_published_loss(settings, theirs, 1.0, dot_score)
     loss.backward()
     expected.backward()
     assert loss_fn.last["local_loss"].item() == pytest.approx(expected.item(), rel=1e-12)
-    _, gradient_error = relative_errors(loss, ours, expected, theirs)
+    _, gradient_error = compute_relative_errors(loss, ours, expected, theirs)
     assert gradient_error <= 1e-12

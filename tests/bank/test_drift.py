@@ -1,4 +1,4 @@
-"""Drift: running means and probes, and which entries the loss moves or retires by them."""
+"""Drift: running means and probes, and the entries that the loss moves or retires."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from dense_reference import DenseReference, relative_errors
-from micro_batches import as_leaves
+from dense_reference import DenseReference, compute_relative_errors
+from micro_batches import make_leaves
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -18,16 +18,17 @@ D = 6
 
 
 def randn(*shape: int, seed: int) -> Tensor:
+    """Draw standard normal numbers in float64."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def spread_of(texts: Tensor) -> Tensor:
+def compute_spread(texts: Tensor) -> Tensor:
     """Return the root mean squared distance of texts (S, d) from their mean."""
     return (texts - texts.mean(0)).square().sum(1).mean().sqrt()
 
 
-def test_a_translation_of_the_passages_leaves_the_gradient_that_of_the_full_batch():
-    """A probe measures the shift; bank entries are of four encoders, the full batch of the last."""
+def test_a_shift_of_all_passages_does_not_change_the_gradient():
+    """Entries of older encoders give the full batch's gradient; a probe measures the shift."""
     n = 32
     num_encoders = 4
     queries = randn(n * num_encoders, D, seed=0)
@@ -44,10 +45,10 @@ def test_a_translation_of_the_passages_leaves_the_gradient_that_of_the_full_batc
             shift = shift + 3 * randn(D, seed=10 + encoder)
         loss_fn.observe_probe(probe_queries, probe_passages + shift)
         part = slice(encoder * n, encoder * n + n)
-        local = as_leaves([queries[part], passages[part] + shift])
+        local = make_leaves([queries[part], passages[part] + shift])
         loss = loss_fn(*local)
     loss.backward()
-    full_batch = as_leaves([queries, passages + shift])
+    full_batch = make_leaves([queries, passages + shift])
     logits = full_batch[0] @ full_batch[1].T / 0.5
     (cross_entropy(logits, torch.arange(n * num_encoders), reduction="sum") / n).backward()
     for x, full_x in zip(local, full_batch, strict=True):
@@ -56,8 +57,8 @@ def test_a_translation_of_the_passages_leaves_the_gradient_that_of_the_full_batc
 
 
 @pytest.mark.parametrize(("bank_size", "n"), [(64, 16), (256, 16), (1024, 128)])
-def test_a_banked_query_pushes_from_its_present_position(bank_size, n):
-    """A probe shows the query tower elsewhere after every fourth micro-batch; the ring wraps."""
+def test_a_banked_query_pushes_from_its_current_position(bank_size, n):
+    """A probe moves the query tower after every fourth micro-batch; the ring buffer wraps."""
     loss_fn = BankedInfoNCE(bank_size, drift_compensation="mean")
     reference = DenseReference(bank_size, dim=D, drift_compensation="mean")
     probe = randn(4, D, seed=1)
@@ -69,22 +70,22 @@ def test_a_banked_query_pushes_from_its_present_position(bank_size, n):
             reference.observe_probe(probe + position, probe)
             position = position + 0.3 * randn(D, seed=step)
         batch = [randn(n, D, seed=1000 + 2 * step), randn(n, D, seed=1001 + 2 * step)]
-        ours = as_leaves(batch)
-        dense = as_leaves(batch)
+        ours = make_leaves(batch)
+        dense = make_leaves(batch)
         loss = loss_fn(*ours)
         expected = reference.micro_step(dense)
         loss.backward()
         expected.backward()
-        assert max(relative_errors(loss, ours, expected, dense)) <= 1e-12
+        assert max(compute_relative_errors(loss, ours, expected, dense)) <= 1e-12
     assert reference.oldest_in_use > 0
 
 
-def test_a_running_mean_of_single_embeddings_does_not_jump_to_each_of_them():
-    """Otherwise every banked passage would be moved onto the present one."""
+def test_a_running_mean_of_single_embeddings_does_not_jump():
+    """Otherwise every banked passage would be moved onto the latest one."""
     mean = RunningMean(D, dtype=torch.float64)
     texts = randn(256, D, seed=0)
     for text in texts:
-        mean.set(mean.after(text[None]), torch.tensor(True))
+        mean.store(mean.compute_next_state(text[None]), torch.tensor(True))
     assert (mean.mean - texts.mean(0)).norm() < 0.3
     assert mean.variance.item() == pytest.approx(D, rel=0.15)
 
@@ -104,19 +105,19 @@ def test_a_probe_separates_the_shift_from_the_residual():
         shift = probe.observe(queries, present, update, 64 * update)
         assert shift[0].abs().max() < 1e-12
         assert (shift[1] - expected_shift).abs().max() < 1e-12
-    record = probe.record(oldest=2)
-    spread = spread_of(present)
+    record = probe.measure_drift(bank_age=2)
+    spread = compute_spread(present)
     assert record["drift_age"] == 2
     assert record["drift_cosine_query"] == pytest.approx(1.0)
     assert record["drift_cosine_passage"] < 0.99
     expected_shift_length = (2 * step + noise.mean(0)).norm() / spread
     assert record["drift_shift_passage"] == pytest.approx(expected_shift_length.item())
-    expected_residual = spread_of(noise) / spread
+    expected_residual = compute_spread(noise) / spread
     assert record["drift_residual_passage"] == pytest.approx(expected_residual.item())
     assert record["drift_residual_query"] == pytest.approx(0.0, abs=1e-9)
 
 
-def test_probes_reach_back_over_the_life_of_the_bank_and_the_latest_is_stored():
+def test_probes_cover_the_lifetime_of_an_entry_and_include_the_latest():
     bank_size = 4000 * PROBES
     probe = DriftProbe((2, D), bank_size, torch.float64)
     pairs_between = 1000
@@ -140,7 +141,7 @@ def test_probes_reach_back_over_the_life_of_the_bank_and_the_latest_is_stored():
             probe = loaded
 
 
-def test_the_age_limit_is_the_age_at_which_the_residual_passes_the_bound():
+def test_the_age_limit_is_the_age_at_which_the_residual_reaches_the_bound():
     """Texts move apart at a constant rate, so the residual grows linearly with age."""
     passages = randn(8, D, seed=1)
     movement = 1e-4 * randn(8, D, seed=2)
@@ -148,17 +149,17 @@ def test_the_age_limit_is_the_age_at_which_the_residual_passes_the_bound():
     for i in range(21):
         present = passages + i * movement + i
         probe.observe(present, present, i, 100 * i)
-    residual_per_pair = float(spread_of(movement) / spread_of(present) / 100)
-    residuals = probe.residuals()
+    residual_per_pair = float(compute_spread(movement) / compute_spread(present) / 100)
+    residuals = probe.compute_residuals()
     ages = torch.arange(2000, 0, -100)
     assert torch.allclose(residuals[:, 0], residual_per_pair * ages.double())
     for age in (30.0, 777.0, 1990.0):
-        limit = probe.age_limit(residuals[:, 1], bound=residual_per_pair * age)
+        limit = probe.compute_age_limit(residuals[:, 1], bound=residual_per_pair * age)
         assert limit == pytest.approx(age)
-    assert probe.age_limit(residuals[:, 1], bound=residual_per_pair * 2001) == float("inf")
+    assert probe.compute_age_limit(residuals[:, 1], bound=residual_per_pair * 2001) == float("inf")
 
 
-def test_auto_retires_entries_that_drifted_too_far_and_fills_again_when_the_encoder_settles():
+def test_auto_retires_entries_only_while_their_residual_is_too_large():
     n = 32
     probe_queries = randn(8, D, seed=1)
     probe_passages = probe_queries
@@ -193,9 +194,7 @@ def test_a_probe_retires_nothing_without_auto(drift_compensation):
 
 
 @pytest.mark.parametrize(("bank_size", "scale"), [(100, 1), (640, 6)])
-def test_the_age_limit_retires_blocks_to_the_nearest_but_none_of_the_present_update(
-    bank_size, scale
-):
+def test_the_age_limit_retires_whole_blocks_but_none_of_the_current_update(bank_size, scale):
     loss_fn = BankedInfoNCE(bank_size, drift_compensation="none")
     limits = [bank_size, bank_size // 3, 0, bank_size // 2]
     num_pairs = 0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dense_reference import DenseReference, relative_errors
-from micro_batches import as_leaves, call_loss, draw_embeddings, draw_ids
+from dense_reference import DenseReference, compute_relative_errors
+from micro_batches import call_loss, draw_embeddings, draw_ids, make_leaves
 from torch import Tensor
 
 from contaccum import BankedInfoNCE
-from contaccum.bank.false_negatives import PositivesTable, is_same_text
+from contaccum.bank.false_negatives import PositivesTable, find_duplicates
 from contaccum.bank.logits import NO_ID, NO_ID_OF_ROW, Pairs
 
 ALL_DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
@@ -98,7 +98,7 @@ RULES = [
 def test_every_micro_step_equals_the_dense_loss_with_false_negatives(
     settings, has_guide, bank_size
 ):
-    """Passages lie near their queries; more than a hundredth of the columns is left out."""
+    """Passages lie near their queries, so that more than one column in a hundred is excluded."""
     generator = torch.Generator().manual_seed(bank_size)
     loss_fn = BankedInfoNCE(bank_size, **settings)
     reference = DenseReference(bank_size, **settings)
@@ -118,13 +118,13 @@ def test_every_micro_step_equals_the_dense_loss_with_false_negatives(
         batch = [x + 0.02 * step for x in texts]
         guide = draw_texts(n, h, 5, generator) if has_guide else []
         ids = draw_ids(batch, 60, generator)
-        ours = as_leaves(batch)
-        dense = as_leaves(batch)
+        ours = make_leaves(batch)
+        dense = make_leaves(batch)
         loss = call_loss(loss_fn, ours, ids, guide)
         expected = reference.micro_step(dense, ids, guide)
         loss.backward()
         expected.backward()
-        largest_error = max(largest_error, *relative_errors(loss, ours, expected, dense))
+        largest_error = max(largest_error, *compute_relative_errors(loss, ours, expected, dense))
         masked_share = loss_fn.last["masked"].item()
         assert masked_share == pytest.approx(reference.masked_share, abs=1e-6)
         masked_shares.append(masked_share)
@@ -151,13 +151,13 @@ def test_without_a_bank_the_rules_hold_within_the_micro_batch():
         batch = draw_texts(9, h, 8, generator)
         guide = draw_texts(9, h, 5, generator)
         ids = draw_ids(batch, 20, generator)
-        ours = as_leaves(batch)
-        dense = as_leaves(batch)
+        ours = make_leaves(batch)
+        dense = make_leaves(batch)
         loss = call_loss(loss_fn, ours, ids, guide)
         expected = reference.micro_step(dense, ids, guide)
         loss.backward()
         expected.backward()
-        assert max(relative_errors(loss, ours, expected, dense)) <= 1e-12
+        assert max(compute_relative_errors(loss, ours, expected, dense)) <= 1e-12
         assert loss_fn.last["masked"].item() == pytest.approx(reference.masked_share, abs=1e-6)
         assert reference.masked_share > 0.01
 
@@ -167,7 +167,7 @@ def test_a_row_whose_columns_are_all_masked_has_no_loss_and_no_gradient():
     passages = -queries + 0.5  # every other passage scores above the row's positive
     loss_fn = BankedInfoNCE(bank_size=8, false_negative_margin=0.0, drift_compensation="none")
     for _ in range(4):
-        inputs = as_leaves([queries, passages])
+        inputs = make_leaves([queries, passages])
         loss = loss_fn(*inputs, query_ids=torch.arange(4))
         loss.backward()
         assert loss.item() == 0.0
@@ -175,7 +175,7 @@ def test_a_row_whose_columns_are_all_masked_has_no_loss_and_no_gradient():
     assert loss_fn.last["masked"] == 1.0
 
 
-def test_a_guide_of_other_texts_or_of_another_size_is_refused():
+def test_guide_embeddings_of_other_texts_or_another_size_are_refused():
     queries, passages = draw_embeddings(3)
     guide = draw_embeddings(3, d=5)
     loss_fn = BankedInfoNCE(4)
@@ -211,14 +211,14 @@ def make_pairs(query_ids: Tensor, document_ids: Tensor) -> Pairs:
     )
 
 
-def test_rules_by_ids_equal_a_loop_with_any_int64_that_is_not_reserved_and_missing_ids():
+def test_rules_by_ids_equal_a_loop_over_all_pairs():
     generator = torch.Generator().manual_seed(1)
     values = torch.tensor([NO_ID, NO_ID_OF_ROW + 1, -1, 0, 1, 2**62, 2**63 - 1])
 
     def draw(*shape: int) -> Tensor:
         return values[torch.randint(len(values), shape, generator=generator)]
 
-    num_same = 0
+    num_duplicates = 0
     num_listed = 0
     for _ in range(15):
         rows = make_pairs(draw(2, 6), draw(2, 6, 2))
@@ -228,32 +228,32 @@ def test_rules_by_ids_equal_a_loop_with_any_int64_that_is_not_reserved_and_missi
         table = PositivesTable(listed_queries, listed_documents)
         listed_pairs = set(zip(listed_queries.tolist(), listed_documents.tolist(), strict=True))
         logits = torch.zeros(6, 9, 2)
-        is_same = is_same_text(rows, columns, logits)
-        is_listed = table.is_listed(rows, columns, logits)
+        is_duplicate = find_duplicates(rows, columns, logits)
+        is_listed = table.find_listed(rows, columns, logits)
         for row in range(6):
             for column in range(9):
                 for k in range(2):
                     expected = False
-                    for kind in range(2):
-                        positive_id = int(rows.document_ids[kind, row, 0])
-                        query_id = int(rows.query_ids[kind, row])
-                        if positive_id == columns.document_ids[kind, column, k] != NO_ID:
+                    for id_index in range(2):
+                        positive_id = int(rows.document_ids[id_index, row, 0])
+                        query_id = int(rows.query_ids[id_index, row])
+                        if positive_id == columns.document_ids[id_index, column, k] != NO_ID:
                             expected = True
-                        if k == 0 and query_id == columns.query_ids[kind, column] != NO_ID:
+                        if k == 0 and query_id == columns.query_ids[id_index, column] != NO_ID:
                             expected = True
                     pair = (int(rows.query_ids[0, row]), int(columns.document_ids[0, column, k]))
                     expected_listed = pair in listed_pairs and NO_ID not in pair
-                    assert bool(is_same[row, column, k]) == expected
+                    assert bool(is_duplicate[row, column, k]) == expected
                     assert bool(is_listed[row, column, k]) == expected_listed
-                    num_same += expected
+                    num_duplicates += expected
                     num_listed += expected_listed
-    assert num_same > 200
+    assert num_duplicates > 200
     assert num_listed > 50
 
 
 @pytest.mark.parametrize(("num_rows", "num_columns"), [(40, 15), (15, 40)])
-def test_a_table_of_many_pairs_lists_those_and_no_others(num_rows, num_columns):
-    """Looked up by its queries or by its passages, whichever are fewer."""
+def test_a_table_lists_exactly_its_pairs(num_rows, num_columns):
+    """The lookup is by queries or by passages, whichever are fewer."""
     generator = torch.Generator().manual_seed(2)
     listed = torch.randint(-500, 500, (2, 3000), generator=generator)
     table = PositivesTable(listed[0], listed[1])
@@ -265,7 +265,7 @@ def test_a_table_of_many_pairs_lists_those_and_no_others(num_rows, num_columns):
     rows = make_pairs(ids, torch.full((2, num_rows, 1), NO_ID))
     columns = make_pairs(torch.full((2, num_columns), NO_ID), column_ids)
     logits = torch.zeros(num_rows, num_columns, 1)
-    is_listed = table.is_listed(rows, columns, logits)
+    is_listed = table.find_listed(rows, columns, logits)
     for row in range(num_rows):
         for column in range(num_columns):
             pair = (int(ids[0, row]), int(column_ids[0, column, 0]))
@@ -275,5 +275,5 @@ def test_a_table_of_many_pairs_lists_those_and_no_others(num_rows, num_columns):
     swapped_rows = make_pairs(column_ids[:, :, 0], torch.full((2, num_columns, 1), NO_ID))
     swapped_columns = make_pairs(torch.full((2, num_rows), NO_ID), ids[:, :, None])
     swapped_logits = torch.zeros(num_columns, num_rows, 1)
-    is_listed_swapped = table.swapped().is_listed(swapped_rows, swapped_columns, swapped_logits)
+    is_listed_swapped = table.swap().find_listed(swapped_rows, swapped_columns, swapped_logits)
     assert torch.equal(is_listed_swapped[:, :, 0], is_listed[:, :, 0].T)

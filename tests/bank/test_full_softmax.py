@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from contaccum.bank.full_softmax import NO_ROW, DocumentBlock, full_softmax_loss
+from contaccum.bank.full_softmax import NO_ROW, DocumentBlock, compute_full_softmax_loss
 
 
-def dense_loss(
+def compute_dense_loss(
     queries: Tensor, documents: Tensor, positive_rows: Tensor, excluded: list[list[int]], tau: float
 ) -> Tensor:
-    """Compute the loss with one matrix of all logits and torch's own cross-entropy."""
+    """Compute the loss from one matrix of all logits by the cross-entropy of torch."""
     logits = queries @ documents.T / tau
     for row, columns in enumerate(excluded):
         for column in columns:
@@ -34,8 +34,8 @@ def make_case(num_documents: int, dim: int, num_queries: int) -> tuple:
     positive_rows = torch.randint(num_documents, (num_queries,), generator=generator)
     excluded = []
     for row in range(num_queries):
-        others = torch.randperm(num_documents, generator=generator)[: row % 4].tolist()
-        excluded.append([column for column in others if column != positive_rows[row]])
+        candidates = torch.randperm(num_documents, generator=generator)[: row % 4].tolist()
+        excluded.append([column for column in candidates if column != positive_rows[row]])
     width = max(map(len, excluded))
     padded = torch.full((num_queries, width), NO_ROW)
     for row, columns in enumerate(excluded):
@@ -47,19 +47,19 @@ def make_case(num_documents: int, dim: int, num_queries: int) -> tuple:
 def test_loss_and_gradient_equal_the_dense_softmax_to_1e_12(block_size):
     queries, documents, positive_rows, excluded, padded = make_case(2003, 24, 16)
     dense_queries = queries.clone().requires_grad_()
-    expected = dense_loss(dense_queries, documents, positive_rows, excluded, 0.05)
+    expected = compute_dense_loss(dense_queries, documents, positive_rows, excluded, 0.05)
     expected.backward()
 
     queries.requires_grad_()
     blocks = make_blocks(documents, block_size)
-    loss = full_softmax_loss(queries, documents[positive_rows], padded, blocks, 0.05)
+    loss = compute_full_softmax_loss(queries, documents[positive_rows], padded, blocks, 0.05)
     (3 * loss).backward()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-12, rel=1e-12)
     assert torch.allclose(queries.grad, 3 * dense_queries.grad, atol=1e-12, rtol=1e-12)
     assert dense_queries.grad.abs().max() > 0.1
 
 
-def test_scales_stand_for_documents_times_these():
+def test_scales_multiply_the_documents():
     queries, documents, positive_rows, _, padded = make_case(50, 8, 4)
     scales = torch.rand(50, dtype=torch.float64) + 0.5
     scaled = documents * scales[:, None]
@@ -73,7 +73,7 @@ def test_scales_stand_for_documents_times_these():
         ],
     ):
         rows = queries.clone().requires_grad_()
-        loss = full_softmax_loss(rows, scaled[positive_rows], padded, blocks, 0.5)
+        loss = compute_full_softmax_loss(rows, scaled[positive_rows], padded, blocks, 0.5)
         loss.backward()
         losses.append(loss.item())
         gradients.append(rows.grad)
@@ -81,9 +81,11 @@ def test_scales_stand_for_documents_times_these():
     assert torch.allclose(*gradients, atol=1e-12)
 
 
-def test_a_block_of_which_a_query_may_see_nothing_changes_nothing():
+def test_a_block_with_all_documents_excluded_changes_nothing():
     documents = torch.eye(3, dtype=torch.float64)
     queries = torch.ones(1, 3, dtype=torch.float64)
     excluded = torch.tensor([[0, 1]])
-    loss = full_softmax_loss(queries, documents[2:], excluded, make_blocks(documents, 1), 1.0)
+    loss = compute_full_softmax_loss(
+        queries, documents[2:], excluded, make_blocks(documents, 1), 1.0
+    )
     assert loss.item() == pytest.approx(0.0, abs=1e-12)  # its positive is its only document

@@ -1,4 +1,4 @@
-"""BankedInfoNCE against a dense float64 reference, and what it promises a training loop."""
+"""BankedInfoNCE against a dense float64 reference, and its guarantees for a training loop."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from dense_reference import DenseReference, relative_errors
-from micro_batches import as_leaves, call_loss, draw_embeddings, draw_ids
+from dense_reference import DenseReference, compute_relative_errors
+from micro_batches import call_loss, draw_embeddings, draw_ids, make_leaves
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor
@@ -45,7 +45,7 @@ def test_accumulated_gradient_equals_full_batch_when_nothing_drifts(
     probe = draw_embeddings(4)
     loss_fn.observe_probe(probe[0], probe[1])
     loss_fn.observe_probe(probe[0] + 0.7, probe[1] - 0.4)
-    ours = as_leaves(batch)
+    ours = make_leaves(batch)
     loss_sum = 0.0
     num_steps = rows // n
     for step in range(2 * num_steps):
@@ -55,7 +55,7 @@ def test_accumulated_gradient_equals_full_batch_when_nothing_drifts(
             (loss * n / rows).backward()
             loss_sum += loss_fn.last["local_loss"].item() * n / rows
 
-    full_batch = as_leaves(batch)
+    full_batch = make_leaves(batch)
     columns = [full_batch[0], full_batch[1]]
     if h > 0:
         columns.extend(full_batch[2].unbind(1))
@@ -64,7 +64,7 @@ def test_accumulated_gradient_equals_full_batch_when_nothing_drifts(
     expected = published.compute_loss_from_embeddings(columns, None)
     expected.backward()
     assert loss_sum == pytest.approx(expected.item(), abs=1e-12, rel=1e-12)
-    _, gradient_error = relative_errors(loss, ours, expected, full_batch)
+    _, gradient_error = compute_relative_errors(loss, ours, expected, full_batch)
     assert gradient_error <= 1e-12
 
 
@@ -171,7 +171,7 @@ SETTINGS = [
 )
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_every_micro_step_equals_the_dense_loss(settings, bank_size, ids, has_probe):
-    """The ring wraps; micro-batches are ragged, larger than the bank, and sometimes not finite."""
+    """The ring buffer wraps; micro-batches differ in size, and some are not finite."""
     generator = torch.Generator().manual_seed(bank_size)
     loss_fn = BankedInfoNCE(bank_size, **settings)
     known_positives: list[tuple[int, int]] = []
@@ -203,8 +203,8 @@ def test_every_micro_step_equals_the_dense_loss(settings, bank_size, ids, has_pr
         if batch_ids and step % 5 == 4:
             batch_ids[0][0] = NO_ID
             batch_ids[1][-1] = NO_ID
-        ours = as_leaves(batch)
-        dense = as_leaves(batch)
+        ours = make_leaves(batch)
+        dense = make_leaves(batch)
         loss = call_loss(loss_fn, ours, batch_ids)
         expected = reference.micro_step(dense, batch_ids)
         assert bool(loss.isfinite()) == bool(expected.isfinite()) == is_finite
@@ -212,7 +212,7 @@ def test_every_micro_step_equals_the_dense_loss(settings, bank_size, ids, has_pr
         if is_finite:
             loss.backward()
             expected.backward()
-            errors = relative_errors(loss, ours, expected, dense)
+            errors = compute_relative_errors(loss, ours, expected, dense)
             largest_error = max(largest_error, *errors)
     assert reference.oldest_in_use > 0
     assert largest_error <= 1e-12
@@ -251,10 +251,10 @@ def test_a_micro_batch_that_is_not_finite_leaves_only_empty_rows(
                 bad = draw_embeddings(3, h=1, seed=99, dtype=torch.float32)
                 bad[1][2, 3] = value
                 bad_ids = [torch.arange(3), torch.arange(3), torch.ones(3, 1, dtype=torch.int64)]
-                loss = call_loss(loss_fn, as_leaves(bad), bad_ids)
+                loss = call_loss(loss_fn, make_leaves(bad), bad_ids)
                 assert not torch.isfinite(loss)
                 assert loss_fn.last["enqueued"] == 0
-            inputs = as_leaves(draw_embeddings(3, h=1, seed=step, dtype=torch.float32))
+            inputs = make_leaves(draw_embeddings(3, h=1, seed=step, dtype=torch.float32))
             query_ids = torch.arange(3) + step // 4
             passage_ids = torch.arange(3) + step
             negative_ids = torch.ones(3, 1, dtype=torch.int64)
@@ -274,7 +274,7 @@ def test_a_micro_batch_that_is_not_finite_leaves_only_empty_rows(
 
 
 class HostReadDetector(TorchDispatchMode):
-    """Refuses operations that make a host wait for its device, and float64, which some lack."""
+    """Mode that refuses float64, and operations that make the host wait for the device."""
 
     WAITING = (
         "_local_scalar_dense",
@@ -319,7 +319,7 @@ def test_a_micro_step_reads_nothing_on_the_host_and_needs_no_float64(settings, i
         loss_fn.positives = PositivesTable(torch.arange(9), torch.arange(9))
     generator = torch.Generator().manual_seed(0)
     for step in range(17):
-        inputs = as_leaves(draw_embeddings(5, h=step % 2, seed=step, dtype=torch.float32))
+        inputs = make_leaves(draw_embeddings(5, h=step % 2, seed=step, dtype=torch.float32))
         batch_ids = [] if ids == "none" else draw_ids(inputs, 20, generator)
         guide = []
         if "false_negative_margin" in settings:
@@ -332,7 +332,7 @@ def test_a_micro_step_reads_nothing_on_the_host_and_needs_no_float64(settings, i
         torch.ones(1).item()
 
 
-def test_float32_stays_exact_when_a_passage_close_to_all_queries_leaves_the_bank():
+def test_float32_stays_exact_when_a_dominant_passage_leaves_the_bank():
     bank_size = 256
     generator = torch.Generator().manual_seed(0)
     single = BankedInfoNCE(bank_size, drift_compensation="none")
@@ -342,7 +342,7 @@ def test_float32_stays_exact_when_a_passage_close_to_all_queries_leaves_the_bank
         queries = queries + 0.5
         if step == 5:
             passages[0] = 1.5 + 0.1 * passages[0]
-        loss = single(*as_leaves([queries, passages])).item()
+        loss = single(*make_leaves([queries, passages])).item()
         exact_loss = double(queries.double(), passages.double()).item()
         assert loss == pytest.approx(exact_loss, rel=1e-4)
 
@@ -361,7 +361,7 @@ def train_with_probe(
         if step % 8 == 0:
             loss_fn.observe_probe(probe[0] + 0.1 * step, probe[1] * (1 + 0.005 * step))
         generator = torch.Generator().manual_seed(step)
-        inputs = as_leaves(draw_embeddings(3, h=step % 2, seed=generator))
+        inputs = make_leaves(draw_embeddings(3, h=step % 2, seed=generator))
         ids = draw_ids(inputs, 4, generator)
         guide = []
         if has_guide:
@@ -421,10 +421,10 @@ def test_a_pending_optimizer_step_survives_a_saved_state():
     state = loss_fn.state_dict()
     restored = BankedInfoNCE(bank_size=8)
     restored.load_state_dict(state)
-    for counted in (loss_fn, restored):
-        assert counted.clock.num_updates == 0
-        counted(queries, passages)
-        assert counted.clock.num_updates == 1
+    for tested_loss_fn in (loss_fn, restored):
+        assert tested_loss_fn.clock.num_updates == 0
+        tested_loss_fn(queries, passages)
+        assert tested_loss_fn.clock.num_updates == 1
 
 
 @pytest.mark.parametrize(
@@ -446,7 +446,7 @@ def test_a_state_of_other_settings_is_refused(settings):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_embeddings_under_autocast_are_scored_in_float32(dtype):
-    inputs = as_leaves([x.to(dtype) for x in draw_embeddings(6, dtype=torch.float32)])
+    inputs = make_leaves([x.to(dtype) for x in draw_embeddings(6, dtype=torch.float32)])
     loss_fn = BankedInfoNCE(bank_size=4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = loss_fn(*inputs)
@@ -461,15 +461,15 @@ def test_half_precision_embeddings_under_autocast_are_scored_in_float32(dtype):
 
 
 def test_small_gradients_of_float16_embeddings_survive_under_a_gradient_scaler():
-    """Unscaled, they are below the smallest float16, 6e-8: the factor multiplies float32."""
+    """Before scaling, they are below the smallest float16 number, 6e-8."""
     scale = 2.0**16
     batch = draw_embeddings(32, d=1024, dtype=torch.float32)
     embeddings = [10 * normalize(x, dim=-1).half() for x in batch]
-    exact = as_leaves([x.double() for x in embeddings])
+    exact = make_leaves([x.double() for x in embeddings])
     cosines = normalize(exact[0], dim=-1) @ normalize(exact[1], dim=-1).T
     cross_entropy(cosines / 5000.0, torch.arange(32)).backward()
     assert max(x.grad.abs().max() for x in exact) < 3e-7
-    inputs = as_leaves(embeddings)
+    inputs = make_leaves(embeddings)
     loss = BankedInfoNCE(16, similarity="cos", temperature=5000.0)(*inputs)
     (loss * scale).backward()
     for x, exact_x in zip(inputs, exact, strict=True):
@@ -483,8 +483,8 @@ def test_a_compiled_loss_equals_the_loss(bank_size):
     loss_fn = BankedInfoNCE(bank_size)
     compiled = torch.compile(BankedInfoNCE(bank_size), backend="eager")
     for seed in range(3):
-        inputs = as_leaves(draw_embeddings(4, seed=seed))
-        compiled_inputs = as_leaves(inputs)
+        inputs = make_leaves(draw_embeddings(4, seed=seed))
+        compiled_inputs = make_leaves(inputs)
         loss = loss_fn(*inputs)
         compiled_loss = compiled(*compiled_inputs)
         loss.backward()
@@ -519,8 +519,8 @@ def test_either_of_two_ids_of_a_text_masks_a_duplicate(position):
     for first_id in (10, 20):
         ids = torch.arange(first_id, first_id + 4)[:, None].repeat(1, 2)
         ids[:, position] = torch.arange(4)
-        masked_loss = call_loss(masked_loss_fn, as_leaves(batch), [ids, ids + 100])
-        plain_loss = plain_loss_fn(*as_leaves(batch))
+        masked_loss = call_loss(masked_loss_fn, make_leaves(batch), [ids, ids + 100])
+        plain_loss = plain_loss_fn(*make_leaves(batch))
     # One matrix of both micro-batches: each row leaves out the copy of its own positive.
     rows = torch.cat([batch[0], batch[0]])
     columns = torch.cat([batch[1], batch[1]])
@@ -558,14 +558,14 @@ def test_memory_is_flat_once_the_bank_is_full():
 
     counts = []
     for seed in range(60):
-        loss_fn(*as_leaves(draw_embeddings(4, h=1, seed=seed))).backward()
+        loss_fn(*make_leaves(draw_embeddings(4, h=1, seed=seed))).backward()
         if seed % 20 == 19:
             counts.append(count_tensors())
     assert counts[0] == counts[1] == counts[2]
 
 
 class ProductCounter(TorchDispatchMode):
-    """Counts the multiplications of matrix products, and the size of the largest tensor made."""
+    """Counter of multiplications in matrix products, and of the largest tensor's size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -592,7 +592,7 @@ def test_cost_grows_with_the_bank_and_not_with_its_square(n):
         loss_fn(*draw_embeddings(bank_size))
         with ProductCounter() as counter:
             for step in range(10):
-                loss_fn(*as_leaves(draw_embeddings(n, seed=step)))
+                loss_fn(*make_leaves(draw_embeddings(n, seed=step)))
         # In forward n m d each for local x bank and bank x local; as much again for the gradient.
         # The rest is in_batch, and the drift of runs of banked queries.
         assert counter.num_multiplications / 10 < 6 * n * bank_size * 8

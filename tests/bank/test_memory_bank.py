@@ -13,12 +13,12 @@ from contaccum import MemoryBank
 from contaccum.bank.logits import NO_ID
 
 
-def numbered_rows(n: int, start: int, d: int = 3) -> Tensor:
-    """Make rows (n, d) that hold their number."""
+def make_numbered_rows(n: int, start: int, d: int = 3) -> Tensor:
+    """Make rows (n, d) whose values are the number of the row."""
     return (start + torch.arange(n, dtype=torch.float32))[:, None].expand(n, d)
 
 
-def slots_in_use(bank: MemoryBank) -> Tensor:
+def get_slots_in_use(bank: MemoryBank) -> Tensor:
     """Return the slots of the pairs in use, oldest first."""
     return torch.arange(bank.oldest_in_use, bank.total_enqueued) % bank.num_slots
 
@@ -33,10 +33,10 @@ def test_the_bank_holds_the_last_pairs_in_slots_that_wrap(bank_size, block_size,
     total = 0
     for n in sizes:
         ids = torch.arange(total, total + n)
-        queries = numbered_rows(n, total)
+        queries = make_numbered_rows(n, total)
         bank.enqueue(queries, queries + 0.5, query_ids=ids, passage_ids=ids + 1000)
         total += n
-        slots = slots_in_use(bank)
+        slots = get_slots_in_use(bank)
         assert min(total, bank_size - block_size + 1) <= bank.in_use <= min(total, bank_size)
         assert bank.query_ids[0, slots].tolist() == list(range(total - bank.in_use, total))
         assert int(bank.valid.sum()) == bank.in_use
@@ -48,7 +48,7 @@ def test_the_bank_holds_the_last_pairs_in_slots_that_wrap(bank_size, block_size,
 
 
 @pytest.mark.parametrize("bank_size", [7, 90, 300])
-def test_log_sums_of_pairs_enqueued_without_a_loss_equal_the_dense_block(bank_size):
+def test_log_sums_equal_those_of_the_dense_block(bank_size):
     bank = MemoryBank(bank_size, 4, hard_negatives=1, dtype=torch.float64, temperature=0.5)
     generator = torch.Generator().manual_seed(0)
     for step in range(60):
@@ -58,7 +58,7 @@ def test_log_sums_of_pairs_enqueued_without_a_loss_equal_the_dense_block(bank_si
             bank.retire_all()
         if step == 45:
             bank.retire(bank.total_enqueued - bank_size // 2)
-        slots = slots_in_use(bank)
+        slots = get_slots_in_use(bank)
         num_rows = len(slots)
         logits = bank.queries[slots] @ bank.documents[slots].flatten(0, 1).T / 0.5
         logits = logits.masked_fill(~bank.valid[slots].flatten(), -math.inf)
@@ -78,7 +78,7 @@ def test_ids_mask_duplicates_of_pairs_enqueued_without_a_loss():
     queries, passages = draw_embeddings(2, d=3)
     bank.enqueue(queries, passages, passage_ids=torch.tensor([1, 2]))
     bank.enqueue(queries[:1], passages[1:], passage_ids=torch.tensor([2]))
-    log_sums = bank.log_sums[slots_in_use(bank)]
+    log_sums = bank.log_sums[get_slots_in_use(bank)]
     scores = queries @ passages.T
     both = torch.stack([scores[0, 1], scores[0, 1]]).logsumexp(0)
     assert log_sums.tolist() == pytest.approx(
@@ -86,9 +86,9 @@ def test_ids_mask_duplicates_of_pairs_enqueued_without_a_loss():
     )
 
 
-def test_retiring_forgets_whole_blocks():
+def test_pairs_retire_in_whole_blocks():
     bank = MemoryBank(64, 3)
-    bank.enqueue(numbered_rows(10, 0), numbered_rows(10, 0))
+    bank.enqueue(make_numbered_rows(10, 0), make_numbered_rows(10, 0))
     bank.retire(3)
     assert (bank.block_size, bank.oldest_in_use, bank.in_use) == (2, 4, 6)
     assert bank.valid[:10, 0].tolist() == [False] * 4 + [True] * 6
@@ -103,33 +103,33 @@ def test_retiring_forgets_whole_blocks():
 def test_a_slot_that_is_used_again_holds_no_ids_or_negatives_of_its_old_pair():
     bank = MemoryBank(2, 3, hard_negatives=2)
     first_id = torch.tensor([1])
-    first = numbered_rows(1, 0)
+    first = make_numbered_rows(1, 0)
     bank.enqueue(first, first, torch.ones(1, 1, 3), first_id, first_id, torch.tensor([[7]]))
-    bank.enqueue(numbered_rows(1, 1), numbered_rows(1, 1))
+    bank.enqueue(make_numbered_rows(1, 1), make_numbered_rows(1, 1))
     assert bank.document_ids[0].tolist() == [[1, 7, NO_ID], [NO_ID] * 3]
     assert bank.valid.tolist() == [[True, True, False], [True, False, False]]
-    bank.enqueue(numbered_rows(1, 2), numbered_rows(1, 2))
+    bank.enqueue(make_numbered_rows(1, 2), make_numbered_rows(1, 2))
     assert (bank.document_ids[:, 0] == NO_ID).all()
     assert (bank.query_ids[:, 0] == NO_ID).all()
     assert bank.valid[0].tolist() == [True, False, False]
 
 
-def test_room_for_more_hard_negatives_changes_nothing_that_is_stored():
+def test_room_for_more_hard_negatives_changes_no_stored_value():
     bank = MemoryBank(4, 3, dtype=torch.float64)
     queries, passages, negatives = draw_embeddings(2, h=2, d=3)
     bank.enqueue(queries, passages)
     log_sums = bank.log_sums[:2].clone()
-    bank.fit(3, hard_negatives=2)
+    bank.ensure_shape(3, hard_negatives=2)
     assert torch.equal(bank.log_sums[:2], log_sums)
     assert torch.equal(bank.passages[:2], passages)
     assert bank.negatives.shape == (4, 2, 3)
     bank.enqueue(queries, passages, negatives)
     assert torch.equal(bank.negatives[2:], negatives)
     with pytest.raises(ValueError, match="size 5 do not fit a bank of size 3"):
-        bank.fit(5, hard_negatives=2)
+        bank.ensure_shape(5, hard_negatives=2)
 
 
-def test_pairs_that_would_fill_up_a_retired_block_are_not_stored():
+def test_pairs_of_a_retired_block_are_not_stored():
     bank = MemoryBank(128, 4)  # blocks of four pairs
     queries = torch.randn(6, 4)
     bank.enqueue(queries[:1], queries[:1])

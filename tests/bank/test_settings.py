@@ -1,4 +1,4 @@
-"""Settings of the loss: values that cannot work are refused, by the setting's name."""
+"""Settings of the loss: a value out of range is refused with the name of the setting."""
 
 from __future__ import annotations
 

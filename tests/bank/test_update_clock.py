@@ -1,4 +1,4 @@
-"""Updates are counted, whether an optimizer steps all weights, a part, copies or flat pieces."""
+"""The update clock: every kind of optimizer step counts once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from contaccum import BankedInfoNCE
 
-K, N, D = 3, 8, 16
+K = 3  # micro-steps per update
+N = 8  # pairs per micro-batch
+D = 16
 
 
-def encoder() -> nn.Module:
+def make_encoder() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, D))
 
@@ -65,7 +67,7 @@ def count_updates(loss_fn: BankedInfoNCE) -> int:
     return copied.clock.num_updates
 
 
-def adam(model: nn.Module, fused: bool = False) -> Callable[[], None]:
+def make_adam_step(model: nn.Module, fused: bool = False) -> Callable[[], None]:
     """Return a function that steps AdamW over all weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
 
@@ -75,7 +77,9 @@ def adam(model: nn.Module, fused: bool = False) -> Callable[[], None]:
     return step
 
 
-def adam_over_copies(model: nn.Module, is_flat: bool, by_group: bool = False) -> Callable[[], None]:
+def make_adam_step_over_copies(
+    model: nn.Module, is_flat: bool, by_group: bool = False
+) -> Callable[[], None]:
     """Return a step of an optimizer over float32 copies of the weights, as engines hold them.
 
     Args:
@@ -118,11 +122,11 @@ def adam_over_copies(model: nn.Module, is_flat: bool, by_group: bool = False) ->
 def test_a_loop_without_end_update_equals_one_that_calls_it(drift_compensation, end_update):
     results = []
     for calls in ("never", end_update):
-        model = encoder()
+        model = make_encoder()
         loss_fn = BankedInfoNCE(
             bank_size=40, temperature=0.5, drift_compensation=drift_compensation
         )
-        losses = train(model, loss_fn, adam(model), calls)
+        losses = train(model, loss_fn, make_adam_step(model), calls)
         loss_fn(torch.randn(N, D), torch.randn(N, D))
         assert loss_fn.clock.num_updates == 6
         results.append((losses, loss_fn.bank_age, list(model.parameters())))
@@ -137,16 +141,16 @@ def test_a_loop_without_end_update_equals_one_that_calls_it(drift_compensation, 
 @pytest.mark.parametrize(
     "make_step",
     [
-        adam,
-        partial(adam, fused=True),
-        partial(adam_over_copies, is_flat=False),
-        partial(adam_over_copies, is_flat=True),
-        partial(adam_over_copies, is_flat=False, by_group=True),
+        make_adam_step,
+        partial(make_adam_step, fused=True),
+        partial(make_adam_step_over_copies, is_flat=False),
+        partial(make_adam_step_over_copies, is_flat=True),
+        partial(make_adam_step_over_copies, is_flat=False, by_group=True),
     ],
     ids=["weights", "fused", "copies", "flat copy", "one group at a time"],
 )
 def test_every_update_counts_once_whatever_the_optimizer_steps(make_step):
-    model = encoder()
+    model = make_encoder()
     loss_fn = BankedInfoNCE(bank_size=64)
     train(model, loss_fn, make_step(model))
     assert count_updates(loss_fn) == 6
@@ -156,7 +160,7 @@ def test_every_update_counts_once_whatever_the_optimizer_steps(make_step):
 
 
 def test_updates_of_a_single_trained_number_count():
-    model = encoder()
+    model = make_encoder()
     model.requires_grad_(False)
     loss_fn = BankedInfoNCE(bank_size=64)
     scale = nn.Parameter(torch.ones(1))
@@ -169,9 +173,9 @@ def test_updates_of_a_single_trained_number_count():
 
 
 def test_steps_without_a_training_forward_before_them_do_not_count():
-    model = encoder()
+    model = make_encoder()
     loss_fn = BankedInfoNCE(bank_size=64)
-    step = adam(model)
+    step = make_adam_step(model)
     train(model, loss_fn, step, num_updates=2)
     for _ in range(3):
         step()
@@ -181,10 +185,10 @@ def test_steps_without_a_training_forward_before_them_do_not_count():
     assert count_updates(loss_fn) == 2
 
 
-def test_an_update_counts_if_a_probe_comes_between_its_last_micro_step_and_the_optimizer_step():
-    model = encoder()
+def test_an_update_counts_if_a_probe_comes_before_the_optimizer_step():
+    model = make_encoder()
     loss_fn = BankedInfoNCE(bank_size=64)
-    step = adam(model)
+    step = make_adam_step(model)
     probe = torch.randn(4, D)  # does not move, so nothing retires
 
     def observe_probe_and_step() -> None:
@@ -197,7 +201,7 @@ def test_an_update_counts_if_a_probe_comes_between_its_last_micro_step_and_the_o
     assert loss_fn.bank_age == 3  # 56 of the bank's 64 pairs came before: in three updates of 24
 
 
-def test_pairs_are_as_old_as_the_update_that_they_came_in():
+def test_bank_age_counts_updates_since_the_oldest_entry_was_enqueued():
     loss_fn = BankedInfoNCE(bank_size=6, drift_compensation="none")
     for _ in range(4):
         loss_fn(torch.randn(2, D), torch.randn(2, D))
@@ -211,30 +215,30 @@ def test_pairs_are_as_old_as_the_update_that_they_came_in():
 
 @pytest.mark.parametrize("bank_size", [0, 16])
 def test_the_state_does_not_grow_with_the_number_of_updates(bank_size):
-    model = encoder()
+    model = make_encoder()
     loss_fn = BankedInfoNCE(bank_size)
-    step = adam(model)
+    step = make_adam_step(model)
     lengths = []
     for _ in range(3):
         train(model, loss_fn, step)
-        lengths.append(len(loss_fn.clock.state()))
+        lengths.append(len(loss_fn.clock.get_state()))
     assert lengths[0] == lengths[1] == lengths[2]
 
 
 def test_a_copy_of_a_loss_counts_its_own_updates():
-    model = encoder()
+    model = make_encoder()
     loss_fn = BankedInfoNCE(bank_size=64)
-    train(model, loss_fn, adam(model), num_updates=2)
+    train(model, loss_fn, make_adam_step(model), num_updates=2)
     loss_fn.end_pending_update()
     copied_loss_fn = copy.deepcopy(loss_fn)
     copied_model = copy.deepcopy(model)
-    train(copied_model, copied_loss_fn, adam(copied_model), num_updates=3)
+    train(copied_model, copied_loss_fn, make_adam_step(copied_model), num_updates=3)
     assert count_updates(loss_fn) == 2
     assert count_updates(copied_loss_fn) == 5
 
 
-def test_if_no_step_is_noticed_a_warning_says_so_and_entries_count_as_aged(caplog):
-    model = encoder()
+def test_without_a_detected_step_one_warning_is_logged_and_entries_are_aged(caplog):
+    model = make_encoder()
     loss_fn = BankedInfoNCE(bank_size=256)
     with caplog.at_level(logging.WARNING):
         for micro_batches in draw_updates(5, micro_steps=8, n=128):
@@ -243,7 +247,7 @@ def test_if_no_step_is_noticed_a_warning_says_so_and_entries_count_as_aged(caplo
             for parameter in model.parameters():
                 parameter.data -= 1e-2 * parameter.grad
     assert len(caplog.records) == 1
-    assert "no update was seen in 4,096 pairs" in caplog.text
+    assert "no optimizer step was detected in 4,096 pairs" in caplog.text
     assert "end_update()" in caplog.text
     passages = model(torch.randn(128, 6)).detach().requires_grad_()
     loss_fn(model(torch.randn(128, 6)), passages).backward()

@@ -1,4 +1,4 @@
-"""The other bench programs, on tiny models and sizes."""
+"""benchmarks/bench_*.py with tiny models and sizes."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from programs import run_program
 METHODS = ["in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch", "contaccum_cached"]
 
 
-def test_bench_update_times_every_method_beside_accumulation(tmp_path):
+def test_bench_update_times_every_method(tmp_path):
     output = tmp_path / "update.json"
     sizes = ["--backbone", "tiny", "--local", 2, "--total", 4, "--bank", 16, "--repeats", 1]
     lengths = ["--query_length", 4, "--passage_length", 8, "--precision", "bfloat16"]
@@ -24,8 +24,8 @@ def test_bench_update_times_every_method_beside_accumulation(tmp_path):
     assert banks["in_batch"] == banks["grad_accum"] == banks["grad_cache"] == 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
-def test_bench_encode_reports_the_peak_of_a_made_up_corpus(tmp_path):
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_bench_encode_reports_peak_memory_of_a_generated_corpus(tmp_path):
     output = tmp_path / "encode.json"
     run_program("benchmarks/bench_encode.py", "--stub", "--rows", 100, "--output", output)
     result = json.loads(output.read_text())["result"]

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: every part in a dry run on the CPU, with tiny sizes."""
+"""benchmarks/gpu.py: dry runs of every part on the CPU, with tiny sizes."""
 
 import importlib
 import json
@@ -14,7 +14,7 @@ TINY = ("--device", "cpu", "--tiny")
 
 @pytest.fixture
 def part(monkeypatch):
-    """Import a part by its name."""
+    """Return a function that imports a part by its name."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return lambda name: importlib.import_module(f"gpu_parts.{name}")
 
@@ -27,7 +27,7 @@ def run_parts(output, *argv):
     return stopped.value.code, records
 
 
-def test_every_part_writes_a_record_and_what_was_not_run_is_said(tmp_path, capsys):
+def test_every_part_writes_a_record_or_prints_why_it_was_not_run(tmp_path, capsys):
     code, records = run_parts(tmp_path)
     assert code == 0
     assert set(records) == {"loss_exact", "host_syncs", "update_time"}
@@ -37,7 +37,7 @@ def test_every_part_writes_a_record_and_what_was_not_run_is_said(tmp_path, capsy
         assert record["device"]["type"] == "cpu"
         assert "git_commit" in record
     assert not records["host_syncs"]["measured"]
-    assert "host_syncs: NOT RUN: torch reports host syncs of CUDA alone" in capsys.readouterr().out
+    assert "host_syncs: NOT RUN: torch reports host syncs for CUDA only" in capsys.readouterr().out
 
     cases = records["loss_exact"]["result"]["cases"]
     assert len(cases) == 10
@@ -72,10 +72,10 @@ def test_a_wrong_gradient_fails_the_check_and_the_program(part, tmp_path, monkey
     assert errors["negatives"] == pytest.approx(1 - 1 / 1.1)
     out = capsys.readouterr().out
     assert "loss_exact: FAILED" in out
-    assert "update_time: NOT RUN: not asked for" in out
+    assert "update_time: NOT RUN: not in --part" in out
 
 
-def test_the_rounding_of_half_precision_is_measured_rather_than_hidden(part):
+def test_errors_of_half_precision_are_measured(part):
     settings = part("settings")
     run = settings.Run(settings.TINY, torch.device("cpu"), time.monotonic() + 60)
     cases = part("loss_exact").measure(run)["cases"]
@@ -84,26 +84,26 @@ def test_the_rounding_of_half_precision_is_measured_rather_than_hidden(part):
         assert 1e-5 < errors["queries"] < 1e-2
 
 
-def test_no_part_starts_after_the_time_is_over(tmp_path, capsys):
+def test_no_part_starts_after_the_deadline(tmp_path, capsys):
     code, records = run_parts(tmp_path, "--minutes", 0)
     assert code == 0
     assert records == {}
     assert capsys.readouterr().out.count("NOT RUN: the 0 minutes were over") == 3
 
 
-def test_turns_that_the_time_did_not_allow_are_said(part, monkeypatch):
+def test_record_counts_the_turns_that_were_not_run(part, monkeypatch):
     settings = part("settings")
     update_time = part("update_time")
-    num_turns = []
+    methods_run = []
     run_update = update_time.run_update
 
     def slow_update(method, loss_fn, optimizer, run):
-        num_turns.append(method)
+        methods_run.append(method)
         return run_update(method, loss_fn, optimizer, run)
 
     # The clock passes the deadline after the warm-up and one turn of three methods.
     monkeypatch.setattr(update_time, "run_update", slow_update)
-    monkeypatch.setattr(time, "monotonic", lambda: len(num_turns))
+    monkeypatch.setattr(time, "monotonic", lambda: len(methods_run))
     run = settings.Run(settings.TINY, torch.device("cpu"), deadline=11)
     result = update_time.measure(run)
     assert result["turns"] == 1

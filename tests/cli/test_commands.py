@@ -1,4 +1,4 @@
-"""What a user meets first: help, a config for their data, the quickstart, and names as other tools have them."""
+"""Errors, help, `contaccum new`, the quickstart, option names of other tools, completion."""
 
 import os
 import re
@@ -16,75 +16,75 @@ from contaccum.training.config import parse
 from contaccum.training.options import GROUPS, MOST_USED
 
 
-def test_a_mistake_is_one_line_and_code_2_whatever_a_library_said_and_an_interrupt_is_130(
-    monkeypatch, capsys
-):
-    def ended(error: BaseException) -> int:
+def test_user_error_is_one_line_with_exit_code_2(monkeypatch, capsys):
+    """A message of several lines is joined. An interrupt has exit code 130."""
+
+    def run_with_error(error: BaseException) -> int:
         def run(argv: list[str]) -> None:
             raise error
 
         monkeypatch.setattr("contaccum.cli.report.run", run)
         return main(["report"])
 
-    assert ended(DataError("a.json:3: broken:\n  no route\n")) == 2
+    assert run_with_error(DataError("a.json:3: broken:\n  no route\n")) == 2
     assert capsys.readouterr().err == "contaccum: error: a.json:3: broken: no route\n"
-    assert ended(KeyboardInterrupt()) == 130
+    assert run_with_error(KeyboardInterrupt()) == 130
 
 
-def test_help_of_train_needs_no_torch_and_has_every_option_of_ours_and_all_of_transformers_when_asked(
-    capsys,
-):
-    code = "import contextlib, sys, time; from contaccum.cli import main\n"
-    code += "with contextlib.suppress(SystemExit): main(['train', '--help'])\n"
-    code += "assert not {'torch', 'transformers', 'datasets'} & {*sys.modules} and time.process_time() < 1"
-    page = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True
-    ).stdout
-    ours = [name for group in GROUPS for name in group.__dataclass_fields__]
-    assert [
-        name for name in ours if f"\n  --{name} " not in page
-    ] == [] and "--weight_decay" not in page
+SHOW_TRAIN_HELP = """
+import contextlib, sys, time
+from contaccum.cli import main
+with contextlib.suppress(SystemExit):
+    main(["train", "--help"])
+assert not {"torch", "transformers", "datasets"} & set(sys.modules)
+assert time.process_time() < 1
+"""
+
+
+def test_train_help_is_fast_and_lists_every_option(capsys):
+    """`--help` lists the options of contaccum, `--help all` those of transformers as well."""
+    command = [sys.executable, "-c", SHOW_TRAIN_HELP]
+    help_text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    for group in GROUPS:
+        for name in group.__dataclass_fields__:
+            assert f"\n  --{name} " in help_text
+    assert "--weight_decay" not in help_text
     with pytest.raises(SystemExit, match="0"):
         main(["train", "--help", "all"])
-    whole = capsys.readouterr().out
-    assert [
-        name
-        for name in ContAccumTrainingArguments.__dataclass_fields__
-        if f"\n  --{name} " not in whole
-    ] == []
-    assert {*MOST_USED} < {*ContAccumTrainingArguments.__dataclass_fields__}
+    full_help_text = capsys.readouterr().out
+    all_names = set(ContAccumTrainingArguments.__dataclass_fields__)
+    for name in all_names:
+        assert f"\n  --{name} " in full_help_text
+    assert set(MOST_USED) < all_names
 
 
-def test_quickstart_scores_trains_and_scores_again_anywhere(
-    tiny_model_path, tmp_path, monkeypatch, capsys
-):
-    """With a tiny model and data; what `contaccum train` would refuse is refused before anything runs."""
+def test_quickstart_trains_and_scores(tiny_model_path, tmp_path, monkeypatch, capsys):
+    """The model and the data are tiny. A wrong training option is refused before anything runs."""
     scifact = write_judged_sentences(tmp_path / "scifact")
     monkeypatch.setattr("contaccum.data.beir.shipped_scifact", lambda: scifact)
-    monkeypatch.setattr(quickstart, "_demo_model", lambda: tiny_model_path)
+    monkeypatch.setattr(quickstart, "_find_demo_model", lambda: tiny_model_path)
     monkeypatch.chdir(tmp_path)
-    assert main(["quickstart", "--bank_sise", "3"]) == 2 and not Path("runs").exists()
+    assert main(["quickstart", "--bank_sise", "3"]) == 2
+    assert not Path("runs").exists()
     assert "did you mean 'bank_size'" in capsys.readouterr().err
-    few = ["--max_steps", "1", "--passage_max_length", "40", "--gradient_accumulation_steps", "1"]
-    for more in ([], ["--compare"]):  # the second takes the place of the first
-        assert main(["quickstart", *more, *few]) == 0
-    shown = capsys.readouterr().out
+    overrides = ["--max_steps", "1", "--passage_max_length", "40"]
+    overrides += ["--gradient_accumulation_steps", "1"]
+    # The second quickstart replaces the results of the first one.
+    assert main(["quickstart", *overrides]) == 0
+    assert main(["quickstart", "--compare", *overrides]) == 0
+    output = capsys.readouterr().out
     names = r"BM25|.* \(as it is\)|query_side, by fit|contaccum|grad_accum"
-    rows = re.findall(rf"^({names}) +\d\.\d{{4}} +\d\.\d{{4}} +\d\.\d{{4}}$", shown, re.MULTILINE)
+    rows = re.findall(rf"^({names}) +\d\.\d{{4}} +\d\.\d{{4}} +\d\.\d{{4}}$", output, re.MULTILINE)
     assert len(rows) == 4 + 5
-    left = {path.name for path in Path("runs/quickstart").iterdir()}
-    assert {"fit", "contaccum", "contaccum.json", "grad_accum", "grad_accum.json"} <= left
+    written = {path.name for path in Path("runs/quickstart").iterdir()}
+    assert {"fit", "contaccum", "contaccum.json", "grad_accum", "grad_accum.json"} <= written
     assert Path("runs/quickstart/fit/report.html").is_file()
 
 
-def test_new_writes_a_config_that_says_why_and_trains_as_it_is(
-    places, tmp_path, monkeypatch, capsys
-):
+def test_new_writes_a_config_that_trains(places, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    pairs, few = (
-        str(places / "pairs.jsonl"),
-        ["--max_steps", "1", "--save_strategy", "no", "--use_cpu", "true"],
-    )
+    pairs = str(places / "pairs.jsonl")
+    overrides = ["--max_steps", "1", "--save_strategy", "no", "--use_cpu", "true"]
     assert main(["new", "a", "--data", pairs, "--model", str(places / "backbone")]) == 0
     assert f"{pairs}: 24 pairs (pairs), 24 queries, 24 passages" in capsys.readouterr().out
     text = Path("a/config.yaml").read_text()
@@ -96,76 +96,71 @@ def test_new_writes_a_config_that_says_why_and_trains_as_it_is(
         "_steps: 1 ",
     ):
         assert line in text
-    assert main(["train", "a/config.yaml", *few]) == 0 and Path("a/model/modules.json").is_file()
-    assert (
-        main(["new", "a", "--data", pairs]) == 2 and "is there already" in capsys.readouterr().err
-    )
-    # Long passages that are nobody's queries, fields with names of their own, hard negatives, a model with prompts.
-    rows = [
-        {"frage": f"why {n}", "positive": "because " * 300 + str(n), "negative": f"no {n}"}
-        for n in range(100)
-    ]
+    assert main(["train", "a/config.yaml", *overrides]) == 0
+    assert Path("a/model/modules.json").is_file()
+    assert main(["new", "a", "--data", pairs]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_new_adapts_the_config_to_data_and_model(tmp_path, monkeypatch):
+    """The data have long passages, other column names and hard negatives, the model has prompts."""
+    monkeypatch.chdir(tmp_path)
+    rows = []
+    for n in range(100):
+        passage = "because " * 300 + str(n)
+        rows.append({"frage": f"why {n}", "positive": passage, "negative": f"no {n}"})
     write_lines(tmp_path / "long.jsonl", rows)
-    argv = [
-        "--data",
-        "long.jsonl",
-        "--data_columns",
-        "query=frage",
-        "--model_name_or_path",
-        "./e5-base",
-    ]
-    assert (
-        main(["new", "b", *argv]) == 0
-        and "queries and passages differ" in Path("b/config.yaml").read_text()
-    )
+    argv = ["new", "b", "--data", "long.jsonl", "--data_columns", "query=frage"]
+    argv += ["--model_name_or_path", "./e5-base"]
+    assert main(argv) == 0
+    assert "queries and passages differ" in Path("b/config.yaml").read_text()
     model, data, args = parse(["b/config.yaml"])
-    assert (model.query_prompt, model.passage_prompt, data.num_hard_negatives) == (
-        "query: ",
-        "passage: ",
-        1,
-    )
-    assert (model.query_max_length, model.passage_max_length, args.bank_size) == (8, 512, 32)
+    assert model.query_prompt == "query: "
+    assert model.passage_prompt == "passage: "
+    assert data.num_hard_negatives == 1
+    assert model.query_max_length == 8
+    assert model.passage_max_length == 512
+    assert args.bank_size == 32
     assert data.sets["long"]["columns"] == {"query": "frage"}
 
 
-def test_other_tools_names_are_taken_where_they_mean_one_option_and_hinted_where_several(
-    tmp_path, capsys
-):
+def test_option_names_of_other_tools_are_translated_or_suggested(tmp_path, capsys):
+    """A name is translated if it can mean one option, and the options are listed if several."""
     (tmp_path / "c.yaml").write_text(
         "model_name_or_path: m\noutput: o\ndata: d\nnum-hard-negatives: 4\nepochs: 2\n"
     )
     model, data, args = parse([str(tmp_path / "c.yaml"), "--lr", "3e-4", "--bank-size=64"])
-    assert (model.model, data.num_hard_negatives, data.train_data, args.output_dir) == (
-        "m",
-        4,
-        ["d"],
-        "o",
-    )
-    assert (args.num_train_epochs, args.learning_rate, args.bank_size) == (2, 3e-4, 64)
-    for argv, hint in (
-        (
-            ["train", "--batch_size", "8"],
-            "'per_device_train_batch_size' or 'total_train_batch_size'",
-        ),
-        (["train", "--max-seq-length=64"], "'query_max_length' or 'passage_max_length'"),
-        (["train", "--precision", "bfloat16"], "'bf16' or 'fp16'"),
-        (
-            ["encode", "--model", "m", "--corpus", "none.tsv", "--output-dir", "o"],
-            "none.tsv: no such file",
-        ),
-        (["encode", "--corpus", "c", "--output", "o"], "name a MODEL"),
+    assert model.model == "m"
+    assert data.num_hard_negatives == 4
+    assert data.train_data == ["d"]
+    assert args.output_dir == "o"
+    assert args.num_train_epochs == 2
+    assert args.learning_rate == 3e-4
+    assert args.bank_size == 64
+    for command_line, message in (
+        ("train --batch_size 8", "'per_device_train_batch_size' or 'total_train_batch_size'"),
+        ("train --max-seq-length=64", "'query_max_length' or 'passage_max_length'"),
+        ("train --precision bfloat16", "'bf16' or 'fp16'"),
+        ("encode --model m --corpus none.tsv --output-dir o", "none.tsv: no such file"),
+        ("encode --corpus c --output o", "name a MODEL"),
     ):
-        assert main(argv) == 2
-        assert hint in capsys.readouterr().err
+        assert main(command_line.split()) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("line", "offered"),
+    ("line", "completion"),
     [("contaccum q", "quickstart"), ("contaccum train --lora_a", "--lora_alpha")],
 )
-def test_the_shell_completes_commands_and_options(line, offered, tmp_path):
+def test_the_shell_completes_commands_and_options(line, completion, tmp_path):
     pytest.importorskip("argcomplete")
-    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "offered")}
-    asked |= {"COMP_LINE": line, "COMP_POINT": str(len(line))}
-    subprocess.run([sys.executable, "-m", "contaccum.cli"], env={**os.environ, **asked}, check=True)
-    assert (tmp_path / "offered").read_text().strip() == offered
+    output = tmp_path / "completions"
+    environment = {
+        **os.environ,
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(output),
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+    }
+    subprocess.run([sys.executable, "-m", "contaccum.cli"], env=environment, check=True)
+    assert output.read_text().strip() == completion

@@ -1,6 +1,7 @@
-"""`contaccum encode`: passages as documents, queries as queries, by one process or two.
+"""`contaccum encode`: documents, queries, precision, dtype, two processes, refused arguments.
 
-Every form of a corpus: tests/data/test_questions.py. Killed at any instant: tests/retrieval/test_store.py.
+Corpus formats are tested in tests/data/test_questions.py, killed processes in
+tests/retrieval/test_store.py.
 """
 
 import os
@@ -29,11 +30,16 @@ PASSAGES = [Passage(f"d{n}", f"title {n}" if n % 2 else "", text) for n, text in
 
 @pytest.fixture(scope="module")
 def root(tiny_config, tiny_tokenizer, tmp_path_factory) -> Path:
-    """A saved model with towers and prompts of its own, a BEIR folder, and its queries as DPR has them."""
+    """Return a folder with a saved untied model with prompts, a BEIR folder, and nq.qa.csv."""
     root = tmp_path_factory.mktemp("encode")
-    settings = {"tied": False, "query_prompt": "who: ", "passage_prompt": "text: ", "device": "cpu"}
     model = DualEncoder.from_backbone(
-        tiny_config, tokenizer=tiny_tokenizer, passage_max_length=24, **settings
+        tiny_config,
+        tokenizer=tiny_tokenizer,
+        tied=False,
+        query_prompt="who: ",
+        passage_prompt="text: ",
+        passage_max_length=24,
+        device="cpu",
     )
     model.save_pretrained(str(root / "model"))
     documents = {p.id: (p.title, p.text) for p in PASSAGES}
@@ -50,42 +56,32 @@ def model(root) -> DualEncoder:
 def encode(
     root: Path, output: Path, *options: object, corpus: str = "beir/corpus.jsonl", expect: int = 0
 ) -> None:
-    words = [
-        "encode",
-        root / "model",
-        "--corpus",
-        root / corpus,
-        "--output",
-        output,
-        "--no_progress",
-    ]
-    words += ["--device", "cpu", "--shard_size", 16, *options]
-    assert main([str(word) for word in words]) == expect
+    argv = ["encode", root / "model", "--corpus", root / corpus, "--output", output]
+    argv += ["--no_progress", "--device", "cpu", "--shard_size", 16, *options]
+    assert main([str(argument) for argument in argv]) == expect
 
 
 @pytest.fixture(scope="module")
-def whole(root) -> Path:
-    """The store of corpus.jsonl."""
-    encode(root, root / "whole")
-    return root / "whole"
+def store_folder(root) -> Path:
+    """Return the store of corpus.jsonl."""
+    encode(root, root / "store")
+    return root / "store"
 
 
-def test_passages_are_encoded_as_documents_and_the_record_says_how(whole, model):
-    store = EmbeddingStore.open(whole)
+def test_passages_are_encoded_as_documents_and_recorded(store_folder, model):
+    store = EmbeddingStore.open(store_folder)
     assert store.ids(range(45)) == [p.id for p in PASSAGES]
     np.testing.assert_allclose(
         store[:], model.encode_document([p.passage for p in PASSAGES]), atol=1e-5
     )
-    about = store.about
-    assert about["model"] == model_fingerprint(model, "document")
-    assert about["corpus"]["fingerprint"] == fingerprint(*(field for p in PASSAGES for field in p))
-    assert about["tokenisation"] == tokenisation_fingerprint(model, "document")
-    assert (about["similarity"], about["kind"], about["precision"]) == (
-        "dot",
-        "document",
-        "float32",
-    )
-    assert about["versions"]["torch"]
+    record = store.metadata
+    assert record["model"] == model_fingerprint(model, "document")
+    assert record["corpus"]["fingerprint"] == fingerprint(*(field for p in PASSAGES for field in p))
+    assert record["tokenisation"] == tokenisation_fingerprint(model, "document")
+    assert record["similarity"] == "dot"
+    assert record["kind"] == "document"
+    assert record["precision"] == "float32"
+    assert record["versions"]["torch"]
 
 
 @pytest.mark.parametrize(("corpus", "first"), [("beir", "q0"), ("nq.qa.csv", "question-1")])
@@ -96,75 +92,70 @@ def test_queries_are_encoded_as_queries(root, model, tmp_path, corpus, first):
     assert store.ids([0]) == [first]
 
 
-def test_precision_and_dtype_are_separate_choices(root, whole, tmp_path):
+def test_precision_and_dtype_are_independent(root, store_folder, tmp_path):
     encode(root, tmp_path / "16", "--dtype", "float16")
     encode(root, tmp_path / "b16", "--precision", "bfloat16")
-    exact, half, autocast = map(EmbeddingStore.open, (whole, tmp_path / "16", tmp_path / "b16"))
+    exact = EmbeddingStore.open(store_folder)
+    half = EmbeddingStore.open(tmp_path / "16")
+    autocast = EmbeddingStore.open(tmp_path / "b16")
     np.testing.assert_array_equal(half[:], exact[:].astype(np.float16).astype(np.float32))
-    assert 1e-4 < np.abs(autocast[:] - exact[:]).max() < 0.1 and autocast.dtype == "float32"
+    assert 1e-4 < np.abs(autocast[:] - exact[:]).max() < 0.1
+    assert autocast.dtype == "float32"
     for dtype in ("int8", "binary"):
         encode(root, tmp_path / dtype, "--dtype", dtype)
-    codes, bits = (EmbeddingStore.open(tmp_path / dtype)[:] for dtype in ("int8", "binary"))
-    assert (np.abs(codes - exact[:]) <= np.ptp(exact[:], axis=0) / 169).all()  # 6.0 cuts towards 0
+    codes = EmbeddingStore.open(tmp_path / "int8")[:]
+    bits = EmbeddingStore.open(tmp_path / "binary")[:]
+    # sentence-transformers 6.0 rounds codes towards 0, so the bound is wider than half a step.
+    assert (np.abs(codes - exact[:]) <= np.ptp(exact[:], axis=0) / 169).all()
     np.testing.assert_array_equal(bits, np.where(exact[:] > 0, 1, -1))
 
 
 @pytest.mark.long
-def test_two_processes_end_with_the_store_of_one(root, whole, tmp_path):
-    words = [
-        "encode",
-        root / "model",
-        "--corpus",
-        root / "beir" / "corpus.jsonl",
-        "--output",
-        tmp_path / "s",
-    ]
-    words += ["--no_progress", "--shard_size", "16"]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-    ]
-    command += ["-m", "contaccum.cli", *map(str, words)]
+def test_two_processes_write_the_store_of_one_process(root, store_folder, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", "2", "-m", "contaccum.cli"]
+    command += ["encode", str(root / "model"), "--no_progress", "--shard_size", "16"]
+    command += ["--corpus", str(root / "beir" / "corpus.jsonl"), "--output", str(tmp_path / "s")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    ours, theirs = EmbeddingStore.open(tmp_path / "s"), EmbeddingStore.open(whole)
-    assert ours.about == theirs.about
-    np.testing.assert_array_equal(ours[:], theirs[:])
-    # 16 + 13 and 16, whoever says the last word
-    assert "29 encoded by rank 0" in done.stdout and "16 encoded by rank 1" in done.stdout
-    assert done.stdout.count("45 records") == 1 and "written:" in done.stdout
+    store = EmbeddingStore.open(tmp_path / "s")
+    expected = EmbeddingStore.open(store_folder)
+    assert store.metadata == expected.metadata
+    np.testing.assert_array_equal(store[:], expected[:])
+    # Rank 0 has the shards of 16 and 13 rows, rank 1 the shard of 16 rows between them.
+    assert "29 encoded by rank 0" in done.stdout
+    assert "16 encoded by rank 1" in done.stdout
+    assert done.stdout.count("45 records") == 1
+    assert "written:" in done.stdout
 
 
-def test_an_id_that_occurs_again_is_refused_however_far_apart(root, tmp_path, monkeypatch):
+def test_repeated_ids_are_refused(root, tmp_path, monkeypatch):
+    """Ids are checked in blocks. The repetition is in another block or in the same block."""
     lines = (root / "beir" / "corpus.jsonl").read_text().splitlines()
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n".join([*lines[:30], lines[2], *lines[30:]]))
-    for block in (7, 2**16):
-        monkeypatch.setattr(encode_module, "_IDS_AT_A_TIME", block)
+    for block_size in (7, 2**16):
+        monkeypatch.setattr(encode_module, "_IDS_PER_BLOCK", block_size)
         with pytest.raises(DataError, match="id 'd2' occurs again"):
             list(read_texts(path, "document", RecordReport("skip")))
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--device", "abacus"], "device 'abacus'"),
         (["--shard", 3], "did you mean 'shard_size'"),
         (["--passage_max_length", 9999], "passage_max_length=9999"),
-        (["--output", "WHOLE", "--passage_max_length", 20], "another tokenisation ("),
+        (["--output", "STORE", "--passage_max_length", 20], "another tokenisation ("),
     ],
 )
-def test_mistakes_are_refused_before_anything_is_written(
-    root, whole, tmp_path, options, told, capsys
+def test_wrong_options_are_refused_before_anything_is_written(
+    root, store_folder, tmp_path, options, message, capsys
 ):
-    before = contents(whole)
-    encode(
-        root, tmp_path / "s", *(whole if word == "WHOLE" else word for word in options), expect=2
-    )
-    assert told in capsys.readouterr().err.splitlines()[-1]
-    assert not (tmp_path / "s").exists() and contents(whole) == before
+    before = contents(store_folder)
+    options = [store_folder if option == "STORE" else option for option in options]
+    encode(root, tmp_path / "s", *options, expect=2)
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "s").exists()
+    assert contents(store_folder) == before

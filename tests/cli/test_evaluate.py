@@ -1,4 +1,4 @@
-"""`contaccum evaluate`: records with all they depend on, one table, nothing done twice, comparisons, early refusals."""
+"""`contaccum evaluate`: records, tables, reuse of results, comparisons, refused arguments."""
 
 import json
 import shutil
@@ -31,24 +31,20 @@ def two(tmp_path):
     return [str(write_judged_places(tmp_path / name)) for name in ("one", "two")]
 
 
-def test_the_record_of_one_set_names_everything_it_depends_on(
-    evaluate, two, tmp_path, tiny_model_path
-):
-    assert (
-        evaluate(
-            "--data",
-            two[0],
-            "--query_max_length",
-            "9",
-            "--precision",
-            "bfloat16",
-            output="new/out.json",
-        )
-        == 0
-    )
-    record, data = read_result(tmp_path / "new" / "out.json"), load_beir_folder(two[0])
-    about = {"name": "one", "split": "test", "path": two[0], "fingerprint": data.fingerprint}
-    assert record["data"] == {**about, "documents": 24, "queries": 6, "judgements": 24}
+def test_record_describes_data_model_and_search(evaluate, two, tmp_path, tiny_model_path):
+    argv = ["--data", two[0], "--query_max_length", "9", "--precision", "bfloat16"]
+    assert evaluate(*argv, output="new/out.json") == 0
+    record = read_result(tmp_path / "new" / "out.json")
+    data = load_beir_folder(two[0])
+    assert record["data"] == {
+        "name": "one",
+        "split": "test",
+        "path": two[0],
+        "fingerprint": data.fingerprint,
+        "documents": 24,
+        "queries": 6,
+        "judgements": 24,
+    }
     fingerprint = model_fingerprint(DualEncoder.from_pretrained(tiny_model_path, device="cpu"))
     model = {
         "name": tiny_model_path,
@@ -59,46 +55,41 @@ def test_the_record_of_one_set_names_everything_it_depends_on(
     assert record["model"] == model
     assert len(record["tokenisation"]) == 64
     assert record["search"] == {"index": "Flat", "index_parameters": None, "k": 1000, "gpus": 0}
-    assert (record["precision"], record["versions"]) == ("bfloat16", package_versions())
-    assert all(value > 0 for value in record["timing"].values()) and set(
-        record["per_query"]
-    ) == set(data.qrels)
-    assert {path.name for path in (tmp_path / "new").iterdir()} == {
-        "out.json",
-        "out.md",
-        "out.trec",
-    }
+    assert record["precision"] == "bfloat16"
+    assert record["versions"] == package_versions()
+    assert all(value > 0 for value in record["timing"].values())
+    assert set(record["per_query"]) == set(data.qrels)
+    written = {path.name for path in (tmp_path / "new").iterdir()}
+    assert written == {"out.json", "out.md", "out.trec"}
 
 
-def test_of_several_sets_what_is_done_is_kept_and_what_differs_is_done_again(
-    evaluate, two, tmp_path, capsys
-):
-    def kept(*argv: str) -> int:
+def test_results_of_several_sets_are_kept_unless_something_changed(evaluate, two, tmp_path, capsys):
+    def count_kept_results(*argv: str) -> int:
         assert evaluate("--data", *two, *argv) == 0
         return capsys.readouterr().out.count("kept: ")
 
-    assert kept() == 0
-    files = {
-        f"out.{name}" for name in ("one.json", "one.trec", "two.json", "two.trec", "json", "md")
-    }
-    assert {path.name for path in tmp_path.glob("out*")} == files
-    before = (tmp_path / "out.one.json").read_bytes(), (tmp_path / "out.md").read_bytes()
-    assert kept() == 2
-    assert before == ((tmp_path / "out.one.json").read_bytes(), (tmp_path / "out.md").read_bytes())
+    assert count_kept_results() == 0
+    suffixes = ("one.json", "one.trec", "two.json", "two.trec", "json", "md")
+    expected_files = {f"out.{suffix}" for suffix in suffixes}
+    assert {path.name for path in tmp_path.glob("out*")} == expected_files
+    record = (tmp_path / "out.one.json").read_bytes()
+    page = (tmp_path / "out.md").read_bytes()
+    assert count_kept_results() == 2
+    assert (tmp_path / "out.one.json").read_bytes() == record
+    assert (tmp_path / "out.md").read_bytes() == page
     with Path(two[1], "corpus.jsonl").open("a") as file:
         file.write('{"_id": "new", "title": "", "text": "one new bird"}\n')
-    assert kept() == 1
+    assert count_kept_results() == 1
     for changed in (
         ["--passage_max_length", "9"],
         ["--index", "IVF2,Flat"],
         ["--k_values", "10", "1000"],
     ):
-        assert (kept(*changed), kept(*changed)) == (0, 2)
+        assert count_kept_results(*changed) == 0
+        assert count_kept_results(*changed) == 2
 
 
-def test_cqadupstack_by_name_is_one_row_the_mean_of_its_parts(
-    evaluate, tmp_path, monkeypatch, capsys
-):
+def test_cqadupstack_is_one_row_with_the_mean_of_its_parts(evaluate, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
     for name in (*(f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS), "scifact"):
         write_judged_places(tmp_path / "cache" / "beir" / name)
@@ -106,66 +97,65 @@ def test_cqadupstack_by_name_is_one_row_the_mean_of_its_parts(
     summary = json.loads((tmp_path / "out.json").read_text())
     scifact, cqa = summary["sets"]
     values = [read_result(tmp_path / part["file"])["metrics"]["NDCG@10"] for part in cqa["parts"]]
-    assert len(values) == 12 and cqa["metrics"]["NDCG@10"] == pytest.approx(sum(values) / 12)
-    assert summary["mean"]["NDCG@10"] == pytest.approx(
-        (sum(values) / 12 + scifact["metrics"]["NDCG@10"]) / 2
-    )
+    assert len(values) == 12
+    mean = sum(values) / 12
+    assert cqa["metrics"]["NDCG@10"] == pytest.approx(mean)
+    expected = (mean + scifact["metrics"]["NDCG@10"]) / 2
+    assert summary["mean"]["NDCG@10"] == pytest.approx(expected)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert lines[0].split()[1::2] == ["data", "split", "queries", "NDCG@10", "Recall@20"]
     assert [line.split()[1] for line in lines[2:]] == ["scifact", "cqadupstack", "mean"]
-    assert lines[3].split()[5] == "72" and lines[3] in (tmp_path / "out.md").read_text()
+    assert lines[3].split()[5] == "72"
+    assert lines[3] in (tmp_path / "out.md").read_text()
 
 
-def test_results_are_compared_with_those_before_also_with_the_file_that_is_replaced(
-    evaluate, two, tmp_path
-):
+def test_results_are_compared_with_earlier_ones(evaluate, two, tmp_path):
+    """One of the earlier results is in the file that the new result replaces."""
     evaluate("--data", *two, "--passage_max_length", "5", output="old.json")
     previous = read_result(tmp_path / "old.one.json")["metrics"]["MRR@10"]
     old = [str(tmp_path / name) for name in ("old.one.json", "old.json")]
-    assert (
-        evaluate(
-            "--data", two[0], "--compare", *old, "--metrics", "MRR@10", "P@5", output="old.one.json"
-        )
-        == 0
-    )
-    now = read_result(tmp_path / "old.one.json")["metrics"]["MRR@10"]
+    argv = ["--data", two[0], "--compare", *old, "--metrics", "MRR@10", "P@5"]
+    assert evaluate(*argv, output="old.one.json") == 0
+    current = read_result(tmp_path / "old.one.json")["metrics"]["MRR@10"]
     first, second = json.loads((tmp_path / "old.one.compare.json").read_text())
-    assert first["metric"] == "MRR@10" and first["rows"] == second["rows"]
-    assert (first["rows"][0]["ours"], first["rows"][0]["earlier"]) == pytest.approx(
-        (now, previous)
-    ) and now != previous
+    assert first["metric"] == "MRR@10"
+    assert first["rows"] == second["rows"]
+    assert first["rows"][0]["ours"] == pytest.approx(current)
+    assert first["rows"][0]["earlier"] == pytest.approx(previous)
+    assert current != previous
     assert "## MRR@10 against" in (tmp_path / "old.one.md").read_text()
 
 
-def test_served_forms_are_scored_beside_float32_of_all_dimensions(evaluate, two, tmp_path, capsys):
+def test_truncated_and_quantized_embeddings_are_scored(evaluate, two, tmp_path, capsys):
+    """They are compared with float32 embeddings of all dimensions."""
     forms = ["--dims", "32", "16", "--quantize", "float32", "int8", "binary", "--metrics", "MRR@10"]
     for rescore in ("2", "100", "100"):
         assert evaluate("--data", *two, *forms, "--rescore", rescore) == 0
-    assert capsys.readouterr().out.count("kept: ") == 2  # the same again, and no other
+    # Only the third evaluation has the settings of the one before it.
+    assert capsys.readouterr().out.count("kept: ") == 2
     record = read_result(tmp_path / "out.one.json")
-    first, *others = record["served"]["rows"]
+    first, *other_rows = record["served"]["rows"]
     assert first["MRR@10"] == pytest.approx(record["metrics"]["MRR@10"])
-    sizes = [
-        (row["dimensions"], row["type"], row["bytes_per_document"]) for row in (first, *others)
+    forms = []
+    for row in record["served"]["rows"]:
+        forms.append((row["dimensions"], row["type"], row["bytes_per_document"]))
+    assert forms == [
+        (32, "float32", 128),
+        (16, "float32", 64),
+        (32, "int8", 32),
+        (16, "int8", 16),
+        (32, "binary", 4),
+        (16, "binary", 2),
     ]
-    expected = [
-        ("float32", 128),
-        ("float32", 64),
-        ("int8", 32),
-        ("int8", 16),
-        ("binary", 4),
-        ("binary", 2),
-    ]
-    assert sizes == [((32, 16)[n % 2], *form) for n, form in enumerate(expected)]
-    for row in others:
+    for row in other_rows:
         assert row["difference"] == pytest.approx(row["MRR@10"] - first["MRR@10"])
-        assert row["low"] <= row["difference"] <= row["high"] and row["queries_per_second"] > 0
-    assert "## two: as served" in (tmp_path / "out.md").read_text()
+        assert row["low"] <= row["difference"] <= row["high"]
+        assert row["queries_per_second"] > 0
+    assert "## two: scores by size and type of the embeddings" in (tmp_path / "out.md").read_text()
 
 
-def test_a_model_card_gets_the_figures_and_the_command_and_keeps_what_else_it_says(
-    tiny_model_path, two, tmp_path
-):
+def test_model_card_gets_the_metrics_and_keeps_its_content(tiny_model_path, two, tmp_path):
+    """A second evaluation replaces the metrics of the first one."""
     shutil.copytree(tiny_model_path, tmp_path / "mine")
     card = tmp_path / "mine" / "README.md"
     other = {
@@ -176,78 +166,71 @@ def test_a_model_card_gets_the_figures_and_the_command_and_keeps_what_else_it_sa
         "metric_value": 0.5,
     }
     first = ModelCard.load(card)
-    first.data.eval_results, first.data.model_name = [EvalResult(**other)], "Mine"
+    first.data.eval_results = [EvalResult(**other)]
+    first.data.model_name = "Mine"
     first.save(card)
-    argv = [
-        str(tmp_path / "mine"),
-        "--device",
-        "cpu",
-        "--metrics",
-        "NDCG@10",
-        "--output",
-        str(tmp_path / "out.json"),
-    ]
+    argv = ["evaluate", str(tmp_path / "mine"), "--device", "cpu", "--metrics", "NDCG@10"]
+    argv += ["--output", str(tmp_path / "out.json"), "--data", *two, "--update_card"]
     for length in ("5", "9"):
-        assert (
-            main(["evaluate", *argv, "--data", *two, "--update_card", "--query_max_length", length])
-            == 0
-        )
-    now = ModelCard.load(card)
-    values = {
-        row["name"]: row["metrics"]["NDCG@10"]
-        for row in json.loads((tmp_path / "out.json").read_text())["sets"]
-    }
-    assert {one.dataset_name: one.metric_value for one in now.data.eval_results} == {
-        "d": 0.5,
-        **values,
-    }
-    assert now.data.model_name == "Mine" and now.text.startswith(first.text.rstrip())
-    assert now.text.count("contaccum evaluate mine --device") == 1 and "--data one two" in now.text
-    assert "| one  |" in now.text and str(tmp_path) not in now.text.removeprefix(
-        first.text.rstrip()
-    )
+        assert main([*argv, "--query_max_length", length]) == 0
+    updated = ModelCard.load(card)
+    expected_values = {"d": 0.5}
+    for row in json.loads((tmp_path / "out.json").read_text())["sets"]:
+        expected_values[row["name"]] = row["metrics"]["NDCG@10"]
+    values = {result.dataset_name: result.metric_value for result in updated.data.eval_results}
+    assert values == expected_values
+    assert updated.data.model_name == "Mine"
+    original_text = first.text.rstrip()
+    assert updated.text.startswith(original_text)
+    added_text = updated.text.removeprefix(original_text)
+    assert added_text.count("contaccum evaluate mine --device") == 1
+    assert "--data one two" in added_text
+    assert "| one  |" in added_text
+    assert str(tmp_path) not in added_text
     card.unlink()
-    assert main(["evaluate", *argv, "--data", *two, "--update_card"]) == 2
+    assert main(argv) == 2
 
 
-def test_a_run_scores_as_the_model_that_made_it(evaluate, two, tmp_path):
+def test_a_run_has_the_scores_of_the_model_that_made_it(evaluate, two, tmp_path):
     assert evaluate("--data", two[0]) == 0
-    assert (
-        evaluate("--run", str(tmp_path / "out.trec"), "--data", two[0], output="scored.json") == 0
-    )
-    of_model, of_run = read_result(tmp_path / "out.json"), read_result(tmp_path / "scored.json")
-    assert of_run["metrics"] == of_model["metrics"] and of_run["per_query"] == of_model["per_query"]
-    assert (of_run["precision"], of_run["tokenisation"], of_run["search"]) == (
-        "unknown",
-        None,
-        {"k": 1000},
-    )
+    run = str(tmp_path / "out.trec")
+    assert evaluate("--run", run, "--data", two[0], output="scored.json") == 0
+    model_record = read_result(tmp_path / "out.json")
+    run_record = read_result(tmp_path / "scored.json")
+    assert run_record["metrics"] == model_record["metrics"]
+    assert run_record["per_query"] == model_record["per_query"]
+    assert run_record["precision"] == "unknown"
+    assert run_record["tokenisation"] is None
+    assert run_record["search"] == {"k": 1000}
 
 
-def test_mistakes_are_one_line_and_exit_2_before_anything_is_encoded(
-    evaluate, two, tmp_path, monkeypatch, capsys
-):
+def test_wrong_arguments_are_refused_in_one_line(evaluate, two, tmp_path, monkeypatch, capsys):
+    """They are refused before anything is encoded, and no file is written."""
     monkeypatch.setattr(beir_sets, "score_run", None)
-    data, run = ["--data", two[0]], ["--run", str(tmp_path / "run.trec")]
+    data = ["--data", two[0]]
+    run = ["--run", str(tmp_path / "run.trec")]
     (tmp_path / "run.trec").write_text("another Q0 cat-tree 1 1.0 x\n")
     (tmp_path / "old.json").write_text(
         json.dumps({"metrics": {}, "per_query": {}, "data": {"name": "x"}})
     )
     with Path(two[1], "corpus.jsonl").open("a") as file:
         file.write("{broken\n")
-    for argv, words in (
+    for argv, message in (
         ([*data, "--compare", str(tmp_path / "old.json")], "is on other data"),
-        (["--data", *two], "two/corpus.jsonl:25"),  # the last set, before the first is encoded
+        # The last set is read before the first one is encoded.
+        (["--data", *two], "two/corpus.jsonl:25"),
         ([*data, "--output", "out.txt"], "end its name in .json"),
-        ([*data, *run, "model"], "one of the two"),
+        ([*data, *run, "model"], "name either a MODEL to search with, or a --run to score"),
         ([*data, "--dims", "64"], "--dims 64: the model's embeddings have 32 dimensions"),
-        ([*data, "--dims", "12", "--quantize", "binary"], "take a multiple of 8"),
-        ([*run, *data, "--quantize", "int8"], "no embeddings for them"),
-        ([*run, "--data", *two], "--run is of one set"),
+        ([*data, "--dims", "12", "--quantize", "binary"], "must be a multiple of 8"),
+        ([*run, *data, "--quantize", "int8"], "a --run has no embeddings"),
+        ([*run, "--data", *two], "--run has the results of one data set"),
         ([*run, *data], "for none of one's judged queries"),
-        ([*run, *data, "--output", str(tmp_path / "run.json")], "would replace the run itself"),
+        ([*run, *data, "--output", str(tmp_path / "run.json")], "would replace the --run"),
     ):
         assert evaluate(*argv) == 2
-        shown = capsys.readouterr().err.splitlines()  # a bar of loading weights, and the error
-        assert words in shown[-1] and "error" not in "".join(shown[:-1]), shown
+        # The lines before the error are progress bars of loading weights.
+        *progress, error = capsys.readouterr().err.splitlines()
+        assert message in error
+        assert "error" not in "".join(progress)
     assert not list(tmp_path.glob("out*"))

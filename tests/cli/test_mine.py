@@ -1,4 +1,4 @@
-"""`contaccum mine` end to end on tiny models, and every mistake as one line, exit code 2, and no file."""
+"""`contaccum mine` end to end on tiny models, and refused arguments."""
 
 import json
 from pathlib import Path
@@ -19,40 +19,36 @@ def mine(*arguments: object) -> int:
     return main(["mine", *map(str, arguments), "--no_progress"])
 
 
-def test_the_report_names_what_the_negatives_came_from(tiny_model_path, pairs, tmp_path, capsys):
+def test_report_describes_models_data_and_settings(tiny_model_path, pairs, tmp_path, capsys):
     output = tmp_path / "new" / "hard.jsonl"
-    arguments = [
-        "--num_negatives",
-        2,
-        "--relative_margin",
-        0.0,
-        "--range_max",
-        30,
-        "--device",
-        "cpu",
-    ]
+    arguments = ["--num_negatives", 2, "--relative_margin", 0.0, "--range_max", 30]
+    arguments += ["--device", "cpu"]
     assert mine(tiny_model_path, "--data", pairs, "--output", output, *arguments) == 0
     record = json.loads(Path(f"{output}.report.json").read_text())
     out = capsys.readouterr().out
     assert f"{record['queries_with_too_few']} of 36 queries have fewer than 2 negatives" in out
-    assert record["model"]["name"] == tiny_model_path and len(record["model"]["fingerprint"]) == 64
-    assert len(record["tokenisation"]) == 64 and record["versions"] == package_versions()
-    assert record["settings"]["range_max"] == 30 and record["settings"]["similarity"] == "cos"
+    assert record["model"]["name"] == tiny_model_path
+    assert len(record["model"]["fingerprint"]) == 64
+    assert len(record["tokenisation"]) == 64
+    assert record["versions"] == package_versions()
+    assert record["settings"]["range_max"] == 30
+    assert record["settings"]["similarity"] == "cos"
     assert len(read_lines(output)) == 40
 
 
 def test_bm25_mines_without_a_model(tmp_path):
     output = tmp_path / "hard.jsonl"
     arguments = ["--method", "bm25", "--num_negatives", 2, "--output_format", "tevatron"]
-    assert (
-        mine("--data", write_beir_to_mine(tmp_path / "beir"), "--output", output, *arguments) == 0
-    )
+    data = write_beir_to_mine(tmp_path / "beir")
+    assert mine("--data", data, "--output", output, *arguments) == 0
     record = json.loads(Path(f"{output}.report.json").read_text())
-    assert record["settings"]["method"] == "bm25" and record["model"]["fingerprint"] is None
+    assert record["settings"]["method"] == "bm25"
+    assert record["model"]["fingerprint"] is None
     assert len(output.read_text().splitlines()) == 10
 
 
-def test_a_set_of_ids_is_mined_in_the_corpus_that_has_their_texts(tiny_model_path, pairs, tmp_path):
+def test_ids_and_texts_give_the_same_negatives(tiny_model_path, pairs, tmp_path):
+    """The data hold ids of documents, whose texts are in a corpus file."""
     rows = read_lines(pairs)
     texts = list(dict.fromkeys(row["positive"] for row in rows))
     write_lines(
@@ -72,7 +68,7 @@ def test_a_set_of_ids_is_mined_in_the_corpus_that_has_their_texts(tiny_model_pat
     assert outputs[0].read_text() == outputs[1].read_text()
 
 
-MISTAKES = {
+WRONG_ARGUMENTS = {
     "rules that leave nothing": (
         ["MODEL", "--range_min", "5", "--range_max", "6"],
         "raise it to 8",
@@ -90,14 +86,15 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_exit_code_2_and_no_file(
-    mistake, tiny_model_path, pairs, tmp_path, capsys, monkeypatch
+@pytest.mark.parametrize("case", WRONG_ARGUMENTS)
+def test_wrong_arguments_are_refused_in_one_line(
+    case, tiny_model_path, pairs, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    more, message = MISTAKES[mistake]
-    more = [tiny_model_path if word == "MODEL" else word for word in more]
-    assert mine("--data", pairs, "--output", "o.jsonl", "--device", "cpu", *more) == 2
+    arguments, message = WRONG_ARGUMENTS[case]
+    arguments = [tiny_model_path if word == "MODEL" else word for word in arguments]
+    assert mine("--data", pairs, "--output", "o.jsonl", "--device", "cpu", *arguments) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("contaccum: error: ") and message in error
+    assert error.startswith("contaccum: error: ")
+    assert message in error
     assert [path.name for path in tmp_path.iterdir()] == [pairs.name]

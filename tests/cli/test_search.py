@@ -1,4 +1,4 @@
-"""`contaccum search`: what `contaccum encode` wrote, searched as an array would be; what does not belong is refused."""
+"""`contaccum search`: runs and records of a store that `contaccum encode` wrote."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from small_data import write_beir
 from contaccum import DualEncoder
 from contaccum.cli import main
 from contaccum.evaluation.results import read_trec_run
-from contaccum.retrieval import index as index_module
+from contaccum.retrieval import exact_search
 from contaccum.retrieval.index import build_index, search
 from contaccum.retrieval.store import EmbeddingStore
 
@@ -20,7 +20,10 @@ QUERIES = sentences(12, 2)
 
 @pytest.fixture(scope="module")
 def root(tiny_config, tiny_tokenizer, tmp_path_factory) -> Path:
-    """A saved encoder, another one, a BEIR folder of 60 documents (some twins), and a store of them in four shards."""
+    """Return a folder with two saved encoders, a BEIR set, and a store of its documents.
+
+    The BEIR set has 60 documents, 10 of them duplicates. The store has four shards.
+    """
     root = tmp_path_factory.mktemp("search")
     for name in ("encoder", "other"):
         model = DualEncoder.from_backbone(
@@ -36,51 +39,36 @@ def root(tiny_config, tiny_tokenizer, tmp_path_factory) -> Path:
 
 
 def encode(root: Path, texts: str, output: Path, *options: str) -> None:
-    words = [
-        root / "encoder",
-        "--corpus",
-        root / texts,
-        "--output",
-        output,
-        "--device",
-        "cpu",
-        "--no_progress",
-    ]
-    assert main(["encode", *map(str, words), *options]) == 0
+    argv = ["encode", str(root / "encoder"), "--device", "cpu", "--no_progress"]
+    argv += ["--corpus", str(root / texts), "--output", str(output), *options]
+    assert main(argv) == 0
 
 
 def run(root: Path, output: Path, *options: object, model: str | None = "encoder") -> int:
-    given = [] if model is None else [root / model, "--device", "cpu"]
-    where = [
-        "--store",
-        root / "store",
-        "--queries",
-        root / "queries.jsonl",
-        "--output",
-        output,
-        "--no_progress",
-    ]
-    return main(["search", *map(str, [*given, *where, *options])])
+    argv = ["search"]
+    if model is not None:
+        argv += [str(root / model), "--device", "cpu"]
+    argv += ["--store", str(root / "store"), "--queries", str(root / "queries.jsonl")]
+    argv += ["--output", str(output), "--no_progress"]
+    return main([*argv, *map(str, options)])
 
 
-def test_a_run_is_what_an_array_gives(root, tmp_path, monkeypatch):
-    monkeypatch.setattr(index_module, "SLICE_BYTES", 4 * 32 * 25)
+def test_run_equals_the_search_of_an_array(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(exact_search, "SLICE_BYTES", 4 * 32 * 25)
     assert run(root, tmp_path / "run.trec", "--top_k", 7) == 0
-    found, store = read_trec_run(tmp_path / "run.trec"), EmbeddingStore.open(root / "store")
-    model, ids = (
-        DualEncoder.from_pretrained(str(root / "encoder"), device="cpu"),
-        store.ids(range(60)),
-    )
-    expected = search(
-        build_index(store[:], metric=store.similarity, ids=ids), model.encode_query(QUERIES), 7
-    )
-    for number, (scores, rows) in enumerate(zip(*expected, strict=True)):
-        assert set(found[f"q{number}"]) == {ids[row] for row in rows}
-        assert sorted(found[f"q{number}"].values(), reverse=True) == pytest.approx(
-            scores.tolist(), abs=1e-6
-        )
+    hits = read_trec_run(tmp_path / "run.trec")
+    store = EmbeddingStore.open(root / "store")
+    ids = store.ids(range(60))
+    model = DualEncoder.from_pretrained(str(root / "encoder"), device="cpu")
+    index = build_index(store[:], metric=store.similarity, ids=ids)
+    expected_scores, expected_rows = search(index, model.encode_query(QUERIES), 7)
+    for number in range(len(QUERIES)):
+        query_hits = hits[f"q{number}"]
+        assert set(query_hits) == {ids[row] for row in expected_rows[number]}
+        scores = sorted(query_hits.values(), reverse=True)
+        assert scores == pytest.approx(expected_scores[number].tolist(), abs=1e-6)
     record = json.loads((tmp_path / "run.json").read_text())
-    about = {
+    expected_record = {
         "index": "Flat",
         "index_parameters": None,
         "index_file": None,
@@ -88,63 +76,56 @@ def test_a_run_is_what_an_array_gives(root, tmp_path, monkeypatch):
         "gpus": 0,
         "recall": None,
     }
-    assert about.items() <= record["search"].items()
-    assert record["store"]["rows"] == 60 and record["queries"]["count"] == 12
+    assert expected_record.items() <= record["search"].items()
+    assert record["store"]["rows"] == 60
+    assert record["queries"]["count"] == 12
 
 
-def test_a_store_of_codes_is_searched_by_float_queries(root, tmp_path):
-    whole = EmbeddingStore.open(root / "store")
-    model, ids = (
-        DualEncoder.from_pretrained(str(root / "encoder"), device="cpu"),
-        whole.ids(range(60)),
-    )
-    asked = model.encode_query(QUERIES)
-    for dtype, expected in (("int8", whole[:]), ("binary", np.where(whole[:] > 0, 1.0, -1.0))):
+def test_quantized_stores_are_searched_with_float_queries(root, tmp_path):
+    store = EmbeddingStore.open(root / "store")
+    ids = store.ids(range(60))
+    model = DualEncoder.from_pretrained(str(root / "encoder"), device="cpu")
+    queries = model.encode_query(QUERIES)
+    signs = np.where(store[:] > 0, 1.0, -1.0)
+    for dtype, documents in (("int8", store[:]), ("binary", signs)):
         encode(root, "corpus.jsonl", tmp_path / dtype, "--dtype", dtype, "--shard_size", "17")
-        assert (
-            run(
-                root, tmp_path / f"{dtype}.trec", "--store", tmp_path / dtype, "--similarity", "dot"
-            )
-            == 0
-        )
-        found, scores = read_trec_run(tmp_path / f"{dtype}.trec"), asked @ expected.T
-        for number, line in enumerate(scores):
-            off = [found[f"q{number}"][name] - score for name, score in zip(ids, line, strict=True)]
-            assert np.abs(off).max() < 0.01 * np.abs(scores).max()
+        run_file = tmp_path / f"{dtype}.trec"
+        assert run(root, run_file, "--store", tmp_path / dtype, "--similarity", "dot") == 0
+        hits = read_trec_run(run_file)
+        expected_scores = queries @ documents.T
+        tolerance = 0.01 * np.abs(expected_scores).max()
+        for number in range(len(QUERIES)):
+            scores = np.array([hits[f"q{number}"][document_id] for document_id in ids])
+            assert np.abs(scores - expected_scores[number]).max() < tolerance
 
 
-def test_queries_that_were_encoded_before_need_no_model(root, tmp_path):
+def test_a_store_of_queries_needs_no_model(root, tmp_path):
     encode(root, "queries.jsonl", tmp_path / "encoded", "--kind", "query")
     assert run(root, tmp_path / "a.trec") == 0
     assert run(root, tmp_path / "b.trec", "--queries", tmp_path / "encoded", model=None) == 0
     assert read_trec_run(tmp_path / "a.trec") == read_trec_run(tmp_path / "b.trec")
 
 
-def test_of_a_beir_folder_the_queries_of_a_split_are_searched_if_one_is_named(root, tmp_path):
+def test_split_selects_the_queries_of_a_beir_folder(root, tmp_path):
     for options, count in ((["--split", "test"], 2), ([], 12)):
         assert run(root, tmp_path / "run.trec", "--queries", root, *options) == 0
         assert len(read_trec_run(tmp_path / "run.trec")) == count
 
 
-def test_an_index_file_is_written_once_and_searched_again(root, tmp_path):
-    options = [
-        "--index",
-        "IVF4,Flat",
-        "--index_parameters",
-        "nprobe=2",
-        "--index_file",
-        tmp_path / "ivf.faiss",
-    ]
+def test_index_file_is_written_once_and_used_again(root, tmp_path):
+    options = ["--index", "IVF4,Flat", "--index_parameters", "nprobe=2"]
+    options += ["--index_file", tmp_path / "ivf.faiss"]
     for name in ("first", "second"):
         assert run(root, tmp_path / f"{name}.trec", "--top_k", 5, *options) == 0
     assert (tmp_path / "first.trec").read_text() == (tmp_path / "second.trec").read_text()
-    about = json.loads((tmp_path / "second.json").read_text())["search"]
-    assert about["recall"]["queries"] == 12 and 0 < about["recall"]["recall@5"] <= 1
-    assert about["index_parameters"] == "nprobe=2"
+    record = json.loads((tmp_path / "second.json").read_text())["search"]
+    assert record["recall"]["queries"] == 12
+    assert 0 < record["recall"]["recall@5"] <= 1
+    assert record["index_parameters"] == "nprobe=2"
 
 
 @pytest.mark.parametrize(
-    ("options", "model", "words"),
+    ("options", "model", "message"),
     [
         ([], "other", "was encoded by another model"),
         ([], None, "name a MODEL"),
@@ -153,9 +134,10 @@ def test_an_index_file_is_written_once_and_searched_again(root, tmp_path):
         (["--store", "nowhere"], "encoder", "not a store"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(root, tmp_path, capsys, options, model, words):
+def test_wrong_arguments_are_refused_in_one_line(root, tmp_path, capsys, options, model, message):
     assert run(root, tmp_path / "run.trec", *options, model=model) == 2
-    # What loading a model says goes there too.
+    # The lines before the error are messages of loading a model.
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("contaccum: error") and words in error
+    assert error.startswith("contaccum: error")
+    assert message in error
     assert not (tmp_path / "run.trec").exists()

@@ -1,4 +1,4 @@
-"""`contaccum train`: what it leaves, mistakes in one line, the examples of docs/data.md, torchrun."""
+"""`contaccum train`: output, resuming, refused settings, examples of the docs, torchrun."""
 
 import json
 import os
@@ -20,9 +20,8 @@ from contaccum.training.log import CollapseWatch
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_it_leaves_a_model_and_its_record_and_goes_on_from_a_checkpoint(
-    places, train, tmp_path, capsys
-):
+def test_run_writes_a_model_and_resumes_from_a_checkpoint(places, train, tmp_path, capsys):
+    """The trained model is then used as the model and the guide of another run."""
     output = tmp_path / "out"
     assert train(output, tied="false", save_strategy="epoch") == 0
     assert f"saved {output}; score it with: contaccum evaluate {output}" in capsys.readouterr().out
@@ -30,46 +29,40 @@ def test_it_leaves_a_model_and_its_record_and_goes_on_from_a_checkpoint(
         path.name for path in output.iterdir()
     }
     assert not list(output.rglob("training_args.bin"))
-    assert train(output) == 2 and f"{output}: a finished run lies there" in capsys.readouterr().err
+    assert train(output) == 2
+    assert f"{output}: the folder contains a finished run" in capsys.readouterr().err
     assert train(output, tied="false", num_train_epochs=2, resume_from_checkpoint="last") == 0
     assert [line["update"] for line in read_lines(output / "train_log.jsonl")] == [*range(1, 7)]
-    # What it trained, it trains again: now the folder is a SentenceTransformer. And it can guide.
     assert train(tmp_path / "again", model=output, guide=output, guide_margin=0.1) == 0
-    assert json.loads((tmp_path / "again" / "run.json").read_text())["model"]["guide"].startswith(
-        str(output)
+    record = json.loads((tmp_path / "again" / "run.json").read_text())
+    assert record["model"]["guide"].startswith(str(output))
+    # That run has no checkpoint to resume from.
+    assert train(tmp_path / "again", model=output, resume_from_checkpoint="auto") == 2
+    exit_code = train(
+        tmp_path / "again",
+        model=output,
+        guide=output,
+        guide_margin=0.1,
+        overwrite_output_dir="true",
     )
-    assert (
-        train(tmp_path / "again", model=output, resume_from_checkpoint="auto") == 2
-    )  # there is no checkpoint
-    assert (
-        train(
-            tmp_path / "again",
-            model=output,
-            guide=output,
-            guide_margin=0.1,
-            overwrite_output_dir="true",
-        )
-        == 0
-    )
-    assert all(
-        0 < line["masked"] <= 1 for line in read_lines(tmp_path / "again" / "train_log.jsonl")
-    )
+    assert exit_code == 0
+    for line in read_lines(tmp_path / "again" / "train_log.jsonl"):
+        assert 0 < line["masked"] <= 1
 
 
-def test_a_run_is_replaced_only_where_the_user_says_so(places, train, tmp_path, capsys):
+def test_overwrite_output_dir_is_needed_to_replace_a_run(places, train, tmp_path, capsys):
     output = tmp_path / "out"
     saves = {"save_strategy": "steps", "save_steps": 1}
     assert train(output, **saves, max_steps=2) == 0
-    (output / "modules.json").unlink()  # so that it looks as if it had been killed after update 2
+    # Without this file, the run looks as if it had been killed after update 2.
+    (output / "modules.json").unlink()
     assert train(output, **saves) == 2
     error = capsys.readouterr().err
-    assert f"{output}: an unfinished run lies there, with checkpoint-2" in error
+    assert f"{output}: the folder contains an unfinished run with checkpoint-2" in error
     assert "resume_from_checkpoint=last" in error and "overwrite_output_dir=true" in error
     removed = {"model": output / "checkpoint-2", "overwrite_output_dir": "true"}
-    assert (
-        train(output, **removed) == 2
-        and "it would remove that checkpoint" in capsys.readouterr().err
-    )
+    assert train(output, **removed) == 2
+    assert "the run would remove that checkpoint" in capsys.readouterr().err
     both = {
         "overwrite_output_dir": "true",
         "resume_from_checkpoint": "auto",
@@ -82,78 +75,83 @@ def test_a_run_is_replaced_only_where_the_user_says_so(places, train, tmp_path, 
     assert [line["update"] for line in read_lines(output / "train_log.jsonl")] == [1, 2, 3]
 
 
-def test_auto_starts_a_run_again_that_was_to_replace_a_finished_one(train, tmp_path, monkeypatch):
+def test_auto_restarts_a_killed_run_in_the_folder_of_another(train, tmp_path, monkeypatch):
+    """The run with seed 2 replaces the run with seed 1, and is killed before its first update."""
     output = tmp_path / "out"
     assert train(output, seed=1) == 0
     finished = json.loads((output / "run.json").read_text())
     assert finished["finished"] is True
     with monkeypatch.context() as patch:
-        patch.setattr("contaccum.training.trainer.ContAccumTrainer.training_step", killed)
+        patch.setattr("contaccum.training.trainer.ContAccumTrainer.training_step", interrupt)
         assert train(output, seed=2, overwrite_output_dir="true") == 130
     assert json.loads((output / "run.json").read_text())["finished"] is False
-    assert train(output, seed=2) == 2  # the model of the first run still lies there
+    # The model of the first run is still in the folder.
+    assert train(output, seed=2) == 2
     assert train(output, seed=2, resume_from_checkpoint="auto") == 0
     record = json.loads((output / "run.json").read_text())
-    assert (record["seed"], record["finished"]) == (2, True) and record["run_id"] != finished[
-        "run_id"
-    ]
-    assert (
-        train(output, seed=2, resume_from_checkpoint="auto") == 2
-    )  # a finished run, without a checkpoint
+    assert record["seed"] == 2
+    assert record["finished"] is True
+    assert record["run_id"] != finished["run_id"]
+    # The run is finished now, and has no checkpoint to resume from.
+    assert train(output, seed=2, resume_from_checkpoint="auto") == 2
 
 
-def killed(*_: object, **__: object) -> None:
-    raise KeyboardInterrupt  # nothing of ours runs after it, as after SIGKILL
+def interrupt(*_: object, **__: object) -> None:
+    """Raise an error after which no code of the trainer runs, as after SIGKILL."""
+    raise KeyboardInterrupt
 
 
-def test_it_evaluates_and_records_on_what(places, train, tmp_path, capsys):
-    evaluated = {
+def test_evaluation_during_training_is_logged_and_recorded(places, train, tmp_path, capsys):
+    evaluation = {
         "eval_data": places / "beir",
         "eval_split": "test",
         "eval_strategy": "steps",
         "eval_steps": 2,
-    }
-    evaluated |= {
         "eval_corpus_size": 6,
         "early_stopping_patience": 5,
         "metric_for_best_model": "Recall@1",
     }
-    assert train(tmp_path / "run", save_strategy="best", **evaluated) == 0
+    assert train(tmp_path / "run", save_strategy="best", **evaluation) == 0
     lines = read_lines(tmp_path / "run" / "eval_log.jsonl")
-    assert [line["update"] for line in lines] == [2, 3] and 0 <= lines[0]["eval_recall@1"] <= 1
+    assert [line["update"] for line in lines] == [2, 3]
+    assert 0 <= lines[0]["eval_recall@1"] <= 1
     record = json.loads((tmp_path / "run" / "run.json").read_text())["evaluation"]
-    assert (record["documents"], record["of_documents"]) == (6, 8)
-    assert train(tmp_path / "no", **{**evaluated, "eval_split": "dev"}) == 2
+    assert record["documents"] == 6
+    assert record["of_documents"] == 8
+    assert train(tmp_path / "no", **{**evaluation, "eval_split": "dev"}) == 2
     assert "dev" in capsys.readouterr().err
 
 
-def test_the_first_process_of_a_host_fetches_and_reads_before_the_others(
-    places, train, tmp_path, monkeypatch
-):
+def test_first_process_of_a_host_loads_data_first(places, train, tmp_path, monkeypatch):
+    """The other processes wait, so that files are downloaded and cached once."""
     from contaccum.training import config
     from contaccum.training.arguments import ContAccumTrainingArguments
 
     events: list[str] = []
 
     @contextmanager
-    def alone(self: Any, *_: Any, **__: Any) -> Iterator[None]:
+    def record_waiting(self: Any, *_: Any, **__: Any) -> Iterator[None]:
         events.append("others wait")
         yield
         events.append("others go on")
 
-    monkeypatch.setattr(ContAccumTrainingArguments, "main_process_first", alone)
+    monkeypatch.setattr(ContAccumTrainingArguments, "main_process_first", record_waiting)
 
-    def recorded(name: str, function: Any) -> Any:
-        return lambda *args: events.append(name) or function(*args)
+    def record_call(name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            events.append(name)
+            return function(*args)
+
+        return call
 
     for name in ("load_data", "load_evaluator"):
-        monkeypatch.setattr(config, name, recorded(name, getattr(config, name)))
-    evaluated = {"eval_data": places / "beir", "eval_split": "test", "eval_strategy": "epoch"}
-    assert train(tmp_path / "run", max_steps=1, **evaluated) == 0
+        monkeypatch.setattr(config, name, record_call(name, getattr(config, name)))
+    evaluation = {"eval_data": places / "beir", "eval_split": "test", "eval_strategy": "epoch"}
+    assert train(tmp_path / "run", max_steps=1, **evaluation) == 0
     assert events[:4] == ["others wait", "load_data", "load_evaluator", "others go on"]
 
 
-def test_a_warning_stands_on_a_line_of_its_own_above_the_bar(train, tmp_path, monkeypatch, capfd):
+def test_warnings_are_printed_on_their_own_line_above_the_bar(train, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(CollapseWatch, "observe", lambda *_: ["odd"])
     assert train(tmp_path / "run", disable_tqdm="false") == 0
     assert len(re.findall("(?:^|[\r\n])odd\n", capfd.readouterr().err)) == 3
@@ -171,25 +169,28 @@ def test_a_warning_stands_on_a_line_of_its_own_above_the_bar(train, tmp_path, mo
         ),
     ],
 )
-def test_mistakes_give_one_line_and_exit_code_2(places, train, keys, message, tmp_path, capsys):
-    assert train(tmp_path / "o", **{k: str(v).format(places=places) for k, v in keys.items()}) == 2
-    lines = [
-        line for line in capsys.readouterr().err.splitlines() if line.startswith("contaccum: error")
-    ]
-    assert len(lines) == 1 and message in lines[0]
+def test_wrong_settings_are_refused_in_one_line(places, train, keys, message, tmp_path, capsys):
+    settings = {key: str(value).format(places=places) for key, value in keys.items()}
+    assert train(tmp_path / "o", **settings) == 2
+    lines = capsys.readouterr().err.splitlines()
+    errors = [line for line in lines if line.startswith("contaccum: error")]
+    assert len(errors) == 1
+    assert message in errors[0]
 
 
-def test_a_bad_record_stops_before_a_model_is_loaded_or_is_counted(places, train, tmp_path, capsys):
+def test_bad_record_stops_before_a_model_is_loaded(places, train, tmp_path, capsys):
+    """With on_bad_record=skip it is counted instead."""
     data = tmp_path / "pairs.jsonl"
     data.write_text((places / "pairs.jsonl").read_text() + '{"query": "no positive"}\n')
     assert train(tmp_path / "out", train_data=data, model="nowhere/at/all") == 2
     error = capsys.readouterr().err
-    assert "pairs.jsonl:25" in error and "--on_bad_record skip" in error
+    assert "pairs.jsonl:25" in error
+    assert "--on_bad_record skip" in error
     assert train(tmp_path / "out", train_data=data, on_bad_record="skip", max_steps=1) == 0
     assert "1 left out" in capsys.readouterr().out
 
 
-def test_the_example_of_several_sets_trains(places, train, tmp_path, monkeypatch, capsys):
+def test_docs_example_of_several_sets_trains(places, train, tmp_path, monkeypatch, capsys):
     (section,) = re.findall(
         r"^## Several sets\n(.*?)^## ", (DOCS / "data.md").read_text(), re.MULTILINE | re.DOTALL
     )
@@ -206,14 +207,11 @@ def test_the_example_of_several_sets_trains(places, train, tmp_path, monkeypatch
         capsys.readouterr().err
     )
     data = json.loads(Path("out/run.json").read_text())["data"]
-    assert {name: one["rows"] for name, one in data["sets"].items()} == {
-        "pairs": 20,
-        "faq": 20,
-        "mined": 20,
-    }
+    num_rows = {name: data_set["rows"] for name, data_set in data["sets"].items()}
+    assert num_rows == {"pairs": 20, "faq": 20, "mined": 20}
 
 
-def test_it_distils_what_was_mined_with_a_teacher(train, tmp_path):
+def test_distillation_trains_on_scored_negatives(train, tmp_path):
     texts = [sentences(20, i) for i in range(4)]
     rows = [
         {"query": q, "positive": p, "negatives": n, "scores": [3, 1, 0.5]}
@@ -225,14 +223,13 @@ def test_it_distils_what_was_mined_with_a_teacher(train, tmp_path):
         "max_steps": 2,
     }
     assert train(tmp_path / "out", **keys, distill="kl") == 0
-    assert all(
-        line["distill_loss"] > 0 for line in read_lines(tmp_path / "out" / "train_log.jsonl")
-    )
+    for line in read_lines(tmp_path / "out" / "train_log.jsonl"):
+        assert line["distill_loss"] > 0
 
 
 @pytest.mark.long
-def test_under_torchrun_data_is_read_once_and_only_rank_0_speaks(places, train, tmp_path):
-    """By the line of docs/scaling.md for one host."""
+def test_torchrun_reads_data_once_and_prints_on_rank_0_only(places, train, tmp_path):
+    """The command is that of docs/scaling.md for one host."""
     page = (DOCS / "scaling.md").read_text()
     (line,) = re.findall(r"^    torchrun (.*--nproc_per_node.*) CONFIG.yaml$", page, re.MULTILINE)
     keys = {
@@ -264,10 +261,7 @@ def test_under_torchrun_data_is_read_once_and_only_rank_0_speaks(places, train, 
         [*command, str(tmp_path / "config.yaml")], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    for said in ("saved ", "24 "):
-        assert sum(said in printed for printed in done.stdout.splitlines()) == 1, said
-    assert [line["update"] for line in read_lines(tmp_path / "run" / "train_log.jsonl")] == [
-        1,
-        2,
-        3,
-    ]
+    for text in ("saved ", "24 "):
+        assert sum(text in line for line in done.stdout.splitlines()) == 1, text
+    log = read_lines(tmp_path / "run" / "train_log.jsonl")
+    assert [line["update"] for line in log] == [1, 2, 3]

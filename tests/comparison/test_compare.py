@@ -1,4 +1,4 @@
-"""`contaccum compare` as a user runs it: real processes once, then what a second call does."""
+"""`contaccum compare` as a user runs it: in real processes once, then what a second call does."""
 
 import json
 from pathlib import Path
@@ -11,29 +11,19 @@ from contaccum.comparison import run as comparison_run
 from contaccum.comparison.summary import METRICS
 from contaccum.report import build_page
 
-MORE = [
-    "--methods",
-    "grad_accum",
-    "contaccum",
-    "--seeds",
-    "3",
-    "--jobs",
-    "2",
-    "--eval_updates",
-    "4",
-]
-
 
 @pytest.fixture(scope="session")
-def options(tokens, place) -> list[str]:
-    return [*tokens, "--eval_data", str(place / "beir")]
+def options(tokens, data_folder) -> list[str]:
+    return [*tokens, "--eval_data", str(data_folder / "beir")]
 
 
 @pytest.fixture(scope="module")
 def compared(options, tmp_path_factory) -> tuple[list[str], Path]:
-    """A comparison of two tiny models: the command's arguments, and its folder."""
+    """The arguments and the output folder of a comparison of two tiny models."""
     folder = tmp_path_factory.mktemp("compared")
-    arguments = ["compare", *options, f"--output_dir={folder}", *MORE]
+    arguments = ["compare", *options, f"--output_dir={folder}"]
+    arguments += ["--methods", "grad_accum", "contaccum", "--seeds", "3"]
+    arguments += ["--jobs", "2", "--eval_updates", "4"]
     assert main(arguments) == 0
     return arguments, folder
 
@@ -42,71 +32,60 @@ def compared(options, tmp_path_factory) -> tuple[list[str], Path]:
 def test_two_methods_are_trained_scored_and_reported(compared):
     _, folder = compared
     report = json.loads((folder / "report.json").read_text())
-    assert report["warnings"] == [] and report["failed"] == {} and len(report["comparisons"]) == 4
+    assert report["warnings"] == []
+    assert report["failed"] == {}
+    assert len(report["comparisons"]) == 4
     assert report["data"]["evaluation"][0]["queries"] == 4
     assert {run["machine"]["threads"] for run in report["runs"].values()} == {1}
     for name, run in report["runs"].items():
-        evaluation = json.loads((folder / "runs" / name / "result.json").read_text())[
-            "evaluations"
-        ]["beir"]
+        result = json.loads((folder / "runs" / name / "result.json").read_text())
+        evaluation = result["evaluations"]["beir"]
         assert [point["update"] for point in run["curve"]] == [0, 4, 8]
         for metric in METRICS:
             values = [scores[metric] for scores in evaluation["per_query"].values()]
-            assert (
-                sum(values) / 4
-                == pytest.approx(evaluation["metrics"][metric])
-                == run["curve"][-1][metric]
-            )
+            mean = evaluation["metrics"][metric]
+            assert sum(values) / 4 == pytest.approx(mean)
+            assert run["curve"][-1][metric] == pytest.approx(mean)
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
     page = build_page([folder])
-    (row,) = (row for row in report["comparisons"] if row["metric"] == "NDCG@10")
-    assert (
-        f">{row['difference']:+.4f}</td>" in page
-        and "nDCG@10 by update" in page
-        and "bank_fill" in page
-    )
+    [row] = [row for row in report["comparisons"] if row["metric"] == "NDCG@10"]
+    assert f">{row['difference']:+.4f}</td>" in page
+    assert "nDCG@10 by update" in page
+    assert "bank_fill" in page
     files = {path.name for path in (folder / "runs" / "contaccum_seed-3").iterdir()}
-    assert {
-        "job.json",
-        "result.json",
-        "train_log.jsonl",
-        "eval_log.jsonl",
-        "run.json",
-        "stderr.log",
-    } <= files
+    assert {"job.json", "result.json", "run.json", "stderr.log"} <= files
+    assert {"train_log.jsonl", "eval_log.jsonl"} <= files
     assert not any(name.endswith(".safetensors") for name in files)
 
 
 @pytest.mark.slow
-def test_finished_runs_are_not_trained_again_and_other_settings_are_refused(
-    compared, capsys, monkeypatch
-):
+def test_second_call_trains_only_missing_runs(compared, capsys, monkeypatch):
+    """A second call with other settings is refused."""
     arguments, folder = compared
-    asked: list[list[str]] = []
+    started_runs: list[list[str]] = []
 
-    def failing(jobs: Any, *args: Any) -> dict[str, str]:
-        asked.append([job["name"] for job in jobs])
+    def fail_all(jobs: Any, *args: Any) -> dict[str, str]:
+        started_runs.append([job["name"] for job in jobs])
         return {job["name"]: "exit code 1: too bad" for job in jobs}
 
-    monkeypatch.setattr(comparison_run, "run_jobs", failing)
+    monkeypatch.setattr(comparison_run, "run_jobs", fail_all)
     assert main(arguments) == 0
-    assert "2 of 2 runs are finished" in capsys.readouterr().out and asked == [[]]
+    assert "2 of 2 runs are finished" in capsys.readouterr().out
+    assert started_runs == [[]]
 
     assert main([*arguments, "--bank_size=16"]) == 2
-    (error,) = capsys.readouterr().err.splitlines()
-    assert (
-        "contaccum_seed-3 was run with other settings: bank_size was 20, is 16" in error
-        and "--output_dir" in error
-    )
+    [error] = capsys.readouterr().err.splitlines()
+    assert "contaccum_seed-3 was run with other settings: bank_size was 20, is 16" in error
+    assert "--output_dir" in error
 
     assert main([*arguments, "--seeds", "3", "4", "--methods", "grad_accum"]) == 1
     assert "failed: grad_accum_seed-4: exit code 1: too bad" in capsys.readouterr().out
-    assert asked[1:] == [["grad_accum_seed-4"]]
+    assert started_runs[1:] == [["grad_accum_seed-4"]]
     assert "too bad" in (folder / "report.md").read_text()
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("wrong_options", "message"),
     [
         (["--eval_queries", "0"], "must be at least 1"),
         (["--eval_split", "train"], "train"),
@@ -114,13 +93,13 @@ def test_finished_runs_are_not_trained_again_and_other_settings_are_refused(
         (["--model", "https://me:secret@example.org/m"], "credential"),
     ],
 )
-def test_mistakes_give_one_line_before_anything_is_trained(
-    options, tmp_path, capsys, more, message
+def test_wrong_options_give_one_line_before_training(
+    options, tmp_path, capsys, wrong_options, message
 ):
     arguments = ["compare", *options, f"--output_dir={tmp_path / 'out'}"]
-    assert main([*arguments, *more]) == 2
-    (line,) = [
-        line for line in capsys.readouterr().err.splitlines() if line.startswith("contaccum: error")
-    ]
-    assert message in line and "secret" not in line
+    assert main([*arguments, *wrong_options]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    [error] = [line for line in lines if line.startswith("contaccum: error")]
+    assert message in error
+    assert "secret" not in error
     assert not (tmp_path / "out").exists()

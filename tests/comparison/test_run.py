@@ -1,117 +1,138 @@
-"""One run: the same pairs and weights for every method; and the processes of several."""
+"""A single run (the same pairs and initial weights for every method), and several processes."""
 
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
 
-from contaccum.comparison.plan import make_plan, read_options
-from contaccum.comparison.run import _data_order, about_sets, make_jobs, run_job, run_jobs
+from contaccum.comparison.options import read_options
+from contaccum.comparison.plan import make_plan
+from contaccum.comparison.processes import run_jobs
+from contaccum.comparison.run import (
+    _fingerprint_data_order,
+    describe_evaluation_sets,
+    make_jobs,
+    run_job,
+)
 from contaccum.training.config import load_data
 
 
-def test_every_method_begins_with_the_same_weights_and_the_same_order_of_data(
-    tokens, place, tmp_path
-):
-    """That such an order is one of the same pairs in each update: tests/training/test_data_order.py."""
+def test_all_methods_start_from_the_same_weights_and_data_order(tokens, data_folder, tmp_path):
+    """tests/training/test_data_order.py checks that an order has the same pairs in each update."""
     evaluation = {
-        "data": [str(place / "beir")],
+        "data": [str(data_folder / "beir")],
         "split": "test",
         "updates": None,
         "precision": "float32",
+        "queries": None,
+        "corpus": None,
+        "batch_size": 32,
     }
-    evaluation |= {"queries": None, "corpus": None, "batch_size": 32}
     plan = make_plan(read_options([], tokens), ["in_batch", "contaccum"], [], [], [3])
-    jobs = make_jobs(plan, evaluation, about_sets(evaluation), tmp_path)
+    jobs = make_jobs(plan, evaluation, describe_evaluation_sets(evaluation), tmp_path)
     results = [run_job(job) for job in jobs]
-    for key, different in (("initial_weights", 1), ("data_order", 1), ("final_loss", 2)):
-        assert len({result[key] for result in results}) == different
+    assert len({result["initial_weights"] for result in results}) == 1
+    assert len({result["data_order"] for result in results}) == 1
+    assert len({result["final_loss"] for result in results}) == 2
     for result in results:
-        assert (result["updates"], result["pairs_per_update"], result["curve"]) == (8, 12, [])
-        assert (
-            result["train_seconds"] > 0
-            and result["peak_memory_mb"] > 10
-            and result["grad_norm_ratio"] > 0
-        )
+        assert result["updates"] == 8
+        assert result["pairs_per_update"] == 12
+        assert result["curve"] == []
+        assert result["train_seconds"] > 0
+        assert result["peak_memory_mb"] > 10
+        assert result["grad_norm_ratio"] > 0
     assert json.loads(json.dumps(results)) == results
 
 
-def test_batches_that_are_composed_by_their_size_are_another_order_of_data(tokens):
-    def orders(*more: str) -> set[str]:
-        plan = make_plan(
-            read_options([], [*tokens, *more]), ["in_batch", "grad_accum"], [], [], [0]
-        )
-        data = load_data(*next(iter(plan.groups.values())).parsed[1:])
-        return {_data_order(group.parsed[2], data) for group in plan.groups.values()}
+def test_data_order_depends_on_the_micro_batch_only_where_batches_are_composed(tokens):
+    def fingerprint_orders(*options: str) -> set[str]:
+        all_options = read_options([], [*tokens, *options])
+        plan = make_plan(all_options, ["in_batch", "grad_accum"], [], [], [0])
+        fingerprints = set()
+        for group in plan.groups.values():
+            training_data = load_data(group.arguments.data, group.arguments.training)
+            fingerprints.add(_fingerprint_data_order(group.arguments.training, training_data))
+        return fingerprints
 
-    assert len(orders()) == 1
-    assert len(orders("--batch_sampler=no_duplicates")) == 2
-    assert len(orders("--dataloader_drop_last=true")) == 2
-    assert orders("--data_seed=7") != orders()
+    assert len(fingerprint_orders()) == 1
+    assert len(fingerprint_orders("--batch_sampler=no_duplicates")) == 2
+    assert len(fingerprint_orders("--dataloader_drop_last=true")) == 2
+    assert fingerprint_orders("--data_seed=7") != fingerprint_orders()
 
 
-# Stands for contaccum.comparison.run: does what the job says.
+# Replaces contaccum.comparison.run in the processes; the job decides how the process ends.
 CHILD = """
 import json, os, signal, sys
 from pathlib import Path
 job = json.loads(Path(sys.argv[1]).read_text())
-if job["what"] == "fail":
+if job["behaviour"] == "fail":
     print("reading", file=sys.stderr)
     sys.exit("no such thing")
-if job["what"] == "killed":
+if job["behaviour"] == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
-if job["what"] == "hang":
-    os.read(0, 1)  # until the parent is gone
+if job["behaviour"] == "hang":
+    os.read(0, 1)  # returns when the parent closes the pipe
 (Path(job["folder"]) / "result.json").write_text(os.environ["OMP_NUM_THREADS"])
 """
 
+StartJobs = Callable[[list[str], int, Callable[[str], None]], dict[str, str]]
+
 
 @pytest.fixture
-def start(tmp_path) -> Any:
+def start_jobs(tmp_path) -> StartJobs:
+    """Return a function that runs a job in `CHILD` for each behaviour."""
     script = tmp_path / "child.py"
     script.write_text(CHILD)
 
-    def run(whats: list[str], at_once: int, progress: Any) -> dict[str, str]:
-        jobs = [
-            {"name": f"{n}-{what}", "folder": str(tmp_path / str(n)), "what": what}
-            for n, what in enumerate(whats)
-        ]
-        return run_jobs(jobs, at_once, progress, (sys.executable, str(script)))
+    def start(
+        behaviours: list[str], max_processes: int, progress: Callable[[str], None]
+    ) -> dict[str, str]:
+        jobs: list[dict[str, Any]] = []
+        for number, behaviour in enumerate(behaviours):
+            jobs.append(
+                {
+                    "name": f"{number}-{behaviour}",
+                    "folder": str(tmp_path / str(number)),
+                    "behaviour": behaviour,
+                }
+            )
+        return run_jobs(jobs, max_processes, progress, (sys.executable, str(script)))
 
-    return run
+    return start
 
 
-def test_failures_are_named_and_the_others_go_on_never_more_than_asked_for_at_once(start, tmp_path):
+def test_failed_jobs_are_named_and_the_others_run(start_jobs, tmp_path):
+    """No more processes run at once than the limit allows, and they share the cores."""
     lines: list[str] = []
-    failed = start(["fail", "ok", "killed", "ok"], 2, lines.append)
+    failed = start_jobs(["fail", "ok", "killed", "ok"], 2, lines.append)
     assert failed == {
         "0-fail": "exit code 1: no such thing",
         "2-killed": "exit code -9: nothing on stderr",
     }
-    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
-    assert [(tmp_path / n / "result.json").read_text() for n in ("1", "3")] == [threads, threads]
-    running = [0]
+    num_threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    for folder in ("1", "3"):
+        assert (tmp_path / folder / "result.json").read_text() == num_threads
+    num_running = [0]
     for line in lines:
-        running.append(running[-1] + (1 if line.endswith(": started") else -1))
-    assert (max(running), running[-1]) == (2, 0)
+        change = 1 if line.endswith(": started") else -1
+        num_running.append(num_running[-1] + change)
+    assert max(num_running) == 2
+    assert num_running[-1] == 0
 
 
-def test_an_interrupt_leaves_no_process(start):
-    seen: list[str] = []
+def test_an_interrupt_leaves_no_process(start_jobs):
+    lines: list[str] = []
 
     def interrupt(line: str) -> None:
-        seen.append(line)
-        if len(seen) == 3:
+        lines.append(line)
+        if len(lines) == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        start(["hang", "hang", "ok"], 3, interrupt)
-    left = [
-        child
-        for child in psutil.Process().children()
-        if any("child.py" in part for part in child.cmdline())
-    ]
-    assert left == []
+        start_jobs(["hang", "hang", "ok"], 3, interrupt)
+    for child in psutil.Process().children():
+        assert not any("child.py" in part for part in child.cmdline())

@@ -25,7 +25,7 @@ TEXTS = ["one text", *(record.positives[0] for record in RECORDS[1:])]
 
 
 def put(path: Path, content: str | bytes) -> Path:
-    """Write text or bytes, packed where the name ends in .gz."""
+    """Write text or bytes, compressed if the name ends in .gz."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode() if isinstance(content, str) else content
     path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
@@ -37,7 +37,7 @@ def lines(records: list[Any]) -> str:
 
 
 def put_lines(path: Path, *records: Any, end: str = "") -> Path:
-    """A file of JSON lines."""
+    """Write a file of JSON lines."""
     return put(path, lines(list(records)) + end)
 
 
@@ -65,8 +65,8 @@ def tevatron_records() -> list[dict[str, Any]]:
         "hard_negative_ctxs": "negative_passages",
     }
     return [
-        {names[name]: value for name, value in one.items() if name in names}
-        for one in dpr_records()
+        {names[name]: value for name, value in record.items() if name in names}
+        for record in dpr_records()
     ]
 
 
@@ -117,11 +117,11 @@ def put_beir(folder: Path) -> Path:
 
 
 def put_msmarco(folder: Path) -> Path:
-    """Passages 0-2 are the positives of queries 100-102; 10 to 15 are their negatives."""
+    """Write a folder: passages 0-2 are positives of queries 100-102, passages 10-15 negatives."""
     negatives = [negative for record in RECORDS for negative in record.negatives]
     passages = [f"{i}\t{r.positives[0]}" for i, r in enumerate(RECORDS)]
     passages += [f"{10 + i}\t{negative}" for i, negative in enumerate(negatives)]
-    # In neither order of the judgements.
+    # The order of both files differs from that of the judgements.
     put(folder / "collection.tsv", "".join(f"{line}\n" for line in reversed(passages)))
     queries = [f"{100 + i}\t{r.query}\n" for i, r in enumerate(RECORDS)]
     put(folder / "queries.train.tsv", "".join(reversed(queries)) + "103\tnot judged\n")
@@ -135,7 +135,7 @@ def text_triples() -> str:
     return "".join(f"{r.query}\t{r.positives[0]}\t{r.negatives[0]}\n" for r in RECORDS)
 
 
-# name of the format -> writes RECORDS into a folder and returns what to name as the source
+# {format: function that writes RECORDS into a folder and returns the source}
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "beir": lambda folder: put_beir(folder / "beir"),
     "dpr": lambda folder: put(folder / "dpr.json", json.dumps(dpr_records(), indent=1)),
@@ -149,7 +149,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
 
 
 def peak_of_reading(source: Path) -> tuple[int, int]:
-    """How many records there are, and the bytes that reading them one by one held at most."""
+    """Return the number of records, and the peak of memory in bytes while they are read."""
     tracemalloc.start()
     try:
         return sum(1 for _ in read_records(source)), tracemalloc.get_traced_memory()[1]
@@ -162,8 +162,8 @@ def ids(*texts: str) -> list[int]:
 
 
 def read(source: str | Path, **options: Any) -> tuple[list[Record], RecordReport]:
-    """All records, none of which is bad, and the report."""
+    """Return all records of a source without bad records, and the report."""
     report = RecordReport()
-    found = list(read_records(source, report=report, **options))
+    records = list(read_records(source, report=report, **options))
     assert report.seen == report.used + report.reported
-    return found, report
+    return records, report

@@ -1,4 +1,4 @@
-"""Invariants of BEIR data: every bad record is named, what is read is what BEIR reads, a download is whole or not."""
+"""BEIR data: bad records are named, contents equal BEIR's own, downloads are complete or absent."""
 
 import gzip
 import hashlib
@@ -17,11 +17,12 @@ import pytest
 from contaccum.data import (
     PUBLIC_NAMES,
     RecordReport,
-    default_split,
+    get_default_split,
     load_beir_folder,
     load_training_data,
 )
-from contaccum.data.beir import ARCHIVE_MD5, resolve_beir_data, shipped_scifact
+from contaccum.data.beir import shipped_scifact
+from contaccum.data.public_sets import ARCHIVE_MD5, resolve_beir_data
 from contaccum.errors import DataError
 
 CORPUS = [
@@ -54,7 +55,7 @@ def make(
     return folder
 
 
-def test_corpus_judged_queries_and_judgements_are_those_of_the_files(tmp_path):
+def test_contents_equal_those_of_the_files(tmp_path):
     data = load_beir_folder(make(tmp_path / "tiny"))
     assert data.name == "tiny" and data.split == "test" and data.path == tmp_path / "tiny"
     assert data.corpus == {
@@ -79,11 +80,11 @@ def test_the_fingerprint_ignores_packing_and_sees_every_content(tmp_path):
         "queries": [QUERIES[0].replace("first", "other"), *QUERIES[1:]],
         "qrels": [*QRELS[:3], "q1\t3\t1"],
     }
-    others = {
+    fingerprints = {
         load_beir_folder(make(tmp_path / part, **{part: lines})).fingerprint
         for part, lines in changes.items()
     }
-    assert len(others | {plain.fingerprint}) == 4
+    assert len(fingerprints | {plain.fingerprint}) == 4
 
 
 CASES = [
@@ -120,7 +121,7 @@ def test_every_bad_record_names_its_file_line_and_reason(tmp_path, part, name, l
     assert data.fingerprint == load_beir_folder(make(tmp_path / "clean")).fingerprint
 
 
-def test_empty_documents_are_kept_for_evaluation_and_left_out_of_training(tmp_path):
+def test_empty_documents_are_evaluated_but_not_trained_on(tmp_path):
     qrels = [QRELS[0], "q1\td1\t1", "q1\td9\t1"]
     folder = make(
         tmp_path, corpus=[*CORPUS, '{"_id": "d9", "title": " ", "text": ""}'], qrels=qrels
@@ -174,7 +175,7 @@ def archive(*names: str) -> bytes:
 
 @pytest.fixture
 def server(monkeypatch, tmp_path) -> dict[str, Any]:
-    """Stands where the network stands: {"content": bytes or an error, "urls": what was asked for}."""
+    """Replace the network: {"content": bytes or an error, "urls": requested URLs, "hub": sets}."""
     state: dict[str, Any] = {"content": archive(), "urls": [], "hub": {}}
 
     def urlopen(url: str, timeout: float) -> io.BytesIO:
@@ -244,17 +245,16 @@ def test_a_failed_download_is_one_line_and_leaves_nothing_behind(tmp_path, serve
 def test_an_archive_never_writes_outside_its_folder(tmp_path, server, monkeypatch):
     server["content"] = archive("../outside", "fiqa/../../outside", "/outside", "C:\\outside")
     monkeypatch.setitem(ARCHIVE_MD5, "fiqa", hashlib.md5(server["content"]).hexdigest())
-    inside, found = resolve_beir_data("fiqa"), list(tmp_path.rglob("*outside*"))
-    assert (
-        found
-        and all(path.is_relative_to(inside) for path in found)
-        and not Path("/outside").exists()
-    )
+    folder = resolve_beir_data("fiqa")
+    unpacked = list(tmp_path.rglob("*outside*"))
+    assert unpacked
+    assert all(path.is_relative_to(folder) for path in unpacked)
+    assert not Path("/outside").exists()
 
 
-def test_names_are_the_benchmarks_and_a_wrong_one_gets_the_closest(server):
+def test_a_misspelt_name_gets_the_closest_public_name(server):
     assert len(PUBLIC_NAMES) == 15
-    assert [default_split(name) for name in ("msmarco", "/data/msmarco/", "nq")] == [
+    assert [get_default_split(name) for name in ("msmarco", "/data/msmarco/", "nq")] == [
         "dev",
         "dev",
         "test",
@@ -293,19 +293,17 @@ class Item(SimpleNamespace):
 
 
 @pytest.mark.parametrize("name", ["mteb/fiqa", "BeIR/fiqa", "ir_datasets:beir/fiqa/test"])
-def test_sets_of_the_hub_and_of_ir_datasets_are_read_as_beir_folders(
-    tmp_path, server, monkeypatch, name
-):
+def test_sets_of_hub_and_ir_datasets_become_beir_folders(tmp_path, server, monkeypatch, name):
     texts = {"corpus": [json.loads(x) for x in CORPUS], "queries": [json.loads(x) for x in QUERIES]}
     judged = [
         dict(zip(("query-id", "corpus-id", "score"), x.split("\t"), strict=True)) for x in QRELS[1:]
     ]
-    asked = []
+    requested = []
 
-    def load_dataset(*given: str, split: str | None = None) -> Any:
-        asked.append(given)
+    def load_dataset(*arguments: str, split: str | None = None) -> Any:
+        requested.append(arguments)
         graded = [{**row, "score": float(row["score"])} for row in judged]
-        return {"corpus": texts[given[1]]} if split is None else graded
+        return {"corpus": texts[arguments[1]]} if split is None else graded
 
     docs = [Item(doc_id=x["_id"], title=x["title"], text=x["text"]) for x in texts["corpus"]]
     queries = [Item(query_id=x["_id"], text=x["text"]) for x in texts["queries"]]
@@ -323,12 +321,13 @@ def test_sets_of_the_hub_and_of_ir_datasets_are_read_as_beir_folders(
     parts = ["corpus", "queries", "default"][: 3 if name.startswith("mteb") else 2]
     monkeypatch.setattr("datasets.get_dataset_config_names", lambda name: parts)
     server["hub"][name] = None
-    folder = resolve_beir_data(name, default_split(name))
-    data, expected = load_beir_folder(folder), load_beir_folder(make(tmp_path / "same"))
+    folder = resolve_beir_data(name, get_default_split(name))
+    data = load_beir_folder(folder)
+    expected = load_beir_folder(make(tmp_path / "same"))
     assert data.fingerprint == expected.fingerprint and data.name == {"ir": "beir-fiqa-test"}.get(
         name[:2], "fiqa"
     )
-    assert asked[:1] == {"mt": [("mteb/fiqa", "default")], "Be": [("BeIR/fiqa-qrels",)]}.get(
+    assert requested[:1] == {"mt": [("mteb/fiqa", "default")], "Be": [("BeIR/fiqa-qrels",)]}.get(
         name[:2], []
     )
     monkeypatch.setattr("datasets.load_dataset", None)

@@ -1,4 +1,4 @@
-"""Deliberately broken data: one clear line that says where, or counted under skip; never a traceback, never silence."""
+"""Broken data: one error line with file and line, or a count under "skip"; never a traceback."""
 
 import gzip
 import json
@@ -30,15 +30,16 @@ JSONL = lines(rows()).encode()
 FIRST, REST = JSONL.split(b"\n", 1)
 CSV = delimited(",", end="\n")
 DPR = json.dumps(dpr_records())
-NOISE = random.Random(
-    0
-)  # what does not compress, so that half a gzip file is about half of its content
+NOISE = random.Random(0)  # cannot be compressed
 MANY = b"".join(
     FIRST.replace(b"first", NOISE.randbytes(12).hex().encode()) + b"\n" for _ in range(50)
 )
 
-# Each case writes its files and returns the source; the line that is expected under "stop" (a regular expression; None:
-# it is read whole); under "skip" (rows, records reported; -1: some), or None where nothing can be used; and settings.
+# A case has four parts:
+# - a function that writes its files and returns the source;
+# - a pattern of the expected error under "stop"; None: no record is bad;
+# - the numbers of rows and reported records under "skip" (-1 rows: at least one); None: an error;
+# - settings of load_training_data.
 Case = tuple[Callable[[Path], Path], str | None, tuple[int, int] | None, dict[str, Any]]
 CASES: dict[str, Case] = {}
 
@@ -55,14 +56,14 @@ def file(name: str, content: str | bytes) -> Callable[[Path], Path]:
 
 
 def unpacked(name: str, content: bytes) -> Callable[[Path], Path]:
-    """The bytes as they are, though the name ends in .gz."""
+    """Write the bytes uncompressed, even if the name ends in .gz."""
     return lambda folder: put(folder / "bytes", content).rename(folder / name)
 
 
 def jsonl(
     name: str, bad: str | bytes, reason: str, skip: tuple[int, int] = (3, 1), **settings: Any
 ) -> None:
-    """A bad second line among three sound records."""
+    """Add a case with a bad second line among three good records."""
     line = bad.encode() if isinstance(bad, str) else bad
     content = FIRST + b"\n" + line + b"\n" + REST
     case(name, file("a.jsonl", content), rf"a\.jsonl:2: {reason}", skip, **settings)
@@ -71,7 +72,7 @@ def jsonl(
 def changed(
     put_folder: Any, part: str, content: str | bytes, append: bool = False
 ) -> Callable[[Path], Path]:
-    """A folder of which one file is replaced, or appended to."""
+    """Write a folder, then replace one of its files or append to it."""
 
     def make(folder: Path) -> Path:
         path = put_folder(folder / "f") / part
@@ -82,7 +83,7 @@ def changed(
     return make
 
 
-# Nothing there, or something else than data
+# Missing files, and files without data
 case("missing file", lambda folder: folder / "none.jsonl", r"none\.jsonl: no such file", None)
 case(
     "directory without data",
@@ -119,7 +120,7 @@ case(
 jsonl("broken JSON", '{"query": "q"', "broken JSON")
 case("array cut short", file("dpr.json", DPR[:-90]), r"dpr\.json:3: broken JSON", None)
 
-# What a record must have
+# Missing and empty fields
 jsonl("empty query", '{"query": " ", "positive": "p"}', "empty query")
 jsonl(
     "no positive",
@@ -164,7 +165,7 @@ case(
     None,
 )
 
-# Folders whose files name each other's records
+# Folders whose files refer to each other by ids
 case("beir, score", changed(put_beir, "qrels/train.tsv", "q0\td0\t1\nq1\td1\t-1\n"), None, (1, 0))
 case(
     "beir, no match",
@@ -201,9 +202,8 @@ case(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_line_names_file_line_and_reason_or_the_rest_is_used_and_every_loss_counted(
-    tmp_path, name
-):
+def test_a_bad_record_is_named_or_counted(tmp_path, name):
+    """Under "stop", one line names file, line and reason; under "skip", good records are used."""
     make, stop, skip, settings = CASES[name]
     source = make(tmp_path)
     if stop is not None:
@@ -225,7 +225,7 @@ def test_one_line_names_file_line_and_reason_or_the_rest_is_used_and_every_loss_
     assert data.report.reported == reported == sum(data.report.by_reason.values())
 
 
-# Whatever the bytes, in every format: one line, or records in = records used + records reported.
+# For arbitrary bytes in every format: one error line, or all records are used or reported.
 
 FILES = {
     "tevatron": lines(tevatron_records()).encode(),
@@ -234,10 +234,9 @@ FILES = {
     "csv": delimited(",", end="\n").encode(),
     "dpr": json.dumps(dpr_records(), indent=1, ensure_ascii=False).encode(),
 }
-# Pieces that are half right hurt more than noise does.
-PIECES = b'{ } [ ] , " \n \r\n \t \xff \xef\xbb\xbf NaN null \\ \\ud800 1e999 {} [] \x00 \x85 q1\td1\t1\n'.split(
-    b" "
-)
+# Fragments of valid files reach more code than random bytes.
+PIECES = b'{ } [ ] , " \n \r\n \t \xff \xef\xbb\xbf NaN null \\ \\ud800 1e999 {} []'.split(b" ")
+PIECES += [b"\x00", b"\x85", b"q1\td1\t1\n"]
 
 
 @st.composite
@@ -271,9 +270,9 @@ def check(source: Path, mode: str, data_format: str | None) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("data_format", FILES)
 @hypothesis.settings(max_examples=150, deadline=None)
-@hypothesis.given(data=st.data(), mode=st.sampled_from(["stop", "skip"]), told=st.booleans())
-def test_every_record_of_a_file_is_used_or_reported(data_format, data, mode, told):
+@hypothesis.given(data=st.data(), mode=st.sampled_from(["stop", "skip"]), is_named=st.booleans())
+def test_every_record_of_a_file_is_used_or_reported(data_format, data, mode, is_named):
     with tempfile.TemporaryDirectory() as folder:
         name = data.draw(st.sampled_from(["a", "a.jsonl", "a.json", "a.csv", "a.tsv"]))
         (Path(folder) / name).write_bytes(data.draw(contents(FILES[data_format])))
-        check(Path(folder) / name, mode, data_format if told else None)
+        check(Path(folder) / name, mode, data_format if is_named else None)

@@ -1,4 +1,4 @@
-"""Invariants of the cache: every record once, whole or not there, never older than its source, little memory."""
+"""The cache: each record is stored once and completely, is never stale, and takes little memory."""
 
 import os
 import subprocess
@@ -23,17 +23,17 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def reads(monkeypatch) -> list[str]:
-    """One entry for each record that is read from a source."""
-    seen: list[str] = []
+    """The queries of all records that are read from sources, in order."""
+    queries: list[str] = []
     read = Source.records
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         for record in read(*args, **kwargs):
-            seen.append(record.query)
+            queries.append(record.query)
             yield record
 
     monkeypatch.setattr(Source, "records", counted)
-    return seen
+    return queries
 
 
 ROWS = [
@@ -54,7 +54,7 @@ def test_a_second_run_opens_what_the_first_one_stored(tmp_path, folder, reads):
     )
 
 
-def test_texts_are_stored_once_whatever_is_taken_of_them(tmp_path, folder, reads):
+def test_texts_are_stored_once_for_all_sampling_settings(tmp_path, folder, reads):
     path = put_lines(tmp_path / "a.jsonl", *ROWS)
     taken: list[dict[str, Any]] = [
         {},
@@ -69,7 +69,7 @@ def test_texts_are_stored_once_whatever_is_taken_of_them(tmp_path, folder, reads
     assert len(list(folder.iterdir())) == 1 and len(reads) == 9
     assert sum(file.read_bytes().count(b"q7") for file in folder.rglob("*.arrow")) == 1
     for options in ({"columns": {"query": "query"}}, {"on_bad_record": "skip"}):
-        load_training_data(path, **options)  # which decide what a record is
+        load_training_data(path, **options)  # these settings change the records
     assert len(list(folder.iterdir())) == 3
 
 
@@ -81,9 +81,8 @@ def test_a_source_that_changed_is_read_again(tmp_path, folder):
         assert load_training_data(path).dataset[0]["query"] == str(number)
 
 
-def test_what_was_not_opened_for_thirty_days_is_removed_when_something_is_stored(
-    tmp_path, folder, monkeypatch
-):
+def test_entries_unused_for_thirty_days_are_removed(tmp_path, folder, monkeypatch):
+    """An entry that was not opened for 30 days is removed when another one is stored."""
     paths = [put_lines(tmp_path / f"{i}.jsonl", *ROWS[i:]) for i in range(4)]
 
     def age(entry: Path, days: float) -> None:
@@ -100,7 +99,7 @@ def test_what_was_not_opened_for_thirty_days_is_removed_when_something_is_stored
     load_training_data(paths[2])
     assert not old.exists() and opened.exists()
     age(opened, 31)
-    load_training_data(paths[1])  # opening it says that it is used
+    load_training_data(paths[1])  # opening an entry marks it as used
     load_training_data(paths[3])
     assert opened.exists()
     monkeypatch.setenv("CONTACCUM_CACHE_DAYS", "0.5")
@@ -115,12 +114,12 @@ from pathlib import Path
 from contaccum.data import load_training_data, readers
 read = readers.Source.records
 def slow(*args, **kwargs):
-    for number, found in enumerate(read(*args, **kwargs)):
+    for number, record in enumerate(read(*args, **kwargs)):
         if number == 0:
             (Path(sys.argv[2]) / f"writes-{sys.argv[3]}").touch()
         if number < 20:
             time.sleep(0.05)
-        yield found
+        yield record
 readers.Source.records = slow
 (Path(sys.argv[2]) / f"ready-{sys.argv[3]}").touch()
 while not (Path(sys.argv[2]) / "go").exists():
@@ -152,7 +151,7 @@ def test_two_processes_that_start_at_once_share_one_entry(tmp_path, folder):
     assert len(list(tmp_path.glob("writes-*"))) == 1 and len(list(folder.iterdir())) == 1
 
 
-def test_nothing_is_used_of_what_was_not_finished(tmp_path, folder):
+def test_an_unfinished_entry_is_not_used(tmp_path, folder):
     path = put_lines(tmp_path / "a.jsonl", *ROWS, end="{\n")
     for _ in range(2):
         with pytest.raises(DataError, match=r"a\.jsonl:10: broken JSON"):
@@ -170,7 +169,7 @@ def test_a_cache_that_cannot_be_written_is_one_clear_line(tmp_path, monkeypatch)
 MEMORY = """
 import resource, sys
 from contaccum.data import load_training_data
-load_training_data(sys.argv[1]).dataset[0]  # what is loaded once, whatever the size of the data
+load_training_data(sys.argv[1]).dataset[0]  # imports are not counted
 def anonymous():
     lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
     return int(lines["RssAnon"].split()[0]) * 1024
@@ -185,10 +184,8 @@ print(len(data.dataset), anonymous() - before)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
 def test_memory_grows_by_few_bytes_for_each_pair(tmp_path, folder):
     records = [{"query": f"question {i}", "positive": f"passage {i} " * 30} for i in range(60_000)]
-    small, large = (
-        put_lines(tmp_path / "small.jsonl", *records[:2_000]),
-        put_lines(tmp_path / "large.jsonl", *records),
-    )
+    small = put_lines(tmp_path / "small.jsonl", *records[:2_000])
+    large = put_lines(tmp_path / "large.jsonl", *records)
     command = [sys.executable, "-c", MEMORY, str(small), str(large)]
     rows, grown = map(
         int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()

@@ -1,4 +1,4 @@
-"""The examples of docs/data.md are what they say they are."""
+"""The examples of docs/data.md can be read, and its tables list every field name."""
 
 import re
 from pathlib import Path
@@ -8,13 +8,13 @@ from data_files import put, read
 
 from contaccum.data import DATA_FORMATS, Record, sniff_format
 from contaccum.data.dataset import SET_KEYS
-from contaccum.data.readers import FIELDS
+from contaccum.data.fields import FIELDS
 
 DOCS = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 
 
 def example(begins: str) -> str:
-    """The indented block after the paragraph that begins so."""
+    """Return the indented block after the paragraph of the docs that begins with a text."""
     (text,) = re.findall(
         rf"^{re.escape(begins)}.*?\n\n((?:    [^\n]*\n)+)", DOCS, re.MULTILINE | re.DOTALL
     )

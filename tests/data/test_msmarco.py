@@ -1,14 +1,14 @@
-"""Invariants of MS MARCO: texts are found by id without being held, triples go to their queries, lines are counted."""
+"""MS MARCO: texts are looked up on disk, triples go to their queries, all lines are counted."""
 
 from data_files import RECORDS, peak_of_reading, put, put_msmarco, read
 
 from contaccum.data import Record, load_training_data
 
 
-def test_the_triples_of_the_split_go_to_their_queries_and_every_line_is_counted(tmp_path):
+def test_triples_go_to_their_queries_and_all_lines_are_counted(tmp_path):
     folder = put_msmarco(tmp_path / "m")
-    found, report = read(folder)
-    assert found == RECORDS
+    records, report = read(folder)
+    assert records == RECORDS
     # 9 passages, 4 queries, 3 judgements, 6 triples
     assert report.seen == report.used == 22
     assert read(folder, num_negatives=1)[0] == [
@@ -21,8 +21,8 @@ def test_a_split_chooses_its_files(tmp_path):
     folder = put_msmarco(tmp_path / "m")
     put(folder / "queries.dev.small.tsv", "7\tdev query\n")
     put(folder / "qrels.dev.small.tsv", "7 0 1 1\n7 0 10 0\n7 0 2 3\n")
-    found, _ = read(folder, split="dev.small")
-    assert found == [Record("dev query", [RECORDS[1].positives[0], "three"], [])]
+    records, _ = read(folder, split="dev.small")
+    assert records == [Record("dev query", [RECORDS[1].positives[0], "three"], [])]
 
 
 def test_ids_need_not_be_numbers(tmp_path):
@@ -31,11 +31,11 @@ def test_ids_need_not_be_numbers(tmp_path):
     put(folder / "queries.train.tsv", "\ufeffq-1\tquery\r\n")
     put(folder / "qrels.train.tsv", "q-1\t0\tmsmarco_passage_00_7\t1\n")
     (folder / "qidpidtriples.train.full.2.tsv").unlink()
-    found, report = read(folder)
-    assert found == [Record("query", ["seven"], [])] and report.seen == 4
+    records, report = read(folder)
+    assert records == [Record("query", ["seven"], [])] and report.seen == 4
 
 
-def test_negatives_are_sampled_from_the_first_thirty_triples_of_a_query(tmp_path):
+def test_negatives_are_sampled_from_thirty_triples_by_default(tmp_path):
     folder = put_msmarco(tmp_path / "m")
     put(folder / "collection.tsv", "".join(f"{i}\tpassage {i}\n" for i in range(100)))
     put(folder / "queries.train.tsv", "7\tquery\n8\tother\n")
@@ -43,11 +43,11 @@ def test_negatives_are_sampled_from_the_first_thirty_triples_of_a_query(tmp_path
     put(folder / "qidpidtriples.train.full.2.tsv", "".join(f"7\t0\t{i}\n" for i in range(10, 90)))
     for settings, most in (({}, 30), ({"negatives_from": 50}, 50), ({"negatives_from": 2}, 2)):
         data = load_training_data(folder, num_hard_negatives=2, **settings)
-        seen = set()
+        negatives = set()
         for epoch in range(400):
             data.transform.set_epoch(epoch)
-            seen |= {data.dataset[0][name] for name in ("negative_1", "negative_2")}
-        assert seen == {f"passage {i}" for i in range(10, 10 + most)}
+            negatives |= {data.dataset[0][name] for name in ("negative_1", "negative_2")}
+        assert negatives == {f"passage {i}" for i in range(10, 10 + most)}
 
 
 def test_the_collection_is_not_held_in_memory(tmp_path):

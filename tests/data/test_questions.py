@@ -1,4 +1,4 @@
-"""Passages of a corpus and questions with answers: the same in every form, one record at a time, none lost."""
+"""Corpus passages and questions: every format is read alike, and bad records are counted."""
 
 import json
 from pathlib import Path
@@ -18,9 +18,9 @@ PASSAGES = [
 
 def read(path: Path, on_bad_record: str = "stop") -> list[Passage]:
     report = RecordReport(on_bad_record)  # type: ignore[arg-type]  # one of the two
-    found = list(read_passages(path, report))
-    assert report.seen == report.used + report.reported and report.used == len(found)
-    return found
+    passages = list(read_passages(path, report))
+    assert report.seen == report.used + report.reported and report.used == len(passages)
+    return passages
 
 
 def test_every_form_gives_the_same_passages(tmp_path):

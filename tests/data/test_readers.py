@@ -1,4 +1,4 @@
-"""Invariants of the readers: every format gives the same records, by one call, told from the content."""
+"""Readers: every format gives the same records by one call, with the format detected or named."""
 
 import json
 from itertools import product
@@ -27,8 +27,8 @@ from contaccum.data import (
     sniff_format,
 )
 from contaccum.data.dataset import parse_training_sets
-from contaccum.data.readers import FIELDS
-from contaccum.data.records import csv_rows
+from contaccum.data.fields import FIELDS
+from contaccum.data.tables import read_csv
 from contaccum.errors import ConfigError, DataError
 
 
@@ -52,7 +52,7 @@ def test_gzip_byte_order_mark_and_line_ends_change_nothing(tmp_path, name, mark,
     assert sniff_format(path) == sniff_format(writer(tmp_path))
 
 
-def test_every_usual_field_name_is_understood_and_others_are_ignored(tmp_path):
+def test_every_usual_field_name_is_read(tmp_path):
     for query, positive in product(
         FIELDS["query"], {*FIELDS["positive"]} - {"positive_document_ids"}
     ):
@@ -81,7 +81,7 @@ def test_negatives_are_found_under_every_name_and_none_is_hidden(tmp_path, field
     ]
 
 
-def test_records_of_one_file_may_have_different_fields_and_a_mapping_names_them(tmp_path):
+def test_records_of_a_file_may_have_different_fields(tmp_path):
     records = [
         {"q": "a", "p": "x"},
         {"q": "b", "p": "x", "heading": "T"},
@@ -89,18 +89,22 @@ def test_records_of_one_file_may_have_different_fields_and_a_mapping_names_them(
     ]
     path = put(tmp_path / "a.jsonl", lines(records))
     columns = parse_columns(["query=q", "positive=p", "negatives=hard", "title=heading"])
-    found = read(path, columns=columns)[0]
-    assert found == [Record("a", ["x"], []), Record("b", ["T x"], []), Record("c", ["x"], ["n"])]
+    parsed_records = read(path, columns=columns)[0]
+    assert parsed_records == [
+        Record("a", ["x"], []),
+        Record("b", ["T x"], []),
+        Record("c", ["x"], ["n"]),
+    ]
     with pytest.raises(
         DataError, match=r"a\.jsonl:1: missing positive: its fields are .*--data_columns"
     ):
         read(path, columns={"query": "q", "positive": "pp"})
 
 
-@pytest.mark.parametrize("given", [["quer=a"], ["query"], ["{query"]])
-def test_a_mapping_that_cannot_be_used_is_refused(given):
+@pytest.mark.parametrize("columns", [["quer=a"], ["query"], ["{query"]])
+def test_a_mapping_that_cannot_be_used_is_refused(columns):
     with pytest.raises(ConfigError, match="data_columns"):
-        parse_columns(given)
+        parse_columns(columns)
     assert parse_columns(['{"query": "a"}']) == {"query": "a"} and parse_columns(None) == {}
 
 
@@ -115,14 +119,15 @@ def test_dpr_without_hard_negatives_falls_back_on_the_random_ones(tmp_path):
     records = dpr_records()
     records[1]["hard_negative_ctxs"] = []
     del records[2]["hard_negative_ctxs"], records[2]["negative_ctxs"]
-    found = read(put(tmp_path / "dpr.json", json.dumps(records)))[0]
-    assert [r.negatives for r in found] == [["negative a", "negative b"], ["random"], []]
+    parsed_records = read(put(tmp_path / "dpr.json", json.dumps(records)))[0]
+    assert [r.negatives for r in parsed_records] == [["negative a", "negative b"], ["random"], []]
 
 
 # Tables
 
 
-def test_quoted_cells_hold_delimiters_quotes_and_lines_and_the_line_is_that_of_the_start(tmp_path):
+def test_a_row_with_line_breaks_is_named_by_its_first_line(tmp_path):
+    """Quoted cells may hold delimiters, quotes and line breaks."""
     path = put(tmp_path / "a.csv", 'query,positive\nq1,"a, ""b""\n\nc"\n\nq2,\nq3,"d"\n')
     report = RecordReport("skip")
     assert list(read_records(path, report=report)) == [
@@ -147,7 +152,7 @@ def test_quoted_cells_hold_delimiters_quotes_and_lines_and_the_line_is_that_of_t
 def test_a_delimiter_in_quotes_is_part_of_a_column_name(tmp_path, header, delimiter, names, end):
     path = put(tmp_path / "a.csv", f"{header}{end}first{delimiter}second{end}")
     cells = dict(zip(names, ["first", "second"], strict=True))
-    assert [row for _, row in csv_rows(path)] == [cells]
+    assert [row for _, row in read_csv(path)] == [cells]
     query, *_ = (name for name in names if name != "positive")
     expected = Record(cells[query], [cells["positive"]], [])
     assert read(path, columns={"query": query})[0] == [expected]
@@ -163,21 +168,22 @@ def test_a_column_name_that_occurs_twice_is_refused_with_its_line(tmp_path):
     assert read(unnamed)[0] == [Record("q", ["p"], [])]
 
 
-def test_parquet_rows_have_numbers_across_row_groups_and_lists_are_all_read(tmp_path):
+def test_parquet_rows_are_numbered_across_row_groups(tmp_path):
     records = [
         {"query": f"q{i}", "pos": ["p", "p2"], "neg": [{"title": "T", "text": "n"}]}
         for i in range(7)
     ]
     records[5]["pos"] = ["p", None]
     report = RecordReport("skip")
-    found = list(
+    parsed_records = list(
         read_records(put_parquet(tmp_path / "a.parquet", records, row_group_size=2), report=report)
     )
-    assert found[0] == Record("q0", ["p", "p2"], ["T n"]) and len(found) == 6
+    assert parsed_records[0] == Record("q0", ["p", "p2"], ["T n"]) and len(parsed_records) == 6
     assert report.first == f"{tmp_path / 'a.parquet'}:6" and report.by_reason == {"missing pos": 1}
 
 
-def test_saved_datasets_give_the_split_and_lists_that_arrow_keeps_as_an_object(tmp_path):
+def test_saved_datasets_are_read_by_split(tmp_path):
+    """A list of objects that Arrow stores as an object of lists is read as well."""
     from datasets import Dataset, DatasetDict
 
     both = DatasetDict({"train": Dataset.from_list(rows()), "dev": Dataset.from_list(rows()[:1])})
@@ -203,17 +209,17 @@ def test_saved_datasets_give_the_split_and_lists_that_arrow_keeps_as_an_object(t
 def test_a_name_that_is_no_path_is_a_dataset_of_the_hub(monkeypatch, source, name, config):
     calls: list[Any] = []
 
-    def load(*given: Any, **options: Any) -> Any:
+    def load(*arguments: Any, **options: Any) -> Any:
         from datasets import Dataset
 
-        calls.append((*given, options))
+        calls.append((*arguments, options))
         return Dataset.from_list(rows())
 
     monkeypatch.setattr("datasets.load_dataset", load)
     assert read(source)[0] == RECORDS and calls == [(name, config, {"split": "train"})]
     assert load_training_data(source, num_hard_negatives=1).data_format == "hub"
 
-    def refuse(*given: Any, **options: Any) -> Any:
+    def refuse(*arguments: Any, **options: Any) -> Any:
         raise ValueError("Config name is missing.\nPlease pick one among: ['a', 'b']")
 
     monkeypatch.setattr("datasets.load_dataset", refuse)
@@ -224,7 +230,7 @@ def test_a_name_that_is_no_path_is_a_dataset_of_the_hub(monkeypatch, source, nam
         read(source)
 
 
-# What other trainers read
+# Formats of other trainers
 
 CORPUS = [
     {"docid": "d1", "title": "T", "text": "p"},
@@ -256,8 +262,8 @@ def test_ids_are_looked_up_in_a_corpus_of_any_kind(tmp_path, name, packing):
     )
     path = put(tmp_path / "train.json", text)
     corpus = [
-        {"docid": str(one["docid"]), "title": one.get("title"), "text": one["text"]}
-        for one in CORPUS
+        {"docid": str(passage["docid"]), "title": passage.get("title"), "text": passage["text"]}
+        for passage in CORPUS
     ]
     write = {
         "jsonl": lambda to: put(to, lines(CORPUS)),
@@ -276,18 +282,18 @@ def test_ids_are_looked_up_in_a_corpus_of_any_kind(tmp_path, name, packing):
     assert load_training_data(**parsed, num_hard_negatives=2).dataset[0]["positive"] == "T p"
 
 
-def said(text: str, system: str = "s") -> list[dict[str, str]]:
-    """ms-swift puts what the system says before what the user says."""
+def make_messages(text: str, system: str = "s") -> list[dict[str, str]]:
+    """Return messages of the system and the user, as ms-swift writes them."""
     return [{"role": "system", "content": system}, {"role": "user", "content": text}]
 
 
-OTHERS: list[dict[str, Any]] = [
+OTHERS: list[dict[str, object]] = [
     {"query": "q", "pos_doc": "p", "neg_doc": ["m", "n"]},
     {"question": "q", "pos_doc": [{"text": "p"}], "neg_doc": [{"text": "m"}, "n"]},
     {
-        "messages": said("q"),
-        "positive_messages": [said("p")],
-        "negative_messages": [said("m"), said("n")],
+        "messages": make_messages("q"),
+        "positive_messages": [make_messages("p")],
+        "negative_messages": [make_messages("m"), make_messages("n")],
     },
     {"query": "q", "response": "p", "rejected_response": ["m", "n"]},
 ]
@@ -295,9 +301,9 @@ OTHERS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("record", OTHERS)
 def test_records_of_other_trainers_are_read(tmp_path, record):
-    (found,) = read(put(tmp_path / "a.jsonl", lines([record])))[0]
+    (parsed,) = read(put(tmp_path / "a.jsonl", lines([record])))[0]
     system = "s " * ("messages" in record)
-    assert found == Record(f"{system}q", [f"{system}p"], [f"{system}m", f"{system}n"])
+    assert parsed == Record(f"{system}q", [f"{system}p"], [f"{system}m", f"{system}n"])
 
 
 @pytest.mark.parametrize("label", ["score", "label"])
@@ -306,8 +312,8 @@ def test_pairs_with_a_low_score_are_left_out_and_counted(tmp_path, label):
     path = put(tmp_path / "a.jsonl", lines(pairs))
     with pytest.raises(DataError, match=r":1: a pair with a score: .*min_score"):
         read(path)
-    found, report = read(path, min_score=0.5)
-    assert [record.query for record in found] == ["q0.5", "q1"]
+    parsed_records, report = read(path, min_score=0.5)
+    assert [record.query for record in parsed_records] == ["q0.5", "q1"]
     assert report.by_reason == {"score below min_score": 1} and report.seen == 3
     with pytest.raises(DataError, match="score is not a number: found None"):
         read(put(tmp_path / "b.jsonl", lines(OTHERS[:1])), min_score=1)

@@ -1,4 +1,4 @@
-"""Invariants of sampling: uniform, without replacement, a function of seed, epoch and row, and never a positive."""
+"""Sampling: uniform, a function of seed, epoch and row, and never a known positive as negative."""
 
 import copy
 import pickle
@@ -13,14 +13,15 @@ from datasets import Dataset, DatasetDict
 from torch.utils.data import DataLoader
 
 from contaccum.data.dataset import TrainingData, load_training_data
-from contaccum.data.sampling import Selection, first_texts, samplings_of, with_row_numbers
+from contaccum.data.sampling import add_row_numbers, first_texts, get_samplings
+from contaccum.data.selection import Selection
 from contaccum.errors import ConfigError, DataError
 
 H = 2
 
 
 def records(n: int = 30) -> list[dict[str, Any]]:
-    """Every third with several positives; 0 to 5 negatives."""
+    """Return records, every third with three positives, with 0 to 5 negatives."""
     return [
         {
             "query": f"q{i}",
@@ -41,7 +42,7 @@ def data(tmp_path) -> TrainingData:
     return load_training_data(put_lines(tmp_path / "a.jsonl", *records()), num_hard_negatives=H)
 
 
-def test_a_row_gets_one_of_its_positives_and_different_negatives_of_its_own(data):
+def test_a_row_has_a_positive_and_distinct_negatives_of_its_record(data):
     assert data.dataset.column_names == ["query", "positive", "negative_1", "negative_2"]
     for epoch in range(5):
         for row, record in zip(rows(data, epoch), records(), strict=True):
@@ -53,11 +54,9 @@ def test_a_row_gets_one_of_its_positives_and_different_negatives_of_its_own(data
 
 
 def test_samples_are_uniform_and_without_replacement():
-    selection, positives, negatives = (
-        Selection(H, "draw"),
-        Counter[str](),
-        Counter[tuple[str, ...]](),
-    )
+    selection = Selection(H, "draw")
+    positives = Counter[str]()
+    negatives = Counter[tuple[str, ...]]()
     epochs = 6000
     for epoch in range(epochs):
         positive, texts = selection.sample(
@@ -68,7 +67,7 @@ def test_samples_are_uniform_and_without_replacement():
     assert set(positives) == set("abcd") and set(negatives) == set(combinations("uvwxyz", H))
     for counts in (positives, negatives):
         expected = epochs / len(counts)
-        # 14 degrees of freedom: once in a thousand times
+        # The 99.9 % quantile of chi-squared with 14 degrees of freedom.
         assert sum((count - expected) ** 2 / expected for count in counts.values()) < 36.1
 
 
@@ -90,23 +89,26 @@ def test_a_sample_depends_on_seed_epoch_and_row_alone(data, tmp_path):
 def test_workers_see_the_epoch_while_they_live(data, start):
     workers = {"num_workers": 2, "multiprocessing_context": start, "persistent_workers": True}
     loader = DataLoader(data.dataset, batch_size=4, collate_fn=list, **workers)
-    seen = []
+    rows_by_epoch = []
     for epoch in range(2):
-        seen.append(rows(data, epoch, 3))
-        assert [row for batch in loader for row in batch] == seen[-1]
-    assert seen[0] != seen[1]
+        rows_by_epoch.append(rows(data, epoch, 3))
+        assert [row for batch in loader for row in batch] == rows_by_epoch[-1]
+    assert rows_by_epoch[0] != rows_by_epoch[1]
 
 
-def test_copies_of_the_data_set_share_its_epoch_and_added_columns_stay(data):
+def test_copies_of_a_data_set_share_its_epoch(data):
+    """Columns may be added and removed."""
     longer = data.dataset.add_column("score", list(range(30)))
     assert longer[4]["score"] == 4 and longer[4]["query"] == "q4"
     assert (
-        samplings_of(longer.remove_columns("score"))
-        == samplings_of(copy.deepcopy(longer))
+        get_samplings(longer.remove_columns("score"))
+        == get_samplings(copy.deepcopy(longer))
         == [data.transform]
     )
     parts = DatasetDict({"a": data.dataset, "b": data.dataset.with_format(None)})
-    assert samplings_of(parts) == [data.transform] and samplings_of(None) == samplings_of([1]) == []
+    assert (
+        get_samplings(parts) == [data.transform] and get_samplings(None) == get_samplings([1]) == []
+    )
     data.transform.set_epoch(4, 2)
     assert pickle.loads(pickle.dumps(data.transform)).epoch == 4
     assert data.dataset.select_columns(["positive"])[1] == {"positive": "p1_0"}
@@ -120,28 +122,28 @@ def test_copies_of_the_data_set_share_its_epoch_and_added_columns_stay(data):
         data.dataset.rename_column("query", "anchor")[0]
 
 
-def test_missing_negatives_are_passages_of_others_and_never_a_known_positive(tmp_path):
-    # q0's positives are in three records; by chance one would be sampled often.
+def test_missing_negatives_are_filled_without_known_positives(tmp_path):
+    # q0's positives are in three records; unmasked sampling would often hit one of them.
     listed = [{"query": f"q{max(0, i - 2)}", "positive": f"p{i}"} for i in range(12)]
     listed[11]["negatives"] = ["n", "p4"]
     data = load_training_data(put_lines(tmp_path / "a.jsonl", *listed), num_hard_negatives=3)
     passages = {row["positive"] for row in listed}
-    seen: set[str] = set()
+    all_negatives: set[str] = set()
     for epoch in range(60):
         for number, row in enumerate(rows(data, epoch)):
-            own = {one["positive"] for one in listed if one["query"] == row["query"]}
+            positives = {record["positive"] for record in listed if record["query"] == row["query"]}
             negatives = [row[f"negative_{i}"] for i in (1, 2, 3)]
-            assert len({*negatives}) == 3 and not own & {*negatives}
+            assert len({*negatives}) == 3 and not positives & {*negatives}
             assert number != 11 or negatives[:2] == ["n", "p4"]
-            seen.update(negatives)
-    assert seen == passages | {"n"}
+            all_negatives.update(negatives)
+    assert all_negatives == passages | {"n"}
 
 
 def test_records_with_too_few_negatives_are_dropped_and_counted(tmp_path):
     path = put_lines(tmp_path / "a.jsonl", *records())
     data = load_training_data(path, num_hard_negatives=H, missing_negatives="drop")
-    kept = [record["query"] for record in records() if len(record["negatives"]) >= H]
-    assert [row["query"] for row in data.dataset] == kept
+    expected = [record["query"] for record in records() if len(record["negatives"]) >= H]
+    assert [row["query"] for row in data.dataset] == expected
     assert (
         "30 records: 20 used, 10 left out (10 too few hard negatives; first: "
         in data.report.summary()
@@ -154,10 +156,10 @@ def test_records_with_too_few_negatives_are_dropped_and_counted(tmp_path):
     assert len(load_training_data(bare, num_hard_negatives=1, negatives_to_come=True).dataset) == 1
 
 
-def test_positives_are_sampled_or_the_first_or_all_and_all_are_known(tmp_path):
+def test_positives_are_drawn_or_first_or_all(tmp_path):
     path = put_lines(tmp_path / "a.jsonl", *records())
     drawn, first, every = (
-        load_training_data(path, positives=kind) for kind in ("draw", "first", "all")
+        load_training_data(path, positives=choice) for choice in ("draw", "first", "all")
     )
     assert load_training_data(path).fingerprint == drawn.fingerprint
     assert [row["positive"] for row in rows(first)] == [
@@ -174,57 +176,60 @@ def test_positives_are_sampled_or_the_first_or_all_and_all_are_known(tmp_path):
         assert [tuple(pair) for pair in data.known_positives.tolist()] == several
 
 
-def test_negatives_come_from_as_many_as_asked_or_are_the_first(tmp_path):
+def test_negatives_come_from_the_first_negatives_from(tmp_path):
     record = {"query": "q", "positive": "p", "negatives": ["a", "a", *"bcdef"]}
     path = put_lines(tmp_path / "a.jsonl", record, {**record, "query": "r"})
 
-    def seen(**settings: Any) -> set[str]:
+    def collect_negatives(**settings: Any) -> set[str]:
         data = load_training_data(path, num_hard_negatives=H, **settings)
-        taken = [
+        negatives = [
             (row["negative_1"], row["negative_2"])
             for epoch in range(60)
             for row in rows(data, epoch)
         ]
-        assert all(a != b for a, b in taken)
-        return {text for pair in taken for text in pair}
+        assert all(a != b for a, b in negatives)
+        return {text for pair in negatives for text in pair}
 
-    assert seen() == set("abcdef")
-    assert seen(negatives_from=4) == set("abc")  # the first four of the list, in which "a" is twice
-    assert seen(negatives_from=3) == set("ab")  # always the first
+    assert collect_negatives() == set("abcdef")
+    # The list begins with "a" twice, so its first four texts have three distinct ones.
+    assert collect_negatives(negatives_from=4) == set("abc")
+    assert collect_negatives(negatives_from=3) == set("ab")
 
 
-def test_the_fingerprint_is_of_all_that_is_sampled_from_and_of_nothing_else(tmp_path):
+def test_the_fingerprint_covers_exactly_the_sampled_texts(tmp_path):
     base = {"query": "q", "positives": ["a", "b"], "negatives": ["x", "y"]}
-    others = [
+    changed = [
         {**base, "positives": ["a", "c"]},
         {**base, "negatives": ["x", "z"]},
         {**base, "positives": ["b", "a"]},
     ]
-    paths = [put_lines(tmp_path / f"{i}.jsonl", record) for i, record in enumerate([base, *others])]
+    paths = [
+        put_lines(tmp_path / f"{i}.jsonl", record) for i, record in enumerate([base, *changed])
+    ]
     assert len({load_training_data(path, num_hard_negatives=1).fingerprint for path in paths}) == 4
     assert (
         load_training_data(paths[0]).fingerprint == load_training_data(paths[2]).fingerprint
     )  # no negative is used
-    taken = [{}, {"negatives_from": 1}, {"missing_negatives": "drop"}]
-    found = [
+    settings = [{}, {"negatives_from": 1}, {"missing_negatives": "drop"}]
+    fingerprints = [
         load_training_data(paths[0], num_hard_negatives=1, **options).fingerprint
-        for options in taken
+        for options in settings
     ]
-    assert found[0] == found[2] != found[1]
+    assert fingerprints[0] == fingerprints[2] != fingerprints[1]
 
 
-def test_plain_data_get_row_numbers_and_ids_and_first_texts_are_theirs():
+def test_plain_data_get_row_numbers_and_text_ids():
     listed = [
         {"query": f"q{i % 2}", "positive": f"p{i}", "negative_1": None if i else "n"}
         for i in range(4)
     ]
     plain = Dataset.from_list(listed)
-    dataset = with_row_numbers(plain)
-    (found,) = samplings_of(dataset)
-    found.gives_numbers = True
+    dataset = add_row_numbers(plain)
+    (sampling,) = get_samplings(dataset)
+    sampling.has_row_numbers = True
     assert dataset[0]["label"] == [0, *ids("q0", "p0", "n")] and dataset[0]["negative_1"] == "n"
     assert dataset[1]["label"][0] == 1 and dataset[1]["negative_1"] in {"p0", "p2"}
-    assert found.known_positives is not None and len(found.known_positives) == 4
+    assert sampling.known_positives is not None and len(sampling.known_positives) == 4
     texts = {name: [row[name] for row in listed] for name in listed[0]}
     assert list(first_texts(plain)) == list(first_texts(dataset)) == [texts]
 

@@ -1,4 +1,4 @@
-"""Several sets: what is said of each, and what they know of each other."""
+"""Several training sets: their settings, and the known positives that they share."""
 
 from typing import Any
 
@@ -9,17 +9,20 @@ from contaccum.data import TrainingSets, load_training_data, load_training_sets,
 from contaccum.errors import ConfigError
 
 
-def load(*given: Any, **common: Any) -> TrainingSets:
+def load(*sets: Any, **common: Any) -> TrainingSets:
     return load_training_sets(
-        parse_training_sets([x if isinstance(x, dict) else str(x) for x in given], common)
+        parse_training_sets(
+            [item if isinstance(item, dict) else str(item) for item in sets], common
+        )
     )
 
 
-def test_a_set_is_said_in_paths_mappings_and_json_and_overrides_what_is_common():
+def test_sets_are_paths_mappings_or_json():
+    """The settings of a set override the common ones."""
     common = {"num_hard_negatives": 1, "split": "dev"}
-    own = {"path": "a.tsv", "name": "n", "format": "csv", "split": "test"}
-    given = ["x/pairs.jsonl", '{"path": "b.csv", "columns": {"query": "q"}}', own]
-    assert parse_training_sets(given, common) == {
+    mapping = {"path": "a.tsv", "name": "n", "format": "csv", "split": "test"}
+    sets = ["x/pairs.jsonl", '{"path": "b.csv", "columns": {"query": "q"}}', mapping]
+    assert parse_training_sets(sets, common) == {
         "pairs": {**common, "path": "x/pairs.jsonl", "columns": {}},
         "b": {**common, "path": "b.csv", "columns": {"query": "q"}},
         "n": {**common, "path": "a.tsv", "columns": {}, "split": "test", "data_format": "csv"},
@@ -27,7 +30,7 @@ def test_a_set_is_said_in_paths_mappings_and_json_and_overrides_what_is_common()
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("sets", "message"),
     [
         (
             [{"path": "a", "colums": {}}],
@@ -39,27 +42,29 @@ def test_a_set_is_said_in_paths_mappings_and_json_and_overrides_what_is_common()
         (["x/a.jsonl", "y/a.csv"], "two sets are called 'a'"),
     ],
 )
-def test_what_cannot_be_said_of_a_set_is_refused(given, message):
+def test_invalid_settings_of_a_set_are_refused(sets, message):
     with pytest.raises(ConfigError, match=message):
-        parse_training_sets(given)
+        parse_training_sets(sets)
 
 
-def test_sets_know_each_others_positives_and_bring_ids(tmp_path):
-    one = put_lines(
+def test_sets_share_known_positives_and_have_text_ids(tmp_path):
+    first = put_lines(
         tmp_path / "a.jsonl", {"query": "q", "positive": "p"}, {"query": "r", "positive": "s"}
     )
-    other = put_lines(
+    second = put_lines(
         tmp_path / "b.jsonl", {"query": "q", "positive": "t"}, {"query": "u", "positive": "p"}
     )
-    sets = load(one, other)
+    sets = load(first, second)
     assert list(sets.dataset) == ["a", "b"]
     for part in sets.parts.values():
         assert part.known_positives.tolist() == sorted([ids("q", "p"), ids("q", "t")])
     assert sets.dataset["b"][1] == {"query": "u", "positive": "p", "label": ids("u", "p")}
     assert sets.fingerprint not in {part.fingerprint for part in sets.parts.values()}
-    assert load(other, one).fingerprint != sets.fingerprint == load(one, other).fingerprint
-    assert load(one).fingerprint == load_training_data(one).fingerprint
+    assert load(second, first).fingerprint != sets.fingerprint == load(first, second).fingerprint
+    assert load(first).fingerprint == load_training_data(first).fingerprint
     assert sets.summary() == "a: 2 records: 2 used, 0 left out\nb: 2 records: 2 used, 0 left out"
-    content = load_training_data(one).fingerprint
-    about = {"path": str(one), "format": "pairs", "fingerprint": content, "rows": 2}
-    assert sets.record()["sets"]["a"] == about and sets.record()["fingerprint"] == sets.fingerprint
+    content = load_training_data(first).fingerprint
+    expected = {"path": str(first), "format": "pairs", "fingerprint": content, "rows": 2}
+    assert (
+        sets.record()["sets"]["a"] == expected and sets.record()["fingerprint"] == sets.fingerprint
+    )

@@ -1,4 +1,4 @@
-"""Held-out sets share no text with training: checked with another notion of texts than the product's."""
+"""Splits: held-out sets share no text with training, by a comparison of words."""
 
 import random
 import re
@@ -39,7 +39,7 @@ def claim(generator: random.Random, words: int = 9) -> str:
 
 
 def claims_with_repeats() -> list[dict[str, str]]:
-    """Claims of SciFact and their abstracts, and repeats of a sixth of them: in other letters, or one word longer."""
+    """Return claims of SciFact with abstracts, and near-copies of a sixth of the claims."""
     dataset = load_beir_folder(SHIPPED, "train")
     records = []
     for query, judged in dataset.qrels.items():
@@ -55,7 +55,7 @@ def claims_with_repeats() -> list[dict[str, str]]:
     for number, record in enumerate(generator.sample(records, len(records) // 6)):
         query = record["query"]
         repeats = (query.upper(), "  " + query.replace(" ", "\t"), f"{query} indeed")
-        # The passage is another one, so that the query alone tells that the two hang together.
+        # The passage differs, so that only the query links the two records.
         records.append({"query": repeats[number % 3], "positive": claim(generator, 60)})
     generator.shuffle(records)
     return records
@@ -70,7 +70,7 @@ def words_of(text: str) -> frozenset[str]:
 
 
 def texts_by_side(folder: Path) -> dict[str, tuple[list[str], list[str]]]:
-    """Queries and relevant passages of each side of a split."""
+    """Return the queries and the relevant passages of each side of a split."""
     rows = read_lines(folder / "train.jsonl")
     passages = []
     for row in rows:
@@ -85,18 +85,18 @@ def texts_by_side(folder: Path) -> dict[str, tuple[list[str], list[str]]]:
 
 
 def nearly_equal_across(
-    sides: dict[str, tuple[list[str], list[str]]], kind: int
+    sides: dict[str, tuple[list[str], list[str]]], part: int
 ) -> list[tuple[str, str]]:
-    """Pairs of texts on two sides that have nine tenths of their words in common."""
-    found = []
-    for one, other in (("train", "dev"), ("train", "test"), ("dev", "test")):
-        others = [(text, words_of(text)) for text in sides[other][kind]]
-        for text in sides[one][kind]:
+    """Return pairs of texts on two sides that share nine tenths of their words."""
+    pairs = []
+    for side, other_side in (("train", "dev"), ("train", "test"), ("dev", "test")):
+        other_texts = [(text, words_of(text)) for text in sides[other_side][part]]
+        for text in sides[side][part]:
             words = words_of(text)
-            for other_text, other_words in others:
+            for other_text, other_words in other_texts:
                 if len(words & other_words) >= 0.9 * len(words | other_words):
-                    found.append((text, other_text))
-    return found
+                    pairs.append((text, other_text))
+    return pairs
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,8 @@ def planted(tmp_path_factory) -> tuple[Path, list[dict[str, str]]]:
     return folder, records
 
 
-def test_no_claim_and_no_abstract_lies_on_two_sides_though_a_sixth_is_repeated(planted):
+def test_no_text_is_on_two_sides(planted):
+    """A sixth of the claims are repeated in the data."""
     folder, records = planted
     sides = texts_by_side(folder / "split")
     assert nearly_equal_across(sides, 0) == []
@@ -125,10 +126,11 @@ def test_the_same_records_in_another_order_give_the_same_split(planted, tmp_path
     pairs = write_lines(tmp_path / "pairs.jsonl", list(reversed(records)))
     split = split_data(Source(pairs), tmp_path / "split")
     assert split.fingerprint == read_split(folder / "split").fingerprint
-    here, there = texts_by_side(tmp_path / "split"), texts_by_side(folder / "split")
+    here = texts_by_side(tmp_path / "split")
+    there = texts_by_side(folder / "split")
     for side in SIDES:
-        for kind in (0, 1):
-            assert set(map(folded, here[side][kind])) == set(map(folded, there[side][kind]))
+        for part in (0, 1):
+            assert set(map(folded, here[side][part])) == set(map(folded, there[side][part]))
     other = split_data(Source(pairs), tmp_path / "other", SplitSettings(seed=1))
     assert other.fingerprint != split.fingerprint
     assert set(texts_by_side(tmp_path / "other")["test"][0]) != set(here["test"][0])
@@ -145,15 +147,16 @@ def test_a_held_out_set_is_searched_among_other_passages_too(planted):
         )
 
 
-def pairs_of(count: int, seed: int = 0, **more: object) -> list[dict[str, object]]:
+def make_pairs(count: int, seed: int = 0, **fields: object) -> list[dict[str, object]]:
     generator = random.Random(seed)
     return [
-        {"query": claim(generator), "positive": claim(generator, 30), **more} for _ in range(count)
+        {"query": claim(generator), "positive": claim(generator, 30), **fields}
+        for _ in range(count)
     ]
 
 
-def test_folds_have_no_test_query_in_common_and_all_of_them_have_every_query(tmp_path):
-    pairs = write_lines(tmp_path / "pairs.jsonl", pairs_of(60))
+def test_each_query_is_in_the_test_set_of_one_fold(tmp_path):
+    pairs = write_lines(tmp_path / "pairs.jsonl", make_pairs(60))
     tested: list[str] = []
     for fold in range(5):
         folder = tmp_path / str(fold)
@@ -167,7 +170,7 @@ def test_folds_have_no_test_query_in_common_and_all_of_them_have_every_query(tmp
 
 
 def test_sizes_are_shares_or_numbers_and_large_sets_are_cut_off(tmp_path):
-    pairs = write_lines(tmp_path / "pairs.jsonl", pairs_of(200))
+    pairs = write_lines(tmp_path / "pairs.jsonl", make_pairs(200))
     split = split_data(Source(pairs), tmp_path / "split", SplitSettings(dev=0.25, test=30))
     assert (split.dev, split.test, split.train) == (50, 30, 120)
     for settings, message in (
@@ -182,22 +185,23 @@ def test_sizes_are_shares_or_numbers_and_large_sets_are_cut_off(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_records_that_hang_together_in_one_large_group_are_not_parted(tmp_path):
-    """Each passage answers two questions and each question has two passages: a chain through all of the data."""
+def test_a_large_group_stays_on_one_side(tmp_path):
+    """Each passage answers two questions, and each question has two passages: one long chain."""
     generator = random.Random(0)
     passages = [claim(generator, 30) for _ in range(51)]
     chain = [{"query": claim(generator), "positive": passages[i : i + 2]} for i in range(50)]
     pairs = write_lines(tmp_path / "chain.jsonl", chain)
     with pytest.raises(DataError, match="the largest group has 50 queries"):
         split_data(Source(pairs), tmp_path / "split")
-    pairs = write_lines(tmp_path / "mixed.jsonl", chain + pairs_of(100, 1))
+    pairs = write_lines(tmp_path / "mixed.jsonl", chain + make_pairs(100, 1))
     split = split_data(Source(pairs), tmp_path / "split")
     assert split.largest_group == 50
     assert set(passages).isdisjoint(texts_by_side(tmp_path / "split")["test"][1])
 
 
-def test_hard_negatives_that_are_held_out_positives_are_left_out_with_their_scores(tmp_path):
-    records = pairs_of(40)
+def test_held_out_positives_are_no_hard_negatives_in_training(tmp_path):
+    """Their teacher scores are removed with them."""
+    records = make_pairs(40)
     for number, record in enumerate(records):
         following = records[(number + 1) % len(records)]["positive"]
         record |= {"negatives": [following.upper(), f"never {number}"], "scores": [3.0, 2.0, 1.0]}
@@ -216,8 +220,9 @@ def test_hard_negatives_that_are_held_out_positives_are_left_out_with_their_scor
     assert split.negatives_left_out == num_left_out > 0
 
 
-def test_a_corpus_is_the_haystack_and_its_copies_of_a_positive_are_relevant(tmp_path):
-    records = pairs_of(40)
+def test_a_corpus_is_the_haystack(tmp_path):
+    """Its copies of a positive are relevant too."""
+    records = make_pairs(40)
     corpus = [
         {"_id": f"d{i}", "title": "", "text": record["positive"]}
         for i, record in enumerate(records[:30])
@@ -247,7 +252,8 @@ def test_a_corpus_is_the_haystack_and_its_copies_of_a_positive_are_relevant(tmp_
     }
 
 
-def test_a_beir_folder_keeps_its_test_set_and_what_hangs_together_with_it_is_left_out(tmp_path):
+def test_a_beir_folder_keeps_its_test_set(tmp_path):
+    """Training records that are linked with a test query are left out."""
     generator = random.Random(0)
     documents = {f"d{i}": ("", claim(generator, 30)) for i in range(60)}
     queries = {f"q{i}": claim(generator) for i in range(60)}
@@ -269,10 +275,11 @@ def test_a_beir_folder_keeps_its_test_set_and_what_hangs_together_with_it_is_lef
         split_data(Source(folder), tmp_path / "again", SplitSettings(test=0.1))
 
 
-def test_documents_that_cannot_be_used_are_counted_once_and_empty_ones_of_a_beir_folder_stay(
+def test_unusable_documents_are_counted_once(
     tmp_path,
 ):
-    pairs = write_lines(tmp_path / "pairs.jsonl", pairs_of(20))
+    """Empty documents of a BEIR folder are kept."""
+    pairs = write_lines(tmp_path / "pairs.jsonl", make_pairs(20))
     corpus = write_lines(
         tmp_path / "corpus.jsonl", [{"_id": "1", "text": "one"}, {"_id": "2", "text": ""}]
     )
@@ -292,7 +299,7 @@ def test_documents_that_cannot_be_used_are_counted_once_and_empty_ones_of_a_beir
 
 
 def test_training_corpus_lacks_what_only_held_out_queries_need(tmp_path):
-    """SciFact's documents but for the positives of dev and test that no training claim has."""
+    """It has all documents except positives of dev and test that no training claim has."""
     split = split_data(Source(SHIPPED), tmp_path / "split")
     corpus = {
         folded(f"{row['title']} {row['text']}")
@@ -304,14 +311,16 @@ def test_training_corpus_lacks_what_only_held_out_queries_need(tmp_path):
     assert training <= corpus
     assert len(held_out) > 100
     assert not held_out & corpus
-    whole = load_beir_folder(SHIPPED, "test").corpus
-    texts = {folded(f"{document['title']} {document['text']}") for document in whole.values()}
+    corpus_of_scifact = load_beir_folder(SHIPPED, "test").corpus
+    texts = {
+        folded(f"{document['title']} {document['text']}") for document in corpus_of_scifact.values()
+    }
     assert corpus == texts - held_out
     assert split.documents["train"] == len(corpus)
 
 
 def test_dev_is_held_out_as_the_test_set_of_scifact_is(tmp_path):
-    """Its test claims need abstracts that training claims need too; dev claims of new abstracts would mislead."""
+    """Its test claims share abstracts with training claims, so dev claims must do so too."""
     split = split_data(Source(SHIPPED), tmp_path / "split")
     assert (split.held_out_by, split.test) == ("query", 300)
     sides = texts_by_side(tmp_path / "split")
@@ -320,11 +329,13 @@ def test_dev_is_held_out_as_the_test_set_of_scifact_is(tmp_path):
     assert len(shared) > 0.2 * len(set(sides["dev"][1]))
 
 
-def test_the_command_says_what_it_held_out_and_train_reads_it(tmp_path, capsys):
-    pairs = write_lines(tmp_path / "pairs.jsonl", pairs_of(200))
+def test_the_command_prints_the_sizes_and_train_reads_the_split(tmp_path, capsys):
+    pairs = write_lines(tmp_path / "pairs.jsonl", make_pairs(200))
     assert main(["split", str(pairs), str(tmp_path / "split"), "--no_progress"]) == 0
-    said = capsys.readouterr().out
-    assert "held out: 20 dev and 40 test queries, split by passage; 140 queries to train on" in said
+    output = capsys.readouterr().out
+    assert (
+        "held out: 20 dev and 40 test queries, split by passage; 140 queries to train on" in output
+    )
     assert len(list(Source(tmp_path / "split" / "train.jsonl").records(RecordReport()))) == 140
 
 
@@ -336,18 +347,18 @@ def test_the_command_says_what_it_held_out_and_train_reads_it(tmp_path, capsys):
         ('{"query": "a"}\n', "missing positive"),
     ],
 )
-def test_what_cannot_be_split_gives_one_line_and_leaves_nothing(tmp_path, capsys, content, message):
+def test_unusable_data_give_one_line_and_no_files(tmp_path, capsys, content, message):
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text(content)
     assert main(["split", str(pairs), str(tmp_path / "split"), "--no_progress"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert message in said
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1
+    assert message in output
     assert [path.name for path in tmp_path.iterdir()] == ["pairs.jsonl"]
 
 
 def test_a_folder_that_exists_is_not_written_over(tmp_path, capsys):
-    pairs = write_lines(tmp_path / "pairs.jsonl", pairs_of(20))
+    pairs = write_lines(tmp_path / "pairs.jsonl", make_pairs(20))
     (tmp_path / "split").mkdir()
     assert main(["split", str(pairs), str(tmp_path / "split")]) == 2
     assert "exists already" in capsys.readouterr().err

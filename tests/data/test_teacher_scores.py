@@ -1,4 +1,4 @@
-"""A teacher's scores: found under every name, kept with their passage through the cache and an epoch's sampling."""
+"""Teacher scores: read from every field, and kept with their passage by cache and sampling."""
 
 from itertools import product
 from typing import Any
@@ -25,7 +25,7 @@ FLAG = {
     "pos_scores": [4, 3.5],
     "neg_scores": [1, -2.0],
 }
-SAME: list[dict[str, Any]] = [
+SAME: list[dict[str, object]] = [
     FLAG,
     {"query": "q", "positive": ["p", "o"], "negatives": ["m", "n"], "scores": [4, 3.5, 1, -2]},
     {
@@ -48,8 +48,8 @@ def test_every_way_to_write_scores_is_read(tmp_path, record):
         put_lines(tmp_path / "a.jsonl", record),
         put_parquet(tmp_path / "a.parquet", [record]),
     ):
-        (found,) = read(path)[0]
-        assert found == ("q", ["p", "o"], ["m", "n"], [4.0, 3.5, 1.0, -2.0])
+        (record_read,) = read(path)[0]
+        assert record_read == ("q", ["p", "o"], ["m", "n"], [4.0, 3.5, 1.0, -2.0])
 
 
 def test_a_table_has_a_score_in_a_cell_and_a_mapping_names_them(tmp_path):
@@ -73,12 +73,12 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_a_record_without_all_of_its_scores_is_named_where_they_are_needed(tmp_path, broken):
+def test_a_record_without_all_scores_is_bad_if_scores_are_needed(tmp_path, broken):
     path = put_lines(
         tmp_path / "a.jsonl", FLAG, {**FLAG, "query": "r", **broken}, {**FLAG, "query": "s"}
     )
     assert [record.scores is None for record in read(path)[0]] == [False, True, False]
-    mend = r"contaccum mine --cross_encoder writes some.*--on_bad_record skip\)$"
+    mend = r"contaccum mine --cross_encoder writes scores.*--on_bad_record skip\)$"
     with pytest.raises(DataError, match=r"a\.jsonl:2: no teacher scores: .*" + mend):
         load_training_data(path, num_hard_negatives=2, teacher_scores=True)
     data = load_training_data(path, num_hard_negatives=2, teacher_scores=True, on_bad_record="skip")
@@ -89,11 +89,12 @@ def test_a_record_without_all_of_its_scores_is_named_where_they_are_needed(tmp_p
 @pytest.mark.parametrize("ids", [False, True])
 def test_each_passage_that_an_epoch_draws_has_its_own_score(tmp_path, ids):
     places = product(range(9), range(5), (("p", 0.5), ("n", -0.25)))
-    score_of = {f"{kind}{i}_{k}": 10 * i + k + shift for i, k, (kind, shift) in places}
+    score_of = {f"{prefix}{i}_{k}": 10 * i + k + shift for i, k, (prefix, shift) in places}
     records = []
     for i in range(9):
         positives, negatives = (
-            [f"{kind}{i}_{k}" for k in range(n)] for kind, n in (("p", 3 if ids else 1), ("n", 5))
+            [f"{prefix}{i}_{k}" for k in range(n)]
+            for prefix, n in (("p", 3 if ids else 1), ("n", 5))
         )
         scores = {
             "pos_scores": [score_of[x] for x in positives],
@@ -110,11 +111,11 @@ def test_each_passage_that_an_epoch_draws_has_its_own_score(tmp_path, ids):
             [row[name] for name in ("query", "positive", "negative_1", "negative_2")]
             for row in rows
         ]
-        found, scores = split_labels(torch.tensor([row["label"] for row in rows]), 4)
+        label_ids, scores = split_labels(torch.tensor([row["label"] for row in rows]), 4)
         assert scores is not None and scores.tolist() == [
             [score_of[text] for text in row[1:]] for row in texts
         ]
-        assert (None if found is None else found.tolist()) == (
+        assert (None if label_ids is None else label_ids.tolist()) == (
             [text_ids(x).tolist() for x in texts] if ids else None
         )
         drawn |= {text for row in texts for text in row[1:]}
@@ -138,7 +139,7 @@ def test_a_negative_that_a_record_lists_twice_keeps_its_score(tmp_path):
     assert list(data.dataset) == [expected]
 
 
-def test_a_text_that_is_positive_and_negative_has_the_score_of_its_role(tmp_path):
+def test_a_text_in_two_roles_has_the_score_of_each_role(tmp_path):
     record = {"query": "q", "positive": "p", "negatives": ["p", "n"], "scores": [9, 1, 2]}
     path = put_lines(tmp_path / "a.jsonl", record)
     (row,) = load_training_data(path, num_hard_negatives=2, teacher_scores=True).dataset
@@ -146,12 +147,13 @@ def test_a_text_that_is_positive_and_negative_has_the_score_of_its_role(tmp_path
     assert row["label"] == [9.0, 1.0, 2.0]
 
 
-def test_of_a_text_that_is_listed_twice_in_a_role_the_first_score_counts(tmp_path):
+def test_the_first_score_of_a_repeated_text_counts(tmp_path):
     positives = {"pos": ["p", "o", "p"], "pos_scores": [9, 8, 7]}
     negatives = {"neg": ["n", "n", "m"], "neg_scores": [3, 2, 1]}
     path = put_lines(tmp_path / "a.jsonl", {"query": "q", **positives, **negatives})
-    settings: Any = {"num_hard_negatives": 1, "teacher_scores": True, "negatives_from": 1}
-    data = load_training_data(path, positives="first", **settings)
+    data = load_training_data(
+        path, positives="first", num_hard_negatives=1, negatives_from=1, teacher_scores=True
+    )
     _, scores = split_labels(torch.tensor([row["label"] for row in data.dataset]), 3)
     assert scores is not None
     assert scores.tolist() == [[9.0, 3.0]]
@@ -163,17 +165,17 @@ def test_scores_count_for_the_fingerprint_where_they_are_used(tmp_path):
         data = [
             load_training_data(path, num_hard_negatives=2, teacher_scores=used) for path in paths
         ]
-        assert len({one.fingerprint for one in data}) == count
+        assert len({part.fingerprint for part in data}) == count
 
 
-def test_scores_that_nobody_asked_for_are_said_of_their_set(tmp_path):
+def test_the_summary_names_sets_with_unused_scores(tmp_path):
     names = {"with": FLAG, "without": {"query": "q", "positive": "p", "negative": "n", "score": 3}}
     sets = {
         name: {"path": put_lines(tmp_path / f"{name}.jsonl", record)}
         for name, record in names.items()
     }
-    said = load_training_sets(sets).summary().splitlines()
-    assert [line.endswith("; its teacher scores are not used (set distill)") for line in said] == [
+    lines = load_training_sets(sets).summary().splitlines()
+    assert [line.endswith("; its teacher scores are not used (set distill)") for line in lines] == [
         True,
         False,
     ]
@@ -184,7 +186,7 @@ def test_scores_that_nobody_asked_for_are_said_of_their_set(tmp_path):
     )
 
 
-def test_passages_that_nobody_has_scored_are_refused(tmp_path):
+def test_filling_with_passages_without_scores_is_refused(tmp_path):
     path = put_lines(
         tmp_path / "a.jsonl", FLAG, {**FLAG, "query": "r", "neg": ["m"], "neg_scores": [1]}
     )
@@ -192,8 +194,10 @@ def test_passages_that_nobody_has_scored_are_refused(tmp_path):
         DataError, match=r"a\.jsonl: 1 records have fewer than num_hard_negatives=2 .*=drop"
     ):
         load_training_data(path, num_hard_negatives=2, teacher_scores=True)
-    given: Any = {"num_hard_negatives": 2, "teacher_scores": True, "missing_negatives": "drop"}
-    assert len(load_training_data(path, **given).dataset) == 1
+    data = load_training_data(
+        path, num_hard_negatives=2, teacher_scores=True, missing_negatives="drop"
+    )
+    assert len(data.dataset) == 1
     for name in ("beir", "msmarco"):
         with pytest.raises(ConfigError, match=f"{name} data have no teacher scores"):
             load_training_data(WRITERS[name](tmp_path), teacher_scores=True)

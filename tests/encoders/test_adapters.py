@@ -1,4 +1,4 @@
-"""Adapters: over weights that stay, one base for two towers, folders that any SentenceTransformer loads."""
+"""LoRA adapters: frozen base weights, a shared base for two towers, saving and loading."""
 
 import json
 import shutil
@@ -16,7 +16,13 @@ from tiny_models import qwen3_config
 from transformers import AutoModel
 
 from contaccum import DualEncoder
-from contaccum.encoders.adapters import add_adapter, backbones, has_adapter, in_4bit, merge_adapter
+from contaccum.encoders.adapters import (
+    add_adapter,
+    get_backbones,
+    has_adapter,
+    make_4bit_kwargs,
+    merge_adapter,
+)
 from contaccum.errors import ConfigError, UserError
 from contaccum.retrieval.encode import model_fingerprint
 
@@ -34,13 +40,13 @@ def bases(tiny_config, tiny_tokenizer, tmp_path_factory) -> Path:
     return root
 
 
-def adapted(base: Path, tied: bool = True, **settings: Any) -> DualEncoder:
-    """With an adapter of rank 4 that is not zero, and another for the other tower."""
-    given = {name: settings.pop(name) for name in ("dropout", "target_modules") if name in settings}
+def make_adapted_encoder(base: Path, tied: bool = True, **settings: Any) -> DualEncoder:
+    """Return an encoder with nonzero adapters of rank 4 in each tower."""
     model = DualEncoder.from_backbone(base, tied, pooling="mean", device="cpu", **settings).eval()
     before = model.encode_query(TEXTS)
-    add_adapter(model, 4, **given)
-    assert np.array_equal(model.encode_query(TEXTS), before)  # as B is zero
+    add_adapter(model, 4)
+    # B is zero at first, so the embeddings are unchanged.
+    assert np.array_equal(model.encode_query(TEXTS), before)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -49,130 +55,153 @@ def adapted(base: Path, tied: bool = True, **settings: Any) -> DualEncoder:
     return model
 
 
-def embeddings(model: Any) -> np.ndarray:
+def encode_texts(model: Any) -> np.ndarray:
+    """Return TEXTS as queries and as documents, (2, n, d)."""
     return np.stack([model.encode_query(TEXTS), model.encode_document(TEXTS)])
 
 
-def frozen(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+def get_frozen_weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in model.parameters() if not parameter.requires_grad]
+
+
+def get_trainable_names(model: torch.nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def load_base_weights(base: Path) -> list[torch.nn.Parameter]:
+    return list(AutoModel.from_pretrained(base).parameters())
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("base", ["bert", "qwen3"])
-def test_a_saved_adapter_encodes_identically_wherever_it_is_loaded_and_towers_share_one_base(
+def test_saved_adapters_encode_identically_and_share_one_base(
     base, tied, bases, tmp_path, monkeypatch
 ):
+    """The base was named by a relative path, and the saved adapter is loaded in another folder."""
     monkeypatch.chdir(bases)
-    model = adapted(
+    model = make_adapted_encoder(
         Path(base), tied, query_prompt="what is ", query_max_length=7, passage_max_length=12
     )
-    weights = list(AutoModel.from_pretrained(bases / base).parameters())
-    assert len(frozen(model)) == len(weights)
-    assert all(torch.equal(a, b) for a, b in zip(frozen(model), weights, strict=True))
+    base_weights = load_base_weights(bases / base)
+    frozen_weights = get_frozen_weights(model)
+    assert len(frozen_weights) == len(base_weights)
+    assert all(torch.equal(a, b) for a, b in zip(frozen_weights, base_weights, strict=True))
     model.save_pretrained(str(tmp_path / "out"))
     assert not list((tmp_path / "out").rglob("model.safetensors"))
-    monkeypatch.chdir(tmp_path)  # the base was named by a relative path
+    monkeypatch.chdir(tmp_path)
     for cls in (SentenceTransformer, DualEncoder.from_pretrained):
         loaded: Any = cls("out", device="cpu")
-        assert np.array_equal(embeddings(loaded), embeddings(model))
-    assert model_fingerprint(loaded) == model_fingerprint(model) and loaded.tied == tied
-    trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trains == {
-        name for name, parameter in loaded.named_parameters() if parameter.requires_grad
-    }
-    assert len(frozen(loaded)) == len(weights) and (tied or not np.allclose(*embeddings(loaded)))
+        assert np.array_equal(encode_texts(loaded), encode_texts(model))
+    assert model_fingerprint(loaded) == model_fingerprint(model)
+    assert loaded.tied == tied
+    assert get_trainable_names(loaded) == get_trainable_names(model)
+    assert len(get_frozen_weights(loaded)) == len(base_weights)
+    if not tied:
+        queries, documents = encode_texts(loaded)
+        assert not np.allclose(queries, documents)
 
 
-def test_an_adapter_over_bfloat16_is_float32_and_the_type_of_the_base_is_kept(bases, tmp_path):
+def test_adapter_over_bfloat16_base_is_float32_after_loading(bases, tmp_path):
+    """The second model is saved into the folder of the first one."""
     for dtype in ("bfloat16", "float32"):
-        model = adapted(bases / "qwen3", tied=False, dtype=dtype)
-        model.save_pretrained(str(tmp_path))  # over the one before
+        model = make_adapted_encoder(bases / "qwen3", tied=False, dtype=dtype)
+        model.save_pretrained(str(tmp_path))
         loaded = DualEncoder.from_pretrained(tmp_path, device="cpu")
-        assert {p.dtype for p in frozen(loaded)} == {getattr(torch, dtype)}
+        assert {p.dtype for p in get_frozen_weights(loaded)} == {getattr(torch, dtype)}
         assert {p.dtype for p in loaded.parameters() if p.requires_grad} == {torch.float32}
         assert model_fingerprint(loaded) == model_fingerprint(model)
-        assert np.array_equal(embeddings(loaded), embeddings(model))
+        assert np.array_equal(encode_texts(loaded), encode_texts(model))
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_a_merged_model_is_a_plain_one_that_encodes_alike(tied, bases, tmp_path):
-    model = adapted(bases / "bert", tied)
+def test_merged_model_has_no_adapter_and_encodes_equally(tied, bases, tmp_path):
+    model = make_adapted_encoder(bases / "bert", tied)
     model.save_pretrained(str(tmp_path))
-    expected = embeddings(model)
+    expected = encode_texts(model)
     merge_adapter(model)
-    assert not has_adapter(model) and frozen(model) == []
-    assert len(list(model.parameters())) == (1 if tied else 2) * len(
-        list(backbones(model)[0].parameters())
-    )
+    assert not has_adapter(model)
+    assert get_frozen_weights(model) == []
+    num_towers = 1 if tied else 2
+    num_backbone_weights = len(list(get_backbones(model)[0].parameters()))
+    assert len(list(model.parameters())) == num_towers * num_backbone_weights
     model.save_pretrained(str(tmp_path))
     assert not list(tmp_path.rglob("adapter*"))
     merged = SentenceTransformer(str(tmp_path), device="cpu")
-    assert not has_adapter(merged) and np.abs(embeddings(merged) - expected).max() < 1e-5
+    assert not has_adapter(merged)
+    assert np.abs(encode_texts(merged) - expected).max() < 1e-5
 
 
-def test_towers_that_differ_keep_a_base_each(bases, tmp_path):
+def test_towers_share_only_the_base_weights_that_are_equal(bases, tmp_path):
+    """One weight differs between the towers. The last folder already holds the adapters' base."""
     model = DualEncoder.from_backbone(bases / "bert", tied=False, device="cpu")
     with torch.no_grad():
-        backbones(model)[1].encoder.layer[0].output.dense.weight.mul_(2)
+        get_backbones(model)[1].encoder.layer[0].output.dense.weight.mul_(2)
     model.save_pretrained(str(tmp_path / "full"))
     model = DualEncoder.from_pretrained(tmp_path / "full", device="cpu")
-    before = embeddings(model)
+    before = encode_texts(model)
     add_adapter(model, 4, target_modules=["query"])
-    assert np.array_equal(embeddings(model), before) and not np.allclose(*before)
-    one = len(list(AutoModel.from_pretrained(bases / "bert").parameters()))
-    assert len(frozen(model)) == one + 1  # all others are equal, and so one
-    for place in ("out", "full"):  # the latter beside its own base
-        model.save_pretrained(str(tmp_path / place))
-        loaded = DualEncoder.from_pretrained(tmp_path / place, device="cpu")
-        assert has_adapter(loaded) and np.array_equal(embeddings(loaded), before)
-        assert len(frozen(loaded)) == one + 1
+    assert np.array_equal(encode_texts(model), before)
+    assert not np.allclose(before[0], before[1])
+    num_base_weights = len(load_base_weights(bases / "bert"))
+    assert len(get_frozen_weights(model)) == num_base_weights + 1
+    for folder_name in ("out", "full"):
+        model.save_pretrained(str(tmp_path / folder_name))
+        loaded = DualEncoder.from_pretrained(tmp_path / folder_name, device="cpu")
+        assert has_adapter(loaded)
+        assert np.array_equal(encode_texts(loaded), before)
+        assert len(get_frozen_weights(loaded)) == num_base_weights + 1
 
 
-def test_sentence_transformers_own_add_adapter_adapts_both_towers_over_one_base(bases, tmp_path):
+def test_add_adapter_of_sentence_transformers_adapts_both_towers(bases, tmp_path):
     model = DualEncoder.from_backbone(
         bases / "bert", tied=False, pooling="mean", device="cpu"
     ).eval()
     model.add_adapter(LoraConfig(r=2, target_modules=["query", "value"], init_lora_weights=False))
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert len(trained) == 2 * 2 * 2 * 2 and all(
-        "lora_" in name for name in trained
-    )  # towers, layers, places, A and B
-    assert len(frozen(model)) == len(list(AutoModel.from_pretrained(bases / "bert").parameters()))
+    trainable_names = get_trainable_names(model)
+    num_towers = 2
+    num_layers = 2
+    num_target_modules = 2
+    num_matrices = 2  # A and B
+    expected_count = num_towers * num_layers * num_target_modules * num_matrices
+    assert len(trainable_names) == expected_count
+    assert all("lora_" in name for name in trainable_names)
+    assert len(get_frozen_weights(model)) == len(load_base_weights(bases / "bert"))
     model.save_pretrained(str(tmp_path))
-    assert np.array_equal(
-        embeddings(SentenceTransformer(str(tmp_path), device="cpu")), embeddings(model)
-    )
+    loaded = SentenceTransformer(str(tmp_path), device="cpu")
+    assert np.array_equal(encode_texts(loaded), encode_texts(model))
 
 
-def test_a_folder_holds_what_was_saved_last(bases, tmp_path):
-    models = [adapted(bases / "bert"), adapted(bases / "bert", tied=False)]
-    models += [
-        DualEncoder.from_backbone(bases / "qwen3", tied, pooling="mean", device="cpu")
-        for tied in (True, False)
+def test_saving_replaces_another_model_in_the_folder(bases, tmp_path):
+    """Tied and untied models with and without adapters are saved into one folder in turn."""
+    models = [
+        make_adapted_encoder(bases / "bert"),
+        make_adapted_encoder(bases / "bert", tied=False),
     ]
-    for place in (0, 2, 0, 3, 1, 2, 1, 3, 0, 1, 0):
-        models[place].save_pretrained(str(tmp_path))
+    for tied in (True, False):
+        models.append(
+            DualEncoder.from_backbone(bases / "qwen3", tied, pooling="mean", device="cpu")
+        )
+    for index in (0, 2, 0, 3, 1, 2, 1, 3, 0, 1, 0):
+        models[index].save_pretrained(str(tmp_path))
         for cls in (SentenceTransformer, DualEncoder.from_pretrained):
-            assert np.array_equal(
-                embeddings(cls(str(tmp_path), device="cpu")), embeddings(models[place])
-            )
+            loaded = cls(str(tmp_path), device="cpu")
+            assert np.array_equal(encode_texts(loaded), encode_texts(models[index]))
 
 
-def test_what_cannot_have_an_adapter_is_refused_and_one_over_weights_in_no_folder_is_merged(
+def test_models_that_cannot_have_or_save_an_adapter_are_refused(
     bases, tiny_config, tiny_tokenizer, tmp_path
 ):
-    def make() -> DualEncoder:
-        return DualEncoder.from_backbone(bases / "bert", device="cpu")
-
+    """An adapter whose base is in no folder cannot be saved, but can be merged."""
     for layers, message in (
         (["query", "quary"], "the model has no layer 'quary'; did you mean 'query'"),
         (["LayerNorm"], "LayerNorm"),
         (["uery"], "no layer 'uery'"),
     ):
         with pytest.raises(ConfigError, match=message):
-            add_adapter(make(), 4, target_modules=layers)
+            model = DualEncoder.from_backbone(bases / "bert", device="cpu")
+            add_adapter(model, 4, target_modules=layers)
     with pytest.raises(ConfigError, match="has an adapter already"):
-        add_adapter(adapted(bases / "bert"), 4)
+        add_adapter(make_adapted_encoder(bases / "bert"), 4)
     model = DualEncoder.from_backbone(tiny_config, tokenizer=tiny_tokenizer)
     add_adapter(model, 4)
     with pytest.raises(ConfigError, match="saved without its base, which is not in"):
@@ -181,33 +210,33 @@ def test_what_cannot_have_an_adapter_is_refused_and_one_over_weights_in_no_folde
     model.save_pretrained(str(tmp_path))
 
 
-def test_an_adapter_without_its_base_is_refused_in_one_line(bases, tmp_path):
+def test_adapter_with_a_missing_or_wrong_base_is_refused(bases, tmp_path):
     shutil.copytree(bases / "bert", tmp_path / "base")
     for tied in (True, False):
-        adapted(tmp_path / "base", tied).save_pretrained(str(tmp_path / "out"))
+        make_adapted_encoder(tmp_path / "base", tied).save_pretrained(str(tmp_path / "out"))
         (tmp_path / "base").rename(tmp_path / "gone")
-        with pytest.raises(
-            UserError, match=r"out: an adapter, and its base cannot be had: .*base: no such model"
-        ):
+        message = r"out: this is an adapter, and its base cannot be loaded: .*base: no such model"
+        with pytest.raises(UserError, match=message):
             DualEncoder.from_pretrained(tmp_path / "out")
         (tmp_path / "gone").rename(tmp_path / "base")
-        file = next((tmp_path / "out").rglob("adapter_config.json"))
-        config = AutoModel.from_pretrained(tmp_path / "base").config
-        config.hidden_size, config.intermediate_size = 16, 32
-        AutoModel.from_config(config).save_pretrained(tmp_path / "small")
-        for other, message in (
-            (tmp_path / "small", "another base"),
+        config_file = next((tmp_path / "out").rglob("adapter_config.json"))
+        small_config = AutoModel.from_pretrained(tmp_path / "base").config
+        small_config.hidden_size = 16
+        small_config.intermediate_size = 32
+        AutoModel.from_config(small_config).save_pretrained(tmp_path / "small")
+        for wrong_base, message in (
+            (tmp_path / "small", "do not have the shapes of their base"),
             (bases / "qwen3", "Target modules"),
         ):
-            file.write_text(
-                json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": str(other)})
-            )
+            adapter_config = json.loads(config_file.read_text())
+            adapter_config["base_model_name_or_path"] = str(wrong_base)
+            config_file.write_text(json.dumps(adapter_config))
             with pytest.raises(UserError, match=message):
                 DualEncoder.from_pretrained(tmp_path / "out")
 
 
-def test_what_is_not_installed_is_named(bases, tmp_path, monkeypatch):
-    adapted(bases / "bert").save_pretrained(str(tmp_path))
+def test_missing_packages_are_named_in_the_error(bases, tmp_path, monkeypatch):
+    make_adapted_encoder(bases / "bert").save_pretrained(str(tmp_path))
     for name in ("peft", "bitsandbytes"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=r"pip install 'contaccum\[peft\]'"):
@@ -215,4 +244,4 @@ def test_what_is_not_installed_is_named(bases, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"needs peft, which is not installed"):
         DualEncoder.from_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="pip install bitsandbytes"):
-        in_4bit()
+        make_4bit_kwargs()

@@ -1,4 +1,4 @@
-"""Decoder backbones: the last token, EOS at the end of every text, padding, instructions; the recipes of configs/."""
+"""Decoder backbones: last-token pooling, EOS, padding, instructions, and the configs/ files."""
 
 from pathlib import Path
 from typing import Any
@@ -51,21 +51,22 @@ INSTRUCTION = "Instruct: find what is in the door\nQuery:"
 def tokenizer(
     post_processor: Any = None, words: list[str] = WORDS, **settings: Any
 ) -> PreTrainedTokenizerFast:
-    """One over WORDS that has no pad token, as decoders' often have none."""
-    backend = Tokenizer(
-        models.WordLevel({t: i for i, t in enumerate([*SPECIAL, *words])}, unk_token="<unk>")
-    )
+    """Return a tokenizer over ``words`` without a pad token, as decoders often have it."""
+    vocabulary = {token: token_id for token_id, token in enumerate([*SPECIAL, *words])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     if post_processor is not None:
         backend.post_processor = post_processor
-    given = {
+    defaults = {
         "bos_token": "<bos>",
         "eos_token": "<eos>",
         "unk_token": "<unk>",
         "model_max_length": 64,
-    } | settings
+    }
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, model_input_names=["input_ids", "attention_mask"], **given
+        tokenizer_object=backend,
+        model_input_names=["input_ids", "attention_mask"],
+        **{**defaults, **settings},
     )
 
 
@@ -89,29 +90,27 @@ def tokens(model: SentenceTransformer, text: str, task: str = "document") -> lis
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_backbone_whose_first_token_sees_no_other_gets_its_last(kind, dtype):
-    """Gemma and T5 here have classes of decoders and see both ways; the mixture of experts sees one way."""
-    causal = kind in (*DECODERS, "Qwen3Moe")
+def test_causal_backbones_get_last_token_pooling(kind, dtype):
+    """Gemma and T5 have decoder classes, but are bidirectional with these settings."""
+    is_causal = kind in (*DECODERS, "Qwen3Moe")
     model = encoder(kind, dtype=dtype)
-    assert model[1].pooling_mode == ("lasttoken" if causal else "cls")
+    assert model[1].pooling_mode == ("lasttoken" if is_causal else "cls")
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert (tokens(model, "cat dog")[-1] == "<eos>") == causal
+    assert (tokens(model, "cat dog")[-1] == "<eos>") == is_causal
     assert len(np.unique(model.encode(sentences(4)), axis=0)) == 4
     assert encoder(kind, pooling="mean")[1].pooling_mode == "mean"
-    if causal:
-        unknown = tokenizer(
-            words=[word for word in WORDS if word != "how"]
-        )  # the text's first token comes again
-        assert encoder(kind, tokenizer=unknown)[1].pooling_mode == "lasttoken"
-        with pytest.raises(
-            ConfigError,
-            match=rf"pooling=cls with a decoder \({kind}Model\).*Set lasttoken or mean$",
-        ):
+    if is_causal:
+        # Without "how", the first token of the text that is tested is <unk>, and occurs again.
+        words = [word for word in WORDS if word != "how"]
+        model = encoder(kind, tokenizer=tokenizer(words=words))
+        assert model[1].pooling_mode == "lasttoken"
+        message = rf"pooling=cls does not work with a decoder \({kind}Model\).*lasttoken or mean$"
+        with pytest.raises(ConfigError, match=message):
             encoder(kind, pooling="cls")
 
 
 @pytest.mark.parametrize(
-    ("post_processor", "first"),
+    ("post_processor", "prefix"),
     [
         (None, []),
         (BEGIN, ["<bos>"]),
@@ -121,72 +120,79 @@ def test_a_backbone_whose_first_token_sees_no_other_gets_its_last(kind, dtype):
     ids=["nothing added", "bos", "bos in a chain", "eos already"],
 )
 @pytest.mark.parametrize("tied", [True, False])
-def test_every_text_ends_in_one_eos_cut_or_not_and_saved(post_processor, first, tied, tmp_path):
-    given = tokenizer(post_processor)
-    before = given("cat dog")["input_ids"]
-    backbone, saved = tmp_path / "backbone", str(tmp_path / "saved")
+def test_every_text_ends_in_one_eos(post_processor, prefix, tied, tmp_path):
+    """This also holds for truncated texts and for a saved model. The tokenizer is copied."""
+    own_tokenizer = tokenizer(post_processor)
+    ids_before = own_tokenizer("cat dog")["input_ids"]
+    backbone = tmp_path / "backbone"
+    saved = str(tmp_path / "saved")
     AutoModel.from_config(config("Qwen3")).save_pretrained(backbone)
     tokenizer().save_pretrained(backbone)
     model = DualEncoder.from_backbone(
-        backbone, tied, tokenizer=given, query_max_length=5, device="cpu"
+        backbone, tied, tokenizer=own_tokenizer, query_max_length=5, device="cpu"
     )
     model.save_pretrained(saved)
-    for one in (model, SentenceTransformer(saved, device="cpu")):
-        assert tokens(one, "cat dog") == [*first, "cat", "dog", "<eos>"]
-        words = ["cat", "dog", "bird", "fish"][: 4 - len(first)]
-        assert tokens(one, "cat dog bird fish tree river", "query") == [*first, *words, "<eos>"]
-        assert one.tokenizer.pad_token == "<eos>"
-    assert given.pad_token is None and given("cat dog")["input_ids"] == before
+    for encoder_model in (model, SentenceTransformer(saved, device="cpu")):
+        assert tokens(encoder_model, "cat dog") == [*prefix, "cat", "dog", "<eos>"]
+        words = ["cat", "dog", "bird", "fish"][: 4 - len(prefix)]
+        truncated = tokens(encoder_model, "cat dog bird fish tree river", "query")
+        assert truncated == [*prefix, *words, "<eos>"]
+        assert encoder_model.tokenizer.pad_token == "<eos>"
+    assert own_tokenizer.pad_token is None
+    assert own_tokenizer("cat dog")["input_ids"] == ids_before
 
 
-def test_what_a_tokenizer_lacks_is_taken_from_what_it_has_or_is_one_line():
+def test_missing_pad_token_is_replaced_and_missing_eos_is_refused():
     assert encoder("ModernBert", tokenizer=tokenizer(eos_token=None)).tokenizer.pad_token == "<unk>"
     assert encoder(tokenizer=tokenizer(pad_token="the")).tokenizer.pad_token == "the"
     assert encoder(pooling="mean").tokenizer("cat")["input_ids"] == tokenizer()("cat")["input_ids"]
-    with pytest.raises(ConfigError, match="no token to pad with: set pad_token in its"):
+    with pytest.raises(ConfigError, match=r"has no pad token, .*: set pad_token in its"):
         encoder(tokenizer=tokenizer(eos_token=None, unk_token=None))
-    with pytest.raises(ConfigError, match="has no eos_token: set pooling=mean"):
+    with pytest.raises(
+        ConfigError, match=r"needs a fast tokenizer with an eos_token, .*: set pooling=mean"
+    ):
         encoder(tokenizer=tokenizer(eos_token=None, pad_token="the"))
 
 
 @pytest.mark.parametrize("kind", DECODERS)
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_texts_of_unequal_lengths_encode_together_as_alone(kind, side):
+def test_padded_batch_gives_the_embeddings_of_single_texts(kind, side):
     model = encoder(kind, tokenizer=tokenizer(padding_side=side))
     assert model.tokenizer.padding_side == "right"
     texts = [" ".join(WORDS[i : 2 * i + 1]) for i in range(1, 9)]
     alone = np.concatenate([model.encode([text]) for text in texts])
     assert np.abs(model.encode(texts) - alone).max() < 1e-5
-    model.tokenizer.padding_side = (
-        "left"  # what others may set; rotary positions are relative, GPT-2's are not
-    )
+    # Padding on the left shifts positions. Rotary positions are relative, GPT-2's are absolute.
+    model.tokenizer.padding_side = "left"
     error = np.abs(model.encode(texts) - alone).max()
-    assert error < 1e-5 if kind != "GPT2" else error > 1e-3
+    if kind == "GPT2":
+        assert error > 1e-3
+    else:
+        assert error < 1e-5
 
 
 @pytest.mark.parametrize("kind", DECODERS)
-def test_a_trained_decoder_encodes_identically_in_sentence_transformers(kind, tmp_path):
+def test_trained_decoder_encodes_identically_in_sentence_transformers(kind, tmp_path):
     torch.manual_seed(0)
     model = encoder(kind, query_prompt=INSTRUCTION, normalize=True, query_max_length=24)
     texts = sentences(9, length=15)
     before = model.encode_query(texts)
-    sizes = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "bank_size": 8,
-        "max_steps": 4,
-    }
-    how = {
-        "learning_rate": 1e-2,
-        "gradient_checkpointing": True,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
-    args = ContAccumTrainingArguments(output_dir=str(tmp_path), **sizes, **how)
+    args = ContAccumTrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        bank_size=8,
+        max_steps=4,
+        learning_rate=1e-2,
+        gradient_checkpointing=True,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
     data = Dataset.from_dict({"query": sentences(16, 1), "positive": sentences(16, 2, 9)})
     trainer = ContAccumTrainer(model, args, data)
     trainer.train()
-    queries, passages = model.encode_query(texts), model.encode_document(texts)
+    queries = model.encode_query(texts)
+    passages = model.encode_document(texts)
     assert np.abs(queries - before).max() > 1e-2
     trainer.save_model()
     loaded = SentenceTransformer(str(tmp_path), device="cpu")
@@ -195,25 +201,28 @@ def test_a_trained_decoder_encodes_identically_in_sentence_transformers(kind, tm
 
 
 @pytest.mark.parametrize("name", ["decoder-lora", "bert-full"])
-def test_a_recipe_trains_a_tiny_model_as_it_stands(
-    name, tiny_config, tiny_tokenizer, tmp_path, capsys
-):
-    file = Path(__file__).parents[2] / "configs" / f"{name}.yaml"
-    backbone, decoder = tmp_path / "backbone", name == "decoder-lora"
-    bert = type(tiny_config)(**{**tiny_config.to_dict(), "max_position_embeddings": 512})
-    AutoModel.from_config(config("Qwen3") if decoder else bert).save_pretrained(backbone)
-    (tokenizer(model_max_length=512) if decoder else tiny_tokenizer).save_pretrained(backbone)
+def test_shipped_configs_train_a_tiny_model(name, tiny_config, tiny_tokenizer, tmp_path, capsys):
+    config_file = Path(__file__).parents[2] / "configs" / f"{name}.yaml"
+    backbone = tmp_path / "backbone"
+    if name == "decoder-lora":
+        expected_pooling = "lasttoken"
+        backbone_config = config("Qwen3")
+        backbone_tokenizer = tokenizer(model_max_length=512)
+    else:
+        expected_pooling = "mean"
+        settings = {**tiny_config.to_dict(), "max_position_embeddings": 512}
+        backbone_config = type(tiny_config)(**settings)
+        backbone_tokenizer = tiny_tokenizer
+    AutoModel.from_config(backbone_config).save_pretrained(backbone)
+    backbone_tokenizer.save_pretrained(backbone)
     write_training_and_beir_data(tmp_path, 128)
-    given = {
-        "model": backbone,
-        "train_data": tmp_path / "pairs.jsonl",
-        "output_dir": tmp_path / "out",
-        "max_steps": 1,
-    }
-    assert main(["train", str(file), *(f"--{key}={value}" for key, value in given.items())]) == 0, (
-        capsys.readouterr()
-    )
+    argv = ["train", str(config_file), "--max_steps=1"]
+    argv.append(f"--model={backbone}")
+    argv.append(f"--train_data={tmp_path / 'pairs.jsonl'}")
+    argv.append(f"--output_dir={tmp_path / 'out'}")
+    assert main(argv) == 0, capsys.readouterr()
     model = SentenceTransformer(str(tmp_path / "out"), device="cpu")
-    assert model[1].pooling_mode == ("lasttoken" if decoder else "mean")
+    assert model[1].pooling_mode == expected_pooling
     log = read_lines(tmp_path / "out" / "train_log.jsonl")
-    assert [line["pairs"] for line in log] == [128] and log[0]["bank_fill"] == 128
+    assert [line["pairs"] for line in log] == [128]
+    assert log[0]["bank_fill"] == 128

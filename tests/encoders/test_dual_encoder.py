@@ -1,4 +1,4 @@
-"""DualEncoder: what it saves, sentence-transformers loads and encodes alike."""
+"""DualEncoder: saving and loading, towers, maximum lengths, and refused arguments."""
 
 import json
 from typing import Any
@@ -23,7 +23,7 @@ from contaccum.encoders.settings import configure, set_max_lengths
 from contaccum.encoders.towers import is_tied
 from contaccum.errors import ConfigError, UserError
 
-# The types in modules.json as the version before wrote them: its folders are loaded.
+# Module types that modules.json must hold, so that older and newer versions can load the folders.
 TIED = ("base.modules.transformer.Transformer", "sentence_transformer.modules.pooling.Pooling")
 UNTIED = ("base.modules.router.Router",)
 
@@ -33,33 +33,37 @@ UNTIED = ("base.modules.router.Router",)
 def test_saved_model_encodes_identically_in_sentence_transformers(
     tied, pooling, tiny_config, tiny_tokenizer, tmp_path
 ):
-    texts_of = {
-        "query_prompt": "what is ",
-        "passage_prompt": "the ",
-        "query_max_length": 7,
-        "passage_max_length": 12,
-    }
-    how = {"pooling": pooling, "normalize": pooling == "mean", **texts_of}
-    model = DualEncoder.from_backbone(tiny_config, tied=tied, tokenizer=tiny_tokenizer, **how)
-    if not tied:  # towers that differ, so that a mix-up would show
+    normalize = pooling == "mean"
+    model = DualEncoder.from_backbone(
+        tiny_config,
+        tied=tied,
+        tokenizer=tiny_tokenizer,
+        pooling=pooling,
+        normalize=normalize,
+        query_prompt="what is ",
+        passage_prompt="the ",
+        query_max_length=7,
+        passage_max_length=12,
+    )
+    if not tied:
+        # The towers must differ, so that the test fails if they are swapped.
         with torch.no_grad():
             for parameter in model.query_encoder.parameters():
                 parameter.add_(0.01 * torch.randn_like(parameter))
     texts = sentences(9, length=15)
-    queries, passages = model.encode_query(texts), model.encode_document(texts)
+    queries = model.encode_query(texts)
+    passages = model.encode_document(texts)
     model.save_pretrained(str(tmp_path))
     modules = json.loads((tmp_path / "modules.json").read_text())
-    for module, kind in zip(modules, TIED if tied else UNTIED, strict=False):
-        assert module["type"] == f"sentence_transformers.{kind}"
+    expected_types = TIED if tied else UNTIED
+    for module, type_name in zip(modules, expected_types, strict=False):
+        assert module["type"] == f"sentence_transformers.{type_name}"
     for cls in (SentenceTransformer, DualEncoder):
         loaded = cls(str(tmp_path))
         assert np.array_equal(loaded.encode_query(texts), queries)
         assert np.array_equal(loaded.encode_document(texts), passages)
-        assert (
-            loaded.similarity_fn_name
-            == model.similarity_fn_name
-            == ("cosine" if pooling == "mean" else "dot")
-        )
+        assert model.similarity_fn_name == ("cosine" if normalize else "dot")
+        assert loaded.similarity_fn_name == model.similarity_fn_name
         assert loaded.prompts == {"query": "what is ", "document": "the "}
         assert is_tied(loaded) == tied
     assert not np.allclose(queries, passages)
@@ -69,38 +73,44 @@ def test_beir_names_agree_with_encode_query_and_encode_document(tiny_config, tin
     model = DualEncoder.from_backbone(
         tiny_config, tied=False, passage_prompt="the ", tokenizer=tiny_tokenizer
     )
-    titles, texts = sentences(5, 1), sentences(5, 2)
-    corpus = [{"title": t, "text": x} for t, x in zip(titles, texts, strict=True)]
-    expected = model.encode_document([f"{t} {x}" for t, x in zip(titles, texts, strict=True)])
-    assert np.array_equal(model.encode_corpus(corpus, batch_size=2), expected)
-    assert np.array_equal(
-        model.encode_corpus([{"text": x} for x in texts]), model.encode_document(texts)
-    )
+    titles = sentences(5, 1)
+    texts = sentences(5, 2)
+    corpus = []
+    passages = []
+    for title, text in zip(titles, texts, strict=True):
+        corpus.append({"title": title, "text": text})
+        passages.append(f"{title} {text}")
+    embeddings = model.encode_corpus(corpus, batch_size=2)
+    assert np.array_equal(embeddings, model.encode_document(passages))
+    embeddings = model.encode_corpus([{"text": text} for text in texts])
+    assert np.array_equal(embeddings, model.encode_document(texts))
     assert np.array_equal(model.encode_queries(titles), model.encode_query(titles))
     assert isinstance(model.encode_queries(titles, convert_to_tensor=True), torch.Tensor)
 
 
-def test_towers_work_in_a_loop_of_ones_own_and_cut_by_their_lengths(tiny_config, tiny_tokenizer):
+def test_towers_can_be_called_directly_and_truncate_texts(tiny_config, tiny_tokenizer):
     for tied in (True, False):
-        lengths = {"query_max_length": 5, "passage_max_length": 9}
         model = DualEncoder.from_backbone(
-            tiny_config, tied=tied, tokenizer=tiny_tokenizer, **lengths
+            tiny_config,
+            tied=tied,
+            tokenizer=tiny_tokenizer,
+            query_max_length=5,
+            passage_max_length=9,
         ).eval()
         assert model.tied == tied
-        for task, tower, encode in (
-            ("query", model.query_encoder, model.encode_query),
-            ("document", model.passage_encoder, model.encode_document),
+        for task, max_length, tower, encode in (
+            ("query", 5, model.query_encoder, model.encode_query),
+            ("document", 9, model.passage_encoder, model.encode_document),
         ):
-            features = model.preprocess(
-                ["cat dog bird fish tree river stone cloud rain"], task=task
-            )
-            assert features["input_ids"].shape == (1, 5 if task == "query" else 9)
+            long_text = "cat dog bird fish tree river stone cloud rain"
+            features = model.preprocess([long_text], task=task)
+            assert features["input_ids"].shape == (1, max_length)
             embeddings = tower(model.preprocess(sentences(3), task=task))["sentence_embedding"]
             assert embeddings.requires_grad
             assert np.allclose(embeddings.detach().numpy(), encode(sentences(3)), atol=1e-6)
 
 
-def test_arguments_that_cannot_work_are_refused(tiny_config, tiny_tokenizer):
+def test_invalid_arguments_are_refused(tiny_config, tiny_tokenizer):
     for settings, message in (
         (
             {"pooling": "men"},
@@ -123,12 +133,19 @@ def test_arguments_that_cannot_work_are_refused(tiny_config, tiny_tokenizer):
 
 def config_with_padded_positions(kind: type[PretrainedConfig], vocab_size: int) -> PretrainedConfig:
     """Return a config of a tiny backbone with 40 positions, of which padding_idx + 1 are unused."""
-    sizes: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16}
-    sizes |= {"intermediate_size": 16, "vocab_size": vocab_size, "max_position_embeddings": 40}
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 40,
+    }
     if kind is LongformerConfig:
         sizes["attention_window"] = [8]
-    if kind is not MPNetConfig:  # MPNet's padding_idx is 1 whatever the config says
-        sizes["pad_token_id"] = 0  # that of the tokenizer
+    # MPNet ignores the pad_token_id of its config: its padding_idx is always 1.
+    if kind is not MPNetConfig:
+        sizes["pad_token_id"] = 0
     return kind(**sizes)
 
 
@@ -141,31 +158,30 @@ PADDED_POSITIONS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "longest"), PADDED_POSITIONS)
-def test_the_largest_length_is_the_number_of_positions_after_padding(kind, longest, tiny_tokenizer):
+@pytest.mark.parametrize(("kind", "max_length"), PADDED_POSITIONS)
+def test_maximum_length_is_the_positions_after_padding(kind, max_length, tiny_tokenizer):
     config = config_with_padded_positions(kind, len(tiny_tokenizer))
     model = DualEncoder.from_backbone(config, tokenizer=tiny_tokenizer, device="cpu")
     (long_text,) = sentences(1, length=100)
-    assert model.max_seq_length == longest
+    assert model.max_seq_length == max_length
     assert np.isfinite(model.encode_document([long_text])).all()
-    set_max_lengths(model, query=longest, document=longest)
+    set_max_lengths(model, query=max_length, document=max_length)
     assert np.isfinite(model.encode_query([long_text])).all()
-    message = f"passage_max_length={longest + 1}: this model takes 3 to {longest} tokens"
+    message = f"passage_max_length={max_length + 1}: this model takes 3 to {max_length} tokens"
     with pytest.raises(ConfigError, match=message):
-        set_max_lengths(model, document=longest + 1)
+        set_max_lengths(model, document=max_length + 1)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_default_length_beyond_the_positions_of_texts_is_lowered_when_a_model_is_loaded(
-    tied, tiny_tokenizer, tmp_path
-):
+def test_loading_lowers_lengths_beyond_the_positions(tied, tiny_tokenizer, tmp_path):
+    """The default of sentence-transformers, max_position_embeddings, is one too many here."""
     config = config_with_padded_positions(RobertaConfig, len(tiny_tokenizer))
     model = DualEncoder.from_backbone(config, tied=tied, tokenizer=tiny_tokenizer, device="cpu")
     for module in model.modules():
         if hasattr(module, "query_length"):
             module.query_length = None
             module.document_length = None
-            module.max_seq_length = 40  # sentence-transformers' default: max_position_embeddings
+            module.max_seq_length = 40
     model.save_pretrained(str(tmp_path / "model"))
     loaded = DualEncoder.from_pretrained(tmp_path / "model", device="cpu")
     (long_text,) = sentences(1, length=100)
@@ -174,7 +190,7 @@ def test_a_default_length_beyond_the_positions_of_texts_is_lowered_when_a_model_
     assert loaded.max_seq_length == 39
 
 
-def test_a_model_that_cannot_be_had_is_refused_in_one_line(tmp_path, monkeypatch):
+def test_models_that_cannot_be_loaded_are_refused(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "modules.json").write_text('[{"idx": 0,')
@@ -191,23 +207,22 @@ def test_a_model_that_cannot_be_had_is_refused_in_one_line(tmp_path, monkeypatch
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
     for make in (DualEncoder.from_pretrained, DualEncoder.from_backbone, require_model):
-        with pytest.raises(
-            UserError, match=r"some/model: no such folder, and the model hub .*no network"
-        ):
+        message = r"some/model: there is no such folder, and the model hub .*no network"
+        with pytest.raises(UserError, match=message):
             make("some/model")
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_frozen_word_embeddings_stay_and_all_else_trains(tiny_config, tiny_tokenizer, tied):
+def test_freeze_word_embeddings_freezes_nothing_else(tiny_config, tiny_tokenizer, tied):
     model = DualEncoder.from_backbone(tiny_config, tied=tied, tokenizer=tiny_tokenizer)
     configure(model, freeze_word_embeddings=True)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    assert len(frozen) == (1 if tied else 2) and all(
-        name.endswith("word_embeddings.weight") for name in frozen
-    )
+    num_towers = 1 if tied else 2
+    assert len(frozen) == num_towers
+    assert all(name.endswith("word_embeddings.weight") for name in frozen)
 
 
-def test_attention_is_chosen_by_name_and_an_unknown_one_refused(tiny_config, tiny_tokenizer):
+def test_attention_implementation_is_set_by_name(tiny_config, tiny_tokenizer):
     model = DualEncoder.from_backbone(tiny_config, tokenizer=tiny_tokenizer)
     configure(model, dropout=0.0)
     texts = ["a b", "b c d e"]

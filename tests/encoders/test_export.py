@@ -1,4 +1,4 @@
-"""`contaccum export`: folders that plain sentence-transformers loads, equal to the trained model."""
+"""Folders of `contaccum export`: plain sentence-transformers loads them, equal to the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""eval/evaluate_beir.py on tiny BEIR folders: scores, tables, kept sets, devices."""
+"""eval/evaluate_beir.py on tiny BEIR folders: scores, tables, skipped sets, devices."""
 
 import json
 import os
@@ -19,11 +19,11 @@ PROGRAM = "eval/evaluate_beir.py"
 
 @pytest.fixture
 def sets(places, tmp_path):
-    """Two BEIR folders, of 24 and of 8 documents."""
+    """Return two BEIR folders, with 24 and 8 documents."""
     return [write_judged_places(tmp_path / "judged"), places / "beir"]
 
 
-def test_scores_equal_evaluate_beir_and_tables_hold_all_sets(
+def test_scores_equal_evaluate_beir_and_tables_contain_all_sets(
     sets,
     tiny_model_path,
     tmp_path,
@@ -53,7 +53,7 @@ def test_scores_equal_evaluate_beir_and_tables_hold_all_sets(
     assert page.split("\n\n")[2] in capsys.readouterr().out
 
 
-def test_a_set_is_evaluated_again_only_if_something_differs(
+def test_a_set_is_skipped_if_its_result_has_the_same_settings(
     sets,
     tiny_model_path,
     tmp_path,
@@ -64,32 +64,22 @@ def test_a_set_is_evaluated_again_only_if_something_differs(
     (tmp_path / "out" / "beir.json").unlink()
     capsys.readouterr()
     run_program(PROGRAM, *argv)
-    assert capsys.readouterr().out.count("kept: ") == 1
+    assert capsys.readouterr().out.count("skipped: ") == 1
     run_program(PROGRAM, *argv, "--similarity", "dot")
-    assert "kept: " not in capsys.readouterr().out
+    assert "skipped: " not in capsys.readouterr().out
 
 
-def test_an_approximate_index_shows_its_recall(sets, tiny_model_path, tmp_path):
-    argv = [
-        "--data",
-        sets[0],
-        "--index",
-        "HNSW8",
-        "--output",
-        tmp_path,
-        "--k_values",
-        10,
-        "--gpus",
-        0,
-    ]
+def test_tables_show_the_recall_of_an_approximate_index(sets, tiny_model_path, tmp_path):
+    argv = ["--data", sets[0], "--output", tmp_path, "--gpus", 0]
+    argv += ["--index", "HNSW8", "--k_values", 10]
     run_program(PROGRAM, tiny_model_path, *argv)
     (row,) = json.loads((tmp_path / "table.json").read_text())["timing"]
     assert 0 < row["recall"]["recall@10"] <= 1
     assert "| recall@10 " in (tmp_path / "table.md").read_text()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the message is of a machine without a GPU")
-def test_more_gpus_than_there_are_is_a_mistake_before_anything_is_written(sets, tmp_path, capsys):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_too_many_gpus_are_refused_before_anything_is_written(sets, tmp_path, capsys):
     output = tmp_path / "out"
     with pytest.raises(SystemExit) as stopped:
         run_program(PROGRAM, "no_model", "--data", sets[0], "--gpus", 2, "--output", output)
@@ -99,7 +89,7 @@ def test_more_gpus_than_there_are_is_a_mistake_before_anything_is_written(sets, 
     assert not output.exists()
 
 
-def test_several_gpus_are_the_first_of_those_that_are_visible(monkeypatch):
+def test_select_gpus_uses_the_first_visible_gpus(monkeypatch):
     select_gpus = runpy.run_path(str(ROOT / PROGRAM))["select_gpus"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
@@ -108,13 +98,13 @@ def test_several_gpus_are_the_first_of_those_that_are_visible(monkeypatch):
 
 
 @pytest.mark.long  # starting processes takes most of a minute
-def test_several_devices_encode_as_one(tiny_model_path):
-    """Two processes on the CPU stand for two GPUs."""
+def test_several_devices_give_the_same_embeddings_as_one(tiny_model_path):
+    """Two processes on the CPU take the place of two GPUs."""
     encode_on_devices = runpy.run_path(str(ROOT / PROGRAM))["encode_on_devices"]
     model = DualEncoder.from_pretrained(tiny_model_path, device="cpu")
     texts = ["the cat sits on the mat", "a dog", "one tree", "where is the house"]
     expected = encode_texts(model, texts, "document")
     with encode_on_devices(model, ["cpu", "cpu"]):
-        found = encode_texts(model, texts, "document")
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+        embeddings = encode_texts(model, texts, "document")
+    np.testing.assert_allclose(embeddings, expected, atol=1e-6)
     assert "encode_document" not in vars(model)

@@ -1,4 +1,4 @@
-"""Which sets `--data` stands for, and a model's score on one: by hand, by BEIR's own pipeline, and as published."""
+"""Data sets that `--data` stands for; scores of a model by hand and as published."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, load_beir_folder
 from contaccum.data.beir import shipped_scifact
 from contaccum.errors import ConfigError
 from contaccum.evaluation.beir_sets import (
-    about_data,
+    describe_data,
     evaluate_beir,
     evaluation_sets,
     score_beir_run,
@@ -22,24 +22,32 @@ from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 OUT = Path("out.json")
 
 
-def test_beir_is_all_public_sets_and_names_of_parts_are_spelled_out(tmp_path):
+CQADUPSTACK_PARTS = [f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS]
+
+
+def test_beir_stands_for_all_public_sets():
     sets = evaluation_sets(["beir"], OUT)
-    parts = [f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS]
-    assert {one.label for one in sets} == {*PUBLIC_NAMES, *parts} - {"cqadupstack"} and len(
-        sets
-    ) == 26
-    assert (
-        sets[-1] == ("scifact", "scifact", Path("out.scifact.json"))
-        and evaluation_sets(["x"], OUT)[0].output == OUT
-    )
-    for part in parts:
+    labels = {evaluation_set.label for evaluation_set in sets}
+    assert labels == {*PUBLIC_NAMES, *CQADUPSTACK_PARTS} - {"cqadupstack"}
+    assert len(sets) == 26
+    assert sets[-1] == ("scifact", "scifact", Path("out.scifact.json"))
+
+
+def test_the_record_of_a_single_set_is_the_output_itself():
+    (evaluation_set,) = evaluation_sets(["x"], OUT)
+    assert evaluation_set.output == OUT
+
+
+def test_a_folder_of_cqadupstack_stands_for_its_twelve_parts(tmp_path):
+    for part in CQADUPSTACK_PARTS:
         write_judged_places(tmp_path / part)
     sets = evaluation_sets([str(tmp_path / "cqadupstack")], OUT)
-    assert [one.label for one in sets] == parts
-    assert (sets[0].given, sets[0].output) == (
-        str(tmp_path / parts[0]),
-        Path("out.cqadupstack-android.json"),
-    )
+    assert [evaluation_set.label for evaluation_set in sets] == CQADUPSTACK_PARTS
+    assert sets[0].source == str(tmp_path / CQADUPSTACK_PARTS[0])
+    assert sets[0].output == Path("out.cqadupstack-android.json")
+
+
+def test_two_sets_with_the_same_label_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"two sets are called x"):
         evaluation_sets([str(tmp_path / "a" / "x"), str(tmp_path / "b" / "x")], OUT)
 
@@ -66,8 +74,8 @@ def write_shared_ids(folder: Path) -> Path:
     return folder
 
 
-def own_warnings(caplog) -> list[str]:
-    """Return the messages that loggers of this package have written."""
+def get_package_warnings(caplog) -> list[str]:
+    """Return the messages of this package's loggers."""
     records = caplog.records
     return [record.getMessage() for record in records if record.name.startswith("contaccum")]
 
@@ -87,58 +95,70 @@ def score_run_of_another_system(model, data):
     score_beir_run(data, {"0": {"0": 1.0, "1": 0.5}}, (1,), "r")
 
 
-WAYS_TO_EVALUATE = [evaluate_model_twice, evaluate_while_training, score_run_of_another_system]
+EVALUATIONS = [evaluate_model_twice, evaluate_while_training, score_run_of_another_system]
 
 
-@pytest.mark.parametrize("evaluate", WAYS_TO_EVALUATE)
-def test_judged_documents_with_the_querys_id_are_warned_of_once(evaluate, model, tmp_path, caplog):
+@pytest.mark.parametrize("evaluate", EVALUATIONS)
+def test_ignored_judgements_are_warned_of_once(evaluate, model, tmp_path, caplog):
     name = evaluate.__name__  # warnings are given once for each data set
     data = load_beir_folder(write_shared_ids(tmp_path / name))
     assert not caplog.records
     evaluate(model, data)
-    (warning,) = own_warnings(caplog)
+    (warning,) = get_package_warnings(caplog)
     beginning = "3 judgements above 0 name the document with the query's own id, such as '0'"
     assert warning.startswith(f"{name}: {beginning}")
-    assert about_data(data)["ignored_judgements"] == 3
+    assert describe_data(data)["ignored_judgements"] == 3
 
 
-def test_data_without_such_judgements_is_not_warned_of(model, places, caplog):
+def test_data_without_ignored_judgements_are_not_warned_of(model, places, caplog):
     evaluate_beir(model, places, (1,), show_progress=False)
-    assert not own_warnings(caplog)
-    assert "ignored_judgements" not in about_data(places)
+    assert not get_package_warnings(caplog)
+    assert "ignored_judgements" not in describe_data(places)
 
 
 @pytest.mark.parametrize("similarity", ["cos", "dot"])
-def test_a_search_is_the_inner_products_of_all_pairs(model, places, similarity):
+def test_a_run_has_the_largest_inner_products_of_all_pairs(model, places, similarity):
     result = evaluate_beir(model, places, (1, 5), similarity=similarity, show_progress=False)
     settings = {"normalize_embeddings": similarity == "cos"}
     queries = model.encode_queries(list(places.queries.values()), **settings)
     documents = model.encode_corpus(list(places.corpus.values()), **settings)
-    for qid, scores in zip(places.queries, queries @ documents.T, strict=True):
-        best = np.argsort(-scores)[:5]
-        assert list(result.run[qid]) == [list(places.corpus)[row] for row in best]
-        assert list(result.run[qid].values()) == pytest.approx(scores[best].tolist(), abs=1e-5)
-    assert (result.model["similarity"], result.model["dimension"]) == (similarity, queries.shape[1])
+    document_ids = list(places.corpus)
+    for query_id, scores in zip(places.queries, queries @ documents.T, strict=True):
+        best_rows = np.argsort(-scores)[:5]
+        hits = result.run[query_id]
+        assert list(hits) == [document_ids[row] for row in best_rows]
+        assert list(hits.values()) == pytest.approx(scores[best_rows].tolist(), abs=1e-5)
+    assert result.model["similarity"] == similarity
+    assert result.model["dimension"] == queries.shape[1]
     assert result.search == {"index": "Flat", "index_parameters": None, "k": 5, "gpus": 0}
-    # The run of a model scores as the model did; what it lacks counts as zero.
-    again = score_beir_run(places, {**result.run, "unjudged": {"cat-tree": 1.0}}, (1, 5), "r")
-    assert again.metrics == result.metrics and again.data["queries_without_results"] == 0
-    less = score_beir_run(places, {"q0": result.run["q0"]}, (1, 5), "r")
-    assert less.metrics["P@5"] == pytest.approx(result.per_query["q0"]["P@5"] / 6)
 
 
-def test_settings_that_cannot_work_are_refused_before_anything_is_encoded(
-    model, places, monkeypatch
-):
-    monkeypatch.setattr(type(model), "encode", None)
-    for settings, words in (
+def test_a_models_run_scores_as_the_model_and_missing_queries_count_as_zero(model, places):
+    result = evaluate_beir(model, places, (1, 5), show_progress=False)
+    run = {**result.run, "unjudged": {"cat-tree": 1.0}}
+    same_result = score_beir_run(places, run, (1, 5), "r")
+    assert same_result.metrics == result.metrics
+    assert same_result.data["queries_without_results"] == 0
+    result_of_one_query = score_beir_run(places, {"q0": result.run["q0"]}, (1, 5), "r")
+    expected = result.per_query["q0"]["P@5"] / 6
+    assert result_of_one_query.metrics["P@5"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
         ({"index": "IVF64,Flat"}, "64"),
         ({"index_parameters": "nprobe=4"}, "nprobe"),
         ({"similarity": "euclidean"}, "euclidean"),
         ({"precision": "float8"}, "float8"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            evaluate_beir(model, places, **settings)
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_is_encoded(
+    model, places, monkeypatch, settings, message
+):
+    monkeypatch.setattr(type(model), "encode", None)
+    with pytest.raises(ConfigError, match=message):
+        evaluate_beir(model, places, **settings)
 
 
 @pytest.fixture(scope="module")

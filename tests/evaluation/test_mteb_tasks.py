@@ -1,4 +1,4 @@
-"""Tasks of MTEB: run by mteb, with its result files; and scored by query as BEIR sets are."""
+"""MTEB tasks: mteb runs them and writes its own result files; scores per query are added."""
 
 import json
 
@@ -21,7 +21,10 @@ def scifact():
 
 @pytest.fixture
 def evaluate(scifact, tiny_model_path, tmp_path, monkeypatch):
-    """`contaccum evaluate MODEL --mteb`, of an mteb without a hub: SciFact, and a task of two splits."""
+    """Return a function that runs `contaccum evaluate MODEL` with an mteb that uses no network.
+
+    Its tasks are SciFact, and "Two", which has two splits.
+    """
     mteb = pytest.importorskip("mteb")
     from datasets import Dataset
     from mteb.abstasks import AbsTaskRetrieval
@@ -30,18 +33,17 @@ def evaluate(scifact, tiny_model_path, tmp_path, monkeypatch):
         metadata = mteb.get_task("SciFact").metadata
 
         def load_data(self, *args, **kwargs) -> None:
-            corpus = Dataset.from_list(
-                [{"id": name, **document} for name, document in scifact.corpus.items()]
-            )
-            queries = Dataset.from_list(
-                [{"id": name, "text": text} for name, text in scifact.queries.items()]
-            )
-            data = {"corpus": corpus, "queries": queries, "top_ranked": None}
-            self.dataset = {
-                "default": {
-                    x: {**data, "relevant_docs": dict(scifact.qrels)} for x in ("test", "dev")
+            documents = [{"id": name, **document} for name, document in scifact.corpus.items()]
+            queries = [{"id": name, "text": text} for name, text in scifact.queries.items()]
+            splits = {}
+            for split in ("test", "dev"):
+                splits[split] = {
+                    "corpus": Dataset.from_list(documents),
+                    "queries": Dataset.from_list(queries),
+                    "relevant_docs": dict(scifact.qrels),
+                    "top_ranked": None,
                 }
-            }
+            self.dataset = {"default": splits}
             self.data_loaded = True
 
     class Two(SciFact):
@@ -49,84 +51,87 @@ def evaluate(scifact, tiny_model_path, tmp_path, monkeypatch):
             update={"name": "Two", "eval_splits": ["test", "dev"]}
         )
 
-    known, get_task = {"SciFact": SciFact, "Two": Two}, mteb.get_task
-    monkeypatch.setattr(mteb, "get_task", lambda name: known.get(name, lambda: get_task(name))())
+    local_tasks = {"SciFact": SciFact, "Two": Two}
+    get_mteb_task = mteb.get_task
 
-    def run(*argv: str, output: str = "out.json") -> int:
-        where = ["--device", "cpu", "--no_progress", "--output", str(tmp_path / output)]
-        return main(["evaluate", tiny_model_path, *where, *argv])
+    def get_task(name: str) -> AbsTaskRetrieval:
+        if name in local_tasks:
+            return local_tasks[name]()
+        return get_mteb_task(name)
 
-    return run
+    monkeypatch.setattr(mteb, "get_task", get_task)
+
+    def run_command(*argv: str, output: str = "out.json") -> int:
+        options = ["--device", "cpu", "--no_progress", "--output", str(tmp_path / output)]
+        return main(["evaluate", tiny_model_path, *options, *argv])
+
+    return run_command
 
 
-def test_scores_by_query_are_ours_and_the_result_files_are_mtebs(
-    evaluate, scifact, tiny_model_path, tmp_path, capsys
+def test_scores_equal_those_of_evaluate_beir_and_of_mtebs_result_files(
+    evaluate, scifact, tiny_model_path, tmp_path
 ):
     assert evaluate("--mteb", "SciFact") == 0
     record = read_result(tmp_path / "out.json")
     model = DualEncoder.from_pretrained(tiny_model_path, device="cpu")
-    ours = evaluate_beir(model, scifact, show_progress=False)
-    assert (
-        record["metrics"]["NDCG@10"] == pytest.approx(ours.metrics["NDCG@10"], abs=1e-6)
-        and ours.metrics["NDCG@10"] > 0
-    )
+    expected = evaluate_beir(model, scifact, show_progress=False)
+    expected_ndcg = expected.metrics["NDCG@10"]
+    assert expected_ndcg > 0
+    assert record["metrics"]["NDCG@10"] == pytest.approx(expected_ndcg, abs=1e-6)
     for query, scores in record["per_query"].items():
-        assert scores["NDCG@10"] == pytest.approx(ours.per_query[query]["NDCG@10"], abs=1e-6)
-    about = {
+        expected_score = expected.per_query[query]["NDCG@10"]
+        assert scores["NDCG@10"] == pytest.approx(expected_score, abs=1e-6)
+    expected_data = {
         "name": "SciFact",
         "path": "mteb/scifact",
         "revision": "d56462d0e63a25450459c4f213e49ffdb866f7f9",
+        "documents": 100,
+        "queries": 60,
     }
-    assert record["data"].items() >= {**about, "documents": 100, "queries": 60}.items()
+    assert record["data"].items() >= expected_data.items()
     import mteb
 
-    [found] = mteb.ResultCache(tmp_path / "out.mteb").load_results().model_results
-    assert found.task_results[0].get_score() == pytest.approx(
-        record["metrics"]["NDCG@10"], abs=1e-5
-    )
-    # Of another model in the same place mteb's own name and revision would be the same, and so its result.
-    assert (found.model_name, found.model_revision) == (
-        "model0/tiny",
-        record["model"]["fingerprint"],
-    )
+    (result,) = mteb.ResultCache(tmp_path / "out.mteb").load_results().model_results
+    mteb_ndcg = result.task_results[0].get_score()
+    assert mteb_ndcg == pytest.approx(record["metrics"]["NDCG@10"], abs=1e-5)
+    # With mteb's own name and revision, another model in the same folder would get this result.
+    assert result.model_name == "model0/tiny"
+    assert result.model_revision == record["model"]["fingerprint"]
 
+
+def test_several_tasks_are_compared_and_not_run_twice(evaluate, tmp_path, capsys):
+    assert evaluate("--mteb", "SciFact") == 0
+    tasks = ["--mteb", "SciFact", "Two", "--passage_max_length", "5"]
+    assert evaluate(*tasks, "--compare", str(tmp_path / "out.json")) == 0
+    (comparison,) = json.loads((tmp_path / "out.compare.json").read_text())
+    (row,) = comparison["rows"]
+    assert row["data"] == "SciFact"
+    assert row["p_holm"] <= 1
+    one_split, two_splits = json.loads((tmp_path / "out.json").read_text())["sets"]
+    assert one_split["queries"] == 60
+    assert two_splits["queries"] == 120
+    assert two_splits["metrics"] == pytest.approx(one_split["metrics"])
     capsys.readouterr()
-    assert (
-        evaluate(
-            "--mteb",
-            "SciFact",
-            "Two",
-            "--passage_max_length",
-            "5",
-            "--compare",
-            str(tmp_path / "out.json"),
-        )
-        == 0
-    )
-    [compared] = json.loads((tmp_path / "out.compare.json").read_text())
-    assert [row["data"] for row in compared["rows"]] == ["SciFact"] and compared["rows"][0][
-        "p_holm"
-    ] <= 1
-    single, both = json.loads((tmp_path / "out.json").read_text())["sets"]
-    assert (single["queries"], both["queries"]) == (60, 120) and both["metrics"] == pytest.approx(
-        single["metrics"]
-    )
-    assert evaluate("--mteb", "SciFact", "Two", "--passage_max_length", "5") == 0
+    assert evaluate(*tasks) == 0
     assert capsys.readouterr().out.count("kept: ") == 2
     assert "SciFact" in build_page([tmp_path / "out.json"])
 
 
-def test_what_mteb_cannot_do_is_one_line(evaluate, monkeypatch, capsys):
-    for argv, words in (
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
         (["SciFcat"], "Did you mean: 'SciFact'"),
-        (["STS12"], "STS12: is no retrieval task"),
-        (["SciFact", "--index", "IVF2,Flat"], "--index with --mteb"),
+        (["STS12"], "STS12: is not a retrieval task"),
+        (["SciFact", "--index", "IVF2,Flat"], "--index cannot be combined with --mteb"),
         (["SciFact", "--data", "scifact"], "not allowed with argument"),
-    ):
-        assert evaluate("--mteb", *argv) == 2
-        assert words in capsys.readouterr().err.splitlines()[-1]
+    ],
+)
+def test_impossible_tasks_and_options_are_refused_in_one_line(evaluate, capsys, argv, message):
+    assert evaluate("--mteb", *argv) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_missing_mteb_is_reported_with_the_command_to_install_it(evaluate, monkeypatch, capsys):
     monkeypatch.setattr("contaccum.evaluation.mteb_tasks.find_spec", lambda name: None)
-    assert (
-        evaluate("--mteb", "SciFact") == 2
-        and "pip install 'contaccum[mteb]'" in capsys.readouterr().err
-    )
+    assert evaluate("--mteb", "SciFact") == 2
+    assert "pip install 'contaccum[mteb]'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Files of results: what is written comes back, what is no result or no run is refused by line."""
+"""Files of results: written results are read back; broken files are refused with their line."""
 
 import json
 
@@ -18,22 +18,37 @@ from contaccum.evaluation.results import (
 RUN = {"q 1": {"a%41": 0.5, "b c": 0.1}, "q2": {"100%": -1.5, "a b": -1.5}}
 
 
-def test_record_and_run_round_trip_and_nothing_of_the_environment_is_in_them(tmp_path, monkeypatch):
+def test_record_and_run_round_trip_without_credentials(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret_of_the_user")
     data = {"name": "x", "path": "/data/hf_secret_of_the_user", "fingerprint": "f" * 64}
-    model, scores = {"name": "some/model", "fingerprint": "m"}, {"NDCG@10": 0.1 + 0.2}
-    result = EvaluationResult(scores, {"q 1": scores}, RUN, data, model, {"k": 10}, "t")
+    model = {"name": "some/model", "fingerprint": "m"}
+    scores = {"NDCG@10": 0.1 + 0.2}
+    result = EvaluationResult(
+        metrics=scores,
+        per_query={"q 1": scores},
+        run=RUN,
+        data=data,
+        model=model,
+        search={"k": 10},
+        tokenisation="t",
+    )
     write_result(result, tmp_path / "out.json")
     record = read_result(tmp_path / "out.json")
     assert record == {**result.record(), "data": {**data, "path": "/data/<HF_TOKEN>"}}
     assert read_trec_run(tmp_path / "out.trec") == RUN
     lines = [line.split() for line in (tmp_path / "out.trec").read_text().splitlines()]
-    assert all(len(line) == 6 and line[1] == "Q0" and line[5] == "model" for line in lines)
+    for line in lines:
+        assert len(line) == 6
+        assert line[1] == "Q0"
+        assert line[5] == "model"
     documents = [line[2:4] for line in lines[2:]]
     assert documents == [["percent-encoded:a%20b", "1"], ["100%", "2"]]  # ties by id, descending
+
+
+def test_a_run_file_holds_all_digits_of_a_float32_score():
     score = np.float32(2 / 3)
     (line,) = trec_lines([("q", {"d": float(score)})], "tag")
-    assert np.float32(line.split()[4]) == score  # all of it
+    assert np.float32(line.split()[4]) == score
 
 
 WHITE_SPACE = " \t\n\v\f\r\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2003\u2028\u2029\u202f\u205f\u3000"
@@ -73,29 +88,36 @@ def test_percent_signs_in_a_run_of_another_system_stay(tmp_path):
     assert read_trec_run(path) == {"q%201": {"https://example.org/a%20b": 0.5}}
 
 
-def test_a_bad_line_of_a_run_is_named_or_skipped(tmp_path):
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("q Q0 d 1 0.5", "not 6 columns: found 5"),
+        ("q Q0 d 1 high t", "score is not a number: found 'high'"),
+        ("q Q0 d 1 nan t", "score is not a number"),
+        ("q Q0 a 1 0.1 t", "duplicate document: 'a' of query 'q'"),
+    ],
+)
+def test_a_bad_line_of_a_run_is_refused_with_its_number_or_skipped(tmp_path, line, reason):
     path = tmp_path / "run.trec"
-    for line, reason in {
-        "q Q0 d 1 0.5": "not 6 columns: found 5",
-        "q Q0 d 1 high t": "score is not a number: found 'high'",
-        "q Q0 d 1 nan t": "score is not a number",
-        "q Q0 a 1 0.1 t": "duplicate document: 'a' of query 'q'",
-    }.items():
-        path.write_text(f"q Q0 a 1 0.9 t\n{line}\n")
-        with pytest.raises(DataError, match=rf"run\.trec:2: {reason}"):
-            read_trec_run(path)
-        assert read_trec_run(path, "skip") == {"q": {"a": 0.9}}
+    path.write_text(f"q Q0 a 1 0.9 t\n{line}\n")
+    with pytest.raises(DataError, match=rf"run\.trec:2: {reason}"):
+        read_trec_run(path)
+    assert read_trec_run(path, "skip") == {"q": {"a": 0.9}}
 
 
-def test_what_is_no_result_is_refused_and_of_a_table_only_what_lies_beside_it_is_read(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{broken", r"r\.json"), ('{"metrics": {}}', "not a results file")],
+)
+def test_a_file_that_is_not_a_result_is_refused(tmp_path, content, message):
     path = tmp_path / "r.json"
-    for content, words in (("{broken", r"r\.json"), ('{"metrics": {}}', "not a results file")):
-        path.write_text(content)
-        with pytest.raises(DataError, match=words):
-            read_result(path)
-    path.write_text(
-        json.dumps(
-            {"sets": [{"file": "a.json"}, {"parts": [{"file": "/b.json"}, {"file": "../c.json"}]}]}
-        )
-    )
+    path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_result(path)
+
+
+def test_a_table_lists_only_records_that_lie_beside_it(tmp_path):
+    path = tmp_path / "r.json"
+    files = [{"file": "a.json"}, {"parts": [{"file": "/b.json"}, {"file": "../c.json"}]}]
+    path.write_text(json.dumps({"sets": files}))
     assert result_files(path) == [tmp_path / name for name in ("a.json", "b.json", "c.json")]

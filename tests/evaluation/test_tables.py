@@ -1,4 +1,4 @@
-"""Earlier results, compared query by query."""
+"""Comparison with earlier results, query by query."""
 
 import json
 from pathlib import Path
@@ -10,46 +10,57 @@ from contaccum.evaluation import tables
 from contaccum.evaluation.metrics import add_holm, paired_bootstrap
 
 
-def test_wins_ties_losses_and_the_extreme_queries_are_exact():
+def test_a_comparison_counts_wins_ties_and_losses_and_lists_the_greatest_changes():
     ours = {"a": 0.9, "b": 0.5, "c": 0.1, "d": 0.2, "e": 0.5}
     theirs = {"e": 0.5 + 1e-12, "d": 0.1, "c": 0.6, "b": 0.4, "a": 0.2}
     comparison = tables.compare(Path("r.json"), "NDCG@10", {"x": ours}, {"x": theirs})
-    (found,) = comparison["rows"]
-    assert (found["wins"], found["ties"], found["losses"], found["queries"]) == (3, 1, 1, 5)
-    assert [change["query"] for change in found["greatest_gains"]] == ["a", "b", "d"]
-    assert found["greatest_losses"] == [
-        {"query": "c", "difference": -0.5, "ours": 0.1, "earlier": 0.6}
-    ]
-    assert (found["ours"], found["earlier"]) == (pytest.approx(0.44), pytest.approx(0.36))
-    expected = paired_bootstrap(list(ours.values()), [theirs[q] for q in ours])
-    assert {key: found[key] for key in expected} == pytest.approx(expected)
-    shown = tables.comparison_table(comparison)
-    assert (
-        shown.startswith("## NDCG@10 against r.json\n")
-        and "| 0.4400 | 0.3600  | +0.0800    |" in shown
-    )
-    assert "- x, greatest gains: a +0.7000, b +0.1000, d +0.1000\n" in shown
+    (row,) = comparison["rows"]
+    assert row["wins"] == 3
+    assert row["ties"] == 1
+    assert row["losses"] == 1
+    assert row["queries"] == 5
+    assert [change["query"] for change in row["greatest_gains"]] == ["a", "b", "d"]
+    loss = {"query": "c", "difference": -0.5, "ours": 0.1, "earlier": 0.6}
+    assert row["greatest_losses"] == [loss]
+    assert row["ours"] == pytest.approx(0.44)
+    assert row["earlier"] == pytest.approx(0.36)
+    expected = paired_bootstrap(list(ours.values()), [theirs[query] for query in ours])
+    assert {key: row[key] for key in expected} == pytest.approx(expected)
+    table = tables.comparison_table(comparison)
+    assert table.startswith("## NDCG@10 against r.json\n")
+    assert "| 0.4400 | 0.3600  | +0.0800    |" in table
+    assert "- x, greatest gains: a +0.7000, b +0.1000, d +0.1000\n" in table
 
 
-def test_sets_of_the_same_data_are_compared_with_holms_correction_and_others_are_refused(tmp_path):
+def write_record(folder: Path, name: str) -> None:
+    """Write a result on data set ``name``, whose fingerprint is "of NAME"."""
+    record = {
+        "metrics": {"NDCG@10": 0.5},
+        "per_query": {"q": {"NDCG@10": 0.5}, "r": {"NDCG@10": 0.5}},
+        "data": {"fingerprint": f"of {name}"},
+    }
+    (folder / f"s.{name}.json").write_text(json.dumps(record))
+
+
+def test_sets_of_the_same_data_are_compared_with_holms_correction(tmp_path):
     for name in ("x", "y", "old"):
-        per_query = {"q": {"NDCG@10": 0.5}, "r": {"NDCG@10": 0.5}}
-        record = {
-            "metrics": {"NDCG@10": 0.5},
-            "per_query": per_query,
-            "data": {"fingerprint": f"of {name}"},
-        }
-        (tmp_path / f"s.{name}.json").write_text(json.dumps(record))
+        write_record(tmp_path, name)
     files = [{"file": "s.x.json"}, {"parts": [{"file": "s.y.json"}, {"file": "s.old.json"}]}]
-    (tmp_path / "s.json").write_text(json.dumps({"sets": files}))
-    previous = tables.read_previous(
-        tmp_path / "s.json", {"of x": "x", "of y": "y", "of z": "z"}, "NDCG@10"
-    )
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps({"sets": files}))
+    labels = {"of x": "x", "of y": "y", "of z": "z"}
+    previous = tables.read_previous(path, labels, "NDCG@10")
     assert previous == {"x": {"q": 0.5, "r": 0.5}, "y": {"q": 0.5, "r": 0.5}}
     ours = {"x": {"q": 0.25, "r": 0.5}, "y": {"q": 1.0, "r": 0.75}}
-    rows = tables.compare(tmp_path / "s.json", "NDCG@10", ours, previous)["rows"]
-    add_holm(again := [{"p_value": found["p_value"]} for found in rows])
-    assert [found["p_holm"] for found in rows] == [found["p_holm"] for found in again]
+    rows = tables.compare(path, "NDCG@10", ours, previous)["rows"]
+    expected = [{"p_value": row["p_value"]} for row in rows]
+    add_holm(expected)
+    assert [row["p_holm"] for row in rows] == [test["p_holm"] for test in expected]
+
+
+def test_an_earlier_result_without_the_metric_or_on_other_data_is_refused(tmp_path):
+    write_record(tmp_path, "x")
+    write_record(tmp_path, "y")
     with pytest.raises(DataError, match=r"s\.x\.json: has no MRR@10"):
         tables.read_previous(tmp_path / "s.x.json", {"of x": "x"}, "MRR@10")
     with pytest.raises(DataError, match=r"s\.y\.json: is on other data than x"):

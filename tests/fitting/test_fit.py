@@ -1,4 +1,4 @@
-"""`contaccum fit`: the verdict, what it is judged on, and going on after a kill."""
+"""`contaccum fit`: the verdict, the test data, and continuing after a kill."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,11 +27,12 @@ from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.fitting import folds, pipeline
 from contaccum.fitting.baselines import pool_documents
 from contaccum.fitting.folder import FitFolder
+from contaccum.fitting.result import FitResult
 from contaccum.fitting.settings import check_settings
 from contaccum.fitting.source import DataSource
 
 HALF = len(WORDS) // 2
-SETTINGS: dict[str, Any] = {
+SETTINGS: dict[str, object] = {
     "method": "contaccum",
     "temperature": 0.05,
     "total_train_batch_size": 32,
@@ -41,8 +43,11 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def translations(count: int, seed: int) -> list[dict[str, str]]:
-    """Pairs whose passage has a word of its own for each word of the query: nothing for BM25 to find."""
+def make_translations(count: int, seed: int) -> list[dict[str, str]]:
+    """Return pairs whose passage has another word for each word of the query.
+
+    Query and passage have no word in common, so BM25 finds nothing.
+    """
     generator = random.Random(seed)
     pairs = []
     for _ in range(count):
@@ -55,96 +60,88 @@ def translations(count: int, seed: int) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh model and pairs to train on."""
+    """An untrained model, and pairs to train on."""
     root = tmp_path_factory.mktemp("fit")
     tiny_encoder().save_pretrained(str(root / "fresh"))
-    write_lines(root / "pairs.jsonl", translations(200, 0))
-    write_lines(root / "more.jsonl", translations(160, 1))
+    write_lines(root / "pairs.jsonl", make_translations(200, 0))
+    write_lines(root / "more.jsonl", make_translations(160, 1))
     return root
 
 
 @pytest.fixture(scope="module")
-def trained(root: Path) -> pipeline.FitResult:
-    """A fit at a good rate, on one split: 100 test queries are enough."""
-    said: list[str] = []
+def trained(root: Path) -> FitResult:
+    """A fit at a good learning rate, on one split: 100 test queries are enough."""
+    lines: list[str] = []
     result = contaccum.fit(
         root / "pairs.jsonl",
         model=str(root / "fresh"),
         budget="10m",
         output=root / "better",
         test=100,
-        say=said.append,
+        print_line=lines.append,
         learning_rate=0.01,
         **SETTINGS,
     )
-    (root / "said.txt").write_text("\n".join(said))
+    (root / "printed.txt").write_text("\n".join(lines))
     return result
 
 
-def test_a_model_that_learns_is_better_and_everything_lies_in_one_folder(root, trained):
+def test_model_that_learns_is_better(root, trained):
     assert trained.verdict.word == "BETTER"
     assert trained.verdict.queries == 100
-    said = (root / "said.txt").read_text().splitlines()
-    assert said[0].startswith("held out: 20 dev and 100 test queries")
-    assert any(
-        re.match(r"BM25 0\.000   \S*fresh 0\.\d{3}   \(nDCG@10 on dev\)", line) for line in said
-    )
-    assert said[-2].startswith("BETTER: nDCG@10 0.")
-    assert str(trained.verdict) == said[-2]
-    assert said[-1] == (
+    lines = (root / "printed.txt").read_text().splitlines()
+    assert lines[0].startswith("held out: 20 dev and 100 test queries")
+    baselines_pattern = r"BM25 0\.000   \S*fresh 0\.\d{3}   \(nDCG@10 on dev\)"
+    assert any(re.match(baselines_pattern, line) for line in lines)
+    assert lines[-2].startswith("BETTER: nDCG@10 0.")
+    assert str(trained.verdict) == lines[-2]
+    assert lines[-1] == (
         f"model: {root}/better/model   report: {root}/better/report.html   "
         f"again: contaccum train {root}/better/config.yaml"
     )
+
+
+def test_all_results_are_in_one_folder(root, trained):
     card = (root / "better" / "model" / "README.md").read_text()
     front_matter, opening = card.split("\n---\n")[:2]
     assert front_matter.startswith("---")
     assert opening.strip().splitlines()[1].startswith("**BETTER: nDCG@10")
     assert not list((root / "better" / "model").glob("checkpoint-*"))
     assert trained.report.read_text().count("BETTER") > 1
-    query = translations(1, 5)[0]["query"]
+    query = make_translations(1, 5)[0]["query"]
     assert trained.model.encode_query([query]).shape == (1, trained.model.get_embedding_dimension())
 
 
-def test_the_verdict_is_that_of_an_evaluation_of_both_models_on_the_test_folder(root, trained):
-    """By the command that evaluates any model, on the folder that the fit left."""
+def test_verdict_equals_an_evaluation_of_both_models_on_the_test_folder(root, trained):
+    """`contaccum evaluate` gives the same scores on the test folder that the fit has written."""
+    models = {"base": root / "fresh", "trained": root / "better" / "model"}
+    test_folder = root / "better" / "data" / "test"
     scores = {}
-    for name, model in {"base": root / "fresh", "trained": root / "better" / "model"}.items():
+    for name, model in models.items():
         output = root / f"{name}.json"
-        assert (
-            main(
-                [
-                    "evaluate",
-                    str(model),
-                    "--data",
-                    str(root / "better/data/test"),
-                    "--output",
-                    str(output),
-                ]
-            )
-            == 0
-        )
+        arguments = ["--data", str(test_folder), "--output", str(output)]
+        assert main(["evaluate", str(model), *arguments]) == 0
         scores[name] = json.loads(output.read_text())["metrics"]["NDCG@10"]
     assert scores["base"] == pytest.approx(trained.verdict.base, abs=1e-9)
     assert scores["trained"] == pytest.approx(trained.verdict.trained, abs=1e-9)
     assert trained.verdict.difference == pytest.approx(scores["trained"] - scores["base"])
 
 
-def test_the_config_trains_the_same_model_again(root, trained):
+def test_config_trains_the_same_model_again(root, trained):
     assert main(["train", str(root / "better" / "config.yaml"), "--disable_tqdm", "true"]) == 0
-    again = root / "better" / "again" / "model.safetensors"
-    assert again.read_bytes() == (root / "better" / "model" / "model.safetensors").read_bytes()
+    retrained = root / "better" / "again" / "model.safetensors"
+    trained_weights = root / "better" / "model" / "model.safetensors"
+    assert retrained.read_bytes() == trained_weights.read_bytes()
 
 
-def test_no_text_is_on_two_sides(root, trained):
+def test_no_text_is_in_two_of_train_dev_and_test(root, trained):
     data = root / "better" / "data"
     texts = {}
-    for side in ("dev", "test"):
-        dataset = load_beir_folder(data / side, "test")
-        relevant = {document for judged in dataset.qrels.values() for document in judged}
-        texts[side] = {
-            *dataset.queries.values(),
-            *(dataset.corpus[document]["text"] for document in relevant),
-        }
+    for part in ("dev", "test"):
+        dataset = load_beir_folder(data / part, "test")
+        texts[part] = set(dataset.queries.values())
+        for judgements in dataset.qrels.values():
+            texts[part].update(dataset.corpus[document]["text"] for document in judgements)
     rows = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
     texts["train"] = {row["query"] for row in rows} | {row["positive"] for row in rows}
     assert not texts["train"] & texts["dev"]
@@ -152,78 +149,65 @@ def test_no_text_is_on_two_sides(root, trained):
     assert not texts["dev"] & texts["test"]
 
 
-def test_a_second_fit_in_a_finished_folder_is_refused(root, trained):
-    with pytest.raises(ConfigError, match=r"a finished fit lies there \(BETTER"):
+def test_second_fit_in_a_finished_folder_is_refused(root, trained):
+    with pytest.raises(ConfigError, match=r"this folder has a finished fit \(BETTER"):
         contaccum.fit(
             root / "pairs.jsonl", model=str(root / "fresh"), output=root / "better", test=100
         )
 
 
-@pytest.mark.parametrize(("rate", "word", "code"), [(1e-12, "LEVEL", 1), (5.0, "WORSE", 1)])
-def test_a_rate_that_moves_nothing_is_level_and_one_that_ruins_is_worse(
-    root, trained, tmp_path, capsys, rate, word, code
-):
-    given = [f"--{key}={value}" for key, value in SETTINGS.items()]
-    given += [
-        "--learning_rate",
-        str(rate),
-        "--budget",
-        "10m",
-        "--test",
-        "100",
-        "--require",
-        "better",
-    ]
-    model = str(root / "better" / "model")
-    output = str(tmp_path / "out")
-    assert (
-        main(["fit", str(root / "more.jsonl"), "--model", model, "--output", output, *given])
-        == code
-    )
+@pytest.mark.parametrize(("rate", "word"), [(1e-12, "LEVEL"), (5.0, "WORSE")])
+def test_tiny_rate_is_level_and_huge_rate_is_worse(root, trained, tmp_path, capsys, rate, word):
+    """`--require better` then gives exit code 1."""
+    arguments = ["fit", str(root / "more.jsonl"), "--model", str(root / "better" / "model")]
+    arguments += ["--output", str(tmp_path / "out"), "--budget", "10m", "--test", "100"]
+    arguments += ["--require", "better", "--learning_rate", str(rate)]
+    arguments += [f"--{key}={value}" for key, value in SETTINGS.items()]
+    assert main(arguments) == 1
     verdict = capsys.readouterr().out.strip().splitlines()[-2]
     assert verdict.startswith(f"{word}: nDCG@10")
     assert verdict.endswith("keep the base model")
     assert "keep the base model" in (tmp_path / "out" / "model" / "README.md").read_text()
 
 
-def test_few_test_queries_are_judged_by_several_splits(root, tmp_path):
-    said: list[str] = []
+def test_verdict_on_few_test_queries_is_over_several_splits(root, tmp_path):
+    lines: list[str] = []
+    settings = {**SETTINGS, "learning_rate": 0.01, "num_train_epochs": 1}
     result = contaccum.fit(
-        write_lines(tmp_path / "few.jsonl", translations(120, 3)),
+        write_lines(tmp_path / "few.jsonl", make_translations(120, 3)),
         model=str(root / "fresh"),
         budget="10m",
         output=tmp_path / "out",
         test=40,
-        say=said.append,
-        **{**SETTINGS, "learning_rate": 0.01, "num_train_epochs": 1},
+        print_line=lines.append,
+        **settings,
     )
     assert result.verdict.folds == 3
-    assert "40 test queries are few: the verdict is over 3 splits, each trained on" in said
-    # Without the queries of other splits' test sets by which the settings were chosen.
+    message = (
+        "40 test queries are few: the verdict is over 3 splits, and a model is trained on each"
+    )
+    assert message in lines
+    # The dev queries, on which the settings were chosen, are left out of the other test sets.
     dev = load_beir_folder(tmp_path / "out" / "data" / "dev", "test").queries.values()
     assert 120 - len(dev) <= result.verdict.queries < 120 or result.verdict.queries == 120
-    assert sorted(path.name for path in (tmp_path / "out" / "folds").iterdir()) == [
-        "1.json",
-        "2.json",
-    ]
+    files = sorted(path.name for path in (tmp_path / "out" / "folds").iterdir())
+    assert files == ["1.json", "2.json"]
 
 
-def test_the_other_splits_are_trained_on_with_mined_negatives_where_the_first_one_is(
-    root, tmp_path, monkeypatch
-):
-    pairs = translations(60, 4)
+def test_other_splits_get_mined_negatives_if_the_first_split_has_them(root, tmp_path, monkeypatch):
+    pairs = make_translations(60, 4)
     for pair in pairs:
-        pair["positive"] += f" {pair['query']}"  # words for BM25
+        pair["positive"] += f" {pair['query']}"  # common words for BM25
     source = DataSource(write_lines(tmp_path / "few.jsonl", pairs))
     folder = FitFolder(tmp_path / "out")
     folder.folds.mkdir(parents=True)
     source.hold_out(folder.data)
     base = contaccum.DualEncoder.from_pretrained(str(root / "fresh"), device="cpu")
-    folder.config.write_text("model: x\ntrain_data: tuning/mined.jsonl\n")
-    trained_on = []
+    folder.config_file.write_text("model: x\ntrain_data: tuning/mined.jsonl\n")
+    train_files = []
 
     def train_final(config: Path, model_folder: Path, overrides: dict[str, str]) -> None:
-        trained_on.append(overrides["train_data"])
+        train_files.append(overrides["train_data"])
         base.save_pretrained(str(model_folder))
 
     monkeypatch.setattr(folds, "train_final", train_final)
@@ -231,25 +215,25 @@ def test_the_other_splits_are_trained_on_with_mined_negatives_where_the_first_on
     with monkeypatch.context() as patch:
         patch.setattr(folds, "shutil", SimpleNamespace(rmtree=lambda folder: None))
         scores = folds.Fold(source, folder, 1, "contaccum").score(base, args)
-    records = [json.loads(line) for line in Path(trained_on[0]).read_text().splitlines()]
+    records = [json.loads(line) for line in Path(train_files[0]).read_text().splitlines()]
     assert sum(len(record["negatives"]) for record in records) > 0
     assert scores["base"] == scores["trained"]
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing catches it."""
+    """An exception in place of SIGKILL: nothing catches it."""
 
 
-def killed_once(monkeypatch: pytest.MonkeyPatch, name: str, after: bool) -> None:
-    """Let a stage of the pipeline be killed, before or after it has done its work."""
-    function: Callable[..., Any] = getattr(pipeline, name)
+def kill_in_stage(monkeypatch: pytest.MonkeyPatch, name: str, after: bool) -> None:
+    """Raise `Killed` in place of a function of the pipeline, or after the function."""
+    function: Callable[..., object] = getattr(pipeline, name)
 
-    def replaced(*args: Any, **kwargs: Any) -> Any:
+    def kill(*args: Any, **kwargs: Any) -> Any:
         if after:
             function(*args, **kwargs)
         raise Killed
 
-    monkeypatch.setattr(pipeline, name, replaced)
+    monkeypatch.setattr(pipeline, name, kill)
 
 
 @pytest.mark.parametrize(
@@ -262,10 +246,10 @@ def killed_once(monkeypatch: pytest.MonkeyPatch, name: str, after: bool) -> None
         ("build_fit_page", False),
     ],
 )
-def test_a_fit_that_was_killed_goes_on_to_the_same_verdict(
+def test_fit_that_was_killed_continues_to_the_same_verdict(
     root, trained, tmp_path, monkeypatch, stage, after
 ):
-    def call() -> pipeline.FitResult:
+    def fit() -> FitResult:
         return contaccum.fit(
             root / "pairs.jsonl",
             model=str(root / "fresh"),
@@ -277,45 +261,44 @@ def test_a_fit_that_was_killed_goes_on_to_the_same_verdict(
         )
 
     with monkeypatch.context() as patch:
-        killed_once(patch, stage, after)
+        kill_in_stage(patch, stage, after)
         with pytest.raises(Killed):
-            call()
-    assert call().verdict == trained.verdict
+            fit()
+    assert fit().verdict == trained.verdict
     trials = json.loads((tmp_path / "out" / "fit.json").read_text())["trials"]
     assert len(trials) == 1
 
 
-def test_another_call_in_the_folder_of_an_unfinished_fit_is_refused(root, tmp_path, monkeypatch):
-    killed_once(monkeypatch, "encode_corpus", after=False)
-    given: dict[str, Any] = {"model": str(root / "fresh"), "output": tmp_path / "out", "test": 100}
+def test_other_call_in_the_folder_of_an_unfinished_fit_is_refused(root, tmp_path, monkeypatch):
+    kill_in_stage(monkeypatch, "encode_corpus", after=False)
+    options = {
+        "model": str(root / "fresh"),
+        "output": tmp_path / "out",
+        "test": 100,
+    }
     with pytest.raises(Killed):
-        contaccum.fit(root / "pairs.jsonl", **given)
-    with pytest.raises(ConfigError, match="a fit was begun there with settings="):
-        contaccum.fit(root / "pairs.jsonl", **given, learning_rate=0.5)
-    with pytest.raises(ConfigError, match="a fit was begun there with path="):
-        contaccum.fit(root / "more.jsonl", **given)
+        contaccum.fit(root / "pairs.jsonl", **options)
+    with pytest.raises(ConfigError, match="this folder has an unfinished fit with settings="):
+        contaccum.fit(root / "pairs.jsonl", **options, learning_rate=0.5)
+    with pytest.raises(ConfigError, match="this folder has an unfinished fit with path="):
+        contaccum.fit(root / "more.jsonl", **options)
 
 
-def test_the_best_documents_of_base_and_bm25_are_enough_for_their_scores(root, trained):
-    data = load_beir_folder(root / "better" / "data" / "test", "test")
-    evaluator = RetrievalEvaluator(data)
+def test_score_on_pooled_documents_equals_the_score_on_all_documents(root, trained):
+    dataset = load_beir_folder(root / "better" / "data" / "test", "test")
+    evaluator = RetrievalEvaluator(dataset)
     run = evaluator.search(trained.model)
-    full = evaluator.score_run(run)["ndcg@10"]
-    kept = pool_documents(data, [run])
-    assert len(kept) < len(data.corpus)
-    pooled = RetrievalEvaluator(
-        type(data)(
-            **{
-                **vars(data),
-                "corpus": {name: data.corpus[name] for name in data.corpus if name in kept},
-            }
-        )
-    )
-    assert pooled.score(trained.model)["ndcg@10"] == pytest.approx(full)
+    score = evaluator.score_run(run)["ndcg@10"]
+    pool = pool_documents(dataset, [run])
+    assert len(pool) < len(dataset.corpus)
+    pooled_corpus = {name: text for name, text in dataset.corpus.items() if name in pool}
+    pooled_dataset = type(dataset)(**{**vars(dataset), "corpus": pooled_corpus})
+    pooled_score = RetrievalEvaluator(pooled_dataset).score(trained.model)["ndcg@10"]
+    assert pooled_score == pytest.approx(score)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         (["--eval_data", "x"], "eval_data is set by contaccum fit itself: drop it"),
         (["--learnin_rate", "1"], "learning_rate"),
@@ -324,13 +307,10 @@ def test_the_best_documents_of_base_and_bm25_are_enough_for_their_scores(root, t
         (["--corpus", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
     ],
 )
-def test_what_cannot_be_fitted_is_said_in_one_line(root, tmp_path, given, message, capsys):
-    data = str(root / "pairs.jsonl")
-    output = str(tmp_path / "out")
-    model = str(root / "fresh")
-    assert (
-        main(["fit", data, "--model", model, "--output", output, "--use_cpu", "true", *given]) == 2
-    )
+def test_wrong_options_give_one_line(root, tmp_path, options, message, capsys):
+    arguments = ["fit", str(root / "pairs.jsonl"), "--model", str(root / "fresh")]
+    arguments += ["--output", str(tmp_path / "out"), "--use_cpu", "true", *options]
+    assert main(arguments) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert message in error
 
@@ -343,28 +323,47 @@ def test_what_cannot_be_fitted_is_said_in_one_line(root, tmp_path, given, messag
         ([{"query": "a question"}], "positive"),
     ],
 )
-def test_data_that_are_too_few_or_broken_are_refused(root, tmp_path, lines, message):
+def test_too_few_or_broken_data_are_refused(root, tmp_path, lines, message):
     data = write_lines(tmp_path / "pairs.jsonl", lines)
     with pytest.raises(UserError, match=message):
         contaccum.fit(data, model=str(root / "fresh"), output=tmp_path / "out", use_cpu=True)
-    assert not (tmp_path / "out" / "data").exists()
+    assert not (tmp_path / "out").exists()
 
 
-def test_data_that_were_refused_may_be_mended_and_given_again(root, tmp_path, monkeypatch):
+def test_refused_data_can_be_corrected_and_used_in_the_same_folder(root, tmp_path, monkeypatch):
     data = write_lines(tmp_path / "pairs.jsonl", [])
-    given = {"model": str(root / "fresh"), "output": tmp_path / "out", "use_cpu": True}
+    options = {"model": str(root / "fresh"), "output": tmp_path / "out", "use_cpu": True}
     with pytest.raises(UserError, match="empty"):
-        contaccum.fit(data, **given)
+        contaccum.fit(data, **options)
     data.write_bytes((root / "pairs.jsonl").read_bytes())
-    killed_once(monkeypatch, "encode_corpus", after=False)
+    kill_in_stage(monkeypatch, "encode_corpus", after=False)
     with pytest.raises(Killed):
-        contaccum.fit(data, **given)
+        contaccum.fit(data, **options)
     assert (tmp_path / "out" / "data").is_dir()
 
 
-def test_a_split_that_was_made_before_is_used_as_it_is(root, tmp_path, monkeypatch):
+def test_time_of_holding_out_counts_for_the_budget(root, tmp_path, monkeypatch):
+    hold_out = DataSource.hold_out
+
+    def hold_out_slowly(source: DataSource, folder: Path) -> str | None:
+        monkeypatch.setattr(time, "monotonic", lambda: started + 100.0)
+        return hold_out(source, folder)
+
+    started = time.monotonic()
+    monkeypatch.setattr(DataSource, "hold_out", hold_out_slowly)
+    with pytest.raises(ConfigError, match="the budget of 60 seconds is too short"):
+        contaccum.fit(
+            root / "pairs.jsonl",
+            model=str(root / "fresh"),
+            budget="60s",
+            output=tmp_path / "out",
+            use_cpu=True,
+        )
+
+
+def test_existing_split_is_used_unchanged(root, tmp_path, monkeypatch):
     assert main(["split", str(root / "pairs.jsonl"), str(tmp_path / "split"), "--test", "100"]) == 0
-    killed_once(monkeypatch, "encode_corpus", after=False)
+    kill_in_stage(monkeypatch, "encode_corpus", after=False)
     with pytest.raises(Killed):
         contaccum.fit(
             tmp_path / "split", model=str(root / "fresh"), output=tmp_path / "out", use_cpu=True
@@ -378,7 +377,7 @@ def test_a_split_that_was_made_before_is_used_as_it_is(root, tmp_path, monkeypat
         )
 
 
-def test_what_is_given_is_in_the_config_and_is_not_searched(root, trained):
+def test_settings_of_the_user_are_in_the_config_and_not_searched(root, trained):
     config = yaml.safe_load((root / "better" / "config.yaml").read_text())
     assert config["learning_rate"] == 0.01
     assert config["num_train_epochs"] == 4
@@ -388,32 +387,14 @@ def test_what_is_given_is_in_the_config_and_is_not_searched(root, trained):
 
 
 @pytest.mark.long
-def test_two_processes_fit_together(root, tmp_path):
-    """As torchrun starts them: the first decides and writes, both train."""
-    given = {
-        **SETTINGS,
-        "learning_rate": 0.01,
-        "budget": "10m",
-        "test": 100,
-        "output": tmp_path / "out",
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-    ]
-    command += [
-        "-m",
-        "contaccum.cli",
-        "fit",
-        str(root / "pairs.jsonl"),
-        "--model",
-        str(root / "fresh"),
-    ]
-    command += [f"--{key}={value}" for key, value in given.items()]
+def test_two_processes_fit_one_model(root, tmp_path):
+    """Under torchrun both processes train; the first one decides and writes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", "2", "-m", "contaccum.cli"]
+    command += ["fit", str(root / "pairs.jsonl"), "--model", str(root / "fresh")]
+    command += ["--output", str(tmp_path / "out"), "--budget", "10m", "--test", "100"]
+    command += ["--learning_rate", "0.01"]
+    command += [f"--{key}={value}" for key, value in SETTINGS.items()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("BETTER: nDCG@10")]

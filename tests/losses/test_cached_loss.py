@@ -1,4 +1,6 @@
-"""CachedContAccumLoss: the gradients of one large micro-batch, encoded a few texts at a time; and the bank."""
+"""CachedContAccumLoss: the gradients of a large batch encoded in mini-batches, with a bank."""
+
+from __future__ import annotations
 
 import copy
 from typing import Any
@@ -13,9 +15,12 @@ from sentence_transformers.sentence_transformer.losses import (
 )
 from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 from tiny_models import tiny_encoder
+from torch import Tensor, nn
 
 from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
 from contaccum.errors import ConfigError
+
+ALL_DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 
 
 @pytest.fixture
@@ -23,13 +28,16 @@ def model() -> DualEncoder:
     return tiny_encoder(tied=False, normalize=False).double()
 
 
-TOGETHER = {"directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")}
-APART = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+def compute_gradient(model: nn.Module, loss_fn: nn.Module, columns: int) -> Tensor:
+    torch.manual_seed(0)
+    model.zero_grad()
+    loss_fn(features(model, 10, columns), None).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 @pytest.mark.parametrize("columns", [2, 4], ids=["pairs", "n-tuples"])
 @pytest.mark.parametrize(
-    "how",
+    "settings",
     [
         {"mini_batch_size": 3},
         {"mini_batch_num_tokens": 40},
@@ -37,76 +45,79 @@ APART = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_
             "mini_batch_size": 3,
             "hardness_mode": "all_negatives",
             "hardness_strength": 5.0,
-            **TOGETHER,
+            "directions": ALL_DIRECTIONS,
         },
         {
             "mini_batch_size": 3,
             "hardness_mode": "hard_negatives",
             "hardness_strength": 5.0,
-            **APART,
+            "directions": ("query_to_doc", "doc_to_query"),
+            "partition_mode": "per_direction",
         },
     ],
 )
-def test_without_a_bank_it_is_the_cached_loss_of_sentence_transformers(columns, how):
-    model = (
-        tiny_encoder(tied=False, dropout=0.1, normalize=False).double().train()
-    )  # the second pass repeats it
-    found = []
-    for loss_fn in (
-        CachedContAccumLoss(model, 0, **how),
-        CachedMultipleNegativesRankingLoss(model, **how),
-    ):
-        torch.manual_seed(0)
-        model.zero_grad()
-        loss_fn(features(model, 10, columns), None).backward()
-        found.append(
-            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        )
-    assert found[0].abs().max() > 1e-3 and (found[0] - found[1]).abs().max() < 1e-12
+def test_without_a_bank_it_is_the_cached_loss_of_sentence_transformers(columns, settings):
+    """Dropout is on, so the second forward pass must repeat the random numbers of the first."""
+    model = tiny_encoder(tied=False, dropout=0.1, normalize=False).double().train()
+    loss_fn = CachedContAccumLoss(model, 0, **settings)
+    published = CachedMultipleNegativesRankingLoss(model, **settings)
+    gradient = compute_gradient(model, loss_fn, columns)
+    expected = compute_gradient(model, published, columns)
+    assert gradient.abs().max() > 1e-3
+    assert (gradient - expected).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("matryoshka", [False, True])
-def test_it_learns_what_one_large_micro_batch_against_the_bank_learns(model, matryoshka):
-    """Six updates with masks, probes, centring and hard negatives; each bank holds five hundred rows at most.
+@pytest.mark.parametrize("has_matryoshka", [False, True])
+def test_the_cached_loss_trains_like_one_large_micro_batch_with_the_bank(model, has_matryoshka):
+    """Six updates with masks, probes, centring and hard negatives; the bank has 500 rows at most.
 
-    So it is the large batch's gradient wherever that loss's is: see test_directions.py.
+    test_directions.py compares the large micro-batch with the published loss.
     """
-    encoders = [model, copy.deepcopy(model)]
-    given: dict[str, Any] = {"bank_size": 500, "center_gradients": "both"}
-    losses: list[Any] = [
-        CachedContAccumLoss(encoders[0], mini_batch_size=16, **given),
-        ContAccumLoss(encoders[1], **given),
-    ]
-    wrapped = [MatryoshkaLoss(x.model, x, [16, 4]) for x in losses] if matryoshka else losses
-    optimizers = [torch.optim.SGD(x.parameters(), lr=0.3) for x in encoders]
-    for step in range(6):
-        for loss_fn, encoder, optimizer in zip(wrapped, encoders, optimizers, strict=True):
-            loss = loss_fn(
-                features(encoder, 130, 3, seed=step % 3), None
-            )  # texts come again: duplicates
-            (loss * (-3.0 if step == 5 else 1.0)).backward()
+    reference_model = copy.deepcopy(model)
+    loss_fn = CachedContAccumLoss(model, mini_batch_size=16, bank_size=500, center_gradients="both")
+    reference = ContAccumLoss(reference_model, bank_size=500, center_gradients="both")
+    wrapped: nn.Module = loss_fn
+    wrapped_reference: nn.Module = reference
+    if has_matryoshka:
+        wrapped = MatryoshkaLoss(model, loss_fn, [16, 4])
+        wrapped_reference = MatryoshkaLoss(reference_model, reference, [16, 4])
+
+    def train(encoder: DualEncoder, loss: Any) -> None:
+        optimizer = torch.optim.SGD(encoder.parameters(), lr=0.3)
+        for step in range(6):
+            factor = 1.0
+            if step == 5:
+                factor = -3.0
+            columns = features(encoder, 130, 3, seed=step % 3)  # texts repeat: duplicates
+            (factor * loss(columns, None)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    ours, theirs = (x.info_nce for x in losses)
-    assert (ours.bank.total_enqueued, ours.clock.num_updates) == (780, 5)
-    assert ours.compensation.age_limit == theirs.compensation.age_limit
-    assert len(ours.compensation.probe.pairs) == len(theirs.compensation.probe.pairs) > 3
-    for a, b in zip(*(x.parameters() for x in encoders), strict=True):
-        assert torch.allclose(a, b, rtol=0, atol=1e-11)
+
+    train(model, wrapped)
+    train(reference_model, wrapped_reference)
+    info_nce = loss_fn.info_nce
+    expected = reference.info_nce
+    assert info_nce.bank.total_enqueued == 780
+    assert info_nce.clock.num_updates == 5
+    assert info_nce.compensation.age_limit == expected.compensation.age_limit
+    assert len(info_nce.compensation.probe.pairs) == len(expected.compensation.probe.pairs) > 3
+    for weight, expected_weight in zip(
+        model.parameters(), reference_model.parameters(), strict=True
+    ):
+        assert torch.allclose(weight, expected_weight, rtol=0, atol=1e-11)
 
 
-def test_what_cannot_work_is_refused(model, tiny_tokenizer):
-    static = SentenceTransformer(
-        modules=[StaticEmbedding(tiny_tokenizer.backend_tokenizer, embedding_dim=8)]
-    )
+def test_models_and_settings_that_cannot_work_are_refused(model, tiny_tokenizer):
+    static_embedding = StaticEmbedding(tiny_tokenizer.backend_tokenizer, embedding_dim=8)
+    static_model = SentenceTransformer(modules=[static_embedding])
     with pytest.raises(ConfigError, match="use ContAccumLoss"):
-        CachedContAccumLoss(static)
+        CachedContAccumLoss(static_model)
     with pytest.raises(ConfigError, match="mini_batch_num_tokens must be at least 1"):
         CachedContAccumLoss(model, mini_batch_num_tokens=0)
 
 
-def test_updates_of_few_trained_parameters_are_seen():
-    """The cached embeddings, which the loss sees, are many more numbers than the sixteen that train."""
+def test_updates_of_few_trained_parameters_count():
+    """Only sixteen numbers are trained, many fewer than the cached embeddings have."""
     model = tiny_encoder(normalize=False)
     model.requires_grad_(False)
     bias = model[0].auto_model.encoder.layer[0].output.LayerNorm.bias.requires_grad_()

@@ -1,4 +1,6 @@
-"""ContAccumLoss inside sentence-transformers: a drop-in that notices updates, probes and resumes by itself."""
+"""ContAccumLoss inside sentence-transformers: drop-in, update detection, drift probe, resuming."""
+
+from __future__ import annotations
 
 import copy
 import dataclasses
@@ -15,14 +17,15 @@ from sentence_transformers.sentence_transformer.losses import (
 from sentence_transformers.sentence_transformer.losses.matryoshka import shrink
 from sentence_transformers.util import cos_sim, dot_score, euclidean_sim
 from tiny_models import tiny_encoder
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from contaccum import BankedInfoNCE, CachedContAccumLoss, ContAccumLoss, DualEncoder
 from contaccum.bank.logits import NO_ID
 from contaccum.errors import ConfigError
 from contaccum.losses import bank_states, banked_text_loss, probe
 from contaccum.losses.probe import PAIRS_PER_PROBE, PROBE_TEXTS, TextProbe
-from contaccum.losses.text_ids import content_ids, first_rows
+from contaccum.losses.text_ids import content_ids, copy_first_texts
 
 
 @pytest.fixture
@@ -30,59 +33,94 @@ def model(request: pytest.FixtureRequest) -> DualEncoder:
     return tiny_encoder(tied=getattr(request, "param", True), normalize=False)
 
 
+def collect_gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def draw_columns(n: int, seed: int) -> list[dict[str, Any]]:
+    """Draw the features of n queries and n documents, with random tokens."""
+    tokens = torch.randint(5, 60, (2, n, 7), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(tokens[0])
+    return [
+        {"input_ids": tokens[0], "attention_mask": mask, "task": "query"},
+        {"input_ids": tokens[1], "attention_mask": mask, "task": "document"},
+    ]
+
+
+def copy_rows(columns: list[dict[str, Any]], start: int, end: int) -> list[dict[str, Any]]:
+    """Copy the rows from ``start`` to ``end`` of each column."""
+    copied_columns = []
+    for column in columns:
+        copied = {}
+        for key, value in column.items():
+            if torch.is_tensor(value):
+                value = value[start:end].clone()
+            copied[key] = value
+        copied_columns.append(copied)
+    return copied_columns
+
+
 @pytest.mark.parametrize("columns", [2, 3, 5], ids=["pairs", "triplets", "n-tuples"])
 @pytest.mark.parametrize(("similarity", "scale"), [(cos_sim, 20.0), (dot_score, 1.0)])
 @pytest.mark.parametrize("model", [True, False], indirect=True, ids=["tied", "router"])
 def test_without_a_bank_it_is_multiple_negatives_ranking_loss(model, similarity, scale, columns):
-    results = []
-    model.double()  # gradients of float32 differ in the last digits by the order of sums alone
-    for make in (ContAccumLoss, MultipleNegativesRankingLoss):
-        kwargs = {"bank_size": 0} if make is ContAccumLoss else {}
-        loss_fn = make(model, scale=scale, similarity_fct=similarity, **kwargs).train()
-        model.zero_grad()
-        loss = loss_fn(features(model, 6, columns), None)
-        loss.backward()
-        results.append(
-            (loss.item(), [p.grad.clone() for p in model.parameters() if p.grad is not None])
-        )
-    (ours, our_grads), (theirs, their_grads) = results
-    assert ours == pytest.approx(theirs, abs=1e-12)
-    assert len(our_grads) == len(their_grads) > 0
-    assert (
-        max((a - b).abs().max().item() for a, b in zip(our_grads, their_grads, strict=True)) < 1e-12
-    )
+    # In float32, gradients differ in the last digits by the order of sums.
+    model.double()
+    loss_fn = ContAccumLoss(model, bank_size=0, scale=scale, similarity_fct=similarity)
+    loss = loss_fn.train()(features(model, 6, columns), None)
+    loss.backward()
+    gradients = collect_gradients(model)
+    model.zero_grad()
+    published = MultipleNegativesRankingLoss(model, scale=scale, similarity_fct=similarity)
+    expected_loss = published.train()(features(model, 6, columns), None)
+    expected_loss.backward()
+    expected_gradients = collect_gradients(model)
+    assert loss.item() == pytest.approx(expected_loss.item(), abs=1e-12)
+    assert len(gradients) > 0
+    for gradient, expected in zip(gradients, expected_gradients, strict=True):
+        assert (gradient - expected).abs().max() < 1e-12
 
 
-def test_matryoshka_has_a_bank_and_a_probe_for_each_dimension_as_losses_of_their_own_would(model):
-    other = copy.deepcopy(model.double())
-    loss_fn, dims = ContAccumLoss(model, bank_size=40), (16, 8, 4)
-    wrapped = MatryoshkaLoss(model, loss_fn, [*dims])
-    singles = [ContAccumLoss(other, bank_size=40, similarity_fct=cos_sim) for _ in dims]
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.3) for each in (model, other)]
-    forward = other.forward
+def test_matryoshka_has_a_bank_and_a_probe_for_each_dimension(model):
+    """They equal those of one separate loss per dimension, on embeddings cut to the dimension."""
+    dims = (16, 8, 4)
+    reference_model = copy.deepcopy(model.double())
+    loss_fn = ContAccumLoss(model, bank_size=40)
+    matryoshka = MatryoshkaLoss(model, loss_fn, list(dims))
+    reference_losses = {dim: ContAccumLoss(reference_model, bank_size=40) for dim in dims}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    reference_optimizer = torch.optim.SGD(reference_model.parameters(), lr=0.3)
+    forward_in_full_size = reference_model.forward
     for step in range(24):
         columns = features(model, 10, 2, seed=step % 5)
-        wrapped(columns, None).backward()
-        for dim, single in zip(dims, singles, strict=True):
-            other.forward = lambda x, dim=dim: {
-                "sentence_embedding": shrink(forward(x)["sentence_embedding"], dim)
-            }
-            single(columns, None).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert loss_fn.info_nce is loss_fn.info_nces["16"] and {*loss_fn.info_nces} == {"16", "8", "4"}
-    for dim, single in zip(dims, singles, strict=True):
-        ours, theirs = loss_fn.info_nces[str(dim)], single.info_nce
-        assert (ours.bank.fill, ours.clock.num_updates) == (40, 23)
-        assert ours.compensation.age_limit == theirs.compensation.age_limit
-        our_probe, their_probe = ours.compensation.probe, theirs.compensation.probe
-        assert our_probe.pairs == their_probe.pairs and len(our_probe.pairs) == 2
-        assert torch.allclose(our_probe.embeddings, their_probe.embeddings, atol=1e-9)
-    assert all(
-        torch.allclose(a, b, atol=1e-9)
-        for a, b in zip(model.parameters(), other.parameters(), strict=True)
-    )
+        matryoshka(columns, None).backward()
+        for dim, reference_loss in reference_losses.items():
+
+            def forward(inputs: dict[str, Any], dim: int = dim) -> dict[str, Tensor]:
+                embeddings = forward_in_full_size(inputs)["sentence_embedding"]
+                return {"sentence_embedding": shrink(embeddings, dim)}
+
+            reference_model.forward = forward
+            reference_loss(columns, None).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference_optimizer.step()
+        reference_optimizer.zero_grad()
+    assert set(loss_fn.info_nces) == {"16", "8", "4"}
+    assert loss_fn.info_nce is loss_fn.info_nces["16"]
+    for dim, reference_loss in reference_losses.items():
+        info_nce = loss_fn.info_nces[str(dim)]
+        expected = reference_loss.info_nce
+        assert info_nce.bank.fill == 40
+        assert info_nce.clock.num_updates == 23
+        assert info_nce.compensation.age_limit == expected.compensation.age_limit
+        drift_probe = info_nce.compensation.probe
+        expected_probe = expected.compensation.probe
+        assert len(drift_probe.pairs) == 2
+        assert drift_probe.pairs == expected_probe.pairs
+        assert torch.allclose(drift_probe.embeddings, expected_probe.embeddings, atol=1e-9)
+    for weight, expected in zip(model.parameters(), reference_model.parameters(), strict=True):
+        assert torch.allclose(weight, expected, atol=1e-9)
 
 
 @pytest.mark.parametrize("mode", [False, True])
@@ -93,98 +131,101 @@ def test_evaluation_is_the_loss_of_the_batch_alone(model, make, mode):
     loss_fn.train(mode)  # trainers leave a loss in training mode
     model.eval()
     with torch.no_grad():
-        ours = loss_fn(features(model, 4, 2), None)
-        theirs = MultipleNegativesRankingLoss(model)(features(model, 4, 2), None)
-    assert ours.item() == pytest.approx(theirs.item(), abs=1e-6)
+        loss = loss_fn(features(model, 4, 2), None)
+        expected = MultipleNegativesRankingLoss(model)(features(model, 4, 2), None)
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
     assert loss_fn.info_nce.bank.fill == 4
 
 
-def test_ids_in_labels_and_positives_known_beforehand_decide_what_is_masked(model):
-    """A query's other positive, which no pair of batch or bank shows, is no negative of it: in both."""
+def test_ids_in_labels_and_known_positives_decide_what_is_masked(model):
+    """The passage of pair 1 is another positive of query 0, which only the table shows."""
     texts = features(model, 4, 2)
     ids = torch.tensor([[1, 101], [2, 102], [3, 103], [4, 104]])
-    losses = {}
-    for name, labels, known in (
-        ("tokens", None, False),
-        ("scores", torch.rand(4), False),
-        ("ids", ids, False),
-        ("other ids", ids + 1000, True),
-        ("known", ids, True),
-    ):
+
+    def compute_losses(labels: Tensor | None, has_table: bool) -> list[float]:
+        """Return the losses of the same micro-batch without and with itself in the bank."""
         loss_fn = ContAccumLoss(model, bank_size=8, drift_compensation="none").train()
-        if known:
+        if has_table:
             loss_fn.set_known_positives(torch.tensor([9, 1]), torch.tensor([9, 102]))
-        losses[name] = [loss_fn(texts, labels).item() for _ in range(2)]
-    assert losses["ids"] == losses["tokens"] == losses["scores"] == losses["other ids"]
+        return [loss_fn(texts, labels).item() for _ in range(2)]
+
+    losses = compute_losses(ids, has_table=False)
+    assert compute_losses(None, has_table=False) == losses
+    assert compute_losses(torch.rand(4), has_table=False) == losses
+    assert compute_losses(ids + 1000, has_table=True) == losses  # ids that the table does not list
+
+    masked_losses = compute_losses(ids, has_table=True)
     queries, passages = (model(column)["sentence_embedding"] for column in texts)
     scores = 20 * cos_sim(queries, passages)
     scores[0, 1] = -torch.inf
-    alone = torch.nn.functional.cross_entropy(scores, torch.arange(4)).item()
-    assert (
-        losses["known"][0] == pytest.approx(alone, rel=1e-5)
-        and losses["known"][0] < losses["ids"][0]
-    )
-    # Again: each row has a twin in the bank, and each negative too; one's own positive there is masked.
+    targets = torch.arange(4)
+    expected = cross_entropy(scores, targets).item()
+    assert masked_losses[0] == pytest.approx(expected, rel=1e-5)
+    assert masked_losses[0] < losses[0]
+    # The second time every row is in the bank again, and every negative counts twice; the copy of a
+    # row's own positive is masked.
     doubled = scores + torch.log(2 - torch.eye(4))
-    twice = 2 * torch.nn.functional.cross_entropy(doubled, torch.arange(4)).item()
-    assert losses["known"][1] == pytest.approx(twice, rel=1e-5)
+    expected = 2 * cross_entropy(doubled, targets).item()
+    assert masked_losses[1] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("with_ids", [True, False])
-def test_inside_another_loss_updates_are_counted_and_what_is_off_is_said_once(
-    model, with_ids, caplog
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_inside_another_loss_updates_count_and_one_warning_names_what_is_off(
+    model, has_ids, caplog
 ):
-    """As sentence-transformers' documentation shows: two losses over embeddings that are made once."""
+    """The other loss computes the embeddings once, as the docs of sentence-transformers show."""
     loss_fn = ContAccumLoss(model.train(), bank_size=64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(10):
-        columns = ids_of(16, step % 3)
-        ids = {"ids": [content_ids(column) for column in columns]} if with_ids else {}
+        columns = draw_columns(16, step % 3)
+        ids = None
+        if has_ids:
+            ids = [content_ids(column) for column in columns]
         embeddings = [model(column)["sentence_embedding"] for column in columns]
         distance = (embeddings[0] - embeddings[1]).square().sum(1).mean()
-        (distance + loss_fn.compute_loss_from_embeddings(embeddings, None, **ids)).backward()
+        loss = loss_fn.compute_loss_from_embeddings(embeddings, None, ids=ids)
+        (distance + loss).backward()
         optimizer.step()
         optimizer.zero_grad()
-    loss_fn.info_nce.end_pending_update()
-    assert loss_fn.info_nce.clock.num_updates == 10 and loss_fn.info_nce.bank_age >= 4
-    assert bool((loss_fn.info_nce.bank.document_ids != NO_ID).any()) == with_ids
-    said = [record.message.split(",")[0] for record in caplog.records]
-    assert said == ([] if with_ids else ["duplicates are not masked"]) + [
-        "no entry of the bank retires for its age"
-    ]
+    info_nce = loss_fn.info_nce
+    info_nce.end_pending_update()
+    assert info_nce.clock.num_updates == 10
+    assert info_nce.bank_age >= 4
+    assert bool((info_nce.bank.document_ids != NO_ID).any()) == has_ids
+    expected_warnings = ["old bank entries are not retired"]
+    if not has_ids:
+        expected_warnings.insert(0, "duplicates are not masked")
+    assert [record.message.split(",")[0] for record in caplog.records] == expected_warnings
 
 
-def test_positives_and_hard_negatives_are_encoded_in_one_pass_as_by_sentence_transformers(model):
-    passes: list[int] = []
-    model.register_forward_hook(
-        lambda module, inputs, output: passes.append(len(output["sentence_embedding"]))
-    )
-    for loss_fn in (
-        ContAccumLoss(model, bank_size=8, drift_compensation="none"),
-        MultipleNegativesRankingLoss(model),
-    ):
-        loss_fn.train()(features(model, 4, 5), None)
-    assert passes == [4, 16] * 2
+def test_positives_and_hard_negatives_are_encoded_in_one_pass(model):
+    """MultipleNegativesRankingLoss of sentence-transformers does the same."""
+    texts_per_pass: list[int] = []
+
+    def record_pass(module: nn.Module, inputs: Any, output: dict[str, Tensor]) -> None:
+        texts_per_pass.append(len(output["sentence_embedding"]))
+
+    model.register_forward_hook(record_pass)
+    loss_fn = ContAccumLoss(model, bank_size=8, drift_compensation="none")
+    loss_fn.train()(features(model, 4, 5), None)
+    MultipleNegativesRankingLoss(model).train()(features(model, 4, 5), None)
+    assert texts_per_pass == [4, 16, 4, 16]
 
 
-def test_every_setting_of_the_loss_passes_through_under_its_own_name(model):
-    """Most of them are given by the trainer's own test: tests/training/test_arguments.py."""
-    given = {"normalize_by": "all", "pairs_per_update": 12}
-    loss_fn = ContAccumLoss(model, 4, 5.0, dot_score, True, **given)
-    expected = {
-        "bank_size": 4,
-        "temperature": 0.2,
-        "similarity": "dot",
-        "gather_across_devices": True,
-        **given,
-    }
-    assert expected.items() <= dataclasses.asdict(loss_fn.settings).items()
+def test_settings_reach_the_loss_under_their_own_names(model):
+    """The trainer's test covers most of them: tests/training/test_arguments.py."""
+    loss_fn = ContAccumLoss(model, 4, 5.0, dot_score, True, normalize_by="all", pairs_per_update=12)
+    settings = dataclasses.asdict(loss_fn.settings)
+    assert settings["bank_size"] == 4
+    assert settings["temperature"] == 0.2
+    assert settings["similarity"] == "dot"
+    assert settings["gather_across_devices"] is True
+    assert settings["normalize_by"] == "all"
+    assert settings["pairs_per_update"] == 12
     config = loss_fn.get_config_dict()
-    assert [config[key] for key in ("scale", "similarity_fct", "normalize_by")] == [
-        5.0,
-        "dot_score",
-        "all",
-    ]
+    assert config["scale"] == 5.0
+    assert config["similarity_fct"] == "dot_score"
+    assert config["normalize_by"] == "all"
     assert "2406.12356" in loss_fn.citation
 
 
@@ -198,169 +239,178 @@ def test_every_setting_of_the_loss_passes_through_under_its_own_name(model):
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(settings, error, model):
-    with pytest.raises(error, match=next(iter(settings))):
+    setting_name = next(iter(settings))
+    with pytest.raises(error, match=setting_name):
         ContAccumLoss(model, **settings)
-
-
-def ids_of(n: int, seed: int) -> list[dict[str, Any]]:
-    ids = torch.randint(5, 60, (2, n, 7), generator=torch.Generator().manual_seed(seed))
-    return [
-        {"input_ids": ids[i], "attention_mask": torch.ones_like(ids[i]), "task": task}
-        for i, task in enumerate(("query", "document"))
-    ]
 
 
 def train(
     loss_fn: ContAccumLoss, optimizer: torch.optim.Optimizer, steps: range
 ) -> list[tuple[float, int, int]]:
-    """An update every two micro-steps; loss, updates seen and columns of each micro-step."""
-    found = []
+    """Train with an update every two micro-steps.
+
+    Returns:
+        Loss, number of updates and number of columns of each micro-step.
+    """
+    results = []
     for step in steps:
-        loss = loss_fn(ids_of(16, step))
+        loss = loss_fn(draw_columns(16, step))
         loss.backward()
-        found.append((loss.item(), loss_fn.info_nce.clock.num_updates, loss_fn.last["columns"]))
-        if step % 2:
+        num_updates = loss_fn.info_nce.clock.num_updates
+        results.append((loss.item(), num_updates, loss_fn.last["columns"]))
+        if step % 2 == 1:
             optimizer.step()
             optimizer.zero_grad()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("model", [False], indirect=True)
 def test_the_encoder_is_probed_after_updates_at_most_every_128_pairs(model, monkeypatch):
     loss_fn = ContAccumLoss(model, bank_size=256)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    probed: list[int] = []
+    probed_steps: list[int] = []
     encode = TextProbe.encode
 
-    def counting(self: TextProbe, *args: Any) -> Any:
-        probed.append(step)
+    def record_step_and_encode(self: TextProbe, *args: Any) -> Any:
+        probed_steps.append(step)
         return encode(self, *args)
 
-    monkeypatch.setattr(TextProbe, "encode", counting)
+    monkeypatch.setattr(TextProbe, "encode", record_step_and_encode)
     model.train()
     for step in range(40):  # 16 pairs each
-        loss_fn(ids_of(16, step)).backward()
+        loss_fn(draw_columns(16, step)).backward()
         if step % 2 == 1 and step != 23:
             optimizer.step()
         optimizer.zero_grad()
-    gap = PAIRS_PER_PROBE // 16
-    assert probed == [
-        0,
-        gap,
-        2 * gap,
-        3 * gap + 2,
-        4 * gap + 2,
-    ]  # none was due at 24: nothing had stepped
+    steps_per_probe = PAIRS_PER_PROBE // 16
+    assert steps_per_probe == 8
+    # At step 24 no probe is due, because no optimizer step has been taken at step 23.
+    assert probed_steps == [0, 8, 16, 26, 34]
     assert all(module.training for module in model.modules())
 
 
-def test_probing_uses_no_random_number_and_leaves_modes_as_they_were():
+def test_probing_uses_no_random_number_and_restores_the_modes_of_modules():
     model = tiny_encoder(tied=False, dropout=0.3, normalize=False).train()
-    next(m for m in model.modules() if isinstance(m, nn.Dropout)).eval()  # someone's choice
+    dropout_modules = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+    dropout_modules[0].eval()  # as a user may have chosen
     modes = [module.training for module in model.modules()]
-    features = (
+    columns = [
         model.preprocess(sentences(16), task="query"),
         model.preprocess(sentences(16, 1), task="document"),
-    )
-    probe = TextProbe(shared=False)
-    assert probe.collect(list(features)) and probe.is_complete
-    state = torch.get_rng_state()
-    first, second = (probe.encode(model, features) for _ in range(2))
-    assert torch.equal(state, torch.get_rng_state())
+    ]
+    text_probe = TextProbe(shared=False)
+    assert text_probe.collect(columns)
+    assert text_probe.is_complete
+    random_state = torch.get_rng_state()
+    first = text_probe.encode(model, columns)
+    second = text_probe.encode(model, columns)
+    assert torch.equal(random_state, torch.get_rng_state())
     assert modes == [module.training for module in model.modules()]
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
     model.eval()
     expected = model.encode_query(sentences(16)[:PROBE_TEXTS], convert_to_tensor=True)
-    assert first[0].shape == (PROBE_TEXTS, 16) and torch.allclose(first[0], expected, atol=1e-6)
-    again = TextProbe.from_state_dict(probe.state_dict(), shared=False)
-    assert all(torch.equal(a, b) for a, b in zip(first, again.encode(model, features), strict=True))
-    flat = [{"input_ids": torch.arange(9)}, {"input_ids": torch.arange(9)}]
-    assert not TextProbe(shared=False).collect(flat)
+    assert first[0].shape == (PROBE_TEXTS, 16)
+    assert torch.allclose(first[0], expected, atol=1e-6)
+    restored = TextProbe.from_state_dict(text_probe.state_dict(), shared=False)
+    queries, passages = restored.encode(model, columns)
+    assert torch.equal(first[0], queries)
+    assert torch.equal(first[1], passages)
 
 
-def test_ranks_that_share_a_bank_encode_the_same_probe_in_shares(model, monkeypatch):
-    given = [
-        [model.preprocess(sentences(n, 10 * n + i, 4 + n)) for i in range(2)] for n in (5, 3, 1)
-    ]
+def test_a_probe_is_not_collected_from_texts_that_cannot_be_separated():
+    columns = [{"input_ids": torch.arange(9)}, {"input_ids": torch.arange(9)}]
+    assert not TextProbe(shared=False).collect(columns)
+
+
+def test_ranks_that_share_a_bank_encode_parts_of_the_same_probe(model, monkeypatch):
+    columns_of_ranks = []
+    for n in (5, 3, 1):
+        texts = [sentences(n, 10 * n, 4 + n), sentences(n, 10 * n + 1, 4 + n)]
+        columns_of_ranks.append([model.preprocess(column) for column in texts])
+    # The states that three ranks gather: three queries of each, then three passages of each.
+    queries_of_ranks = [copy_first_texts(columns[0], 3) for columns in columns_of_ranks]
+    passages_of_ranks = [copy_first_texts(columns[1], 3) for columns in columns_of_ranks]
+    gathered_states = iter([queries_of_ranks, passages_of_ranks])
     monkeypatch.setattr(probe, "world_size", lambda: 3)
-    gathered = iter([[first_rows(features[i], 3) for features in given] for i in range(2)])
-    monkeypatch.setattr(probe, "gather_states", lambda own, device: next(gathered))
-    texts = TextProbe(shared=True)
-    assert texts.collect(given[1]) and not texts.is_complete
-    whole = TextProbe(shared=False, parts=texts.parts).encode(model, given[1])
-    alone = [model.eval()(dict(given[1][i]))["sentence_embedding"] for i in range(2)]
-    assert [len(x) for x in whole] == [7, 7]  # 3 of 5, 3 of 3, 1 of 1
-    assert all(torch.allclose(w[3:6], a, atol=1e-6) for w, a in zip(whole, alone, strict=True))
-    for ranks in (2, 3, 8):
-        monkeypatch.setattr(probe, "world_size", lambda ranks=ranks: ranks)
-        shares = []
-        for own in range(ranks):
-            monkeypatch.setattr(probe, "rank", lambda own=own: own)
-            shares.append(texts.encode(model, given[0]))
-        joined = [torch.cat(column) for column in zip(*shares, strict=True)]
-        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(joined, whole, strict=True))
+    monkeypatch.setattr(probe, "gather_states", lambda state, device: next(gathered_states))
+    shared_probe = TextProbe(shared=True)
+    assert shared_probe.collect(columns_of_ranks[1])
+    assert not shared_probe.is_complete
+
+    all_parts = TextProbe(shared=False, parts=shared_probe.parts)
+    expected = all_parts.encode(model, columns_of_ranks[1])
+    model.eval()
+    for embeddings, column in zip(expected, columns_of_ranks[1], strict=True):
+        assert len(embeddings) == 7  # 3 of 5, 3 of 3, 1 of 1
+        embeddings_of_rank_1 = model(dict(column))["sentence_embedding"]
+        assert torch.allclose(embeddings[3:6], embeddings_of_rank_1, atol=1e-6)
+    for num_ranks in (2, 3, 8):
+        monkeypatch.setattr(probe, "world_size", lambda num_ranks=num_ranks: num_ranks)
+        parts = []
+        for rank in range(num_ranks):
+            monkeypatch.setattr(probe, "rank", lambda rank=rank: rank)
+            parts.append(shared_probe.encode(model, columns_of_ranks[0]))
+        queries = torch.cat([part[0] for part in parts])
+        passages = torch.cat([part[1] for part in parts])
+        assert torch.allclose(queries, expected[0], atol=1e-6)
+        assert torch.allclose(passages, expected[1], atol=1e-6)
 
 
-@pytest.mark.parametrize("drift", ["auto", "fresh"])
-def test_a_loss_restored_between_two_updates_goes_on_as_if_nothing_had_happened(model, drift):
-    """Restored after the optimizer's step, which the next micro-step has yet to notice."""
-    settings = {"bank_size": 200, "drift_compensation": drift}
-    loss_fn = ContAccumLoss(model, **settings)
+@pytest.mark.parametrize("drift_compensation", ["auto", "fresh"])
+def test_a_loss_restored_between_two_updates_continues_like_the_original(model, drift_compensation):
+    """The optimizer step before saving is pending: the next micro-step ends its update."""
+    loss_fn = ContAccumLoss(model, bank_size=200, drift_compensation=drift_compensation)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     train(loss_fn, optimizer, range(12))
     state = {key: value.clone() for key, value in loss_fn.bank_state_dict().items()}
-    assert all(isinstance(value, torch.Tensor) for value in state.values())
+    assert all(isinstance(value, Tensor) for value in state.values())
     assert loss_fn.bank_state_dict(keep=False) == {}
-    other = copy.deepcopy(model)
-    copied = ContAccumLoss(other, **settings)
-    copied.load_bank_state_dict(state)
-    found = []
-    for each, encoder in ((loss_fn, model), (copied, other)):
-        optimizer = torch.optim.SGD(encoder.parameters(), lr=0.5)
-        found.append(train(each, optimizer, range(12, 18)))
-    assert found[0] == found[1]
+
+    copied_model = copy.deepcopy(model)
+    restored = ContAccumLoss(copied_model, bank_size=200, drift_compensation=drift_compensation)
+    restored.load_bank_state_dict(state)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    expected = train(loss_fn, optimizer, range(12, 18))
+    optimizer = torch.optim.SGD(copied_model.parameters(), lr=0.5)
+    assert train(restored, optimizer, range(12, 18)) == expected
+
+    smaller = ContAccumLoss(model, bank_size=100, drift_compensation=drift_compensation)
     with pytest.raises(ConfigError):
-        ContAccumLoss(model, bank_size=100, drift_compensation=drift).load_bank_state_dict(state)
+        smaller.load_bank_state_dict(state)
 
 
-def test_banks_of_each_rank_s_own_go_into_one_state_and_back(model, monkeypatch):
-    ranks = [ContAccumLoss(model, bank_size=8) for _ in range(2)]
-    for seed, loss_fn in enumerate(ranks):
-        loss_fn(ids_of(4, seed))
-    own = [loss_fn.bank_state_dict() for loss_fn in ranks]
-    for module in (banked_text_loss, bank_states):
-        monkeypatch.setattr(module, "world_size", lambda: 2)
-    monkeypatch.setattr(bank_states, "gather_states", lambda state, device: own)
-    state = ranks[0].bank_state_dict()
-    assert ranks[1].bank_state_dict(keep=False) == {}
-    for index in range(2):
-        monkeypatch.setattr(bank_states, "rank", lambda index=index: index)
-        restored = ContAccumLoss(model, bank_size=8)
-        restored.load_bank_state_dict(state)
-        monkeypatch.setattr(bank_states, "gather_states", lambda state, device: [state])
-        again = {
-            key.removeprefix("of_rank_0."): value
-            for key, value in restored.bank_state_dict().items()
-        }
-        assert again.keys() == own[index].keys()
-        assert all(torch.equal(value, own[index][key]) for key, value in again.items())
-    for world, shared in ((3, False), (2, True)):
+def test_banks_that_ranks_do_not_share_are_saved_in_one_state_and_restored(model, monkeypatch):
+    def set_world_size(num_ranks: int) -> None:
         for module in (banked_text_loss, bank_states):
-            monkeypatch.setattr(module, "world_size", lambda world=world: world)
+            monkeypatch.setattr(module, "world_size", lambda: num_ranks)
+
+    losses_of_ranks = [ContAccumLoss(model, bank_size=8) for _ in range(2)]
+    for seed, loss_fn in enumerate(losses_of_ranks):
+        loss_fn(draw_columns(4, seed))
+    states_of_ranks = [loss_fn.bank_state_dict() for loss_fn in losses_of_ranks]
+    set_world_size(2)
+    monkeypatch.setattr(bank_states, "gather_states", lambda state, device: states_of_ranks)
+    gathered_state = losses_of_ranks[0].bank_state_dict()
+    assert losses_of_ranks[1].bank_state_dict(keep=False) == {}
+
+    monkeypatch.setattr(bank_states, "gather_states", lambda state, device: [state])
+    for rank in range(2):
+        monkeypatch.setattr(bank_states, "rank", lambda rank=rank: rank)
+        restored = ContAccumLoss(model, bank_size=8)
+        restored.load_bank_state_dict(gathered_state)
+        restored_state = {}
+        for key, value in restored.bank_state_dict().items():
+            restored_state[key.removeprefix("of_rank_0.")] = value
+        assert restored_state.keys() == states_of_ranks[rank].keys()
+        for key, value in restored_state.items():
+            assert torch.equal(value, states_of_ranks[rank][key])
+
+    for num_ranks, is_shared in ((3, False), (2, True)):
+        set_world_size(num_ranks)
+        loss_fn = ContAccumLoss(model, bank_size=8, gather_across_devices=is_shared)
         with pytest.raises(ConfigError, match="banks of 2 ranks"):
-            ContAccumLoss(model, bank_size=8, gather_across_devices=shared).load_bank_state_dict(
-                state
-            )
-
-
-def rows_of(columns: list[dict[str, Any]], start: int, end: int) -> list[dict[str, Any]]:
-    """Copies of some rows of a micro-batch."""
-    parts = []
-    for column in columns:
-        parts.append(
-            {key: x[start:end].clone() if torch.is_tensor(x) else x for key, x in column.items()}
-        )
-    return parts
+            loss_fn.load_bank_state_dict(gathered_state)
 
 
 @pytest.mark.parametrize("make", [ContAccumLoss, CachedContAccumLoss])
@@ -374,7 +424,8 @@ def test_a_probe_of_eight_pairs_is_collected_from_micro_batches_of_one(model, ma
         for update in range(20):
             columns = features(encoder, 8, 2, seed=update)
             for start in range(0, 8, n):
-                (loss_fn(rows_of(columns, start, start + n)) * n / 8).backward()
+                loss = loss_fn(copy_rows(columns, start, start + n))
+                (loss * n / 8).backward()
             optimizer.step()
             optimizer.zero_grad()
         assert loss_fn.info_nce.compensation.probe.embeddings.shape[2] == PROBE_TEXTS
@@ -382,38 +433,46 @@ def test_a_probe_of_eight_pairs_is_collected_from_micro_batches_of_one(model, ma
     assert in_use == [8, 8]
 
 
-def test_within_the_first_update_nothing_is_moved_or_centred_though_the_probe_is_completed_in_it(
-    model,
-):
-    """Neither the means, which the sampling noise of a few pairs would move, nor centring may begin within it."""
-    columns = features(model.double(), PROBE_TEXTS + 4, 2)
-    gradients = []
-    for settings in ({}, {"drift_compensation": "none", "center_gradients": "none"}):
-        loss_fn = ContAccumLoss(model, bank_size=64, **settings)
+def test_a_probe_completed_within_the_first_update_moves_and_centres_nothing(model):
+    """The encoder has not moved yet; the means of a few pairs would move by sampling noise."""
+    num_pairs = PROBE_TEXTS + 4
+    columns = features(model.double(), num_pairs, 2)
+
+    def compute_gradient(loss_fn: ContAccumLoss) -> Tensor:
         model.zero_grad()
-        for start in range(PROBE_TEXTS + 4):
-            loss_fn(rows_of(columns, start, start + 1)).backward()
-        assert (loss_fn.info_nce.compensation.probe is not None) == (not settings)
-        gradients.append(
-            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        )
-    assert gradients[1].abs().max() > 1e-3
-    assert (gradients[0] - gradients[1]).abs().max() < 1e-12
+        for start in range(num_pairs):
+            loss_fn(copy_rows(columns, start, start + 1)).backward()
+        return torch.cat([gradient.flatten() for gradient in collect_gradients(model)])
+
+    compensated = ContAccumLoss(model, bank_size=64)
+    plain = ContAccumLoss(model, bank_size=64, drift_compensation="none", center_gradients="none")
+    gradient = compute_gradient(compensated)
+    expected = compute_gradient(plain)
+    assert compensated.info_nce.compensation.probe is not None
+    assert plain.info_nce.compensation.probe is None
+    assert expected.abs().max() > 1e-3
+    assert (gradient - expected).abs().max() < 1e-12
 
 
-def test_a_loss_restored_while_its_probe_is_collected_goes_on_collecting(model):
+def test_a_loss_restored_while_its_probe_is_collected_continues_collecting(model):
     columns = features(model, PROBE_TEXTS, 2)
-    straight, first, restored = (ContAccumLoss(model, bank_size=64) for _ in range(3))
+    uninterrupted = ContAccumLoss(model, bank_size=64)
+    interrupted = ContAccumLoss(model, bank_size=64)
+    restored = ContAccumLoss(model, bank_size=64)
     for start in range(PROBE_TEXTS):
-        straight(rows_of(columns, start, start + 1)).backward()
-        later = first if start < 5 else restored
+        uninterrupted(copy_rows(columns, start, start + 1)).backward()
         if start == 5:
-            restored.load_bank_state_dict(first.bank_state_dict())
-        later(rows_of(columns, start, start + 1)).backward()
-    expected, state = straight.bank_state_dict(), restored.bank_state_dict()
+            restored.load_bank_state_dict(interrupted.bank_state_dict())
+        loss_fn = restored
+        if start < 5:
+            loss_fn = interrupted
+        loss_fn(copy_rows(columns, start, start + 1)).backward()
     assert restored.info_nce.compensation.probe is not None
+    expected = uninterrupted.bank_state_dict()
+    state = restored.bank_state_dict()
     assert expected.keys() == state.keys()
-    assert all(torch.equal(expected[key], state[key]) for key in expected)
+    for key in expected:
+        assert torch.equal(expected[key], state[key])
 
 
 def test_a_probe_of_one_pair_is_refused():
@@ -421,25 +480,33 @@ def test_a_probe_of_one_pair_is_refused():
         BankedInfoNCE(16).observe_probe(torch.randn(1, 8), torch.randn(1, 8))
 
 
-def test_texts_that_differ_in_case_alone_stay_duplicates_beside_ids_of_the_data_set(model):
+def test_texts_that_differ_only_in_case_are_duplicates_although_their_label_ids_differ(model):
     """Ids in labels are hashes of the raw text; tokens of an uncased model are equal."""
-    queries, others, passages = (sentences(4, seed) for seed in range(3))
-    upper_case = [passage.upper() for passage in passages]
-    columns = [model.preprocess(queries, task="query"), model.preprocess(passages, task="document")]
-    again = [model.preprocess(others, task="query"), model.preprocess(upper_case, task="document")]
+    passages = sentences(4, 2)
+    upper_case_passages = [passage.upper() for passage in passages]
+    first_columns = [
+        model.preprocess(sentences(4, 0), task="query"),
+        model.preprocess(passages, task="document"),
+    ]
+    second_columns = [
+        model.preprocess(sentences(4, 1), task="query"),
+        model.preprocess(upper_case_passages, task="document"),
+    ]
     loss_fn = ContAccumLoss(model, bank_size=64)
-    label = torch.arange(8).view(4, 2)
-    loss_fn(columns, label)
-    loss_fn(again, label + 100)
+    label_ids = torch.arange(8).view(4, 2)
+    loss_fn(first_columns, label_ids)
+    loss_fn(second_columns, label_ids + 100)
     assert loss_fn.last["masked"].item() == pytest.approx(1 / 7)
 
 
 @pytest.mark.parametrize("loss_class", [ContAccumLoss, CachedContAccumLoss])
-def test_the_signature_names_every_setting_with_the_default_of_the_bank(loss_class):
-    signature = inspect.signature(loss_class).parameters
+def test_the_signature_has_every_setting_with_the_default_of_banked_info_nce(loss_class):
+    parameters = inspect.signature(loss_class).parameters
     settings = inspect.signature(BankedInfoNCE).parameters
     renamed = {"temperature", "similarity"}  # scale and similarity_fct here
-    assert settings.keys() - renamed <= signature.keys()
-    for name in settings.keys() - renamed:
-        assert signature[name].default == settings[name].default
-    assert all(x.kind is not inspect.Parameter.VAR_KEYWORD for x in signature.values())
+    shared_names = settings.keys() - renamed
+    assert shared_names <= parameters.keys()
+    for name in shared_names:
+        assert parameters[name].default == settings[name].default
+    for parameter in parameters.values():
+        assert parameter.kind is not inspect.Parameter.VAR_KEYWORD

@@ -1,4 +1,6 @@
-"""The distillation terms are sentence-transformers' own, beside the contrastive loss of every method."""
+"""Distillation: the terms equal the losses of sentence-transformers, for every method."""
+
+from __future__ import annotations
 
 import copy
 from typing import Any
@@ -13,13 +15,13 @@ from sentence_transformers.sentence_transformer.losses import (
 )
 from sentence_transformers.util import dot_score, pairwise_cos_sim, pairwise_dot_score
 from tiny_models import tiny_encoder
-from torch import Tensor
+from torch import Tensor, nn
 
 from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
 from contaccum.errors import ConfigError
 from contaccum.losses.distillation import Distillation, split_labels
 
-KINDS = [("margin_mse", {}), ("kl", {"temperature": 3.0})]
+KINDS = [("margin_mse", 1.0), ("kl", 3.0)]
 
 
 @pytest.fixture
@@ -27,146 +29,181 @@ def model() -> DualEncoder:
     return tiny_encoder(tied=False, normalize=False).double().train()
 
 
-def theirs(kind: str, similarity: str, scale: float, more: dict[str, float]) -> Any:
-    """Their loss of the scores that the contrastive loss has too."""
-    pairwise = pairwise_cos_sim if similarity == "cos" else pairwise_dot_score
+def make_published_loss(
+    kind: str, similarity: str = "dot", scale: float = 1.0, temperature: float = 1.0
+) -> MarginMSELoss | DistillKLDivLoss:
+    """Make the loss of sentence-transformers over scores of similarity times scale."""
+    pairwise = pairwise_dot_score
+    if similarity == "cos":
+        pairwise = pairwise_cos_sim
 
-    def score(a: Tensor, b: Tensor) -> Tensor:
-        return scale * pairwise(a, b)
+    def score(queries: Tensor, documents: Tensor) -> Tensor:
+        return scale * pairwise(queries, documents)
 
-    nobody: Any = None
-    return (MarginMSELoss if kind == "margin_mse" else DistillKLDivLoss)(nobody, score, **more)
+    if kind == "margin_mse":
+        return MarginMSELoss(None, score)
+    return DistillKLDivLoss(None, score, temperature=temperature)
 
 
-@pytest.mark.parametrize(("kind", "more"), KINDS)
+def collect_gradient(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize(("kind", "temperature"), KINDS)
 @pytest.mark.parametrize("similarity", ["cos", "dot"])
 @pytest.mark.parametrize("h", [1, 3])
-def test_a_term_and_its_gradient_equal_the_loss_of_sentence_transformers(kind, more, similarity, h):
-    given = torch.randn(2 + h, 6, 8, dtype=torch.float64)
-    labels, found = 5 * torch.randn(6, 1 + h, dtype=torch.float64), []
-    ours = Distillation(kind, 0.5, more.get("temperature", 1.0), similarity, 4.0)
-    for term in (ours, theirs(kind, similarity, 4.0, more).compute_loss_from_embeddings):
-        embeddings = given.clone().requires_grad_()
-        value = term(list(embeddings), labels) * (1.0 if term is ours else 0.5)
-        value.backward()
-        found.append((value.item(), embeddings.grad))
-    assert found[0][0] == pytest.approx(found[1][0], abs=1e-10) and found[0][0] > 0.01
-    assert (found[0][1] - found[1][1]).abs().max() < 1e-10 < 1e-3 < found[0][1].abs().max()
-    assert ours.last is not None and ours.last.item() == pytest.approx(2 * found[0][0], abs=1e-10)
-
-
-def test_half_precision_and_integer_scores_are_compared_in_float32():
-    embeddings, labels = torch.randn(3, 4, 8).bfloat16(), torch.tensor([[3, 1]] * 4)
-    found = Distillation("margin_mse")(list(embeddings), labels)
-    loss = theirs("margin_mse", "dot", 1.0, {})
-    expected = loss.compute_loss_from_embeddings(list(embeddings.float()), labels)
-    assert found.dtype == torch.float32 and found.item() == pytest.approx(expected.item(), abs=1e-6)
-
-
-@pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("bank_size", [0, 64])
-@pytest.mark.parametrize(("kind", "more"), KINDS)
-def test_every_method_adds_the_term_of_its_local_rows(model, kind, more, bank_size, cached):
-    labels = torch.randn(10, 3, dtype=torch.float64)
-    settings = {"bank_size": bank_size, **({"mini_batch_size": 3} if cached else {})}
-    distill = {
-        "distill": kind,
-        "distill_weight": 0.7,
-        "distill_temperature": more.get("temperature", 1.0),
-    }
-    make: Any = CachedContAccumLoss if cached else ContAccumLoss
-    found, term = [], torch.zeros(())
-    for given in ({}, distill):
-        encoder = copy.deepcopy(model)
-        loss_fn = make(encoder, **settings, **given)
-        for _ in range(2):  # the second meets a bank, which the term does not
-            value = loss_fn(features(encoder, 10, 4), labels)
-        encoder.zero_grad()
-        value.backward()
-        if not given:
-            embeddings = [
-                encoder(column)["sentence_embedding"] for column in features(encoder, 10, 4)
-            ]
-            term = 0.7 * theirs(kind, "cos", 20.0, more).compute_loss_from_embeddings(
-                embeddings, labels
-            )
-            term.backward()
-        assert ("distill_loss" in loss_fn.last) == bool(given)
-        found.append(
-            (
-                value.item(),
-                torch.cat([p.grad.flatten() for p in encoder.parameters() if p.grad is not None]),
-            )
-        )
-    assert found[1][0] == pytest.approx(found[0][0] + term.item(), abs=1e-10) and term > 0.01
-    assert (found[0][1] - found[1][1]).abs().max() < 1e-9
-    assert loss_fn.last["distill_loss"].item() == pytest.approx(term.item() / 0.7, abs=1e-10)
-    assert loss_fn.eval()(features(encoder, 10, 4), None) > 0  # evaluation asks for no scores
-
-
-def test_ids_and_scores_come_in_one_tensor_or_either_alone():
-    ids, scores = torch.randint(-(2**63), 2**63 - 1, (5, 4)), torch.randn(5, 3)
-    both = torch.cat([ids, scores.view(torch.int32).long()], dim=1)
-    found = split_labels(both, 4)
-    assert all(map(torch.equal, found, (ids, scores)))
-    assert split_labels(ids, 4)[0] is not None and split_labels(ids, 4)[1] is None
-    assert split_labels(scores, 4) == (None, scores) and split_labels(None, 4) == (None, None)
-    assert split_labels(torch.rand(5), 4) == split_labels(torch.rand(5, 4), 4) == (None, None)
-
-
-def test_scores_beside_ids_leave_masks_as_they_are_and_scores_that_nobody_asked_for_are_said_once(
-    model, caplog
+def test_a_term_and_its_gradient_equal_the_loss_of_sentence_transformers(
+    kind, temperature, similarity, h
 ):
-    """A known positive of another row is no negative, with scores as without."""
+    batch = torch.randn(2 + h, 6, 8, dtype=torch.float64)
+    scores = 5 * torch.randn(6, 1 + h, dtype=torch.float64)
+    embeddings = batch.clone().requires_grad_()
+    distillation = Distillation(kind, 0.5, temperature, similarity, 4.0)
+    term = distillation(list(embeddings), scores)
+    term.backward()
+    expected_embeddings = batch.clone().requires_grad_()
+    published = make_published_loss(kind, similarity, 4.0, temperature)
+    expected = 0.5 * published.compute_loss_from_embeddings(list(expected_embeddings), scores)
+    expected.backward()
+    assert term.item() > 0.01
+    assert term.item() == pytest.approx(expected.item(), abs=1e-10)
+    assert embeddings.grad.abs().max() > 1e-3
+    assert (embeddings.grad - expected_embeddings.grad).abs().max() < 1e-10
+    assert distillation.last is not None
+    assert distillation.last.item() == pytest.approx(2 * term.item(), abs=1e-10)
+
+
+def test_half_precision_embeddings_and_integer_scores_are_compared_in_float32():
+    embeddings = torch.randn(3, 4, 8).bfloat16()
+    scores = torch.tensor([[3, 1]] * 4)
+    term = Distillation("margin_mse")(list(embeddings), scores)
+    published = make_published_loss("margin_mse")
+    expected = published.compute_loss_from_embeddings(list(embeddings.float()), scores)
+    assert term.dtype == torch.float32
+    assert term.item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("bank_size", [0, 64])
+@pytest.mark.parametrize(("kind", "temperature"), KINDS)
+def test_every_method_adds_the_term_of_its_local_rows(
+    model, kind, temperature, bank_size, is_cached
+):
+    scores = torch.randn(10, 3, dtype=torch.float64)
+    loss_class: Any = ContAccumLoss
+    settings = {"bank_size": bank_size}
+    if is_cached:
+        loss_class = CachedContAccumLoss
+        settings["mini_batch_size"] = 3
+
+    def compute_second_loss(encoder: DualEncoder, loss_fn: Any) -> Tensor:
+        """Compute the loss of a micro-batch twice; the second time the bank is not empty."""
+        loss_fn(features(encoder, 10, 4), scores)
+        encoder.zero_grad()
+        loss = loss_fn(features(encoder, 10, 4), scores)
+        loss.backward()
+        return loss
+
+    plain_model = copy.deepcopy(model)
+    plain_loss_fn = loss_class(plain_model, **settings)
+    plain_loss = compute_second_loss(plain_model, plain_loss_fn)
+    assert "distill_loss" not in plain_loss_fn.last
+    columns = features(plain_model, 10, 4)
+    embeddings = [plain_model(column)["sentence_embedding"] for column in columns]
+    published = make_published_loss(kind, "cos", 20.0, temperature)
+    term = 0.7 * published.compute_loss_from_embeddings(embeddings, scores)
+    term.backward()  # adds to the gradient of the plain loss
+
+    loss_fn = loss_class(
+        model,
+        **settings,
+        distill=kind,
+        distill_weight=0.7,
+        distill_temperature=temperature,
+    )
+    loss = compute_second_loss(model, loss_fn)
+    assert term > 0.01
+    assert loss.item() == pytest.approx(plain_loss.item() + term.item(), abs=1e-10)
+    assert (collect_gradient(model) - collect_gradient(plain_model)).abs().max() < 1e-9
+    assert loss_fn.last["distill_loss"].item() == pytest.approx(term.item() / 0.7, abs=1e-10)
+    assert loss_fn.eval()(features(model, 10, 4), None) > 0  # evaluation needs no scores
+
+
+def test_labels_are_ids_or_scores_or_both_in_one_tensor():
+    ids = torch.randint(-(2**63), 2**63 - 1, (5, 4))
+    scores = torch.randn(5, 3)
+    ids_and_scores = torch.cat([ids, scores.view(torch.int32).long()], dim=1)
+    split_ids, split_scores = split_labels(ids_and_scores, 4)
+    assert torch.equal(split_ids, ids)
+    assert torch.equal(split_scores, scores)
+    split_ids, split_scores = split_labels(ids, 4)
+    assert split_ids is not None
+    assert split_scores is None
+    assert split_labels(scores, 4) == (None, scores)
+    assert split_labels(None, 4) == (None, None)
+    assert split_labels(torch.rand(5), 4) == (None, None)
+    assert split_labels(torch.rand(5, 4), 4) == (None, None)
+
+
+def test_scores_beside_ids_change_no_mask(model, caplog):
+    """A known positive of another row is masked, with scores as without."""
     batch = features(model, 6, 3)
     ids = torch.arange(18).reshape(3, 6).T.contiguous()
     scores = torch.randn(6, 2)
-    labels = {
-        "ids": ids,
-        "both": torch.cat([ids, scores.view(torch.int32).long()], dim=1),
-        "scores": scores,
-    }
-    found = {}
-    for name, given in labels.items():
-        loss_fn = ContAccumLoss(
-            model, 0, **({} if name == "ids" else {"distill": "kl", "distill_weight": 1e-9})
-        )
+    ids_and_scores = torch.cat([ids, scores.view(torch.int32).long()], dim=1)
+
+    def compute_loss(labels: Tensor, **settings: Any) -> float:
+        loss_fn = ContAccumLoss(model, 0, **settings)
         loss_fn.set_known_positives(torch.arange(6), 6 + torch.arange(6).roll(1))
-        found[name] = loss_fn([dict(x) for x in batch], given).item()
-    assert (
-        found["both"] == pytest.approx(found["ids"], abs=1e-6)
-        and abs(found["scores"] - found["ids"]) > 0.01
-    )
+        return loss_fn([dict(column) for column in batch], labels).item()
+
+    masked = compute_loss(ids)
+    masked_with_scores = compute_loss(ids_and_scores, distill="kl", distill_weight=1e-9)
+    not_masked = compute_loss(scores, distill="kl", distill_weight=1e-9)
+    assert masked_with_scores == pytest.approx(masked, abs=1e-6)
+    assert abs(not_masked - masked) > 0.01
     assert not caplog.records
+
+
+def test_one_warning_says_that_scores_are_not_used(model, caplog):
+    ids = torch.arange(18).reshape(3, 6).T.contiguous()
+    scores = torch.randn(6, 2)
+    ids_and_scores = torch.cat([ids, scores.view(torch.int32).long()], dim=1)
     loss_fn = ContAccumLoss(model, 0)
-    for _ in range(3):  # it is said once
-        loss_fn([dict(x) for x in batch], labels["both"])
+    for _ in range(3):
+        loss_fn(features(model, 6, 3), ids_and_scores)
     assert [record.message for record in caplog.records] == [
-        "ContAccumLoss does not use the label or score column of the data"
+        "ContAccumLoss does not use the label or score column of the data: to learn from teacher "
+        "scores, set distill; otherwise remove the column"
     ]
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_in_a_matryoshka_loss_the_term_counts_at_each_size(model, cached):
-    labels, found = torch.randn(6, 2, dtype=torch.float64), []
-    make: Any = CachedContAccumLoss if cached else ContAccumLoss
-    for given in ({}, {"distill": "margin_mse", "distill_weight": 0.1}):
-        loss_fn = make(model, 0, 1.0, dot_score, **given)
-        found.append(
-            MatryoshkaLoss(model, loss_fn, [16, 8], [1.0, 3.0])(
-                features(model, 6, 3), labels
-            ).item()
-        )
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_matryoshka_loss_adds_the_term_at_each_size(model, is_cached):
+    scores = torch.randn(6, 2, dtype=torch.float64)
+    loss_class: Any = ContAccumLoss
+    if is_cached:
+        loss_class = CachedContAccumLoss
+
+    def compute_loss(loss_fn: nn.Module) -> float:
+        matryoshka = MatryoshkaLoss(model, loss_fn, [16, 8], [1.0, 3.0])
+        return matryoshka(features(model, 6, 3), scores).item()
+
+    plain_loss = compute_loss(loss_class(model, 0, 1.0, dot_score))
+    distill_loss = compute_loss(
+        loss_class(model, 0, 1.0, dot_score, distill="margin_mse", distill_weight=0.1)
+    )
     embeddings = [model(column)["sentence_embedding"] for column in features(model, 6, 3)]
-    loss = theirs("margin_mse", "cos", 1.0, {})
-    terms = [
-        loss.compute_loss_from_embeddings([x[:, :size] for x in embeddings], labels).item()
-        for size in (16, 8)
-    ]
-    assert found[1] - found[0] == pytest.approx(0.1 * (terms[0] + 3 * terms[1]), abs=1e-10)
+    published = make_published_loss("margin_mse", "cos")
+    terms = []
+    for size in (16, 8):
+        cut_embeddings = [x[:, :size] for x in embeddings]
+        terms.append(published.compute_loss_from_embeddings(cut_embeddings, scores).item())
+    expected = 0.1 * (terms[0] + 3 * terms[1])
+    assert distill_loss - plain_loss == pytest.approx(expected, abs=1e-10)
 
 
-def test_what_cannot_be_distilled_is_one_line(model):
+def test_data_without_hard_negatives_or_scores_is_refused(model):
     loss_fn = ContAccumLoss(model, 8, distill="margin_mse")
     for columns, labels, message in (
         (2, torch.rand(4, 1), "distill=margin_mse needs hard negatives"),

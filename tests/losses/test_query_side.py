@@ -192,12 +192,12 @@ def test_added_documents_stand_behind_those_of_the_store(tmp_path):
     model = tiny_encoder()
     documents = StoreDocuments(write_store(tmp_path, model))
     text = "a text that no document has"
-    assert documents.rows_of(_id(text)) == []
+    assert documents.find_rows(_id(text)) == []
     documents.add([text], encode_texts(model, [text]))
-    assert documents.rows_of(_id(text)) == [40] and len(documents) == 41
+    assert documents.find_rows(_id(text)) == [40] and len(documents) == 41
     blocks = list(documents.blocks(torch.device("cpu")))
     assert sum(len(block.documents) for block in blocks) == 41
-    taken = documents.take(torch.tensor([40, 3]))
+    taken = documents.get_embeddings(torch.tensor([40, 3]))
     expected = torch.from_numpy(encode_texts(model, [text, DOCUMENTS[3]]))
     assert torch.allclose(taken, expected, atol=1e-6)
 

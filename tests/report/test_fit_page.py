@@ -1,4 +1,4 @@
-"""The page of a fit: what stands on it, in which order, and that texts of users stay texts."""
+"""Content and order of the page of a fit; texts of users cannot inject markup."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from contaccum.fitting.verdict import judge, warnings_of
-from contaccum.report.fit_page import build_fit_page, title_and_text, trials_panel
+from contaccum.fitting.verdict import collect_warnings, compute_verdict
+from contaccum.report.fit_page import build_fit_page, join_title_and_text, make_trials_panel
 from contaccum.tuning.choice import Choice
 
 SCRIPT = "<script>alert(1)</script>"
 
 
-def record_of(base: float, trained: float) -> dict[str, Any]:
-    """What `contaccum fit` writes, of ten queries that all have the same score."""
+def make_record(base: float, trained: float) -> dict[str, Any]:
+    """Make the record of `contaccum fit` for ten queries that all have the same score."""
     queries = [f"q{number}" for number in range(10)]
-    verdict = judge(
+    verdict = compute_verdict(
         dict.fromkeys(queries, trained), dict.fromkeys(queries, base), dict.fromkeys(queries, 0.5)
     )
     scores = []
@@ -83,13 +83,13 @@ def record_of(base: float, trained: float) -> dict[str, Any]:
     }
 
 
-def page_of(folder: Path, record: dict[str, Any]) -> str:
+def build_page_of_record(folder: Path, record: dict[str, Any]) -> str:
     (folder / "fit.json").write_text(json.dumps(record))
     return build_fit_page(folder)
 
 
-def test_the_verdict_comes_first_and_everything_else_in_its_order(tmp_path):
-    page = page_of(tmp_path, record_of(0.4, 0.6))
+def test_the_verdict_comes_first_and_the_other_parts_follow(tmp_path):
+    page = build_page_of_record(tmp_path, make_record(0.4, 0.6))
     body = page[page.index("<body>") :]
     order = [
         "BETTER",
@@ -97,19 +97,19 @@ def test_the_verdict_comes_first_and_everything_else_in_its_order(tmp_path):
         "<h2>Scores",
         "gained most",
         "lost most",
-        "What was tried",
+        "Trials",
         "Load and serve",
     ]
     positions = [body.index(text) for text in order]
     assert positions == sorted(positions)
     assert "0.600" in body
     assert "(chosen)" in body
-    assert "an index that it made stays valid" in " ".join(body.split())
+    assert "an index that was built with that model stays valid" in " ".join(body.split())
     assert "<h2>Training" not in body  # there are no logs
 
 
 def test_texts_are_escaped_and_credentials_are_not_shown(tmp_path):
-    page = page_of(tmp_path, record_of(0.4, 0.6))
+    page = build_page_of_record(tmp_path, make_record(0.4, 0.6))
     assert "<script" not in page
     assert "&lt;script&gt;alert(1)" in page
     assert "hunter2secret" not in page
@@ -118,54 +118,56 @@ def test_texts_are_escaped_and_credentials_are_not_shown(tmp_path):
 
 
 @pytest.mark.parametrize(("trained", "word"), [(0.4, "LEVEL"), (0.2, "WORSE")])
-def test_the_base_model_is_to_be_kept_unless_the_trained_one_is_better(tmp_path, trained, word):
-    page = page_of(tmp_path, record_of(0.4, trained))
+def test_the_page_advises_to_keep_the_base_model_unless_the_trained_is_better(
+    tmp_path, trained, word
+):
+    page = build_page_of_record(tmp_path, make_record(0.4, trained))
     assert f"<strong>{word}</strong>" in page
     assert "keep the base model." in page
 
 
-def test_the_curves_are_those_of_the_logs(tmp_path):
+def test_the_page_has_the_curves_of_the_training_logs(tmp_path):
     (tmp_path / "model").mkdir()
     lines = [{"update": update, "loss": 1.0 / update, "learning_rate": 0.1} for update in (1, 2, 3)]
     (tmp_path / "model" / "train_log.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in lines)
     )
-    page = page_of(tmp_path, record_of(0.4, 0.6))
+    page = build_page_of_record(tmp_path, make_record(0.4, 0.6))
     assert "<h2>Training" in page
     assert "<figcaption>loss</figcaption>" in page
 
 
 def test_the_plot_of_trials_has_each_method_the_base_model_and_the_choice():
-    panel = trials_panel(record_of(0.4, 0.6))
+    panel = make_trials_panel(make_record(0.4, 0.6))
     assert panel is not None
     assert panel.lines == {
         "query_side": [[(0.01, 0.7), (0.03, 0.6)]],
         "the model as it is": [[(0.01, 0.4), (0.03, 0.4)]],
         "chosen": [[(0.01, 0.7)]],
     }
-    without_rates = record_of(0.4, 0.6)
+    without_rates = make_record(0.4, 0.6)
     for trial in without_rates["trials"]:
         del trial["settings"]["learning_rate"]
-    assert trials_panel(without_rates) is None
+    assert make_trials_panel(without_rates) is None
 
 
 def test_a_title_is_a_sentence_before_the_text():
-    assert title_and_text({"title": "Rain", "text": "falls"}) == "Rain. falls"
-    assert title_and_text({"title": "Rain?", "text": "falls"}) == "Rain? falls"
-    assert title_and_text({"title": "", "text": "falls"}) == "falls"
+    assert join_title_and_text({"title": "Rain", "text": "falls"}) == "Rain. falls"
+    assert join_title_and_text({"title": "Rain?", "text": "falls"}) == "Rain? falls"
+    assert join_title_and_text({"title": "", "text": "falls"}) == "falls"
 
 
-def test_a_verdict_is_by_the_interval_and_warns_where_dev_and_bm25_say_otherwise():
+def test_the_interval_decides_the_verdict_and_disagreements_are_warned_of():
     queries = [f"q{number}" for number in range(40)]
     base = dict.fromkeys(queries, 0.5)
     noisy = {query: 0.5 + (0.3 if number % 2 else -0.3) for number, query in enumerate(queries)}
-    verdict = judge(noisy, base, dict.fromkeys(queries, 0.9))
+    verdict = compute_verdict(noisy, base, dict.fromkeys(queries, 0.9))
     assert verdict.word == "LEVEL"
     assert verdict.low < 0.0 < verdict.high
     choice = Choice({}, 0, 0.6, {"difference": 0.1, "low": 0.05, "high": 0.15}, [])
-    warnings = warnings_of(verdict, choice)
+    warnings = collect_warnings(verdict, choice)
     assert warnings[0].startswith("dev and test disagree: +0.100 on dev")
     assert warnings[1].startswith("BM25 scores 0.900, more than the trained model")
-    better = judge({query: score + 0.2 for query, score in base.items()}, base, base)
+    better = compute_verdict({query: score + 0.2 for query, score in base.items()}, base, base)
     assert better.word == "BETTER"
-    assert warnings_of(better, choice) == []
+    assert collect_warnings(better, choice) == []

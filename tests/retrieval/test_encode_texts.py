@@ -1,4 +1,4 @@
-"""encode_texts gives the embeddings of encode_query and encode_document, and leaves the model as it was."""
+"""encode_texts equals encode_query and encode_document, and leaves the model's mode unchanged."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from contaccum.encoders.settings import set_max_lengths
 from contaccum.errors import ConfigError, UserError
 from contaccum.retrieval.encode import (
     encode_texts,
-    metric_of,
+    get_metric,
     model_fingerprint,
     tokenisation_fingerprint,
 )
@@ -27,36 +27,39 @@ TEXTS = [
 
 @pytest.fixture
 def model() -> DualEncoder:
-    """Towers, prompts and lengths of their own; dropout on."""
-    lengths = {"query_max_length": 12, "passage_max_length": 40}
+    """Model with two towers that differ in prompt and maximum length; dropout is on."""
     return tiny_encoder(
         False,
         0.1,
         normalize=False,
         query_prompt="where is: ",
         passage_prompt="the text: ",
-        **lengths,
+        query_max_length=12,
+        passage_max_length=40,
     )
 
 
 @pytest.mark.parametrize("kind", ["query", "document"])
 @pytest.mark.parametrize("batch_size", [1, 64])
 def test_embeddings_equal_those_of_sentence_transformers(model, kind, batch_size):
-    expected = (model.encode_query if kind == "query" else model.encode_document)(TEXTS)
-    found = encode_texts(model, TEXTS, kind, batch_size=batch_size)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    encode = model.encode_query if kind == "query" else model.encode_document
+    embeddings = encode_texts(model, TEXTS, kind, batch_size=batch_size)
+    assert embeddings.dtype == np.float32
+    np.testing.assert_allclose(embeddings, encode(TEXTS), atol=1e-5)
 
 
-def test_a_model_in_training_stays_in_training_and_equal_texts_get_equal_embeddings(model):
+def test_training_mode_and_random_state_are_kept(model):
+    """Equal texts get equal embeddings too, although the model's dropout is on."""
     model.train()
-    before = torch.get_rng_state()
-    found = encode_texts(model, [*TEXTS, *TEXTS], batch_size=2)
-    assert model.training and model[0].training and torch.equal(torch.get_rng_state(), before)
-    np.testing.assert_array_equal(found[: len(TEXTS)], found[len(TEXTS) :])
+    rng_state = torch.get_rng_state()
+    embeddings = encode_texts(model, [*TEXTS, *TEXTS], batch_size=2)
+    assert model.training
+    assert model[0].training
+    assert torch.equal(torch.get_rng_state(), rng_state)
+    np.testing.assert_array_equal(embeddings[: len(TEXTS)], embeddings[len(TEXTS) :])
 
 
-def test_a_broken_model_is_reported_not_searched(model):
+def test_nan_embeddings_are_refused_with_the_text(model):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
@@ -64,29 +67,32 @@ def test_a_broken_model_is_reported_not_searched(model):
         encode_texts(model, TEXTS, "query")
 
 
-def test_settings_out_of_range_are_refused(model):
+def test_unknown_precision_and_similarity_are_refused(model):
     with pytest.raises(ConfigError, match="fp16"):
         encode_texts(model, TEXTS, precision="fp16")
     with pytest.raises(ConfigError, match=r"the similarity must be one of .* got 'euclidean'"):
-        metric_of(model, "euclidean")
+        get_metric(model, "euclidean")
     model.similarity_fn_name = "manhattan"
-    assert metric_of(model, "cos_sim") == "cos"
+    assert get_metric(model, "cos_sim") == "cos"
     with pytest.raises(ConfigError, match="got 'manhattan'"):
-        metric_of(model)
+        get_metric(model)
 
 
-def test_weights_and_tokenisation_identify_a_model_saved_or_not(model, tmp_path):
+def test_fingerprints_survive_saving_and_change_with_settings_and_weights(model, tmp_path):
     model.save_pretrained(str(tmp_path / "model"))
-    model.encode_document(["a text", "another that is longer"])  # which sets padding and truncation
-    other = DualEncoder.from_pretrained(str(tmp_path / "model"), device="cpu")
-    found = [tokenisation_fingerprint(one) for one in (model, other)]
-    assert model_fingerprint(other) == model_fingerprint(model) and found[0] == found[1]
-    set_max_lengths(other, 11)
-    found.append(tokenisation_fingerprint(other))
-    other.prompts["query"] = "who is: "
-    found.append(tokenisation_fingerprint(other))
-    other[0].sub_modules["document"][0].tokenizer.add_tokens(["zebra"])
-    found.append(tokenisation_fingerprint(other))
-    assert len(set(found)) == 4
-    next(other.parameters()).data[0, 0] += 1
-    assert model_fingerprint(other) != model_fingerprint(model)
+    model.encode_document(["a text", "another that is longer"])  # sets padding and truncation
+    loaded = DualEncoder.from_pretrained(str(tmp_path / "model"), device="cpu")
+    assert model_fingerprint(loaded) == model_fingerprint(model)
+    original = tokenisation_fingerprint(model)
+    assert tokenisation_fingerprint(loaded) == original
+
+    set_max_lengths(loaded, 11)
+    with_other_length = tokenisation_fingerprint(loaded)
+    loaded.prompts["query"] = "who is: "
+    with_other_prompt = tokenisation_fingerprint(loaded)
+    loaded[0].sub_modules["document"][0].tokenizer.add_tokens(["zebra"])
+    with_other_tokens = tokenisation_fingerprint(loaded)
+    assert len({original, with_other_length, with_other_prompt, with_other_tokens}) == 4
+
+    next(loaded.parameters()).data[0, 0] += 1
+    assert model_fingerprint(loaded) != model_fingerprint(model)

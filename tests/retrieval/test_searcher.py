@@ -7,10 +7,11 @@ import torch
 from contaccum.retrieval.searcher import FaissSearcher
 
 
-class Stored:
-    """A model whose embeddings are looked up, behind the methods of sentence-transformers and those of BEIR."""
+class StoredModel:
+    """Model that looks up embeddings, with the methods of sentence-transformers and of BEIR."""
 
-    device, training = torch.device("cpu"), False
+    device = torch.device("cpu")
+    training = False
 
     def __init__(self, embeddings):
         self.embeddings = embeddings
@@ -21,66 +22,74 @@ class Stored:
     def encode_query(self, texts, **kwargs):
         return torch.tensor(np.stack([self.embeddings[text] for text in texts]))
 
-    encode_document = encode_queries = encode_query
+    encode_document = encode_query
+    encode_queries = encode_query
 
     def encode_corpus(self, corpus, **kwargs):
         return self.encode_query([document["text"] for document in corpus])
 
 
 @pytest.fixture
-def world():
-    """150 documents, 20 queries, of which three share their id with a document; and a model."""
+def search_data():
+    """150 documents, 20 queries and a model; three queries share their id with a document."""
     rng = np.random.default_rng(0)
     corpus = {f"d{number}": {"title": "", "text": f"document {number}"} for number in range(150)}
-    queries = {f"q{number}": f"query {number}" for number in range(17)} | {
-        f"d{n}": f"query {n}" for n in (17, 18, 19)
-    }
+    queries = {f"q{number}": f"query {number}" for number in range(17)}
+    for number in (17, 18, 19):
+        queries[f"d{number}"] = f"query {number}"
     texts = [document["text"] for document in corpus.values()] + list(queries.values())
     embeddings = {text: rng.normal(size=24).astype(np.float32) for text in texts}
-    for docid in ("d17", "d18", "d19"):
-        embeddings[corpus[docid]["text"]] = embeddings[queries[docid]]
-    return corpus, queries, Stored(embeddings)
+    for document_id in ("d17", "d18", "d19"):
+        embeddings[corpus[document_id]["text"]] = embeddings[queries[document_id]]
+    return corpus, queries, StoredModel(embeddings)
 
 
 @pytest.mark.parametrize("score_function", ["cos_sim", "dot"])
-def test_retrieve_equals_beirs_exact_search(world, score_function):
+def test_retrieve_equals_beirs_exact_search(search_data, score_function):
     evaluation = pytest.importorskip("beir.retrieval.evaluation")
     from beir.retrieval.search.dense import DenseRetrievalExactSearch
 
-    corpus, queries, model = world
-    exact = DenseRetrievalExactSearch(model, show_progress_bar=False)
-    ours = FaissSearcher(model, show_progress_bar=False)
-    expected, found = (
-        evaluation.EvaluateRetrieval(searcher, [1, 10, 50], score_function).retrieve(
-            corpus, queries
-        )
-        for searcher in (exact, ours)
-    )
-    assert found.keys() == expected.keys()
-    for qid in queries:
-        assert found[qid].keys() == expected[qid].keys() and len(found[qid]) == 50
-        for docid, score in expected[qid].items():
-            assert found[qid][docid] == pytest.approx(score, abs=1e-4)
+    corpus, queries, model = search_data
+    runs = []
+    beir_searcher = DenseRetrievalExactSearch(model, show_progress_bar=False)
+    faiss_searcher = FaissSearcher(model, show_progress_bar=False)
+    for searcher in (beir_searcher, faiss_searcher):
+        retriever = evaluation.EvaluateRetrieval(searcher, [1, 10, 50], score_function)
+        runs.append(retriever.retrieve(corpus, queries))
+    expected, actual = runs
+    assert actual.keys() == expected.keys()
+    for query_id in queries:
+        assert actual[query_id].keys() == expected[query_id].keys()
+        assert len(actual[query_id]) == 50
+        for document_id, score in expected[query_id].items():
+            assert actual[query_id][document_id] == pytest.approx(score, abs=1e-4)
 
 
-def test_a_document_with_the_querys_id_is_dropped_and_replaced_and_results_are_best_first(world):
-    corpus, queries, model = world
+def test_the_document_with_the_querys_id_is_replaced_by_the_next_best(search_data):
+    """Each query still has top_k documents, best first, with scores of type float."""
+    corpus, queries, model = search_data
     run = FaissSearcher(model).search(corpus, queries, top_k=5, score_function="cos_sim")
-    for qid, hits in run.items():
+    for query_id, hits in run.items():
         scores = list(hits.values())
-        assert qid not in hits and len(hits) == 5
-        assert scores == sorted(scores, reverse=True) and all(
-            type(score) is float for score in scores
-        )
+        assert query_id not in hits
+        assert len(hits) == 5
+        assert scores == sorted(scores, reverse=True)
+        assert all(type(score) is float for score in scores)
 
 
-def test_an_approximate_index_leaves_out_what_it_does_not_find_and_tells_its_recall(world):
-    corpus, queries, model = world
+def test_an_approximate_index_may_find_fewer_documents_and_measures_recall(search_data):
+    corpus, queries, model = search_data
     searcher = FaissSearcher(model, index="IVF8,Flat", index_parameters="nprobe=1")
     run = searcher.search(corpus, queries, top_k=100)
-    assert all(0 < len(hits) < 100 and set(hits) <= set(corpus) for hits in run.values())
-    assert (
-        searcher.found["recall"]["queries"] == 20 and 0 < searcher.found["recall"]["recall@100"] < 1
-    )
-    stages = ("encode_queries", "encode_corpus", "index", "search")
-    assert list(searcher.timing) == [f"{stage}_seconds" for stage in stages]
+    for hits in run.values():
+        assert 0 < len(hits) < 100
+        assert set(hits) <= set(corpus)
+    recall = searcher.search_details["recall"]
+    assert recall["queries"] == 20
+    assert 0 < recall["recall@100"] < 1
+    assert list(searcher.timing) == [
+        "encode_queries_seconds",
+        "encode_corpus_seconds",
+        "index_seconds",
+        "search_seconds",
+    ]

@@ -1,4 +1,4 @@
-"""A store gives back what was written, row by row, and refuses what it cannot vouch for."""
+"""A store returns what was written, row by row, and refuses broken or foreign files."""
 
 import json
 import os
@@ -22,39 +22,47 @@ IDENTITY = {
     "dtype": "float32",
     "shard_size": 10,
 }
-ROWS = 25
-EMBEDDINGS = np.random.default_rng(0).standard_normal((ROWS, 4)).astype(np.float32)
-PASSAGES = [(f"id-{row}", "", "x" * row) for row in range(ROWS)]
+NUM_ROWS = 25
+EMBEDDINGS = np.random.default_rng(0).standard_normal((NUM_ROWS, 4)).astype(np.float32)
+PASSAGES = [(f"id-{row}", "", "x" * row) for row in range(NUM_ROWS)]
 
 
-def start(folder: Path, overwrite: bool = False, **changed: Any) -> StoreWriter:
-    return StoreWriter(folder, {**IDENTITY, **changed}, overwrite=overwrite)
+def open_writer(folder: Path, overwrite: bool = False, **changes: Any) -> StoreWriter:
+    return StoreWriter(folder, {**IDENTITY, **changes}, overwrite=overwrite)
 
 
-def encode(texts: list[str]) -> np.ndarray:
-    """Row n of `EMBEDDINGS` for "x" n times."""
-    return EMBEDDINGS[[len(text) for text in texts]]
+class StubEncoder:
+    """Encoder of "x" times n as row n of `EMBEDDINGS`; it counts the texts of each call."""
+
+    def __init__(self) -> None:
+        self.num_texts: list[int] = []
+
+    def __call__(self, texts: list[str]) -> np.ndarray:
+        self.num_texts.append(len(texts))
+        return EMBEDDINGS[[len(text) for text in texts]]
 
 
-def nothing(texts: list[str]) -> np.ndarray:
-    raise AssertionError("encoded")
+def refuse_to_encode(texts: list[str]) -> np.ndarray:
+    raise AssertionError("nothing should be encoded")
 
 
-def write(folder: Path, **changed: Any) -> Path:
-    """A store of 25 rows in shards of 10, called "id-0" and on."""
-    assert start(folder, **changed).fill(PASSAGES, encode)
+def write_store(folder: Path, **changes: Any) -> Path:
+    """Write a store of 25 rows in shards of 10, with the ids "id-0" to "id-24"."""
+    assert open_writer(folder, **changes).fill(PASSAGES, StubEncoder())
     return folder
 
 
-def test_rows_and_ids_come_back_as_they_were_written(tmp_path):
-    store = EmbeddingStore.open(write(tmp_path / "s"))
-    assert (len(store), store.shape, store.dtype, store.similarity) == (
-        ROWS,
-        (ROWS, 4),
-        "float32",
-        "cos",
-    )
-    for part in (
+def test_a_store_has_the_shape_and_types_that_were_written(tmp_path):
+    store = EmbeddingStore.open(write_store(tmp_path / "s"))
+    assert len(store) == NUM_ROWS
+    assert store.shape == (NUM_ROWS, 4)
+    assert store.dtype == "float32"
+    assert store.similarity == "cos"
+
+
+def test_rows_and_ids_come_back_in_the_requested_order(tmp_path):
+    store = EmbeddingStore.open(write_store(tmp_path / "s"))
+    for rows in (
         slice(None),
         slice(3, 21),
         slice(10, 10),
@@ -63,150 +71,184 @@ def test_rows_and_ids_come_back_as_they_were_written(tmp_path):
         [24, 0, 9, 10, 10],
         [],
     ):
-        np.testing.assert_array_equal(store[part], EMBEDDINGS[part])
+        np.testing.assert_array_equal(store[rows], EMBEDDINGS[rows])
     assert store.ids([24, 0, 10, 9, 0]) == ["id-24", "id-0", "id-10", "id-9", "id-0"]
-    for rows in ([-1], [25], [0, 99]):
-        for read in (store.ids, store.__getitem__):
-            with pytest.raises(IndexError, match="0 to 24"):
-                read(rows)
 
 
-def spoil(folder: Path, what: str) -> None:
-    about, shard = folder / "store.json", folder / "shard-00001"
-    if what == "gone":
+@pytest.mark.parametrize("rows", [[-1], [25], [0, 99]])
+def test_rows_that_do_not_exist_are_refused(tmp_path, rows):
+    store = EmbeddingStore.open(write_store(tmp_path / "s"))
+    for read in (store.ids, store.__getitem__):
+        with pytest.raises(IndexError, match="0 to 24"):
+            read(rows)
+
+
+def damage_store(folder: Path, damage: str) -> None:
+    shard = folder / "shard-00001"
+    if damage == "gone":
         shutil.rmtree(shard)
-    elif what == "cut off":
+    elif damage == "cut off":
         os.truncate(shard / "embeddings.npy", 150)
-    elif what == "pickled":
-        np.save(
-            shard / "embeddings.npy", np.array([[{}] * 4] * 10, dtype=object), allow_pickle=True
-        )
-    elif what == "no ids":
-        (shard / "ids.arrow").write_bytes(b"x" * (shard / "ids.arrow").stat().st_size)
-    elif what == "ids of another":
+    elif damage == "pickled":
+        objects = np.array([[{}] * 4] * 10, dtype=object)
+        np.save(shard / "embeddings.npy", objects, allow_pickle=True)
+    elif damage == "no ids":
+        num_bytes = (shard / "ids.arrow").stat().st_size
+        (shard / "ids.arrow").write_bytes(b"x" * num_bytes)
+    elif damage == "ids of another shard":
         shutil.copy(folder / "shard-00002" / "ids.arrow", shard)
-    else:
-        changed = {"the version before": {"version": 1}, "unfinished": {"finished": False}}
-        about.write_text(json.dumps({**json.loads(about.read_text()), **changed[what]}))
+    elif damage == "older version":
+        change_metadata(folder, version=1)
+    elif damage == "unfinished":
+        change_metadata(folder, finished=False)
+
+
+def change_metadata(folder: Path, **changes: Any) -> None:
+    path = folder / "store.json"
+    metadata = json.loads(path.read_text())
+    path.write_text(json.dumps({**metadata, **changes}))
 
 
 @pytest.mark.parametrize(
-    "what", ["pickled", "no ids", "ids of another", "the version before", "unfinished"]
+    "damage", ["pickled", "no ids", "ids of another shard", "older version", "unfinished"]
 )
-def test_what_is_broken_or_foreign_is_refused_in_one_line(tmp_path, what):
-    folder = write(tmp_path / "s")
-    spoil(folder, what)
-    with pytest.raises(DataError) as refused:
+def test_a_broken_or_foreign_store_is_refused_in_one_line(tmp_path, damage):
+    folder = write_store(tmp_path / "s")
+    damage_store(folder, damage)
+    with pytest.raises(DataError) as caught:
         EmbeddingStore.open(folder)[:]
-        EmbeddingStore.open(folder).ids(range(ROWS))
-    assert str(folder) in str(refused.value) and "\n" not in str(refused.value)
+        EmbeddingStore.open(folder).ids(range(NUM_ROWS))
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("what", ["gone", "cut off"])
-def test_a_shard_that_is_gone_or_cut_off_is_found_at_open_and_encoded_again(tmp_path, what):
-    folder = write(tmp_path / "s")
-    before = contents(folder)
-    spoil(folder, what)
+@pytest.mark.parametrize("damage", ["gone", "cut off"])
+def test_a_damaged_shard_is_refused_at_open_and_encoded_again(tmp_path, damage):
+    folder = write_store(tmp_path / "s")
+    contents_before = contents(folder)
+    damage_store(folder, damage)
     with pytest.raises(DataError, match="from row 10 on is missing or cut off"):
         EmbeddingStore.open(folder)
-    encoded: list[int] = []
-    assert start(folder).fill(PASSAGES, lambda texts: encoded.append(len(texts)) or encode(texts))
-    assert encoded == [10] and contents(folder) == before
+    encoder = StubEncoder()
+    assert open_writer(folder).fill(PASSAGES, encoder)
+    assert encoder.num_texts == [10]
+    assert contents(folder) == contents_before
 
 
-def test_what_is_there_is_gone_on_with_if_it_is_the_same_and_left_alone_otherwise(tmp_path):
-    folder = write(tmp_path / "s")
-    before = contents(folder)
-    assert start(folder).fill(PASSAGES, nothing)
-    for changed, told in [
+def test_a_finished_store_of_the_same_identity_is_not_encoded_again(tmp_path):
+    folder = write_store(tmp_path / "s")
+    contents_before = contents(folder)
+    assert open_writer(folder).fill(PASSAGES, refuse_to_encode)
+    assert contents(folder) == contents_before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
         ({"model": "b" * 64}, "another model"),
         ({"kind": "query", "shard_size": 5}, "another kind and shard_size"),
-    ]:
-        with pytest.raises(UserError, match=rf"{told} \(.*--overwrite"):
-            start(folder, **changed)
-    assert contents(folder) == before
-    start(folder, overwrite=True, dtype="float16")
+    ],
+)
+def test_a_store_of_another_identity_is_refused_and_left_alone(tmp_path, changes, message):
+    folder = write_store(tmp_path / "s")
+    contents_before = contents(folder)
+    with pytest.raises(UserError, match=rf"{message} \(.*--overwrite"):
+        open_writer(folder, **changes)
+    assert contents(folder) == contents_before
+
+
+def test_overwrite_removes_the_old_store(tmp_path):
+    folder = write_store(tmp_path / "s")
+    open_writer(folder, overwrite=True, dtype="float16")
     assert [path.name for path in folder.iterdir()] == ["store.json"]
 
 
-def test_a_folder_of_other_things_is_never_written_to_or_emptied(tmp_path):
+def test_a_folder_of_other_files_is_never_written_to_or_emptied(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     for folder in (tmp_path, tmp_path / "thesis.txt"):
-        with pytest.raises(UserError, match="is there, and no store"):
-            start(folder, overwrite=True)
+        with pytest.raises(UserError, match="exists and is not a store"):
+            open_writer(folder, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_every_shard_is_encoded_by_one_rank_and_the_last_one_finishes_the_store(tmp_path, ranks):
-    encoded: list[int] = []
-    done = []
-    for rank in range(ranks):
-        writer = start(tmp_path / "s")
-        done.append(
-            writer.fill(PASSAGES, lambda t: encoded.append(len(t)) or encode(t), rank, ranks)
-        )
-        if not done[-1]:
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_ranks_encode_each_shard_once_and_the_last_finishes_the_store(tmp_path, world_size):
+    encoder = StubEncoder()
+    is_finished = []
+    for rank in range(world_size):
+        writer = open_writer(tmp_path / "s")
+        is_finished.append(writer.fill(PASSAGES, encoder, rank, world_size))
+        if not is_finished[-1]:
             with pytest.raises(DataError, match="not finished"):
                 EmbeddingStore.open(tmp_path / "s")
-    assert sum(encoded) == ROWS and done[-1] and sum(done) == max(1, ranks - 2)
+    assert sum(encoder.num_texts) == NUM_ROWS
+    assert is_finished[-1]
+    # There are three shards, so all ranks from the third one on see a finished store.
+    assert sum(is_finished) == max(1, world_size - 2)
     np.testing.assert_array_equal(EmbeddingStore.open(tmp_path / "s")[:], EMBEDDINGS)
 
 
 def test_two_processes_that_encode_the_same_corpus_share_the_shards(tmp_path, monkeypatch):
-    whole = contents(write(tmp_path / "whole"))
-    folder, save = tmp_path / "s", np.save
-    first, second = start(folder), start(folder)
-    encoded: list[int] = []
+    expected = contents(write_store(tmp_path / "expected"))
+    folder = tmp_path / "s"
+    save = np.save
+    first_writer = open_writer(folder)
+    second_writer = open_writer(folder)
 
-    def interleaved(*args: Any, **kwargs: Any) -> None:
+    def save_after_second_writer(*args: Any, **kwargs: Any) -> None:
+        """Run the second writer while the first one writes its first shard."""
         monkeypatch.setattr(np, "save", save)
-        assert second.fill(PASSAGES, encode)  # while the first one writes its first shard
+        assert second_writer.fill(PASSAGES, StubEncoder())
         save(*args, **kwargs)
 
-    monkeypatch.setattr(np, "save", interleaved)
-    assert first.fill(PASSAGES, lambda texts: encoded.append(len(texts)) or encode(texts))
-    assert encoded == [10] and contents(folder) == whole
-    monkeypatch.setattr(np, "save", interleaved)
-    second = start(folder, overwrite=True)
+    monkeypatch.setattr(np, "save", save_after_second_writer)
+    encoder = StubEncoder()
+    assert first_writer.fill(PASSAGES, encoder)
+    assert encoder.num_texts == [10]
+    assert contents(folder) == expected
+
+    monkeypatch.setattr(np, "save", save_after_second_writer)
+    second_writer = open_writer(folder, overwrite=True)
+    other_passages = [("other", "", "x"), *PASSAGES[1:]]
     with pytest.raises(DataError, match="another corpus"):
-        start(folder).fill([("other", "", "x"), *PASSAGES[1:]], encode)
+        open_writer(folder).fill(other_passages, StubEncoder())
 
 
 def test_two_processes_may_overwrite_the_same_store_at_once(tmp_path, monkeypatch):
-    folder = write(tmp_path / "s")
+    folder = write_store(tmp_path / "s")
     remove = shutil.rmtree
+    remove_name = "contaccum.retrieval.store_files.shutil.rmtree"
 
-    def interleaved(path: Path, **kwargs: Any) -> None:
-        monkeypatch.setattr("contaccum.retrieval.store.shutil.rmtree", remove)
-        start(folder, overwrite=True)
+    def remove_after_other_process(path: Path, **kwargs: Any) -> None:
+        monkeypatch.setattr(remove_name, remove)
+        open_writer(folder, overwrite=True)
         remove(path, **kwargs)
 
-    monkeypatch.setattr("contaccum.retrieval.store.shutil.rmtree", interleaved)
-    writer = start(folder, overwrite=True)
-    assert writer.fill(PASSAGES, encode)
+    monkeypatch.setattr(remove_name, remove_after_other_process)
+    writer = open_writer(folder, overwrite=True)
+    assert writer.fill(PASSAGES, StubEncoder())
     np.testing.assert_array_equal(EmbeddingStore.open(folder)[:], EMBEDDINGS)
 
 
-@pytest.mark.parametrize("change", ["a text", "an id", "a title", "fewer", "more"])
-def test_a_store_of_another_corpus_is_refused_and_left_alone(tmp_path, change):
-    folder = write(tmp_path / "s", shard_size=5)  # which has no row too few for a shard
-    before = contents(folder)
-    changed = {
-        "a text": ("id-3", "", "xx"),
-        "an id": ("other", "", "xxx"),
-        "a title": ("id-3", "x", "xxx"),
-    }
-    passages = [*PASSAGES[:3], changed.get(change, PASSAGES[3]), *PASSAGES[4:]]
-    passages = {"fewer": passages[:-5], "more": [*passages, *(("new", "", "x"),) * 6]}.get(
-        change, passages
-    )
+@pytest.mark.parametrize(
+    "passages",
+    [
+        pytest.param([*PASSAGES[:3], ("id-3", "", "xx"), *PASSAGES[4:]], id="other text"),
+        pytest.param([*PASSAGES[:3], ("other", "", "xxx"), *PASSAGES[4:]], id="other id"),
+        pytest.param([*PASSAGES[:3], ("id-3", "x", "xxx"), *PASSAGES[4:]], id="other title"),
+        pytest.param(PASSAGES[:-5], id="fewer passages"),
+        pytest.param([*PASSAGES, *[("new", "", "x")] * 6], id="more passages"),
+    ],
+)
+def test_a_store_of_another_corpus_is_refused_and_left_alone(tmp_path, passages):
+    folder = write_store(tmp_path / "s", shard_size=5)  # 25 rows fill five shards exactly
+    contents_before = contents(folder)
     with pytest.raises(DataError, match="another corpus"):
-        start(folder, shard_size=5).fill(passages, nothing)
-    assert contents(folder) == before
+        open_writer(folder, shard_size=5).fill(passages, refuse_to_encode)
+    assert contents(folder) == contents_before
 
 
-KILLED = '''
+KILL_AT_EVERY_CALL = '''
 import os, signal, sys
 from pathlib import Path
 import numpy as np
@@ -215,65 +257,79 @@ from contaccum import files
 from contaccum.retrieval.store import StoreWriter
 
 def fill(folder, kill_at):
-    """Every call that changes the disk counts; before number `kill_at` the process is killed."""
-    calls = 0
+    """Fill a store, and kill the process before its call number `kill_at` that changes the disk."""
+    num_calls = 0
     def counted(function):
         def call(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls == kill_at:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*args, **kwargs)
         return call
-    files._flush = lambda path: None  # what is in the page cache outlives a process
+    files._flush = lambda path: None  # the page cache outlives a killed process
     files.git_commit = lambda: None
-    for module, name in [(os, "replace"), (os, "rename"), (os, "mkdir"), (os, "unlink"), (np, "save")]:
+    calls = [(os, "replace"), (os, "rename"), (os, "mkdir"), (os, "unlink"), (np, "save")]
+    for module, name in calls:
         setattr(module, name, counted(getattr(module, name)))
     writer = StoreWriter(folder, {"dtype": "float32", "shard_size": 3})
-    texts = []
-    def stub(part):
-        texts.extend(part)
-        return np.array([[len(text), 1.0] for text in part], dtype=np.float32)
-    assert writer.fill([(f"id-{n}", "", "x" * n) for n in range(8)], stub)
-    return len(texts), calls
+    num_texts = 0
+    def encode(texts):
+        nonlocal num_texts
+        num_texts += len(texts)
+        return np.array([[len(text), 1.0] for text in texts], dtype=np.float32)
+    assert writer.fill([(f"id-{n}", "", "x" * n) for n in range(8)], encode)
+    return num_texts, num_calls
 
-def in_child(*args):
+def fill_in_child(folder, kill_at):
+    """Fill a store in a child process, which writes its counts; return its exit code."""
     pid = os.fork()
-    if not pid:
-        texts, calls = fill(*args)
-        Path(sys.argv[1], "said").write_text(f"{texts} {calls}")
+    if pid == 0:
+        num_texts, num_calls = fill(folder, kill_at)
+        counts_file.write_text(f"{num_texts} {num_calls}")
         os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
 
-def content(folder):
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+def read_counts():
+    num_texts, num_calls = counts_file.read_text().split()
+    return int(num_texts), int(num_calls)
 
-def visible(found):
-    return {name: data for name, data in found.items() if not name.split("/")[0].startswith(".")}
+def read_contents(folder):
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
-pyarrow.array(["a"])  # what this imports need not be imported by every child
-whole = Path(sys.argv[1], "whole")
-assert in_child(whole, 0) == 0
-texts, calls = map(int, Path(sys.argv[1], "said").read_text().split())
-assert texts == 8 and calls > 20
-again = []
-for kill_at in range(1, calls + 1):
-    folder = Path(sys.argv[1], str(kill_at))
-    assert in_child(folder, kill_at) == -signal.SIGKILL
-    assert in_child(folder, 0) == 0
-    assert visible(content(folder)) == content(whole), kill_at
-    again.append(int(Path(sys.argv[1], "said").read_text().split()[0]))
-print(*again)
+def drop_hidden(contents):
+    """Leave out the temporary files of a killed process."""
+    return {name: data for name, data in contents.items() if not name.startswith(".")}
+
+root = Path(sys.argv[1])
+counts_file = root / "counts"
+pyarrow.array(["a"])  # imports what every child would have to import otherwise
+expected = root / "expected"
+assert fill_in_child(expected, 0) == 0
+num_texts, num_calls = read_counts()
+assert num_texts == 8 and num_calls > 20
+encoded_again = []
+for kill_at in range(1, num_calls + 1):
+    folder = root / str(kill_at)
+    assert fill_in_child(folder, kill_at) == -signal.SIGKILL
+    assert fill_in_child(folder, 0) == 0
+    assert drop_hidden(read_contents(folder)) == read_contents(expected), kill_at
+    num_texts, _ = read_counts()
+    encoded_again.append(num_texts)
+print(*encoded_again)
 '''
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_a_process_killed_at_any_instant_loses_the_shard_in_work_alone(tmp_path):
-    # A process of its own: it forks, and has no threads of torch.
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    again = [int(word) for word in done.stdout.split()]
-    # texts that were encoded again: all 8, then those after the first shard, ... and none once all were written
-    assert again == sorted(again, reverse=True) and set(again) == {8, 5, 2, 0}
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_killed_process_loses_only_the_shard_that_it_was_writing(tmp_path):
+    # Run in a process of its own, because it forks and must not have torch's threads.
+    command = [sys.executable, "-c", KILL_AT_EVERY_CALL, str(tmp_path)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr[-2000:]
+    # Number of texts that were encoded again after each kill: all 8 at first, then those after the
+    # first shard, and so on; none after all shards were written.
+    encoded_again = [int(word) for word in process.stdout.split()]
+    assert encoded_again == sorted(encoded_again, reverse=True)
+    assert set(encoded_again) == {8, 5, 2, 0}

@@ -1,4 +1,4 @@
-"""The four programs of scripts/ that train, mine, encode and evaluate a retriever."""
+"""scripts/train.py, mine.py, encode.py and evaluate.py with tiny models."""
 
 import json
 import re
@@ -21,12 +21,12 @@ PROGRAMS = sorted([*ROOT.glob("scripts/*.py"), *ROOT.glob("eval/*.py")])
 
 @pytest.fixture
 def beir(tmp_path):
-    """A BEIR folder with the splits train and test."""
+    """Return a BEIR folder with the splits train and test."""
     return write_judged_places(tmp_path / "beir", train=True)
 
 
 def train(places, output_dir, **options):
-    """Run scripts/train.py for two updates on a CPU."""
+    """Run scripts/train.py for two updates on a CPU; return the output folder."""
     options = {
         "model": places / "backbone",
         "train_data": places / "pairs.jsonl",
@@ -51,7 +51,7 @@ def test_every_imported_name_is_in_the_reference(path):
     imported = {name for names in imports for name in re.findall(r"\w+", names)}
     page = (ROOT / "docs" / "reference.md").read_text()
     listed = set(re.findall(r"^::: contaccum\..*?(\w+)$", page, re.MULTILINE))
-    # The reproduction of the paper's table is a driver of `contaccum`'s commands.
+    # reproduce_table1.py only runs commands of `contaccum`.
     if path.name != "reproduce_table1.py":
         assert imported
         assert imported - listed == set()
@@ -68,7 +68,7 @@ def test_train_saves_a_sentence_transformer_with_trained_weights(places, tmp_pat
     assert len(read_lines(output / "train_log.jsonl")) == 2
 
 
-def test_train_continues_a_sentence_transformer_on_mined_negatives(
+def test_train_fine_tunes_a_sentence_transformer_on_mined_negatives(
     places,
     tiny_model_path,
     tmp_path,
@@ -93,12 +93,12 @@ def test_train_continues_a_sentence_transformer_on_mined_negatives(
     assert any(not torch.equal(after[name], before[name]) for name in before)
 
 
-def test_encode_writes_a_store_of_the_models_embeddings(beir, tiny_model_path, tmp_path):
+def test_encode_writes_a_store_of_embeddings(beir, tiny_model_path, tmp_path):
     folder = tmp_path / "store"
     argv = [tiny_model_path, "--corpus", beir, "--output", folder]
     argv += ["--shard_size", 10, "--device", "cpu"]
     run_program("scripts/encode.py", *argv)
-    run_program("scripts/encode.py", *argv)  # a finished store is left as it is
+    run_program("scripts/encode.py", *argv)  # the second run does not change the finished store
     store = EmbeddingStore.open(folder)
     corpus = load_data(beir).corpus
     texts = [f"{document['title']} {document['text']}" for document in corpus.values()]
@@ -107,7 +107,7 @@ def test_encode_writes_a_store_of_the_models_embeddings(beir, tiny_model_path, t
     np.testing.assert_allclose(store[:], expected, atol=1e-6)
 
 
-def test_evaluate_writes_the_scores_and_compares_with_a_baseline(
+def test_evaluate_writes_scores_and_compares_with_a_baseline(
     beir,
     places,
     tiny_model_path,
@@ -130,7 +130,7 @@ def test_evaluate_writes_the_scores_and_compares_with_a_baseline(
     with pytest.raises(SystemExit) as stopped:
         run_program("scripts/evaluate.py", "no_model", "--data", places / "beir", *again)
     assert stopped.value.code == 2
-    assert "it is on other data" in capsys.readouterr().err
+    assert "its data are not" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_evaluate_writes_the_scores_and_compares_with_a_baseline(
     ],
     ids=lambda argv: argv[0],
 )
-def test_a_mistake_ends_with_one_line_and_writes_nothing(argv, tmp_path, monkeypatch, capsys):
+def test_user_error_is_one_line_and_nothing_is_written(argv, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     program, *rest = argv
     with pytest.raises(SystemExit) as stopped:

@@ -1,7 +1,7 @@
-"""Trains a tiny model on two ranks under each engine that can run here, for test_engines.py. Prints JSON.
+"""Training of a tiny model on two ranks under each engine, for test_engines.py; prints JSON.
 
-The ranks are forks of one process, as in forked_runs.py. accelerate shards on accelerators only; torch and DeepSpeed do
-so on a CPU as well.
+The ranks are forks of one process, as in forked_runs.py. accelerate shards models on accelerators
+only, but torch and DeepSpeed can do so on a CPU as well.
 """
 
 import json
@@ -14,24 +14,26 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, is_deepspeed_available
-from forked_runs import ROOT, on_ranks
+from forked_runs import ROOT, run_on_ranks
 from tiny_models import tiny_encoder
-from tiny_runs import SAVES, arguments_in, pairs
+from tiny_runs import SAVE_EVERY_UPDATE, make_arguments, make_pairs
 
 import contaccum.losses.contaccum
 from contaccum import ContAccumTrainer
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 with suppress(ImportError):
-    import deepspeed  # before the forks, each of which would take seconds for it
+    # The import takes seconds, so it precedes the forks.
+    import deepspeed
 
-    deepspeed.ops.__compatible_ops__.clear()  # private: else it compiles an all-reduce of its own, for a minute
+    # Private. Otherwise DeepSpeed compiles an all-reduce, which takes a minute.
+    deepspeed.ops.__compatible_ops__.clear()
 
 
-def zero(stage: int) -> dict[str, Any]:
-    """Tiny parameters are sharded as well."""
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    return {"deepspeed": {"zero_optimization": zero}}
+def make_zero_settings(stage: int) -> dict[str, Any]:
+    """Return the arguments for a stage of ZeRO that shards even tiny parameters."""
+    config = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return {"deepspeed": {"zero_optimization": config}}
 
 
 ENGINES: dict[str, dict[str, Any]] = {
@@ -40,31 +42,42 @@ ENGINES: dict[str, dict[str, Any]] = {
         "fsdp": True,
         "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["BertLayer"]},
     },
-    **({"zero2": zero(2), "zero3": zero(3)} if is_deepspeed_available() else {}),
 }
+if is_deepspeed_available():
+    ENGINES["zero2"] = make_zero_settings(2)
+    ENGINES["zero3"] = make_zero_settings(3)
+
 CASES: dict[str, dict[str, Any]] = {
     "tied": {},
-    "resumed": {"max_steps": 3},  # after the first update; the third is spoiled
+    # Resumed after the first update of "tied"; the third update is not finite.
+    "resumed": {"max_steps": 3},
     "untied": {"gradient_checkpointing": True, "save_steps": 2},
-    "float64": {"save_steps": 2},  # which DeepSpeed has not
+    "float64": {"save_steps": 2},
 }
-GIVEN = {
+SKIPPED_CASES = {"ddp": ["resumed"], "fsdp": [], "zero2": ["float64"], "zero3": ["float64"]}
+"""Cases that are not run: DeepSpeed has no float64."""
+
+SETTINGS = {
     "max_steps": 2,
     "gradient_accumulation_steps": 2,
     "lr_scheduler_type": "constant",
     "max_grad_norm": 0.1,
+    "optim": "adamw_torch",
+    "use_cpu": True,
+    "ddp_backend": "gloo",
+    **SAVE_EVERY_UPDATE,
 }
-GIVEN |= {"optim": "adamw_torch", "use_cpu": True, "ddp_backend": "gloo", **SAVES}
 
 
-def spoil(trainer: ContAccumTrainer) -> None:
-    """Of the second update from here, the second rank's embeddings of one micro-batch are no numbers."""
-    calls = 0
+def make_second_update_nonfinite(trainer: ContAccumTrainer) -> None:
+    """Make the query embeddings of the third micro-batch NaN on the second rank."""
+    num_calls = 0
 
-    def forward(module: Any, given: Any, output: Any) -> Any:
-        nonlocal calls
-        calls += torch.is_grad_enabled() and given[0].get("task") == "query"
-        if calls == 3 and trainer.args.process_index == 1:
+    def forward(module: Any, arguments: Any, output: Any) -> Any:
+        nonlocal num_calls
+        if torch.is_grad_enabled() and arguments[0].get("task") == "query":
+            num_calls += 1
+        if num_calls == 3 and trainer.args.process_index == 1:
             output["sentence_embedding"] = output["sentence_embedding"] * math.nan
         return output
 
@@ -72,45 +85,50 @@ def spoil(trainer: ContAccumTrainer) -> None:
 
 
 def train(engine: str, case: str, model: Any) -> None:
+    """Train one case under an engine, and write what the tests compare into its folder."""
     AcceleratorState._reset_state(reset_partial_state=True)
     folder = ROOT / f"{engine}-{case}"
-    args = arguments_in(folder, **{**GIVEN, **CASES[case], **ENGINES[engine]})
+    args = make_arguments(folder, **{**SETTINGS, **CASES[case], **ENGINES[engine]})
     if engine == "fsdp":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    trainer = ContAccumTrainer(model, args, pairs(48, negatives=1))
+    trainer = ContAccumTrainer(model, args, make_pairs(48, negatives=1))
+    resume_from = None
     if case == "resumed":
-        spoil(trainer)
-    trainer.train(str(ROOT / f"{engine}-tied" / "checkpoint-1") if case == "resumed" else None)
+        make_second_update_nonfinite(trainer)
+        resume_from = str(ROOT / f"{engine}-tied" / "checkpoint-1")
+    trainer.train(resume_from)
     (loss,) = trainer.bank_losses()
     loss.info_nce.end_pending_update()
-    about = {
+    record = {
         "wrapped": type(trainer.model_wrapped).__name__,
         "updates": loss.info_nce.clock.num_updates,
     }
-    (folder / f"rank-{args.process_index}.json").write_text(json.dumps(about))
+    (folder / f"rank-{args.process_index}.json").write_text(json.dumps(record))
     if case == "tied":
-        trainer._load_from_checkpoint(
-            str(folder / "checkpoint-1")
-        )  # as transformers does with the best
+        # transformers loads the best checkpoint in this way.
+        trainer._load_from_checkpoint(str(folder / "checkpoint-1"))
         trainer.save_model(str(folder / "first"))
     trainer.accelerator.wait_for_everyone()
 
 
 def main() -> None:
+    """Train all cases under all engines; print the exit codes of the ranks."""
     contaccum.losses.contaccum.PAIRS_PER_PROBE = 8
     models = {case: tiny_encoder(case != "untied", normalize=False) for case in CASES}
     models["float64"].double()
-    for p in models["resumed"].parameters():
-        p.data.zero_()  # its checkpoint has others
+    # Other weights than those of the checkpoint, which must replace them.
+    for parameter in models["resumed"].parameters():
+        parameter.data.zero_()
+    exit_codes = {}
+    for engine in ENGINES:
 
-    def work(engine: str) -> None:
-        left_out = {"ddp": "resumed", "fsdp": None}.get(engine, "float64")
-        for case in CASES:
-            if case != left_out:
-                train(engine, case, models[case])
+        def train_cases(rank: int, engine: str = engine) -> None:
+            for case in CASES:
+                if case not in SKIPPED_CASES[engine]:
+                    train(engine, case, models[case])
 
-    codes = {engine: on_ranks(2, lambda _, engine=engine: work(engine)) for engine in ENGINES}  # type: ignore[misc]
-    print(json.dumps(codes))
+        exit_codes[engine] = run_on_ranks(2, train_cases)
+    print(json.dumps(exit_codes))
 
 
 if __name__ == "__main__":

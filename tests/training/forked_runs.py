@@ -1,6 +1,7 @@
-"""Runs a tiny training in forks of one process, kills them, and lets several be ranks, for test_forked_runs.py.
+"""Tiny training runs in forks of one process, for test_forked_runs.py; prints JSON.
 
-A start of Python with torch and transformers takes seconds, a fork of one that has them none. Prints JSON.
+Some forks are killed, and some are the ranks of one run. Starting Python with torch and
+transformers takes seconds, while a fork of a process that has imported them takes no time.
 """
 
 import contextlib
@@ -20,7 +21,14 @@ from typing import Any
 import torch
 from datasets import disable_progress_bars
 from tiny_models import tiny_encoder
-from tiny_runs import SAVES, at_micro_step, log_of, pairs, state_of, trainer_in
+from tiny_runs import (
+    SAVE_EVERY_UPDATE,
+    call_at_micro_step,
+    get_state,
+    make_pairs,
+    make_trainer,
+    read_log,
+)
 from transformers.utils import logging as transformers_logging
 
 import contaccum.losses.contaccum
@@ -32,40 +40,48 @@ disable_progress_bars()
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
 
-UPDATES = 6
+NUM_UPDATES = 6
 ROOT = Path(sys.argv[2])
-GIVEN = {
+SETTINGS = {
     "per_device_train_batch_size": 2,
-    "max_steps": UPDATES,
+    "max_steps": NUM_UPDATES,
     "use_cpu": True,
     "save_total_limit": 2,
-    **SAVES,
+    **SAVE_EVERY_UPDATE,
 }
+MEASURED = ("seconds", "pairs_per_second", "peak_memory_mb")
+"""Log entries that differ between runs on the same data."""
 
 
-def run_in(
-    folder: Path, rows: int = 23, negatives: int = 0, stream: bool = False, **given: Any
+def make_run(
+    folder: Path, rows: int = 23, negatives: int = 0, stream: bool = False, **settings: Any
 ) -> ContAccumTrainer:
-    data = pairs(rows, negatives)
-    return trainer_in(folder, data.to_iterable_dataset() if stream else data, **{**GIVEN, **given})
+    """Return a trainer with the settings of all runs here."""
+    data: Any = make_pairs(rows, negatives)
+    if stream:
+        data = data.to_iterable_dataset()
+    return make_trainer(folder, data, **{**SETTINGS, **settings})
 
 
-def outcome(folder: Path, trainer: ContAccumTrainer) -> None:
-    """All that a run came to, for comparison."""
-    state, measured = state_of(trainer), ("seconds", "pairs_per_second", "peak_memory_mb")
-    log = [{k: v for k, v in line.items() if k not in measured} for line in log_of(folder)]
+def save_outcome(folder: Path, trainer: ContAccumTrainer) -> None:
+    """Save the state and the log of a finished run for comparison."""
+    state = get_state(trainer)
+    log = []
+    for line in read_log(folder):
+        log.append({key: value for key, value in line.items() if key not in MEASURED})
     if trainer.args.process_index == 0:
         torch.save({"state": state, "log": log}, folder / "outcome.pt")
 
 
 def train(folder: Path, **settings: Any) -> None:
-    """Train on from the last checkpoint, if there is one, to the end."""
-    trainer = run_in(folder, **settings)
+    """Train to the end, from the last checkpoint if there is one."""
+    trainer = make_run(folder, **settings)
     trainer.train(resume_from_checkpoint="auto")
-    outcome(folder, trainer)
+    save_outcome(folder, trainer)
 
 
-def fork(work: Callable[[], None]) -> int:
+def fork(work: Callable[[], object]) -> int:
+    """Run ``work`` in a fork; return the process id. An error is written into `ROOT`."""
     child = os.fork()
     if child:
         return child
@@ -87,58 +103,75 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def wait(child: int) -> int:
+    """Wait for a fork to end; return its exit code."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def kill(kills: int) -> dict[str, Any]:
-    """One run to its end, and others that are killed again and again, each time within a few updates of its resume.
+def train_and_report(folder: Path, writing: int) -> None:
+    """Train as `train` does, and write a byte to a pipe before each micro-step."""
+    micro_step = ContAccumTrainer.micro_step
 
-    When to kill is counted in micro-steps first, since a busy machine may take any time for one, and then in seconds:
-    anywhere within an update and the save after it. A run that ends before it is killed makes room for another.
+    def report(*args: Any, **kwargs: Any) -> Any:
+        os.write(writing, b"x")
+        return micro_step(*args, **kwargs)
+
+    ContAccumTrainer.micro_step = report  # type: ignore[method-assign]
+    train(folder)
+
+
+def start_and_kill(folder: Path, num_micro_steps: int, seconds: float) -> int:
+    """Start a run and kill it some seconds after a number of micro-steps; return its exit code.
+
+    Micro-steps are counted first, because on a busy machine a micro-step may take any time.
+    """
+    reading, writing = os.pipe()
+    child = fork(lambda: train_and_report(folder, writing))
+    os.close(writing)
+    for _ in range(num_micro_steps):
+        os.read(reading, 1)  # returns when a micro-step begins, or when the run has ended
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    code = wait(child)
+    os.close(reading)
+    return code
+
+
+def find_last_update(folder: Path) -> int:
+    """Return the update of the newest checkpoint in a folder; 0 without one."""
+    updates = [int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*")]
+    return max(updates, default=0)
+
+
+def kill(num_kills: int) -> dict[str, Any]:
+    """Train one run without interruption, and others that are killed again and again.
+
+    A run is killed within a few updates after each start, at a random instant of an update or of
+    the save after it. If a run ends before it is killed, another run is started.
     """
     codes = [wait(fork(lambda: train(ROOT / "straight")))]
-    log = log_of(ROOT / "straight")
-    update = sorted(line["seconds"] for line in log)[len(log) // 2]  # the save after it included
+    seconds = sorted(line["seconds"] for line in read_log(ROOT / "straight"))
+    seconds_per_update = seconds[len(seconds) // 2]  # includes the save
     sample = random.Random(3)
-    killed, reached, folders = 0, [], [ROOT / "killed-0"]
-    while killed < kills:
+    num_killed = 0
+    reached: list[int] = []
+    folders = [ROOT / "killed-0"]
+    while num_killed < num_kills:
         folder = folders[-1]
-        reading, writing = os.pipe()
-
-        def reporting(folder: Path = folder, writing: int = writing) -> None:
-            step = ContAccumTrainer.micro_step
-
-            def reported(*args: Any, **kwargs: Any) -> Any:
-                os.write(writing, b"x")
-                return step(*args, **kwargs)
-
-            ContAccumTrainer.micro_step = reported  # type: ignore[method-assign]
-            train(folder)
-
-        child = fork(reporting)
-        os.close(writing)
-        for _ in range(sample.randint(4, 9)):
-            os.read(reading, 1)  # one more micro-step begins, or all are done
-        time.sleep(sample.uniform(0, update))
-        os.kill(child, signal.SIGKILL)
-        code = wait(child)
-        os.close(reading)
-        if code == -signal.SIGKILL:
-            killed += 1
-            reached.append(
-                max((int(p.name.split("-")[1]) for p in folder.glob("checkpoint-*")), default=0)
-            )
-            if (
-                folder / f"checkpoint-{UPDATES}" / "contaccum.json"
-            ).is_file():  # it had ended: nothing is left to do
-                folders[-1] = ROOT / f"killed-{killed}-anew"
-        else:
+        num_micro_steps = sample.randint(4, 9)
+        code = start_and_kill(folder, num_micro_steps, sample.uniform(0, seconds_per_update))
+        if code != -signal.SIGKILL:
             codes.append(code)
             folders.append(ROOT / f"killed-{len(folders)}")
+            continue
+        num_killed += 1
+        reached.append(find_last_update(folder))
+        if (folder / f"checkpoint-{NUM_UPDATES}" / "contaccum.json").is_file():
+            # The run had done all updates, so nothing is left to resume.
+            folders[-1] = ROOT / f"killed-{num_killed}-anew"
     codes.append(wait(fork(lambda: train(folders[-1]))))
     return {
         "codes": codes,
-        "killed": killed,
+        "killed": num_killed,
         "reached": reached,
         "folders": [folder.name for folder in folders],
     }
@@ -159,84 +192,116 @@ CASES: dict[str, dict[str, Any]] = {
     "pre_batch": {"method": "pre_batch", "negatives": 1},
     "stream": {"stream": True},
 }
-SGD = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
-COMMON = {"rows": 48, "max_steps": 2, "save_strategy": "no"} | SGD
+SETTINGS_OF_CASES = {
+    "rows": 48,
+    "max_steps": 2,
+    "save_strategy": "no",
+    "optim": "sgd",
+    "learning_rate": 0.5,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+}
 
 
-def as_one(name: str, ranks: int) -> tuple[Any, dict[str, Any]]:
-    """Model and settings of a case whose micro-batches on all ranks are the same eight pairs."""
-    given = {**COMMON, **CASES[name], "per_device_train_batch_size": 8 // ranks}
-    if given.get("method", "contaccum") not in BANK_METHODS:
-        given["gather_across_devices"] = ranks > 1
-    return tiny_encoder(given.pop("tied", True)).double(), given
+def make_case(name: str, num_ranks: int) -> tuple[Any, dict[str, Any]]:
+    """Return model and settings of a case with 8 pairs per micro-step, on all ranks together."""
+    settings = {**SETTINGS_OF_CASES, **CASES[name], "per_device_train_batch_size": 8 // num_ranks}
+    if settings.get("method", "contaccum") not in BANK_METHODS:
+        settings["gather_across_devices"] = num_ranks > 1
+    model = tiny_encoder(settings.pop("tied", True)).double()
+    return model, settings
 
 
-def on_ranks(count: int, work: Callable[[int], None]) -> list[int]:
-    """The same work in as many forks, which are the ranks of one group; returns their exit codes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def run_on_ranks(num_ranks: int, work: Callable[[int], object]) -> list[int]:
+    """Run ``work`` in forks that are the ranks of one process group; return their exit codes.
 
-    def rank(number: int) -> None:
-        # Models first: among ranks, transformers lets only the first write what it is loaded from.
-        os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(count)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        work(number)
+    Models must be created before the forks: transformers lets only the first rank write the folder
+    that a model is loaded from.
+    """
+    with socket.socket() as free_socket:
+        free_socket.bind(("127.0.0.1", 0))
+        port = free_socket.getsockname()[1]
 
-    return [
-        wait(child)
-        for child in [fork(lambda number=number: rank(number)) for number in range(count)]
-    ]
+    def run_rank(rank: int) -> None:
+        os.environ["RANK"] = str(rank)
+        os.environ["LOCAL_RANK"] = str(rank)
+        os.environ["WORLD_SIZE"] = str(num_ranks)
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        os.environ["MASTER_PORT"] = str(port)
+        work(rank)
+
+    children = [fork(lambda rank=rank: run_rank(rank)) for rank in range(num_ranks)]
+    return [wait(child) for child in children]
 
 
-def ranks() -> dict[str, Any]:
-    """Every case on one rank, on two, and some on four; runs stopped by a signal to one rank, and resumed elsewhere."""
-    contaccum.losses.contaccum.PAIRS_PER_PROBE = 20
-    codes: dict[str, list[int]] = {}
-    models = {name: {r: as_one(name, r) for r in (1, 2, 4)} for name in CASES}
+def train_cases() -> dict[str, list[int]]:
+    """Train every case on one rank and on two, and one case on four; return the exit codes."""
+    cases = {}
+    for name in CASES:
+        for num_ranks in (1, 2, 4):
+            cases[name, num_ranks] = make_case(name, num_ranks)
 
-    def case(name: str, count: int) -> None:
-        model, given = models[name][count]
-        folder = ROOT / f"{name}-{count}"
-        trainer = run_in(folder, model=model, ddp_backend="gloo" if count > 1 else None, **given)
+    def train_case(name: str, num_ranks: int) -> None:
+        model, settings = cases[name, num_ranks]
+        folder = ROOT / f"{name}-{num_ranks}"
+        backend = "gloo" if num_ranks > 1 else None
+        trainer = make_run(folder, model=model, ddp_backend=backend, **settings)
         trainer.train()
         trainer.accelerator.wait_for_everyone()
-        outcome(folder, trainer)
+        save_outcome(folder, trainer)
 
-    codes["1"] = [wait(fork(lambda: [case(name, 1) for name in CASES]))]  # type: ignore[arg-type]  # the list is no matter
-    codes["2"] = on_ranks(2, lambda number: [case(name, 2) for name in CASES])  # type: ignore[arg-type]  # as above
-    codes["4"] = on_ranks(4, lambda number: case("contaccum, untied", 4))
+    def train_all(num_ranks: int) -> None:
+        for name in CASES:
+            train_case(name, num_ranks)
 
-    sizes = {
+    return {
+        "1": [wait(fork(lambda: train_all(1)))],
+        "2": run_on_ranks(2, lambda rank: train_all(2)),
+        "4": run_on_ranks(4, lambda rank: train_case("contaccum, untied", 4)),
+    }
+
+
+def stop_and_resume_ranks() -> dict[str, list[int]]:
+    """Stop a run of two ranks by a signal to one of them, and resume it on two ranks and on one.
+
+    Returns:
+        The exit codes, also those of a run that is not stopped.
+    """
+    settings = {
         "rows": 24,
         "total_train_batch_size": 12,
         "gradient_accumulation_steps": 1,
         "max_steps": 4,
+        "gather_across_devices": True,
     }
     model = tiny_encoder()
 
-    def several(folder: Path, number: int, stop_in: int | None = None, **more: Any) -> None:
-        trainer = run_in(
-            folder,
-            model=model,
-            ddp_backend="gloo",
-            **{**sizes, "gather_across_devices": True, **more},
-        )
-        if number == 1 and stop_in is not None:
-            at_micro_step(trainer, stop_in, lambda _: signal.raise_signal(signal.SIGTERM))
+    def train_rank(folder: Path, rank: int, stop_at: int | None = None) -> None:
+        trainer = make_run(folder, model=model, ddp_backend="gloo", **settings)
+        if rank == 1 and stop_at is not None:
+            call_at_micro_step(trainer, stop_at, lambda _: signal.raise_signal(signal.SIGTERM))
         trainer.train(resume_from_checkpoint="auto")
-        (folder / f"run_id-{number}").write_text(str(trainer.run_id))
-        outcome(folder, trainer)
+        (folder / f"run_id-{rank}").write_text(str(trainer.run_id))
+        save_outcome(folder, trainer)
 
-    codes["straight"] = on_ranks(2, lambda number: several(ROOT / "ranks", number))
-    codes["stopped"] = on_ranks(2, lambda number: several(ROOT / "stopped", number, stop_in=4))
+    codes = {}
+    codes["straight"] = run_on_ranks(2, lambda rank: train_rank(ROOT / "ranks", rank))
+    codes["stopped"] = run_on_ranks(2, lambda rank: train_rank(ROOT / "stopped", rank, stop_at=4))
     shutil.copytree(ROOT / "stopped", ROOT / "alone")
-    codes["resumed"] = on_ranks(2, lambda number: several(ROOT / "stopped", number))
-    codes["alone"] = [
-        wait(fork(lambda: train(ROOT / "alone", model=model, gather_across_devices=True, **sizes)))
-    ]
+    codes["resumed"] = run_on_ranks(2, lambda rank: train_rank(ROOT / "stopped", rank))
+    codes["alone"] = [wait(fork(lambda: train(ROOT / "alone", model=model, **settings)))]
+    return codes
+
+
+def train_on_ranks() -> dict[str, Any]:
+    """Train on several ranks; return the exit codes and the names of the cases."""
+    contaccum.losses.contaccum.PAIRS_PER_PROBE = 20
+    codes = train_cases() | stop_and_resume_ranks()
     return {"codes": codes, "cases": list(CASES)}
 
 
 if __name__ == "__main__":
-    print(json.dumps(ranks() if sys.argv[1] == "ranks" else kill(int(sys.argv[1]))))
+    if sys.argv[1] == "ranks":
+        print(json.dumps(train_on_ranks()))
+    else:
+        print(json.dumps(kill(int(sys.argv[1]))))

@@ -71,14 +71,14 @@ AUTO = {"per_device_train_batch_size": "auto"}
         ({"report_to": "tensorbord"}, ["report_to=tensorbord", "not installed"]),
     ],
 )
-def test_refused_with_both_names(settings, named, tmp_path):
-    with pytest.raises(ValueError) as caught:  # transformers refuses some by itself
+def test_invalid_settings_are_refused_and_named(settings, named, tmp_path):
+    with pytest.raises(ValueError) as caught:  # transformers refuses some of them itself
         ContAccumTrainingArguments(output_dir=str(tmp_path), **settings)
     for part in named:
         assert part in str(caught.value)
 
 
-def test_engines_that_the_environment_asks_for_are_refused(tmp_path, monkeypatch):
+def test_engines_that_the_environment_sets_are_refused(tmp_path, monkeypatch):
     for environment, message in (
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "method=grad_cache with deepspeed"),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP version 1 is not supported"),
@@ -99,50 +99,65 @@ def test_engines_that_the_environment_asks_for_are_refused(tmp_path, monkeypatch
         ("grad_cache", None, None),
     ],
 )
-def test_the_bank_follows_from_the_method_and_the_pairs_of_an_update_do_not(
+def test_the_method_determines_the_banks_but_not_the_pairs_per_update(
     method, bank_size, query_bank_size, tmp_path
 ):
-    sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 16}
-    args = ContAccumTrainingArguments(output_dir=str(tmp_path), method=method, **sizes)
-    for one in (args, ContAccumTrainingArguments(**args.to_dict())):
-        assert (one.bank_size, one.query_bank_size) == (bank_size, query_bank_size)
-        assert (one.total_train_batch_size, one.pairs_per_micro_batch) == (128, 8)
+    args = ContAccumTrainingArguments(
+        output_dir=str(tmp_path),
+        method=method,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=16,
+    )
+    copied_args = ContAccumTrainingArguments(**args.to_dict())
+    for arguments in (args, copied_args):
+        assert arguments.bank_size == bank_size
+        assert arguments.query_bank_size == query_bank_size
+        assert arguments.total_train_batch_size == 128
+        assert arguments.pairs_per_micro_batch == 8
 
 
 def test_every_setting_of_the_loss_is_an_argument_and_is_passed_on_by_name(tmp_path):
-    no_arguments = {"pairs_per_update"}  # the trainer counts them
-    of_a_bank = set(inspect.signature(BankedInfoNCE).parameters) - no_arguments
-    assert set(LOSS_SETTINGS) == {*of_a_bank, "distill", "distill_weight", "distill_temperature"}
-    given = {"bank_size": 7, "query_bank_size": 0, "normalize_by": "all", "mask_duplicates": False}
-    given |= {"bank_hard_negatives": False, "drift_compensation": "none"}
-    given |= {"center_gradients": "queries", "bank_weight": 128.0}
-    given |= {
+    loss_parameters = set(inspect.signature(BankedInfoNCE).parameters)
+    loss_parameters.remove("pairs_per_update")  # the trainer counts the pairs
+    distill_settings = {"distill", "distill_weight", "distill_temperature"}
+    assert set(LOSS_SETTINGS) == loss_parameters | distill_settings
+    settings = {
+        "similarity": "dot",
+        "temperature": 0.5,
+        "bank_size": 7,
+        "query_bank_size": 0,
+        "normalize_by": "all",
+        "mask_duplicates": False,
+        "bank_hard_negatives": False,
+        "drift_compensation": "none",
+        "center_gradients": "queries",
+        "bank_weight": 128.0,
         "false_negative_margin": 0.1,
         "guide_margin": 0.2,
         "guide_margin_strategy": "relative",
+        "hardness_mode": "hard_negatives",
+        "hardness_strength": 5.0,
+        "directions": ["query_to_doc", "doc_to_query"],
+        "partition_mode": "per_direction",
     }
-    given |= {"hardness_mode": "hard_negatives", "hardness_strength": 5.0}
-    given |= {"directions": ["query_to_doc", "doc_to_query"], "partition_mode": "per_direction"}
-    distill = {"distill": "kl", "distill_weight": 0.5, "distill_temperature": 2.0}
     args = ContAccumTrainingArguments(
-        output_dir=str(tmp_path), similarity="dot", temperature=0.5, **given, **distill
+        output_dir=str(tmp_path),
+        distill="kl",
+        distill_weight=0.5,
+        distill_temperature=2.0,
+        **settings,
     )
     loss = make_loss(tiny_encoder(), args)
     assert isinstance(loss, ContAccumLoss)
-    expected = {**given, "similarity": "dot", "temperature": 0.5, "gather_across_devices": False}
-    term = vars(loss.distillation)
-    assert [term[key] for key in ("kind", "weight", "temperature", "similarity", "scale")] == [
-        "kl",
-        0.5,
-        2,
-        "dot",
-        2,
-    ]
-    passed_on = {
-        name: value
-        for name, value in dataclasses.asdict(loss.settings).items()
-        if name not in no_arguments
-    }
-    assert {name: str(value) for name, value in passed_on.items()} == {
-        name: str(value) for name, value in expected.items()
-    }
+    distillation = loss.distillation
+    assert distillation.kind == "kl"
+    assert distillation.weight == 0.5
+    assert distillation.temperature == 2
+    assert distillation.similarity == "dot"
+    assert distillation.scale == 2
+    passed = dataclasses.asdict(loss.settings)
+    del passed["pairs_per_update"]
+    expected = {**settings, "gather_across_devices": False}
+    assert passed.keys() == expected.keys()
+    for name, value in expected.items():
+        assert passed[name] == value, name

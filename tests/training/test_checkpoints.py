@@ -1,4 +1,4 @@
-"""Which checkpoints are whole, which is resumed, what a resumed run may change; kills and signals at any instant."""
+"""Checkpoints: completeness, resuming, kills and signals at any instant, full disks."""
 
 import errno
 import json
@@ -11,31 +11,70 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import RUN, SAVES, at_micro_step, differing, log_of, state_of, trainer_in
+from tiny_runs import (
+    RUN_SETTINGS,
+    SAVE_EVERY_UPDATE,
+    call_at_micro_step,
+    get_state,
+    list_differences,
+    make_trainer,
+    read_log,
+)
 
 from contaccum.errors import UserError
 from contaccum.training import checkpoint
 from contaccum.training.checkpoint import (
     BANK_FILE,
     MARKER,
-    fault_of,
     find_checkpoints,
+    find_defect,
     remove_oldest,
-    seal,
+    write_marker,
 )
 
 
 @pytest.fixture
-def ended(run, tmp_path) -> Path:
-    """The folder of a run of eight updates, with its last three checkpoints."""
-    folder, _, _ = run
-    shutil.copytree(folder, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-[1-5]"))
+def finished(run, tmp_path) -> Path:
+    """A copy of a finished run of eight updates, with its last three checkpoints."""
+    ignored = shutil.ignore_patterns("checkpoint-[1-5]")
+    shutil.copytree(run.folder, tmp_path / "run", ignore=ignored)
     return tmp_path / "run"
 
 
-def test_a_checkpoint_holds_transformers_files_the_bank_and_what_identifies_the_run(run):
-    folder = run[0] / "checkpoint-2"
-    assert fault_of(folder) is None
+def list_checkpoint_names(folder: Path) -> list[str]:
+    """Return the names of the checkpoints in a folder."""
+    return sorted(path.name for path in find_checkpoints(folder))
+
+
+def list_updates(folder: Path) -> list[int]:
+    """Return the update numbers in a run's log."""
+    return [line["update"] for line in read_log(folder)]
+
+
+def have_same_weights(first: Any, second: Any) -> bool:
+    """Return whether the models of two trainers have the same weights."""
+    return all(map(torch.equal, first.model.parameters(), second.model.parameters()))
+
+
+def kill(*_: Any) -> None:
+    """Stop a run as SIGKILL would: no code of contaccum runs after KeyboardInterrupt."""
+    raise KeyboardInterrupt
+
+
+def raise_sigterm(_: Any) -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+def train_until_sigterm(trainer: Any, micro_step: int) -> None:
+    """Train until a SIGTERM in a micro-step, after which the run saves a checkpoint and stops."""
+    call_at_micro_step(trainer, micro_step, raise_sigterm)
+    with pytest.raises(SystemExit):
+        trainer.train()
+
+
+def test_a_checkpoint_holds_all_states_and_a_record_of_the_run(run):
+    folder = run.folder / "checkpoint-2"
+    assert find_defect(folder) is None
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert files >= {
         "model.safetensors",
@@ -43,85 +82,76 @@ def test_a_checkpoint_holds_transformers_files_the_bank_and_what_identifies_the_
         "scheduler.pt",
         "rng_state.pth",
         "trainer_state.json",
+        BANK_FILE,
+        MARKER,
     }
-    assert files >= {BANK_FILE, MARKER} and "training_args.bin" not in files
+    assert "training_args.bin" not in files
     marker = json.loads((folder / MARKER).read_text())
-    assert (
-        marker["contaccum"] and marker["update"] == 2 and marker["files"].keys() == files - {MARKER}
-    )
-    assert (
-        marker["settings"]["pairs per update"] == 12
-        and len(marker["settings"]["data fingerprint"]) == 64
-    )
-    for name in ("optimizer.pt", "scheduler.pt"):  # as a checkpoint from somebody else is loaded
+    assert marker["contaccum"]
+    assert marker["update"] == 2
+    assert marker["files"].keys() == files - {MARKER}
+    assert marker["settings"]["pairs per update"] == 12
+    assert len(marker["settings"]["data fingerprint"]) == 64
+    # A checkpoint from another person must be loadable without running code.
+    for name in ("optimizer.pt", "scheduler.pt"):
         torch.load(folder / name, weights_only=True)
 
 
-def test_the_newest_whole_checkpoint_is_resumed_and_those_passed_over_are_named(
-    run, ended, caplog, capsys
-):
-    (ended / "checkpoint-8" / MARKER).unlink()
-    os.truncate(ended / "checkpoint-7" / "optimizer.pt", 100)
-    resumed = trainer_in(ended, **RUN, **SAVES)
+def test_the_newest_complete_checkpoint_is_resumed(run, finished, caplog, capsys):
+    """Newer checkpoints that are incomplete are named in warnings."""
+    (finished / "checkpoint-8" / MARKER).unlink()
+    os.truncate(finished / "checkpoint-7" / "optimizer.pt", 100)
+    resumed = make_trainer(finished, **RUN_SETTINGS, **SAVE_EVERY_UPDATE)
     with caplog.at_level(logging.WARNING):
         resumed.train(resume_from_checkpoint="last")
-    assert f"passed over {ended / 'checkpoint-8'}: it has no whole {MARKER}" in caplog.text
-    assert (
-        f"passed over {ended / 'checkpoint-7'}: optimizer.pt is not what was written" in caplog.text
-    )
-    assert (
-        f"resuming from         {ended / 'checkpoint-6'} (after 6 updates)"
-        in capsys.readouterr().out
-    )
-    # Each update has one line in the log, though two were done twice; what was damaged is whole again.
-    assert [line["update"] for line in log_of(ended)] == list(range(1, 9))
-    assert [fault_of(path) for path in find_checkpoints(ended)] == [None] * 3
-    assert differing(run[1], state_of(resumed)) == []
-    (ended / "checkpoint-8" / "scheduler.pt").unlink()
-    with pytest.raises(
-        UserError, match=r"no checkpoint to resume from .* scheduler\.pt is not what was written"
-    ):
-        trainer_in(ended, **RUN, **SAVES).train(resume_from_checkpoint=str(ended / "checkpoint-8"))
+    eight = f"skipped {finished / 'checkpoint-8'}: {MARKER} is missing or damaged"
+    assert eight in caplog.text
+    seven = f"skipped {finished / 'checkpoint-7'}: optimizer.pt is missing or has another size"
+    assert seven in caplog.text
+    output = capsys.readouterr().out
+    assert f"resuming from         {finished / 'checkpoint-6'} (after 6 updates)" in output
+    # Two updates were trained twice, but each has one line in the log. The damaged checkpoints were
+    # written again.
+    assert list_updates(finished) == list(range(1, 9))
+    assert [find_defect(path) for path in find_checkpoints(finished)] == [None] * 3
+    assert list_differences(run.state, get_state(resumed)) == []
+
+    (finished / "checkpoint-8" / "scheduler.pt").unlink()
+    again = make_trainer(finished, **RUN_SETTINGS, **SAVE_EVERY_UPDATE)
+    with pytest.raises(UserError, match=r"no checkpoint to resume from .*scheduler\.pt is missing"):
+        again.train(resume_from_checkpoint=str(finished / "checkpoint-8"))
 
 
-def test_auto_starts_where_there_is_nothing_and_an_ended_run_does_no_more(tmp_path, caplog):
-    trainer_in(tmp_path, max_steps=1, **SAVES).train(resume_from_checkpoint="auto")
-    two = trainer_in(tmp_path, max_steps=2, **SAVES)
-    two.train(resume_from_checkpoint="auto")
-    assert two.state.global_step == 2 and [line["update"] for line in log_of(tmp_path)] == [1, 2]
-    again = trainer_in(tmp_path, max_steps=2, **SAVES)
+def test_auto_starts_a_run_resumes_it_and_stops_at_its_end(tmp_path, caplog):
+    make_trainer(tmp_path, max_steps=1, **SAVE_EVERY_UPDATE).train(resume_from_checkpoint="auto")
+    second = make_trainer(tmp_path, max_steps=2, **SAVE_EVERY_UPDATE)
+    second.train(resume_from_checkpoint="auto")
+    assert second.state.global_step == 2
+    assert list_updates(tmp_path) == [1, 2]
+    # transformers alone would train a third update.
+    third = make_trainer(tmp_path, max_steps=2, **SAVE_EVERY_UPDATE)
     with caplog.at_level(logging.WARNING):
-        again.train(resume_from_checkpoint="auto")  # transformers by itself would do a third update
-    assert "this run ended after update 2" in caplog.text and again.state.global_step == 2
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(again.model.parameters(), two.model.parameters(), strict=True)
-    )
-    by_epochs = [trainer_in(tmp_path / "epochs", 12, **SAVES) for _ in range(2)]
-    for one in by_epochs:
-        one.train(resume_from_checkpoint="auto")
-    assert differing(*map(state_of, by_epochs)) == [] and len(log_of(tmp_path / "epochs")) == 1
+        third.train(resume_from_checkpoint="auto")
+    assert "this run ended after update 2" in caplog.text
+    assert third.state.global_step == 2
+    assert have_same_weights(third, second)
+
+
+def test_auto_trains_no_further_update_of_a_run_limited_by_epochs(tmp_path):
+    trainers = [make_trainer(tmp_path, 12, **SAVE_EVERY_UPDATE) for _ in range(2)]
+    for trainer in trainers:
+        trainer.train(resume_from_checkpoint="auto")
+    assert list_differences(get_state(trainers[0]), get_state(trainers[1])) == []
+    assert len(read_log(tmp_path)) == 1
+
+
+def test_last_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(UserError, match="no checkpoint to resume from"):
-        trainer_in(tmp_path / "empty").train(resume_from_checkpoint="last")
-
-
-def checkpoint_names(folder: Path) -> list[str]:
-    return sorted(path.name for path in find_checkpoints(folder))
-
-
-def killed(*_: Any) -> None:
-    raise KeyboardInterrupt  # nothing of ours runs after it, as after SIGKILL
-
-
-def stop_in(trainer: Any, micro_step: int) -> None:
-    """Train until a SIGTERM in that micro-step has stopped the run, with a checkpoint."""
-    at_micro_step(trainer, micro_step, lambda _: signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(SystemExit):
-        trainer.train()
+        make_trainer(tmp_path).train(resume_from_checkpoint="last")
 
 
 @pytest.mark.parametrize(
-    ("limit", "best", "left"),
+    ("limit", "best", "remaining"),
     [
         (None, "checkpoint-2", [1, 2, 3, 8, 9]),
         (1, None, [3]),
@@ -131,119 +161,123 @@ def stop_in(trainer: Any, micro_step: int) -> None:
         (4, "checkpoint-1", [1, 2, 3, 9]),
     ],
 )
-def test_the_limit_removes_other_runs_checkpoints_first_and_never_the_newest_or_the_best(
-    limit, best, left, tmp_path
-):
+def test_the_limit_keeps_the_newest_and_the_best_checkpoint(limit, best, remaining, tmp_path):
+    """Checkpoints of another run (8 and 9) are removed first."""
     for update in (1, 2, 3, 8, 9):
         folder = tmp_path / f"checkpoint-{update}"
         folder.mkdir()
-        seal(folder, {"run_id": "ours" if update <= 3 else "other", "update": update})
-    remove_oldest(str(tmp_path), "ours", limit, None if best is None else str(tmp_path / best))
-    assert checkpoint_names(tmp_path) == [f"checkpoint-{update}" for update in left]
+        run_id = "this run" if update <= 3 else "other run"
+        write_marker(folder, {"run_id": run_id, "update": update})
+    best_folder = None if best is None else str(tmp_path / best)
+    remove_oldest(str(tmp_path), "this run", limit, best_folder)
+    assert list_checkpoint_names(tmp_path) == [f"checkpoint-{update}" for update in remaining]
 
 
 @pytest.mark.parametrize("word", ["last", "auto"])
-def test_last_and_auto_resume_the_run_of_the_folder_and_no_other(word, tmp_path, caplog):
-    trainer_in(tmp_path, **SAVES).train()  # three updates, with a checkpoint each
-    stopped = trainer_in(tmp_path, learning_rate=1e-4, save_total_limit=1)
-    stop_in(stopped, 1)
+def test_last_and_auto_resume_only_the_run_of_the_folder(word, tmp_path, caplog):
+    make_trainer(tmp_path, **SAVE_EVERY_UPDATE).train()  # three updates, with a checkpoint each
+    stopped = make_trainer(tmp_path, learning_rate=1e-4, save_total_limit=1)
+    train_until_sigterm(stopped, 1)
     # The limit removes checkpoints of the other run first, although their numbers are greater.
-    assert checkpoint_names(tmp_path) == ["checkpoint-1"]
-    other = trainer_in(tmp_path / "other", **SAVES)
+    assert list_checkpoint_names(tmp_path) == ["checkpoint-1"]
+    other = make_trainer(tmp_path / "other", **SAVE_EVERY_UPDATE)
     other.train()
     shutil.copytree(tmp_path / "other" / "checkpoint-3", tmp_path / "checkpoint-3")
-    resumed = trainer_in(tmp_path, learning_rate=1e-4, max_steps=1)
+    resumed = make_trainer(tmp_path, learning_rate=1e-4, max_steps=1)
     with caplog.at_level(logging.WARNING):
         resumed.train(resume_from_checkpoint=word)
-    assert f"passed over {tmp_path / 'checkpoint-3'}: it is of another run" in caplog.text
-    assert resumed.run_id == stopped.run_id and resumed.state.global_step == 1
-    assert all(map(torch.equal, resumed.model.parameters(), stopped.model.parameters()))
-    named = trainer_in(tmp_path, max_steps=3)  # a folder that the user names is taken
+    assert f"skipped {tmp_path / 'checkpoint-3'}: it belongs to another run" in caplog.text
+    assert resumed.run_id == stopped.run_id
+    assert resumed.state.global_step == 1
+    assert have_same_weights(resumed, stopped)
+    # A folder that the user names is resumed, whatever run it belongs to.
+    named = make_trainer(tmp_path, max_steps=3)
     named.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert named.state.global_step == 3 and named.run_id == other.run_id != stopped.run_id
+    assert named.state.global_step == 3
+    assert named.run_id == other.run_id != stopped.run_id
 
 
 def test_overwriting_removes_old_checkpoints_when_training_starts(tmp_path):
-    trainer_in(tmp_path, **SAVES).train()
+    make_trainer(tmp_path, **SAVE_EVERY_UPDATE).train()
     (tmp_path / "checkpoint-2-copy").mkdir()
-    overwriting = trainer_in(tmp_path, overwrite_output_dir=True)
-    there: list[list[str]] = [checkpoint_names(tmp_path)]
-    at_micro_step(overwriting, 1, lambda _: there.append(checkpoint_names(tmp_path)))
-    stop_in(overwriting, 4)
-    assert there == [["checkpoint-1", "checkpoint-2", "checkpoint-3"], []]
-    # What was stopped goes on by `last`, though it overwrites.
-    trainer_in(tmp_path, overwrite_output_dir=True, **SAVES).train(resume_from_checkpoint="last")
-    assert (
-        checkpoint_names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
-        and (tmp_path / "checkpoint-2-copy").is_dir()
+    overwriting = make_trainer(tmp_path, overwrite_output_dir=True)
+    assert list_checkpoint_names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    names_at_start: list[list[str]] = []
+    call_at_micro_step(
+        overwriting, 1, lambda _: names_at_start.append(list_checkpoint_names(tmp_path))
     )
-    with pytest.raises(
-        UserError, match="overwrite_output_dir=true with resume_from_checkpoint=auto"
-    ):
-        trainer_in(tmp_path, overwrite_output_dir=True).train(resume_from_checkpoint="auto")
-    with pytest.raises(
-        UserError, match="overwrite_output_dir=true with resume_from_checkpoint=auto"
-    ):
-        trainer_in(tmp_path, overwrite_output_dir=True, resume_from_checkpoint="auto")
+    train_until_sigterm(overwriting, 4)
+    assert names_at_start == [[]]
+    # The stopped run continues with "last", although it overwrites.
+    resumed = make_trainer(tmp_path, overwrite_output_dir=True, **SAVE_EVERY_UPDATE)
+    resumed.train(resume_from_checkpoint="last")
+    assert list_checkpoint_names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
+    assert (tmp_path / "checkpoint-2-copy").is_dir()
+
+
+def test_overwriting_with_auto_is_refused(tmp_path):
+    message = "overwrite_output_dir=true with resume_from_checkpoint=auto"
+    trainer = make_trainer(tmp_path, overwrite_output_dir=True)
+    with pytest.raises(UserError, match=message):
+        trainer.train(resume_from_checkpoint="auto")
+    with pytest.raises(UserError, match=message):
+        make_trainer(tmp_path, overwrite_output_dir=True, resume_from_checkpoint="auto")
 
 
 @pytest.mark.parametrize(
-    "moment", ["before old checkpoints go", "in the first update", "in the first save"]
+    "moment", ["before old checkpoints are removed", "in the first update", "in the first save"]
 )
 def test_a_run_killed_before_its_first_checkpoint_starts_again_by_auto(
     moment, tmp_path, monkeypatch
 ):
-    straight = trainer_in(tmp_path / "straight", **SAVES)
+    straight = make_trainer(tmp_path / "straight", **SAVE_EVERY_UPDATE)
     straight.train()
-    trainer_in(tmp_path / "run", **SAVES, learning_rate=0.1).train()
-    overwriting = trainer_in(tmp_path / "run", overwrite_output_dir=True, **SAVES)
+    make_trainer(tmp_path / "run", **SAVE_EVERY_UPDATE, learning_rate=0.1).train()
+    overwriting = make_trainer(tmp_path / "run", overwrite_output_dir=True, **SAVE_EVERY_UPDATE)
     with monkeypatch.context() as patch:
-        if moment == "before old checkpoints go":
-            patch.setattr("contaccum.training.checkpoint.remove_replaced", killed)
+        if moment == "before old checkpoints are removed":
+            patch.setattr("contaccum.training.checkpoint.remove_replaced", kill)
         elif moment == "in the first update":
-            at_micro_step(overwriting, 2, killed)
+            call_at_micro_step(overwriting, 2, kill)
         else:
-            patch.setattr("contaccum.training.checkpoint.seal", killed)
-            patch.setattr(
-                checkpoint.shutil, "rmtree", lambda *_, **__: None
-            )  # a half-written folder stays
+            patch.setattr("contaccum.training.checkpoint.write_marker", kill)
+            # After SIGKILL, the partly written folder would remain.
+            patch.setattr(checkpoint.shutil, "rmtree", lambda *_, **__: None)
         with pytest.raises(KeyboardInterrupt):
             overwriting.train()
-    assert bool(checkpoint_names(tmp_path / "run")) == (moment != "in the first update")
-    again = trainer_in(tmp_path / "run", **SAVES)
+    has_checkpoints = bool(list_checkpoint_names(tmp_path / "run"))
+    assert has_checkpoints == (moment != "in the first update")
+    again = make_trainer(tmp_path / "run", **SAVE_EVERY_UPDATE)
     again.train(resume_from_checkpoint="auto")
-    assert differing(state_of(straight), state_of(again)) == []
-    assert [line["update"] for line in log_of(tmp_path / "run")] == [1, 2, 3]
+    assert list_differences(get_state(straight), get_state(again)) == []
+    assert list_updates(tmp_path / "run") == [1, 2, 3]
 
 
-def test_a_run_resumed_from_an_earlier_checkpoint_drops_its_later_ones(tmp_path, caplog):
-    first = trainer_in(tmp_path, **SAVES)
+def test_a_run_resumed_from_an_earlier_checkpoint_removes_its_later_ones(tmp_path, caplog):
+    first = make_trainer(tmp_path, **SAVE_EVERY_UPDATE)
     first.train()
-    branch = trainer_in(tmp_path, max_grad_norm=1e-3)
-    at_micro_step(branch, 1, lambda _: signal.raise_signal(signal.SIGTERM))
+    branch = make_trainer(tmp_path, max_grad_norm=1e-3)
+    call_at_micro_step(branch, 1, raise_sigterm)
     with caplog.at_level(logging.WARNING), pytest.raises(SystemExit):
         branch.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert f"removed {tmp_path / 'checkpoint-3'}: the run goes on from update 1" in caplog.text
-    assert (
-        checkpoint_names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
-        and branch.run_id == first.run_id
-    )
-    resumed = trainer_in(tmp_path, max_steps=2)
+    assert f"removed {tmp_path / 'checkpoint-3'}: the run continues after update 1" in caplog.text
+    assert list_checkpoint_names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+    assert branch.run_id == first.run_id
+    resumed = make_trainer(tmp_path, max_steps=2)
     resumed.train(resume_from_checkpoint="last")
-    assert all(map(torch.equal, resumed.model.parameters(), branch.model.parameters()))
+    assert have_same_weights(resumed, branch)
 
 
-def test_checkpoints_without_a_run_record_are_resumed_by_name_alone(run, tmp_path):
-    shutil.copytree(run[0] / "checkpoint-8", tmp_path / "checkpoint-8")
-    for word in ("last", "auto"):
-        with pytest.raises(
-            UserError, match=r"no checkpoint to resume from .*checkpoint-8: it is of another run"
-        ):
-            trainer_in(tmp_path, **RUN).train(resume_from_checkpoint=word)
+@pytest.mark.parametrize("word", ["last", "auto"])
+def test_checkpoints_without_a_run_record_are_resumed_only_by_name(run, word, tmp_path):
+    shutil.copytree(run.folder / "checkpoint-8", tmp_path / "checkpoint-8")
+    message = r"no checkpoint to resume from .*checkpoint-8: it belongs to another run"
+    with pytest.raises(UserError, match=message):
+        make_trainer(tmp_path, **RUN_SETTINGS).train(resume_from_checkpoint=word)
 
 
 @pytest.mark.parametrize(
-    ("changed", "shown"),
+    ("changed", "message"),
     [
         ({"bank_size": 30}, "bank_size: 20 -> 30"),
         ({"method": "pre_batch"}, "method: contaccum -> pre_batch"),
@@ -253,91 +287,100 @@ def test_checkpoints_without_a_run_record_are_resumed_by_name_alone(run, tmp_pat
         ({"gradient_accumulation_steps": 2}, "pairs per update: 12 -> 8"),
     ],
 )
-def test_a_change_that_cannot_work_is_refused_by_name(run, tmp_path, changed, shown):
-    with pytest.raises(UserError, match=f"would mean nothing with .*{shown}"):
-        trainer_in(tmp_path, **{**RUN, **changed}).train(
-            resume_from_checkpoint=str(run[0] / "checkpoint-2")
-        )
+def test_a_changed_setting_that_prevents_resuming_is_named(run, tmp_path, changed, message):
+    trainer = make_trainer(tmp_path, **{**RUN_SETTINGS, **changed})
+    with pytest.raises(UserError, match=f"cannot resume from it with changed settings .*{message}"):
+        trainer.train(resume_from_checkpoint=str(run.folder / "checkpoint-2"))
 
 
-def test_other_changes_are_taken(run, tmp_path):
-    # Another micro-batch with the same pairs per update goes on at the same pair.
-    changed = {
-        **RUN,
-        "max_grad_norm": 0.5,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 6,
-    }
-    trainer_in(tmp_path, **changed).train(resume_from_checkpoint=str(run[0] / "checkpoint-6"))
-    assert [line["update"] for line in log_of(tmp_path)] == [7, 8]
+def test_a_run_resumes_with_another_micro_batch_and_clipping(run, tmp_path):
+    """The pairs per update are the same, so the run continues at the same pair."""
+    trainer = make_trainer(
+        tmp_path,
+        **RUN_SETTINGS,
+        max_grad_norm=0.5,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=6,
+    )
+    trainer.train(resume_from_checkpoint=str(run.folder / "checkpoint-6"))
+    assert list_updates(tmp_path) == [7, 8]
 
 
-def test_weights_of_another_model_and_checkpoints_without_an_optimizer_are_refused(tmp_path):
-    trainer_in(tmp_path, max_steps=1, **SAVES, save_only_model=True).train()
+def test_a_checkpoint_without_an_optimizer_or_of_another_model_is_refused(tmp_path):
+    make_trainer(tmp_path, max_steps=1, **SAVE_EVERY_UPDATE, save_only_model=True).train()
     with pytest.raises(UserError, match="written with save_only_model"):
-        trainer_in(tmp_path).train(resume_from_checkpoint="last")
-    trainer_in(tmp_path, max_steps=1, **SAVES).train()
+        make_trainer(tmp_path).train(resume_from_checkpoint="last")
+    make_trainer(tmp_path, max_steps=1, **SAVE_EVERY_UPDATE).train()
     with pytest.raises(UserError, match="trained parameters: "):
-        trainer_in(tmp_path, tied=False).train(resume_from_checkpoint="last")
+        make_trainer(tmp_path, tied=False).train(resume_from_checkpoint="last")
 
 
-def test_older_checkpoints_go_only_once_the_newer_one_is_whole(tmp_path, monkeypatch):
-    there: list[list[str]] = []
+def test_older_checkpoints_are_removed_only_when_the_newer_one_is_complete(tmp_path, monkeypatch):
+    names_before_marker: list[list[str]] = []
 
-    def watched(folder: Path, facts: Any) -> None:
-        there.append(sorted(path.name for path in folder.parent.glob("checkpoint-*")))
-        seal(folder, facts)
+    def watch(folder: Path, record: Any) -> None:
+        names = sorted(path.name for path in folder.parent.glob("checkpoint-*"))
+        names_before_marker.append(names)
+        write_marker(folder, record)
 
-    monkeypatch.setattr(checkpoint, "seal", watched)
-    trainer_in(tmp_path, **SAVES, save_total_limit=1).train()
-    assert there == [
+    monkeypatch.setattr(checkpoint, "write_marker", watch)
+    make_trainer(tmp_path, **SAVE_EVERY_UPDATE, save_total_limit=1).train()
+    assert names_before_marker == [
         ["checkpoint-1"],
         ["checkpoint-1", "checkpoint-2"],
         ["checkpoint-2", "checkpoint-3"],
     ]
-    assert [path.name for path in find_checkpoints(tmp_path)] == ["checkpoint-3"]
+    assert list_checkpoint_names(tmp_path) == ["checkpoint-3"]
 
 
-@pytest.mark.parametrize("what", ["bank", "optimizer"])
-def test_a_full_disk_is_one_line_and_leaves_the_last_good_checkpoint(what, tmp_path, monkeypatch):
-    trainer = trainer_in(tmp_path, **SAVES)
+TORCH_ERROR = "[enforce fail at inline_container.cc:603] PytorchStreamWriter failed writing file"
 
-    def full(*args: Any, **kwargs: Any) -> None:
+
+@pytest.mark.parametrize(
+    ("module", "function", "error"),
+    [
+        (checkpoint, "save_file", OSError(errno.ENOSPC, "No space left on device")),
+        (torch, "save", RuntimeError(TORCH_ERROR)),
+    ],
+    ids=["bank", "optimizer"],
+)
+def test_a_full_disk_gives_one_line_and_leaves_the_last_complete_checkpoint(
+    module, function, error, tmp_path, monkeypatch
+):
+    trainer = make_trainer(tmp_path, **SAVE_EVERY_UPDATE)
+    original = getattr(module, function)
+
+    def fail_at_update_2(*args: Any, **kwargs: Any) -> None:
         if trainer.state.global_step == 2:
-            if what == "bank":
-                raise OSError(errno.ENOSPC, "No space left on device")
-            raise RuntimeError(
-                "[enforce fail at inline_container.cc:603] PytorchStreamWriter failed writing file"
-            )
-        real(*args, **kwargs)
+            raise error
+        original(*args, **kwargs)
 
-    place = (checkpoint, "save_file") if what == "bank" else (torch, "save")
-    real = getattr(*place)
-    monkeypatch.setattr(*place, full)
-    with pytest.raises(UserError, match=r"no room on the disk: .* resume from `last`"):
+    monkeypatch.setattr(module, function, fail_at_update_2)
+    message = r"no space left on the disk\. .* resume_from_checkpoint=last"
+    with pytest.raises(UserError, match=message):
         trainer.train()
-    assert [(path.name, fault_of(path)) for path in find_checkpoints(tmp_path)] == [
-        ("checkpoint-1", None)
-    ]
+    assert list_checkpoint_names(tmp_path) == ["checkpoint-1"]
+    assert find_defect(tmp_path / "checkpoint-1") is None
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_ends_the_update_saves_and_the_run_goes_on_bit_identical(
-    run, name, tmp_path, capsys
-):
+def test_after_a_signal_the_run_saves_stops_and_resumes_exactly(run, name, tmp_path, capsys):
     number = getattr(signal, name)
-    before = signal.getsignal(number)
-    # Nothing is saved otherwise.
-    stopped = trainer_in(tmp_path, **RUN)
-    # The second micro-step of the third update.
-    at_micro_step(stopped, 8, lambda _: signal.raise_signal(number))
+    handler = signal.getsignal(number)
+    # Without the signal, this run would save nothing.
+    stopped = make_trainer(tmp_path, **RUN_SETTINGS)
+    # Micro-step 8 is the second one of the third update.
+    call_at_micro_step(stopped, 8, lambda _: signal.raise_signal(number))
     with pytest.raises(SystemExit) as stop:
         stopped.train()
     assert stop.value.code == 128 + number
-    said = capsys.readouterr()
-    assert f"{name}: saving a checkpoint after this update" in said.err and "saved " in said.out
-    assert signal.getsignal(number) == before and fault_of(tmp_path / "checkpoint-3") is None
-    resumed = trainer_in(tmp_path, **RUN)
+    output = capsys.readouterr()
+    assert f"{name}: saving a checkpoint after this update" in output.err
+    assert "saved " in output.out
+    assert signal.getsignal(number) == handler
+    assert find_defect(tmp_path / "checkpoint-3") is None
+    resumed = make_trainer(tmp_path, **RUN_SETTINGS)
     resumed.train(resume_from_checkpoint="last")
-    assert differing(run[1], state_of(resumed)) == []
-    assert [line["loss"] for line in log_of(tmp_path)] == [line["loss"] for line in run[2]]
+    assert list_differences(run.state, get_state(resumed)) == []
+    losses = [line["loss"] for line in read_log(tmp_path)]
+    assert losses == [line["loss"] for line in run.log]

@@ -1,4 +1,4 @@
-"""YAML and command line to arguments: the command line wins, an unknown key names the closest, mistakes come early."""
+"""Parsing of YAML configs and the command line, and early errors for mistakes."""
 
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,15 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 PLACES = {"model": "m", "output_dir": "o", "train_data": "d"}
 
 
-def config(folder: Path, text: str = "", **keys: Any) -> str:
+def write_config(folder: Path, text: str = "", **keys: Any) -> str:
+    """Write a config with the given text, or with PLACES and the given keys; return its path."""
     path = folder / "c.yaml"
     path.write_text(text or yaml.safe_dump({**PLACES, **keys}))
     return str(path)
 
 
 def test_later_files_and_the_command_line_override(tmp_path):
-    first = config(tmp_path, bank_size=64, learning_rate=3.0e-5, normalize=True)
+    first = write_config(tmp_path, bank_size=64, learning_rate=3.0e-5, normalize=True)
     (tmp_path / "d.yaml").write_text("bank_size: 32\nmethod: pre_batch\n")
     model, data, args = parse(
         [first, str(tmp_path / "d.yaml"), "--learning_rate", "1e-4", "--tied=false"]
@@ -41,7 +42,7 @@ def test_later_files_and_the_command_line_override(tmp_path):
             "unknown key 'bank_sise' on the command line; did you mean 'bank_size'",
         ),
         ("model: [", [], r"c\.yaml:1: not valid YAML"),
-        ("- a", [], "a config is `key: value` lines"),
+        ("- a", [], "a config consists of `key: value` lines"),
         ("model: m", [], "train_data is not set"),
         ("model: m\ntrain_data: d", [], "output_dir is not set"),
         ("pooling: max", [], "argument --pooling: invalid choice"),
@@ -55,10 +56,10 @@ def test_later_files_and_the_command_line_override(tmp_path):
         ),
     ],
 )
-def test_mistakes_are_one_line(text, arguments, message, tmp_path):
+def test_a_mistake_gives_one_line(text, arguments, message, tmp_path):
     places = [f"--{key}={value}" for key, value in PLACES.items()] if "model" not in text else []
     with pytest.raises(ConfigError, match=message):
-        parse([config(tmp_path, text or yaml.safe_dump(PLACES)), *places, *arguments])
+        parse([write_config(tmp_path, text or yaml.safe_dump(PLACES)), *places, *arguments])
     with pytest.raises(ConfigError, match=r"nothing\.yaml: no such config file"):
         parse([str(tmp_path / "nothing.yaml")])
 
@@ -66,7 +67,7 @@ def test_mistakes_are_one_line(text, arguments, message, tmp_path):
 EVALUATED = {"eval_data": "e", "eval_strategy": "steps", "eval_steps": 2}
 TWO = {"train_data": ["a", "b"]}
 NO_ACCELERATOR = pytest.mark.skipif(
-    torch.accelerator.is_available(), reason="this machine may have what it takes"
+    torch.accelerator.is_available(), reason="this machine may support 4 bits"
 )
 
 
@@ -98,38 +99,40 @@ NO_ACCELERATOR = pytest.mark.skipif(
         ),
     ],
 )
-def test_what_cannot_be_combined_is_one_line_that_names_both(keys, message, tmp_path):
+def test_settings_that_cannot_be_combined_are_both_named(keys, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        parse([config(tmp_path, **keys)])
+        parse([write_config(tmp_path, **keys)])
 
 
 def test_data_columns_are_a_mapping_in_yaml_and_words_on_the_command_line(tmp_path):
     columns = {"query": "question", "negatives": "hard"}
     words = ["--data_columns", "query=b", "title=c d"]
     for arguments, expected in (([], columns), (words, {"query": "b", "title": "c d"})):
-        _, data, _ = parse([config(tmp_path, data_columns=columns), *arguments])
+        _, data, _ = parse([write_config(tmp_path, data_columns=columns), *arguments])
         assert parse_columns(data.data_columns) == expected
 
 
 def test_sets_prompts_and_metrics_become_arguments_of_the_trainer(tmp_path):
     prompts = {"a": {"query": "cat: "}, "n": {"query": "dog: "}}
-    given = {
+    settings = {
         "train_data": ["a", {"path": "x/b", "name": "n"}],
         **EVALUATED,
         "metric_for_best_model": "NDCG@10",
+        "multi_dataset_batch_sampler": "round_robin",
+        "prompts": prompts,
+        "early_stopping_patience": 3,
     }
-    given |= {"multi_dataset_batch_sampler": "round_robin", "prompts": prompts}
-    _, data, args = parse([config(tmp_path, **given, early_stopping_patience=3)])
+    _, data, args = parse([write_config(tmp_path, **settings)])
     assert args.multi_dataset_batch_sampler == "round_robin"
     assert args.prompts == prompts and list(data.sets) == [*prompts]
     assert args.metric_for_best_model == "eval_ndcg@10" and args.greater_is_better
 
 
 def test_auto_can_be_given_on_the_command_line(tmp_path):
-    given = [config(tmp_path), "--total_train_batch_size=64"]
-    assert parse([*given, "--per_device_train_batch_size=auto"])[2].finds_micro_batch
-    args = parse([*given, "--per_device_train_batch_size", "16"])[2]
-    assert not args.finds_micro_batch and args.gradient_accumulation_steps == 4
+    options = [write_config(tmp_path), "--total_train_batch_size=64"]
+    assert parse([*options, "--per_device_train_batch_size=auto"])[2].has_auto_micro_batch
+    args = parse([*options, "--per_device_train_batch_size", "16"])[2]
+    assert not args.has_auto_micro_batch and args.gradient_accumulation_steps == 4
 
 
 SHIPPED = sorted(
@@ -137,7 +140,7 @@ SHIPPED = sorted(
 )
 
 
-# Those of the paper have a test of their own.
+# tests/test_reproduce.py tests the configs of the paper.
 @pytest.mark.parametrize("name", [*SHIPPED, "../contaccum/cli/quickstart.yaml"])
 def test_shipped_configs_parse(name):
     assert parse([str(CONFIGS / name)])[2].total_train_batch_size == 128

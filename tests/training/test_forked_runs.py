@@ -1,4 +1,4 @@
-"""Runs that are killed, or that several processes share, end as one that nothing happened to."""
+"""Runs that are killed or run on several ranks end like an uninterrupted run of one process."""
 
 import json
 import os
@@ -10,88 +10,111 @@ from typing import Any
 import pytest
 import torch
 
+SLOW = pytest.mark.slow
+LONG = pytest.mark.long
 
-def run_script(what: str, folder: Path, name: str = "forked_runs.py") -> dict[str, Any]:
+
+def run_script(argument: str, folder: Path, name: str = "forked_runs.py") -> dict[str, Any]:
+    """Run a script of this folder in a new process; return the JSON that it prints."""
     script = Path(__file__).with_name(name)
-    paths = os.pathsep.join(
-        [str(script.parent.parent), str(script.parents[2]), os.environ.get("PYTHONPATH", "")]
-    )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
-    command = [sys.executable, str(script), what, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    tests_folder = script.parent.parent
+    repository = script.parents[2]
+    paths = [str(tests_folder), str(repository), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    command = [sys.executable, str(script), argument, str(folder)]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment)
     errors = "\n".join(path.read_text()[-2000:] for path in folder.glob("error-*.txt"))
-    assert done.returncode == 0, done.stderr[-3000:] + errors
+    assert process.returncode == 0, process.stderr[-3000:] + errors
     assert not errors, errors
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
-def outcome(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    found = torch.load(folder / "outcome.pt", weights_only=True)
-    return found["state"], found["log"]
+def read_outcome(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """Return the final state and the log of a run."""
+    outcome = torch.load(folder / "outcome.pt", weights_only=True)
+    return outcome["state"], outcome["log"]
 
 
-def assert_same_outcome(expected: Path, found: Path, updates: int) -> None:
-    (one, log), (other, other_log) = outcome(expected), outcome(found)
-    assert one.keys() == other.keys()
-    assert [key for key, value in one.items() if not torch.equal(value, other[key])] == []
-    assert log == other_log and [line["update"] for line in log] == list(range(1, updates + 1))
+def assert_same_outcome(expected: Path, actual: Path, num_updates: int) -> None:
+    """Assert that two runs ended with the same state, bit for bit, and with the same log."""
+    expected_state, expected_log = read_outcome(expected)
+    state, log = read_outcome(actual)
+    assert expected_state.keys() == state.keys()
+    different = [key for key, value in expected_state.items() if not torch.equal(value, state[key])]
+    assert different == []
+    assert expected_log == log
+    assert [line["update"] for line in expected_log] == list(range(1, num_updates + 1))
 
 
-@pytest.mark.parametrize(
-    "kills", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)]
-)
-def test_a_run_killed_at_random_instants_ends_bit_identical(kills, tmp_path):
-    found = run_script(str(kills), tmp_path)
-    assert found["killed"] == kills and set(found["codes"]) == {0}, found
-    assert kills == 1 or len(set(found["reached"])) > 3, found  # all along the way
-    for folder in (tmp_path / name for name in found["folders"]):
-        assert_same_outcome(tmp_path / "straight", folder, 6)
-        left = {path.name for path in folder.iterdir()}
-        assert left == {"checkpoint-5", "checkpoint-6", "run.json", "train_log.jsonl", "outcome.pt"}
+@pytest.mark.parametrize("num_kills", [pytest.param(1, marks=SLOW), pytest.param(20, marks=LONG)])
+def test_a_run_killed_at_random_instants_ends_bit_identical(num_kills, tmp_path):
+    result = run_script(str(num_kills), tmp_path)
+    assert result["killed"] == num_kills, result
+    assert set(result["codes"]) == {0}, result
+    # With many kills, runs are killed after different updates.
+    assert num_kills == 1 or len(set(result["reached"])) > 3, result
+    for name in result["folders"]:
+        folder = tmp_path / name
+        assert_same_outcome(tmp_path / "straight", folder, num_updates=6)
+        files = {path.name for path in folder.iterdir()}
+        assert files == {
+            "checkpoint-5",
+            "checkpoint-6",
+            "run.json",
+            "train_log.jsonl",
+            "outcome.pt",
+        }
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    """The folder and the result of the runs on several ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     return folder, run_script("ranks", folder)
 
 
 @pytest.mark.slow
 def test_two_and_four_ranks_end_with_the_weights_of_one_process(ranks):
-    folder, found = ranks
-    assert (
-        found["codes"]["1"] == [0]
-        and found["codes"]["2"] == [0, 0]
-        and found["codes"]["4"] == [0] * 4
-    )
-    compared = [(name, 2) for name in found["cases"]] + [("contaccum, untied", 4)]
-    for name, count in compared:
-        (one, log), (other, other_log) = (
-            outcome(folder / f"{name}-1"),
-            outcome(folder / f"{name}-{count}"),
-        )
-        weights = [key for key in one if key.startswith("model.")]
-        assert max((one[key] - other[key]).abs().max().item() for key in weights) < 1e-10, name
-        assert len(log) == len(other_log) == 2
-        for line, expected in zip(other_log, log, strict=True):
-            for key, value in expected.items():
+    folder, result = ranks
+    assert result["codes"]["1"] == [0]
+    assert result["codes"]["2"] == [0, 0]
+    assert result["codes"]["4"] == [0] * 4
+    compared = [(name, 2) for name in result["cases"]]
+    compared.append(("contaccum, untied", 4))
+    for name, num_ranks in compared:
+        expected_state, expected_log = read_outcome(folder / f"{name}-1")
+        state, log = read_outcome(folder / f"{name}-{num_ranks}")
+        for key, expected in expected_state.items():
+            if key.startswith("model."):
+                assert (expected - state[key]).abs().max() < 1e-10, name
+        assert len(expected_log) == len(log) == 2
+        for line, expected_line in zip(log, expected_log, strict=True):
+            for key, value in expected_line.items():
                 assert line[key] == pytest.approx(value, rel=1e-6, abs=1e-9), (name, key)
 
 
 @pytest.mark.slow
-def test_ranks_stop_together_and_go_on_as_many_or_as_one(ranks):
-    folder, found = ranks
-    codes = found["codes"]
+def test_ranks_stop_together_and_resume_on_two_ranks_or_on_one(ranks):
+    folder, result = ranks
+    codes = result["codes"]
     assert codes["straight"] == [0, 0]
-    # The signal came to one rank, in the first micro-step of the second update: both finish it.
-    assert codes["stopped"] == [143, 143] and codes["resumed"] == [0, 0]
-    assert_same_outcome(folder / "ranks", folder / "stopped", 4)
+    # One rank received the signal, in the first micro-step of the second update. Both finish it.
+    assert codes["stopped"] == [143, 143]
+    assert codes["resumed"] == [0, 0]
+    assert_same_outcome(folder / "ranks", folder / "stopped", num_updates=4)
     for name in ("ranks", "stopped"):
         record = json.loads((folder / name / "run.json").read_text())
-        ids = [(folder / name / f"run_id-{number}").read_text() for number in range(2)]
-        assert ids == [record["run_id"]] * 2
-    # One rank has the bank, and the pairs that are left.
+        run_ids = [(folder / name / f"run_id-{rank}").read_text() for rank in range(2)]
+        assert run_ids == [record["run_id"]] * 2
+    # A single rank continues with the whole bank, and with the remaining pairs.
     assert codes["alone"] == [0]
-    one, two = (outcome(folder / name)[0] for name in ("alone", "ranks"))
-    ids = [key for key in one if key.endswith("bank.document_ids")]
-    assert ids and all(torch.equal(one[key], two[key]) for key in ids)
+    alone, _ = read_outcome(folder / "alone")
+    two_ranks, _ = read_outcome(folder / "ranks")
+    id_keys = [key for key in alone if key.endswith("bank.document_ids")]
+    assert id_keys
+    assert all(torch.equal(alone[key], two_ranks[key]) for key in id_keys)

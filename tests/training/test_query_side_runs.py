@@ -1,4 +1,4 @@
-"""A run with ``method=query_side``: its store, its data, and everything that other methods can do."""
+"""Runs with ``method=query_side``: the store, missing positives, resuming, evaluation."""
 
 from __future__ import annotations
 
@@ -65,6 +65,14 @@ def run_train(root: Path, output: Path, **settings: Any) -> int:
     return main(["train", *options])
 
 
+def write_documents(path: Path, first: int, last: int) -> Path:
+    """Write the documents from number ``first`` to before ``last`` as a corpus."""
+    records = []
+    for identifier, (_, text) in list(DOCUMENTS.items())[first:last]:
+        records.append({"_id": identifier, "text": text})
+    return write_lines(path, records)
+
+
 def read_log(folder: Path, name: str = "train_log.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
@@ -87,9 +95,16 @@ def test_a_run_lowers_its_loss_and_leaves_the_documents_bit_for_bit(root, tmp_pa
     assert record["method"] == "query_side" and record["documents"]["documents"] == 40
     assert "QuerySideLoss" in (tmp_path / "run/README.md").read_text()
 
-    # The old index goes on serving the trained queries.
-    found = ["--store", root / "store", "--queries", root / "beir", "--output", tmp_path / "x.trec"]
-    assert main(["search", str(tmp_path / "run"), *map(str, found), "--no_progress"]) == 0
+    # The trained query tower searches the old store.
+    search = [
+        "--store",
+        root / "store",
+        "--queries",
+        root / "beir",
+        "--output",
+        tmp_path / "x.trec",
+    ]
+    assert main(["search", str(tmp_path / "run"), *map(str, search), "--no_progress"]) == 0
 
 
 def test_a_corpus_is_encoded_once_into_the_output_folder(root, tmp_path, monkeypatch):
@@ -101,7 +116,7 @@ def test_a_corpus_is_encoded_once_into_the_output_folder(root, tmp_path, monkeyp
     assert run_train(root, tmp_path / "run", **again) == 0
 
 
-def test_a_resumed_run_ends_bit_for_bit_where_a_whole_one_ends(root, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(root, tmp_path):
     settings = {
         "passage_store": root / "store",
         "save_strategy": "steps",
@@ -120,25 +135,19 @@ def test_a_resumed_run_ends_bit_for_bit_where_a_whole_one_ends(root, tmp_path):
 def test_a_run_does_not_resume_with_another_store(root, tmp_path, capsys):
     settings = {"passage_store": root / "store", "save_strategy": "epoch"}
     assert run_train(root, tmp_path / "run", **settings) == 0
-    less = write_lines(
-        tmp_path / "less.jsonl", [{"_id": i, "text": x} for i, (_, x) in [*DOCUMENTS.items()][:30]]
-    )
-    encoded = ["--corpus", less, "--output", tmp_path / "less", "--no_progress"]
+    fewer = write_documents(tmp_path / "fewer.jsonl", first=0, last=30)
+    encoded = ["--corpus", fewer, "--output", tmp_path / "fewer", "--no_progress"]
     assert main(["encode", str(root / "model"), *map(str, encoded)]) == 0
     capsys.readouterr()
-    changed = {"passage_store": tmp_path / "less", "resume_from_checkpoint": "last"}
+    changed = {"passage_store": tmp_path / "fewer", "resume_from_checkpoint": "last"}
     assert run_train(root, tmp_path / "run", **{**settings, **changed, "num_train_epochs": 3}) == 2
     assert "documents of the store" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("missing", ["stop", "add", "drop"])
-def test_positives_that_the_store_lacks_stop_the_run_or_are_added_or_dropped(
-    root, tmp_path, missing, capsys
-):
-    part = write_lines(
-        tmp_path / "part.jsonl", [{"_id": i, "text": x} for i, (_, x) in [*DOCUMENTS.items()][4:]]
-    )
-    options = {"corpus": part, "missing": missing, "num_train_epochs": 1}
+def test_missing_positives_stop_the_run_or_are_added_or_dropped(root, tmp_path, missing, capsys):
+    corpus = write_documents(tmp_path / "corpus.jsonl", first=4, last=40)
+    options = {"corpus": corpus, "missing": missing, "num_train_epochs": 1}
     code = run_train(root, tmp_path / "run", **options)
     if missing == "stop":
         error = capsys.readouterr().err
@@ -148,7 +157,8 @@ def test_positives_that_the_store_lacks_stop_the_run_or_are_added_or_dropped(
     assert code == 0
     pairs = sum(record["pairs"] for record in read_log(tmp_path / "run"))
     documents = json.loads((tmp_path / "run/run.json").read_text())["documents"]
-    assert (pairs, documents["documents"]) == ((24, 40) if missing == "add" else (20, 36))
+    expected = (24, 40) if missing == "add" else (20, 36)
+    assert (pairs, documents["documents"]) == expected
 
 
 def test_evaluation_while_training_reads_documents_from_the_store(root, tmp_path, monkeypatch):
@@ -171,7 +181,7 @@ def test_evaluation_while_training_reads_documents_from_the_store(root, tmp_path
     assert final["eval_ndcg@10"] == pytest.approx(scored, abs=1e-6)
 
 
-def test_a_base_far_below_bm25_gets_a_warning(root, tmp_path, caplog, monkeypatch):
+def test_a_model_far_below_bm25_gives_a_warning(root, tmp_path, caplog, monkeypatch):
     settings = {"eval_data": root / "beir", "eval_strategy": "epoch", "num_train_epochs": 1}
     # A query per document, of its own words: BM25 finds them all, a fresh encoder few.
     queries = {f"q{row}": f"{x} zz{row}" for row, (_, x) in enumerate(DOCUMENTS.values())}
@@ -218,8 +228,8 @@ def test_a_store_or_corpus_that_cannot_be_used_gives_one_line(
         ({"passage_store": "a", "matryoshka_dims": [8]}, "query_side with matryoshka_dims"),
         ({"passage_store": "a", "bank_size": 8}, "query_side with bank_size=8"),
         ({"passage_store": "a", "missing": "ad"}, "did you mean 'add'"),
-        ({"passage_store": "a", "method": "contaccum"}, "it is for query_side"),
-        ({"missing": "add", "method": "grad_accum"}, "it is for query_side"),
+        ({"passage_store": "a", "method": "contaccum"}, "only method=query_side has it"),
+        ({"missing": "add", "method": "grad_accum"}, "only method=query_side has it"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(tmp_path, settings, message):

@@ -1,4 +1,4 @@
-"""ContAccumTrainer: methods, resuming, the log, gradient norms, prompts."""
+"""ContAccumTrainer: methods, resuming, the log, gradient norms, prompts, frozen parameters."""
 
 import inspect
 import json
@@ -17,7 +17,16 @@ from sentence_transformers import SentenceTransformer, SentenceTransformerTraine
 from sentence_transformers.losses import MatryoshkaLoss
 from sentence_transformers.sentence_transformer.modules import Router
 from tiny_models import tiny_encoder
-from tiny_runs import RUN, SAVES, assert_resumes, differing, log_of, pairs, state_of, trainer_in
+from tiny_runs import (
+    RUN_SETTINGS,
+    SAVE_EVERY_UPDATE,
+    assert_resumes,
+    get_state,
+    list_differences,
+    make_pairs,
+    make_trainer,
+    read_log,
+)
 from torch import Tensor
 
 from contaccum import ContAccumLoss, ContAccumTrainer
@@ -26,10 +35,13 @@ from contaccum.training.arguments import BANK_METHODS
 from contaccum.training.log import RUN_RECORD, CollapseWatch
 from contaccum.training.options import METHODS
 
+METHODS_WITHOUT_STORE = [name for name in METHODS if name != "query_side"]
+"""test_query_side_runs.py tests the method query_side."""
+
 
 def test_at_most_eleven_methods_of_the_parents_are_overridden():
-    own = {name for name, value in vars(ContAccumTrainer).items() if inspect.isfunction(value)}
-    overridden = {name for name in own if hasattr(SentenceTransformerTrainer, name)}
+    names = {name for name, value in vars(ContAccumTrainer).items() if inspect.isfunction(value)}
+    overridden = {name for name in names if hasattr(SentenceTransformerTrainer, name)}
     assert len(overridden) <= 11, overridden
     for name in overridden - {"__init__"}:
         if name.startswith("_"):
@@ -37,350 +49,388 @@ def test_at_most_eleven_methods_of_the_parents_are_overridden():
 
 
 @pytest.mark.parametrize(
-    "update", [1, 4, 6]
-)  # inside the first epoch, at its end, inside the second
-def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(run, update, tmp_path):
-    folder, expected, log = run
-    resumed = trainer_in(tmp_path, **RUN)
-    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{update}"))
-    assert differing(expected, state_of(resumed)) == []
-    # The log continues where it stopped, with the same losses.
-    assert [line["loss"] for line in log_of(tmp_path)] == [line["loss"] for line in log[update:]]
-    assert [line["epoch"] for line in log_of(tmp_path)] == [line["epoch"] for line in log[update:]]
+    "update", [1, 4, 6], ids=["in the first epoch", "at its end", "in the second epoch"]
+)
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(run, update, tmp_path):
+    resumed = make_trainer(tmp_path, **RUN_SETTINGS)
+    resumed.train(resume_from_checkpoint=str(run.folder / f"checkpoint-{update}"))
+    assert list_differences(run.state, get_state(resumed)) == []
+    # The log continues after the update of the checkpoint, with the same losses.
+    log = read_log(tmp_path)
+    expected_log = run.log[update:]
+    assert [line["loss"] for line in log] == [line["loss"] for line in expected_log]
+    assert [line["epoch"] for line in log] == [line["epoch"] for line in expected_log]
 
 
-def test_a_run_leaves_its_record_its_log_and_a_model(run):
-    folder, _, log = run
+def test_a_run_writes_a_line_for_each_update(run):
+    log = run.log
     assert [line["update"] for line in log] == list(range(1, 9))
     assert [line["pairs"] for line in log] == [12, 12, 12, 7] * 2
     for line in log:
-        assert math.isfinite(line["loss"]) and 0.01 < line["grad_norm_ratio"] < 100
-        assert line["grad_norm_ratio"] == pytest.approx(
-            line["grad_norm_passage"] / line["grad_norm_query"]
-        )
+        assert math.isfinite(line["loss"])
+        assert 0.01 < line["grad_norm_ratio"] < 100
+        ratio = line["grad_norm_passage"] / line["grad_norm_query"]
+        assert line["grad_norm_ratio"] == pytest.approx(ratio)
         assert line["pairs_per_second"] == pytest.approx(line["pairs"] / line["seconds"])
-        assert line["peak_memory_mb"] > 10 and line["embedding_spread"] > 0
+        assert line["peak_memory_mb"] > 10
+        assert line["embedding_spread"] > 0
         assert {"columns", "bank_fill", "bank_age", "bank_mass", "in_batch_mass"} <= line.keys()
-    assert log[-1]["bank_fill"] == 20 and log[-1]["columns"] == 3 + 3 + 40
+    assert log[-1]["bank_fill"] == 20
+    # 3 local positives, 3 hard negatives, and 20 banked pairs of 2 documents.
+    assert log[-1]["columns"] == 3 + 3 + 40
     # Warm-up and decay count updates.
     assert [line["learning_rate"] for line in log[:3]] == pytest.approx([0.0, 5e-4, 1e-3])
-    record = json.loads((folder / RUN_RECORD).read_text())
-    assert (record["method"], record["seed"], record["pairs_per_update"], record["updates"]) == (
-        "contaccum",
-        5,
-        12,
-        8,
-    )
-    assert record["data"]["rows"] == 43 and len(record["data"]["fingerprint"]) == 64
-    assert record["arguments"]["bank_size"] == 20 and record["versions"]["torch"]
-    assert not (folder / "training_args.bin").exists()  # a pickle
-    assert SentenceTransformer(str(folder), device="cpu").encode(["a cat"]).shape == (1, 16)
+
+
+def test_a_run_leaves_its_record_and_a_model(run):
+    record = json.loads((run.folder / RUN_RECORD).read_text())
+    assert record["method"] == "contaccum"
+    assert record["seed"] == 5
+    assert record["pairs_per_update"] == 12
+    assert record["updates"] == 8
+    assert record["data"]["rows"] == 43
+    assert len(record["data"]["fingerprint"]) == 64
+    assert record["arguments"]["bank_size"] == 20
+    assert record["versions"]["torch"]
+    assert not (run.folder / "training_args.bin").exists()  # a pickle
+    model = SentenceTransformer(str(run.folder), device="cpu")
+    assert model.encode(["a cat"]).shape == (1, 16)
 
 
 def test_drift_is_probed_and_logged_and_resumes_bit_for_bit(tmp_path):
-    # 72 pairs an update: the encoder is probed at the start, and after updates 2, 4 and 6.
+    """An update has 72 pairs, so the drift is probed at the start and after updates 2, 4 and 6."""
     settings = {
+        "data": 144,
+        "tied": False,
+        "drift_compensation": "mean",
         "per_device_train_batch_size": 24,
         "bank_size": 150,
         "num_train_epochs": 3,
         "learning_rate": 3e-3,
     }
-    settings |= {"data": 144, "tied": False, "drift_compensation": "mean"}
-    assert_resumes(partial(trainer_in, **settings), tmp_path, 3)
-    log = log_of(tmp_path / "straight")
+    assert_resumes(partial(make_trainer, **settings), tmp_path, 3)
+    log = read_log(tmp_path / "straight")
     assert ["drift_age" in line for line in log] == [False, False, True, True, True, True]
     assert [line["bank_age"] for line in log] == [0, 1, 2, 2, 2, 2]
     for line in log[2:]:
-        assert 0 < line["drift_shift_passage"] < 100 and -1 <= line["drift_cosine_query"] < 1
-        assert line["drift_residual_passage"] > 0 and line["bank_mass_aged"] > 0
+        assert 0 < line["drift_shift_passage"] < 100
+        assert -1 <= line["drift_cosine_query"] < 1
+        assert line["drift_residual_passage"] > 0
+        assert line["bank_mass_aged"] > 0
 
 
-@pytest.mark.parametrize(
-    "method", [name for name in METHODS if name != "query_side"]
-)  # test_query_side_runs.py
+@pytest.mark.parametrize("method", METHODS_WITHOUT_STORE)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_every_method_trains_logs_each_update_and_leaves_out_what_scores_too_high(
-    method, tied, tmp_path
-):
-    k = 1 if method == "in_batch" else 3
-    given = {
-        "data": pairs(24, negatives=1),
+def test_every_method_trains_logs_and_masks_false_negatives(method, tied, tmp_path):
+    """Negatives that score too high are masked by the model's own scores, or by a guide's."""
+    num_steps = 1 if method == "in_batch" else 3
+    settings = {
+        "data": make_pairs(24, negatives=1),
         "tied": tied,
         "method": method,
-        "gradient_accumulation_steps": k,
+        "gradient_accumulation_steps": num_steps,
     }
-    trainer = trainer_in(tmp_path, **given)
+    trainer = make_trainer(tmp_path, **settings)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     trainer.train()
-    log = log_of(tmp_path)
-    assert [(line["update"], line["pairs"]) for line in log] == [
-        (i + 1, 4 * k) for i in range(6 // k)
-    ]
-    assert all(line["loss"] > 0 and 0.01 < line["grad_norm_ratio"] < 100 for line in log)
+    log = read_log(tmp_path)
+    assert [line["update"] for line in log] == list(range(1, 6 // num_steps + 1))
+    for line in log:
+        assert line["pairs"] == 4 * num_steps
+        assert line["loss"] > 0
+        assert 0.01 < line["grad_norm_ratio"] < 100
     assert log[-1]["bank_fill"] == (20 if method in BANK_METHODS else 0)
-    assert any(
-        not torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items()
-    )
-    # By its own scores, or by a guide's.
-    given |= {"false_negative_margin": 0.0} if tied else {"guide": tiny_encoder()}
-    filtering = trainer_in(tmp_path / "filtering", max_steps=1, **given)
-    filtering.train()
-    assert filtering.facts.settings()["size of the guide"] == (None if tied else 16)
-    assert log[0]["masked"] < log_of(tmp_path / "filtering")[0]["masked"] < 1
+    after = trainer.model.state_dict()
+    assert any(not torch.equal(value, before[name]) for name, value in after.items())
+
+    if tied:
+        settings["false_negative_margin"] = 0.0
+        guide_size = None
+    else:
+        settings["guide"] = tiny_encoder()
+        guide_size = 16
+    masking = make_trainer(tmp_path / "masking", max_steps=1, **settings)
+    masking.train()
+    resume_settings = masking.description.get_resume_settings()
+    assert resume_settings["size of the guide"] == guide_size
+    assert log[0]["masked"] < read_log(tmp_path / "masking")[0]["masked"] < 1
 
 
 @pytest.mark.parametrize("method", ["grad_accum", "contaccum", "grad_cache"])
-def test_the_loss_knows_the_pairs_of_an_update_so_that_its_gradients_sum_to_zero(method, tmp_path):
-    trainer = trainer_in(
+def test_centred_gradients_of_an_update_sum_to_zero(method, tmp_path):
+    """The loss receives the number of pairs of the update, over which it centres gradients."""
+    trainer = make_trainer(
         tmp_path, method=method, center_gradients="both", similarity="dot", max_steps=2
     )
-    of_queries: list[Tensor] = []
+    query_gradients: list[Tensor] = []  # summed over the queries of a micro-batch
 
-    def watch(module: Any, given: Any, output: Any) -> None:
+    def watch(module: Any, arguments: Any, output: Any) -> None:
         embedding = output["sentence_embedding"]
-        if given[0].get("task") == "query" and embedding.requires_grad:
-            embedding.register_hook(lambda gradient: of_queries.append(gradient.sum(0)))
+        if arguments[0].get("task") == "query" and embedding.requires_grad:
+            embedding.register_hook(lambda gradient: query_gradients.append(gradient.sum(0)))
 
     trainer.model.register_forward_hook(watch)
     trainer.train()
-    steps = len(of_queries) // 2
-    assert steps == 3 and trainer.loss.info_nce.centering.num_pairs == 12
-    assert torch.stack(of_queries[:steps]).sum(0).abs().max() < 1e-6 < of_queries[0].abs().max()
+    num_steps = len(query_gradients) // 2
+    assert num_steps == 3
+    assert trainer.loss.info_nce.centering.num_pairs == 12
+    assert torch.stack(query_gradients[:num_steps]).sum(0).abs().max() < 1e-6
+    assert query_gradients[0].abs().max() > 1e-6
 
 
-def test_a_run_with_a_guide_resumes_bit_for_bit_and_with_no_other(tiny_model_path, tmp_path):
-    given = {**RUN, "guide_margin": 0.01, "guide_margin_strategy": "relative"}
-    straight = assert_resumes(partial(trainer_in, guide=tiny_encoder(), **given), tmp_path, 5)
-    assert any("bank.guide" in key for key in state_of(straight))
-    for other in (None, SentenceTransformer(tiny_model_path, device="cpu")):
+def test_a_run_with_a_guide_resumes_only_with_a_guide_of_the_same_size(tiny_model_path, tmp_path):
+    settings = {**RUN_SETTINGS, "guide_margin": 0.01, "guide_margin_strategy": "relative"}
+    make = partial(make_trainer, guide=tiny_encoder(), **settings)
+    straight = assert_resumes(make, tmp_path, 5)
+    assert any("bank.guide" in key for key in get_state(straight))
+    checkpoint = str(tmp_path / "straight" / "checkpoint-5")
+    for guide in (None, SentenceTransformer(tiny_model_path, device="cpu")):
         with pytest.raises(UserError, match="size of the guide: 16 -> "):
-            trainer_in(tmp_path, guide=other, **given).train(
-                str(tmp_path / "straight" / "checkpoint-5")
-            )
+            make_trainer(tmp_path, guide=guide, **settings).train(checkpoint)
 
 
 @pytest.mark.parametrize("method", ["contaccum", "contaccum_cached"])
 def test_a_run_with_several_directions_and_hardness_resumes_bit_for_bit(method, tmp_path):
-    given = {
-        **RUN,
+    settings = {
+        **RUN_SETTINGS,
         "method": method,
         "max_steps": 6,
         "hardness_mode": "in_batch_negatives",
         "hardness_strength": 2,
+        "directions": ["query_to_doc", "query_to_query", "doc_to_query"],
     }
-    given |= {"directions": ["query_to_doc", "query_to_query", "doc_to_query"]}
-    assert_resumes(partial(trainer_in, **given), tmp_path, 3)
+    assert_resumes(partial(make_trainer, **settings), tmp_path, 3)
 
 
-def test_logged_loss_is_that_of_local_rows_and_trackers_get_every_number(tmp_path):
+def test_the_logged_loss_is_that_of_local_rows_and_trackers_get_all_numbers(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    trainer = trainer_in(tmp_path, logging_steps=1, report_to="tensorboard")
-    local: list[float] = []
+    trainer = make_trainer(tmp_path, logging_steps=1, report_to="tensorboard")
+    local_losses: list[float] = []
     trainer.loss.register_forward_hook(
-        lambda *_: local.append(trainer.loss.last["local_loss"].item())
+        lambda *_: local_losses.append(trainer.loss.last["local_loss"].item())
     )
     trainer.train()
-    expected = [sum(local[i : i + 3]) / 3 for i in range(0, len(local), 3)]
-    log = log_of(tmp_path)
+    expected = torch.tensor(local_losses).reshape(-1, 3).mean(1).tolist()
+    log = read_log(tmp_path)
     assert [line["loss"] for line in log] == pytest.approx(expected, rel=1e-5)
     (file,) = tmp_path.rglob("events.out.tfevents.*")
     events = EventAccumulator(str(file))
     events.Reload()
     for key in ("bank_fill", "bank_mass", "embedding_spread", "grad_norm_ratio"):
-        assert [x.value for x in events.Scalars(f"train/{key}")] == pytest.approx(
-            [line[key] for line in log]
-        ), key
+        tracked = [event.value for event in events.Scalars(f"train/{key}")]
+        assert tracked == pytest.approx([line[key] for line in log]), key
     assert "train/loss" in events.Tags()["scalars"]
 
 
-def test_trains_in_bf16_with_a_bank_in_float32(tmp_path):
-    trainer = trainer_in(tmp_path, 24, False, bf16=True)
+def test_a_run_in_bf16_has_a_bank_in_float32(tmp_path):
+    trainer = make_trainer(tmp_path, 24, tied=False, bf16=True)
     trainer.train()
-    assert all(
-        math.isfinite(line["loss"]) and line["grad_norm_query"] > 0 for line in log_of(tmp_path)
-    )
-    assert next(iter(trainer.bank_losses())).info_nce.bank.passages.dtype == torch.float32
+    for line in read_log(tmp_path):
+        assert math.isfinite(line["loss"])
+        assert line["grad_norm_query"] > 0
+    (loss,) = trainer.bank_losses()
+    assert loss.info_nce.bank.passages.dtype == torch.float32
 
 
 def test_prompts_and_lengths_of_the_model_are_used_in_training(tmp_path):
-    lengths = {"query_max_length": 6, "passage_max_length": 20}
-    model = tiny_encoder(query_prompt="what is ", passage_prompt="the ", **lengths)
-    batch = next(iter(trainer_in(tmp_path, 8, model=model).get_train_dataloader()))
-    assert model.tokenizer.decode(batch["query_input_ids"][0]).startswith("[CLS] what is ")
-    assert model.tokenizer.decode(batch["positive_input_ids"][0]).startswith("[CLS] the ")
-    assert batch["query_input_ids"].shape[1] == 6 < batch["positive_input_ids"].shape[1] <= 20
+    model = tiny_encoder(
+        query_prompt="what is ", passage_prompt="the ", query_max_length=6, passage_max_length=20
+    )
+    trainer = make_trainer(tmp_path, 8, model=model)
+    batch = next(iter(trainer.get_train_dataloader()))
+    queries = batch["query_input_ids"]
+    passages = batch["positive_input_ids"]
+    assert model.tokenizer.decode(queries[0]).startswith("[CLS] what is ")
+    assert model.tokenizer.decode(passages[0]).startswith("[CLS] the ")
+    assert queries.shape[1] == 6 < passages.shape[1] <= 20
 
 
-@pytest.mark.parametrize("rows", [4, "auto"])
-def test_a_score_column_of_a_plain_data_set_is_distilled(tmp_path, rows):
-    data = pairs(12, negatives=1).add_column("scores", [[2.0, float(i)] for i in range(12)])
-    given = {
-        "per_device_train_batch_size": rows,
-        "gradient_accumulation_steps": 1,
-        "total_train_batch_size": 12,
-    }
-    trainer_in(tmp_path, data, distill="margin_mse", max_steps=1, **given).train()
-    (line,) = log_of(tmp_path)
-    assert line["pairs"] == 12 and line["distill_loss"] > 1 and line["loss"] < 5
+@pytest.mark.parametrize("batch_size", [4, "auto"])
+def test_a_score_column_of_a_plain_data_set_is_distilled(tmp_path, batch_size):
+    scores = [[2.0, float(index)] for index in range(12)]
+    data = make_pairs(12, negatives=1).add_column("scores", scores)
+    trainer = make_trainer(
+        tmp_path,
+        data,
+        distill="margin_mse",
+        max_steps=1,
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=1,
+        total_train_batch_size=12,
+    )
+    trainer.train()
+    (line,) = read_log(tmp_path)
+    assert line["pairs"] == 12
+    assert line["distill_loss"] > 1
+    assert line["loss"] < 5
     with pytest.raises(ConfigError, match="distill=kl with no hard negatives in the training data"):
-        trainer_in(tmp_path, pairs(12), distill="kl")
+        make_trainer(tmp_path, make_pairs(12), distill="kl")
 
 
-def test_data_that_cannot_train_is_refused(tmp_path):
-    with pytest.raises(
-        ConfigError, match="has only the column 'query': it needs a query and a positive"
-    ):
-        trainer_in(tmp_path, Dataset.from_dict({"query": ["a"]}))
-    alone = {"method": "grad_accum", "per_device_train_batch_size": 1}
+def test_data_without_positives_or_negatives_are_refused(tmp_path):
+    message = "has only the column 'query': it needs a query and a positive"
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(tmp_path, Dataset.from_dict({"query": ["a"]}))
+    settings = {"method": "grad_accum", "per_device_train_batch_size": 1}
     with pytest.raises(ConfigError, match="per_device_train_batch_size=1 and no hard negatives"):
-        trainer_in(tmp_path, **alone)
-    trainer_in(tmp_path, pairs(12, 1), **alone)
+        make_trainer(tmp_path, **settings)
+    make_trainer(tmp_path, make_pairs(12, 1), **settings)
 
 
-def test_parameters_that_no_embedding_depends_on_are_frozen(tmp_path):
-    for tied in (True, False):
-        model = tiny_encoder(tied).train()
-        trainer_in(tmp_path, model=model)
-        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-        assert (
-            len(frozen) == (2 if tied else 4)
-            and all("pooler" in name for name in frozen)
-            and model.training
-        )
+@pytest.mark.parametrize(("tied", "num_frozen"), [(True, 2), (False, 4)], ids=["tied", "untied"])
+def test_parameters_that_no_embedding_depends_on_are_frozen(tmp_path, tied, num_frozen):
+    model = tiny_encoder(tied).train()
+    make_trainer(tmp_path, model=model)
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    assert len(frozen) == num_frozen
+    assert all("pooler" in name for name in frozen)
+    assert model.training
 
 
-def test_collapse_is_warned_of_once_within_three_updates(caplog):
+def test_a_collapse_gives_one_warning_in_its_third_update():
     watch = CollapseWatch()
-    learning = [{"update": i, "loss": 1.0, "columns": 32} for i in range(3)]
-    collapsed = [{"update": i, "loss": 3.46, "columns": 32, "bank_age": 7} for i in range(3, 9)]
-    found = [watch.observe(record) for record in learning + collapsed]
-    assert [len(lines) for lines in found] == [0] * 5 + [1] + [0] * 3
-    assert "the loss is back at 3.46, a guess among 32 columns" in found[5][0]
+    for update in range(3):
+        assert watch.observe({"update": update, "loss": 1.0, "columns": 32}) == []
+    warnings = []
+    for update in range(3, 9):
+        record = {"update": update, "loss": 3.46, "columns": 32, "bank_age": 7}
+        warnings.append(watch.observe(record))
+    assert [len(lines) for lines in warnings] == [0, 0, 1, 0, 0, 0]
+    assert "the loss is back at 3.46, a random guess among 32 columns" in warnings[2][0]
 
 
-def test_what_goes_to_the_hub_is_the_model_with_a_card_that_says_what_it_is_and_no_credential(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setenv("MY_API_TOKEN", "hush-hush-12345")
+def test_an_upload_has_a_model_and_a_card_and_no_credentials(tmp_path, monkeypatch):
+    secret = "hush-hush-12345"
+    monkeypatch.setenv("MY_API_TOKEN", secret)
     uploads: list[set[str]] = []
 
-    def upload(api, repo_id, folder_path, **about):
-        found = [path for path in Path(folder_path).rglob("*") if path.is_file()]
-        uploads.append({str(path.relative_to(folder_path)) for path in found})
-        assert str(tmp_path) not in "".join(
-            path.read_text() for path in found if path.suffix in (".json", ".md")
-        )
+    def create_repo(api: Any, repo_id: str, **kwargs: Any) -> Any:
+        return SimpleNamespace(repo_id=repo_id)
+
+    def upload_folder(api: Any, repo_id: str, folder_path: Any, **kwargs: Any) -> Any:
+        files = [path for path in Path(folder_path).rglob("*") if path.is_file()]
+        uploads.append({str(path.relative_to(folder_path)) for path in files})
+        for path in files:
+            if path.suffix in (".json", ".md"):
+                assert str(tmp_path) not in path.read_text()
         return SimpleNamespace(commit_url=f"https://hub/{repo_id}")
 
-    monkeypatch.setattr(
-        HfApi, "create_repo", lambda api, repo_id, **about: SimpleNamespace(repo_id=repo_id)
-    )
-    monkeypatch.setattr(HfApi, "upload_folder", upload)
-    record = {"sets": {"faq": {"path": str(tmp_path / "faq.csv")}}}
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
     model = tiny_encoder()
     model.transformers_model.config._name_or_path = "someone/base"
-    given = {
-        "data_record": record,
-        "hub_model_id": "me/mine",
-        "run_name": "hush-hush-12345",
-        **SAVES,
-    }
-    trainer = trainer_in(tmp_path / "run", 12, model=model, **given)
+    trainer = make_trainer(
+        tmp_path / "run",
+        12,
+        model=model,
+        data_record={"sets": {"faq": {"path": str(tmp_path / "faq.csv")}}},
+        hub_model_id="me/mine",
+        run_name=secret,
+        **SAVE_EVERY_UPDATE,
+    )
     trainer.train()
-    assert trainer.push_to_hub() == "https://hub/me/mine" and len(uploads) == 1
-    assert {"README.md", "model.safetensors", "modules.json"} <= uploads[0]
-    assert not [
-        name
-        for name in uploads[0]
-        if re.search(r"bank|checkpoint|log|run\.json|optimizer|\.bin", name)
-    ]
+    assert trainer.push_to_hub() == "https://hub/me/mine"
+    (files,) = uploads
+    assert {"README.md", "model.safetensors", "modules.json"} <= files
+    for name in files:
+        assert not re.search(r"bank|checkpoint|log|run\.json|optimizer|\.bin", name)
+
     trainer.save_model()
     card = (tmp_path / "run" / "README.md").read_text()
-    wanted = [
+    for text in (
         "# base trained on faq",
         "finetuned from [someone/base]",
         "method `contaccum`, 12 pairs per update",
-    ]
-    wanted += [
         "`bank_size=20`, `drift_compensation=auto`",
         'SentenceTransformer("me/mine")',
         "2406.12356",
-    ]
-    assert [text for text in wanted if text not in card] == []
+    ):
+        assert text in card
     texts = [path for path in tmp_path.rglob("*") if path.suffix in (".json", ".md", ".jsonl")]
     assert len(texts) > 10
-    assert [path.name for path in texts if "hush-hush-12345" in path.read_text()] == []
+    assert [path.name for path in texts if secret in path.read_text()] == []
 
 
-def test_matryoshka_dims_keep_a_bank_for_each_size_and_train_as_the_wrapped_loss_does(tmp_path):
-    straight = assert_resumes(partial(trainer_in, matryoshka_dims=[8, 16]), tmp_path, 2)
-    assert {int(size) for size in next(iter(straight.bank_losses())).info_nces} == {8, 16}
+def test_matryoshka_dims_train_like_a_wrapped_loss_with_a_bank_for_each_size(tmp_path):
+    straight = assert_resumes(partial(make_trainer, matryoshka_dims=[8, 16]), tmp_path, 2)
+    (bank_loss,) = straight.bank_losses()
+    assert {int(size) for size in bank_loss.info_nces} == {8, 16}
     model = tiny_encoder()
     loss = MatryoshkaLoss(model, ContAccumLoss(model, bank_size=20), [16, 8])
-    wrapped = trainer_in(tmp_path / "wrapped", model=model, loss=loss)
+    wrapped = make_trainer(tmp_path / "wrapped", model=model, loss=loss)
     wrapped.train()
-    assert differing(state_of(straight), state_of(wrapped)) == []
+    assert list_differences(get_state(straight), get_state(wrapped)) == []
     with pytest.raises(ConfigError, match="have 16 dimensions"):
-        trainer_in(tmp_path / "more", matryoshka_dims=[32])
+        make_trainer(tmp_path / "more", matryoshka_dims=[32])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_compiled_model_trains_as_one_that_is_not(tmp_path, tied):
-    runs = []
-    for compiled in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
-        folder = tmp_path / str(len(runs))
-        trainer = trainer_in(folder, 36, tied, **compiled)
+def test_a_compiled_model_trains_like_an_uncompiled_one(tmp_path, tied):
+    settings = {
+        "plain": {},
+        "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    }
+    for name, compile_settings in settings.items():
+        folder = tmp_path / name
+        trainer = make_trainer(folder, 36, tied, **compile_settings)
         trainer.train()
         trainer.save_model(str(folder / "saved"))
         SentenceTransformer(str(folder / "saved"), device="cpu")
-        runs.append(log_of(folder))
-    for plain, fast in zip(*runs, strict=True):
+    logs = [read_log(tmp_path / name) for name in settings]
+    for plain, compiled in zip(*logs, strict=True):
         for key in ("loss", "grad_norm_query", "grad_norm_passage", "grad_norm_ratio", "bank_fill"):
-            assert fast[key] == pytest.approx(plain[key], rel=1e-4), key
+            assert compiled[key] == pytest.approx(plain[key], rel=1e-4), key
 
 
 def test_a_route_that_only_the_training_data_reach_is_trained(tmp_path):
-    """Positives take a third route; the poolers, which no embedding depends on, are frozen in every route that runs."""
-    encoders = {task: tiny_encoder(tied=True) for task in ("query", "document", "summary")}
-    router = Router({task: [encoder[0], encoder[1]] for task, encoder in encoders.items()})
-    model = SentenceTransformer(modules=[router], device="cpu")
+    """Positives take a third route of a Router.
+
+    The poolers, which no embedding depends on, are frozen in every route that runs.
+    """
+    routes = {}
+    for task in ("query", "document", "summary"):
+        encoder = tiny_encoder(tied=True)
+        routes[task] = [encoder[0], encoder[1]]
+    model = SentenceTransformer(modules=[Router(routes)], device="cpu")
     mapping = {"query": "query", "positive": "summary"}
-    trainer = trainer_in(tmp_path, model=model, router_mapping=mapping)
+    trainer = make_trainer(tmp_path, model=model, router_mapping=mapping)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainer.train()
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     assert {name.split(".")[2] for name in moved} == {"query", "summary"}
-    assert len(frozen) == 4 and all(".pooler." in name for name in frozen)
+    assert len(frozen) == 4
+    assert all(".pooler." in name for name in frozen)
     assert {name.split(".")[2] for name in frozen} == {"query", "summary"}
 
 
 @pytest.mark.parametrize("rows", [43, 41])
 def test_the_last_update_of_an_epoch_is_centred_over_its_own_pairs(tmp_path, rows):
-    """Updates of 12 pairs, but the last of the epoch: of 7 or of 5, in two micro-batches of which the last is short."""
-    trainer = trainer_in(tmp_path, data=rows, center_gradients="both", num_train_epochs=2)
-    announced = []
-    begin_update = ContAccumLoss.begin_update
-    trainer.loss.begin_update = lambda pairs: (
-        announced.append(pairs),
-        begin_update(trainer.loss, pairs),
-    )
+    """Updates have 12 pairs, but the last one of an epoch has 7 or 5, in two micro-batches."""
+    trainer = make_trainer(tmp_path, data=rows, center_gradients="both", num_train_epochs=2)
+    num_pairs: list[int] = []
+
+    def begin_update(pairs: int) -> None:
+        num_pairs.append(pairs)
+        ContAccumLoss.begin_update(trainer.loss, pairs)
+
+    trainer.loss.begin_update = begin_update
     trainer.train()
     last = rows % 12
-    assert announced == [12, 12, 12, last] * 2
+    assert num_pairs == [12, 12, 12, last] * 2
     assert trainer.loss.info_nce.centering.num_pairs == last
-    assert [line["pairs"] for line in log_of(tmp_path)] == announced
+    assert [line["pairs"] for line in read_log(tmp_path)] == num_pairs
 
 
-def test_of_several_losses_each_is_announced_the_pairs_of_its_own_data_set(tmp_path):
-    data = DatasetDict(one=pairs(20), two=pairs(16))
+def test_each_of_several_losses_receives_the_number_of_pairs_of_its_data_set(tmp_path):
+    data = DatasetDict(one=make_pairs(20), two=make_pairs(16))
     model = tiny_encoder()
     losses = {name: ContAccumLoss(model, bank_size=16) for name in data}
-    trainer = trainer_in(tmp_path, data=data, model=model, loss=losses)
-    announced: dict[str, list[int]] = {name: [] for name in data}
+    trainer = make_trainer(tmp_path, data=data, model=model, loss=losses)
+    announced: dict[str, list[int]] = {name: [] for name in data}  # pairs of each update
     trained: dict[str, list[int]] = {name: [] for name in data}
     for name, loss in losses.items():
 

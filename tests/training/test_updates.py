@@ -1,4 +1,7 @@
-"""Updates that run out of memory or are not finite: pairs per update stay, nothing is lost, nothing bad is applied."""
+"""Updates that run out of memory or are not finite.
+
+An update always trains on all of its pairs, and an update that is not finite changes no weight.
+"""
 
 import logging
 import math
@@ -11,114 +14,123 @@ import torch
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from tiny_models import tiny_encoder
 from tiny_runs import (
-    SAVES,
+    SAVE_EVERY_UPDATE,
     assert_resumes,
-    at_micro_step,
-    differing,
-    log_of,
-    pairs,
-    state_of,
-    trainer_in,
+    call_at_micro_step,
+    get_state,
+    list_differences,
+    make_pairs,
+    make_trainer,
+    read_log,
 )
 
 from contaccum.errors import UserError
 from contaccum.training import out_of_memory
 
+EVERY_CALL = set(range(999))
 
-def runs_out(trainer: Any, place: str, visits: set[int], fits: int) -> None:
-    """Memory runs out at the given visits of a place with more rows than fit."""
-    count = 0
 
-    def check(rows: int) -> None:
-        nonlocal count
-        count += 1
-        if rows > fits and count in visits:
+def simulate_out_of_memory(trainer: Any, stage: str, calls: set[int], max_rows: int) -> None:
+    """Make a stage of training raise out-of-memory errors.
+
+    Args:
+        trainer: the trainer.
+        stage: "queries" or "passages" (their forward pass), or "backward".
+        calls: the calls of the stage that raise, from 1.
+        max_rows: with so many rows or fewer, no call raises.
+    """
+    num_calls = 0
+
+    def check(num_rows: int) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_rows > max_rows and num_calls in calls:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    def before(module: Any, arguments: Any) -> None:
-        task = {"queries": "query", "passages": "document"}.get(place)
-        if torch.is_grad_enabled() and module.training and arguments[0].get("task") == task:
-            check(len(arguments[0]["input_ids"]))
+    def before_forward(module: Any, arguments: Any) -> None:
+        features = arguments[0]
+        task = {"queries": "query", "passages": "document"}.get(stage)
+        if torch.is_grad_enabled() and module.training and features.get("task") == task:
+            check(len(features["input_ids"]))
 
-    def after(module: Any, arguments: Any, output: Any) -> None:
-        if place == "backward" and torch.is_grad_enabled() and arguments[0].get("task") == "query":
-            # The queries' part comes last: the passages' gradients are in the weights by then.
+    def after_forward(module: Any, arguments: Any, output: Any) -> None:
+        is_query = arguments[0].get("task") == "query"
+        if stage == "backward" and torch.is_grad_enabled() and is_query:
+            # The backward pass of queries comes last: the weights have the passages' gradients.
             output["sentence_embedding"].register_hook(lambda gradient: check(len(gradient)))
 
-    trainer.model.register_forward_pre_hook(before)
-    trainer.model.register_forward_hook(after)
+    trainer.model.register_forward_pre_hook(before_forward)
+    trainer.model.register_forward_hook(after_forward)
 
 
-ALWAYS = set(range(999))
-
-
-@pytest.mark.parametrize("place", ["queries", "passages", "backward"])
-def test_after_memory_ran_out_updates_are_those_of_half_the_micro_batch_and_twice_the_steps(
-    place, tmp_path, caplog
-):
-    """Losses without a bank: the gradient is then that of the smaller micro-batches, wherever memory ran out."""
-    settings = {"data": pairs(36, 1), "method": "grad_accum"}
-    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}
-    expected = trainer_in(tmp_path / "small", **settings, **sizes)
+@pytest.mark.parametrize("stage", ["queries", "passages", "backward"])
+def test_after_out_of_memory_updates_equal_those_of_smaller_micro_batches(stage, tmp_path, caplog):
+    """Without a bank, the gradient is that of smaller micro-batches, whichever stage ran out."""
+    settings = {"data": make_pairs(36, 1), "method": "grad_accum"}
+    expected = make_trainer(
+        tmp_path / "small",
+        **settings,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=6,
+    )
     expected.train()
-    trainer = trainer_in(tmp_path / "out", **settings)
-    # sentence-transformers encodes positives and hard negatives together.
-    runs_out(trainer, place, ALWAYS, fits=4 if place == "passages" else 2)
+    trainer = make_trainer(tmp_path / "halved", **settings)
+    # sentence-transformers encodes positives and hard negatives together: 4 rows for 2 pairs.
+    max_rows = 4 if stage == "passages" else 2
+    simulate_out_of_memory(trainer, stage, EVERY_CALL, max_rows)
     with caplog.at_level(logging.WARNING):
         trainer.train()
-    (line,) = [x for x in caplog.messages if "out of memory" in x]
-    assert "update 1: out of memory at a micro-batch of 4 (CUDA out of memory" in line
-    assert "from here on it is 2" in line and "pairs per update stay" in line
-    one, other = state_of(expected), state_of(trainer)
-    assert (
-        max(
-            (one[key].float() - other[key].float()).abs().max()
-            for key in one
-            if key.startswith("model")
-        )
-        < 1e-6
-    )
-    for ours, theirs in zip(log_of(tmp_path / "out"), log_of(tmp_path / "small"), strict=True):
-        assert ours["pairs"] == theirs["pairs"] == 12
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-        assert ours["grad_norm_query"] == pytest.approx(theirs["grad_norm_query"], rel=1e-4)
+    (warning,) = [message for message in caplog.messages if "out of memory" in message]
+    assert "update 1: out of memory at a micro-batch of 4 (CUDA out of memory" in warning
+    assert "From now on a micro-batch has 2 rows" in warning
+    assert "pairs per update stay" in warning
+    expected_state = get_state(expected)
+    for key, value in get_state(trainer).items():
+        if key.startswith("model"):
+            assert (value.float() - expected_state[key].float()).abs().max() < 1e-6, key
+    log = read_log(tmp_path / "halved")
+    for line, expected_line in zip(log, read_log(tmp_path / "small"), strict=True):
+        assert line["pairs"] == expected_line["pairs"] == 12
+        assert line["loss"] == pytest.approx(expected_line["loss"], rel=1e-5)
+        expected_norm = expected_line["grad_norm_query"]
+        assert line["grad_norm_query"] == pytest.approx(expected_norm, rel=1e-4)
 
 
-def test_no_pair_is_missing_from_the_bank_and_a_resumed_run_keeps_the_smaller_size(tmp_path):
+def test_the_bank_gets_every_pair_and_a_resumed_run_keeps_the_smaller_micro_batch(tmp_path):
     def make(folder, **saves):
-        trainer = trainer_in(folder, dropout=0.1, **saves)
-        if (
-            saves
-        ):  # the straight run; in the second micro-batch of the second update, before its loss
-            runs_out(trainer, "passages", {5}, fits=2)
+        trainer = make_trainer(folder, dropout=0.1, **saves)
+        is_straight = bool(saves)
+        if is_straight:
+            # In the second micro-batch of the second update, before its loss.
+            simulate_out_of_memory(trainer, "passages", {5}, max_rows=2)
         return trainer
 
     trainer = assert_resumes(make, tmp_path, 2)
     assert trainer.updates.limit.rows == 2
-    # The update began again: the four pairs before are in the bank twice, and none is missing.
+    # The update started again, so the four pairs of its first micro-batch are in the bank twice.
     assert trainer.loss.info_nce.bank.total_enqueued == 36 + 4
 
 
-def test_grad_cache_encodes_fewer_at_once_and_its_update_stays(tmp_path):
-    ended = []
-    for name, visits in (("fits", set()), ("runs_out", {1})):
-        trainer = trainer_in(tmp_path / name, method="grad_cache")
-        runs_out(trainer, "passages", visits, fits=2)
+def test_a_gradient_cache_encodes_fewer_rows_and_its_update_stays_the_same(tmp_path):
+    weights = []
+    for name, calls in (("fits", set()), ("runs out", {1})):
+        trainer = make_trainer(tmp_path / name, method="grad_cache")
+        simulate_out_of_memory(trainer, "passages", calls, max_rows=2)
         trainer.train()
-        ended.append(weights(trainer))
+        weights.append(get_weights(trainer))
     assert trainer.loss.mini_batch_size == 2
-    assert (ended[0] - ended[1]).abs().max() < 1e-6
+    assert (weights[0] - weights[1]).abs().max() < 1e-6
 
 
-def test_what_no_smaller_micro_batch_helps_ends_with_what_else_to_turn(tmp_path):
-    trainer = trainer_in(tmp_path / "a")
-    runs_out(trainer, "queries", ALWAYS, fits=0)
-    with pytest.raises(
-        UserError, match=r"out of memory at a micro-batch of 1 \(CUDA .*gradient_checkpointing=true"
-    ):
+def test_if_the_smallest_micro_batch_does_not_fit_the_error_names_remedies(tmp_path):
+    trainer = make_trainer(tmp_path / "a")
+    simulate_out_of_memory(trainer, "queries", EVERY_CALL, max_rows=0)
+    message = r"out of memory at a micro-batch of 1 \(CUDA .*gradient_checkpointing=true"
+    with pytest.raises(UserError, match=message):
         trainer.train()
-    trainer = trainer_in(tmp_path / "b", method="grad_accum")
-    runs_out(trainer, "queries", ALWAYS, fits=1)  # where a pair alone would have no negative
+    # Without a bank and hard negatives, a single pair has no negative, so 2 is the smallest.
+    trainer = make_trainer(tmp_path / "b", method="grad_accum")
+    simulate_out_of_memory(trainer, "queries", EVERY_CALL, max_rows=1)
     with pytest.raises(UserError, match="out of memory at a micro-batch of 2"):
         trainer.train()
 
@@ -130,125 +142,124 @@ AUTO = {
 }
 
 
-@pytest.mark.parametrize("place", ["passages", "backward"])
-def test_largest_micro_batch_that_fits_is_found_without_a_trace_and_kept(place, tmp_path):
-    given = trainer_in(tmp_path / "given", dropout=0.1)
-    given.train()
-    found = trainer_in(tmp_path / "found", dropout=0.1, **AUTO, **SAVES)
-    runs_out(found, place, ALWAYS, fits=5)  # of 12, 6, 4, 3, 2 and 1
-    found.train()
-    assert (found.args.per_device_train_batch_size, found.args.gradient_accumulation_steps) == (
-        4,
-        3,
-    )
-    assert found.args.total_train_batch_size == 12
-    assert differing(state_of(given), state_of(found)) == []
-    resumed = trainer_in(tmp_path / "found", dropout=0.1, **AUTO, **SAVES)
-    resumed.train(
-        resume_from_checkpoint=str(tmp_path / "found" / "checkpoint-2")
-    )  # where 12 would fit now
+@pytest.mark.parametrize("stage", ["passages", "backward"])
+def test_auto_finds_the_largest_micro_batch_without_changing_the_training(stage, tmp_path):
+    """The sizes are 12, 6, 4, 3, 2 and 1; the largest of them with at most 5 rows is 4."""
+    fixed = make_trainer(tmp_path / "fixed", dropout=0.1)
+    fixed.train()
+    auto = make_trainer(tmp_path / "auto", dropout=0.1, **AUTO, **SAVE_EVERY_UPDATE)
+    simulate_out_of_memory(auto, stage, EVERY_CALL, max_rows=5)
+    auto.train()
+    assert auto.args.per_device_train_batch_size == 4
+    assert auto.args.gradient_accumulation_steps == 3
+    assert auto.args.total_train_batch_size == 12
+    assert list_differences(get_state(fixed), get_state(auto)) == []
+    # A resumed run keeps the size, although 12 would fit now.
+    resumed = make_trainer(tmp_path / "auto", dropout=0.1, **AUTO, **SAVE_EVERY_UPDATE)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "auto" / "checkpoint-2"))
     assert resumed.args.per_device_train_batch_size == 4
-    assert differing(state_of(given), state_of(resumed)) == []
+    assert list_differences(get_state(fixed), get_state(resumed)) == []
 
 
-def test_grad_cache_finds_what_it_encodes_at_once(tmp_path):
-    trainer = trainer_in(tmp_path, method="grad_cache", **AUTO)
-    runs_out(trainer, "passages", ALWAYS, fits=5)
+def test_auto_finds_how_many_pairs_a_gradient_cache_encodes_at_once(tmp_path):
+    trainer = make_trainer(tmp_path, method="grad_cache", **AUTO)
+    simulate_out_of_memory(trainer, "passages", EVERY_CALL, max_rows=5)
     trainer.train()
     assert trainer.args.pairs_per_micro_batch == trainer.loss.mini_batch_size == 4
     assert trainer.args.per_device_train_batch_size == trainer.args.total_train_batch_size == 12
 
 
-def test_a_host_is_never_asked_for_more_than_it_has(tmp_path, monkeypatch):
-    trainer = trainer_in(tmp_path, **AUTO)
+def test_auto_tries_no_size_for_which_a_host_has_too_little_memory(tmp_path, monkeypatch):
+    """Memory grows by 100 MB per pair, and 600 MB (80%) of the free 750 MB may be used."""
+    trainer = make_trainer(tmp_path, **AUTO)
     trainer.args.gradient_accumulation_steps = 12
     sizes: list[int] = []
+    memory = SimpleNamespace(available=750 * 2**20)
     monkeypatch.setattr(out_of_memory, "try_micro_batch", lambda size, *_: sizes.append(size))
-    # Memory grows by 100 MB a pair, and 600 MB of the 750 MB may be taken.
     monkeypatch.setattr(out_of_memory, "peak_memory_mb", lambda device: 100.0 * sum(sizes))
-    free = SimpleNamespace(available=750 * 2**20)
-    monkeypatch.setattr(out_of_memory.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(out_of_memory.psutil, "virtual_memory", lambda: memory)
     trainer.get_train_dataloader()
     assert sizes == [1, 2, 3, 4, 6]
-    assert trainer.args.per_device_train_batch_size == 6  # though 12 would not have failed
+    assert trainer.args.per_device_train_batch_size == 6  # 12 was not tried
 
 
-def weights(trainer: Any) -> torch.Tensor:
+def get_weights(trainer: Any) -> torch.Tensor:
+    """Return a copy of the weights as one vector."""
     return torch.cat([p.detach().flatten().clone() for p in trainer.model.parameters()])
 
 
-def weights_before(trainer: Any, *steps: int) -> list[torch.Tensor]:
-    """The weights before each of these micro-steps; filled by training."""
-    found: list[torch.Tensor] = []
+def record_weights(trainer: Any, *steps: int) -> list[torch.Tensor]:
+    """Return a list that training fills with the weights before each of these micro-steps."""
+    weights: list[torch.Tensor] = []
     for step in steps:
-        at_micro_step(trainer, step, lambda _: found.append(weights(trainer)))
-    return found
+        call_at_micro_step(trainer, step, lambda _: weights.append(get_weights(trainer)))
+    return weights
 
 
-def spoil_embeddings(trainer: Any, factor: float) -> Callable[[Any], None]:
-    """The next passages that are encoded are multiplied by ``factor``."""
+def multiply_embeddings(trainer: Any, factor: float) -> Callable[[Any], None]:
+    """Return an action after which the next passage embeddings are multiplied by ``factor``."""
 
-    def spoil(_: Any) -> None:
-        def once(module: Any, arguments: Any, output: Any) -> Any:
+    def action(_: Any) -> None:
+        def multiply_once(module: Any, arguments: Any, output: Any) -> Any:
             if arguments[0].get("task") == "document" and torch.is_grad_enabled():
                 handle.remove()
                 output["sentence_embedding"] = output["sentence_embedding"] * factor
             return output
 
-        handle = trainer.model.register_forward_hook(once)
+        handle = trainer.model.register_forward_hook(multiply_once)
 
-    return spoil
+    return action
 
 
-def spoil_gradient(
+def multiply_gradient(
     trainer: Any, factor: float, parameter: torch.nn.Parameter | None = None
 ) -> Callable[[Any], None]:
-    """The next gradient of one weight, or of a given parameter, is multiplied by ``factor``."""
+    """Return an action after which the next gradient of a parameter is multiplied by ``factor``.
 
-    def spoil(_: Any) -> None:
-        def once(gradient: torch.Tensor) -> torch.Tensor:
+    The default parameter is the first trained one of the model.
+    """
+
+    def action(_: Any) -> None:
+        def multiply_once(gradient: torch.Tensor) -> torch.Tensor:
             handle.remove()
             return gradient * factor
 
-        weight = (
-            next(p for p in trainer.model.parameters() if p.requires_grad)
-            if parameter is None
-            else parameter
-        )
-        handle = weight.register_hook(once)
+        target = parameter
+        if target is None:
+            target = next(p for p in trainer.model.parameters() if p.requires_grad)
+        handle = target.register_hook(multiply_once)
 
-    return spoil
+    return action
 
 
 @pytest.mark.parametrize("method", ["contaccum", "grad_accum"])
 @pytest.mark.parametrize("factor", [math.nan, math.inf], ids=["nan", "inf"])
-def test_a_loss_that_is_not_finite_is_shown_by_its_rows_and_not_applied(
+def test_a_nonfinite_loss_changes_no_weight_and_its_rows_are_named(
     method, factor, tmp_path, caplog
 ):
-    trainer = trainer_in(tmp_path, method=method)
-    blamed: list[str] = []
+    trainer = make_trainer(tmp_path, method=method)
+    queries: list[str] = []  # of the micro-batch whose loss is not finite
 
-    def blame(inputs: Any) -> None:
-        blamed.extend(
-            trainer.model.tokenizer.batch_decode(
-                inputs["query_input_ids"], skip_special_tokens=True
-            )
-        )
+    def record_queries(inputs: Any) -> None:
+        token_ids = inputs["query_input_ids"]
+        queries.extend(trainer.model.tokenizer.batch_decode(token_ids, skip_special_tokens=True))
 
-    before = weights_before(trainer, 5, 7)
-    at_micro_step(trainer, 5, blame)  # the second of update 2
-    at_micro_step(trainer, 5, spoil_embeddings(trainer, factor))
+    # Update 2 has the micro-steps 4 to 6.
+    weights = record_weights(trainer, 5, 7)
+    call_at_micro_step(trainer, 5, record_queries)
+    call_at_micro_step(trainer, 5, multiply_embeddings(trainer, factor))
     with caplog.at_level(logging.WARNING):
         trainer.train()
-    assert torch.equal(before[0], before[1]) and not torch.equal(before[1], weights(trainer))
-    assert torch.isfinite(weights(trainer)).all()
-    second = log_of(tmp_path)[1]
-    assert second["skipped"] == "loss" and second["loss"] is None and second["micro_steps"] == [1]
-    assert (
-        sorted(trainer.train_dataset[second["rows"]]["query"]) == sorted(blamed)
-        and len(blamed) == 4
-    )
-    rows = ", ".join(map(str, second["rows"]))
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[1], get_weights(trainer))
+    assert torch.isfinite(get_weights(trainer)).all()
+    line = read_log(tmp_path)[1]
+    assert line["skipped"] == "loss"
+    assert line["loss"] is None
+    assert line["micro_steps"] == [1]
+    assert sorted(trainer.train_dataset[line["rows"]]["query"]) == sorted(queries)
+    assert len(queries) == 4
+    rows = ", ".join(map(str, line["rows"]))
     assert f"update 2: the loss is not finite (rows {rows} of the training" in caplog.text
     assert "skipped, 1 of max_skipped_updates=10" in caplog.text
     if method == "contaccum":
@@ -256,7 +267,7 @@ def test_a_loss_that_is_not_finite_is_shown_by_its_rows_and_not_applied(
 
 
 class WeightedLoss(MultipleNegativesRankingLoss):
-    """A user's loss with a parameter of its own."""
+    """A user's loss that has a parameter."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -266,118 +277,128 @@ class WeightedLoss(MultipleNegativesRankingLoss):
         return self.weight * super().forward(*args, **kwargs)
 
 
-@pytest.mark.parametrize("spoilt", ["loss", "gradient"])
-def test_parameters_of_a_loss_stay_as_they_were_in_an_update_that_is_not_finite(spoilt, tmp_path):
+@pytest.mark.parametrize("cause", ["loss", "gradient"])
+def test_parameters_of_a_loss_do_not_change_in_an_update_that_is_not_finite(cause, tmp_path):
     model = tiny_encoder()
     loss = WeightedLoss(model)
-    trainer = trainer_in(tmp_path, model=model, loss=loss, method="grad_accum", weight_decay=0.0)
+    trainer = make_trainer(tmp_path, model=model, loss=loss, method="grad_accum", weight_decay=0.0)
     values: list[float] = []
-    for step in (4, 7):  # the first of updates 2 and 3
-        at_micro_step(trainer, step, lambda _: values.append(loss.weight.item()))
-    if spoilt == "loss":
-        at_micro_step(trainer, 5, spoil_embeddings(trainer, math.nan))
-    else:  # that of the parameter alone: the model's gradients are finite
-        at_micro_step(trainer, 5, spoil_gradient(trainer, math.nan, loss.weight))
+    for step in (4, 7):  # the first micro-steps of updates 2 and 3
+        call_at_micro_step(trainer, step, lambda _: values.append(loss.weight.item()))
+    action = multiply_embeddings(trainer, math.nan)
+    if cause == "gradient":
+        # Only this parameter's gradient is not finite; those of the model are.
+        action = multiply_gradient(trainer, math.nan, loss.weight)
+    call_at_micro_step(trainer, 5, action)
     trainer.train()
-    assert log_of(tmp_path)[1]["skipped"] == spoilt
-    assert values[0] == values[1] and math.isfinite(loss.weight.item())
-    assert loss.weight.item() != values[1]  # the next update is applied
+    assert read_log(tmp_path)[1]["skipped"] == cause
+    assert values[0] == values[1]
+    assert math.isfinite(loss.weight.item())
+    assert loss.weight.item() != values[1]  # update 3 changes it
 
 
-def test_gradients_of_a_loss_begin_again_when_memory_runs_out_in_an_update(tmp_path):
-    ended = []
-    small = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}
-    for name, sizes in (("small", small), ("halved", {})):
+def test_gradients_of_a_loss_are_dropped_when_an_update_starts_again(tmp_path):
+    settings = {
+        "method": "grad_accum",
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "warmup_steps": 0,
+        "max_steps": 1,
+    }
+    sizes = {
+        "small": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6},
+        "halved": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3},
+    }
+    values = []
+    for name, batch_sizes in sizes.items():
         model = tiny_encoder()
         loss = WeightedLoss(model)
-        settings = {
-            "method": "grad_accum",
-            "optim": "sgd",
-            "learning_rate": 0.1,
-            "warmup_steps": 0,
-            "max_steps": 1,
-        }
-        trainer = trainer_in(
-            tmp_path / name, pairs(36, 1), model=model, loss=loss, **settings, **sizes
+        trainer = make_trainer(
+            tmp_path / name, make_pairs(36, 1), model=model, loss=loss, **settings, **batch_sizes
         )
         if name == "halved":
-            runs_out(trainer, "backward", {3}, fits=2)  # in the last micro-batch of the update
+            # In the last micro-batch of the update.
+            simulate_out_of_memory(trainer, "backward", {3}, max_rows=2)
         trainer.train()
-        ended.append(loss.weight.item())
-    assert ended[0] == pytest.approx(ended[1], abs=1e-6) and ended[0] != 1.0
+        values.append(loss.weight.item())
+    assert values[0] == pytest.approx(values[1], abs=1e-6)
+    assert values[0] != 1.0
 
 
-def test_a_gradient_that_is_not_finite_skips_the_update_and_blames_all_of_it(tmp_path):
-    trainer = trainer_in(tmp_path)
-    before = weights_before(trainer, 4, 7)
-    at_micro_step(trainer, 5, spoil_gradient(trainer, math.nan))
+def test_a_nonfinite_gradient_skips_the_update_and_names_all_of_its_rows(tmp_path):
+    trainer = make_trainer(tmp_path)
+    weights = record_weights(trainer, 4, 7)
+    call_at_micro_step(trainer, 5, multiply_gradient(trainer, math.nan))
     trainer.train()
-    assert torch.equal(before[0], before[1])
-    line = log_of(tmp_path)[1]
-    assert (
-        line["skipped"] == "gradient"
-        and line["micro_steps"] == [0, 1, 2]
-        and len(set(line["rows"])) == 12
-    )
-    assert line["loss"] is not None and trainer.nonfinite_updates.num_skipped == 1
-    assert trainer.loss.info_nce.bank.total_enqueued == 36  # its embeddings were fine
+    assert torch.equal(weights[0], weights[1])
+    line = read_log(tmp_path)[1]
+    assert line["skipped"] == "gradient"
+    assert line["micro_steps"] == [0, 1, 2]
+    assert len(set(line["rows"])) == 12
+    assert line["loss"] is not None
+    assert trainer.nonfinite_updates.num_skipped == 1
+    # Its embeddings were finite, so they are in the bank.
+    assert trainer.loss.info_nce.bank.total_enqueued == 36
 
 
-def test_skipped_updates_end_at_their_budget_with_the_weights_of_before(tmp_path):
-    trainer = trainer_in(tmp_path, max_skipped_updates=1)
-    before = weights_before(trainer, 7)
-    at_micro_step(trainer, 2, spoil_embeddings(trainer, math.inf))
-    at_micro_step(trainer, 8, spoil_embeddings(trainer, math.inf))
-    with pytest.raises(
-        UserError, match=r"update 3: the loss is not finite .* max_skipped_updates=1 are skipped"
-    ):
+def test_a_run_ends_after_too_many_skipped_updates_with_the_weights_before(tmp_path):
+    trainer = make_trainer(tmp_path, max_skipped_updates=1)
+    weights = record_weights(trainer, 7)
+    call_at_micro_step(trainer, 2, multiply_embeddings(trainer, math.inf))
+    call_at_micro_step(trainer, 8, multiply_embeddings(trainer, math.inf))
+    message = r"update 3: the loss is not finite .* max_skipped_updates=1 updates were skipped"
+    with pytest.raises(UserError, match=message):
         trainer.train()
-    assert torch.equal(before[0], weights(trainer))
+    assert torch.equal(weights[0], get_weights(trainer))
 
 
-class Scaled:
-    """A gradient scaler on the CPU in the place that accelerate has one for fp16."""
+class ScaledTraining:
+    """A gradient scaler on the CPU, installed where accelerate has its scaler for fp16."""
 
     def __init__(self, trainer: Any, scale: float) -> None:
         self.trainer = trainer
         self.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        self.unscaled_after: list[int] = []  # micro-steps of the update by then
+        self.steps_before_unscaling: list[int] = []  # micro-steps of the update, at each call
         trainer.accelerator.scaler = self.scaler
         trainer.accelerator.unscale_gradients = self.unscale
 
     def unscale(self, optimizer: Any = None) -> None:
-        self.unscaled_after.append(len(self.trainer.updates.current.losses))
-        self.scaler.unscale_(self.trainer.optimizer.optimizer)  # raises where it was done already
+        self.steps_before_unscaling.append(len(self.trainer.updates.current.losses))
+        # It raises an error if the gradients are unscaled already.
+        self.scaler.unscale_(self.trainer.optimizer.optimizer)
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1e-2])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_scaled_run_equals_the_unscaled_one_and_unscales_once_an_update(
+def test_a_scaled_run_equals_the_unscaled_one_and_unscales_once_per_update(
     max_grad_norm, tied, tmp_path
 ):
-    plain = trainer_in(tmp_path / "plain", tied=tied, max_grad_norm=max_grad_norm)
+    plain = make_trainer(tmp_path / "plain", tied=tied, max_grad_norm=max_grad_norm)
     plain.train()
-    trainer = trainer_in(tmp_path / "scaled", tied=tied, max_grad_norm=max_grad_norm)
-    scaled = Scaled(trainer, 2.0**10)
+    trainer = make_trainer(tmp_path / "scaled", tied=tied, max_grad_norm=max_grad_norm)
+    scaled = ScaledTraining(trainer, 2.0**10)
     trainer.train()
-    assert scaled.unscaled_after == [3, 3, 3]
-    assert torch.equal(weights(plain), weights(trainer))  # a power of two rounds nothing
+    assert scaled.steps_before_unscaling == [3, 3, 3]
+    # Scaling by a power of two does not round.
+    assert torch.equal(get_weights(plain), get_weights(trainer))
+    plain_log = read_log(tmp_path / "plain")
+    scaled_log = read_log(tmp_path / "scaled")
     for key in ("grad_norm_query", "grad_norm_passage", "loss"):
-        ours, theirs = (
-            [line[key] for line in log_of(tmp_path / name)] for name in ("plain", "scaled")
-        )
-        assert ours == pytest.approx(theirs, rel=1e-6)
+        plain_values = [line[key] for line in plain_log]
+        scaled_values = [line[key] for line in scaled_log]
+        assert plain_values == pytest.approx(scaled_values, rel=1e-6)
 
 
-def test_overflow_under_a_scaler_skips_the_update_costs_no_budget(tmp_path):
-    trainer = trainer_in(tmp_path, max_skipped_updates=0)
-    scaled = Scaled(trainer, 2.0**10)
-    before = weights_before(trainer, 4, 7)
-    at_micro_step(trainer, 5, spoil_gradient(trainer, math.inf))
+def test_an_overflow_of_the_scaler_skips_the_update_but_is_not_counted(tmp_path):
+    trainer = make_trainer(tmp_path, max_skipped_updates=0)
+    scaled = ScaledTraining(trainer, 2.0**10)
+    weights = record_weights(trainer, 4, 7)
+    call_at_micro_step(trainer, 5, multiply_gradient(trainer, math.inf))
     trainer.train()
-    assert torch.equal(before[0], before[1]) and trainer.nonfinite_updates.num_skipped == 0
-    assert (
-        scaled.scaler.get_scale() == 2.0**9 and scaled.scaler.state_dict()["_growth_tracker"] == 1
-    )
-    line = log_of(tmp_path)[1]
-    assert line["skipped"] == "overflow" and line["scale"] == 2.0**10
+    assert torch.equal(weights[0], weights[1])
+    assert trainer.nonfinite_updates.num_skipped == 0
+    assert scaled.scaler.get_scale() == 2.0**9
+    assert scaled.scaler.state_dict()["_growth_tracker"] == 1
+    line = read_log(tmp_path)[1]
+    assert line["skipped"] == "overflow"
+    assert line["scale"] == 2.0**10

@@ -1,4 +1,4 @@
-"""What tests of training share: data, a trainer of a tiny model, states to compare."""
+"""Shared code of the training tests: data, a trainer of a tiny model, and states to compare."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +13,22 @@ from tiny_models import tiny_encoder
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments
 from contaccum.training.arguments import BANK_METHODS
 
-SETTINGS = {
+DEFAULTS = {
     "method": "contaccum",
     "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 3,
     "seed": 5,
+    "num_train_epochs": 1,
+    "learning_rate": 1e-3,
+    "weight_decay": 0.01,
+    "warmup_steps": 2,
+    "save_strategy": "no",
+    "logging_steps": 1000,
+    "disable_tqdm": True,
 }
-SETTINGS |= {"num_train_epochs": 1, "learning_rate": 1e-3, "weight_decay": 0.01, "warmup_steps": 2}
-SETTINGS |= {"save_strategy": "no", "logging_steps": 1000, "disable_tqdm": True}
-OF_THE_TRAINER = (
+"""Arguments of every run here, unless a test sets others."""
+
+TRAINER_OPTIONS = (
     "evaluator",
     "eval_dataset",
     "loss",
@@ -30,23 +37,26 @@ OF_THE_TRAINER = (
     "data_record",
     "guide",
 )
+"""Settings of `make_trainer` that are passed to the trainer itself."""
 
 
-def pairs(n: int, negatives: int = 0) -> Dataset:
-    columns = {"query": sentences(n, 1), "positive": sentences(n, 2, 9)}
-    return Dataset.from_dict(
-        {**columns, **{f"negative_{i + 1}": sentences(n, 3 + i) for i in range(negatives)}}
-    )
+def make_pairs(num_pairs: int, negatives: int = 0) -> Dataset:
+    """Return pairs with the given number of hard negatives per query."""
+    columns = {"query": sentences(num_pairs, 1), "positive": sentences(num_pairs, 2, 9)}
+    for index in range(negatives):
+        columns[f"negative_{index + 1}"] = sentences(num_pairs, 3 + index)
+    return Dataset.from_dict(columns)
 
 
-def arguments_in(folder: Path, **settings: Any) -> ContAccumTrainingArguments:
-    settings = {**SETTINGS, **settings}
+def make_arguments(folder: Path, **settings: Any) -> ContAccumTrainingArguments:
+    """Return the arguments of a run: `DEFAULTS`, a bank of 20 rows, and ``settings``."""
+    settings = {**DEFAULTS, **settings}
     if settings["method"] in BANK_METHODS:
         settings.setdefault("bank_size", 20)
     return ContAccumTrainingArguments(output_dir=str(folder), **settings)
 
 
-def trainer_in(
+def make_trainer(
     folder: Path,
     data: Any = 36,
     tied: bool = True,
@@ -54,92 +64,128 @@ def trainer_in(
     model: Any = None,
     **settings: Any,
 ) -> ContAccumTrainer:
-    """Micro-batches of 4, 3 an update, 12 pairs to each of 3 updates; dropout off unless asked for."""
-    model = tiny_encoder(tied, dropout) if model is None else model
-    given = {name: settings.pop(name) for name in OF_THE_TRAINER if name in settings}
-    data = pairs(data) if isinstance(data, int) else data
-    return ContAccumTrainer(model, arguments_in(folder, **settings), data, **given)
+    """Return a trainer of a tiny model.
+
+    By default it trains on 36 pairs in 3 updates of 3 micro-batches of 4 pairs, without dropout.
+
+    Args:
+        folder: the output folder.
+        data: a data set, or the number of pairs to make.
+        tied: whether both towers share one encoder.
+        dropout: dropout of the encoder.
+        model: the model to train; replaces ``tied`` and ``dropout``.
+        **settings: training arguments, and `TRAINER_OPTIONS`.
+    """
+    if model is None:
+        model = tiny_encoder(tied, dropout)
+    if isinstance(data, int):
+        data = make_pairs(data)
+    options = {name: settings.pop(name) for name in TRAINER_OPTIONS if name in settings}
+    return ContAccumTrainer(model, make_arguments(folder, **settings), data, **options)
 
 
-def log_of(folder: Path, name: str = "train_log.jsonl") -> list[dict[str, Any]]:
+def read_log(folder: Path, name: str = "train_log.jsonl") -> list[dict[str, Any]]:
+    """Return the records of a run's log."""
     return read_lines(folder / name)
 
 
-def texts_of(
-    trainer: Any, before: Callable[[Any], Any] = lambda inputs: None
+def record_texts(
+    trainer: Any, before_step: Callable[[Any], Any] = lambda inputs: None
 ) -> list[list[tuple[str, ...]]]:
-    """The rows of every micro-batch that is trained on, as decoded texts, in order; filled by training.
+    """Record the decoded texts of every micro-batch that is trained on, in order.
 
     Args:
-        before: called with the inputs of each.
+        trainer: the trainer.
+        before_step: called with the inputs of each micro-batch.
+
+    Returns:
+        A list that training fills: for each micro-batch, its rows of texts.
     """
-    seen: list[list[tuple[str, ...]]] = []
-    step = trainer.micro_step
+    texts: list[list[tuple[str, ...]]] = []
+    micro_step = trainer.micro_step
 
-    def spy(model: Any, inputs: dict[str, Any], *others: Any, **more: Any) -> Any:
-        before(inputs)
-        columns = [inputs[name] for name in inputs if name.endswith("_input_ids")]
-        decoded = [
-            trainer.processing_class.batch_decode(column, skip_special_tokens=True)
-            for column in columns
-        ]
-        seen.append(list(zip(*decoded, strict=True)))
-        return step(model, inputs, *others, **more)
+    def record(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        before_step(inputs)
+        columns = []
+        for name, token_ids in inputs.items():
+            if name.endswith("_input_ids"):
+                tokenizer = trainer.processing_class
+                columns.append(tokenizer.batch_decode(token_ids, skip_special_tokens=True))
+        texts.append(list(zip(*columns, strict=True)))
+        return micro_step(model, inputs, *args, **kwargs)
 
-    trainer.micro_step = spy
-    return seen
+    trainer.micro_step = record
+    return texts
 
 
-def state_of(trainer: ContAccumTrainer) -> dict[str, torch.Tensor]:
-    """Everything that decides how training goes on."""
-    state = {f"model.{key}": value.clone() for key, value in trainer.model.state_dict().items()}
+def get_state(trainer: ContAccumTrainer) -> dict[str, torch.Tensor]:
+    """Return everything that determines how training continues."""
+    state = {}
+    for key, value in trainer.model.state_dict().items():
+        state[f"model.{key}"] = value.clone()
     for index, group in trainer.optimizer.state_dict()["state"].items():
-        state |= {
-            f"optimizer.{index}.{key}": torch.as_tensor(value) for key, value in group.items()
-        }
+        for key, value in group.items():
+            state[f"optimizer.{index}.{key}"] = torch.as_tensor(value)
     for loss in trainer.bank_losses():
-        state |= {f"bank.{key}": value for key, value in loss.bank_state_dict().items()}
+        for key, value in loss.bank_state_dict().items():
+            state[f"bank.{key}"] = value
     state["learning_rate"] = torch.tensor(trainer.lr_scheduler.get_last_lr())
-    return {**state, "random": torch.get_rng_state()}
+    state["random"] = torch.get_rng_state()
+    return state
 
 
-def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    """Keys whose values are not bit for bit the same."""
-    assert one.keys() == other.keys()
-    return [key for key in one if not torch.equal(one[key], other[key])]
+def list_differences(
+    expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]
+) -> list[str]:
+    """Return the keys whose values are not equal bit for bit."""
+    assert expected.keys() == actual.keys()
+    return [key for key, value in expected.items() if not torch.equal(value, actual[key])]
 
 
 def assert_resumes(
     make: Callable[..., ContAccumTrainer], folder: Path, *updates: int
 ) -> ContAccumTrainer:
-    """Runs resumed after each of the updates end bit for bit as the straight one, which is returned."""
-    straight = make(folder / "straight", **SAVES)
+    """Assert that runs resumed after the given updates end bit for bit as an uninterrupted run.
+
+    Args:
+        make: returns a trainer for an output folder and further settings.
+        folder: folder of the output folders.
+        *updates: numbers of updates to resume after.
+
+    Returns:
+        The trainer of the uninterrupted run, whose folder is ``straight``.
+    """
+    straight = make(folder / "straight", **SAVE_EVERY_UPDATE)
     straight.train()
-    losses = [line["loss"] for line in log_of(folder / "straight")]
+    losses = [line["loss"] for line in read_log(folder / "straight")]
     for update in updates:
         resumed = make(folder / f"from-{update}")
         resumed.train(resume_from_checkpoint=str(folder / "straight" / f"checkpoint-{update}"))
-        assert differing(state_of(straight), state_of(resumed)) == []
-        assert [line["loss"] for line in log_of(folder / f"from-{update}")] == losses[update:]
+        assert list_differences(get_state(straight), get_state(resumed)) == []
+        resumed_losses = [line["loss"] for line in read_log(folder / f"from-{update}")]
+        assert resumed_losses == losses[update:]
     return straight
 
 
-def at_micro_step(trainer: Any, number: int, act: Callable[[Any], Any]) -> None:
-    """Call ``act`` with the inputs before micro-step ``number`` of the run, from 1."""
-    done, step = 0, trainer.micro_step
+def call_at_micro_step(trainer: Any, number: int, action: Callable[[Any], Any]) -> None:
+    """Call ``action`` with the inputs before micro-step ``number`` of the run, from 1."""
+    micro_step = trainer.micro_step
+    num_calls = 0
 
     def counted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal done
-        done += 1
-        if done == number:
-            act(inputs)
-        return step(model, inputs, *args, **kwargs)
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == number:
+            action(inputs)
+        return micro_step(model, inputs, *args, **kwargs)
 
     trainer.micro_step = counted
 
 
-SAVES = {"save_strategy": "steps", "save_steps": 1}
-"""A checkpoint after every update."""
+SAVE_EVERY_UPDATE = {"save_strategy": "steps", "save_steps": 1}
 
-RUN = {"data": pairs(43, negatives=1), "dropout": 0.1, "num_train_epochs": 2}
-"""43 pairs: 11 micro-batches (the last of 3) in updates of 3, 3, 3 and 2; two epochs; dropout on."""
+RUN_SETTINGS = {"data": make_pairs(43, negatives=1), "dropout": 0.1, "num_train_epochs": 2}
+"""43 pairs in 11 micro-batches, the last of 3 pairs, and two epochs with dropout.
+
+The updates of an epoch have 3, 3, 3 and 2 micro-batches.
+"""

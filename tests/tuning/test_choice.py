@@ -1,46 +1,48 @@
-"""A choice among noisy scores: by a curve through neighbours, not by the luckiest number."""
+"""The choice among noisy scores: by a curve through neighbours, not by the highest score."""
 
 import numpy as np
 import pytest
 
-from contaccum.tuning.choice import best_value, smooth
-from contaccum.tuning.ladder import best_of
+from contaccum.tuning.choice import find_best_value, smooth
+from contaccum.tuning.ladder import choose_value
 
 RATES = [3e-5 * 1.8**i for i in range(8)]
 
 
 def true_score(rate: float) -> float:
-    """As nDCG@10 behaves in the rate: a hill on a logarithmic axis, steeper on the side of large rates."""
+    """Return a score like nDCG@10: a hill over the log of the rate, steeper at large rates."""
     offset = np.log(rate / 3e-4)
     return 80.0 - (3.0 if offset > 0 else 1.0) * offset**2
 
 
-def test_a_parabola_without_noise_stays_as_it_is():
+def test_smoothing_keeps_a_parabola_without_noise():
     scores = {rate: 3.0 - np.log(rate / 2e-4) ** 2 for rate in RATES}
     assert smooth(scores) == pytest.approx(scores, abs=1e-9)
 
 
-def test_the_curve_loses_less_than_the_largest_number():
-    """The score that is given away to the best rate, over 400 made-up dev sets with an error of 2 points."""
+def test_curve_loses_less_than_the_highest_score():
+    """The mean loss of true score over 400 made-up dev sets with a standard error of 2 points."""
     generator = np.random.default_rng(0)
-    best = max(map(true_score, RATES))
-    lost = {"largest": [], "curve": []}
+    best = max(true_score(rate) for rate in RATES)
+    losses_of_highest = []
+    losses_of_curve = []
     for _ in range(400):
         scores = {rate: true_score(rate) + generator.normal(0.0, 2.0) for rate in RATES}
-        lost["largest"].append(best - true_score(max(scores, key=scores.get)))
-        lost["curve"].append(best - true_score(best_value(scores)))
-    assert np.mean(lost["curve"]) < 0.75 * np.mean(lost["largest"])
+        highest = max(scores, key=scores.get)
+        losses_of_highest.append(best - true_score(highest))
+        losses_of_curve.append(best - true_score(find_best_value(scores)))
+    assert np.mean(losses_of_curve) < 0.75 * np.mean(losses_of_highest)
 
 
-def test_a_lonely_peak_is_not_chosen():
+def test_single_high_score_is_not_chosen():
     scores = dict(zip(RATES, (70.0, 84.0, 71.0, 79.0, 80.5, 80.0, 78.0, 70.0), strict=True))
     assert max(scores, key=scores.get) == RATES[1]
-    assert best_value(scores) in RATES[3:6]
+    assert find_best_value(scores) in RATES[3:6]
 
 
-def test_few_scores_and_far_ones_stay_as_they_are():
-    few = {1e-5: 1.0, 3e-5: 3.0, 9e-5: 2.0}
-    assert smooth(few) == few
-    far = {1e-6: 1.0, 1e-4: 3.0, 1e-2: 2.0, 1.0: 0.0}
-    assert smooth(far) == far
-    assert best_of({"1e-5": 1.0, "3e-5": None, "9e-5": 2.0}) == "9e-5"
+def test_smoothing_keeps_scores_with_fewer_than_three_neighbours():
+    few_scores = {1e-5: 1.0, 3e-5: 3.0, 9e-5: 2.0}
+    assert smooth(few_scores) == few_scores
+    distant_scores = {1e-6: 1.0, 1e-4: 3.0, 1e-2: 2.0, 1.0: 0.0}
+    assert smooth(distant_scores) == distant_scores
+    assert choose_value({"1e-5": 1.0, "3e-5": None, "9e-5": 2.0}) == "9e-5"

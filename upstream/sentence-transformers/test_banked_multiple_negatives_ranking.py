@@ -29,98 +29,111 @@ WORDS = [f"word{index}" for index in range(40)]
 
 @pytest.fixture
 def model() -> SentenceTransformer:
-    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(["[UNK]", *WORDS])}, unk_token="[UNK]"))
+    vocabulary = {word: index for index, word in enumerate(["[UNK]", *WORDS])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
     torch.manual_seed(0)
     return SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_dim=16)], device="cpu").double()
 
 
-def _texts(count: int, seed: int) -> list[str]:
-    picks = torch.randint(len(WORDS), (count, 5), generator=torch.Generator().manual_seed(seed))
-    return [" ".join(WORDS[index] for index in row) for row in picks.tolist()]
+def _make_texts(num_texts: int, seed: int) -> list[str]:
+    generator = torch.Generator().manual_seed(seed)
+    word_indices = torch.randint(len(WORDS), (num_texts, 5), generator=generator)
+    return [" ".join(WORDS[index] for index in row) for row in word_indices.tolist()]
 
 
-def _features(model: SentenceTransformer, columns: list[list[str]]) -> list[dict[str, torch.Tensor]]:
+def _preprocess(model: SentenceTransformer, columns: list[list[str]]) -> list[dict[str, torch.Tensor]]:
     return [model.preprocess(column) for column in columns]
 
 
-def _gradient(model: SentenceTransformer) -> torch.Tensor:
+def _pop_gradient(model: SentenceTransformer) -> torch.Tensor:
+    """Return the gradients of all parameters as one vector, and reset them."""
     gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()
-    assert gradients and torch.cat(gradients).abs().sum() > 0, "no parameter was trained"
-    return torch.cat(gradients)
+    assert gradients, "no parameter has a gradient"
+    gradient = torch.cat(gradients)
+    assert gradient.abs().sum() > 0, "all gradients are zero"
+    return gradient
 
 
 @pytest.mark.parametrize("num_columns", [2, 4])
 @pytest.mark.parametrize(["similarity_fct", "scale"], [(cos_sim, 20.0), (dot_score, 1.0)])
-def test_accumulated_gradient_is_that_of_one_large_batch(
+def test_accumulated_gradient_equals_one_large_batch(
     model: SentenceTransformer, similarity_fct, scale: float, num_columns: int
 ) -> None:
-    """While the model stands still, a bank with the other batches of an update makes up for the small batch."""
-    columns = [_texts(24, seed) for seed in range(num_columns)]
-    MultipleNegativesRankingLoss(model, scale, similarity_fct)(_features(model, columns), None).backward()
-    expected = _gradient(model)
+    """This holds if the model does not change and the bank contains the other batches of the update."""
+    columns = [_make_texts(24, seed) for seed in range(num_columns)]
+    MultipleNegativesRankingLoss(model, scale, similarity_fct)(_preprocess(model, columns), None).backward()
+    expected = _pop_gradient(model)
 
     loss_fn = BankedMultipleNegativesRankingLoss(model, 18, scale, similarity_fct)
-    batches = [_features(model, [column[start : start + 6] for column in columns]) for start in range(0, 24, 6)]
+    batches = []
+    for start in range(0, 24, 6):
+        batches.append(_preprocess(model, [column[start : start + 6] for column in columns]))
     for batch in batches:
         loss_fn(batch, None)
     for batch in batches:
         (loss_fn(batch, None) / len(batches)).backward()
-    torch.testing.assert_close(_gradient(model), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(_pop_gradient(model), expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("bank_size", [0, 8])
-def test_without_gradients_or_banks_it_is_multiple_negatives_ranking_loss(
-    model: SentenceTransformer, bank_size: int
-) -> None:
+def test_loss_without_gradients_or_bank_equals_mnrl(model: SentenceTransformer, bank_size: int) -> None:
+    """The bank is not used with ``bank_size=0``, nor without gradients, as in a trainer's evaluation."""
     loss_fn = BankedMultipleNegativesRankingLoss(model, bank_size)
-    loss_fn(_features(model, [_texts(6, 1), _texts(6, 2)]), None)
-    features = _features(model, [_texts(6, 3), _texts(6, 4), _texts(6, 5)][: 2 + (bank_size == 0)])
+    loss_fn(_preprocess(model, [_make_texts(6, 1), _make_texts(6, 2)]), None)
+    columns = [_make_texts(6, 3), _make_texts(6, 4)]
+    if bank_size == 0:
+        columns.append(_make_texts(6, 5))
+    features = _preprocess(model, columns)
     expected = MultipleNegativesRankingLoss(model)(features, None)
-    with torch.set_grad_enabled(bank_size == 0):  # a trainer evaluates without, and leaves the loss in training mode
+    with torch.set_grad_enabled(bank_size == 0):
         for _ in range(2):
             assert loss_fn(features, None).item() == pytest.approx(expected.item(), abs=1e-12)
 
 
 @pytest.mark.parametrize("num_negatives", [0, 2])
-@pytest.mark.parametrize("rows_at_once", [3, 1000])
-def test_it_is_the_cross_entropy_of_one_score_matrix(
-    model: SentenceTransformer, monkeypatch: pytest.MonkeyPatch, num_negatives: int, rows_at_once: int
+@pytest.mark.parametrize("chunk_size", [3, 1000])
+def test_loss_is_the_cross_entropy_of_one_score_matrix(
+    model: SentenceTransformer, monkeypatch: pytest.MonkeyPatch, num_negatives: int, chunk_size: int
 ) -> None:
-    """Rows of other queries and columns of other documents count as they are, however many rows are summed at once."""
-    monkeypatch.setattr(banked, "ROWS_AT_ONCE", rows_at_once)
+    """The loss does not depend on the number of banked queries that are scored at the same time."""
+    monkeypatch.setattr(banked, "BANK_CHUNK_SIZE", chunk_size)
     loss_fn = BankedMultipleNegativesRankingLoss(model, bank_size=7, drift_compensation=False)
-    columns = [_texts(16, seed) for seed in range(2 + num_negatives)]
+    columns = [_make_texts(16, seed) for seed in range(2 + num_negatives)]
     for start in range(0, 16, 4):
-        loss = loss_fn(_features(model, [column[start : start + 4] for column in columns]), None)
-    used = [*range(12, 16), *range(5, 12)]  # the batch, then the 7 pairs before it
+        loss = loss_fn(_preprocess(model, [column[start : start + 4] for column in columns]), None)
+
+    batch_rows = range(12, 16)
+    bank_rows = range(5, 12)
+    rows = [*batch_rows, *bank_rows]
     queries, *documents = [
-        normalize(model(features)["sentence_embedding"], dim=-1)[used] for features in _features(model, columns)
+        normalize(model(features)["sentence_embedding"], dim=-1)[rows] for features in _preprocess(model, columns)
     ]
     scores = 20 * queries @ torch.cat(documents).T
-    expected = cross_entropy(scores, torch.arange(len(used)), reduction="sum") / 4
+    expected = cross_entropy(scores, torch.arange(len(rows)), reduction="sum") / 4
     assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
 
 
 @pytest.mark.parametrize("mask_duplicates", [True, False])
-def test_a_pair_that_comes_again_is_no_negative_of_itself(model: SentenceTransformer, mask_duplicates: bool) -> None:
-    loss_fn = BankedMultipleNegativesRankingLoss(model, bank_size=4, mask_duplicates=mask_duplicates)
-    question, answer, other = _texts(3, 1)
-    loss_fn(_features(model, [[question], [answer]]), None)
-    loss = loss_fn(_features(model, [[question], [other]]), None)  # another answer to the same question
-    again = BankedMultipleNegativesRankingLoss(model, bank_size=4, mask_duplicates=mask_duplicates)
-    again(_features(model, [[question], [answer]]), None)
-    losses = [loss, again(_features(model, [[other], [answer]]), None)]  # another question with the same answer
-    assert all((loss.item() < 1e-12) == mask_duplicates for loss in losses)
+def test_duplicates_are_masked(model: SentenceTransformer, mask_duplicates: bool) -> None:
+    """After (question, answer), the pairs (question, other) and (other, answer) have no negatives left."""
+    question, answer, other = _make_texts(3, 1)
+    for query, positive in [(question, other), (other, answer)]:
+        loss_fn = BankedMultipleNegativesRankingLoss(model, bank_size=4, mask_duplicates=mask_duplicates)
+        loss_fn(_preprocess(model, [[question], [answer]]), None)
+        loss = loss_fn(_preprocess(model, [[query], [positive]]), None)
+        assert (loss.item() < 1e-12) == mask_duplicates
 
 
 def test_banked_pairs_follow_the_mean_shift(model: SentenceTransformer) -> None:
-    """Of documents in value, of queries in their push on documents alone."""
+    """Banked documents are shifted in all scores. Banked queries are shifted in the documents' gradient only."""
     loss_fn = BankedMultipleNegativesRankingLoss(model, 200, 1.0, dot_score, max_drift=None)
-    columns = [_texts(130, 1), _texts(130, 2)]
-    loss_fn(_features(model, columns), None)
-    stored = [model(features)["sentence_embedding"].detach() for features in _features(model, columns)]
+    columns = [_make_texts(130, 1), _make_texts(130, 2)]
+    loss_fn(_preprocess(model, columns), None)
+    stored_queries, stored_documents = [
+        model(features)["sentence_embedding"].detach() for features in _preprocess(model, columns)
+    ]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for parameter in model.parameters():
         parameter.grad = torch.linspace(-1, 1, 16, dtype=torch.float64).expand_as(parameter).contiguous()
@@ -129,81 +142,106 @@ def test_banked_pairs_follow_the_mean_shift(model: SentenceTransformer) -> None:
     shift = torch.linspace(1, -1, 16, dtype=torch.float64)
 
     embeddings = [torch.randn(5, 16, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    loss_fn._follow_model(_features(model, columns))
+    loss_fn._update_bank(_preprocess(model, columns))
     loss = loss_fn.compute_loss_from_embeddings(embeddings)
     gradients = torch.autograd.grad(loss, embeddings)
 
-    queries, documents = torch.cat([embeddings[0], stored[0]]), torch.cat([embeddings[1], stored[1] + shift])
+    queries = torch.cat([embeddings[0], stored_queries])
+    documents = torch.cat([embeddings[1], stored_documents + shift])
     scores = queries @ documents.T
     expected = cross_entropy(scores, torch.arange(135), reduction="sum") / 5
     weights = (scores.softmax(1) - torch.eye(135)).detach() / 5
-    pushing = torch.cat([embeddings[0], stored[0] + shift]).detach()
+    shifted_queries = torch.cat([embeddings[0], stored_queries + shift]).detach()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-10)
     torch.testing.assert_close(gradients[0], (weights @ documents)[:5].detach())
-    torch.testing.assert_close(gradients[1], (weights.T @ pushing)[:5])
+    torch.testing.assert_close(gradients[1], (weights.T @ shifted_queries)[:5])
 
 
-@pytest.mark.parametrize(["max_age", "drift", "expected"], [(None, 0.0, 8), (2, 0.0, 4), (None, 1.0, 2)])
-def test_pairs_leave_when_they_are_too_old_or_have_drifted_too_far(
-    model: SentenceTransformer, monkeypatch: pytest.MonkeyPatch, max_age, drift: float, expected: int
+@pytest.mark.parametrize(["max_age", "noise", "expected_pairs"], [(None, 0.0, 8), (2, 0.0, 4), (None, 1.0, 2)])
+def test_old_and_drifted_pairs_are_removed(
+    model: SentenceTransformer, monkeypatch: pytest.MonkeyPatch, max_age, noise: float, expected_pairs: int
 ) -> None:
+    """Pairs leave a bank of 8 after ``max_age`` updates, or when noise on the weights causes too much drift."""
     monkeypatch.setattr(banked, "PAIRS_PER_PROBE", 2)
     loss_fn = BankedMultipleNegativesRankingLoss(model, bank_size=8, max_age=max_age)
     optimizer = torch.optim.SGD(model.train().parameters(), lr=0.0)
     for step in range(6):
-        loss_fn(_features(model, [_texts(2, step), _texts(2, step + 50)]), None).backward()
-        assert len(loss_fn._bank.queries) == min(2 * (step + 1), expected)
-        assert model.training  # embedding the probe leaves no module in eval mode
+        loss_fn(_preprocess(model, [_make_texts(2, step), _make_texts(2, step + 50)]), None).backward()
+        assert len(loss_fn._bank.queries) == min(2 * (step + 1), expected_pairs)
+        assert model.training  # embedding the probe leaves no module in evaluation mode
         optimizer.step()
         for parameter in model.parameters():
-            parameter.data.add_(drift * torch.randn_like(parameter))
+            parameter.data.add_(noise * torch.randn_like(parameter))
 
 
-def test_a_loss_that_is_not_finite_leaves_the_bank_alone(model: SentenceTransformer) -> None:
+def test_nonfinite_loss_does_not_change_the_bank(model: SentenceTransformer) -> None:
     loss_fn = BankedMultipleNegativesRankingLoss(model, bank_size=8)
-    batch = [torch.randn(2, 16) for _ in range(2)]
-    loss_fn.compute_loss_from_embeddings(batch)
-    assert not loss_fn.compute_loss_from_embeddings([batch[0] * torch.nan, batch[1]]).isfinite()
-    assert len(loss_fn._bank.queries) == 2 and loss_fn.compute_loss_from_embeddings(batch).isfinite()
+    queries = torch.randn(2, 16)
+    documents = torch.randn(2, 16)
+    loss_fn.compute_loss_from_embeddings([queries, documents])
+    assert not loss_fn.compute_loss_from_embeddings([queries * torch.nan, documents]).isfinite()
+    assert len(loss_fn._bank.queries) == 2
+    assert loss_fn.compute_loss_from_embeddings([queries, documents]).isfinite()
 
 
-def test_ids_go_by_tokens_and_not_by_padding() -> None:
-    left = {"input_ids": torch.tensor([[0, 5, 6], [5, 6, 7]]), "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}
-    right = {"input_ids": torch.tensor([[5, 6, 0], [6, 5, 0]]), "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 0]])}
-    flat = {"input_ids": torch.tensor([[5, 6, 6, 5]]), "cu_seq_lens_q": torch.tensor([0, 2, 4], dtype=torch.int32)}
-    stream = {"input_ids": torch.tensor([5, 6, 6, 5]), "offsets": torch.tensor([0, 2])}
-    ids = [banked._token_hashes(features).tolist() for features in (left, right, flat, stream)]
-    assert ids[0][0] == ids[1][0] and ids[1] == ids[2] == ids[3]
-    assert len({*ids[0], *ids[1]}) == 3
-    assert banked._token_hashes({**left, "pixel_values": torch.zeros(2, 3)}) is None
+def test_token_hashes_ignore_padding() -> None:
+    left_padded = {
+        "input_ids": torch.tensor([[0, 5, 6], [5, 6, 7]]),
+        "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]),
+    }
+    right_padded = {
+        "input_ids": torch.tensor([[5, 6, 0], [6, 5, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 0]]),
+    }
+    flattened = {
+        "input_ids": torch.tensor([[5, 6, 6, 5]]),
+        "cu_seq_lens_q": torch.tensor([0, 2, 4], dtype=torch.int32),
+    }
+    static = {"input_ids": torch.tensor([5, 6, 6, 5]), "offsets": torch.tensor([0, 2])}
+    left_ids = banked._hash_tokens(left_padded).tolist()
+    right_ids = banked._hash_tokens(right_padded).tolist()
+    assert left_ids[0] == right_ids[0]
+    assert banked._hash_tokens(flattened).tolist() == right_ids
+    assert banked._hash_tokens(static).tolist() == right_ids
+    assert len({*left_ids, *right_ids}) == 3
+    assert banked._hash_tokens({**left_padded, "pixel_values": torch.zeros(2, 3)}) is None
 
 
 def test_gathered_batches_are_one_batch(model: SentenceTransformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-in for two devices: gathering brings another device's batch before one's own."""
-    batches = [_features(model, [_texts(3, seed), _texts(3, seed + 9)]) for seed in (1, 2)]
-    both = _features(model, [_texts(3, 1) + _texts(3, 2), _texts(3, 10) + _texts(3, 11)])
-    others = [model(features)["sentence_embedding"] for features in batches[0]]
-    ids = torch.stack([banked._token_hashes(features) for features in batches[0]], dim=1)
-    arriving = iter(others)
-    monkeypatch.setattr(banked, "all_gather_with_grad", lambda column: torch.cat([next(arriving), column]))
-    monkeypatch.setattr(banked, "all_gather", lambda tensor: torch.cat([ids, tensor]))
+    """The patched functions simulate two devices: they prepend the batch of another device."""
+    queries = [_make_texts(3, 1), _make_texts(3, 2)]  # one list per device
+    documents = [_make_texts(3, 10), _make_texts(3, 11)]
+    remote_features = _preprocess(model, [queries[0], documents[0]])
+    local_features = _preprocess(model, [queries[1], documents[1]])
+    all_features = _preprocess(model, [queries[0] + queries[1], documents[0] + documents[1]])
+    remote_embeddings = iter([model(features)["sentence_embedding"] for features in remote_features])
+    remote_ids = banked._hash_columns(remote_features)
+    monkeypatch.setattr(banked, "all_gather_with_grad", lambda column: torch.cat([next(remote_embeddings), column]))
+    monkeypatch.setattr(banked, "all_gather", lambda ids: torch.cat([remote_ids, ids]))
     loss_fn = BankedMultipleNegativesRankingLoss(model, 8, gather_across_devices=True, drift_compensation=False)
-    expected = MultipleNegativesRankingLoss(model)(both, None).item()
-    assert loss_fn(batches[1], None).item() == pytest.approx(expected, abs=1e-12)
+    expected = MultipleNegativesRankingLoss(model)(all_features, None).item()
+    assert loss_fn(local_features, None).item() == pytest.approx(expected, abs=1e-12)
     assert len(loss_fn._bank.queries) == 6
 
 
-def test_what_cannot_work_is_refused(model: SentenceTransformer) -> None:
-    for settings in ({"bank_size": -1}, {"scale": 0}, {"similarity_fct": euclidean_sim}, {"max_age": 0}):
-        with pytest.raises(ValueError, match=next(iter(settings))):
-            BankedMultipleNegativesRankingLoss(model, **settings)
-    wrapped = MatryoshkaLoss(model, BankedMultipleNegativesRankingLoss(model), [16, 8])
+@pytest.mark.parametrize(
+    "settings", [{"bank_size": -1}, {"scale": 0}, {"similarity_fct": euclidean_sim}, {"max_age": 0}]
+)
+def test_invalid_settings_are_refused(model: SentenceTransformer, settings) -> None:
+    (name,) = settings
+    with pytest.raises(ValueError, match=name):
+        BankedMultipleNegativesRankingLoss(model, **settings)
+
+
+def test_matryoshka_loss_is_refused(model: SentenceTransformer) -> None:
+    loss_fn = MatryoshkaLoss(model, BankedMultipleNegativesRankingLoss(model), [16, 8])
     with pytest.raises(ValueError, match="do not fit a bank"):
-        wrapped(_features(model, [_texts(3, 1), _texts(3, 2)]), None)
+        loss_fn(_preprocess(model, [_make_texts(3, 1), _make_texts(3, 2)]), None)
 
 
-def test_trains_in_a_trainer_that_knows_nothing_of_it(model: SentenceTransformer, tmp_path: Path) -> None:
-    dataset = Dataset.from_dict({"anchor": _texts(24, 1), "positive": _texts(24, 2), "negative": _texts(24, 3)})
+def test_loss_works_in_an_unchanged_trainer(model: SentenceTransformer, tmp_path: Path) -> None:
+    columns = {"anchor": _make_texts(24, 1), "positive": _make_texts(24, 2), "negative": _make_texts(24, 3)}
+    dataset = Dataset.from_dict(columns)
     loss_fn = BankedMultipleNegativesRankingLoss(model.float(), bank_size=8)
     args = SentenceTransformerTrainingArguments(
         output_dir=str(tmp_path),
@@ -217,10 +255,12 @@ def test_trains_in_a_trainer_that_knows_nothing_of_it(model: SentenceTransformer
         disable_tqdm=True,
         use_cpu=True,
     )
-    before = model.encode(["word1 word2"])
-    SentenceTransformerTrainer(
+    embeddings_before = model.encode(["word1 word2"])
+    trainer = SentenceTransformerTrainer(
         model=model, args=args, train_dataset=dataset, eval_dataset=dataset, loss=loss_fn
-    ).train()
-    assert (model.encode(["word1 word2"]) != before).any()
-    assert loss_fn._num_pairs == 24 and len(loss_fn._bank.queries) == 8
-    assert loss_fn._update == 3  # the fourth step is the last, and no batch has come since
+    )
+    trainer.train()
+    assert (model.encode(["word1 word2"]) != embeddings_before).any()
+    assert loss_fn._num_pairs == 24
+    assert len(loss_fn._bank.queries) == 8
+    assert loss_fn._num_updates == 3  # there is no batch after the fourth and last step, so it is not counted

@@ -1,6 +1,7 @@
 """
-This script trains MPNet on 100,000 question-answer pairs of GooAQ with a small batch, gradient accumulation, and
-BankedMultipleNegativesRankingLoss: each batch of 16 contrasts with 1,024 past pairs as well, at the memory of 16.
+This script trains MPNet on 100,000 question-answer pairs of GooAQ with gradient accumulation and
+BankedMultipleNegativesRankingLoss: each batch of 16 pairs is also contrasted with 1,024 past pairs, but training needs
+only the memory for 16 pairs.
 
 Usage:
 python training_gooaq_banked_mnrl.py
@@ -25,7 +26,7 @@ from sentence_transformers.sentence_transformer.losses import BankedMultipleNega
 
 logging.basicConfig(format="%(asctime)s - %(message)s", datefmt="%Y-%m-%d %H:%M:%S", level=logging.INFO)
 
-# 1. A model to finetune, with optional model card data
+# 1. Load a model to finetune, with optional model card data
 model = SentenceTransformer(
     "microsoft/mpnet-base",
     model_card_data=SentenceTransformerModelCardData(
@@ -33,15 +34,15 @@ model = SentenceTransformer(
     ),
 )
 
-# 2. Question-answer pairs, some of them held out
+# 2. Load question-answer pairs, and hold out 1,000 of them for evaluation
 dataset = load_dataset("sentence-transformers/gooaq", split="train").select(range(100_000))
 dataset = dataset.train_test_split(test_size=1_000, seed=12)
 train_dataset, eval_dataset = dataset["train"], dataset["test"]
 
-# 3. The loss. Begin with a bank of a few updates; an update has 16 * 8 = 128 pairs here
+# 3. Define the loss. An update has 16 * 8 = 128 pairs, so the bank contains the pairs of 8 updates
 loss = BankedMultipleNegativesRankingLoss(model, bank_size=1024)
 
-# 4. Training arguments: the batch that fits into memory, and as many of them for each update as it takes
+# 4. Specify training arguments: the batch size that fits in memory, and the number of batches per update
 args = SentenceTransformerTrainingArguments(
     output_dir="models/mpnet-base-gooaq-banked",
     num_train_epochs=1,
@@ -49,9 +50,9 @@ args = SentenceTransformerTrainingArguments(
     gradient_accumulation_steps=8,
     learning_rate=4e-5,
     warmup_steps=0.1,
-    bf16=True,  # fp16=True if your GPU has no BF16
+    bf16=True,  # Set fp16=True instead if your GPU does not support BF16
     batch_sampler=BatchSamplers.NO_DUPLICATES,
-    eval_strategy="steps",  # the evaluation loss is that of the batch alone, without banks
+    eval_strategy="steps",  # The evaluation loss does not use the bank
     eval_steps=100,
     save_strategy="steps",
     save_steps=100,
@@ -59,7 +60,7 @@ args = SentenceTransformerTrainingArguments(
     logging_steps=20,
 )
 
-# 5. Questions against all held-out answers
+# 5. Create an evaluator that searches all held-out answers, and evaluate the base model
 evaluator = InformationRetrievalEvaluator(
     queries=dict(enumerate(eval_dataset["question"])),
     corpus=dict(enumerate(eval_dataset["answer"])),
@@ -68,7 +69,7 @@ evaluator = InformationRetrievalEvaluator(
 )
 evaluator(model)
 
-# 6. Train, evaluate, save
+# 6. Train, evaluate and save the model
 trainer = SentenceTransformerTrainer(
     model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, loss=loss, evaluator=evaluator
 )
@@ -77,8 +78,8 @@ evaluator(model)
 final_output_dir = "models/mpnet-base-gooaq-banked/final"
 model.save_pretrained(final_output_dir)
 
-# 7. (Optional) push to the Hub, after `hf auth login`
+# 7. (Optional) Push the model to the Hugging Face Hub. Run `hf auth login` first
 try:
     model.push_to_hub("mpnet-base-gooaq-banked")
 except Exception:
-    logging.error(f"The model is in {final_output_dir}, but was not pushed:\n{traceback.format_exc()}")
+    logging.error(f"The model was saved in {final_output_dir}, but not pushed to the Hub:\n{traceback.format_exc()}")

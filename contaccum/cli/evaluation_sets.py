@@ -1,0 +1,205 @@
+"""Data sets that `contaccum evaluate` scores on, and the three ways to score one of them.
+
+A data set is a BEIR set or a retrieval task of MTEB. It is scored by searching with a model, by
+reading a run, or by mteb.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from contaccum.cli.options import get_search_settings, load_model
+from contaccum.errors import ConfigError
+from contaccum.evaluation import beir_sets, mteb_tasks, results, served_forms
+from contaccum.evaluation.beir_sets import EvaluationSet
+from contaccum.evaluation.metrics import metric_names
+
+
+class DataSets(NamedTuple):
+    """The data sets to score on.
+
+    Attributes:
+        sets: label and output file of each data set.
+        descriptions: the part of each set's record that describes its data.
+        load: returns the `BeirDataset` or the MTEB task of a set.
+    """
+
+    sets: Sequence[EvaluationSet]
+    descriptions: Sequence[Mapping[str, Any]]
+    load: Callable[[EvaluationSet], Any]
+
+
+class Scorer(NamedTuple):
+    """A way to score data sets.
+
+    Attributes:
+        plans: the part of each set's record that describes the model and the search. A record of
+            an earlier evaluation is used again if it agrees with the plan.
+        score: returns the `EvaluationResult` for what `DataSets.load` returns.
+    """
+
+    plans: Sequence[Mapping[str, Any]]
+    score: Callable[[Any], results.EvaluationResult]
+
+
+def open_beir_sets(args: argparse.Namespace) -> DataSets:
+    """Read the sets of ``--data``.
+
+    Raises:
+        UserError: if a set cannot be read, or ``--run`` is given with several sets.
+    """
+    sets = beir_sets.evaluation_sets(args.data, args.output)
+    if args.run is not None and len(sets) > 1:
+        raise ConfigError(
+            f"--run has the results of one data set, and --data names {len(sets)}: name one set"
+        )
+
+    def load(evaluation_set: EvaluationSet) -> Any:
+        return beir_sets.load_data(evaluation_set.source, args.split, args.on_bad_record)
+
+    # All sets are read before the first one is encoded. Otherwise a bad record in the last set
+    # would end the command after hours of encoding. Several large sets do not fit into memory at
+    # the same time, so only a single set is kept.
+    if len(sets) == 1:
+        dataset = load(sets[0])
+        return DataSets(sets, [beir_sets.describe_data(dataset)], lambda _: dataset)
+    descriptions = [beir_sets.describe_data(load(evaluation_set)) for evaluation_set in sets]
+    return DataSets(sets, descriptions, load)
+
+
+def open_mteb_tasks(args: argparse.Namespace) -> DataSets:
+    """Find the tasks of ``--mteb``. mteb loads their data later.
+
+    Raises:
+        ConfigError: if a task does not exist, or mteb is not installed.
+    """
+    tasks = mteb_tasks.find_tasks(args.mteb)
+    sets = beir_sets.assign_outputs(dict.fromkeys(tasks, ""), args.output)
+    descriptions = [mteb_tasks.describe_task(task) for task in tasks.values()]
+    return DataSets(sets, descriptions, lambda evaluation_set: tasks[evaluation_set.label])
+
+
+def make_scorer(args: argparse.Namespace, data_sets: DataSets, main_metric: str) -> Scorer:
+    """Return the way to score that the command line asks for.
+
+    Args:
+        main_metric: the metric by which truncated and quantized embeddings are compared.
+
+    Raises:
+        UserError: if the model, the run or the settings cannot be used.
+    """
+    if args.mteb:
+        return _make_mteb_scorer(args, len(data_sets.sets))
+    if args.run is not None:
+        return _make_run_scorer(args)
+    return _make_model_scorer(args, data_sets.descriptions, main_metric)
+
+
+def _make_mteb_scorer(args: argparse.Namespace, num_tasks: int) -> Scorer:
+    """Return a scorer that lets mteb search with the model."""
+    model = load_model(args.model, args)
+    max_k = max(args.k_values)
+    plan = beir_sets.plan_search(model, max_k, max_k)
+    plan["model"]["name"] = args.model
+    plan["search"]["index"] = f"mteb {metadata.version('mteb')}"
+    score = partial(
+        mteb_tasks.run_task,
+        model=model,
+        record_fields=plan,
+        encode_kwargs={"batch_size": args.batch_size, "show_progress_bar": not args.no_progress},
+        folder=args.output.with_suffix(".mteb"),
+        k_values=args.k_values,
+    )
+    return Scorer([plan] * num_tasks, score)
+
+
+def _make_run_scorer(args: argparse.Namespace) -> Scorer:
+    """Return a scorer of the run in a file."""
+    run = results.read_trec_run(args.run, args.on_bad_record)
+    score = partial(beir_sets.score_beir_run, run=run, k_values=args.k_values, name=str(args.run))
+    return Scorer([{}], score)
+
+
+def _make_model_scorer(
+    args: argparse.Namespace, descriptions: Sequence[Mapping[str, Any]], main_metric: str
+) -> Scorer:
+    """Return a scorer that searches with the model and FAISS."""
+    model = load_model(args.model, args)
+    search_settings = get_search_settings(args)
+    plans = []
+    for description in descriptions:
+        num_documents = description["documents"]
+        plan = beir_sets.plan_search(model, num_documents, max(args.k_values), **search_settings)
+        plans.append(plan)
+    score = partial(
+        beir_sets.evaluate_beir,
+        model,
+        k_values=args.k_values,
+        model_name=args.model,
+        show_progress=not args.no_progress,
+        **search_settings,
+    )
+    if args.dims or args.quantize:
+        # sentence-transformers types the dimension as optional. Every DualEncoder has one.
+        dimension = model.get_embedding_dimension()
+        assert dimension is not None
+        served = served_forms.plan_served(
+            dimension,
+            args.dims,
+            args.quantize or ["float32"],
+            args.rescore,
+            main_metric,
+        )
+        for plan in plans:
+            plan["served"] = served
+        score = partial(score, served=served)
+    return Scorer(plans, score)
+
+
+def score_sets(
+    data_sets: DataSets, scorer: Scorer, k_values: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Score every data set, write its result, and return the records.
+
+    If there are several sets, the record of an earlier evaluation with the same model, data and
+    settings is used again. A single set is always scored anew.
+    """
+    records = []
+    for evaluation_set, description, plan in zip(
+        data_sets.sets, data_sets.descriptions, scorer.plans, strict=True
+    ):
+        record = None
+        if len(data_sets.sets) > 1:
+            expected = {**plan, "data": description}
+            record = _read_finished_record(evaluation_set.output, expected, k_values)
+        if record is None:
+            result = scorer.score(data_sets.load(evaluation_set))
+            results.write_result(result, evaluation_set.output)
+            record = result.record()
+        else:
+            print(f"kept: {evaluation_set.output} (same model, data and settings)")
+        records.append(record)
+    return records
+
+
+def _read_finished_record(
+    path: Path, expected: Mapping[str, Any], k_values: Sequence[int]
+) -> dict[str, Any] | None:
+    """Return the record of an earlier evaluation, or None if it is missing or differs.
+
+    Args:
+        expected: values that the record must hold.
+        k_values: cut-offs of the metrics that the record must hold.
+    """
+    if not path.exists():
+        return None
+    record = results.read_result(path)
+    has_same_metrics = record["metrics"].keys() == set(metric_names(k_values))
+    if has_same_metrics and results.agrees(record, expected):
+        return record
+    return None

@@ -1,0 +1,347 @@
+"""Fields of a training record: their usual names, and the parsing of their values.
+
+A field holds a text, a passage object, messages, an id, or a list of these. Files are read in
+`contaccum.data.readers`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from contaccum.data.records import (
+    Fault,
+    get_first_value,
+    parse_number,
+    parse_text,
+    parse_title,
+    passage_text,
+    quoted,
+)
+from contaccum.data.text_lookup import TextLookup
+from contaccum.errors import ConfigError, check_choice
+
+FIELDS: dict[str, tuple[str, ...]] = {
+    "query": ("query", "anchor", "question", "query_text", "messages", "sentence1"),
+    "positive": (
+        "positive",
+        "positives",
+        "positive_passages",
+        "positive_ctxs",
+        "passage",
+        "answer",
+        "text",
+        "document",
+        "pos",
+        "pos_doc",
+        "positive_document_ids",
+        "positive_messages",
+        "response",
+        "sentence2",
+    ),
+    "negatives": (
+        "negatives",
+        "negative",
+        "negative_passages",
+        "hard_negatives",
+        "hard_negative_ctxs",
+        "neg",
+        "neg_doc",
+        "negative_document_ids",
+        "negative_messages",
+        "rejected_response",
+        # Random negatives of DPR, which its own trainer uses where a record has no hard ones.
+        "negative_ctxs",
+    ),
+    # Title of a positive that is a text.
+    "title": ("title",),
+    # Teacher scores: of all positives and then all negatives, or of each role apart. A passage
+    # object may have its score as "score" instead.
+    "scores": ("scores",),
+    "positive_scores": ("positive_scores", "positive_score", "pos_scores"),
+    "negative_scores": ("negative_scores", "neg_scores"),
+    # Similarity score of a pair; a pair with at least `min_score` is a match.
+    "score": ("score", "label"),
+}
+"""Usual field names by role. The first name that a record has is used.
+
+Besides them, `negative_1`, `negative_2` ... are negatives. The names include those of
+FlagEmbedding, NeMo Automodel (docs/guides/llm/retrieval-dataset.mdx), Tevatron
+(src/tevatron/retriever/dataset.py), ms-swift (docs/source_en/BestPractices/Embedding.md, and
+`response` of its earlier versions), and sentence-transformers' scored pairs.
+"""
+
+TEACHER_SCORES_REMEDY = "contaccum mine --cross_encoder writes scores"
+
+_SCORED_PAIR_QUERIES = ("sentence1", "messages")
+"""Query fields of formats whose pairs may be no matches: a low score marks such a pair."""
+
+
+class Record(NamedTuple):
+    """A query and its passages, in the order of the file.
+
+    Attributes:
+        query: text of the query.
+        positives: texts of the positives, each "title text".
+        negatives: texts of the negatives, each "title text".
+        scores: teacher scores of the positives and then the negatives; None unless each passage
+            has a score.
+    """
+
+    query: str
+    positives: list[str]
+    negatives: list[str]
+    scores: list[float] | None = None
+
+
+class _ScoredText(NamedTuple):
+    """The text of a passage, and its "score" field as it is; None for a passage without one."""
+
+    text: str
+    score: Any
+
+
+class _ChosenFields(NamedTuple):
+    """Names of the fields that hold the query and the positives."""
+
+    query: str
+    positive: str
+
+
+def parse_columns(columns: Mapping[str, str] | Sequence[str] | None) -> dict[str, str]:
+    """Return column names by role.
+
+    Args:
+        columns: a mapping, ``ROLE=NAME`` words, or one word that is a JSON object; None: empty.
+
+    Raises:
+        ConfigError: for a role that `FIELDS` does not have, or words of another form.
+    """
+    if columns is None:
+        return {}
+    try:
+        if isinstance(columns, Mapping):
+            name_by_role = dict(columns)
+        elif len(columns) == 1 and columns[0].startswith("{"):
+            name_by_role = dict(json.loads(columns[0]))
+        else:
+            name_by_role = dict(word.split("=", 1) for word in columns)
+    except ValueError as error:
+        raise ConfigError(
+            f"data_columns: neither ROLE=NAME nor a JSON object: {quoted(columns)}"
+        ) from error
+    for role in name_by_role:
+        check_choice("data_columns: a role", role, FIELDS)
+    return name_by_role
+
+
+class RecordParser:
+    """Parser for the records of one file.
+
+    The first record with a query and a positive decides which fields hold them in all records. If
+    each record were parsed alone, a record without "positive" could silently be read from its
+    "text".
+
+    Args:
+        columns: {role: field name} for roles whose fields have unusual names.
+        corpus: passages that records name by id; None: there are none.
+        min_score: least score of a pair that is a match; None: scores of pairs are not read.
+        needs_scores: True if a record without teacher scores cannot be used.
+    """
+
+    def __init__(
+        self,
+        columns: Mapping[str, str],
+        corpus: TextLookup | None = None,
+        min_score: float | None = None,
+        needs_scores: bool = False,
+    ) -> None:
+        self._corpus = corpus
+        self._min_score = min_score
+        self._needs_scores = needs_scores
+        self._has_negatives_column = "negatives" in columns
+        self._chosen: _ChosenFields | None = None
+        # A column with a set role has that role alone.
+        assigned_names = set(columns.values())
+        self._names: dict[str, list[str]] = {}
+        for role, usual_names in FIELDS.items():
+            if role in columns:
+                self._names[role] = [columns[role]]
+            else:
+                self._names[role] = [name for name in usual_names if name not in assigned_names]
+
+    def parse(self, record: Mapping[str, Any]) -> Record | None:
+        """Return the texts and scores of a record; None for a pair below `min_score`.
+
+        Raises:
+            Fault: for a field that is missing, empty or of another type.
+        """
+        if self._chosen is None:
+            self._chosen = _ChosenFields(
+                self._choose_field("query", record), self._choose_field("positive", record)
+            )
+        query = _parse_text_or_messages(record.get(self._chosen.query), self._chosen.query)
+        if not self._is_match(record, self._chosen.query):
+            return None
+        titles = [parse_title(record, name) for name in self._names["title"]]
+        positives = self._parse_passages(
+            record.get(self._chosen.positive), self._chosen.positive, "".join(titles)
+        )
+        if not positives:
+            raise Fault(f"empty {self._chosen.positive}")
+        negatives = self._parse_negatives(record)
+        scores = self._parse_teacher_scores(record, positives, negatives)
+        if scores is None and self._needs_scores:
+            raise Fault(
+                "no teacher scores",
+                f"distill needs a number for each of its passages; {TEACHER_SCORES_REMEDY}",
+            )
+        return Record(
+            query,
+            positives=[positive.text for positive in positives],
+            negatives=[negative.text for negative in negatives],
+            scores=scores,
+        )
+
+    def _choose_field(self, role: str, record: Mapping[str, Any]) -> str:
+        for name in self._names[role]:
+            if name in record:
+                return name
+        fields = quoted(", ".join(record), 200)
+        raise Fault(f"missing {role}", f"its fields are {fields}; set --data_columns {role}=NAME")
+
+    def _is_match(self, record: Mapping[str, Any], query_field: str) -> bool:
+        """Return False for a pair whose score is below `min_score`.
+
+        Raises:
+            Fault: for a scored pair of a format with pairs that are no matches, if there is no
+                `min_score`.
+        """
+        score = get_first_value(record, self._names["score"])
+        if self._min_score is not None:
+            return parse_number(score) >= self._min_score
+        if score is not None and query_field in _SCORED_PAIR_QUERIES:
+            raise Fault(
+                "a pair with a score",
+                "set the least score of a match: {path: ..., min_score: 1}",
+            )
+        return True
+
+    def _parse_negatives(self, record: Mapping[str, Any]) -> list[_ScoredText]:
+        """Return the passages of all numbered fields, else of the first field that has any."""
+        field_groups = [self._find_numbered_fields(record)]
+        field_groups += [[name] for name in self._names["negatives"]]
+        for fields in field_groups:
+            negatives: list[_ScoredText] = []
+            for name in fields:
+                if record.get(name) is not None:
+                    negatives += self._parse_passages(record[name], name)
+            if negatives:
+                return negatives
+        return []
+
+    def _find_numbered_fields(self, record: Mapping[str, Any]) -> list[str]:
+        """Return the names of `negative_1`, `negative_2` ..., ordered by number."""
+        if self._has_negatives_column:
+            return []
+        names = [name for name in record if re.fullmatch("negative_[1-9][0-9]*", name)]
+        return sorted(names, key=lambda name: (len(name), name))
+
+    def _parse_passages(self, value: Any, field_name: str, title: str = "") -> list[_ScoredText]:
+        """Return the passages of one field.
+
+        Args:
+            value: a text, an object {"title", "text"}, messages, an id or an object {"id"} of the
+                corpus, or a list of these.
+            field_name: name of the field.
+            title: title of a passage that is a text.
+
+        Raises:
+            Fault: for a value of another form.
+        """
+        # Arrow stores some lists of objects as an object of lists.
+        if isinstance(value, dict) and isinstance(value.get("text"), list):
+            value = value["text"]
+        items = value if isinstance(value, list) else [value]
+        return [self._parse_passage(item, field_name, title) for item in items]
+
+    def _parse_passage(self, item: Any, field_name: str, title: str) -> _ScoredText:
+        passage_id = self._get_passage_id(item, field_name)
+        if passage_id is not None:
+            text = self._look_up(passage_id)
+        elif isinstance(item, dict) and item:
+            item_text = parse_text(item.get("text"), f"{field_name} text")
+            text = passage_text(parse_title(item), item_text)
+        else:
+            text = passage_text(title, _parse_text_or_messages(item, field_name))
+        score = item.get("score") if isinstance(item, dict) else None
+        return _ScoredText(text, score)
+
+    def _get_passage_id(self, item: Any, field_name: str) -> Any:
+        """Return the id that names a passage of the corpus; None for a passage with a text."""
+        if isinstance(item, dict):
+            has_text = item.get("text") is not None
+            return None if has_text else item.get("id")
+        holds_ids = self._corpus is not None or field_name.endswith("_ids")
+        if holds_ids and isinstance(item, (str, int)):
+            return item
+        return None
+
+    def _look_up(self, passage_id: Any) -> str:
+        """Return the text of a passage of the corpus; raises `Fault` if there is none."""
+        if self._corpus is None:
+            raise Fault(
+                "ids where texts are expected",
+                "set the corpus that holds the texts: {path: ..., corpus: ...}",
+            )
+        return self._corpus.get_text(self._corpus.find_number(passage_id))
+
+    def _parse_teacher_scores(
+        self,
+        record: Mapping[str, Any],
+        positives: list[_ScoredText],
+        negatives: list[_ScoredText],
+    ) -> list[float] | None:
+        """Return the scores of positives and then negatives; None unless all are numbers."""
+        values = get_first_value(record, self._names["scores"])
+        if not isinstance(values, list) or len(values) != len(positives) + len(negatives):
+            values = [
+                *self._get_scores_of_role(record, "positive_scores", positives),
+                *self._get_scores_of_role(record, "negative_scores", negatives),
+            ]
+        try:
+            return [parse_number(value) for value in values]
+        except Fault:
+            return None
+
+    def _get_scores_of_role(
+        self, record: Mapping[str, Any], role: str, passages: list[_ScoredText]
+    ) -> list[Any]:
+        """Return the values in the score field of a role, else in the passage objects.
+
+        A field with a wrong number of values gives [None].
+        """
+        values = get_first_value(record, self._names[role])
+        if values is None:
+            return [passage.score for passage in passages]
+        if not isinstance(values, list):
+            values = [values]
+        return values if len(values) == len(passages) else [None]
+
+
+def _parse_text_or_messages(value: Any, field_name: str) -> str:
+    """Return a text, or the contents of messages joined by spaces.
+
+    ms-swift joins the messages of the system and the user in the same way.
+    """
+    is_messages = (
+        isinstance(value, list)
+        and len(value) > 0
+        and all(isinstance(message, dict) for message in value)
+    )
+    if not is_messages:
+        return parse_text(value, field_name)
+    contents = [parse_text(message.get("content"), f"{field_name} content") for message in value]
+    return " ".join(contents)

@@ -1,0 +1,80 @@
+"""Settings of the rows of training data, and the choice of one row's texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from contaccum.errors import ConfigError, check_choice
+
+PositivesUsed = Literal["draw", "first", "all"]
+MissingNegatives = Literal["fill", "drop"]
+POSITIVES_USED: tuple[PositivesUsed, ...] = get_args(PositivesUsed)
+MISSING_NEGATIVES: tuple[MissingNegatives, ...] = get_args(MissingNegatives)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Settings that decide which rows are made of a record.
+
+    Attributes:
+        num_hard_negatives: h, the number of negatives of each row.
+        positives: "draw": a row for each record, with one of its positives, sampled anew in each
+            epoch. "first": a row for each record, with its first positive. "all": a row for each
+            positive. None: decided by `load_training_data`.
+        negatives_from: number of a record's first negatives to sample from; None: all. If it is h,
+            the first h are used.
+        missing_negatives: for a record with fewer than h negatives, "fill" adds passages of other
+            records, and "drop" leaves the record out.
+
+    Raises:
+        ConfigError: for a value out of range, or values that cannot work together.
+    """
+
+    num_hard_negatives: int = 0
+    positives: PositivesUsed | None = None
+    negatives_from: int | None = None
+    missing_negatives: MissingNegatives = "fill"
+
+    def __post_init__(self) -> None:
+        check_choice("positives", self.positives, (None, *POSITIVES_USED))
+        check_choice("missing_negatives", self.missing_negatives, MISSING_NEGATIVES)
+        h = self.num_hard_negatives
+        if h < 0:
+            raise ConfigError(f"num_hard_negatives={h} must be 0 or more")
+        if self.negatives_from is not None and not 0 < h <= self.negatives_from:
+            raise ConfigError(
+                f"num_hard_negatives={h} with negatives_from={self.negatives_from}: "
+                "num_hard_negatives must be 1 or more, and negatives_from no less than it"
+            )
+
+    def sample(
+        self,
+        rng: np.random.Generator,
+        positives: Sequence[str],
+        negatives: Sequence[str],
+        positive_index: int = 0,
+    ) -> tuple[str, list[str]]:
+        """Sample the texts of a row.
+
+        Args:
+            rng: the random generator of the row.
+            positives: all positives of the record.
+            negatives: all negatives of the record.
+            positive_index: index of the row's positive, unless the positive is drawn.
+
+        Returns:
+            The positive, and h negatives, or fewer if the record has fewer.
+        """
+        positive = positives[positive_index]
+        distinct_positives = list(dict.fromkeys(positives))
+        if self.positives == "draw" and len(distinct_positives) > 1:
+            positive = distinct_positives[int(rng.integers(len(distinct_positives)))]
+        distinct_negatives = list(dict.fromkeys(negatives[: self.negatives_from]))
+        if len(distinct_negatives) <= self.num_hard_negatives:
+            return positive, distinct_negatives
+        order = rng.permutation(len(distinct_negatives))[: self.num_hard_negatives]
+        return positive, [distinct_negatives[index] for index in order]

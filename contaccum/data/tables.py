@@ -1,0 +1,135 @@
+"""Rows of tables: csv files with a header, and Arrow tables."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from contaccum.data.records import (
+    UNREADABLE,
+    Fault,
+    Rows,
+    make_data_error,
+    open_data_file,
+    quoted,
+    read_head,
+)
+from contaccum.files import AnyPath
+
+_DELIMITERS = ("\t", ",", ";")
+_QUOTED_CELL = re.compile(r'(^|[\t,;]) *"(?:[^"]|"")*"')
+_CELL_SIZE_LIMIT = 2**31 - 1
+
+
+class Header(NamedTuple):
+    """The delimiter of a table, and the names of its columns."""
+
+    delimiter: str
+    names: list[str]
+
+
+def read_csv(path: AnyPath) -> Rows:
+    """Yield the rows of a table with a header, as {column name: cell}; a blank cell is None.
+
+    The delimiter is the one of comma, semicolon and tab that the header has most of outside of
+    quotes.
+
+    Raises:
+        DataError: for a broken quote, because the rows after it cannot be separated, and for a
+            column name that occurs twice.
+    """
+    # The csv module's own limit of 128 KB per cell would refuse long documents.
+    csv.field_size_limit(_CELL_SIZE_LIMIT)
+    delimiter = parse_header(read_head(path)).delimiter
+    names: list[str] = []
+    line = 1
+    with open_data_file(path) as file:
+        # Bytes that are not UTF-8 become surrogates, which `parse_text` refuses in their row.
+        text_file = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
+        try:
+            reader = csv.reader(text_file, delimiter=delimiter, strict=True)
+            for cells in reader:
+                is_blank = not any(cell.strip() for cell in cells)
+                if not names:
+                    if not is_blank:
+                        names = _parse_column_names(cells)
+                    _refuse_repeated_name(path, line, names)
+                elif len(cells) == len(names):
+                    yield line, _make_row(names, cells)
+                elif not is_blank:
+                    detail = f"found {len(cells)} where the header has {len(names)}"
+                    yield line, Fault("wrong number of columns", detail)
+                line = reader.line_num + 1
+        except csv.Error as error:
+            fault = Fault("broken quoting", str(error))
+            raise make_data_error(path, line, fault, "double quotes inside of cells") from error
+        except UNREADABLE as error:
+            yield line, Fault("the file breaks off", str(error))
+
+
+def _make_row(names: list[str], cells: list[str]) -> dict[str, str | None]:
+    row: dict[str, str | None] = {}
+    for name, cell in zip(names, cells, strict=True):
+        row[name] = cell if cell.strip() else None
+    return row
+
+
+def parse_header(head: bytes) -> Header:
+    """Parse the header of a table.
+
+    Args:
+        head: the first bytes of the file. The header is their first row; if they are not a table,
+            the names are empty.
+    """
+    text = head.decode("utf-8", "replace")
+    text_outside_quotes = _QUOTED_CELL.sub(r"\1", text)
+    first_line = text_outside_quotes.partition("\n")[0]
+    delimiter = max(_DELIMITERS, key=first_line.count)
+    try:
+        cells = next(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), [])
+    except csv.Error:
+        cells = []
+    return Header(delimiter, _parse_column_names(cells))
+
+
+def _parse_column_names(cells: list[str]) -> list[str]:
+    # The csv module leaves quotes in a cell that begins with a blank.
+    return [cell.strip().strip('"') for cell in cells]
+
+
+def _refuse_repeated_name(path: AnyPath, line: int, names: list[str]) -> None:
+    """Raise `DataError` for a name of two columns, because a row can hold only one of them.
+
+    Several columns may have no name: nothing is read from them.
+    """
+    for name, count in Counter(names).items():
+        if name and count > 1:
+            fault = Fault("two columns have the same name", quoted(name))
+            raise make_data_error(path, line, fault, "rename or remove one")
+
+
+def read_arrow(source: AnyPath, tables: Iterable[Any]) -> Rows:
+    """Yield the rows of Arrow tables, with their numbers.
+
+    Args:
+        source: file or data set, for messages.
+        tables: `pyarrow.Table` objects.
+
+    Raises:
+        DataError: if a table cannot be read.
+    """
+    number = 0
+    try:
+        for table in tables:
+            # Arrow trusts the offsets in a file. Wrong offsets would crash the whole process.
+            table.validate(full=True)
+            for row in table.to_pylist():
+                number += 1
+                yield number, row
+    except Exception as error:  # Arrow, the hub and the network have no common exception class
+        fault = Fault("damaged, or of another format", str(error)[:300])
+        raise make_data_error(source, number + 1, fault, "get it again") from error

@@ -1,0 +1,305 @@
+"""Data to mine in: queries, their known positives, and the passages that may become negatives.
+
+Texts that differ only in white space or case count as one passage, whatever their ids. Otherwise a
+copy of a positive could be mined as a negative.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Literal, NamedTuple
+
+from contaccum.data import (
+    BeirDataset,
+    Passage,
+    RecordReport,
+    load_beir_folder,
+    read_passages,
+    read_records,
+    sniff_format,
+)
+from contaccum.errors import DataError
+from contaccum.files import AnyPath, Fingerprint
+
+JsonObject = dict[str, Any]
+"""A JSON object of a report."""
+
+
+@dataclass(frozen=True)
+class MiningData:
+    """Q queries with their known positives, and the passages that are searched for negatives.
+
+    A passage is named by its row in `documents`.
+
+    Attributes:
+        query_ids: ids of the queries, (Q,).
+        queries: texts of the queries, (Q,).
+        documents: distinct passages. The first `pool_size` are the pool, the candidates for
+            negatives; the rest are positives that are not in the pool.
+        pool_size: number of passages in the pool.
+        positives: for each query the rows of its known positives: first the positives of its own
+            pairs, then all other positives that the data have for the same query text.
+        pair_counts: for each query the number of its own pairs, the first rows of `positives`.
+        excluded: for each query the pool rows that must not become its negatives, because they are
+            a known positive, share a text or id with one, or repeat the query.
+        record: path, format, fingerprint and counts of the data, for reports.
+    """
+
+    query_ids: list[str]
+    queries: list[str]
+    documents: list[Passage]
+    pool_size: int
+    positives: list[list[int]]
+    pair_counts: list[int]
+    excluded: list[list[int]]
+    record: JsonObject = field(repr=False, compare=False)
+
+
+class _JudgedQuery(NamedTuple):
+    """A query and its relevant passages, as one record of the source has them."""
+
+    query_id: str | None
+    text: str
+    positives: list[Passage]
+
+
+@dataclass
+class _KnownPositives:
+    """The positives of all queries of a source.
+
+    Attributes:
+        of_pairs: the positives of a query's own pairs, by the query's id and text.
+        of_text: all positives of the queries with the same text key; see `_compute_text_key`.
+    """
+
+    of_pairs: dict[tuple[str | None, str], list[Passage]]
+    of_text: dict[bytes, list[Passage]]
+
+    def iter_passages(self) -> Iterator[Passage]:
+        """Yield the positives of all queries."""
+        return chain.from_iterable(self.of_text.values())
+
+
+def load_mining_data(
+    source: AnyPath | Iterable[Mapping[str, Any]],
+    corpus: AnyPath | None = None,
+    *,
+    data_format: Any = None,
+    split: str = "train",
+    on_bad_record: Literal["stop", "skip"] = "stop",
+    columns: Mapping[str, str] | None = None,
+    texts: AnyPath | None = None,
+    min_score: float | None = None,
+) -> MiningData:
+    """Load queries with their known positives, and the passages that are searched for negatives.
+
+    The searched passages, the pool, are the passages of `corpus`. Without `corpus`, the pool is the
+    whole corpus of a BEIR folder, or the distinct positives of other data. Negatives that the data
+    list are not added to the pool.
+
+    Args:
+        source: training data in any format that `read_records` reads; or records in memory, each a
+            mapping with "query" (a text) and "positive" (a text, or a list of texts, the first of
+            which makes the pair).
+        corpus: a file of passages, or a BEIR folder, as `read_passages` reads them.
+        data_format, split, columns, min_score: see `read_records`.
+        on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
+        texts: the texts of passages that records name by id; see `corpus` of `read_records`.
+
+    Raises:
+        ConfigError: for an unknown format, or settings that the format does not have.
+        DataError: for data that cannot be read, no query with a positive, or an empty pool.
+    """
+    report = RecordReport(on_bad_record)
+    pool: list[Passage] | None = None
+    record: JsonObject = {"path": "records", "format": "records"}
+    record["corpus"] = None if corpus is None else str(corpus)
+    queries: Iterable[_JudgedQuery]
+    if not isinstance(source, (str, os.PathLike)):
+        queries = _judge_records_in_memory(source)
+    else:
+        record["path"] = str(source)
+        record["format"] = data_format or sniff_format(source, columns)
+        record["split"] = split
+        if record["format"] == "beir":
+            dataset = load_beir_folder(source, split, report=report)
+            passages = _make_beir_passages(dataset)
+            pool = [passage for passage in passages.values() if passage.passage]
+            queries = _judge_beir_queries(dataset, passages)
+        else:
+            records = read_records(
+                source,
+                record["format"],
+                split,
+                columns,
+                report,
+                num_negatives=0,
+                corpus=texts,
+                min_score=min_score,
+            )
+            queries = (
+                _JudgedQuery(None, row.query, _make_passages(row.positives)) for row in records
+            )
+    content = Fingerprint()
+    # Training uses the first positive of a record, except for relevance judgements: each is a pair.
+    positives_per_pair = None if record["format"] in ("beir", "msmarco") else 1
+    known_positives = _collect_positives(queries, positives_per_pair, content)
+    if corpus is not None:
+        pool = list(read_passages(corpus, report))
+    for passage in pool or ():
+        content.add(*passage)
+    record["records"] = report.summary()
+    record["fingerprint"] = content.hex()
+    return _build_mining_data(known_positives, pool, record)
+
+
+def _judge_records_in_memory(records: Iterable[Mapping[str, Any]]) -> Iterator[_JudgedQuery]:
+    for record in records:
+        positive = record["positive"]
+        texts = [positive] if isinstance(positive, str) else positive
+        yield _JudgedQuery(None, record["query"], _make_passages(texts))
+
+
+def _make_beir_passages(dataset: BeirDataset) -> dict[str, Passage]:
+    passages = {}
+    for document_id, document in dataset.corpus.items():
+        passages[document_id] = Passage(document_id, **document)
+    return passages
+
+
+def _judge_beir_queries(
+    dataset: BeirDataset, passages: Mapping[str, Passage]
+) -> Iterator[_JudgedQuery]:
+    for query_id, judgements in dataset.qrels.items():
+        positives = [passages[name] for name, grade in judgements.items() if grade > 0]
+        yield _JudgedQuery(query_id, dataset.queries[query_id], positives)
+
+
+def _make_passages(texts: Iterable[str]) -> list[Passage]:
+    """Return texts without ids as passages whose ids are hashes of the texts."""
+    passages = []
+    for text in texts:
+        hash_prefix = _compute_text_key(text).hex()[:16]
+        passages.append(Passage(f"passage-{hash_prefix}", "", text))
+    return passages
+
+
+def _collect_positives(
+    queries: Iterable[_JudgedQuery], positives_per_pair: int | None, content: Fingerprint
+) -> _KnownPositives:
+    """Collect the positives of all queries.
+
+    Args:
+        queries: records of the source.
+        positives_per_pair: number of a record's positives that make pairs; None: all.
+        content: a fingerprint, to which all texts are added.
+    """
+    collected = _KnownPositives(of_pairs=defaultdict(list), of_text=defaultdict(list))
+    for query in queries:
+        # Some of BEIR's published sets judge empty documents as relevant.
+        positives = [passage for passage in query.positives if passage.passage]
+        if not positives:
+            continue
+        collected.of_pairs[query.query_id, query.text] += positives[:positives_per_pair]
+        collected.of_text[_compute_text_key(query.text)] += positives
+        content.add(query.text, *(passage.passage for passage in positives))
+    return collected
+
+
+def _build_mining_data(
+    known_positives: _KnownPositives, pool: list[Passage] | None, record: JsonObject
+) -> MiningData:
+    """Give each distinct passage a row, and find the excluded rows of each query.
+
+    Args:
+        known_positives: the positives of all queries.
+        pool: passages to search; None: the known positives.
+        record: a description of the data, to which counts are added.
+
+    Raises:
+        DataError: if there is no query with a positive, or no passage to search.
+    """
+    documents: dict[bytes, Passage] = {}
+    searched_passages = known_positives.iter_passages() if pool is None else pool
+    for passage in searched_passages:
+        documents.setdefault(_compute_text_key(passage.passage), passage)
+    pool_size = len(documents)
+    if pool_size == 0:
+        raise DataError(f"{record['path']}: no passage is left to mine in (correct the data)")
+    if not known_positives.of_pairs:
+        raise DataError(f"{record['path']}: no query has a positive (correct the data)")
+    excluded_by_query = _find_excluded_rows(list(documents.values()), known_positives)
+    for passage in known_positives.iter_passages():
+        documents.setdefault(_compute_text_key(passage.passage), passage)
+    row_by_text = {text_key: row for row, text_key in enumerate(documents)}
+
+    data = MiningData([], [], list(documents.values()), pool_size, [], [], [], record)
+    for number, (query, pair_positives) in enumerate(known_positives.of_pairs.items()):
+        query_id, text = query
+        text_key = _compute_text_key(text)
+        all_positives = [*pair_positives, *known_positives.of_text[text_key]]
+        data.query_ids.append(query_id or f"query-{number}")
+        data.queries.append(text)
+        data.positives.append(_find_rows(all_positives, row_by_text))
+        data.pair_counts.append(len(_find_rows(pair_positives, row_by_text)))
+        data.excluded.append(sorted(excluded_by_query[text_key]))
+    record["queries"] = len(data.queries)
+    record["pairs"] = sum(data.pair_counts)
+    record["passages"] = pool_size
+    return data
+
+
+def _find_excluded_rows(
+    pool: list[Passage], known_positives: _KnownPositives
+) -> dict[bytes, set[int]]:
+    """Return, for each text key of a query, the pool rows that must not become its negatives."""
+    keys_by_query: dict[bytes, set[bytes | str]] = {}
+    for query_key, positives in known_positives.of_text.items():
+        keys: set[bytes | str] = {query_key}
+        for passage in positives:
+            keys.update(_compute_copy_keys(passage))
+        keys_by_query[query_key] = keys
+    # The rows of all keys of a large corpus would take much memory, so only the needed keys count.
+    needed_keys = set().union(*keys_by_query.values())
+    rows_by_key: dict[bytes | str, list[int]] = defaultdict(list)
+    for row, passage in enumerate(pool):
+        for key in needed_keys.intersection(_compute_copy_keys(passage)):
+            rows_by_key[key].append(row)
+
+    excluded_by_query = {}
+    for query_key, keys in keys_by_query.items():
+        excluded: set[int] = set()
+        for key in keys:
+            excluded.update(rows_by_key[key])
+        excluded_by_query[query_key] = excluded
+    return excluded_by_query
+
+
+def _find_rows(passages: Iterable[Passage], row_by_text: Mapping[bytes, int]) -> list[int]:
+    """Return the distinct rows of some passages, in their order."""
+    rows = [row_by_text[_compute_text_key(passage.passage)] for passage in passages]
+    return list(dict.fromkeys(rows))
+
+
+def _compute_text_key(text: str) -> bytes:
+    """Return a hash that is equal for texts that differ only in white space or case."""
+    folded_text = " ".join(text.split()).casefold()
+    return hashlib.blake2b(folded_text.encode(), digest_size=16).digest()
+
+
+def _compute_copy_keys(passage: Passage) -> list[bytes | str]:
+    """Return the keys of a passage; a passage that shares one of them counts as its copy.
+
+    The keys are the id, the text with its title, and the text alone: another document may hold the
+    same text under another title.
+    """
+    keys: list[bytes | str] = [passage.id]
+    for text in (passage.passage, passage.text):
+        if text.strip():
+            keys.append(_compute_text_key(text))
+    return keys

@@ -1,0 +1,270 @@
+"""Resuming: whether a run resumes, and from which checkpoint.
+
+`parse_resume_request` reads the user's request, and `choose_checkpoint` finds the checkpoint. A run
+resumes from a checkpoint of another run only if the user names that folder. `require_free_folder`
+refuses to overwrite another run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from transformers import TrainerState
+
+from contaccum.errors import ConfigError, UserError
+from contaccum.training.arguments import (
+    LOSS_SETTINGS,
+    OVERWRITE_AT_EVERY_START,
+    ContAccumTrainingArguments,
+)
+from contaccum.training.checkpoint import (
+    find_checkpoints,
+    find_defect,
+    find_defect_for_run,
+    read_marker,
+)
+from contaccum.training.log import read_run_record
+
+logger = logging.getLogger(__name__)
+
+RESUME_SETTINGS = (
+    "method",
+    "optim",
+    "seed",
+    "data_seed",
+    "batch_sampler",
+    "multi_dataset_batch_sampler",
+    *LOSS_SETTINGS,
+    "matryoshka_dims",
+    "missing",
+    "metric_for_best_model",
+    "refresh_negatives_every",
+    "refresh_pool",
+)
+"""Arguments that a resumed run must not change.
+
+The states of bank and optimizer, or the position in the data, would not be valid with others.
+"""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A checkpoint that a run resumes from.
+
+    Attributes:
+        folder: the checkpoint.
+        marker: the content of its marker.
+        state: the state of transformers' trainer in it.
+    """
+
+    folder: Path
+    marker: Mapping[str, Any]
+    state: TrainerState
+
+    @property
+    def run_id(self) -> str | None:
+        """The id of the run that wrote the checkpoint."""
+        return self.marker.get("run_id")
+
+    def get_stream_position(self, batches_per_update: int) -> tuple[int, int]:
+        """Return the position in a stream: complete passes, and micro-batches of the next pass."""
+        # For a stream, transformers starts a new epoch at each pass, and counts an update as
+        # 1 / max_steps of an epoch.
+        epoch = float(self.state.epoch or 0)
+        num_passes = int(epoch)
+        num_updates = round((epoch - num_passes) * self.state.max_steps)
+        return num_passes, num_updates * batches_per_update
+
+    def find_final_model(self, args: ContAccumTrainingArguments) -> str | None:
+        """Return the folder of the final model if the run ended at this checkpoint, else None.
+
+        Without this check, transformers would train another update after the end.
+        """
+        # It is declared as a list too, but TrainerState turns it into a dictionary when created.
+        callbacks = cast(dict[str, dict], self.state.stateful_callbacks)
+        attributes = callbacks.get("EvaluationCallback", {}).get("attributes", {})
+        evaluations_without_gain = attributes.get("early_stopping_patience_counter", 0)
+        patience = args.early_stopping_patience
+        if patience is not None and evaluations_without_gain >= patience:
+            reason = "it stopped early. Raise early_stopping_patience to train on"
+        elif 0 < args.max_steps <= self.state.global_step:
+            reason = f"it has reached max_steps={args.max_steps}. Raise max_steps to train on"
+        else:
+            return None
+        logger.warning(f"this run ended after update {self.state.global_step}: {reason}")
+        if args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+            best = self.state.best_model_checkpoint
+            if find_defect_for_run(Path(best), self.run_id) is None:
+                return best
+        return str(self.folder)
+
+
+def drop_unusable_best(state: TrainerState, run_id: str | None) -> None:
+    """Remove the best checkpoint from a state if the run ``run_id`` cannot use it."""
+    best = state.best_model_checkpoint
+    if best is None:
+        return
+    defect = find_defect_for_run(Path(best), run_id)
+    if defect is not None:
+        logger.warning(
+            f"the best checkpoint so far, {best}, cannot be used: {defect}. The final model will "
+            "be the best of the later evaluations"
+        )
+        state.best_model_checkpoint = None
+
+
+def parse_resume_request(value: str | bool | None) -> str | None:
+    """Return ``"last"``, ``"auto"`` or the folder to resume from; None for a new run.
+
+    Args:
+        value: ``resume_from_checkpoint`` as the user wrote it; True means ``"last"``.
+    """
+    text = str(value or "")
+    word = text.lower()
+    if word in ("", "false", "none"):
+        return None
+    if word in ("true", "last"):
+        return "last"
+    if word == "auto":
+        return "auto"
+    return text
+
+
+def find_newest_checkpoint(folder: str | os.PathLike[str]) -> tuple[Path | None, list[str]]:
+    """Find the newest complete checkpoint of the run that ``run.json`` in a folder describes.
+
+    Returns:
+        The checkpoint (None if there is none), and a line for each newer checkpoint that explains
+        why it is skipped.
+    """
+    run_id = read_run_record(folder).get("run_id")
+    skipped: list[str] = []
+    for path in find_checkpoints(folder):
+        defect = find_defect_for_run(path, run_id)
+        if defect is None:
+            return path, skipped
+        skipped.append(f"{path}: {defect}")
+    return None, skipped
+
+
+def require_free_folder(args: ContAccumTrainingArguments) -> None:
+    """Raise `ConfigError` if a new run would overwrite another run in ``output_dir``."""
+    if args.overwrite_output_dir:
+        return
+    folder = Path(str(args.output_dir))
+    request = parse_resume_request(args.resume_from_checkpoint)
+    record = read_run_record(folder)
+    has_model = bool(record) and (folder / "modules.json").is_file()
+    checkpoints = find_checkpoints(folder)
+    would_overwrite = request is None
+    if request == "auto" and find_newest_checkpoint(folder)[0] is None:
+        # If run.json says that its run has not finished, the model is from an older run that the
+        # user had allowed to overwrite, before the run of run.json was killed.
+        would_overwrite = has_model and record.get("finished", True)
+    if not would_overwrite:
+        return
+    if has_model:
+        reason = "the folder contains a finished run, which this run would overwrite"
+    elif checkpoints:
+        reason = f"the folder contains an unfinished run with {checkpoints[0].name}"
+    else:
+        return
+    raise ConfigError(
+        f"{folder}: {reason}. Set resume_from_checkpoint=last to continue it, "
+        "overwrite_output_dir=true to replace it, or another output_dir"
+    )
+
+
+def choose_checkpoint(
+    request: str, args: ContAccumTrainingArguments, settings: Mapping[str, Any]
+) -> ResumePoint | None:
+    """Choose the checkpoint to resume from.
+
+    Args:
+        request: the result of `parse_resume_request`. ``"last"`` and ``"auto"`` mean the newest
+            complete checkpoint of the run that ``run.json`` in ``output_dir`` describes.
+        args: the arguments of the run.
+        settings: the settings of this run that must equal those of the checkpoint.
+
+    Returns:
+        The checkpoint; None if the run has to start from the beginning, which happens only for
+        ``"auto"``.
+
+    Raises:
+        ConfigError: for ``"auto"`` with ``overwrite_output_dir``.
+        UserError: if there is no complete checkpoint, or it has other settings.
+    """
+    if request == "auto" and args.overwrite_output_dir:
+        raise ConfigError(OVERWRITE_AT_EVERY_START)
+    path, skipped = _find_requested(request, args)
+    for line in skipped:
+        logger.warning(f"skipped {line}")
+    if path is None:
+        return None
+    marker = read_marker(path)
+    _require_same_settings(path, marker, settings)
+    if args.process_index == 0:
+        print(f"resuming from         {path} (after {marker['update']:,} updates)", flush=True)
+    state = TrainerState.load_from_json(str(path / "trainer_state.json"))
+    return ResumePoint(path, marker, state)
+
+
+def _find_requested(
+    request: str, args: ContAccumTrainingArguments
+) -> tuple[Path | None, list[str]]:
+    """Return the requested checkpoint, and a line for each newer one that is skipped.
+
+    Raises:
+        UserError: if there is no complete checkpoint, unless ``"auto"`` may start a new run.
+    """
+    skipped: list[str] = []
+    path: Path | None
+    if request in ("last", "auto"):
+        path, skipped = find_newest_checkpoint(str(args.output_dir))
+    else:
+        path = Path(request)
+        defect = find_defect(path)
+        if defect is not None:
+            path = None
+            skipped = [f"{request}: {defect}"]
+    # With run.json, all checkpoints that were skipped are known to be incomplete or of another run,
+    # so a run that was killed before its first complete checkpoint may start again. Without
+    # run.json, the skipped checkpoints may be those that the user wants to continue.
+    has_record = bool(read_run_record(str(args.output_dir)))
+    may_start_new = request == "auto" and (not skipped or has_record)
+    if path is None and not may_start_new:
+        reasons = "; ".join(skipped) or "there is none"
+        raise UserError(
+            f"{args.output_dir}: no checkpoint to resume from ({reasons}). Set "
+            "resume_from_checkpoint to the folder of a complete checkpoint, or drop it to start a "
+            "new run"
+        )
+    return path, skipped
+
+
+def _require_same_settings(
+    path: Path, marker: Mapping[str, Any], settings: Mapping[str, Any]
+) -> None:
+    """Raise `UserError` for a checkpoint that a run with these settings cannot resume from."""
+    if not marker["resumable"]:
+        raise UserError(
+            f"{path}: written with save_only_model, so a run cannot resume from it. Start a new "
+            f"run from its weights with --model {path}"
+        )
+    saved = marker["settings"]
+    changed = []
+    for key, value in json.loads(json.dumps(settings, default=str)).items():
+        if saved.get(key) != value:
+            changed.append(f"{key}: {saved.get(key)} -> {value}")
+    if changed:
+        raise UserError(
+            f"{path}: a run cannot resume from it with changed settings ({'; '.join(changed)}), "
+            "because its bank, optimizer or position in the data would not be valid. Set them "
+            f"back, or start a new run from its weights with --model {path}"
+        )

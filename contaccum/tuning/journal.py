@@ -1,0 +1,82 @@
+"""The journal of a search: all trials in a file, so that a search can continue after a kill."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import optuna
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState
+
+from contaccum.tuning.choice import FinishedTrial
+
+JOURNAL = "trials.jsonl"
+
+_STUDY_NAME = "contaccum"
+_PRUNING_P_VALUE = 0.01  # of Wilcoxon's signed-rank test against the best trial, halfway
+
+
+def open_study(folder: Path) -> optuna.Study:
+    """Open the journal in a folder, or create it.
+
+    Trials that a killed search has not finished are marked as failed. Their settings are tried
+    again: the search computes a rung of a ladder anew, and other settings are put into the queue.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / JOURNAL
+    if file.is_file():
+        _drop_incomplete_line(file)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with warnings.catch_warnings():
+        # Experimental in Optuna, but its only pruner that compares two trials query by query.
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        pruner = optuna.pruners.WilcoxonPruner(p_threshold=_PRUNING_P_VALUE)
+    study = optuna.create_study(
+        storage=JournalStorage(JournalFileBackend(str(file))),
+        study_name=_STUDY_NAME,
+        direction="maximize",
+        pruner=pruner,
+        load_if_exists=True,
+    )
+    for trial in study.get_trials(states=(TrialState.RUNNING,)):
+        study.tell(trial.number, state=TrialState.FAIL)
+        if "rung" not in trial.user_attrs:
+            study.enqueue_trial(trial.params)
+    return study
+
+
+def read_finished_trials(study: optuna.Study) -> list[FinishedTrial]:
+    """Return the trials that were scored, stopped or failed, in their order.
+
+    A trial that a kill interrupted has no recorded time, and is left out.
+    """
+    states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+    finished = []
+    for trial in study.get_trials(states=states):
+        if "seconds" in trial.user_attrs:
+            finished.append(_to_finished_trial(trial))
+    return finished
+
+
+def _to_finished_trial(trial: FrozenTrial) -> FinishedTrial:
+    """Return a trial of the study as a `FinishedTrial`."""
+    attributes = trial.user_attrs
+    return FinishedTrial(
+        number=trial.number,
+        settings=attributes["settings"],
+        score=trial.value if trial.state == TrialState.COMPLETE else None,
+        query_scores=attributes.get("query_scores", {}),
+        seconds=attributes.get("seconds", 0.0),
+        updates=attributes.get("updates", 0),
+        note=attributes.get("note", ""),
+        rung=attributes.get("rung"),
+    )
+
+
+def _drop_incomplete_line(file: Path) -> None:
+    """Remove the last line of a journal if a kill has cut it short."""
+    content = file.read_bytes()
+    if content and not content.endswith(b"\n"):
+        file.write_bytes(content[: content.rfind(b"\n") + 1])

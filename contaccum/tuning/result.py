@@ -1,0 +1,100 @@
+"""The result of `contaccum tune`, and its files: a config to train with, and a JSON record."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from contaccum.comparison.options import Options
+from contaccum.files import provenance, read_json, write_json, write_text
+from contaccum.tuning.choice import Choice
+
+TUNED_CONFIG = "tuned.yaml"
+TUNED_RECORD = "tuned.json"
+
+ConfigValue = str | int | float | bool
+"""The value of an option in a YAML file."""
+
+
+@dataclass(frozen=True)
+class TunedSettings:
+    """The settings that tuning has chosen.
+
+    Attributes:
+        choice: the chosen settings and their scores.
+        options: all options of a run with these settings, for `contaccum train`.
+        base: nDCG@10 of the base model on dev.
+        bm25: nDCG@10 of BM25 on dev.
+        trials: a record of each trial: number, settings, score, seconds, updates and note.
+    """
+
+    choice: Choice
+    options: Options
+    base: float
+    bm25: float
+    trials: list[dict[str, Any]]
+
+
+def write_tuned(tuned: TunedSettings, output: Path, num_queries: int) -> None:
+    """Write `TUNED_CONFIG` and `TUNED_RECORD` into a folder.
+
+    Args:
+        num_queries: the number of dev queries, for a comment in the config.
+    """
+    difference = tuned.choice.against_base
+    comment = (
+        f"# Chosen by contaccum tune: nDCG@10 {tuned.choice.score:.4f} on {num_queries} dev "
+        f"queries; the base model has {tuned.base:.4f}\n"
+        f"# (difference {difference['difference']:+.4f}, 95% {difference['low']:+.4f} to "
+        f"{difference['high']:+.4f}). It is the best of {len(tuned.trials)} trials, so the score "
+        "is too optimistic.\n"
+    )
+    content = {
+        **to_yaml_values(tuned.options),
+        "eval_strategy": "epoch",
+        "output_dir": str(output / "model"),
+    }
+    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    write_text(output / TUNED_CONFIG, comment + text)
+    record = {field.name: getattr(tuned, field.name) for field in fields(tuned)}
+    record["choice"] = tuned.choice._asdict()
+    write_json(output / TUNED_RECORD, {**record, **provenance()})
+
+
+def read_tuned(output: Path) -> TunedSettings:
+    """Read the record that `write_tuned` has written into a folder.
+
+    Raises:
+        DataError: for a file that cannot be read.
+    """
+    record = read_json(output / TUNED_RECORD)
+    content = {field.name: record[field.name] for field in fields(TunedSettings)}
+    content["choice"] = Choice(**record["choice"])
+    return TunedSettings(**content)
+
+
+def to_yaml_values(options: Options) -> dict[str, ConfigValue | list[ConfigValue]]:
+    """Return options with numbers and booleans in place of their texts.
+
+    An option with one value becomes a scalar, other options become lists.
+    """
+    content: dict[str, ConfigValue | list[ConfigValue]] = {}
+    for key, texts in options.items():
+        values = [_parse_value(text) for text in texts]
+        content[key] = values[0] if len(values) == 1 else values
+    return content
+
+
+def _parse_value(text: str) -> ConfigValue:
+    """Return the boolean or number that a text stands for; any other text is returned as it is."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    with suppress(ValueError):
+        return int(text)
+    with suppress(ValueError):
+        return float(text)
+    return text
