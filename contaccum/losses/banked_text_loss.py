@@ -239,11 +239,22 @@ class BankedTextLoss(nn.Module):
         return self.settings.gather_across_devices and world_size() > 1
 
     @property
+    def _is_inside_matryoshka(self) -> bool:
+        """True if MatryoshkaLoss calls the loss, once per embedding size.
+
+        While it does, it has replaced a method by a decorator that cuts the embeddings to the size:
+        `calculate_loss` of a loss with a gradient cache, or the forward method of the model.
+        """
+        forward: object = self.model.forward
+        calculate_loss = vars(self).get("calculate_loss")
+        has_decorated_forward = isinstance(forward, ForwardDecorator)
+        return has_decorated_forward or isinstance(calculate_loss, CachedLossDecorator)
+
+    @property
     def _is_matryoshka_replay(self) -> bool:
         """True if MatryoshkaLoss calls the loss again on the same micro-batch, for the next size.
 
-        MatryoshkaLoss calls the loss once per embedding size. It replaces the model's forward
-        method by a decorator, which caches the embeddings of the first call and cuts them later.
+        The decorator of the forward method then has the embeddings of the first call in its cache.
         """
         forward: object = self.model.forward
         return isinstance(forward, ForwardDecorator) and bool(forward.cache)
@@ -311,11 +322,8 @@ class BankedTextLoss(nn.Module):
         clock = None
         if self.info_nce is not None:
             clock = self.info_nce.clock
-        # MatryoshkaLoss sets `calculate_loss` of a cached loss to a decorator, which cuts the
-        # embeddings to each size after the model has computed them.
-        calculate_loss = vars(self).get("calculate_loss")
-        is_cached_matryoshka = isinstance(calculate_loss, CachedLossDecorator)
-        if self._probe.encode_if_due(features, clock, self._is_shared, is_cached_matryoshka):
+        is_inside_matryoshka = self._is_inside_matryoshka
+        if self._probe.encode_if_due(features, clock, self._is_shared, is_inside_matryoshka):
             for size, loss_fn in loss_fns.items():
                 self._probe.pass_to_loss(loss_fn, size)
         for loss_fn in loss_fns.values():

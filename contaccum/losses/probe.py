@@ -201,7 +201,7 @@ class EncoderProbe:
         features: list[dict[str, Any]],
         clock: UpdateClock | None,
         is_shared: bool,
-        is_cached_matryoshka: bool,
+        is_inside_matryoshka: bool,
     ) -> bool:
         """Collect texts of a micro-batch, and encode the probe if it is due.
 
@@ -212,8 +212,8 @@ class EncoderProbe:
             features: the features of the micro-batch.
             clock: the `UpdateClock` of the loss; None before the first micro-step.
             is_shared: True if all ranks share one bank.
-            is_cached_matryoshka: True for a loss with a gradient cache inside MatryoshkaLoss, which
-                then does not replace the model's forward method.
+            is_inside_matryoshka: True if MatryoshkaLoss calls the loss. The model cannot be checked
+                for it here, because in training the loss may call a wrapper (DDP) of the model.
 
         Returns:
             True if the probe was encoded. The caller then calls `pass_to_loss`.
@@ -234,10 +234,7 @@ class EncoderProbe:
             return False
         self._pairs_at_last_probe = num_pairs
         self._embeddings = self.texts.encode(self.model, features)
-        # Without a gradient cache, MatryoshkaLoss replaces the model's forward method while it
-        # calls the loss for each size.
-        has_decorated_forward = isinstance(self.model.forward, ForwardDecorator)
-        self._is_inside_matryoshka = has_decorated_forward or is_cached_matryoshka
+        self._is_inside_matryoshka = is_inside_matryoshka
         return True
 
     def _collect(

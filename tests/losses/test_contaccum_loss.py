@@ -123,6 +123,34 @@ def test_matryoshka_has_a_bank_and_a_probe_for_each_dimension(model):
         assert torch.allclose(weight, expected, atol=1e-9)
 
 
+def test_matryoshka_cuts_the_probe_of_a_wrapped_model(model):
+    """The trainer replaces the model in the losses by a wrapper such as DDP."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, wrapped_model: DualEncoder) -> None:
+            super().__init__()
+            self.wrapped_model = wrapped_model
+
+        def forward(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+            return self.wrapped_model(inputs)
+
+    states = []
+    for is_wrapped in (False, True):
+        encoder = copy.deepcopy(model).double()
+        loss_fn = ContAccumLoss(encoder, bank_size=20)
+        matryoshka = MatryoshkaLoss(encoder, loss_fn, [16, 8])
+        if is_wrapped:
+            loss_fn.model = Wrapper(encoder)
+            matryoshka.model = loss_fn.model
+        for seed in range(3):
+            matryoshka(features(encoder, 10, 2, seed=seed), None).backward()
+        assert loss_fn.info_nces["8"].compensation.probe.embeddings.shape[-1] == 8
+        states.append(loss_fn.bank_state_dict())
+    assert states[0].keys() == states[1].keys()
+    for key in states[0]:
+        assert torch.equal(states[0][key], states[1][key])
+
+
 @pytest.mark.parametrize("mode", [False, True])
 @pytest.mark.parametrize("make", [ContAccumLoss, CachedContAccumLoss])
 def test_evaluation_is_the_loss_of_the_batch_alone(model, make, mode):
