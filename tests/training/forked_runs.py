@@ -31,7 +31,7 @@ from tiny_runs import (
 )
 from transformers.utils import logging as transformers_logging
 
-import contaccum.losses.contaccum
+import contaccum.losses.probe
 from contaccum import ContAccumTrainer
 from contaccum.training.arguments import BANK_METHODS
 
@@ -295,7 +295,7 @@ def stop_and_resume_ranks() -> dict[str, list[int]]:
 
 def train_on_ranks() -> dict[str, Any]:
     """Train on several ranks; return the exit codes and the names of the cases."""
-    contaccum.losses.contaccum.PAIRS_PER_PROBE = 20
+    contaccum.losses.probe.PAIRS_PER_PROBE = 20
     codes = train_cases() | stop_and_resume_ranks()
     return {"codes": codes, "cases": list(CASES)}
 
