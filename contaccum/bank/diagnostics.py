@@ -21,8 +21,8 @@ def describe_micro_step(
     bank: MemoryBank | None,
     local_losses: Tensor,
     banked_losses: Tensor,
-    row_weights: Tensor,
-    passages: Tensor,
+    banked_row_weights: Tensor,
+    passage_mean: Tensor | None,
 ) -> dict[str, Tensor | int]:
     """Describe the rows, columns and losses of a micro-step.
 
@@ -30,8 +30,8 @@ def describe_micro_step(
         local: the micro-batch.
         local_losses: (n,), losses of the local rows.
         banked_losses: (m,), losses of the banked rows.
-        row_weights: (m,), weights of the banked rows; 0 for rows that are not in use.
-        passages: (n, d), local passages from which no mean was subtracted.
+        banked_row_weights: (m,), weights of the banked rows; 0 for rows that are not in use.
+        passage_mean: (d,), the mean that was subtracted from the documents, or None.
 
     Returns:
         A dict with ``local_loss`` (mean over the local rows), ``bank_loss`` (mean over the bank
@@ -54,10 +54,13 @@ def describe_micro_step(
         num_masked = num_masked + is_masked.sum()
         num_negatives = num_negatives + is_valid.sum()
     smallest_number = torch.finfo(local_losses.dtype).tiny
-    total_row_weight = row_weights.sum().clamp_min(smallest_number)
+    total_weight = banked_row_weights.sum().clamp_min(smallest_number)
+    passages = local.documents[:, 0]
+    if passage_mean is not None:
+        passages = passages + passage_mean
     return {
         "local_loss": local_losses.mean(),
-        "bank_loss": (banked_losses * row_weights).sum() / total_row_weight,
+        "bank_loss": (banked_losses * banked_row_weights).sum() / total_weight,
         "columns": n * num_documents + num_banked_columns,
         "masked": num_masked / (n * num_negatives).clamp_min(1),
         "bank_rows": num_bank_rows,

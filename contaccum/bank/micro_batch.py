@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from contaccum.bank.logits import IDS_PER_TEXT, NO_ID, GuideEmbeddings, Pairs
+from contaccum.bank.settings import Similarity
 from contaccum.distributed import gather_rows
 
 
@@ -173,6 +174,19 @@ def _check_guide(guide: list[Tensor], embeddings: list[Tensor]) -> None:
             f"the guide must embed the same texts: guide must have the shapes {expected}, "
             f"got {guide_shapes}"
         )
+
+
+def make_queries_and_documents(
+    embeddings: list[Tensor], similarity: Similarity
+) -> tuple[Tensor, Tensor]:
+    """Make queries (n, d) and documents (n, 1 + h, d), L2-normalised with cosine similarity.
+
+    Args:
+        embeddings: queries (n, d), passages (n, d) and, if any, negatives (n, h, d).
+    """
+    if similarity == "cos":
+        embeddings = [normalize(x, dim=-1) for x in embeddings]
+    return embeddings[0], join_documents(embeddings)
 
 
 def join_documents(embeddings: Sequence[Tensor]) -> Tensor:
