@@ -71,9 +71,9 @@ class RunningMean(nn.Module):
 
         If the mean of the micro-batch is further away than sampling noise explains, the encoder has
         jumped, and the running mean moves most of the way at once. Otherwise pairs would be stored
-        relative to a mean that lags behind, and would be shifted too far later. A micro-batch of one
-        embedding is never treated as a jump: its own variance is 0, so the noise of a running mean
-        that starts with it would be underestimated.
+        relative to a mean that lags behind, and would be shifted too far later. A micro-batch of
+        one embedding is never treated as a jump: its own variance is 0, so the noise of a running
+        mean that starts with it would be underestimated.
         """
         n = len(embeddings)
         variances, batch_mean = torch.var_mean(embeddings, 0, correction=0)
