@@ -335,8 +335,8 @@ class BankedInfoNCE(BankedModule):
         """
         scored_gradients = list(torch.autograd.grad(loss, scored, retain_graph=True))
         if is_training:
-            has_aged_entries = self.settings.drift_compensation == "auto" and self._num_aged > 0
-            scored_gradients = self.centering(scored_gradients, has_aged_entries)
+            is_drift_expected = self.settings.drift_compensation == "auto" and self._num_aged > 0
+            scored_gradients = self.centering(scored_gradients, is_drift_expected)
         gradients = list(torch.autograd.grad(scored, batch.embeddings, scored_gradients))
         if self._is_shared:
             # Every rank has the gradients of all pairs and returns its own. DDP will average them
@@ -364,7 +364,7 @@ class BankedInfoNCE(BankedModule):
             query_mean = self.compensation.store_means(means, is_finite)
             first_in_use = self.compensation.compute_first_in_use(bank, n, self.clock)
             bank.append(local, blocks, is_finite, first_in_use, query_mean)
-            self.compensation.equalize_first_means(bank)
+            self.compensation.replace_first_query_means(bank)
             self.last["enqueued"] = is_finite * n
             self.last["bank_fill"] = bank.in_use
         self.clock.add_pairs(n)
