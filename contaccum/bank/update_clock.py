@@ -1,7 +1,7 @@
 """The update clock: it counts training pairs and updates, and stores where updates ended.
 
 An update is all micro-steps (calls of the loss in training) before one optimizer step. The encoder
-changes between updates, so the clock can tell which banked pairs an older encoder encoded.
+changes between updates, so the clock shows which banked pairs an older encoder encoded.
 
 An update ends with a call of `UpdateClock.end_update`, or with an optimizer step, which is detected
 without a call: torch runs a hook after every optimizer step of the process. A step counts if a
