@@ -18,7 +18,7 @@ from contaccum.bank.logits import MASKED, LogitBlocks, Pairs
 from contaccum.bank.memory_bank import MemoryBank
 
 MASKED_THRESHOLD = MASKED / 2
-"""Logits below it are masked: no score of two texts is as low."""
+"""Logits up to this value are masked: no score of two texts is as low."""
 
 
 @torch.no_grad()
@@ -120,7 +120,7 @@ def measure_softmax_masses(
         - ``in_batch_mass``: mass of all passages of the micro-batch, divided by n,
         - ``bank_mass``: mass of all banked passages, divided by n,
         - ``bank_mass_aged``: mean mass of an aged passage, divided by that of a fresh passage.
-          Above 1, the loss pushes hardest against outdated passages.
+          1: age makes no difference. Near 0: the encoder has moved away from the bank.
     """
     n = len(local_losses)
     log_sums = local_losses + local.positive_logits  # a row's loss is log-sum - positive logit

@@ -1,6 +1,6 @@
 """Similarity directions and hardness weights, as in MultipleNegativesRankingLoss.
 
-A direction says which texts of the pairs are rows of the score matrix and which are columns:
+A direction defines which texts of the pairs are rows of the score matrix and which are columns:
 ``doc_to_query`` scores each passage against all queries. Hardness weights raise the logits of
 negatives that are similar to the row, so that hard negatives count more in the softmax.
 
