@@ -1,15 +1,15 @@
 """The memory bank: a ring buffer of past pairs, and the log-sums of its queries over its documents.
 
-Each micro-step scores banked queries against banked documents. These scores have no gradient, so
-they enter the loss as one number per banked query i, its log-sum
+The loss of a banked query i depends on its scores s(i, j) against all banked documents j. They have
+no gradient, so one number per query is enough, its log-sum
 
     L_i = logsumexp of s(i, j) / temperature over the banked negatives j of query i.
 
-`MemoryBank` keeps L_i exact without ever computing these scores again. The ring buffer consists of
-about 32 blocks. A table holds the logsumexp of each banked query over the documents of each block,
-and L_i is the logsumexp over the blocks. Every logit in the table was computed by the loss anyway:
-a new query is scored against the old documents as a local row, and an old query is scored against
-the new documents as a banked row. The ring buffer overwrites a whole block at a time, so removing
+`MemoryBank` keeps L_i exact without computing any score again. The ring buffer consists of 32 to
+64 blocks. A table holds the logsumexp of each banked query over the documents of each block, and
+L_i is the logsumexp over the blocks. Every logit in the table was computed by the loss anyway: a
+new query is scored against the old documents as a local row, and an old query is scored against the
+new documents as a banked row. The ring buffer overwrites a whole block at a time, so removing
 documents means resetting one row of the table. Nothing is ever subtracted, which would lose
 precision, and no value is copied from the device to the host.
 
@@ -40,7 +40,7 @@ from contaccum.bank.logits import (
 from contaccum.bank.micro_batch import TextIds, collect_micro_batch, join_documents, make_pairs
 from contaccum.bank.settings import check_bank_sizes
 
-BLOCKS_PER_BANK = 32
+BLOCKS_PER_BANK = 32  # the smallest number; fewer if bank_size is below 32
 
 PAIRS_PER_MEAN = 64
 """Number of consecutive pairs (a run), at most, that share one stored mean of the query tower."""
@@ -274,8 +274,7 @@ class MemoryBank(nn.Module):
         """Store a micro-batch in place, and overwrite the oldest blocks.
 
         Of a micro-batch larger than the bank, the last pairs are stored. Hard negatives beyond the
-        bank's h are dropped. A pair is not stored if its block has retired already,
-        together with older pairs.
+        bank's h are dropped. A pair is not stored if its block retired together with older pairs.
 
         Args:
             local: the micro-batch.
