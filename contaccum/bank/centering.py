@@ -75,8 +75,8 @@ class GradientCentering:
 
         Args:
             gradients: gradients of queries (n, d) and of documents (n, 1 + h, d).
-            is_drift_expected: True if the bank uses pairs of an older encoder and drift is
-                compensated; with ``"auto"``, passages are centred only then.
+            is_drift_expected: True if ``drift_compensation`` is ``"auto"`` and the bank uses pairs
+                of an older encoder. The setting ``"auto"`` centres passages only then.
         """
         n = len(gradients[QUERIES])
         if self._num_remaining_pairs < n:
