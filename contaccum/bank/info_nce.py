@@ -397,8 +397,8 @@ class BankedInfoNCE(BankedModule):
     def end_pending_update(self) -> None:
         """End the update if an optimizer step has been taken since the last micro-step.
 
-        If no update has ended in four times the size of the bank, no step can be detected: log a
-        warning once, and treat all entries as aged.
+        If no update and no probe came in 4 x bank_size pairs, steps are probably not detected: log
+        a warning once, and treat all entries as aged.
         """
         clock = self.clock
         if clock.pop_pending_step():
