@@ -46,12 +46,12 @@ class LossOptions:
     """Settings of the loss that training arguments and the command line take over unchanged.
 
     `BankedInfoNCE` documents them; the texts here are for ``--help``. `LossSettings` adds the
-    settings for which a training run has other defaults.
+    settings that a training run declares with other defaults, or computes.
     """
 
     normalize_by: NormalizeBy = option(
         "local",
-        "Divide the summed row losses by the local rows, or (as in the paper) by all rows.",
+        "local: divide the summed row losses by the local rows. all: by all rows (the paper).",
         get_args(NormalizeBy),
     )
     mask_duplicates: bool = option(
