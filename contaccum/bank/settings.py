@@ -134,6 +134,8 @@ class LossSettings(LossOptions):
         margin = self.false_negative_margin
         if margin is not None and not margin >= 0:
             raise ConfigError(f"false_negative_margin must be at least 0, got {margin!r}")
+        if not math.isfinite(self.guide_margin):
+            raise ConfigError(f"guide_margin must be a finite number, got {self.guide_margin!r}")
 
     def _check_choices(self) -> None:
         for setting in fields(self):
@@ -145,12 +147,14 @@ class LossSettings(LossOptions):
             check_choice(setting.name, getattr(self, setting.name), choices)
 
     def _check_combinations(self) -> None:
-        is_strength_valid = 0 <= self.hardness_strength < math.inf
-        is_strength_missing = self.hardness_mode is not None and self.hardness_strength == 0
-        if not is_strength_valid or is_strength_missing:
+        if not 0 <= self.hardness_strength < math.inf:
             raise ConfigError(
-                "hardness_strength must be above 0 with a hardness_mode, "
-                f"got {self.hardness_strength!r}"
+                f"hardness_strength must be a number of at least 0, got {self.hardness_strength!r}"
+            )
+        if self.hardness_mode is not None and self.hardness_strength == 0:
+            raise ConfigError(
+                f"hardness_mode={self.hardness_mode} with hardness_strength=0 has no effect: "
+                "set hardness_strength above 0"
             )
         if self.partition_mode != "per_direction":
             return
