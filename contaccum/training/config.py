@@ -413,7 +413,7 @@ def load_guide(arguments: ModelArguments, device: str | None = None) -> DualEnco
     return DualEncoder.from_pretrained(arguments.guide, device=device, trust_remote_code=trusted)
 
 
-def merge_saved(folder: str, arguments: ModelArguments) -> None:
+def merge_saved_adapter(folder: str, arguments: ModelArguments) -> None:
     """Replace a saved adapter by the merged model, in the precision of the loaded base model."""
     trusted = arguments.trust_remote_code
     model = DualEncoder.from_pretrained(folder, device="cpu", trust_remote_code=trusted)

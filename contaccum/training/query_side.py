@@ -101,7 +101,7 @@ class QuerySide:
             )
 
 
-def check_sources(args: ContAccumTrainingArguments) -> None:
+def check_document_source(args: ContAccumTrainingArguments) -> None:
     """Check that the store or the corpus can be read, before a model is loaded.
 
     Raises:
