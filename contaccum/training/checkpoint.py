@@ -163,6 +163,20 @@ def load_states(folder: Path, parts: Iterable[StatePart]) -> None:
 # Removing ----------------------------------------------------------------------------------------
 
 
+@contextmanager
+def disable_removal(args: ContAccumTrainingArguments) -> Iterator[None]:
+    """Keep transformers from removing checkpoints within a ``with`` block.
+
+    ``remove_oldest`` applies ``save_total_limit`` afterwards, when the new checkpoint is complete.
+    """
+    limit = args.save_total_limit
+    args.save_total_limit = None
+    try:
+        yield
+    finally:
+        args.save_total_limit = limit
+
+
 def remove_replaced(args: ContAccumTrainingArguments, run_id: str | None, update: int) -> None:
     """Remove the checkpoints that a run replaces when it starts after ``update`` updates.
 

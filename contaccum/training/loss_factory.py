@@ -185,7 +185,7 @@ def check_columns(args: ContAccumTrainingArguments, loss: Any, columns: Columns)
             )
 
 
-def uses_only_embeddings(loss: Any) -> bool:
+def reads_only_embeddings(loss: Any) -> bool:
     """Return whether a loss is of a class that reads nothing but sentence embeddings."""
     classes = (
         ContAccumLoss,
@@ -209,7 +209,7 @@ def disable_unused_parameter_search(
     """
     if uses_gradient_cache(unwrap_matryoshka(loss)):
         return
-    if uses_only_embeddings(loss) or not is_tied(model):
+    if reads_only_embeddings(loss) or not is_tied(model):
         args.ddp_find_unused_parameters = False
 
 

@@ -34,7 +34,7 @@ FindRows = Callable[[list[int]], list[int] | None]
 """Function from indices of micro-batches in an update to rows of the training data."""
 
 
-def make_gradient_nonfinite_too(loss: nn.Module) -> None:
+def add_nan_gradient_hook(loss: nn.Module) -> None:
     """Add a hook that gives a loss that is not finite a gradient of NaN.
 
     A loss can be infinite while its gradient is finite. With the hook, the norm of the gradient

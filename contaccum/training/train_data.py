@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -97,7 +97,7 @@ def unwrap_batch_sampler(loader: DataLoader) -> Any:
 def find_rows_of_micro_batches(
     args: ContAccumTrainingArguments,
     batch_sampler: Iterable[list[int]] | None,
-    batches_per_epoch: int,
+    loader: Sized,
     updates_before: int,
     micro_batches: Iterable[int],
 ) -> list[int] | None:
@@ -110,7 +110,7 @@ def find_rows_of_micro_batches(
         args: the arguments of the run.
         batch_sampler: iterable over the rows of each batch, with the batches of the ranks in turn;
             None for a stream.
-        batches_per_epoch: number of micro-batches of an epoch on this rank.
+        loader: the data loader; its length is the number of micro-batches of an epoch on this rank.
         updates_before: number of updates of the run before this one.
         micro_batches: indices of the micro-batches in the update, from 0.
     """
@@ -119,7 +119,7 @@ def find_rows_of_micro_batches(
     if batch_sampler is None or not has_resuming_sampler or has_custom_order:
         return None
     num_steps = args.gradient_accumulation_steps
-    updates_per_epoch = max(math.ceil(batches_per_epoch / num_steps), 1)
+    updates_per_epoch = max(math.ceil(len(loader) / num_steps), 1)
     first_of_update = updates_before % updates_per_epoch * num_steps
     numbers = set()  # positions in the batch sampler
     for index in micro_batches:

@@ -27,11 +27,12 @@ from contaccum.training.log import Record
 from contaccum.training.loss_factory import iter_bank_losses
 from contaccum.training.out_of_memory import (
     MicroBatchLimit,
+    find_micro_batch,
     is_out_of_memory,
     set_mini_batch_size,
     split_rows,
 )
-from contaccum.training.train_data import Batch
+from contaccum.training.train_data import Batch, Row
 
 _MAX_REASON_LENGTH = 160  # characters of an out-of-memory error that are shown
 
@@ -152,6 +153,21 @@ class Updates:
         """Use micro-batches of ``num_pairs`` pairs from now on."""
         self._args.set_micro_batch_size(num_pairs)
         set_mini_batch_size(self._loss, num_pairs)
+
+    def find_micro_batch_size(
+        self, model: nn.Module, dataset: Any, compute_loss: Callable[[Any, list[Row]], Tensor]
+    ) -> None:
+        """Find the largest micro-batch that fits into memory, and use its size from now on.
+
+        Args:
+            model: the model in training.
+            dataset: the training set, or a dictionary of training sets.
+            compute_loss: function that returns the value of a loss for rows of the data.
+        """
+        num_pairs = find_micro_batch(
+            self._args, model, self._loss, dataset, self.limit.smallest, compute_loss
+        )
+        self.set_micro_batch_size(num_pairs)
 
     def count_expected_pairs(self, batches: list[Batch]) -> None:
         """Count the pairs in all micro-batches of the current update, before it is trained."""
