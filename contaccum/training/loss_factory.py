@@ -59,7 +59,7 @@ def make_loss(
     model_similarity = "cos"
     if str(getattr(model, "similarity_fn_name", "cosine")).endswith("dot"):
         model_similarity = "dot"
-    settings = args.loss_settings(model_similarity)
+    settings = args.make_loss_settings(model_similarity)
     settings["guide"] = guide
     settings["scale"] = 1.0 / settings.pop("temperature")
     similarity = settings.pop("similarity")

@@ -79,7 +79,7 @@ class QuerySide:
         store = _open_store(args, model)
         _check_similarity(args, store)
         self.documents = StoreDocuments(store)
-        temperature = args.loss_settings(self.documents.similarity)["temperature"]
+        temperature = args.make_loss_settings(self.documents.similarity)["temperature"]
         self.loss = QuerySideLoss(model, self.documents, scale=1.0 / temperature)
         missing = args.missing
         self.dataset = _handle_missing(self.documents, model, train_dataset, missing)
