@@ -50,7 +50,7 @@ MOST_USED = (
     "save_strategy",
     "eval_strategy",
 )
-"""Settings of transformers that ``train --help`` lists; ``train --help all`` lists the others too."""
+"""Settings of transformers that the help lists; `contaccum train --help all` lists all of them."""
 
 
 @dataclass
