@@ -120,7 +120,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         loss_factory.set_column_roles(args, model, columns)
         log.fill_model_card(model, args, data_record or {}, has_custom_loss=loss is not None)
         if loss is None and args.method == "query_side":
-            setup = query_side.QuerySide(args, model, train_dataset, eval_dataset)
+            setup = query_side.QuerySideSetup(args, model, train_dataset, eval_dataset)
             train_dataset = setup.dataset
             eval_dataset = setup.eval_dataset
             loss = setup.loss
