@@ -336,8 +336,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     ) -> Tensor:
         """Run forward and backward for a micro-batch or a part of it; return its loss for the log.
 
-        ``inputs`` holds the fraction ``share`` of the micro-batch's rows. With ``is_last``, the
-        update ends with this micro-step, and the ranks reduce their gradients.
+        ``inputs`` holds the fraction ``share`` of the micro-batch's rows. ``is_last`` is True for
+        the last part of the newest micro-batch. Before that, ranks must not reduce gradients.
         """
         num_steps = self.current_gradient_accumulation_steps
         # transformers divides the loss by this number, so this multiplies the loss by ``share``.

@@ -50,9 +50,10 @@ class HasParameterGroups(Protocol):
 class MicroStep(Protocol):
     """A function that runs forward and backward for a micro-batch or a part of it.
 
-    ``share`` is the fraction of the micro-batch's rows that ``inputs`` holds. With ``is_last``, the
-    update ends with this micro-step. The function returns the loss divided by the number of
-    micro-batches, so that the sum over an update is the update's loss.
+    ``share`` is the fraction of the micro-batch's rows that ``inputs`` holds. ``is_last`` is True
+    for the last part of the newest micro-batch. In all other micro-steps the ranks must not reduce
+    their gradients, because another part follows. The function returns the loss divided by the
+    number of micro-batches, so that the sum over an update is the update's loss.
     """
 
     def __call__(self, model: nn.Module, inputs: Batch, share: float, is_last: bool) -> Tensor: ...
@@ -244,7 +245,7 @@ class Updates:
         """Run the micro-steps of all micro-batches from index ``first`` on.
 
         Returns:
-            The loss of the last micro-batch, as in `run_micro_batch`.
+            The loss of the newest micro-batch, as in `run_micro_batch`.
         """
         update = self.current
         if first == 0:
@@ -256,10 +257,10 @@ class Updates:
         batch_loss = torch.zeros((), device=self._args.device)
         for index in range(first, len(update.micro_batches)):
             parts = split_rows(update.micro_batches[index], max_rows)
-            is_last_batch = index == len(update.micro_batches) - 1
+            is_newest_batch = index == len(update.micro_batches) - 1
             batch_loss = torch.zeros((), device=self._args.device)
             for part_number, (part, share) in enumerate(parts, start=1):
-                is_last = is_last_batch and part_number == len(parts)
+                is_last = is_newest_batch and part_number == len(parts)
                 part_loss = micro_step(model, part, share, is_last)
                 update.losses.append(part_loss)
                 update.micro_batch_of_loss.append(index)
