@@ -109,7 +109,7 @@ def make_measured_table(rates: Rates) -> str:
         decoding = format_number(scan["seconds_per_row"] * 1e9)
         scoring = format_number(scan["seconds_per_row_and_query"] * 1e9)
         cost = f"{decoding} ns per row, and {scoring} ns per row and query"
-        rows.append([f"exact search in a {dtype} store", cost])
+        rows.append([f"exact search, {dtype} store", cost])
     speed = format_number(rates["pq"]["codes_per_core_second"] / 1e6)
     rows.append([f"reading codes of an IVF,{PQ_FACTORY} index", f"{speed} million codes/s"])
     return make_table(["work of one core", "measured"], rows)
@@ -120,7 +120,7 @@ def make_assumption_table() -> str:
     rows = []
     for device in DEVICES:
         values = [f"${device.dollars_per_hour:.2f} per hour"]
-        values.append(f"{format_bytes(device.memory_bytes)} of memory")
+        values.append(f"{device.memory_bytes / 1e9:,.0f} GB of memory")
         if device.num_gpus > 0:
             values.append(f"{device.bfloat16_flops / 1e12:.0f} TFLOPS in bfloat16")
             values.append(f"{device.float32_flops / 1e12:.0f} in float32, per GPU")
