@@ -26,9 +26,12 @@ def run(argv: Sequence[str]) -> int:
     from accelerate import PartialState
 
     from contaccum.retrieval.corpus import CorpusEncoder, require_texts
+    from contaccum.retrieval.parquet import check_parquet_dtype
     from contaccum.retrieval.store import check_folder
 
-    # Input and output are checked before a model is loaded.
+    # Options, input and output are checked before a model is loaded.
+    if args.format == "parquet":
+        check_parquet_dtype(args.dtype)
     require_texts(args.corpus, args.kind, args.on_bad_record)
     check_folder(args.output)
     # With cpu=False and no accelerator, PartialState would report one process for all of them.
@@ -69,7 +72,25 @@ def run(argv: Sequence[str]) -> int:
         f"{encoded.num_encoded:,} encoded by rank {rank}, "
         f"{texts_per_second:,.0f} per second; {status}"
     )
+    # The rank that finishes the store writes the parquet files.
+    if args.format == "parquet" and encoded.is_finished:
+        _write_parquet(args, show_progress)
     return 0
+
+
+def _write_parquet(args: argparse.Namespace, show_progress: bool) -> None:
+    """Write the parquet files of the finished store, with the titles and texts of the corpus."""
+    from contaccum.data import RecordReport
+    from contaccum.retrieval.encode import read_texts
+    from contaccum.retrieval.parquet import write_parquet
+    from contaccum.retrieval.store import EmbeddingStore
+    from contaccum.retrieval.store_files import PARQUET_FOLDER
+
+    store = EmbeddingStore.open(args.output)
+    folder = args.output / PARQUET_FOLDER
+    passages = read_texts(args.corpus, args.kind, RecordReport(args.on_bad_record))
+    paths = write_parquet(store, folder, passages, show_progress)
+    print(f"written: {folder} ({len(paths):,} parquet files)")
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -105,6 +126,13 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         choices=STORED,
         default="float32",
         help="type of the stored embeddings; default: %(default)s",
+    )
+    parser.add_argument(
+        "--format",
+        choices=("store", "parquet"),
+        default="store",
+        help="parquet: also write ids, titles, texts and embeddings of the finished store to "
+        "FOLDER/parquet, for datasets, DuckDB and vector databases; default: %(default)s",
     )
     parser.add_argument(
         "--shard_size",

@@ -8,6 +8,7 @@
         texts.npy         hashes of the texts, int64 (n,); training looks up positives by them
         shard.json        rows, dimension, bytes of each file, fingerprint of the corpus up to the
                           last row of this shard
+    parquet/              only after `contaccum encode --format parquet`; see `parquet`
 
 A shard appears as a whole or not at all. So a killed process loses only the shard that it was
 writing, and several processes may write to the same folder. No file holds a pickle.
@@ -31,11 +32,13 @@ EMBEDDINGS_FILE = "embeddings.npy"
 RANGES_FILE = "ranges.npy"
 IDS_FILE = "ids.arrow"
 TEXTS_FILE = "texts.npy"
+PARQUET_FOLDER = "parquet"
 FORMAT = {"format": "contaccum embedding store", "version": 3}
 
 
 def remove_store(folder: Path) -> None:
-    """Remove the shards and store.json from a folder."""
+    """Remove the shards, their parquet files and store.json from a folder."""
+    shutil.rmtree(folder / PARQUET_FOLDER, ignore_errors=True)
     for path in folder.glob("shard-*"):
         # Another process that overwrites the same store may remove some files first.
         with suppress(FileNotFoundError):
