@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -48,6 +48,7 @@ class EmbeddingEndpoint:
         dimension: expected dimension d of the embeddings.
         batch_size: texts per request.
         show_progress: show a progress bar.
+        request_fields: further fields of each request, such as ``truncate_prompt_tokens``.
 
     Raises:
         ConfigError: the URL or the key cannot be used.
@@ -60,12 +61,14 @@ class EmbeddingEndpoint:
         dimension: int,
         batch_size: int = 32,
         show_progress: bool = True,
+        request_fields: Mapping[str, Any] | None = None,
     ) -> None:
         self.url = complete_url(url)
         self.model_name = model_name
         self.dimension = dimension
         self.batch_size = batch_size
         self.show_progress = show_progress
+        self._request_fields = dict(request_fields or {})
         self._key = _read_key()
         self._session = requests.Session()
         self._session.mount("http://", _make_adapter())
@@ -111,7 +114,12 @@ class EmbeddingEndpoint:
 
     def _post(self, texts: Sequence[str]) -> requests.Response:
         """Send one request and return the answer, whatever its status."""
-        content = {"model": self.model_name, "input": list(texts), "encoding_format": "float"}
+        content = {
+            "encoding_format": "float",
+            **self._request_fields,
+            "model": self.model_name,
+            "input": list(texts),
+        }
         try:
             return self._session.post(
                 self.url,
@@ -165,9 +173,9 @@ class EmbeddingEndpoint:
                 f"({self._quote(response)}): see the server's log, or lower --batch_size"
             )
         raise self._error(
-            f"refuses a request of {self.batch_size} texts or fewer with status {status} "
-            f"({self._quote(response)}): see the server's log. Servers refuse batches above their "
-            "limit (lower --batch_size) and texts above their length (let the server truncate)"
+            f"refuses a request with status {status} ({self._quote(response)}): if it has too many "
+            "texts, lower --batch_size; if a text is too long, let the server truncate (TEI: "
+            "--auto-truncate; vLLM: --request_fields '{\"truncate_prompt_tokens\": 256}')"
         )
 
     def _read_vectors(self, response: requests.Response, num_texts: int) -> list[np.ndarray]:

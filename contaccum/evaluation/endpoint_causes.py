@@ -39,8 +39,8 @@ _POOLING_ADVICE = (
     "let the server read the pooling of the model folder, or set it (TEI and llama.cpp: --pooling)"
 )
 _DTYPE_ADVICE = (
-    "serve the weights in the type of the model folder (TEI, vLLM and Infinity: --dtype), or accept "
-    "this difference if the scores are as good"
+    "serve the weights in the type of the model folder (TEI, vLLM and Infinity: --dtype), or keep "
+    "this type if the scores above are as good"
 )
 
 
@@ -76,12 +76,12 @@ def list_hypotheses(
 
 
 def _list_prompts(model: SentenceTransformer) -> Iterator[Hypothesis]:
-    prompts = {kind: get_prompt(model, kind) for kind in KINDS}
+    prompts: dict[Kind, str] = {kind: get_prompt(model, kind) for kind in KINDS}
     if not any(prompts.values()):
         return
-    no_prompts = dict.fromkeys(prompts, "")
-    doubled_prompts = {kind: prompt + prompt for kind, prompt in prompts.items()}
-    extra_prompts = {
+    no_prompts: dict[Kind, str] = {"query": "", "document": ""}
+    doubled_prompts: dict[Kind, str] = {kind: prompt + prompt for kind, prompt in prompts.items()}
+    extra_prompts: dict[Kind, str] = {
         "query": prompts["document"] + prompts["query"],
         "document": prompts["query"] + prompts["document"],
     }
@@ -105,7 +105,9 @@ def _list_lengths(
         return
     num_tokens = max(_count_tokens(model, kind, texts[kind]) for kind in KINDS)
     max_positions = min(map(get_max_positions, transformers))
-    own_lengths = {kind: get_max_length(model, kind) or max_positions for kind in KINDS}
+    own_lengths = {}
+    for kind in KINDS:
+        own_lengths[kind] = min(get_max_length(model, kind) or max_positions, max_positions)
     shown_lengths = f"{own_lengths['query']} (queries) and {own_lengths['document']} (documents)"
     advice = (
         f"truncate at the model's lengths, {shown_lengths} tokens, on the server (vLLM: "
@@ -125,8 +127,8 @@ def _list_lengths(
         yield Hypothesis(name, advice, partial(_set_lengths, model, limit))
     if min(own_lengths.values()) < num_tokens:
         left_advice = (
-            "truncate the end of a text, not its start (vLLM's truncate_prompt_tokens keeps the "
-            "last tokens)"
+            "truncate the end of a text, not its start (truncate_prompt_tokens of older versions of "
+            "vLLM keeps the last tokens)"
         )
         yield Hypothesis("start of the text cut", left_advice, partial(_cut_start, model))
 
@@ -170,7 +172,8 @@ def _copy(model: SentenceTransformer) -> SentenceTransformer:
 
 def _set_prompts(model: SentenceTransformer, prompts: dict[Kind, str]) -> SentenceTransformer:
     variant = _copy(model)
-    variant.prompts = {**model.prompts, **prompts}
+    variant.prompts = dict(model.prompts)
+    variant.prompts.update(prompts)
     return variant
 
 
@@ -213,6 +216,8 @@ def _drop_eos(model: SentenceTransformer) -> SentenceTransformer:
     variant = _copy(model)
     for transformer in _get_modules(variant, Transformer):
         special_ids = torch.tensor(transformer.tokenizer.all_special_ids)
+        # Texts that are joined without padding have no attention mask.
+        transformer.unpad_inputs = False
         transformer.register_forward_pre_hook(partial(_mask_last_special_token, special_ids))
         max_positions = get_max_positions(transformer)
         # A truncated text has one more token of the text instead of the special token.
@@ -226,14 +231,18 @@ def _drop_eos(model: SentenceTransformer) -> SentenceTransformer:
 def _mask_last_special_token(
     special_ids: Tensor, module: nn.Module, inputs: tuple[dict[str, Any]]
 ) -> None:
-    """Set the attention mask of each text's last token to 0 if it is a special token."""
+    """Set the attention mask of each text's last token to 0 if it is a special token.
+
+    A text without any other token keeps it, because attention needs at least one.
+    """
     features = inputs[0]
     mask = features["attention_mask"]
     positions = torch.arange(mask.shape[1], device=mask.device)
     last_positions = (mask * positions).argmax(dim=1, keepdim=True)
     last_ids = features["input_ids"].gather(1, last_positions)
     is_special = torch.isin(last_ids, special_ids.to(last_ids.device))
-    features["attention_mask"] = mask.scatter(1, last_positions, (~is_special).to(mask.dtype))
+    is_masked = is_special & (mask.sum(dim=1, keepdim=True) > 1)
+    features["attention_mask"] = mask.scatter(1, last_positions, (~is_masked).to(mask.dtype))
 
 
 def _get_modules(model: SentenceTransformer, module_type: type[nn.Module]) -> list[Any]:
