@@ -8,7 +8,7 @@ whose embeddings fit the server's is the likely cause. Lengths of embeddings are
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -59,16 +59,16 @@ class Hypothesis(NamedTuple):
 
 
 def list_hypotheses(
-    model: SentenceTransformer, queries: Sequence[str], documents: Sequence[str]
+    model: SentenceTransformer, texts: Mapping[Kind, Sequence[str]]
 ) -> Iterator[Hypothesis]:
     """Yield the hypotheses that can change the embeddings of these texts.
 
     Args:
         model: the model that should be served.
-        queries, documents: texts without prompts.
+        texts: queries, documents or both, without prompts.
     """
     yield from _list_prompts(model)
-    yield from _list_lengths(model, {"query": queries, "document": documents})
+    yield from _list_lengths(model, texts)
     if _get_modules(model, Transformer):
         yield Hypothesis("EOS (last special token) missing", _EOS_ADVICE, partial(_drop_eos, model))
     yield from _list_poolings(model)
@@ -97,13 +97,13 @@ def _list_prompts(model: SentenceTransformer) -> Iterator[Hypothesis]:
 
 
 def _list_lengths(
-    model: SentenceTransformer, texts: dict[Kind, Sequence[str]]
+    model: SentenceTransformer, texts: Mapping[Kind, Sequence[str]]
 ) -> Iterator[Hypothesis]:
     """Yield the lengths at which at least one of the texts would be truncated, and no limit."""
     transformers = _get_modules(model, Transformer)
     if not transformers or any(module.tokenizer is None for module in transformers):
         return
-    num_tokens = max(_count_tokens(model, kind, texts[kind]) for kind in KINDS)
+    num_tokens = max(_count_tokens(model, kind, texts[kind]) for kind in texts)
     max_positions = min(map(get_max_positions, transformers))
     own_lengths = {}
     for kind in KINDS:
@@ -116,19 +116,20 @@ def _list_lengths(
     limit = min(num_tokens, max_positions)
     lengths = {length for length in (*_LENGTHS, *own_lengths.values()) if length < limit}
     for length in sorted(lengths):
-        # The same length as the model's for both kinds is no fault.
-        if set(own_lengths.values()) != {length}:
+        # The length with which the model itself truncates is no fault.
+        if any(own_lengths[kind] != length for kind in texts):
             make_model = partial(_set_lengths, model, length)
             yield Hypothesis(f"cut at {length} tokens", advice, make_model)
-    if min(own_lengths.values()) < limit:
+    shortest = min(own_lengths[kind] for kind in texts)
+    if shortest < limit:
         name = "not cut"
         if num_tokens > max_positions:
             name = f"cut at {max_positions} tokens"
         yield Hypothesis(name, advice, partial(_set_lengths, model, limit))
-    if min(own_lengths.values()) < num_tokens:
+    if shortest < num_tokens:
         left_advice = (
-            "truncate the end of a text, not its start (truncate_prompt_tokens of older versions of "
-            "vLLM keeps the last tokens)"
+            "truncate the end of a text, not its start (older versions of vLLM keep the last "
+            "truncate_prompt_tokens tokens)"
         )
         yield Hypothesis("start of the text cut", left_advice, partial(_cut_start, model))
 
@@ -138,8 +139,9 @@ def _count_tokens(model: SentenceTransformer, kind: Kind, texts: Sequence[str]) 
     transformer: Any = next(get_tower(model, kind).children())
     prompt = get_prompt(model, kind)
     prompted_texts = [prompt + text for text in texts]
-    token_ids = transformer.tokenizer(prompted_texts, truncation=False)["input_ids"]
-    return max(map(len, token_ids))
+    # Without verbose=False, the tokenizer warns about texts that are longer than the model reads.
+    encoding = transformer.tokenizer(prompted_texts, truncation=False, verbose=False)
+    return max(map(len, encoding["input_ids"]))
 
 
 def _list_poolings(model: SentenceTransformer) -> Iterator[Hypothesis]:

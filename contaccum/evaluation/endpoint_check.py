@@ -56,9 +56,6 @@ _NORM_CAUSES = {
     ),
 }
 
-Embeddings = Mapping[Kind, np.ndarray]
-"""Embeddings (n, d) of the sample's queries and documents."""
-
 
 class ServedModel:
     """A model whose queries and documents are encoded by embedding servers.
@@ -246,42 +243,42 @@ def compare_sample(
         of the model's and of the servers' embeddings, and whether both agree. ``causes``: kinds of
         texts, name and advice of each likely cause. ``unexplained``: kinds of texts whose low
         cosines have no known cause. ``hypotheses``: mean cosines of the servers' embeddings with
-        those of the model as it is and of each hypothesis, if a cosine is low.
+        those of the model as it is and of each hypothesis, for kinds with a low cosine.
 
     Raises:
         UserError: a server gives no embeddings that can be used.
     """
     texts: dict[Kind, Sequence[str]] = {"query": queries, "document": documents}
-
-    def encode_all(model: SentenceTransformer) -> Embeddings:
-        embeddings = {}
-        for kind in KINDS:
-            embeddings[kind] = encode_texts(model, texts[kind], kind, batch_size, precision)
-        return embeddings
-
     # The servers come first, because their errors should show at once.
     served = {kind: served_model.encode(texts[kind], kind) for kind in KINDS}
-    trained = encode_all(served_model.model)
+    model = served_model.model
     sample: dict[str, Any] = {}
-    low_kinds: list[Kind] = []
     causes: list[tuple[Kind, str, str]] = []
+    low_texts: dict[Kind, Sequence[str]] = {}
+    trained_cosines: dict[Kind, float] = {}
     for kind in KINDS:
-        sample[kind] = _compare_embeddings(trained[kind], served[kind])
-        if sample[kind]["least_cosine"] < LEAST_COSINE:
-            low_kinds.append(kind)
+        trained = encode_texts(model, texts[kind], kind, batch_size, precision)
+        sample[kind] = _compare_embeddings(trained, served[kind])
         norm_cause = _find_norm_cause(sample[kind])
         if norm_cause is not None:
             causes.append((kind, norm_cause, _NORM_CAUSES[norm_cause]))
+        if sample[kind]["least_cosine"] < LEAST_COSINE:
+            low_texts[kind] = texts[kind]
+            trained_cosines[kind] = sample[kind]["mean_cosine"]
     rows: list[JsonObject] = []
     advice_of_name: dict[str, str] = {}
-    if low_kinds:
-        rows.append({"name": "as trained", **_mean_cosines(trained, served)})
-        for hypothesis in list_hypotheses(served_model.model, queries, documents):
-            embeddings = encode_all(hypothesis.make_model())
-            rows.append({"name": hypothesis.name, **_mean_cosines(embeddings, served)})
+    if low_texts:
+        rows.append({"name": "as trained", **trained_cosines})
+        for hypothesis in list_hypotheses(model, low_texts):
+            variant = hypothesis.make_model()
+            row: JsonObject = {"name": hypothesis.name}
+            for kind, kind_texts in low_texts.items():
+                embeddings = encode_texts(variant, kind_texts, kind, batch_size, precision)
+                row[kind] = float(_get_cosines(embeddings, served[kind]).mean())
+            rows.append(row)
             advice_of_name[hypothesis.name] = hypothesis.advice
     unexplained: list[Kind] = []
-    for kind in low_kinds:
+    for kind in low_texts:
         name = _find_best_hypothesis(rows, kind)
         if name is None:
             unexplained.append(kind)
@@ -318,10 +315,6 @@ def _get_cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     second = second.astype(np.float64)
     norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
     return (first * second).sum(axis=1) / np.maximum(norms, 1e-12)
-
-
-def _mean_cosines(first: Embeddings, second: Embeddings) -> dict[str, float]:
-    return {kind: float(_get_cosines(first[kind], second[kind]).mean()) for kind in KINDS}
 
 
 def _find_norm_cause(comparison: JsonObject) -> str | None:

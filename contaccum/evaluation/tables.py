@@ -156,9 +156,11 @@ def endpoint_tables(label: str, endpoint: Mapping[str, Any]) -> str:
     if sample["hypotheses"]:
         cells = []
         for row in sample["hypotheses"]:
-            cells.append(
-                [row["name"], _format_cosine(row["query"]), _format_cosine(row["document"])]
-            )
+            cosines = []
+            for kind in _KIND_NAMES:
+                # A kind of texts that agrees has no cosines here.
+                cosines.append(_format_cosine(row[kind]) if kind in row else None)
+            cells.append([row["name"], *cosines])
         header = ["hypothesis: mean cosine with the endpoint", "queries", "documents"]
         sections.append(markdown_table(header, cells))
     return "\n\n".join(sections)

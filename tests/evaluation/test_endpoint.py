@@ -139,13 +139,13 @@ def test_a_key_that_no_header_can_have_is_refused(server, monkeypatch):
 
 def test_an_unknown_model_names_the_option(server):
     server.model_name = "another"
-    with pytest.raises(UserError, match="has no model 'served'.*--served_model"):
+    with pytest.raises(UserError, match=r"has no model 'served'.*--served_model"):
         make_client(server).embed(TEXTS)
 
 
 def test_a_redirect_is_refused(server):
     server.statuses = [301]
-    with pytest.raises(UserError, match="redirects to http://127.0.0.1/elsewhere"):
+    with pytest.raises(UserError, match=r"redirects to http://127\.0\.0\.1/elsewhere"):
         make_client(server).embed(TEXTS)
 
 
