@@ -4,11 +4,15 @@ The output of one data set is its record, out.json, and its run, out.trec. Sever
 out.NAME.json and out.NAME.trec each, and out.json has the table of all sets. The table is also
 written as Markdown, out.md, and comparisons with earlier results as out.compare.json. With
 ``--mteb``, mteb's own result files are written to out.mteb as well.
+
+With ``--endpoint``, an embedding server encodes the texts, and its record and tables also hold the
+comparison with MODEL.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
     from contaccum.cli.evaluation_sets import DataSets
 
 _DEFAULT_K_VALUES = (1, 3, 5, 10, 20, 100, 1000)
+_ENDPOINT_OPTIONS = ("query_endpoint", "served_model", "request_fields")
+"""Options that need ``--endpoint``."""
 _OPTIONS_WITHOUT_MTEB = (
     "run",
     "split",
@@ -33,6 +39,7 @@ _OPTIONS_WITHOUT_MTEB = (
     "index_parameters",
     "similarity",
     "precision",
+    "endpoint",
 )
 """Options that cannot be combined with ``--mteb``."""
 
@@ -60,7 +67,7 @@ def run(argv: Sequence[str]) -> int:
         data_sets = open_beir_sets(args)
     # Earlier results are read first, because this evaluation may replace their files.
     earlier_scores = _read_earlier_scores(args.compare, data_sets, main_metric)
-    scorer = make_scorer(args, data_sets, main_metric)
+    scorer = make_scorer(args, data_sets, shown_metrics)
     records = score_sets(data_sets, scorer, args.k_values)
 
     labels = [evaluation_set.label for evaluation_set in data_sets.sets]
@@ -74,6 +81,8 @@ def run(argv: Sequence[str]) -> int:
     for label, record in zip(labels, records, strict=True):
         if record.get("served"):
             sections.append(tables.served_table(label, record["served"]))
+        if record.get("endpoint"):
+            sections.append(tables.endpoint_tables(label, record["endpoint"]))
     for comparison in comparisons:
         sections.append(tables.comparison_table(comparison))
     text = "\n\n".join(sections)
@@ -108,12 +117,46 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             "--dims and --quantize need a MODEL, because a --run has no embeddings: "
             "leave them out, or name a MODEL"
         )
+    _check_endpoint_options(args)
     if args.update_card and not (args.model and _get_model_card(args).is_file()):
         raise ConfigError(
             f"--update_card: {args.model or args.run} is not a folder with a model card, "
             "README.md: name such a folder as MODEL, or leave --update_card out"
         )
     return args
+
+
+def _check_endpoint_options(args: argparse.Namespace) -> None:
+    """Refuse options that cannot be combined with ``--endpoint``, or that need it."""
+    if not args.endpoint:
+        for name in _ENDPOINT_OPTIONS:
+            if getattr(args, name) is not None:
+                raise ConfigError(
+                    f"--{name} needs --endpoint, the URL of an embedding server: name it, or leave "
+                    f"--{name} out"
+                )
+        return
+    if args.run is not None:
+        raise ConfigError(
+            "--endpoint needs a MODEL, whose prompts and similarity are used: name a MODEL instead "
+            "of a --run"
+        )
+    if args.update_card:
+        raise ConfigError(
+            "--update_card cannot be combined with --endpoint, because the model card holds the "
+            "model's own scores: leave one of them out"
+        )
+
+
+def _parse_json_object(text: str) -> dict[str, Any]:
+    """Return the JSON object in a text, for argparse."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object such as {{"a": 1}}')
+    return value
 
 
 def _make_parser() -> Parser:
@@ -139,6 +182,7 @@ def _make_parser() -> Parser:
         help="names of MTEB retrieval tasks or benchmarks, which mteb runs",
     )
     _add_table_options(parser)
+    _add_endpoint_options(parser)
     parser.add_argument("--split", help="split of the judgements; default: test, for msmarco dev")
     parser.add_argument(
         "--dims",
@@ -185,6 +229,32 @@ def _add_table_options(parser: Parser) -> None:
         "--update_card",
         action="store_true",
         help="write the metrics into the model card, README.md, in the folder MODEL",
+    )
+
+
+def _add_endpoint_options(parser: Parser) -> None:
+    """Add the options of embedding servers."""
+    parser.add_argument(
+        "--endpoint",
+        metavar="URL",
+        help="an OpenAI-compatible embedding server that encodes in place of MODEL, which it is "
+        "compared with; its key is read from CONTACCUM_ENDPOINT_KEY",
+    )
+    parser.add_argument(
+        "--query_endpoint",
+        metavar="URL",
+        help="the server of the queries, if MODEL has two towers",
+    )
+    parser.add_argument(
+        "--served_model",
+        metavar="NAME",
+        help="name of the model in requests; default: MODEL",
+    )
+    parser.add_argument(
+        "--request_fields",
+        type=_parse_json_object,
+        metavar="JSON",
+        help="further fields of each request, such as '{\"truncate_prompt_tokens\": 256}'",
     )
 
 

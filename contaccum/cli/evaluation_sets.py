@@ -1,7 +1,7 @@
-"""Data sets that `contaccum evaluate` scores on, and the three ways to score one of them.
+"""Data sets that `contaccum evaluate` scores on, and the four ways to score one of them.
 
-A data set is a BEIR set or a retrieval task of MTEB. It is scored by searching with a model, by
-reading a run, or by mteb.
+A data set is a BEIR set or a retrieval task of MTEB. It is scored by searching with a model or with
+an embedding server, by reading a run, or by mteb.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from contaccum.cli.options import get_search_settings, load_model
 from contaccum.errors import ConfigError
-from contaccum.evaluation import beir_sets, mteb_tasks, results, served_forms
+from contaccum.evaluation import beir_sets, endpoint_check, mteb_tasks, results, served_forms
 from contaccum.evaluation.beir_sets import EvaluationSet
 from contaccum.evaluation.metrics import metric_names
+
+if TYPE_CHECKING:
+    from contaccum.encoders.dual_encoder import DualEncoder
 
 
 class DataSets(NamedTuple):
@@ -41,10 +44,13 @@ class Scorer(NamedTuple):
         plans: the part of each set's record that describes the model and the search. A record of
             an earlier evaluation is used again if it agrees with the plan.
         score: returns the `EvaluationResult` for what `DataSets.load` returns.
+        is_repeatable: whether equal plans have equal results. A server may change between two
+            evaluations.
     """
 
     plans: Sequence[Mapping[str, Any]]
     score: Callable[[Any], results.EvaluationResult]
+    is_repeatable: bool = True
 
 
 def open_beir_sets(args: argparse.Namespace) -> DataSets:
@@ -84,11 +90,14 @@ def open_mteb_tasks(args: argparse.Namespace) -> DataSets:
     return DataSets(sets, descriptions, lambda evaluation_set: tasks[evaluation_set.label])
 
 
-def make_scorer(args: argparse.Namespace, data_sets: DataSets, main_metric: str) -> Scorer:
+def make_scorer(
+    args: argparse.Namespace, data_sets: DataSets, shown_metrics: Sequence[str]
+) -> Scorer:
     """Return the way to score that the command line asks for.
 
     Args:
-        main_metric: the metric by which truncated and quantized embeddings are compared.
+        shown_metrics: the metrics by which a server is compared with its model. The first one
+            compares truncated and quantized embeddings.
 
     Raises:
         UserError: if the model, the run or the settings cannot be used.
@@ -97,7 +106,7 @@ def make_scorer(args: argparse.Namespace, data_sets: DataSets, main_metric: str)
         return _make_mteb_scorer(args, len(data_sets.sets))
     if args.run is not None:
         return _make_run_scorer(args)
-    return _make_model_scorer(args, data_sets.descriptions, main_metric)
+    return _make_model_scorer(args, data_sets.descriptions, shown_metrics)
 
 
 def _make_mteb_scorer(args: argparse.Namespace, num_tasks: int) -> Scorer:
@@ -126,9 +135,11 @@ def _make_run_scorer(args: argparse.Namespace) -> Scorer:
 
 
 def _make_model_scorer(
-    args: argparse.Namespace, descriptions: Sequence[Mapping[str, Any]], main_metric: str
+    args: argparse.Namespace,
+    descriptions: Sequence[Mapping[str, Any]],
+    shown_metrics: Sequence[str],
 ) -> Scorer:
-    """Return a scorer that searches with the model and FAISS."""
+    """Return a scorer that searches with FAISS and with the model, or with a server of it."""
     model = load_model(args.model, args)
     search_settings = get_search_settings(args)
     plans = []
@@ -136,14 +147,22 @@ def _make_model_scorer(
         num_documents = description["documents"]
         plan = beir_sets.plan_search(model, num_documents, max(args.k_values), **search_settings)
         plans.append(plan)
-    score = partial(
-        beir_sets.evaluate_beir,
-        model,
-        k_values=args.k_values,
-        model_name=args.model,
-        show_progress=not args.no_progress,
+    settings = {
+        "k_values": args.k_values,
+        "model_name": args.model,
+        "show_progress": not args.no_progress,
         **search_settings,
-    )
+    }
+    if args.endpoint:
+        served_model = _connect(args, model)
+        score = partial(
+            endpoint_check.evaluate_endpoint,
+            served_model,
+            compared_metrics=shown_metrics,
+            **settings,
+        )
+    else:
+        score = partial(beir_sets.evaluate_beir, model, **settings)
     if args.dims or args.quantize:
         # sentence-transformers types the dimension as optional. Every DualEncoder has one.
         dimension = model.get_embedding_dimension()
@@ -153,12 +172,25 @@ def _make_model_scorer(
             args.dims,
             args.quantize or ["float32"],
             args.rescore,
-            main_metric,
+            shown_metrics[0],
         )
         for plan in plans:
             plan["served"] = served
         score = partial(score, served=served)
-    return Scorer(plans, score)
+    return Scorer(plans, score, is_repeatable=not args.endpoint)
+
+
+def _connect(args: argparse.Namespace, model: DualEncoder) -> endpoint_check.ServedModel:
+    """Return the servers of ``--endpoint`` and ``--query_endpoint``. Nothing is sent yet."""
+    return endpoint_check.ServedModel(
+        model,
+        args.endpoint,
+        args.query_endpoint,
+        served_model=args.served_model or args.model,
+        batch_size=args.batch_size,
+        show_progress=not args.no_progress,
+        request_fields=args.request_fields,
+    )
 
 
 def score_sets(
@@ -167,14 +199,14 @@ def score_sets(
     """Score every data set, write its result, and return the records.
 
     If there are several sets, the record of an earlier evaluation with the same model, data and
-    settings is used again. A single set is always scored anew.
+    settings is used again. A single set, and the embeddings of a server, are always scored anew.
     """
     records = []
     for evaluation_set, description, plan in zip(
         data_sets.sets, data_sets.descriptions, scorer.plans, strict=True
     ):
         record = None
-        if len(data_sets.sets) > 1:
+        if len(data_sets.sets) > 1 and scorer.is_repeatable:
             expected = {**plan, "data": description}
             record = _read_finished_record(evaluation_set.output, expected, k_values)
         if record is None:
@@ -199,6 +231,8 @@ def _read_finished_record(
     if not path.exists():
         return None
     record = results.read_result(path)
+    if record.get("endpoint"):
+        return None
     has_same_metrics = record["metrics"].keys() == set(metric_names(k_values))
     if has_same_metrics and results.agrees(record, expected):
         return record

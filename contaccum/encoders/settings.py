@@ -62,6 +62,32 @@ def _set_max_length(model: SentenceTransformer, task: str, length: int, option: 
     setattr(transformer, f"{task}_length", length)
 
 
+def get_prompt(model: SentenceTransformer, task: str) -> str:
+    """Return the prompt that `encode_query` or `encode_document` puts before each text.
+
+    Args:
+        task: "query" or "document".
+    """
+    prompt_names = ["query"]
+    if task == "document":
+        prompt_names = ["document", "passage", "corpus"]
+    for name in prompt_names:
+        if name in model.prompts:
+            return model.prompts[name] or ""
+    return model.prompts.get(model.default_prompt_name or "") or ""
+
+
+def get_max_length(model: SentenceTransformer, task: str) -> int | None:
+    """Return the number of tokens at which texts are truncated, or None if there is no limit.
+
+    Args:
+        task: "query" or "document".
+    """
+    transformer = next(get_tower(model, task).children())
+    length = getattr(transformer, f"{task}_length", None)
+    return length or getattr(transformer, "max_seq_length", None)
+
+
 def get_max_positions(transformer: Any) -> int:
     """Return the maximum number of tokens that a backbone has positions for."""
     configured = getattr(transformer.config, "max_position_embeddings", None) or sys.maxsize

@@ -30,6 +30,8 @@ from contaccum.evaluation.results import EvaluationResult, JsonObject, Run
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
+    from contaccum.retrieval.searcher import Encode
+
 
 def evaluate_beir(
     model: SentenceTransformer,
@@ -157,6 +159,8 @@ def search(
     show_progress: bool = True,
     model_name: str | None = None,
     similarity: Literal["cos", "dot"] | None = None,
+    encode_queries: Encode | None = None,
+    encode_documents: Encode | None = None,
     **settings: Any,
 ) -> SearchOutcome:
     """Encode a corpus and queries, and find the k best documents of every query.
@@ -169,6 +173,8 @@ def search(
         show_progress: show progress bars.
         model_name: name of the model in the record.
         similarity: see `plan_search`.
+        encode_queries, encode_documents: functions that encode in place of the model; see
+            `FaissSearcher`.
         settings: further settings of `plan_search`, which is called first.
 
     Raises:
@@ -177,7 +183,13 @@ def search(
     from contaccum.retrieval.searcher import FaissSearcher
 
     record_fields = plan_search(model, len(corpus), k, similarity=similarity, **settings)
-    searcher = FaissSearcher(model, show_progress_bar=show_progress, **settings)
+    searcher = FaissSearcher(
+        model,
+        show_progress_bar=show_progress,
+        encode_queries=encode_queries,
+        encode_documents=encode_documents,
+        **settings,
+    )
     run = searcher.search(corpus, queries, k, similarity)
     assert searcher.embeddings is not None
     record_fields["model"]["name"] = model_name

@@ -64,6 +64,8 @@ class EvaluationResult:
             run of another system.
         served: types and sizes that the embeddings were scored in too, with a row of scores for
             each; see `served_forms.score_served`.
+        endpoint: the embedding server whose embeddings were scored in place of the model's, and
+            its comparison with the model; see `endpoint_check.evaluate_endpoint`.
         timing: seconds of encoding, indexing, searching and measuring recall.
         precision: type of autocast, "float32" without autocast, "unknown" for a run.
         created: time of the evaluation, in UTC.
@@ -77,6 +79,7 @@ class EvaluationResult:
     search: JsonObject
     tokenisation: str | None = None
     served: JsonObject = field(default_factory=dict)
+    endpoint: JsonObject = field(default_factory=dict)
     timing: dict[str, float] = field(default_factory=dict)
     precision: str = "unknown"
     created: str = field(default_factory=_format_current_time)

@@ -26,6 +26,9 @@ Run = dict[str, dict[str, float]]
 Corpus = Mapping[str, Mapping[str, str]]
 """{document id: {"title": title, "text": text}}; the title may be missing."""
 
+Encode = Callable[[SentenceTransformer, Sequence[str]], np.ndarray]
+"""Function of a model and n texts that returns embeddings (n, d)."""
+
 # Parameters of BM25 with DPR's values.
 _BM25_K1 = 0.9
 _BM25_B = 0.4
@@ -42,8 +45,8 @@ class FaissSearcher:
         index_parameters: FAISS search parameters; see `build_index`.
         precision: type of autocast; see `encode_texts`.
         show_progress_bar: show progress bars.
-        encode_documents: function that returns the embeddings (n, d) of the texts of documents,
-            given the model and the texts; None: `encode_texts`.
+        encode_queries, encode_documents: functions that return the embeddings (n, d) of the texts
+            of queries and of documents, given the model and the texts; None: `encode_texts`.
 
     Attributes:
         timing: seconds per stage of the last search.
@@ -61,7 +64,8 @@ class FaissSearcher:
         index_parameters: str | None = None,
         precision: str = "float32",
         show_progress_bar: bool = True,
-        encode_documents: Callable[[SentenceTransformer, Sequence[str]], np.ndarray] | None = None,
+        encode_queries: Encode | None = None,
+        encode_documents: Encode | None = None,
     ) -> None:
         self.model = model
         self.batch_size = batch_size
@@ -69,6 +73,7 @@ class FaissSearcher:
         self.index_parameters = index_parameters
         self.precision = precision
         self.show_progress_bar = show_progress_bar
+        self.encode_queries = encode_queries
         self.encode_documents = encode_documents
         self.timing: dict[str, float] = {}
         self.search_details: dict[str, int | dict[str, float]] = {}
@@ -105,13 +110,10 @@ class FaissSearcher:
             raise DataError("the corpus has no documents to search (check the corpus file)")
         self.timing = {}
         with self._measure_time("encode_queries"):
-            query_embeddings = self._encode(list(queries.values()), "query")
+            query_embeddings = self._encode(list(queries.values()), "query", self.encode_queries)
         passages = _get_passage_texts(corpus)
         with self._measure_time("encode_corpus"):
-            if self.encode_documents is None:
-                document_embeddings = self._encode(passages, "document")
-            else:
-                document_embeddings = self.encode_documents(self.model, passages)
+            document_embeddings = self._encode(passages, "document", self.encode_documents)
         self.embeddings = (query_embeddings, document_embeddings)
         with self._measure_time("index"):
             index = build_index(
@@ -129,7 +131,9 @@ class FaissSearcher:
             run[query_id] = _get_hits(index, query_id, query_scores, query_rows, top_k)
         return run
 
-    def _encode(self, texts: Sequence[str], kind: Kind) -> np.ndarray:
+    def _encode(self, texts: Sequence[str], kind: Kind, encode: Encode | None) -> np.ndarray:
+        if encode is not None:
+            return encode(self.model, texts)
         return encode_texts(
             self.model, texts, kind, self.batch_size, self.precision, self.show_progress_bar
         )

@@ -1,0 +1,385 @@
+"""Evaluation of embedding servers in place of the model that they should serve.
+
+The model's prompts are put before the texts here, and its similarity compares the embeddings. A
+sample of texts shows whether a server gives the model's embeddings. If it does not, the likely
+cause is looked for among the hypotheses of `endpoint_causes`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from sentence_transformers import SentenceTransformer
+
+from contaccum.data import BeirDataset, passage_text
+from contaccum.encoders.settings import get_prompt
+from contaccum.encoders.towers import is_tied
+from contaccum.errors import ConfigError
+from contaccum.evaluation.beir_sets import evaluate_beir
+from contaccum.evaluation.endpoint import EmbeddingEndpoint
+from contaccum.evaluation.endpoint_causes import KINDS, list_hypotheses
+from contaccum.evaluation.metrics import paired_bootstrap
+from contaccum.evaluation.results import EvaluationResult, JsonObject
+from contaccum.files import redact
+from contaccum.retrieval.encode import Kind, encode_texts
+
+logger = logging.getLogger(__name__)
+
+LEAST_COSINE = 0.9999
+"""Embeddings agree if all cosines between them are at least this number."""
+
+_SAMPLE_SIZE = 32
+_NUM_LONGEST = 8
+_NORM_TOLERANCE = 0.01
+"""Largest relative difference of equal norms. Norms in bfloat16 differ by up to 0.4%."""
+_MIN_FIT = 0.999
+"""A cause is named only if its mean cosine with the server is at least this number."""
+_MAX_REMAINING = 0.5
+"""A cause is named only if it leaves at most this share of the distance, 1 - mean cosine."""
+
+_NORM_CAUSES = {
+    "not normalised": (
+        "let the server normalise, as the model's Normalize module does (llama.cpp: embd_normalize "
+        "2 in the request), or compare by cosine instead of the inner product"
+    ),
+    "normalised, though the model is not": (
+        "let the server return embeddings as they are (llama.cpp: embd_normalize -1 in the "
+        "request), because lengths change the inner product; the /v1/embeddings of TEI and of "
+        "Infinity always normalise"
+    ),
+    "lengths of the embeddings differ": (
+        "check scaling and normalisation of the server, because lengths change the inner product"
+    ),
+}
+
+
+class ServedModel:
+    """A model whose queries and documents are encoded by embedding servers.
+
+    Args:
+        model: the model that the servers should serve. Its prompts are sent with the texts.
+        url: URL of the server of documents, and of queries if ``query_url`` is None.
+        query_url: URL of the server of queries.
+        served_model: name of the model in requests.
+        batch_size: texts per request.
+        show_progress: show progress bars.
+        request_fields: further fields of each request.
+
+    Raises:
+        ConfigError: the model has two towers and ``query_url`` is None, or a URL or the key cannot
+            be used.
+    """
+
+    def __init__(
+        self,
+        model: SentenceTransformer,
+        url: str,
+        query_url: str | None,
+        served_model: str,
+        batch_size: int = 32,
+        show_progress: bool = True,
+        request_fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        if query_url is None and not is_tied(model):
+            raise ConfigError(
+                "this model has two towers, which need two servers: name the server of the "
+                "documents by --endpoint, and the server of the queries by --query_endpoint"
+            )
+        # sentence-transformers types the dimension as optional.
+        dimension = model.get_embedding_dimension()
+        assert dimension is not None
+        self.model = model
+        make_endpoint = partial(
+            EmbeddingEndpoint,
+            model_name=served_model,
+            dimension=dimension,
+            batch_size=batch_size,
+            show_progress=show_progress,
+            request_fields=request_fields,
+        )
+        self._endpoints = {
+            "query": make_endpoint(query_url or url),
+            "document": make_endpoint(url),
+        }
+        self._served_model = served_model
+        self._request_fields = dict(request_fields or {})
+
+    def encode(self, texts: Sequence[str], kind: Kind) -> np.ndarray:
+        """Return the server's embeddings of k texts, float32 (k, d).
+
+        Args:
+            texts: k texts without prompts.
+            kind: "query" or "document".
+
+        Raises:
+            UserError: the server gives no embeddings that can be used.
+        """
+        prompt = get_prompt(self.model, kind)
+        prompted_texts = [prompt + text for text in texts]
+        return self._endpoints[kind].embed(prompted_texts, f"Endpoint ({kind})")
+
+    def describe(self) -> dict[str, Any]:
+        """Return the URLs and the fields of requests, for records."""
+        return {
+            "url": redact(self._endpoints["document"].url),
+            "query_url": redact(self._endpoints["query"].url),
+            "served_model": self._served_model,
+            "request_fields": self._request_fields,
+        }
+
+
+def evaluate_endpoint(
+    served_model: ServedModel,
+    dataset: BeirDataset,
+    k_values: Sequence[int],
+    compared_metrics: Sequence[str],
+    served: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> EvaluationResult:
+    """Evaluate servers on a data set, and compare them with the model.
+
+    A sample of the texts comes first, so that errors of the server and large differences show
+    before the whole corpus is encoded.
+
+    Args:
+        served_model: the servers and the model.
+        dataset: the data set.
+        k_values: cut-offs of the metrics.
+        compared_metrics: metrics, such as "NDCG@10", in which both are compared.
+        served: see `evaluate_beir`; of the servers' embeddings.
+        settings: settings of `search` and `plan_search`, for both.
+
+    Returns:
+        The result of the servers. Its ``endpoint`` holds the comparison: ``sample`` (see
+        `compare_sample`), ``model_metrics``, and for each compared metric a row of
+        ``comparison``, in which a positive difference is in favour of the servers.
+
+    Raises:
+        UserError: a server gives no embeddings that can be used.
+    """
+    model = served_model.model
+    encode_settings = {
+        "batch_size": settings.get("batch_size", 32),
+        "precision": settings.get("precision", "float32"),
+    }
+    documents = []
+    for document in dataset.corpus.values():
+        documents.append(passage_text(document.get("title") or "", document["text"]))
+    queries = list(dataset.queries.values())
+    sample = compare_sample(
+        served_model, choose_sample(queries), choose_sample(documents), **encode_settings
+    )
+    _log_sample(dataset.name, sample)
+    result = evaluate_beir(
+        model,
+        dataset,
+        k_values,
+        served,
+        encode_queries=lambda _, texts: served_model.encode(texts, "query"),
+        encode_documents=lambda _, texts: served_model.encode(texts, "document"),
+        **settings,
+    )
+    model_result = evaluate_beir(model, dataset, k_values, **settings)
+    rows = []
+    for metric in compared_metrics:
+        rows.append(_compare_metric(metric, result, model_result))
+    result.endpoint = {
+        **served_model.describe(),
+        "sample": sample,
+        "model_metrics": model_result.metrics,
+        "comparison": rows,
+    }
+    return result
+
+
+def _compare_metric(
+    metric: str, result: EvaluationResult, model_result: EvaluationResult
+) -> JsonObject:
+    """Compare the servers' scores of each query with the model's."""
+    scores = []
+    model_scores = []
+    for query_id, query_scores in result.per_query.items():
+        scores.append(query_scores[metric])
+        model_scores.append(model_result.per_query[query_id][metric])
+    return {
+        "metric": metric,
+        "endpoint": result.metrics[metric],
+        "model": model_result.metrics[metric],
+        **paired_bootstrap(scores, model_scores),
+    }
+
+
+def choose_sample(texts: Sequence[str]) -> list[str]:
+    """Return 32 different texts, or all if there are fewer: the 8 longest, and others evenly."""
+    longest_first = sorted(dict.fromkeys(texts), key=len, reverse=True)
+    sample = longest_first[:_NUM_LONGEST]
+    others = longest_first[_NUM_LONGEST:]
+    num_others = min(_SAMPLE_SIZE - _NUM_LONGEST, len(others))
+    for number in range(num_others):
+        sample.append(others[number * len(others) // num_others])
+    return sample
+
+
+def compare_sample(
+    served_model: ServedModel,
+    queries: Sequence[str],
+    documents: Sequence[str],
+    batch_size: int = 32,
+    precision: str = "float32",
+) -> dict[str, Any]:
+    """Compare the servers' embeddings of some texts with the model's.
+
+    Args:
+        served_model: the servers and the model.
+        queries, documents: texts without prompts.
+        batch_size, precision: settings of the model; see `encode_texts`.
+
+    Returns:
+        ``query`` and ``document``: number of texts, least and mean cosine, least and greatest norm
+        of the model's and of the servers' embeddings, and whether both agree. ``causes``: kinds of
+        texts, name and advice of each likely cause. ``unexplained``: kinds of texts whose low
+        cosines have no known cause. ``hypotheses``: mean cosines of the servers' embeddings with
+        those of the model as it is and of each hypothesis, for kinds with a low cosine.
+
+    Raises:
+        UserError: a server gives no embeddings that can be used.
+    """
+    texts: dict[Kind, Sequence[str]] = {"query": queries, "document": documents}
+    # The servers come first, because their errors should show at once.
+    served = {kind: served_model.encode(texts[kind], kind) for kind in KINDS}
+    model = served_model.model
+    sample: dict[str, Any] = {}
+    causes: list[tuple[Kind, str, str]] = []
+    low_texts: dict[Kind, Sequence[str]] = {}
+    trained_cosines: dict[Kind, float] = {}
+    for kind in KINDS:
+        trained = encode_texts(model, texts[kind], kind, batch_size, precision)
+        sample[kind] = _compare_embeddings(trained, served[kind])
+        norm_cause = _find_norm_cause(sample[kind])
+        if norm_cause is not None:
+            causes.append((kind, norm_cause, _NORM_CAUSES[norm_cause]))
+        if sample[kind]["least_cosine"] < LEAST_COSINE:
+            low_texts[kind] = texts[kind]
+            trained_cosines[kind] = sample[kind]["mean_cosine"]
+    rows: list[JsonObject] = []
+    advice_of_name: dict[str, str] = {}
+    if low_texts:
+        rows.append({"name": "as trained", **trained_cosines})
+        for hypothesis in list_hypotheses(model, low_texts):
+            variant = hypothesis.make_model()
+            row: JsonObject = {"name": hypothesis.name}
+            for kind, kind_texts in low_texts.items():
+                embeddings = encode_texts(variant, kind_texts, kind, batch_size, precision)
+                row[kind] = float(_get_cosines(embeddings, served[kind]).mean())
+            rows.append(row)
+            advice_of_name[hypothesis.name] = hypothesis.advice
+    unexplained: list[Kind] = []
+    for kind in low_texts:
+        name = _find_best_hypothesis(rows, kind)
+        if name is None:
+            unexplained.append(kind)
+        else:
+            causes.append((kind, name, advice_of_name[name]))
+    sample["causes"] = _group_causes(causes)
+    sample["unexplained"] = unexplained
+    sample["hypotheses"] = rows
+    return sample
+
+
+def _compare_embeddings(trained: np.ndarray, served: np.ndarray) -> JsonObject:
+    """Return cosines and norms of two arrays (n, d) of embeddings."""
+    cosines = _get_cosines(trained, served)
+    trained_norms = np.linalg.norm(trained.astype(np.float64), axis=1)
+    served_norms = np.linalg.norm(served.astype(np.float64), axis=1)
+    ratios = served_norms / np.maximum(trained_norms, 1e-12)
+    has_equal_norms = bool(np.abs(ratios - 1).max() <= _NORM_TOLERANCE)
+    least_cosine = float(cosines.min())
+    return {
+        "texts": len(cosines),
+        "least_cosine": least_cosine,
+        "mean_cosine": float(cosines.mean()),
+        "model_norms": [float(trained_norms.min()), float(trained_norms.max())],
+        "endpoint_norms": [float(served_norms.min()), float(served_norms.max())],
+        "has_equal_norms": has_equal_norms,
+        "agrees": has_equal_norms and least_cosine >= LEAST_COSINE,
+    }
+
+
+def _get_cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Return the cosine of each row of two arrays (n, d), float64 (n,)."""
+    first = first.astype(np.float64)
+    second = second.astype(np.float64)
+    norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
+    return (first * second).sum(axis=1) / np.maximum(norms, 1e-12)
+
+
+def _find_norm_cause(comparison: JsonObject) -> str | None:
+    """Return the name of the cause of different norms, or None.
+
+    Args:
+        comparison: what `_compare_embeddings` returns.
+    """
+    if comparison["has_equal_norms"]:
+        return None
+    is_model_unit = _is_unit(comparison["model_norms"])
+    is_endpoint_unit = _is_unit(comparison["endpoint_norms"])
+    if is_model_unit and not is_endpoint_unit:
+        return "not normalised"
+    if is_endpoint_unit and not is_model_unit:
+        return "normalised, though the model is not"
+    # Other embeddings also have other norms, so the norms alone show nothing.
+    if comparison["least_cosine"] < LEAST_COSINE:
+        return None
+    return "lengths of the embeddings differ"
+
+
+def _is_unit(norms: Sequence[float]) -> bool:
+    return all(abs(norm - 1) <= _NORM_TOLERANCE for norm in norms)
+
+
+def _find_best_hypothesis(rows: Sequence[JsonObject], kind: Kind) -> str | None:
+    """Return the name of the hypothesis that explains the servers' embeddings, or None.
+
+    Args:
+        rows: name and mean cosines. The first row is the model as it is.
+        kind: "query" or "document".
+    """
+    trained, *hypotheses = rows
+    if not hypotheses:
+        return None
+    best = max(hypotheses, key=lambda row: row[kind])
+    is_close = best[kind] >= _MIN_FIT
+    is_clearly_better = 1 - best[kind] <= _MAX_REMAINING * (1 - trained[kind])
+    if is_close and is_clearly_better:
+        return best["name"]
+    return None
+
+
+def _group_causes(causes: Sequence[tuple[Kind, str, str]]) -> list[JsonObject]:
+    """Return each cause once, with the kinds of texts that it concerns.
+
+    Args:
+        causes: kind, name and advice.
+    """
+    grouped: dict[str, JsonObject] = {}
+    for kind, name, advice in causes:
+        cause = grouped.setdefault(name, {"kinds": [], "name": name, "advice": advice})
+        cause["kinds"].append(kind)
+    return list(grouped.values())
+
+
+def _log_sample(name: str, sample: Mapping[str, Any]) -> None:
+    """Warn about a difference before the whole corpus is encoded."""
+    if all(sample[kind]["agrees"] for kind in KINDS):
+        return
+    causes = "; ".join(cause["name"] for cause in sample["causes"]) or "unknown"
+    least_cosine = min(sample[kind]["least_cosine"] for kind in KINDS)
+    logger.warning(
+        f"{name}: the endpoint does not give the model's embeddings (least cosine "
+        f"{least_cosine:.4f}, likely cause: {causes}). Its scores are computed now, and what to do "
+        "is printed after them"
+    )

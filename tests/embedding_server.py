@@ -1,0 +1,102 @@
+"""A local OpenAI-compatible embedding server for tests, with faults that can be switched on."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import numpy as np
+from sentence_transformers import SentenceTransformer
+
+Embed = Callable[[Sequence[str]], np.ndarray]
+Answer = Callable[[list[str], np.ndarray], Any]
+
+
+def embed_with(model: SentenceTransformer) -> Embed:
+    """Return the function of a right server: the texts hold their prompts already."""
+
+    def embed(texts: Sequence[str]) -> np.ndarray:
+        return np.asarray(model.encode_document(list(texts), prompt="", batch_size=8))
+
+    return embed
+
+
+def make_answer(texts: list[str], embeddings: np.ndarray) -> dict[str, Any]:
+    """Return a right answer."""
+    items = []
+    for index, embedding in enumerate(embeddings):
+        items.append({"object": "embedding", "index": index, "embedding": embedding.tolist()})
+    return {"object": "list", "data": items, "model": "served"}
+
+
+class EmbeddingServer:
+    """A server on a free port of 127.0.0.1.
+
+    Attributes:
+        url: base URL.
+        embed: function that encodes the texts of a request.
+        answer: function of texts and embeddings that returns the JSON content, or bytes that are
+            sent as they are.
+        statuses: statuses of the next requests, before they are answered.
+        requests: JSON contents of all requests.
+        authorizations: the header Authorization of all requests, or None.
+        key: key that requests must have; None: any.
+        model_name: name that requests must have; None: any.
+    """
+
+    def __init__(self, url: str, embed: Embed) -> None:
+        self.url = url
+        self.embed = embed
+        self.answer: Answer = make_answer
+        self.statuses: list[int] = []
+        self.requests: list[dict[str, Any]] = []
+        self.authorizations: list[str | None] = []
+        self.key: str | None = None
+        self.model_name: str | None = None
+
+    def respond(self, path: str, request: dict[str, Any], authorization: str | None) -> Any:
+        """Return status and content of an answer."""
+        self.requests.append(request)
+        self.authorizations.append(authorization)
+        if self.statuses:
+            return self.statuses.pop(0), {"error": f"sent {authorization}"}
+        if self.key is not None and authorization != f"Bearer {self.key}":
+            return 401, {"error": f"wrong key: {authorization}"}
+        has_right_name = self.model_name in (None, request["model"])
+        if path != "/v1/embeddings" or not has_right_name:
+            return 404, {"error": "not found"}
+        texts = request["input"]
+        return 200, self.answer(texts, self.embed(texts))
+
+
+@contextmanager
+def run_server(embed: Embed) -> Iterator[EmbeddingServer]:
+    """Run a server in a thread."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            length = int(self.headers["Content-Length"])
+            request = json.loads(self.rfile.read(length))
+            status, content = server.respond(self.path, request, self.headers["Authorization"])
+            if not isinstance(content, bytes):
+                content = json.dumps(content).encode()
+            self.send_response(status)
+            if status == 301:
+                self.send_header("Location", "http://127.0.0.1/elsewhere")
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http_server:
+        server = EmbeddingServer(f"http://127.0.0.1:{http_server.server_port}", embed)
+        thread = Thread(target=http_server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        http_server.shutdown()
+        thread.join()
