@@ -12,7 +12,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model, parse_positive_int
+from contaccum.cli.options import (
+    ENCODING_OPTIONS,
+    Parser,
+    load_model,
+    parse_positive_int,
+    start_ranks,
+)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -22,21 +28,15 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the arguments, the corpus, the model or the output folder cannot be used.
     """
     args = _parse_arguments(argv)
-    import torch
-    from accelerate import PartialState
-
     from contaccum.retrieval.corpus import CorpusEncoder, require_texts
     from contaccum.retrieval.store import check_folder
 
     # Input and output are checked before a model is loaded.
     require_texts(args.corpus, args.kind, args.on_bad_record)
     check_folder(args.output)
-    # With cpu=False and no accelerator, PartialState would report one process for all of them.
-    use_cpu = args.device == "cpu" or not torch.accelerator.is_available()
-    state = PartialState(cpu=use_cpu)
+    state = start_ranks(args)
     rank = state.process_index
     num_ranks = state.num_processes
-    args.device = args.device or str(state.device)
     model = load_model(args.model, args)
     # Rank 0 creates the store, and the other ranks open it afterwards.
     with state.main_process_first():

@@ -84,6 +84,7 @@ class EmbeddingStore:
         shape: (N, d).
         dtype: type of the embeddings on disk, one of `STORED`.
         similarity: "cos" or "dot", the similarity function of the model.
+        shard_size: number of rows in a shard; the last shard may have fewer.
     """
 
     def __init__(self, folder: Path, metadata: dict[str, Any]) -> None:
@@ -92,7 +93,7 @@ class EmbeddingStore:
         self.similarity: str = metadata.get("similarity", "")
         self.shape: tuple[int, int] = (metadata["rows"], metadata["dimension"])
         self.dtype: str = metadata["dtype"]
-        self._shard_size: int = metadata["shard_size"]
+        self.shard_size: int = metadata["shard_size"]
         self._get_shard = lru_cache(_MAX_MAPPED_SHARDS)(self._map_shard)
 
     @classmethod
@@ -157,7 +158,7 @@ class EmbeddingStore:
     def text_ids(self) -> np.ndarray:
         """Return the hashes of all texts, int64 (N,); see `contaccum.data.sampling.text_ids`."""
         parts = []
-        for shard_number in range(self._num_shards):
+        for shard_number in range(self.num_shards):
             path = get_shard_folder(self.folder, shard_number) / TEXTS_FILE
             parts.append(np.load(path, allow_pickle=False))
         return np.concatenate(parts)
@@ -171,15 +172,16 @@ class EmbeddingStore:
         Yields:
             The number of the block's first row, and its embeddings, float32 (n, d).
         """
-        for shard_number in range(self._num_shards):
+        for shard_number in range(self.num_shards):
             embeddings = self._get_shard(shard_number).embeddings
-            shard_start = shard_number * self._shard_size
+            shard_start = shard_number * self.shard_size
             for first in range(0, len(embeddings), size):
                 yield shard_start + first, embeddings[first : first + size]
 
     @property
-    def _num_shards(self) -> int:
-        return -(-len(self) // self._shard_size)  # rounded up
+    def num_shards(self) -> int:
+        """Number of shards."""
+        return -(-len(self) // self.shard_size)  # rounded up
 
     def _group_by_shard(self, rows: Sequence[int] | np.ndarray) -> Iterator[_ShardRows]:
         """Yield the rows of a request shard by shard.
@@ -197,10 +199,10 @@ class EmbeddingStore:
                 f"{self.folder}: has rows 0 to {len(self) - 1}, but rows from {smallest} to "
                 f"{largest} were requested"
             )
-        shard_numbers = row_numbers // self._shard_size
+        shard_numbers = row_numbers // self.shard_size
         for shard_number in np.unique(shard_numbers).tolist():
             positions = np.flatnonzero(shard_numbers == shard_number)
-            rows_in_shard = row_numbers[positions] - shard_number * self._shard_size
+            rows_in_shard = row_numbers[positions] - shard_number * self.shard_size
             yield _ShardRows(shard_number, positions, rows_in_shard)
 
     def _map_shard(self, shard_number: int) -> _MappedShard:
