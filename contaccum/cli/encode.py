@@ -19,6 +19,7 @@ from contaccum.cli.options import (
     parse_positive_int,
     start_ranks,
 )
+from contaccum.files import redact
 
 
 def run(argv: Sequence[str]) -> int:
@@ -64,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
         print(encoded.report.summary())
     status = "other ranks are still encoding"
     if encoded.is_finished:
-        status = f"written: {args.output} ({encoded.report.used:,} rows)"
+        status = f"written: {redact(args.output)} ({encoded.report.used:,} rows)"
     print(
         f"{encoded.num_encoded:,} encoded by rank {rank}, "
         f"{texts_per_second:,.0f} per second; {status}"
@@ -92,7 +93,10 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "or a BEIR folder",
     )
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="FOLDER", help="folder of the store"
+        "--output",
+        required=True,
+        metavar="FOLDER",
+        help="folder of the store; also a URL, such as s3://BUCKET/FOLDER",
     )
     parser.add_argument(
         "--kind",

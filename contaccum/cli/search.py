@@ -84,9 +84,9 @@ def run(argv: Sequence[str]) -> int:
     hits = zip(query_ids, _get_hits(store, results.scores, results.rows), strict=True)
     write_text(args.output, trec_lines(hits, "contaccum"))
     record = {
-        "store": {"path": str(args.store), "fingerprint": store.fingerprint, "rows": len(store)},
+        "store": {"path": args.store, "fingerprint": store.fingerprint, "rows": len(store)},
         "model": {"name": store.metadata.get("model_name"), "similarity": index_settings["metric"]},
-        "queries": {"path": str(args.queries), "count": len(query_ids)},
+        "queries": {"path": args.queries, "count": len(query_ids)},
         "search": results.record,
         **provenance(),
     }
@@ -132,14 +132,13 @@ def _make_parser() -> Parser:
     parser.add_model("the encoder that wrote the store; leave it out if --queries is a store")
     parser.add_argument(
         "--store",
-        type=Path,
         required=True,
         metavar="FOLDER",
-        help="store of documents that contaccum encode wrote",
+        help="store of documents that contaccum encode wrote; also a URL, such as "
+        "s3://BUCKET/FOLDER",
     )
     parser.add_argument(
         "--queries",
-        type=Path,
         required=True,
         metavar="PATH",
         help="jsonl, tsv (id, text), DPR's .qa.csv, a BEIR folder, or a store of encoded queries",
@@ -181,10 +180,12 @@ def _load_queries(args: argparse.Namespace, store: EmbeddingStore) -> tuple[list
     """
     from contaccum.data import RecordReport
     from contaccum.retrieval.encode import encode_texts, model_fingerprint
+    from contaccum.retrieval.folders import is_url
     from contaccum.retrieval.store import EmbeddingStore
     from contaccum.retrieval.store_files import STORE_FILE
 
-    if (args.queries / STORE_FILE).is_file():
+    # Files of texts are read from this machine only.
+    if is_url(args.queries) or Path(args.queries, STORE_FILE).is_file():
         query_store = EmbeddingStore.open(args.queries)
         _check_stores(
             args, store, query_store.metadata["model"], queries_kind=query_store.metadata["kind"]
@@ -218,9 +219,10 @@ def _read_query_texts(args: argparse.Namespace, report: Any) -> dict[str, str]:
     from contaccum.data import load_beir_folder
     from contaccum.retrieval.encode import read_texts
 
+    path = Path(args.queries)
     if args.split:
-        return load_beir_folder(args.queries, args.split, report=report).queries
-    return {query.id: query.passage for query in read_texts(args.queries, "query", report)}
+        return load_beir_folder(path, args.split, report=report).queries
+    return {query.id: query.passage for query in read_texts(path, "query", report)}
 
 
 def _check_stores(
