@@ -42,7 +42,7 @@ def root(tiny_config, tiny_tokenizer, tmp_path_factory) -> Path:
     return root
 
 
-def encode(root: Path, texts: str, output: Path, *options: str) -> None:
+def encode(root: Path, texts: str, output: Path | str, *options: str) -> None:
     argv = ["encode", str(root / "encoder"), "--device", "cpu", "--no_progress"]
     argv += ["--corpus", str(root / texts), "--output", str(output), *options]
     assert main(argv) == 0
@@ -110,6 +110,23 @@ def test_a_store_of_queries_needs_no_model(root, tmp_path):
     assert read_trec_run(tmp_path / "a.trec") == read_trec_run(tmp_path / "b.trec")
 
 
+def test_stores_at_urls_give_the_run_of_local_stores(root, tmp_path, capsys):
+    assert run(root, tmp_path / "local.trec") == 0
+    store = "memory://user:secret-password@bucket/store"
+    queries = "memory://bucket/queries"
+    encode(root, "corpus.jsonl", store, "--shard_size", "17")
+    encode(root, "queries.jsonl", queries, "--kind", "query")
+    output = tmp_path / "remote.trec"
+    assert run(root, output, "--store", store, "--queries", queries, model=None) == 0
+    assert output.read_text() == (tmp_path / "local.trec").read_text()
+    record = json.loads((tmp_path / "remote.json").read_text())
+    assert record["store"]["path"] == "memory://***@bucket/store"
+    assert record["queries"]["path"] == queries
+    printed = capsys.readouterr().out
+    assert "written: memory://***@bucket/store (60 rows)" in printed
+    assert "secret-password" not in printed
+
+
 def test_split_selects_the_queries_of_a_beir_folder(root, tmp_path):
     for options, count in ((["--split", "test"], 2), ([], 12)):
         assert run(root, tmp_path / "run.trec", "--queries", root, *options) == 0
@@ -136,6 +153,9 @@ def test_index_file_is_written_once_and_used_again(root, tmp_path):
         (["--output", "run.json"], "encoder", "end its name in .trec"),
         (["--index_file", "x.faiss"], "encoder", "leave --index_file out"),
         (["--store", "nowhere"], "encoder", "not a store"),
+        (["--store", "memory://nowhere"], "encoder", "memory://nowhere: not a store"),
+        (["--store", "nowhere://bucket/store"], "encoder", "Protocol not known: nowhere"),
+        (["--queries", "memory://nowhere"], "encoder", "memory://nowhere: not a store"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(root, tmp_path, capsys, options, model, message):
