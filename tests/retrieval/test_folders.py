@@ -11,10 +11,13 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from small_data import contents
 
+from contaccum.data.sampling import text_ids
 from contaccum.errors import ConfigError, DataError, UserError
+from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.folders import LocalFolder, open_folder
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter, check_folder
 
@@ -184,6 +187,18 @@ def test_a_damaged_shard_is_refused_and_written_again(memory):
         assert open_writer(URL).fill(PASSAGES, count_and_encode)
         assert first_rows == [10]
         np.testing.assert_array_equal(EmbeddingStore.open(URL)[:], EMBEDDINGS)
+
+
+def test_documents_for_training_are_read_from_a_remote_store():
+    write_store(URL)
+    documents = StoreDocuments(EmbeddingStore.open(URL))
+    blocks = []
+    for part in range(2):
+        blocks += documents.blocks(torch.device("cpu"), part, 2)
+    blocks.sort(key=lambda block: block.first)
+    assert torch.equal(torch.cat([block.documents for block in blocks]), torch.tensor(EMBEDDINGS))
+    assert documents.find_rows(int(text_ids(["17"])[0])) == [17]
+    assert documents.describe()["store"] == URL
 
 
 def test_two_ranks_fill_a_remote_store():
