@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # The start of a URL: "s3://", or "simplecache::s3://" for a chain of file systems.
 _URL_START = re.compile(r"[a-z][a-z0-9+.-]*(://|::)", re.I)
+# What pathlib.Path makes of it.
+_SHORTENED_URL_START = re.compile(r"[a-z][a-z0-9+.-]+:/", re.I)
 
 
 class StoreFolder(ABC):
@@ -67,7 +69,11 @@ class StoreFolder(ABC):
 
     @abstractmethod
     def write_json(self, name: str, content: Any) -> None:
-        """Write a JSON file without credentials, as a whole or not at all."""
+        """Write a JSON file without credentials, as a whole or not at all.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
 
     @abstractmethod
     def get_local_file(self, name: str) -> Path:
@@ -165,12 +171,9 @@ class RemoteFolder(StoreFolder):
         return [name for name in names if not name.startswith(".")]
 
     def get_file_sizes(self, name: str) -> dict[str, int]:
-        sizes = {}
-        for entry in self._list_entries(name):
-            # Some object stores list an empty object that stands for the folder itself.
-            if entry["type"] == "file" and not entry["name"].endswith("/"):
-                sizes[_get_last_part(entry["name"])] = entry["size"]
-        return sizes
+        entries = self._list_entries(name)
+        files_only = [entry for entry in entries if entry["type"] == "file"]
+        return {_get_last_part(entry["name"]): entry["size"] for entry in files_only}
 
     def read_json(self, name: str) -> dict[str, Any]:
         with self._translate_errors("read", name):
@@ -202,10 +205,10 @@ class RemoteFolder(StoreFolder):
     @contextmanager
     def new_subfolder(self, name: str, last_file: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory() as temporary_folder:
-            yield Path(temporary_folder)
-            paths = sorted(
-                Path(temporary_folder).iterdir(), key=lambda path: path.name == last_file
-            )
+            local_folder = Path(temporary_folder, name)
+            with files.atomic_folder(local_folder) as folder:
+                yield folder
+            paths = sorted(local_folder.iterdir(), key=lambda path: path.name == last_file)
             self.remove(name)
             for path in paths:
                 file_name = f"{name}/{path.name}"
@@ -221,9 +224,12 @@ class RemoteFolder(StoreFolder):
         with self._translate_errors("read", name):
             self._filesystem.invalidate_cache()
             try:
-                return self._filesystem.ls(self._join(name), detail=True)
+                entries = self._filesystem.ls(self._join(name), detail=True)
             except FileNotFoundError:
                 return []
+        # Object stores may have an empty object with the path of a folder, which stands for it.
+        path = self._join(name).strip("/")
+        return [entry for entry in entries if entry["size"] or entry["name"].strip("/") != path]
 
     def _join(self, name: str) -> str:
         return f"{self._path}/{name}".rstrip("/")
@@ -256,14 +262,18 @@ def open_folder(path: files.AnyPath) -> StoreFolder:
     """Return the folder at a path or a URL. It need not exist.
 
     Args:
-        path: a path of this machine, also as ``file://``, or a URL. A ``pathlib.Path`` cannot hold
-            a URL.
+        path: a path of this machine, also as ``file://``, or a URL as a str.
 
     Raises:
-        ConfigError: the scheme of the URL is unknown, or its package is not installed.
+        ConfigError: the scheme of the URL is unknown, its package is not installed, or the URL is
+            a ``pathlib.Path``.
         UserError: the file system cannot be used.
     """
     url = os.fspath(path)
+    if isinstance(path, Path) and _SHORTENED_URL_START.match(url):
+        raise ConfigError(
+            f"{files.redact(url)}: pathlib.Path has changed this URL; pass the URL as a str"
+        )
     if not is_url(url):
         return LocalFolder(Path(url))
 

@@ -4,6 +4,7 @@
 whole objects only.
 """
 
+import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,22 @@ def test_a_remote_folder_with_other_files_is_left_alone(memory):
         EmbeddingStore.open(URL)
 
 
+def test_the_empty_object_of_a_folder_is_no_file_in_it(monkeypatch):
+    marker = {"name": "/bucket/stores/store/", "size": 0, "type": "file"}
+    monkeypatch.setattr(MemoryFileSystem, "ls", lambda self, path, detail: [marker])
+    assert check_folder(URL) is None
+    assert open_folder(URL).get_file_sizes("") == {}
+
+
+def test_a_full_temporary_disk_is_reported_in_one_line(monkeypatch):
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np, "save", refuse)
+    with pytest.raises(UserError, match=r"cannot be written \(No space left on device\)"):
+        write_store(URL)
+
+
 def test_a_remote_store_of_another_model_is_refused(memory):
     write_store(URL)
     content_before = {path: file.getvalue() for path, file in memory.store.items()}
@@ -238,6 +255,12 @@ def test_a_missing_package_is_named_in_one_line():
         assert "password" not in str(caught.value)
         with pytest.raises(ConfigError, match="Protocol not known: nowhere"):
             function("nowhere://bucket/store")
+
+
+def test_a_url_that_pathlib_has_shortened_is_refused():
+    for function in (EmbeddingStore.open, check_folder):
+        with pytest.raises(ConfigError, match=r"s3:/bucket/store: .* pass the URL as a str"):
+            function(Path("s3://bucket/store"))
 
 
 def test_credentials_in_a_url_are_not_shown(monkeypatch):
