@@ -172,10 +172,11 @@ def _copy(model: SentenceTransformer) -> SentenceTransformer:
     return copy.deepcopy(model, memo)
 
 
-def _set_prompts(model: SentenceTransformer, prompts: dict[Kind, str]) -> SentenceTransformer:
+def _set_prompts(model: SentenceTransformer, prompts: Mapping[Kind, str]) -> SentenceTransformer:
     variant = _copy(model)
     variant.prompts = dict(model.prompts)
-    variant.prompts.update(prompts)
+    for kind, prompt in prompts.items():
+        variant.prompts[kind] = prompt
     return variant
 
 

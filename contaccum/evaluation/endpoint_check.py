@@ -268,7 +268,10 @@ def compare_sample(
     rows: list[JsonObject] = []
     advice_of_name: dict[str, str] = {}
     if low_texts:
-        rows.append({"name": "as trained", **trained_cosines})
+        trained_row: JsonObject = {"name": "as trained"}
+        for kind, cosine in trained_cosines.items():
+            trained_row[kind] = cosine
+        rows.append(trained_row)
         for hypothesis in list_hypotheses(model, low_texts):
             variant = hypothesis.make_model()
             row: JsonObject = {"name": hypothesis.name}

@@ -63,8 +63,8 @@ class QuerySideLoss(nn.Module):
     Args:
         model: the SentenceTransformer whose document tower encoded the store. To train an adapter
             instead of a copy, call `contaccum.encoders.query_tower.add_query_adapter` first.
-        store: an `EmbeddingStore`, the path of its folder (``contaccum encode`` writes one) or
-            `StoreDocuments`.
+        store: an `EmbeddingStore`, the path or URL of its folder (``contaccum encode`` writes one)
+            or `StoreDocuments`.
         scale: 1 / temperature. The similarity function is that of the store.
 
     Raises:

@@ -10,6 +10,7 @@ from contaccum.comparison.options import Options, to_command_line
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
+from contaccum.files import AnyPath
 from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.training import config
 from contaccum.training.arguments import (
@@ -177,8 +178,8 @@ def _load_evaluator(
 
 def _prepare_store(
     options: Options, args: ContAccumTrainingArguments, encoder: DualEncoder, output: Path
-) -> Path | None:
-    """Return the folder of the document embeddings for query-side training.
+) -> AnyPath | None:
+    """Return the folder or URL of the document embeddings for query-side training.
 
     It is ``passage_store`` if that is set. Otherwise ``corpus`` is encoded once, by the base model.
 
@@ -186,7 +187,7 @@ def _prepare_store(
         None if neither is set.
     """
     if "passage_store" in options:
-        return Path(options["passage_store"][0])
+        return options["passage_store"][0]
     if "corpus" not in options:
         return None
     folder = output / STORE_FOLDER
