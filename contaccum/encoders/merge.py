@@ -112,7 +112,7 @@ class WeightInterpolation:
         Args:
             task: "query" or "document".
         """
-        return all(torch.equal(base, trained) for _, base, trained in self._tensors[task])
+        return all(_is_equal(base, trained) for _, base, trained in self._tensors[task])
 
 
 def check_weight(weight: float) -> None:
@@ -129,7 +129,7 @@ def interpolate(base: torch.Tensor, trained: torch.Tensor, weight: float) -> tor
     The result is computed in float32, or in float64 for tensors of this type. Where both tensors
     are equal, and at weights 0 and 1, the result is exact. Integers are those of ``trained``.
     """
-    if weight == 1 or not trained.is_floating_point() or torch.equal(base, trained):
+    if weight == 1 or not trained.is_floating_point() or _is_equal(base, trained):
         return trained
     if weight == 0:
         return base.to(trained.dtype)
@@ -137,6 +137,12 @@ def interpolate(base: torch.Tensor, trained: torch.Tensor, weight: float) -> tor
     # The rounded sum of the two products may differ from two equal summands. torch.lerp adds a
     # multiple of their difference, so it does not.
     return torch.lerp(base.to(dtype), trained.to(dtype), weight).to(trained.dtype)
+
+
+def _is_equal(base: torch.Tensor, trained: torch.Tensor) -> bool:
+    """Return whether two tensors have the same type and the same numbers."""
+    # torch.equal refuses tensors of different types.
+    return base.dtype == trained.dtype and torch.equal(base, trained)
 
 
 def _pair_tensors(base: nn.Module, trained: nn.Module) -> list[_Tensors]:
