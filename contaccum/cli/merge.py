@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
     """
     args = _parse_arguments(argv)
     from contaccum.evaluation.beir_sets import load_data
-    from contaccum.merging.choice import BEST_OF_SEVERAL, choose_weight, describe_rule
+    from contaccum.merging.choice import BEST_OF_SEVERAL, choose_weight
     from contaccum.merging.scoring import ScoringSettings, WeightScorer
 
     data_sets = _list_data_sets(args)
@@ -55,11 +55,11 @@ def run(argv: Sequence[str]) -> int:
         scores.append(scorer.score(dataset, role, args.weights))
     choice = choose_weight(scores, args.guard_loss)
 
-    print(f"\n{describe_rule(args.guard_loss)}\n\n{choice.table()}\n")
+    print(f"\n{choice.rule}\n\n{choice.table()}\n")
     for warning in choice.warnings:
         print(f"warning: {warning}")
     print(f"note: {BEST_OF_SEVERAL}")
-    print(_describe_choice(choice))
+    print(choice.describe())
     if args.output is None:
         print("nothing was written: give --output to write the chosen model and this table")
     else:
@@ -203,18 +203,6 @@ def _load_models(args: argparse.Namespace) -> WeightInterpolation:
             f"{args.base} and {args.model} have the same weights: there is nothing to merge"
         )
     return interpolation
-
-
-def _describe_choice(choice: WeightChoice) -> str:
-    """Return the line that says which weight was chosen, and what it means."""
-    if choice.weight == 0:
-        return (
-            "chosen: weight 0, the base model: no other weight is better on the own data and loses "
-            "little enough on every guard set; keep the base model, or train more gently"
-        )
-    if choice.weight == 1:
-        return "chosen: weight 1, the trained model as it is"
-    return f"chosen: weight {choice.weight:g}"
 
 
 def _write_results(

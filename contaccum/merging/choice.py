@@ -23,7 +23,7 @@ DEFAULT_GUARD_LOSS = 0.01
 _TOLERANCE = 1e-9
 
 BEST_OF_SEVERAL = (
-    "The scores on the own data are those of the best of several weights, so they are optimistic: "
+    "the scores on the own data are those of the best of several weights, so they are optimistic: "
     "use dev data as own data, and score the chosen model on test data afterwards."
 )
 
@@ -94,12 +94,23 @@ class WeightChoice(NamedTuple):
             "table": self.table(),
         }
 
+    def describe(self) -> str:
+        """Return the line that says which weight was chosen, and what it means."""
+        if self.weight == 0:
+            return (
+                "chosen: weight 0, the base model: no other weight is better on the own data and "
+                "loses little enough on every guard set; keep the base model"
+            )
+        if self.weight == 1:
+            return "chosen: weight 1, the trained model as it is"
+        return f"chosen: weight {self.weight:g} of the trained model"
+
     def table(self) -> str:
         """Return a Markdown table with a row for each weight and a column for each data set."""
         header = ["weight"]
         for data_set in self.data_sets:
             header.append(f"{data_set['role']}: {data_set['data']['name']}")
-        header.append("")
+        header.append("note")
         cells: list[list[str]] = []
         for index, weight in enumerate(self.failed_guards):
             row = [f"{weight:g}"]

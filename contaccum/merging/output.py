@@ -56,7 +56,7 @@ def describe_merge(choice: WeightChoice, base_name: str, trained_name: str) -> s
         f"**{summary}**",
         f"{choice.rule} Scores are nDCG@10, with the difference to {base_name} and its interval.",
         choice.table(),
-        "\n".join([*choice.warnings, BEST_OF_SEVERAL]),
+        "\n".join(f"- {line}" for line in [*choice.warnings, BEST_OF_SEVERAL]),
     ]
     return "\n\n".join(parts)
 

@@ -104,7 +104,7 @@ def test_table_and_chosen_model_are_written(root, tmp_path, capsys):
 
 
 def test_ends_have_the_scores_of_both_models(root, tmp_path):
-    assert merge(root, "--output", tmp_path / "out") == 0
+    assert merge(root, "--weights", 0.5, "--output", tmp_path / "out") == 0
     record = json.loads((tmp_path / "out.json").read_text())
     for number, data in enumerate(("own", "other")):
         scores = get_scores(record, number)
@@ -114,7 +114,7 @@ def test_ends_have_the_scores_of_both_models(root, tmp_path):
 
 def test_without_output_nothing_is_written(root, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert merge(root) == 0
+    assert merge(root, "--weights", 0.5) == 0
     assert "nothing was written" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
@@ -140,25 +140,26 @@ class Killed(BaseException):
 
 
 def test_repeated_command_scores_only_what_is_missing(root, tmp_path, monkeypatch):
-    """The first command is killed while it scores the fourth weight."""
+    """The first command is killed while it scores the second weight of three."""
     score_run = scoring.score_run
     num_scored = 0
 
     def count(*args: Any) -> Any:
         nonlocal num_scored
         num_scored += 1
-        if num_scored == 4:
+        if num_scored == 2:
             raise Killed
         return score_run(*args)
 
     monkeypatch.setattr(scoring, "score_run", count)
+    options = ["--weights", 0.5, "--output"]
     with pytest.raises(Killed):
-        merge(root, "--output", tmp_path / "out")
+        merge(root, *options, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out.scores.json"]
-    assert merge(root, "--output", tmp_path / "out") == 0
-    # Three of ten scores were saved. The call that was killed is counted as well.
-    assert num_scored == 4 + 7
-    assert merge(root, "--output", tmp_path / "other") == 0
+    assert merge(root, *options, tmp_path / "out") == 0
+    # One of six scores was saved. The call that was killed is counted as well.
+    assert num_scored == 2 + 5
+    assert merge(root, *options, tmp_path / "other") == 0
     first = json.loads((tmp_path / "out.json").read_text())
     assert first == json.loads((tmp_path / "other.json").read_text())
 
