@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from contaccum.encoders.merge import WeightInterpolation
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.metrics import paired_bootstrap
 from contaccum.fitting import pipeline
+from contaccum.fitting.folder import FitFolder
 from contaccum.merging import choice, scoring
 from contaccum.retrieval.encode import model_fingerprint
 
@@ -54,7 +56,7 @@ def draw_words(generator: random.Random) -> list[int]:
 def write_guard(folder: Path) -> Path:
     """Write a BEIR folder on which training loses.
 
-    A relevant document shares four of five words with its query, as the model before training
+    A relevant document shares two of five words with its query, as the model before training
     likes it. The other documents are the passages that training teaches instead.
     """
     generator = random.Random(2)
@@ -63,7 +65,7 @@ def write_guard(folder: Path) -> Path:
     for number in range(30):
         words = draw_words(generator)
         queries[f"q{number}"] = make_text(words)
-        documents[f"same{number}"] = ("", make_text([*words[:4], generator.randrange(HALF)]))
+        documents[f"same{number}"] = ("", make_text([*words[:2], *draw_words(generator)[2:]]))
         documents[f"other{number}"] = ("", make_text(words, HALF))
     qrels = [(f"q{number}", f"same{number}", 1) for number in range(30)]
     return write_beir(folder, documents, queries, qrels, "test")
@@ -98,7 +100,7 @@ def fit(root: Path, output: Path, **options: Any) -> pipeline.FitResult:
 
 @pytest.fixture(scope="module")
 def guarded(root: Path) -> pipeline.FitResult:
-    return fit(root, root / "out", guard_loss=0.2)
+    return fit(root, root / "out", guard_loss=0.07)
 
 
 @pytest.mark.slow
@@ -106,14 +108,13 @@ def test_model_of_the_chosen_weight_is_kept_and_judged(root, guarded):
     folder = guarded.folder
     record = json.loads(folder.record_file.read_text())
     guard = record["guard"]
-    print(guard["table"])
     [own, other] = guard["data_sets"]
     assert [row["weight"] for row in own["rows"]] == [0.0, 0.3, 0.5, 0.7, 1.0]
     assert (own["data"]["name"], other["data"]["name"]) == ("dev", "other")
     # Training is good for dev and bad for the guard set, so the chosen weight lies between.
     assert 0 < guard["weight"] < 1
     losses = {row["weight"]: row["difference"] for row in other["rows"] if row["weight"] > 0}
-    assert losses[guard["weight"]] >= -0.2 > losses[1.0]
+    assert losses[guard["weight"]] >= -0.07 > losses[1.0]
     base = contaccum.DualEncoder.from_pretrained(root / "fresh", device="cpu")
     trained = contaccum.DualEncoder.from_pretrained(folder.trained_model, device="cpu")
     expected = WeightInterpolation(base, trained).set_weight(guard["weight"])
@@ -137,17 +138,26 @@ def test_card_and_report_show_the_choice(guarded):
     page = guarded.report.read_text()
     assert "What it keeps" in page
     assert f"{record['guard']['weight']:g} (chosen)" in page
-    assert "nDCG@10 on dev by learning rate" in page or "loss" in page
+    assert "<h2>Training</h2>" in page  # the curves are read from the folder of the training
 
 
 class Killed(BaseException):
     """An exception in place of SIGKILL: nothing catches it."""
 
 
+def copy_as_trained(folder: FitFolder, copy: Path) -> None:
+    """Copy a finished fit as it was after the final training."""
+    ignored = shutil.ignore_patterns("model", "guard*.json", "report.html")
+    shutil.copytree(folder.path, copy, ignore=ignored)
+    request = json.loads(folder.record_file.read_text())["request"]
+    FitFolder(copy).record_file.write_text(json.dumps({"request": request}))
+
+
 @pytest.mark.slow
 def test_fit_that_was_killed_while_it_chose_a_weight_continues(
     root, guarded, tmp_path, monkeypatch
 ):
+    copy_as_trained(guarded.folder, tmp_path / "out")
     score_run = scoring.score_run
     num_scored = 0
 
@@ -160,11 +170,11 @@ def test_fit_that_was_killed_while_it_chose_a_weight_continues(
 
     monkeypatch.setattr(scoring, "score_run", kill_at_third)
     with pytest.raises(Killed):
-        fit(root, tmp_path / "out", guard_loss=0.2)
+        fit(root, tmp_path / "out", guard_loss=0.07)
     assert not (tmp_path / "out" / "model").exists()
     with pytest.raises(ConfigError, match="this folder has an unfinished fit with guard="):
         fit(root, tmp_path / "out", guard_loss=0.3)
-    result = fit(root, tmp_path / "out", guard_loss=0.2)
+    result = fit(root, tmp_path / "out", guard_loss=0.07)
     # Two of ten scores were saved. The call that was killed is counted as well.
     assert num_scored == 3 + 8
     assert result.verdict == guarded.verdict
@@ -185,5 +195,5 @@ def test_guard_that_cannot_be_read_is_refused_first(root, tmp_path, capsys):
 
 def test_time_of_the_guard_is_part_of_the_budget(root, tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline.Guard, "estimate_seconds", lambda *args: 10_000.0)
-    with pytest.raises(ConfigError, match="documents and the guard sets takes 2.8 hours"):
+    with pytest.raises(ConfigError, match=r"documents and the guard sets takes 2\.8 hours"):
         fit(root, tmp_path / "out")
