@@ -58,7 +58,9 @@ def run(argv: Sequence[str]) -> int:
     print(f"\n{choice.rule}\n\n{choice.table()}\n")
     for warning in choice.warnings:
         print(f"warning: {warning}")
-    print(f"note: {BEST_OF_SEVERAL}")
+    print(
+        f"note: {BEST_OF_SEVERAL}: use a dev set as --data, and score the model on test afterwards"
+    )
     print(choice.describe())
     if args.output is None:
         print("nothing was written: give --output to write the chosen model and this table")

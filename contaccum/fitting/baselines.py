@@ -51,15 +51,15 @@ def measure_seconds_per_text(encoder: DualEncoder, texts: list[str], batch_size:
     return (time.perf_counter() - started) / len(texts)
 
 
-def estimate_trial_texts(split: Split) -> int:
-    """Return the number of documents and queries of the dev set for trials.
+def estimate_trial_documents(split: Split) -> int:
+    """Return the number of documents of the dev set for trials.
 
     A large dev set is reduced to the judged documents and the top documents of two runs.
     """
     num_documents = split.documents["dev"]
     if num_documents > MAX_TRIAL_DOCUMENTS:
         num_documents = min(num_documents, split.dev * (2 * _POOL_DEPTH + 1))
-    return num_documents + split.dev
+    return num_documents
 
 
 def require_encoding_time(

@@ -7,7 +7,7 @@ on the user's guard sets, and the rule of `contaccum.merging.choice` chooses one
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -28,7 +28,6 @@ from contaccum.fitting.baselines import (
 from contaccum.fitting.folder import FitFolder
 from contaccum.merging.choice import (
     DEFAULT_WEIGHTS,
-    METRIC,
     check_guard_loss,
     check_weights,
     choose_weight,
@@ -44,7 +43,7 @@ class _GuardSet(NamedTuple):
 
     source: str  # folder or public name
     fingerprint: str
-    num_texts: int  # documents and queries
+    num_documents: int
     sample: list[str]  # documents, to measure the time of encoding
 
 
@@ -76,20 +75,29 @@ class Guard:
         return {"sets": sets, "guard_loss": self._guard_loss}
 
     def estimate_seconds(
-        self, base: DualEncoder, num_dev_texts: int, seconds_per_dev_text: float, batch_size: int
+        self,
+        base: DualEncoder,
+        dev_seconds: float,
+        batch_size: int,
+        is_query_side: bool,
     ) -> float:
-        """Return the time that the scores of all weights take, measured on a part of the texts.
+        """Return the time that the scores of all weights take, measured on a part of the documents.
+
+        Queries are not counted, because they are short.
 
         Args:
             base: the base model.
-            num_dev_texts: number of documents and queries of dev.
-            seconds_per_dev_text: the time that the encoding of a text of dev takes.
+            dev_seconds: the time that one encoding of the documents of dev takes.
             batch_size: texts per forward pass.
+            is_query_side: True if only the query tower will be trained. The documents are then
+                encoded once, and otherwise once for each weight.
         """
-        seconds = num_dev_texts * seconds_per_dev_text
+        seconds = dev_seconds
         for guard_set in self._sets:
-            seconds_per_text = measure_seconds_per_text(base, guard_set.sample, batch_size)
-            seconds += guard_set.num_texts * seconds_per_text
+            seconds_per_document = measure_seconds_per_text(base, guard_set.sample, batch_size)
+            seconds += guard_set.num_documents * seconds_per_document
+        if is_query_side:
+            return seconds
         return seconds * len(self._weights)
 
     def choose(
@@ -138,8 +146,7 @@ def _read_guard_set(source: str) -> _GuardSet:
     sample = []
     for document in islice(dataset.corpus.values(), NUM_MEASURED_DOCUMENTS):
         sample.append(passage_text(document.get("title") or "", document["text"]))
-    num_texts = len(dataset.corpus) + len(dataset.queries)
-    return _GuardSet(source, dataset.fingerprint, num_texts, sample)
+    return _GuardSet(source, dataset.fingerprint, len(dataset.corpus), sample)
 
 
 def read_guard_record(folder: FitFolder) -> dict[str, Any] | None:
@@ -150,12 +157,11 @@ def read_guard_record(folder: FitFolder) -> dict[str, Any] | None:
     return record
 
 
-def read_chosen_dev_score(record: dict[str, Any]) -> float:
-    """Return the mean score of the chosen weight on dev, the first data set of the record."""
-    for row in record["data_sets"][0]["rows"]:
-        if row["weight"] == record["weight"]:
-            return float(row[METRIC])
-    raise ValueError("the record of the choice has no score of the chosen weight")
+def find_chosen_row(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the row of the chosen weight on dev, which is the first data set of the record."""
+    rows: list[dict[str, float]] = record["data_sets"][0]["rows"]
+    [chosen_row] = [row for row in rows if row["weight"] == record["weight"]]
+    return chosen_row
 
 
 def load_at_weight(base: DualEncoder, trained_folder: Path, weight: float | None) -> DualEncoder:

@@ -20,7 +20,7 @@ from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.files import AnyPath, redact, write_json, write_text
 from contaccum.fitting.baselines import (
     encode_corpus,
-    estimate_trial_texts,
+    estimate_trial_documents,
     get_trial_dev_set,
     load_evaluator,
     measure_seconds_per_document,
@@ -241,9 +241,10 @@ class Fit:
             document_seconds = measure_seconds_per_document(base, self._folder, batch_size)
             guard_seconds = 0.0
             if self._guard is not None:
-                num_texts = estimate_trial_texts(split)
+                dev_seconds = estimate_trial_documents(split) * document_seconds
+                is_query_side = self._settings.get("method") == ["query_side"]
                 guard_seconds = self._guard.estimate_seconds(
-                    base, num_texts, document_seconds, batch_size
+                    base, dev_seconds, batch_size, is_query_side
                 )
             if self._is_first_process and not self._folder.baselines_file.is_file():
                 require_encoding_time(self._budget, split, document_seconds, guard_seconds)

@@ -22,10 +22,12 @@ from contaccum.fitting.final import (
     select_shown_metrics,
 )
 from contaccum.fitting.folder import FitFolder
-from contaccum.fitting.guard import read_chosen_dev_score, read_guard_record
+from contaccum.fitting.guard import find_chosen_row, read_guard_record
 from contaccum.fitting.source import DataSource
 from contaccum.fitting.verdict import Verdict, collect_warnings
+from contaccum.merging.choice import METRIC
 from contaccum.tuning.baselines import Baselines
+from contaccum.tuning.choice import Choice
 from contaccum.tuning.result import TunedSettings
 
 
@@ -88,10 +90,10 @@ def make_record(
     guard_record = read_guard_record(folder)
     if guard_record is None:
         trained_dev_score = read_best_dev_score(folder.model)
-        guard_warnings = []
+        warnings = collect_warnings(verdict, tuned.choice)
     else:
-        trained_dev_score = read_chosen_dev_score(guard_record)
-        guard_warnings = guard_record["warnings"]
+        trained_dev_score = find_chosen_row(guard_record)[METRIC]
+        warnings = _collect_guarded_warnings(verdict, tuned.choice, guard_record)
     dev_scores = {"bm25": baselines.bm25, "base": baselines.base, "trained": trained_dev_score}
     names = {"bm25": "BM25", "base": f"{base_name} (as it is)", "trained": "trained"}
     score_table = []
@@ -101,7 +103,7 @@ def make_record(
     return {
         "request": read_json(folder.record_file)["request"],
         "verdict": verdict.record(),
-        "warnings": [*collect_warnings(verdict, tuned.choice), *guard_warnings],
+        "warnings": warnings,
         "model": base_name,
         "data": {
             "path": str(source.path),
@@ -116,3 +118,19 @@ def make_record(
         "settings": yaml.safe_load(folder.config_file.read_text(encoding="utf-8")),
         "made_with": {**provenance(), "time": datetime.now(UTC).isoformat(timespec="seconds")},
     }
+
+
+def _collect_guarded_warnings(
+    verdict: Verdict, choice: Choice, guard_record: Mapping[str, Any]
+) -> list[str]:
+    """Return the warnings of a fit with a guard, one line each.
+
+    The verdict is about the chosen weight, so it is compared with the scores of this weight on dev.
+    """
+    if guard_record["weight"] == 0:
+        # Dev and test cannot disagree about the base model.
+        return [*choice.warnings, *guard_record["warnings"], guard_record["line"]]
+    chosen_row = find_chosen_row(guard_record)
+    difference = {name: chosen_row[name] for name in ("difference", "low", "high")}
+    merged_choice = choice._replace(against_base=difference)
+    return [*collect_warnings(verdict, merged_choice), *guard_record["warnings"]]

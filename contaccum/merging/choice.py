@@ -23,8 +23,8 @@ DEFAULT_GUARD_LOSS = 0.01
 _TOLERANCE = 1e-9
 
 BEST_OF_SEVERAL = (
-    "the scores on the own data are those of the best of several weights, so they are optimistic: "
-    "use dev data as own data, and score the chosen model on test data afterwards."
+    "the score of the chosen weight on the own data is the best of several, so it is optimistic; "
+    "only other data, such as a test set, give a fair score"
 )
 
 QueryScores = Mapping[str, float]

@@ -90,7 +90,7 @@ def test_table_and_chosen_model_are_written(root, tmp_path, capsys):
     assert own_scores[record["weight"]] == max(own_scores.values())
     assert record["table"] in printed
     assert record["rule"] in printed and printed.index("Rule:") < printed.index("| weight")
-    assert "so they are optimistic" in printed
+    assert "so it is optimistic" in printed
     page = (tmp_path / "out-0.5.md").read_text()
     card = (output / "README.md").read_text()
     assert record["table"] in page and record["table"] in card
