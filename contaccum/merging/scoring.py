@@ -27,7 +27,7 @@ _CUT_OFF = 10
 
 
 class ScoringSettings(NamedTuple):
-    """How texts are encoded and compared.
+    """Settings of the encoding and the comparison of texts.
 
     Attributes:
         batch_size: texts per forward pass.
