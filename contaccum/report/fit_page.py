@@ -31,7 +31,7 @@ def build_fit_page(folder: Path) -> str:
 
     Args:
         folder: folder of the fit, which holds ``fit.json``. The training logs are read from its
-            folder ``model``; without logs the page has no curves.
+            folder ``trained`` or ``model``; without logs the page has no curves.
 
     Raises:
         DataError: a file cannot be read.

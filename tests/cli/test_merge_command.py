@@ -15,7 +15,9 @@ from small_data import write_judged_places, write_judged_sentences
 from tiny_models import bert_config, tiny_encoder, word_tokenizer
 
 from contaccum import DualEncoder
+from contaccum.cli import fit as fit_command
 from contaccum.cli import main
+from contaccum.cli import merge as merge_command
 from contaccum.encoders.merge import WeightInterpolation
 from contaccum.encoders.query_tower import train_query_tower_alone
 from contaccum.evaluation.metrics import paired_bootstrap
@@ -220,6 +222,13 @@ def test_base_of_another_architecture_gives_one_line(root, tmp_path, capsys):
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert re.search(r"cannot be merged: the weight \S+ has the shape \(\d+, 32\)", error)
     assert [path.name for path in tmp_path.iterdir()] == ["wide"]
+
+
+def test_defaults_are_those_of_the_package():
+    """The parser repeats them, because the import of the package takes seconds."""
+    for parser in (merge_command._make_parser(), fit_command._make_parser()):
+        assert parser.get_default("guard_loss") == choice.DEFAULT_GUARD_LOSS
+    assert merge_command._make_parser().get_default("weights") == list(choice.DEFAULT_WEIGHTS)
 
 
 def test_same_model_twice_gives_one_line(root, capsys):
