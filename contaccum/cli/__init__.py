@@ -37,6 +37,7 @@ COMMANDS = {
     "export": "write a model as folders that embedding servers can load",
     "open_qa": "score passage retrieval for questions by answer match, as DPR does",
     "compare": "train several methods side by side and report which one is better",
+    "merge": "choose a model between a base and a trained model by own and other data",
     "report": "draw training runs, comparisons and evaluations as one HTML page",
 }
 

@@ -60,8 +60,23 @@ class FitFolder:
 
     @property
     def model(self) -> Path:
-        """The trained model."""
+        """The trained model; if the fit has a guard, the chosen model."""
         return self.path / "model"
+
+    @property
+    def trained_model(self) -> Path:
+        """The trained model before it is merged with the base model, if the fit has a guard."""
+        return self.path / "trained"
+
+    @property
+    def guard_scores_file(self) -> Path:
+        """The scores of each weight on dev and on the guard sets."""
+        return self.path / "guard_scores.json"
+
+    @property
+    def guard_file(self) -> Path:
+        """The weight that was chosen by the guard sets."""
+        return self.path / "guard.json"
 
     @property
     def retrained_model(self) -> Path:
