@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
         if is_url(args.output):
             raise ConfigError(
                 f"--format parquet with --output {args.output}: parquet files are written to local "
-                "folders only; encode to a folder, or use write_parquet in Python (docs/encoding.md)"
+                "folders only; encode to a folder, or use write_parquet (docs/encoding.md)"
             )
     require_texts(args.corpus, args.kind, args.on_bad_record)
     check_folder(args.output)
