@@ -91,7 +91,7 @@ def fill_page(page: str, tables: dict[str, str]) -> str:
         pattern = re.compile(re.escape(start) + r".*?(?=<!-- end of table -->)", re.DOTALL)
         if pattern.search(page) is None:
             raise ValueError(f"the page has no place for the table {name!r}")
-        content = f"{start}{table}\n"
+        content = f"{start}\n{table}\n\n"
         page = pattern.sub(lambda match, content=content: content, page)
     return page
 
