@@ -58,7 +58,8 @@ def run(root: Path, output: Path, *options: object, model: str | None = "encoder
 
 
 def test_run_equals_the_search_of_an_array(root, tmp_path, monkeypatch):
-    monkeypatch.setattr(exact_search, "SLICE_BYTES", 4 * 32 * 25)
+    # The array is searched in slices like the shards, so that rounding is the same.
+    monkeypatch.setattr(exact_search, "SLICE_BYTES", 4 * 32 * 17)
     assert run(root, tmp_path / "run.trec", "--top_k", 7) == 0
     hits = read_trec_run(tmp_path / "run.trec")
     store = EmbeddingStore.open(root / "store")
@@ -70,7 +71,7 @@ def test_run_equals_the_search_of_an_array(root, tmp_path, monkeypatch):
         query_hits = hits[f"q{number}"]
         assert set(query_hits) == {ids[row] for row in expected_rows[number]}
         scores = sorted(query_hits.values(), reverse=True)
-        assert scores == pytest.approx(expected_scores[number].tolist(), rel=1e-6, abs=1e-6)
+        assert scores == pytest.approx(expected_scores[number].tolist(), abs=1e-6)
     record = json.loads((tmp_path / "run.json").read_text())
     expected_record = {
         "index": "Flat",
