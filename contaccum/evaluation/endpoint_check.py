@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from sentence_transformers import SentenceTransformer
 
-from contaccum.data import BeirDataset, passage_text
+from contaccum.data import BeirDataset
 from contaccum.encoders.settings import get_prompt
 from contaccum.encoders.towers import is_tied
 from contaccum.errors import ConfigError
@@ -26,6 +26,7 @@ from contaccum.evaluation.metrics import paired_bootstrap
 from contaccum.evaluation.results import EvaluationResult, JsonObject
 from contaccum.files import redact
 from contaccum.retrieval.encode import Kind, encode_texts
+from contaccum.retrieval.searcher import get_passage_texts
 
 logger = logging.getLogger(__name__)
 
@@ -166,13 +167,9 @@ def evaluate_endpoint(
         "batch_size": settings.get("batch_size", 32),
         "precision": settings.get("precision", "float32"),
     }
-    documents = []
-    for document in dataset.corpus.values():
-        documents.append(passage_text(document.get("title") or "", document["text"]))
-    queries = list(dataset.queries.values())
-    sample = compare_sample(
-        served_model, choose_sample(queries), choose_sample(documents), **encode_settings
-    )
+    queries = choose_sample(list(dataset.queries.values()))
+    documents = choose_sample(get_passage_texts(dataset.corpus))
+    sample = compare_sample(served_model, queries, documents, **encode_settings)
     _log_sample(dataset.name, sample)
     result = evaluate_beir(
         model,
