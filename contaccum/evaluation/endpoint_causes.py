@@ -175,7 +175,8 @@ def _copy(model: SentenceTransformer) -> SentenceTransformer:
 def _set_prompts(model: SentenceTransformer, prompts: dict[Kind, str]) -> SentenceTransformer:
     variant = _copy(model)
     variant.prompts = dict(model.prompts)
-    variant.prompts.update(prompts)
+    for kind, prompt in prompts.items():
+        variant.prompts[kind] = prompt
     return variant
 
 

@@ -21,7 +21,7 @@ from contaccum.encoders.towers import is_tied
 from contaccum.errors import ConfigError
 from contaccum.evaluation.beir_sets import evaluate_beir
 from contaccum.evaluation.endpoint import EmbeddingEndpoint
-from contaccum.evaluation.endpoint_causes import KINDS, list_hypotheses
+from contaccum.evaluation.endpoint_causes import KINDS, Hypothesis, list_hypotheses
 from contaccum.evaluation.metrics import paired_bootstrap
 from contaccum.evaluation.results import EvaluationResult, JsonObject
 from contaccum.files import redact
@@ -248,32 +248,27 @@ def compare_sample(
     texts: dict[Kind, Sequence[str]] = {"query": queries, "document": documents}
     # The servers come first, because their errors should show at once.
     served = {kind: served_model.encode(texts[kind], kind) for kind in KINDS}
-    model = served_model.model
     sample: dict[str, Any] = {}
     causes: list[tuple[Kind, str, str]] = []
     low_texts: dict[Kind, Sequence[str]] = {}
-    trained_cosines: dict[Kind, float] = {}
+    trained_row: JsonObject = {"name": "as trained"}
     for kind in KINDS:
-        trained = encode_texts(model, texts[kind], kind, batch_size, precision)
+        trained = encode_texts(served_model.model, texts[kind], kind, batch_size, precision)
         sample[kind] = _compare_embeddings(trained, served[kind])
         norm_cause = _find_norm_cause(sample[kind])
         if norm_cause is not None:
             causes.append((kind, norm_cause, _NORM_CAUSES[norm_cause]))
         if sample[kind]["least_cosine"] < LEAST_COSINE:
             low_texts[kind] = texts[kind]
-            trained_cosines[kind] = sample[kind]["mean_cosine"]
+            trained_row[kind] = sample[kind]["mean_cosine"]
     rows: list[JsonObject] = []
     advice_of_name: dict[str, str] = {}
     if low_texts:
-        rows.append({"name": "as trained", **trained_cosines})
-        for hypothesis in list_hypotheses(model, low_texts):
-            variant = hypothesis.make_model()
-            row: JsonObject = {"name": hypothesis.name}
-            for kind, kind_texts in low_texts.items():
-                embeddings = encode_texts(variant, kind_texts, kind, batch_size, precision)
-                row[kind] = float(_get_cosines(embeddings, served[kind]).mean())
-            rows.append(row)
-            advice_of_name[hypothesis.name] = hypothesis.advice
+        hypotheses = list(list_hypotheses(served_model.model, low_texts))
+        advice_of_name = {hypothesis.name: hypothesis.advice for hypothesis in hypotheses}
+        rows.append(trained_row)
+        for hypothesis in hypotheses:
+            rows.append(_score_hypothesis(hypothesis, low_texts, served, batch_size, precision))
     unexplained: list[Kind] = []
     for kind in low_texts:
         name = _find_best_hypothesis(rows, kind)
@@ -285,6 +280,22 @@ def compare_sample(
     sample["unexplained"] = unexplained
     sample["hypotheses"] = rows
     return sample
+
+
+def _score_hypothesis(
+    hypothesis: Hypothesis,
+    texts: Mapping[Kind, Sequence[str]],
+    served: Mapping[Kind, np.ndarray],
+    batch_size: int,
+    precision: str,
+) -> JsonObject:
+    """Return the name of a hypothesis and its mean cosine with the servers, for each kind."""
+    variant = hypothesis.make_model()
+    row: JsonObject = {"name": hypothesis.name}
+    for kind, kind_texts in texts.items():
+        embeddings = encode_texts(variant, kind_texts, kind, batch_size, precision)
+        row[kind] = float(_get_cosines(embeddings, served[kind]).mean())
+    return row
 
 
 def _compare_embeddings(trained: np.ndarray, served: np.ndarray) -> JsonObject:
