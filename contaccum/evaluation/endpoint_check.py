@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from sentence_transformers import SentenceTransformer
 from contaccum.data import BeirDataset
 from contaccum.encoders.settings import get_prompt
 from contaccum.encoders.towers import is_tied
-from contaccum.errors import ConfigError
+from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.beir_sets import evaluate_beir
 from contaccum.evaluation.endpoint import EmbeddingEndpoint
 from contaccum.evaluation.endpoint_causes import KINDS, Hypothesis, list_hypotheses
@@ -268,7 +269,9 @@ def compare_sample(
         advice_of_name = {hypothesis.name: hypothesis.advice for hypothesis in hypotheses}
         rows.append(trained_row)
         for hypothesis in hypotheses:
-            rows.append(_score_hypothesis(hypothesis, low_texts, served, batch_size, precision))
+            # Without numbers, there is nothing to compare. float16 overflows in some models.
+            with suppress(UserError):
+                rows.append(_score_hypothesis(hypothesis, low_texts, served, batch_size, precision))
     unexplained: list[Kind] = []
     for kind in low_texts:
         name = _find_best_hypothesis(rows, kind)
@@ -289,7 +292,11 @@ def _score_hypothesis(
     batch_size: int,
     precision: str,
 ) -> JsonObject:
-    """Return the name of a hypothesis and its mean cosine with the servers, for each kind."""
+    """Return the name of a hypothesis and its mean cosine with the servers, for each kind.
+
+    Raises:
+        UserError: the changed model gives NaN or infinity.
+    """
     variant = hypothesis.make_model()
     row: JsonObject = {"name": hypothesis.name}
     for kind, kind_texts in texts.items():
