@@ -1,4 +1,4 @@
-"""The page on PyPI: README.md, whose links into the repository do not work there, with whole addresses."""
+"""The page on PyPI: README.md, with absolute addresses for links into the repository."""
 
 import re
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""The state of a loss that lasts from one micro-step to the next.
+"""The state of `BankedInfoNCE` that lasts from one micro-step to the next.
 
 It consists of the bank, the update clock and the drift compensation. This module makes them, saves
-them and restores them; it computes no loss.
+them and restores them; it computes no loss. `contaccum.bank.info_nce` explains the terms.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from contaccum.errors import ConfigError
 
 
 class BankedModule(nn.Module):
-    """A module with a memory bank, its update clock and its drift compensation.
+    """Base class of `BankedInfoNCE`: memory bank, update clock and drift compensation.
 
-    The bank is made by the first micro-batch, or when a state with a bank is loaded.
+    The bank is made at the first micro-batch, whose embedding size it gets, or when a state with a
+    bank is loaded.
 
     Attributes:
         settings: the `LossSettings`.
-        bank: the `MemoryBank`, None before the first micro-batch.
+        bank: the `MemoryBank`, None before the first micro-batch and with ``bank_size`` 0.
         clock: the `UpdateClock`.
         compensation: the `DriftCompensation`.
         last: diagnostics of the last micro-step.
@@ -43,7 +44,7 @@ class BankedModule(nn.Module):
 
     @property
     def bank_age(self) -> int:
-        """The number of updates since the oldest entry in use was encoded."""
+        """The number of updates that have ended since the oldest entry in use was encoded."""
         return len(self.clock.update_ends)
 
     @property
@@ -55,22 +56,22 @@ class BankedModule(nn.Module):
 
     @property
     def _is_shared(self) -> bool:
-        """True if all ranks hold one and the same bank."""
+        """True if all ranks compute one loss, each with the same copy of the bank."""
         return self.settings.gather_across_devices and world_size() > 1
 
     def _compute_bank_weight(self, bank: MemoryBank | None) -> float:
-        """Compute the weight of one banked pair beside a local one, at most 1."""
+        """Compute the weight of one banked pair, at most 1; a local pair has the weight 1."""
         weight = self.settings.bank_weight
         if bank is not None and weight > 1:
-            # Above 1 it is the weight of the whole bank, which the pairs in use share equally.
+            # A bank_weight above 1 is the weight of the whole bank; the pairs in use share it.
             weight = weight / max(bank.in_use, 1)
         return min(weight, 1.0)
 
     def _prepare_bank(self, documents: Tensor, guide_dim: int | None) -> MemoryBank | None:
-        """Make the bank, or make it fit the documents; return None for plain InfoNCE.
+        """Return the bank with room for such documents, made if needed; None without a bank.
 
         Args:
-            documents: (n, 1 + h, d).
+            documents: (n, 1 + h, d), passages and hard negatives of the next micro-batch.
             guide_dim: see `MemoryBank.ensure_shape`.
         """
         if self.settings.bank_size == 0:
@@ -123,7 +124,10 @@ class BankedModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _make_buffers_like(self, state: dict[str, Tensor]) -> None:
-        """Make the bank and the probe with the shapes of a state's tensors.
+        """Make the bank, the means and the probe with the shapes of a state's tensors.
+
+        Args:
+            state: the state of this module, with names relative to it.
 
         Raises:
             ConfigError: if the settings of this module make buffers of other shapes.
@@ -159,8 +163,8 @@ class BankedModule(nn.Module):
         Returns:
             ``bank_age`` in updates, the softmax masses of the last micro-step (``in_batch_mass``,
             ``bank_mass`` and ``bank_mass_aged``, see `measure_softmax_masses`), and the drift
-            measured by the probe (see `DriftProbe.measure_drift`). Values that are not finite are
-            left out; the record is empty before the first enqueued pair.
+            measured by the probe (see `DriftProbe.measure_drift`). Masses that are not finite are
+            left out. The record is empty before the first enqueued pair.
         """
         if self.bank is None or self.bank.total_enqueued == 0:
             return {}

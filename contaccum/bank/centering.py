@@ -1,12 +1,16 @@
 """Centring of gradients, so that no update moves a tower's embeddings as a whole.
 
-In a full batch the gradients of all documents sum to zero, because the softmax pulls as much as it
-pushes. In a micro-batch against a bank they do not, because banked documents take no gradient. The
-remainder, which is their sum, drives new embeddings away from old ones.
+A tower is the encoder in one of its two roles: for queries or for documents. An update is all
+micro-batches before one optimizer step.
 
-`GradientCentering` subtracts the remainder over the whole update, in one pass. Let R be the sum of
-the centred gradients of the update's earlier micro-batches, g_1 ... g_r the gradients of the
-current one, and f the fraction of the update's remaining pairs that it has. Then
+In a full batch the gradients of all documents sum to zero, because the softmax pulls as much as it
+pushes. In a micro-batch against a bank they do not, because banked documents get no gradient. The
+sum of the gradients that remains, the remainder, drives new embeddings away from old ones.
+
+`GradientCentering` removes the remainder of the whole update, although it gets the micro-batches
+one after another. Let R be the sum of the centred gradients of the update's earlier micro-batches,
+g_1 ... g_r the gradients of the current micro-batch, and f its number of pairs, divided by the
+number of pairs from this micro-batch to the end of the update. Then
 
     centred g_i = g_i - f (R + g_1 + ... + g_r) / r,    R <- (1 - f) (R + g_1 + ... + g_r).
 
@@ -24,7 +28,11 @@ from torch import Tensor
 from contaccum.bank.settings import CenterGradients
 
 QUERIES = 0
+"""Index of the query tower in a list of gradients."""
+
 PASSAGES = 1
+"""Index of the tower of passages and hard negatives in a list of gradients."""
+
 _TOWERS_OF_SETTING: dict[str, tuple[int, ...]] = {
     "both": (QUERIES, PASSAGES),
     "passages": (PASSAGES,),
@@ -34,7 +42,7 @@ _TOWERS_OF_SETTING: dict[str, tuple[int, ...]] = {
 
 
 class GradientCentering:
-    """Function that subtracts the mean from the gradients of a tower's embeddings.
+    """Function that subtracts the remainder from the gradients of a tower's embeddings.
 
     Args:
         setting: ``center_gradients`` of `BankedInfoNCE`.
@@ -49,35 +57,40 @@ class GradientCentering:
     def start_update(self, num_pairs: int | None) -> None:
         """Reset the remainder, and set the number of pairs of the update that starts."""
         self.num_pairs = num_pairs
-        self._num_remaining_pairs = num_pairs or 0
+        self._num_remaining_pairs = 0
+        if num_pairs is not None:
+            self._num_remaining_pairs = num_pairs
         self._remainders: dict[int, Tensor] = {}
 
     def restart(self) -> None:
-        """Start an update with as many pairs as the last one."""
+        """Start an update with as many pairs as the last update."""
         self.start_update(self.num_pairs)
 
-    def __call__(self, gradients: Sequence[Tensor], has_aged_entries: bool) -> list[Tensor]:
+    def __call__(self, gradients: Sequence[Tensor], is_drift_expected: bool) -> list[Tensor]:
         """Centre the gradients of a micro-batch.
 
         An update of a single row is not centred, because its gradient would become zero. The
-        gradients of a micro-batch that is not finite are not centred either, and the remainder of
-        the micro-batches before it is left to those after it.
+        gradients of a micro-batch that is not finite are not centred either, and the next
+        micro-batch gets the remainder of the micro-batches before it.
 
         Args:
-            gradients: of queries (n, d) and of documents (n, 1 + h, d).
-            has_aged_entries: True if the bank uses pairs of an older encoder; ``"auto"`` centres
-                the passages then.
+            gradients: gradients of queries (n, d) and of documents (n, 1 + h, d).
+            is_drift_expected: True if ``drift_compensation`` is ``"auto"`` and the bank uses pairs
+                of an older encoder. The setting ``"auto"`` centres passages only then.
         """
         n = len(gradients[QUERIES])
-        if self._num_remaining_pairs < n:  # the next update starts, or num_pairs is not set
+        if self._num_remaining_pairs < n:
+            # The next update starts. If num_pairs is None (or too small), it ends with this
+            # micro-batch.
             self.restart()
             self._num_remaining_pairs = max(self._num_remaining_pairs, n)
         fraction = n / self._num_remaining_pairs
         centred = list(gradients)
-        for tower in self._get_centred_towers(has_aged_entries):
+        for tower in self._get_centred_towers(is_drift_expected):
             rows = gradients[tower].flatten(0, -2)
-            is_only_row = len(rows) == self._num_remaining_pairs == 1
-            if is_only_row and tower not in self._remainders:
+            is_last_row = len(rows) == 1 and self._num_remaining_pairs == 1
+            is_only_row_of_update = is_last_row and tower not in self._remainders
+            if is_only_row_of_update:
                 continue
             old_remainder = self._remainders.get(tower, torch.zeros_like(rows[0]))
             remainder = old_remainder + rows.sum(0)
@@ -89,9 +102,9 @@ class GradientCentering:
         self._num_remaining_pairs -= n
         return centred
 
-    def _get_centred_towers(self, has_aged_entries: bool) -> tuple[int, ...]:
+    def _get_centred_towers(self, is_drift_expected: bool) -> tuple[int, ...]:
         if self.setting != "auto":
             return _TOWERS_OF_SETTING[self.setting]
-        if has_aged_entries:
+        if is_drift_expected:
             return (PASSAGES,)
         return ()

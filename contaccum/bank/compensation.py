@@ -1,12 +1,16 @@
 """Drift compensation of a loss: the means of its towers, the probe and the age limit.
 
-`contaccum.bank.drift` explains drift and computes the statistics; this module applies them.
+`contaccum.bank.drift` explains towers and drift, and computes the statistics. This module applies
+them to the bank:
 
 - Documents are stored relative to the mean of the passage tower, so they move along with it.
-- Queries keep the logits with which they were stored. Their push on local documents, which is the
-  gradient of those documents, is computed as if the queries had moved along with the mean of the
-  query tower (`compute_query_drift`).
-- With ``"auto"``, entries older than `age_limit` retire.
+- Queries stay as they were stored, and so do their logits. Only the gradient that banked queries
+  give to local documents is computed as if they had moved along with the mean of the query tower
+  (`compute_query_drift`).
+- With ``drift_compensation="auto"``, entries (banked pairs) that have drifted too far retire: at
+  most `age_limit` entries are in use.
+
+Letters in shapes: n pairs in the micro-batch, S pairs of texts in the probe, d the embedding size.
 """
 
 from __future__ import annotations
@@ -24,24 +28,24 @@ from contaccum.distributed import over_ranks
 
 
 class TowerMeans(NamedTuple):
-    """Means of the towers' embeddings, (d,); None without compensation."""
+    """Means of the towers' embeddings, (d,), for one micro-step; None if entries do not move."""
 
     queries: Tensor | None = None
     passages: Tensor | None = None
-    states: tuple[MeanState, ...] = ()  # of queries and passages, if the micro-batch changed them
+    states: tuple[MeanState, ...] = ()  # new states of both running means, if they change
 
 
 class DriftCompensation(nn.Module):
     """Means of the two towers, from a probe or from the micro-batches, and the age limit.
 
     Attributes:
-        query_mean, passage_mean: `RunningMean`; None before the first micro-batch, and unless
-            ``drift_compensation`` is ``"auto"`` or ``"mean"``.
+        query_mean, passage_mean: `RunningMean` of each tower; None before the first micro-batch.
+            They stay None unless ``drift_compensation`` is ``"auto"`` or ``"mean"``.
         probe: `DriftProbe`; None before the first call of `observe`.
         expects_probe: True if `observe` will be called soon; until then the means stay as they
-            are. It is not part of the state.
-        age_limit: maximum number of entries in use, in whole blocks. Entries of the current
-            update never retire.
+            are. The text loss, which encodes the probe, sets it. It is not part of the state.
+        age_limit: maximum number of entries in use, before it is rounded to whole blocks of the
+            bank. Entries of the current update never retire.
     """
 
     def __init__(self, settings: LossSettings) -> None:
@@ -54,18 +58,23 @@ class DriftCompensation(nn.Module):
         self.age_limit = settings.bank_size
 
     def make_means(self, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Make the means if the settings ask for them."""
+        """Make the running means, at 0, if the settings let entries move."""
         if self.settings.moves_entries:
             self.query_mean = RunningMean(dim, dtype, device)
             self.passage_mean = RunningMean(dim, dtype, device)
 
     @property
     def follows_micro_batches(self) -> bool:
-        """True if micro-batches estimate the means, because no probe measures them."""
+        """True if the means are estimated from micro-batches, because no probe measures them."""
         return self.probe is None and not self.expects_probe
 
     def compute_means(self, queries: Tensor, passages: Tensor, is_training: bool) -> TowerMeans:
-        """Compute the means that hold once a micro-batch, (n, d) each, is enqueued."""
+        """Compute the means with the micro-batch included; `store_means` stores them later.
+
+        Args:
+            queries, passages: (n, d), the micro-batch.
+            is_training: False if the micro-batch must not change the means.
+        """
         if self.query_mean is None or self.passage_mean is None:
             return TowerMeans()
         if not is_training or not self.follows_micro_batches:
@@ -86,7 +95,11 @@ class DriftCompensation(nn.Module):
         return self.query_mean.mean - bank.query_means[:num_runs]
 
     def store_means(self, means: TowerMeans, is_finite: Tensor) -> Tensor | None:
-        """Store the means of a finite micro-batch, and return the query tower's mean, (d,)."""
+        """Store the means from `compute_means`, and return the query tower's mean, (d,).
+
+        Args:
+            is_finite: bool scalar; if it is False, the means stay as they are.
+        """
         if self.query_mean is None or self.passage_mean is None:
             return None
         if means.states:
@@ -95,10 +108,10 @@ class DriftCompensation(nn.Module):
             self.passage_mean.store(passage_state, is_finite)
         return self.query_mean.mean
 
-    def equalize_first_means(self, bank: MemoryBank) -> None:
-        """Replace the stored means of the first pairs by the current mean.
+    def replace_first_query_means(self, bank: MemoryBank) -> None:
+        """Replace the means stored with the first 64 pairs by the current mean of the query tower.
 
-        The mean of a few pairs moves by sampling noise, which is not drift.
+        A running mean of few pairs moves by sampling noise, which must not count as drift.
         """
         if self.query_mean is None or not self.follows_micro_batches:
             return
@@ -106,7 +119,10 @@ class DriftCompensation(nn.Module):
             bank.query_means.copy_(self.query_mean.mean.expand_as(bank.query_means))
 
     def compute_first_in_use(self, bank: MemoryBank, num_new: int, clock: UpdateClock) -> int:
-        """Compute the number of the oldest pair within the age limit.
+        """Compute the number of the oldest pair that stays in use; older pairs must retire.
+
+        Pairs are numbered from the start of training. The bank retires whole blocks, so the number
+        is the start of a block. It is negative if no pair is too old.
 
         Args:
             num_new: number of pairs that are about to be enqueued.
@@ -121,8 +137,11 @@ class DriftCompensation(nn.Module):
     ) -> None:
         """Move the means by the mean shift of the probe, and set the age limit with ``"auto"``.
 
+        The age limit is the age at which the residual of the passages becomes too large.
+
         Args:
             queries, passages: (S, d), current embeddings of the probe's texts.
+            clock: the update clock of the loss.
             is_shared: True if all ranks share one bank.
         """
         probe = self.probe
@@ -143,11 +162,16 @@ class DriftCompensation(nn.Module):
             age_limit_on_device = torch.tensor(self.age_limit, device=queries.device)
             self.age_limit = int(over_ranks("MIN", age_limit_on_device))
         if not is_first:
-            # A first probe may come within an update, before the encoder has moved.
+            # Later calls come after an update, so an older encoder encoded all entries. The first
+            # call may come within an update, before the encoder has changed.
             clock.age_entries()
 
     def make_probe_like(self, embeddings: Tensor) -> None:
-        """Make the probe for a state with the ``embeddings`` (probes, 2, S, d)."""
+        """Make the probe that a saved state is loaded into.
+
+        Args:
+            embeddings: (measurements, 2, S, d), those of the state, for their shape and dtype.
+        """
         self._make_probe(embeddings.shape[2:], embeddings.dtype, embeddings.device)
 
     def _make_probe(

@@ -1,6 +1,10 @@
 """Diagnostics of a micro-step, the values of `BankedInfoNCE.last`.
 
 They stay tensors on the device, so a micro-step never waits for them; a log reads them if needed.
+`contaccum.bank.info_nce` explains the score matrix, its rows, columns and blocks.
+
+Letters in shapes: n pairs in the micro-batch, h hard negatives per query, m bank rows, d the
+embedding size.
 """
 
 from __future__ import annotations
@@ -13,6 +17,9 @@ from torch import Tensor
 from contaccum.bank.logits import MASKED, LogitBlocks, Pairs
 from contaccum.bank.memory_bank import MemoryBank
 
+MASKED_THRESHOLD = MASKED / 2
+"""Logits up to this value are masked: no score of two texts is as low."""
+
 
 @torch.no_grad()
 def describe_micro_step(
@@ -21,43 +28,52 @@ def describe_micro_step(
     bank: MemoryBank | None,
     local_losses: Tensor,
     banked_losses: Tensor,
-    row_weights: Tensor,
-    passages: Tensor,
+    banked_row_weights: Tensor,
+    passage_mean: Tensor | None,
 ) -> dict[str, Tensor | int]:
     """Describe the rows, columns and losses of a micro-step.
 
     Args:
         local: the micro-batch.
+        blocks: its logits.
+        bank: the bank before the micro-batch is enqueued; None without a bank.
         local_losses: (n,), losses of the local rows.
         banked_losses: (m,), losses of the banked rows.
-        row_weights: (m,), weights of the banked rows; 0 for rows that are not in use.
-        passages: (n, d), local passages from which no mean was subtracted.
+        banked_row_weights: (m,), weights of the banked rows; 0 for rows that are not in use.
+        passage_mean: (d,), the mean that was subtracted from the documents, or None.
 
     Returns:
-        A dict with ``local_loss`` (mean over the local rows), ``bank_loss`` (mean over the bank
-        rows in use), ``columns`` (number of columns per local row in ``query_to_doc``, before
-        masks), ``masked`` (fraction of these columns that are masked, the row's positive aside),
-        ``bank_rows`` (bank rows in use) and ``embedding_spread`` (mean squared distance of the
-        local passages from their mean, divided by their mean squared length).
+        A dict with
+
+        - ``local_loss``: mean loss of the local rows,
+        - ``bank_loss``: mean loss of the bank rows in use,
+        - ``columns``: number of columns per local row in ``query_to_doc``, before masks,
+        - ``masked``: fraction of these columns, without the row's positive, that are masked,
+        - ``bank_rows``: number of bank rows in use,
+        - ``embedding_spread``: mean squared distance of the local passages from their mean, divided
+          by their mean squared length.
     """
     n, num_documents = local.valid.shape
     num_banked_columns = 0
     num_bank_rows = 0
-    num_masked = (blocks.in_batch <= MASKED / 2).sum()
+    num_masked = (blocks.in_batch <= MASKED_THRESHOLD).sum()
     num_negatives = torch.tensor(n * num_documents - 1, device=local.valid.device)
     if bank is not None:
         num_banked_columns = bank.in_use * bank.documents.shape[1]
         if bank.has_queries:
             num_bank_rows = bank.in_use
         is_valid = bank.valid[: bank.num_used_slots]
-        is_masked = (blocks.against_bank <= MASKED / 2) & is_valid
+        is_masked = (blocks.against_bank <= MASKED_THRESHOLD) & is_valid
         num_masked = num_masked + is_masked.sum()
         num_negatives = num_negatives + is_valid.sum()
     smallest_number = torch.finfo(local_losses.dtype).tiny
-    total_row_weight = row_weights.sum().clamp_min(smallest_number)
+    total_weight = banked_row_weights.sum().clamp_min(smallest_number)
+    passages = local.documents[:, 0]
+    if passage_mean is not None:
+        passages = passages + passage_mean
     return {
         "local_loss": local_losses.mean(),
-        "bank_loss": (banked_losses * row_weights).sum() / total_row_weight,
+        "bank_loss": (banked_losses * banked_row_weights).sum() / total_weight,
         "columns": n * num_documents + num_banked_columns,
         "masked": num_masked / (n * num_negatives).clamp_min(1),
         "bank_rows": num_bank_rows,
@@ -66,6 +82,7 @@ def describe_micro_step(
 
 
 def _compute_embedding_spread(passages: Tensor) -> Tensor:
+    """Compute the spread of passages (n, d); near 0, the embeddings have collapsed to a point."""
     n = len(passages)
     variance = passages.var(0, correction=0).sum()
     spread = variance / passages.square().sum() * n
@@ -83,24 +100,32 @@ def measure_softmax_masses(
     bank_weight: float,
     num_aged: int,
 ) -> dict[str, Tensor]:
-    """Measure how the softmax of the local rows is distributed over passages, without positives.
+    """Measure how the softmax of the local rows is distributed over their negative passages.
+
+    The softmax mass of a passage is its softmax probability, summed over the local rows. An aged
+    entry (banked pair) was encoded by an older encoder; a fresh passage is one of the micro-batch
+    or of the current update.
 
     Args:
         local: the micro-batch.
+        blocks: its logits.
+        bank: the bank before the micro-batch is enqueued.
         local_losses: (n,), losses of the local rows.
-        num_aged: number of aged entries in use, which an older encoder encoded; they are the
-            oldest.
+        bank_weight: weight of a banked column.
+        num_aged: number of aged entries in use; they are the oldest entries.
 
     Returns:
-        A dict with ``in_batch_mass`` and ``bank_mass`` (softmax mass of the passages of the
-        micro-batch and of the bank, means over the local rows), and ``bank_mass_aged`` (mean mass
-        of an aged passage, divided by that of a fresh passage; fresh passages are those of the
-        micro-batch and of the current update).
+        A dict with
+
+        - ``in_batch_mass``: mass of all passages of the micro-batch, divided by n,
+        - ``bank_mass``: mass of all banked passages, divided by n,
+        - ``bank_mass_aged``: mean mass of an aged passage, divided by that of a fresh passage.
+          1: age makes no difference. Near 0: the encoder has moved away from the bank.
     """
     n = len(local_losses)
-    log_sums = local_losses + local.positive_logits
-    in_batch = (blocks.in_batch[:, :, 0] - log_sums[:, None]).exp()
-    in_batch_mass = in_batch.sum() - in_batch.diagonal().sum()
+    log_sums = local_losses + local.positive_logits  # a row's loss is log-sum - positive logit
+    probabilities = (blocks.in_batch[:, :, 0] - log_sums[:, None]).exp()
+    in_batch_mass = probabilities.sum() - probabilities.diagonal().sum()
 
     passage_logits = blocks.against_bank[:, :, 0] + math.log(bank_weight)
     mass_by_slot = (passage_logits - log_sums[:, None]).exp().sum(0)

@@ -1,7 +1,13 @@
 """Similarity directions and hardness weights, as in MultipleNegativesRankingLoss.
 
-Both contrast the texts of the micro-batch alone. The bank serves the direction ``query_to_doc``
+A direction defines which texts of the pairs are rows of the score matrix and which are columns:
+``doc_to_query`` scores each passage against all queries. Hardness weights raise the logits of
+negatives that are similar to the row, so that hard negatives count more in the softmax.
+
+Both apply to the texts of the micro-batch alone. The bank is used in the direction ``query_to_doc``
 only, without hardness weights.
+
+Letters in shapes: n pairs in the micro-batch, h hard negatives per query.
 """
 
 from __future__ import annotations
@@ -26,7 +32,9 @@ def score_direction(
 ) -> Tensor:
     """Score a micro-batch in a direction other than ``query_to_doc``.
 
-    If rows and columns are texts of the same tower, the texts of a row's own pair are excluded.
+    `masked_logits` scores queries against documents, so the texts are first moved to these places.
+    In ``query_to_query`` and ``doc_to_doc`` the columns of a row's own pair are excluded, because
+    the row itself is among them and there is no positive.
 
     Args:
         direction: ``"query_to_query"``, ``"doc_to_query"`` or ``"doc_to_doc"``.
@@ -37,7 +45,8 @@ def score_direction(
     Returns:
         (n, n, 1), or (n, n, 1 + h) if the columns are documents.
     """
-    pairs = _PAIRS_OF_DIRECTION[direction](local)
+    place_texts = _PLACE_TEXTS[direction]
+    pairs = place_texts(local)
     logits = masked_logits(pairs, pairs, temperature, rules)
     if direction == "doc_to_query":
         return logits
@@ -46,7 +55,11 @@ def score_direction(
 
 
 def _use_queries_as_documents(local: Pairs) -> Pairs:
-    """Replace the documents by the queries, which get the ids of their passages."""
+    """Put the queries in the place of the documents.
+
+    As documents they have the ids of their passages: queries with the same passage are false
+    negatives of each other.
+    """
     guide = local.guide
     if guide is not None:
         guide = guide._replace(documents=guide.queries[:, None])
@@ -59,7 +72,7 @@ def _use_queries_as_documents(local: Pairs) -> Pairs:
 
 
 def _swap_queries_and_passages(local: Pairs) -> Pairs:
-    """Swap queries and passages, with their ids."""
+    """Swap queries and passages, with their ids; hard negatives are left out."""
     guide = local.guide
     if guide is not None:
         guide = GuideEmbeddings(
@@ -78,14 +91,18 @@ def _swap_queries_and_passages(local: Pairs) -> Pairs:
 
 
 def _use_passages_as_queries(local: Pairs) -> Pairs:
-    """Replace the queries by the passages, which get the ids of their queries."""
+    """Put the passages in the place of the queries.
+
+    As queries they have the ids of their queries: other passages of the same query are false
+    negatives of a passage.
+    """
     guide = local.guide
     if guide is not None:
         guide = guide._replace(queries=guide.documents[:, 0])
     return local._replace(queries=local.documents[:, 0], guide=guide)
 
 
-_PAIRS_OF_DIRECTION = {
+_PLACE_TEXTS = {
     "query_to_query": _use_queries_as_documents,
     "doc_to_query": _swap_queries_and_passages,
     "doc_to_doc": _use_passages_as_queries,
@@ -101,7 +118,7 @@ def add_hardness(
 
     Args:
         logits: (n, n, 1 + h), local queries against local documents.
-        similarities: (n, n, 1 + h), the same without temperature and masks.
+        similarities: (n, n, 1 + h), the similarities of the same texts.
         mode: the negatives that are weighted: ``"in_batch_negatives"`` (documents of other pairs),
             ``"hard_negatives"`` (a row's own hard negatives) or ``"all_negatives"``.
     """

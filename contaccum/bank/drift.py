@@ -1,19 +1,22 @@
 """Statistics of drift: how far a tower has moved since the pairs in the bank were encoded.
 
-Drift means that the encoder changes while the bank holds embeddings of its older versions. It has
-two parts. The mean shift is a movement common to all texts of a tower; the residual is what remains
-of each text's movement without it. The loss compensates for the mean shift by storing documents
-relative to the mean of their tower,
+A tower is the encoder in one of its two roles: for queries or for passages (documents). Drift means
+that the encoder changes while the bank holds embeddings of its older versions. It has two parts.
+The mean shift is a movement common to all texts of a tower; the residual is what remains of each
+text's movement without it. The loss compensates for the mean shift by storing documents relative to
+the mean of their tower,
 
     stored_j = d_j - mean at the time of storing,    used_j = stored_j + current mean,
 
-and it retires entries whose residual has become too large. Without compensation an encoder can
-lower the loss by moving every new embedding away from every old one, because "new or old" is easier
-to learn than "relevant or not".
+and it retires entries (banked pairs) whose residual has become too large. Without compensation an
+encoder can lower the loss by moving every new embedding away from every old one, because "new or
+old" is easier to learn than "relevant or not".
 
 `RunningMean` estimates a tower's mean from the micro-batches. `DriftProbe` measures mean shift and
 residual on a few fixed texts, which is far more exact. docs/drift.md has the reasons and the
 measurements. `contaccum.bank.compensation` applies these statistics to the bank.
+
+Letters in shapes: n pairs in the micro-batch, S pairs of texts in the probe, d the embedding size.
 """
 
 from __future__ import annotations
@@ -28,26 +31,24 @@ from torch import Tensor, nn
 from contaccum.bank.memory_bank import PAIRS_PER_MEAN
 
 HORIZON = 128.0
-"""Number of pairs after which the weight of an embedding in a running mean has fallen to 1/e."""
+"""Age in pairs at which the weight of an embedding in a running mean has fallen to 1/e."""
 
 RESIDUAL_BOUND = 0.08
-"""Largest residual of an entry in use, in units of the spread of its tower's embeddings.
+"""Residual above which an entry retires, in units of the spread of its tower's embeddings.
 
-The spread is the root mean squared distance of the probe's texts from their mean.
+The spread is the root mean squared distance of the probe's embeddings from their mean.
 """
 
-PROBES = 32
-"""Number of probes stored over the lifetime of an entry; they are wider apart in a larger bank."""
+NUM_INTERVALS = 32
+"""Number of intervals between measurements of the probe that cover the lifetime of an entry."""
 
 
 class MeanState(NamedTuple):
     """State of a `RunningMean`."""
 
     mean: Tensor  # (d,)
-    weight: (
-        Tensor  # (), total weight of the embeddings so far, in [0, 1]; the rest is the start at 0
-    )
-    variance: Tensor  # (), running mean of the squared distance from the mean, over all dimensions
+    weight: Tensor  # (), 1 - exp(-embeddings so far / HORIZON), which corrects the start at 0
+    variance: Tensor  # (), running mean of the squared distance of embeddings from the mean
 
 
 class RunningMean(nn.Module):
@@ -69,9 +70,10 @@ class RunningMean(nn.Module):
         """Compute the state after a micro-batch of embeddings, (n, d); `store` applies it.
 
         If the mean of the micro-batch is further away than sampling noise explains, the encoder has
-        jumped, and the running mean moves to the new position at once. Otherwise pairs would be
-        stored relative to a mean that lags behind, and would be shifted too far later. A single
-        embedding is never treated as a jump, because it has no variance.
+        jumped, and the running mean moves most of the way at once. Otherwise pairs would be stored
+        relative to a mean that lags behind, and would be shifted too far later. A micro-batch of
+        one embedding is never treated as a jump: its own variance is 0, so the noise of a running
+        mean that starts with it would be underestimated.
         """
         n = len(embeddings)
         variances, batch_mean = torch.var_mean(embeddings, 0, correction=0)
@@ -81,40 +83,43 @@ class RunningMean(nn.Module):
         is_initialized = self.weight > 0
 
         # Expected squared distance of the two means if only sampling separates them: the sum of
-        # their variances.
+        # their variances. The running mean is as exact as a mean of 2 * HORIZON embeddings.
         noise = self.variance * (1 / n + 1 / (2 * HORIZON))
+        # Fraction of the distance that a jump explains: 0 up to twice the noise, then towards 1.
         jump = (1 - 2 * noise / squared_distance.clamp_min(1e-30)).clamp_min(0) * is_initialized
         if n == 1:
             jump = torch.zeros_like(jump)
 
-        step = -math.expm1(-n / HORIZON)
-        weight = self.weight * (1 - step) + step
-        gain = step / weight
+        decay_step = -math.expm1(-n / HORIZON)  # 1 - exp(-n / HORIZON)
+        weight = self.weight * (1 - decay_step) + decay_step
+        gain = decay_step / weight
+        # The variance around the running mean, or around the batch mean after a jump.
         is_continuous = is_initialized & (jump == 0)
         unbiased_batch_variance = batch_variance * (n / max(n - 1, 1))
-        variance = torch.where(
+        new_variance = torch.where(
             is_continuous, batch_variance + squared_distance, unbiased_batch_variance
         )
         return MeanState(
             mean=self.mean.lerp(batch_mean, torch.maximum(gain, jump)),
             weight=weight,
-            variance=self.variance.lerp(variance, gain),
+            variance=self.variance.lerp(new_variance, gain),
         )
 
     @torch.no_grad()
     def store(self, state: MeanState, condition: Tensor) -> None:
-        """Store a state if the bool scalar ``condition`` is True."""
+        """Store a state if the bool scalar ``condition`` is True; the host does not wait for it."""
         self.mean.copy_(torch.where(condition, state.mean, self.mean))
         self.weight.copy_(torch.where(condition, state.weight, self.weight))
         self.variance.copy_(torch.where(condition, state.variance, self.variance))
 
 
 class DriftProbe(nn.Module):
-    """Embeddings (S, d) of a few fixed texts at several times of training, for both towers.
+    """Measurements of a few fixed texts: their embeddings at several times of training.
 
-    The shift between the means of two probes is the mean shift of the tower. It is far more exact
-    than the shift between the means of different texts. The stored probes reach back over the
-    lifetime of an entry, so the residual can be measured for entries of any age.
+    Because the texts stay the same, the shift between the means of two measurements is the mean
+    shift of the tower. It is far more exact than the shift between the means of different texts.
+    The stored measurements reach back over the lifetime of an entry, so the residual can be
+    computed for entries of any age.
 
     Args:
         shape: (S, d).
@@ -123,11 +128,12 @@ class DriftProbe(nn.Module):
         device: device of the stored embeddings.
 
     Attributes:
-        pairs: number of training pairs at the time of each probe, oldest first.
-        updates: number of updates at the time of each probe.
+        pairs: number of training pairs at the time of each measurement, oldest first.
+        updates: number of updates at the time of each measurement.
+        spacing: smallest number of pairs between stored measurements, except before the latest.
     """
 
-    embeddings: Tensor  # (probes, 2, S, d), queries and passages, oldest probe first
+    embeddings: Tensor  # (measurements, 2, S, d), queries and passages, oldest first
 
     def __init__(
         self,
@@ -137,62 +143,66 @@ class DriftProbe(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.spacing = max(PAIRS_PER_MEAN, bank_size // PROBES + 1)
-        embeddings = torch.zeros(PROBES + 2, 2, *shape, dtype=dtype, device=device)
+        self.spacing = max(PAIRS_PER_MEAN, bank_size // NUM_INTERVALS + 1)
+        # The intervals have one more end than their number; the latest measurement comes on top.
+        num_measurements = NUM_INTERVALS + 2
+        embeddings = torch.zeros(num_measurements, 2, *shape, dtype=dtype, device=device)
         self.register_buffer("embeddings", embeddings)
         self.pairs: list[int] = []
         self.updates: list[int] = []
 
     @torch.no_grad()
     def observe(self, queries: Tensor, passages: Tensor, update: int, pairs: int) -> Tensor:
-        """Store embeddings, (S, d) each, and return the mean shift since the last probe, (2, d).
+        """Store a measurement, and return each tower's mean shift since the last one, (2, d).
 
         Args:
+            queries, passages: (S, d), the current embeddings of the texts.
             update: number of updates so far.
             pairs: number of training pairs so far.
         """
-        new_probe = torch.stack([queries, passages]).to(self.embeddings)
+        measurement = torch.stack([queries, passages]).to(self.embeddings)
         index = len(self.pairs)
         if index == 0:
-            shift = torch.zeros_like(new_probe[:, 0])
+            shift = torch.zeros_like(measurement[:, 0])
         else:
-            shift = (new_probe - self.embeddings[index - 1]).mean(1)
+            shift = (measurement - self.embeddings[index - 1]).mean(1)
         if index > 1 and self.pairs[-1] - self.pairs[-2] < self.spacing:
-            # The latest probe is too close to the one before it to be stored as well.
+            # The last measurement is too close to the one before it: overwrite the last.
             index -= 1
         elif index == len(self.embeddings):
-            # All places are occupied: drop the oldest probe.
+            # The buffer is full: drop the oldest measurement.
             index -= 1
             self.embeddings.copy_(self.embeddings.roll(-1, 0))
             del self.pairs[0]
             del self.updates[0]
         self.pairs[index:] = [pairs]
         self.updates[index:] = [update]
-        self.embeddings[index] = new_probe
+        self.embeddings[index] = measurement
         return shift
 
     def compute_residuals(self) -> Tensor:
-        """Compute the residual drift since each earlier probe, (probes - 1, 2).
+        """Compute the residual since each earlier measurement, (measurements - 1, 2).
 
-        With x a text's embedding at the latest probe and y at the earlier one, it is
+        With x a text's embedding at the latest measurement and y at the earlier one, it is
 
             sqrt(var(x - y) / var(x)),    var(x) = mean over the texts of |x - mean(x)|^2,
 
-        for queries and for passages.
+        for queries (column 0) and for passages (column 1).
         """
-        probes = self.embeddings[: len(self.pairs)]
-        latest = probes[-1]
-        drift_variance = _compute_variance(latest - probes[:-1])
+        measurements = self.embeddings[: len(self.pairs)]
+        latest = measurements[-1]
+        drift_variance = _compute_variance(latest - measurements[:-1])
         variance = _compute_variance(latest).clamp_min(1e-24)
         return (drift_variance / variance).sqrt()
 
     def compute_age_limit(self, residuals: Tensor, bound: float = RESIDUAL_BOUND) -> float:
         """Compute the age in pairs at which a tower's residual reaches ``bound``.
 
-        The age is interpolated between probes. It is infinite if no residual exceeds the bound.
+        The age is interpolated between measurements. It is infinite if no residual exceeds the
+        bound.
 
         Args:
-            residuals: (probes - 1,), the residuals of one tower.
+            residuals: (measurements - 1,), the residuals of one tower, oldest first.
         """
         younger_age = 0.0
         younger_residual = 0.0
@@ -211,15 +221,16 @@ class DriftProbe(nn.Module):
         It reads values from the device.
 
         Returns:
-            ``drift_age``, the updates between the two probes that are compared, and for each tower
-            ``drift_cosine_...`` (mean cosine of a text's old and new embedding),
+            ``drift_age``, the updates between the two measurements that are compared, and for each
+            tower ``drift_cosine_...`` (mean cosine of a text's old and new embedding),
             ``drift_shift_...`` (length of the mean shift, in units of the spread; see
             `RESIDUAL_BOUND`) and ``drift_residual_...`` (see `compute_residuals`). The record is
-            empty before the second probe.
+            empty before the second measurement.
         """
         ages = [self.updates[-1] - update for update in self.updates[:-1]]
         if not ages:
             return {}
+        # The oldest measurement within the age of the bank, or else the last but one.
         old_index = len(ages) - 1
         for index, age in enumerate(ages):
             if age <= max(bank_age, 1):
@@ -227,19 +238,19 @@ class DriftProbe(nn.Module):
                 break
         old = self.embeddings[old_index]
         new = self.embeddings[len(ages)]
-        measures = {
+        values_by_name = {
             "cosine": nn.functional.cosine_similarity(new, old, dim=-1).mean(-1),
             "shift": (new - old).mean(1).norm(dim=-1) / _compute_variance(new).sqrt(),
             "residual": self.compute_residuals()[old_index],
         }
         record: dict[str, float] = {"drift_age": ages[old_index]}
-        for name, (query_value, passage_value) in measures.items():
+        for name, (query_value, passage_value) in values_by_name.items():
             record[f"drift_{name}_query"] = float(query_value)
             record[f"drift_{name}_passage"] = float(passage_value)
         return record
 
     def get_extra_state(self) -> Tensor:
-        """Return pairs and updates at the time of each probe, int64 (2, probes), on the CPU."""
+        """Return `pairs` and `updates` as int64 (2, measurements) on the CPU."""
         return torch.tensor([self.pairs, self.updates])
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -249,5 +260,5 @@ class DriftProbe(nn.Module):
 
 
 def _compute_variance(embeddings: Tensor) -> Tensor:
-    """Compute the mean squared distance of texts from their mean: (..., S, d) to (...)."""
+    """Compute the mean squared distance (...) of embeddings (..., S, d) from their mean."""
     return (embeddings - embeddings.mean(-2, keepdim=True)).square().sum(-1).mean(-1)

@@ -1,8 +1,16 @@
 """Rules that find false negatives: documents that must not be negatives of a row.
 
+The queries of the row pairs are scored against the documents of the column pairs; see
+`contaccum.bank.logits`. A false negative of a row is a copy of its positive, or another document
+that is (probably) relevant to its query.
+
 Every rule has the signature of `contaccum.bank.logits.FalseNegativeRule`: it maps rows (r pairs),
-columns (c pairs) and their logits (r, c, 1 + h) to a bool tensor of the shape of the logits.
-`make_rules` lists the rules that the settings ask for, and `masked_logits` applies them.
+columns (c pairs) and their logits (r, c, 1 + h) to a bool tensor that broadcasts to the logits.
+`make_rules` lists the rules of the settings, and `masked_logits` applies them.
+
+Letters in shapes: r pairs whose queries are rows, c pairs whose documents are columns, h hard
+negatives per query, p pairs in a table. A pair's documents are its positive passage (index 0), then
+its hard negatives.
 """
 
 from __future__ import annotations
@@ -17,7 +25,13 @@ from contaccum.bank.settings import LossSettings
 
 
 def make_rules(settings: LossSettings, positives: PositivesTable | None) -> list[FalseNegativeRule]:
-    """List the rules that the settings ask for."""
+    """List the rules of the settings.
+
+    The guide's rule is always included, because it finds nothing without guide embeddings.
+
+    Args:
+        positives: table of the data set's positives, or None; used only with ``mask_duplicates``.
+    """
     rules: list[FalseNegativeRule] = []
     if settings.mask_duplicates:
         rules.append(find_duplicates)
@@ -30,10 +44,13 @@ def make_rules(settings: LossSettings, positives: PositivesTable | None) -> list
 
 
 def find_duplicates(rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
-    """Find copies of a row's own positive, and other positives of its query, by their ids."""
+    """Find copies of a row's own positive, and the positives of pairs with the same query, by ids.
+
+    The signature is that of `FalseNegativeRule`.
+    """
     is_duplicate = torch.zeros_like(logits, dtype=torch.bool)
-    # The buffer has the memory layout of the logits; a comparison would return another layout,
-    # which is slower.
+    # Comparisons write into a buffer with the memory layout of the logits: a new tensor would have
+    # another layout, which is slower to combine with them.
     is_equal = torch.empty_like(is_duplicate)
     positive_ids = _replace_no_id(rows.document_ids[:, :, 0])
     query_ids = _replace_no_id(rows.query_ids)
@@ -41,7 +58,7 @@ def find_duplicates(rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
         row_positive_ids = positive_ids[id_index, :, None, None]
         torch.eq(row_positive_ids, columns.document_ids[id_index], out=is_equal)
         is_duplicate |= is_equal
-        # A column with the row's query id: its passage, at index 0, is another positive.
+        # If a column pair has the row's query, its passage (index 0) is a positive of the row.
         row_query_ids = query_ids[id_index, :, None]
         torch.eq(row_query_ids, columns.query_ids[id_index], out=is_equal[:, :, 0])
         is_duplicate[:, :, 0] |= is_equal[:, :, 0]
@@ -49,15 +66,15 @@ def find_duplicates(rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
 
 
 def _replace_no_id(row_ids: Tensor) -> Tensor:
-    """Replace `NO_ID` by a reserved value that no column has, so that missing ids never match."""
+    """Replace `NO_ID` by a value that no column has, so that two missing ids are not equal."""
     return torch.where(row_ids == NO_ID, NO_ID_OF_ROW, row_ids)
 
 
 class MarginRule:
-    """Rule that finds documents with a logit above that of the row's positive by a margin.
+    """Rule that finds documents whose logit exceeds that of the row's positive by a margin.
 
     Args:
-        margin: difference of logits, that is of similarities over the temperature.
+        margin: smallest difference of logits (similarities divided by the temperature).
     """
 
     def __init__(self, margin: float) -> None:
@@ -70,7 +87,10 @@ class MarginRule:
 
 
 def find_above_guide_ceiling(rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
-    """Find documents whose cosine by the guide is above the row's ceiling; none without a guide."""
+    """Find documents with a cosine above the row's ceiling, both computed by the guide.
+
+    The signature is that of `FalseNegativeRule`. Without guide embeddings nothing is found.
+    """
     if rows.guide is None or columns.guide is None:
         return torch.zeros((), dtype=torch.bool, device=logits.device)
     cosines = rows.guide.queries @ columns.guide.documents.flatten(0, 1).T
@@ -91,14 +111,14 @@ class PositivesTable:
         has_ids = (query_ids != NO_ID) & (passage_ids != NO_ID)
         query_ids = query_ids[has_ids].long()
         passage_ids = passage_ids[has_ids].long()
-        self.passages_of_query = _SortedLists(query_ids, passage_ids)
-        self.queries_of_passage = _SortedLists(passage_ids, query_ids)
+        self.passages_by_query = _SortedLists(query_ids, passage_ids)
+        self.queries_by_passage = _SortedLists(passage_ids, query_ids)
 
     def swap(self) -> PositivesTable:
-        """Return the same table for rows that are passages and columns that are queries."""
+        """Return the same table for the direction doc_to_query: rows are passages."""
         table = copy.copy(self)
-        table.passages_of_query = self.queries_of_passage
-        table.queries_of_passage = self.passages_of_query
+        table.passages_by_query = self.queries_by_passage
+        table.queries_by_passage = self.passages_by_query
         return table
 
     def find_listed(self, rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
@@ -108,16 +128,18 @@ class PositivesTable:
         """
         query_ids = rows.query_ids[0]
         document_ids = columns.document_ids[0].flatten()
-        # The lookup is vectorised over its values, so the keys are the side with fewer texts.
+        # A lookup copies one list per key, so the side with fewer texts provides the keys.
         if len(query_ids) <= len(document_ids):
-            is_listed = self.passages_of_query.contains(query_ids, document_ids)
+            is_listed = self.passages_by_query.contains(query_ids, document_ids)
         else:
-            is_listed = self.queries_of_passage.contains(document_ids, query_ids).T
+            is_listed = self.queries_by_passage.contains(document_ids, query_ids).T
         return is_listed.reshape(logits.shape)
 
 
 class _SortedLists:
-    """Mapping of each key to a sorted list of values.
+    """Mapping of each key to a sorted list of values, in tensors.
+
+    All lists stand one after the other in one tensor, ordered by key.
 
     Args:
         keys, values: int64 (p,) each; pair i adds ``values[i]`` to the list of ``keys[i]``.
@@ -135,7 +157,12 @@ class _SortedLists:
             self.max_length = int(self.lengths.max())
 
     def contains(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Return bool (k, v), True where the list of a key (k,) contains a value (v,)."""
+        """Return bool (k, v), True where the list of a key contains a value.
+
+        Args:
+            keys: int64 (k,).
+            values: int64 (v,).
+        """
         if self.max_length == 0:
             return torch.zeros(len(keys), len(values), dtype=torch.bool, device=keys.device)
         self._move_to(keys.device)
@@ -144,8 +171,8 @@ class _SortedLists:
         is_listed_key = self.keys[key_index] == keys
         lengths = torch.where(is_listed_key, self.lengths[key_index], 0)[:, None]
 
-        # (k, max_length): one list per row, padded with the largest integer so that it stays
-        # sorted.
+        # (k, max_length): the list of each key, padded with the largest integer, so that it stays
+        # sorted for the binary search.
         offsets = torch.arange(self.max_length, device=keys.device)
         value_index = (self.starts[key_index][:, None] + offsets).clamp_(max=len(self.values) - 1)
         lists = self.values[value_index]

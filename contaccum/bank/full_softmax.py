@@ -1,20 +1,21 @@
 """Cross-entropy of queries over all documents of an index whose embeddings never change.
 
-With the similarity s and the temperature tau, query i and its positive p(i) have the loss
+It is the loss of query-side training, which trains the query encoder alone. With the similarity s
+and the temperature tau, query i and its positive p(i) have the loss
 
     l_i = logsumexp_j s(i, j)/tau - s(i, p(i))/tau,
 
-where j runs over all documents, the positive included, except those excluded for this query. With
-softmax weights a(i, j), the gradient of the mean loss for query i is
+where j runs over all documents, the positive included, except documents that are excluded for this
+query. With the softmax weights a(i, j) and the document embeddings d_j, the gradient of the mean
+loss for query i is
 
     (sum_j a(i, j) d_j - d_p(i)) / (tau n).
 
-Documents are read in blocks, once each: the log-sums and the softmax-weighted sums of documents are
-accumulated together, so memory is n x block whatever the number of documents. Documents have no
-gradient.
+Documents are read in blocks, each block once: logsumexp_j and sum_j a(i, j) d_j are accumulated
+together, so only n x b logits are in memory at once. Documents get no gradient.
 
-Letters in shapes: n queries, c documents, b documents in a block, p excluded documents per query at
-most, d the embedding size.
+Letters in shapes: n queries, b documents in a block, p excluded documents per query at most, d the
+embedding size.
 
 Source: the running maximum is that of Milakov and Gimelshein, 2018 (arXiv 1805.02867).
 """
@@ -32,7 +33,7 @@ from contaccum.bank.precomputed_gradient import PrecomputedGradient
 from contaccum.distributed import gather_rows, over_ranks, world_size
 
 NO_ROW = -1
-"""Padding of a query's list of document numbers; no document has this number."""
+"""Padding of a query's list of document numbers (rows of the index); no document has it."""
 
 
 class DocumentBlock(NamedTuple):
@@ -40,11 +41,14 @@ class DocumentBlock(NamedTuple):
 
     first: int  # number of the block's first document in the index
     documents: Tensor  # (b, d)
-    scales: Tensor | None = None  # (b,), factor of each document: 1 / its length with cosine
+    scales: Tensor | None = None  # (b,), factor of each document: with cosine, 1 / its length
 
 
 class SoftmaxSums(NamedTuple):
-    """Sums over documents for n queries; exponents are relative to each query's largest logit."""
+    """Sums over documents for n queries.
+
+    The largest logit of each query is subtracted before the exponential, so that nothing overflows.
+    """
 
     max_logits: Tensor  # (n,), the largest logit
     exp_sums: Tensor  # (n,), sum of exp(logit - max_logit)
@@ -73,7 +77,8 @@ def compute_full_softmax_loss(
 
     Args:
         queries: (n, d).
-        positives: (n, d), the embedding of each query's positive, times its scale.
+        positives: (n, d), the embedding of each query's positive, times its scale (see
+            `DocumentBlock`).
         excluded: int64 (n, p), numbers of the documents that are not negatives of a query: its
             other positives, and copies of its positive, but not the positive itself. Shorter lists
             are padded with `NO_ROW`.
@@ -113,7 +118,7 @@ def sum_over_documents(
     blocks: Iterable[DocumentBlock],
     temperature: float,
 ) -> SoftmaxSums:
-    """Compute the sums over all blocks; see `compute_full_softmax_loss` for the arguments."""
+    """Compute the sums over all blocks; `compute_full_softmax_loss` describes the arguments."""
     max_logits = queries.new_full((len(queries),), MASKED)
     exp_sums = torch.zeros_like(max_logits)
     weighted_documents = torch.zeros_like(queries)
@@ -126,6 +131,7 @@ def sum_over_documents(
             logits *= scales
         logits.masked_fill_(_mask_excluded(block, excluded), MASKED)
 
+        # Sums so far are relative to the old largest logits: rescale them to the new ones.
         new_max_logits = torch.maximum(max_logits, logits.amax(1))
         rescaling = (max_logits - new_max_logits).exp()
         weights = (logits - new_max_logits[:, None]).exp()
@@ -142,8 +148,8 @@ def _mask_excluded(block: DocumentBlock, excluded: Tensor) -> Tensor:
     num_documents = len(block.documents)
     position = excluded - block.first
     is_inside = (position >= 0) & (position < num_documents)
-    # Documents of other blocks are written to an extra last column, which is cut off. Selecting
-    # them by a mask would make the host wait for the device.
+    # The marks of documents in other blocks (and of `NO_ROW`) go to an extra last column, which is
+    # cut off. Selecting with a bool mask instead would make the host wait for the device.
     position = torch.where(is_inside, position, num_documents)
     shape = (len(excluded), num_documents + 1)
     mask = torch.zeros(shape, dtype=torch.bool, device=excluded.device)

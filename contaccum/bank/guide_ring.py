@@ -1,4 +1,10 @@
-"""The guide's embeddings of banked pairs, in a ring buffer beside that of the `MemoryBank`."""
+"""The guide's embeddings of banked pairs, in a ring buffer beside that of the `MemoryBank`.
+
+A guide is a second, frozen model that finds false negatives (GISTEmbed); its embedding of a text
+has its own size g. See `contaccum.bank.false_negatives.find_above_guide_ceiling`.
+
+Letters in shapes: m slots in the bank, h hard negatives per query.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +17,15 @@ class GuideRing(nn.Module):
     """Guide embeddings of the pairs in a bank, in the same slots; see `GuideEmbeddings`.
 
     Args:
-        num_queries: number of slots for queries; 0 without a query bank.
-        bank_documents: (m, 1 + h, d), the bank's documents; the ring has the same slots, dtype and
-            device.
+        num_queries: number of slots for queries: m, or 0 without a query bank.
+        bank_documents: (m, 1 + h, d), the bank's documents; this ring buffer gets their number of
+            slots and documents, dtype and device.
         guide_dim: embedding size g of the guide.
     """
 
     queries: Tensor  # (m, g), or (0, g) without a query bank
-    documents: Tensor  # (m, 1 + h, g)
-    ceilings: Tensor  # (m,), or (0,)
+    documents: Tensor  # (m, 1 + h, g), a passage, then its hard negatives
+    ceilings: Tensor  # (m,), or (0,) without a query bank
 
     def __init__(self, num_queries: int, bank_documents: Tensor, guide_dim: int) -> None:
         super().__init__()
@@ -40,7 +46,14 @@ class GuideRing(nn.Module):
         )
 
     def write(self, local: GuideEmbeddings, rows: slice, slots: Tensor, num_documents: int) -> None:
-        """Write ``rows`` of a micro-batch to ``slots``, with ``num_documents`` documents each."""
+        """Write pairs of a micro-batch to the ring buffer.
+
+        Args:
+            local: guide embeddings of the micro-batch.
+            rows: the pairs of the micro-batch to write.
+            slots: int64, the slots to write to, one for each of these pairs.
+            num_documents: number of documents per pair to write.
+        """
         documents = local.documents[rows, :num_documents]
         self.documents[slots, :num_documents] = documents.to(self.documents)
         if len(self.queries) > 0:

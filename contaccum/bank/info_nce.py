@@ -1,16 +1,18 @@
-"""BankedInfoNCE: the InfoNCE loss of a micro-batch with rows and columns of a memory bank.
+"""BankedInfoNCE: the InfoNCE loss of a micro-batch against itself and a memory bank.
 
 The loss works on embeddings alone, so any training loop can use it. It encodes no text and steps no
-optimizer.
+optimizer. A micro-step is one call of the loss; an update is all micro-steps before one optimizer
+step. The pairs of the micro-batch are local; those of earlier micro-batches are banked.
 
 The score matrix of a micro-step has four blocks:
 
                      local documents    banked documents
     local queries    in_batch           against_bank
-    banked queries   from_bank          no gradient: MemoryBank.log_sums, one number per row
+    banked queries   from_bank          no gradient, so one logsumexp per row (MemoryBank.log_sums)
 
 A pair in the bank is called an entry. An entry is aged if it is from before the current update, so
-that an older encoder encoded it.
+that an older encoder encoded it. A tower is the encoder in one of its roles, for queries or for
+passages. Drift is the movement of a tower's embeddings since the entries were encoded.
 
 Letters in shapes: n pairs in the micro-batch, h hard negatives per query, m bank rows, d the
 embedding size. The documents of a pair are its positive passage, then its hard negatives.
@@ -23,7 +25,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from contaccum.bank.banked_module import BankedModule
 from contaccum.bank.centering import GradientCentering
@@ -37,8 +38,8 @@ from contaccum.bank.micro_batch import (
     TextIds,
     check_embeddings,
     collect_micro_batch,
-    join_documents,
     make_pairs,
+    make_queries_and_documents,
 )
 from contaccum.bank.precomputed_gradient import PrecomputedGradient
 from contaccum.bank.row_losses import compute_banked_row_losses, compute_local_row_losses
@@ -56,8 +57,8 @@ from contaccum.distributed import gather_rows, world_size
 
 logger = logging.getLogger(__name__)
 
-PAIRS_WITHOUT_UPDATE = 4096
-"""Pairs without an update, at least, after which a warning is logged; see `end_pending_update`."""
+MIN_PAIRS_BEFORE_WARNING = 4096
+"""Smallest number of pairs without an update at which `end_pending_update` logs a warning."""
 
 
 class BankedInfoNCE(BankedModule):
@@ -70,21 +71,22 @@ class BankedInfoNCE(BankedModule):
         l_i = log( exp(s(i, p(i))/tau) + sum_{j in N(i)} w_j exp(s(i, j)/tau) ) - s(i, p(i))/tau
         loss = ( sum_{i local} l_i + w sum_{i banked} l_i ) / n
 
-    where w_j is w for banked columns and 1 for local ones. The banked rows keep the gradient norms
-    of the two encoders balanced. If nothing drifts and the bank holds exactly the rest of the
-    batch, the accumulated gradient equals that of the full batch.
+    where w_j is w for banked columns and 1 for local ones. Banked columns add negatives to the
+    gradients of queries. Banked rows add queries to the gradients of passages, so that the gradient
+    norms of the two towers stay balanced. If nothing drifts and the bank holds exactly the rest of
+    the batch, the gradient accumulated over an update equals that of the full batch.
 
-    No value is read on the host, so a micro-batch that is not finite raises no error. The loss and
-    its gradients are not finite either, its pairs are stored as invalid, and ``last["enqueued"]``
-    is 0.
+    No value is copied to the host, which would have to wait for the device. So NaN or infinite
+    embeddings raise no error: the loss and its gradients are not finite either, the pairs are
+    stored as invalid, and ``last["enqueued"]`` is 0.
 
     Args:
         bank_size: maximum number of bank rows m; see `MemoryBank`. 0 is plain InfoNCE.
-        query_bank_size: None for ``bank_size``; 0 for a passage bank alone (``pre_batch``, the
-            paper's "w/o M_q").
+        query_bank_size: None for ``bank_size``; 0 for a passage bank alone (the method
+            ``pre_batch``, "w/o M_q" in the paper).
         temperature: tau > 0; 1.0 with dot product in the paper, 0.05 is usual with cosine.
         similarity: ``"dot"`` or ``"cos"``.
-        normalize_by: ``"local"`` divides by n; ``"all"`` divides by n plus the weight of all
+        normalize_by: ``"local"`` divides by n; ``"all"`` divides by n plus w times the number of
             banked rows (equations 8 and 9 of the paper).
         mask_duplicates: exclude columns that hold a row's own positive again, or another known
             positive of its query, by ids. False is the paper's behaviour. Texts without ids are
@@ -183,13 +185,13 @@ class BankedInfoNCE(BankedModule):
 
     @classmethod
     def from_settings(cls, settings: LossSettings) -> BankedInfoNCE:
-        """Make a loss from its settings."""
+        """Make a loss from its settings, without `__init__`, which has an argument for each."""
         loss_fn = cls.__new__(cls)
         loss_fn._initialize(settings)
         return loss_fn
 
     def _initialize(self, settings: LossSettings) -> None:
-        BankedModule.__init__(self, settings)
+        super().__init__(settings)
         self.positives: PositivesTable | None = None
         self.centering = GradientCentering(settings.center_gradients, settings.pairs_per_update)
         self._has_warned_of_no_update = False
@@ -214,10 +216,10 @@ class BankedInfoNCE(BankedModule):
                 ``queries``.
             negatives: (n, h, d), the hard negatives of each query.
             query_ids, passage_ids, negative_ids: int64 (n,), (n,), (n, h). Equal ids mean the same
-                text; the two smallest integers are reserved. With a last dimension of two, a text
-                has two ids, and texts are the same if either of them is equal.
-            guide: guide embeddings of the same texts, (n, g), (n, g), (n, h, g). Pass them with
-                every micro-batch or with none.
+                text; the two smallest int64 numbers are reserved. With a last dimension of two, a
+                text has two ids, and two texts are the same if either of their ids is equal.
+            guide: embeddings of the same texts by a second, frozen model: (n, g), (n, g),
+                (n, h, g). Pass them with every micro-batch or with none.
 
         Raises:
             ValueError: for shapes that do not agree, or if the embedding size of the model or of
@@ -236,10 +238,12 @@ class BankedInfoNCE(BankedModule):
         batch = collect_micro_batch(
             inputs, ids, guide, settings.guide_margin, is_relative, self._is_shared
         )
+        # The loss stays in float32 or float64 under autocast as well.
         with torch.autocast(queries.device.type, enabled=False):
+            # The batch holds detached embeddings; `PrecomputedGradient` passes on their gradients.
             for embeddings in batch.embeddings:
                 embeddings.requires_grad_(needs_gradients)
-            queries, documents = self._normalize(batch.embeddings)
+            queries, documents = make_queries_and_documents(batch.embeddings, settings.similarity)
             bank = self._prepare_bank(documents, batch.guide_dim)
             means = self.compensation.compute_means(queries, documents[:, 0], is_training)
             local = self._make_pairs(queries, documents, batch, means.passages)
@@ -259,26 +263,21 @@ class BankedInfoNCE(BankedModule):
 
     # The stages of a micro-step, in the order of `forward`
 
-    def _normalize(self, embeddings: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Make queries (n, d) and documents (n, 1 + h, d), L2-normalised with cosine similarity."""
-        if self.settings.similarity == "cos":
-            embeddings = [normalize(x, dim=-1) for x in embeddings]
-        return embeddings[0], join_documents(embeddings)
-
     def _make_pairs(
         self, queries: Tensor, documents: Tensor, batch: MicroBatch, passage_mean: Tensor | None
     ) -> Pairs:
         """Make pairs whose documents are relative to the mean of the passage tower.
 
-        A row loss does not change if the same vector is subtracted from all documents. So documents
-        of different updates can be compared as if the mean of their tower had not moved.
+        The bank stores documents relative to the mean at that time, so they move along with it.
+        Local documents must be relative to it as well; a row loss does not change if the same
+        vector is subtracted from all documents.
         """
         if passage_mean is not None:
             documents = documents - passage_mean
         return make_pairs(queries, documents, batch, self.settings.temperature)
 
     def _score_blocks(self, local: Pairs, bank: MemoryBank | None) -> LogitBlocks:
-        """Score the three blocks of the score matrix that have a gradient."""
+        """Score the three blocks with a gradient; false negatives are masked."""
         rules = make_rules(self.settings, self.positives)
         query_drift = None
         if bank is not None:
@@ -292,32 +291,29 @@ class BankedInfoNCE(BankedModule):
         bank: MemoryBank | None,
         passage_mean: Tensor | None,
     ) -> Tensor:
-        """Compute the loss of local and banked rows, and store diagnostics in ``last``."""
+        """Compute the loss over local and banked rows, and store diagnostics in ``last``."""
         settings = self.settings
         bank_weight = self._compute_bank_weight(bank)
         local_losses = compute_local_row_losses(
             local, blocks, bank_weight, passage_mean, settings, self.positives
         )
         banked_losses = local_losses.new_zeros(0)
-        row_weights = local_losses.new_zeros(0)
+        banked_row_weights = local_losses.new_zeros(0)
         if bank is not None and bank.has_queries:
             is_in_use = bank.valid[: bank.num_used_slots, 0]
-            row_weights = bank_weight * is_in_use.to(local_losses.dtype)
+            banked_row_weights = bank_weight * is_in_use.to(local_losses.dtype)
             banked_losses = compute_banked_row_losses(bank, blocks, bank_weight)
             banked_losses = torch.where(is_in_use, banked_losses, 0.0)
-        banked_sum = (banked_losses * row_weights).sum()
+        banked_sum = (banked_losses * banked_row_weights).sum()
         if settings.partition_mode == "per_direction":
-            # Banked rows have one of the directions, and the loss is the mean over all of them.
+            # The loss is the mean over the directions, and banked rows have query_to_doc only.
             banked_sum = banked_sum / len(settings.directions)
         divisor: Tensor | int = len(local.queries)
         if settings.normalize_by == "all":
-            divisor = divisor + row_weights.sum()
+            divisor = divisor + banked_row_weights.sum()
 
-        passages = local.documents[:, 0]
-        if passage_mean is not None:
-            passages = passages + passage_mean
         self.last = describe_micro_step(
-            local, blocks, bank, local_losses, banked_losses, row_weights, passages
+            local, blocks, bank, local_losses, banked_losses, banked_row_weights, passage_mean
         )
         if bank is not None:
             masses = measure_softmax_masses(
@@ -327,20 +323,24 @@ class BankedInfoNCE(BankedModule):
         return (local_losses.sum() + banked_sum) / divisor
 
     def _compute_gradients(
-        self, loss: Tensor, normalized: list[Tensor], batch: MicroBatch, is_training: bool
+        self, loss: Tensor, scored: list[Tensor], batch: MicroBatch, is_training: bool
     ) -> list[Tensor]:
         """Compute the gradients of this rank's embeddings; in training they are centred.
 
+        Centring works on the embeddings that are scored, so backward has two steps: from the loss
+        to these, and from these (through the normalisation) to the inputs of the loss.
+
         Args:
-            normalized: queries (n, d) and documents (n, 1 + h, d), whose gradients are centred.
+            scored: queries (n, d) and documents (n, 1 + h, d), normalised with cosine similarity.
         """
-        centred = list(torch.autograd.grad(loss, normalized, retain_graph=True))
+        scored_gradients = list(torch.autograd.grad(loss, scored, retain_graph=True))
         if is_training:
-            has_aged = self.settings.drift_compensation == "auto" and self._num_aged > 0
-            centred = self.centering(centred, has_aged)
-        gradients = list(torch.autograd.grad(normalized, batch.embeddings, centred))
+            is_drift_expected = self.settings.drift_compensation == "auto" and self._num_aged > 0
+            scored_gradients = self.centering(scored_gradients, is_drift_expected)
+        gradients = list(torch.autograd.grad(scored, batch.embeddings, scored_gradients))
         if self._is_shared:
-            # Every rank has computed the loss of all ranks' pairs, and DDP will average over ranks.
+            # Every rank has the gradients of all pairs and returns its own. DDP will average them
+            # over the ranks, although their sum is the gradient of the loss.
             gradients = [gradient[batch.local_rows] * world_size() for gradient in gradients]
         return gradients
 
@@ -358,12 +358,13 @@ class BankedInfoNCE(BankedModule):
         self.last["enqueued"] = 0
         self.last["bank_fill"] = 0
         if bank is not None:
+            # The sum is finite only if the loss and all embeddings are.
             largest_values = local.queries.abs().amax() + local.documents.abs().amax()
             is_finite = (loss.detach() + largest_values).isfinite()
             query_mean = self.compensation.store_means(means, is_finite)
             first_in_use = self.compensation.compute_first_in_use(bank, n, self.clock)
             bank.append(local, blocks, is_finite, first_in_use, query_mean)
-            self.compensation.equalize_first_means(bank)
+            self.compensation.replace_first_query_means(bank)
             self.last["enqueued"] = is_finite * n
             self.last["bank_fill"] = bank.in_use
         self.clock.add_pairs(n)
@@ -375,7 +376,7 @@ class BankedInfoNCE(BankedModule):
     # Calls of a training loop
 
     def begin_update(self, pairs: int) -> None:
-        """Set the number of pairs until the next optimizer step.
+        """Set the number of pairs until the next optimizer step, for centring.
 
         The call is needed only if updates differ in their number of pairs; otherwise
         ``pairs_per_update`` sets it once.
@@ -386,7 +387,7 @@ class BankedInfoNCE(BankedModule):
         """End an update: all entries so far count as encoded by an older encoder.
 
         The next micro-step detects the step of a torch optimizer and calls this method by itself.
-        After a call the same optimizer step is not counted again.
+        If you call it after an optimizer step, that step is not counted twice.
         """
         self.clock.end_update()
         self.centering.restart()
@@ -396,12 +397,13 @@ class BankedInfoNCE(BankedModule):
     def end_pending_update(self) -> None:
         """End the update if an optimizer step has been taken since the last micro-step.
 
-        If no update ends for a long time, log a warning once, and treat all entries as aged.
+        If no update and no probe came in 4 x bank_size pairs, steps are probably not detected: log
+        a warning once, and treat all entries as aged.
         """
         clock = self.clock
         if clock.pop_pending_step():
             self.end_update()
-        patience = max(4 * self.settings.bank_size, PAIRS_WITHOUT_UPDATE)
+        patience = max(4 * self.settings.bank_size, MIN_PAIRS_BEFORE_WARNING)
         has_probe = self.compensation.probe is not None
         if self.bank is None or has_probe or clock.num_updates > 0 or clock.num_pairs < patience:
             return
@@ -418,11 +420,12 @@ class BankedInfoNCE(BankedModule):
     def observe_probe(self, queries: Tensor, passages: Tensor) -> None:
         """Measure the drift of both towers on embeddings of the same few pairs of texts.
 
-        Call it before the first micro-batch, and again after updates, at most every 64 pairs. The
-        means of the towers move as the means of the probe's embeddings have moved. With ``"auto"``
-        it also sets how many entries are in use, and reads a small tensor from the device; with
-        ``"fresh"`` and ``"none"`` it only measures. Ranks that share a bank call it together, each
-        with its own texts, whose number S may differ and be 0; the probe consists of all of them.
+        Call it before the first micro-batch, and again after updates, at most once every 64 pairs.
+        The mean of each tower is moved by the movement of the probe's mean since the last call.
+        With ``"auto"`` the call also limits the age of entries, and reads a small tensor from the
+        device; with ``"fresh"`` and ``"none"`` it only measures. Ranks that share a bank call it
+        together, each with its own texts; their number S may differ between ranks and be 0. The
+        probe consists of the texts of all ranks.
 
         Args:
             queries, passages: (S, d), encoded without dropout by the current encoder.
@@ -440,7 +443,8 @@ class BankedInfoNCE(BankedModule):
                 "pass eight pairs, or at least two"
             )
         dtype = torch.promote_types(queries.dtype, torch.float32)
-        queries, documents = self._normalize([x.to(dtype) for x in probe])
+        probe = [x.to(dtype) for x in probe]
+        queries, documents = make_queries_and_documents(probe, self.settings.similarity)
         self.end_pending_update()
         if self._prepare_bank(documents, guide_dim=None) is not None:
             self.compensation.observe(queries, documents[:, 0], self.clock, self._is_shared)

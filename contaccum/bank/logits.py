@@ -1,12 +1,13 @@
 """Logits of queries against documents, with false negatives masked.
 
-`masked_logits` scores any rows against any columns. The loss calls it for every block of the score
-matrix, so a rule that excludes false negatives applies to all blocks alike. The rules themselves
-are in `contaccum.bank.false_negatives`.
+`masked_logits` scores the queries of any pairs (rows) against the documents of any pairs (columns).
+The loss calls it for every block of its score matrix: the queries of the micro-batch (local) and of
+the memory bank (banked) against the documents of either. So a rule that excludes false negatives
+applies to all blocks alike. The rules themselves are in `contaccum.bank.false_negatives`.
 
-Letters in shapes: n pairs in the micro-batch, m pairs in the bank, r rows, c columns (pairs), h
-hard negatives per query, d the embedding size, g the embedding size of a guide. The documents of a
-pair are its positive passage, then its hard negatives.
+Letters in shapes: n pairs in the micro-batch, m pairs in the bank, r pairs whose queries are rows,
+c pairs whose documents are columns, h hard negatives per query, d the embedding size, g the
+embedding size of a guide. A pair's documents are its positive passage, then its hard negatives.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import torch
 from torch import Tensor
 
 NO_ID = torch.iinfo(torch.int64).min
-"""Id of a text that came without one. It equals no other id, not even another `NO_ID`."""
+"""Id of a text that came without one. Such a text is never the same as another text."""
 
 NO_ID_OF_ROW = NO_ID + 1
-"""Value that replaces `NO_ID` in the ids of rows, because columns have `NO_ID` as well."""
+"""Value that replaces `NO_ID` in the ids of rows before they are compared with those of columns.
+
+No column has it, so two missing ids are never equal.
+"""
 
 IDS_PER_TEXT = 2
 """Number of ids per text: for example an id from the data set and a hash of the tokens.
@@ -31,10 +35,10 @@ id has `NO_ID` as the other.
 """
 
 MASKED = -1e30
-"""Logit of an excluded document. Finite, so that a row of excluded documents gives no NaN."""
+"""Logit of an excluded document. It is finite: a softmax over minus infinity alone gives NaN."""
 
 ROWS_PER_PRODUCT = 2048
-"""Rows of a long matrix that are multiplied at once; smaller products are faster on a CPU."""
+"""Number of documents (or queries) per matrix product; smaller products are faster on a CPU."""
 
 
 class Pairs(NamedTuple):
@@ -45,12 +49,12 @@ class Pairs(NamedTuple):
     query_ids: Tensor  # int64 (IDS_PER_TEXT, n)
     document_ids: Tensor  # int64 (IDS_PER_TEXT, n, 1 + h)
     positive_logits: Tensor  # (n,), logit of each query and its own positive
-    valid: Tensor  # bool (n, 1 + h), False for documents that must not be used
+    valid: Tensor  # bool (n, 1 + h), False for padding, retired and non-finite documents
     guide: GuideEmbeddings | None = None
 
 
 class GuideEmbeddings(NamedTuple):
-    """L2-normalised guide embeddings of the same texts; a guide is a second, frozen model."""
+    """L2-normalised embeddings of the texts of `Pairs` by a guide, a second, frozen model."""
 
     queries: Tensor  # (n, g)
     documents: Tensor  # (n, 1 + h, g)
@@ -58,19 +62,22 @@ class GuideEmbeddings(NamedTuple):
 
 
 class LogitBlocks(NamedTuple):
-    """Logits of a micro-batch: the three blocks of the score matrix that have a gradient."""
+    """Logits of a micro-batch: the three blocks of the score matrix that have a gradient.
+
+    A ring block is one of the equal parts of the bank's ring buffer; see `MemoryBank`.
+    """
 
     in_batch: Tensor  # (n, n, 1 + h), local queries against local documents
     against_bank: Tensor  # (n, m, 1 + h), local queries against banked documents
     from_bank: Tensor  # (m, n, 1 + h), banked queries against local documents; m = 0 without them
-    against_bank_sums: Tensor  # (n, blocks), logsumexp of against_bank per block of the ring buffer
+    against_bank_sums: Tensor  # (n, ring blocks), logsumexp of against_bank over each ring block
 
 
 FalseNegativeRule = Callable[[Pairs, Pairs, Tensor], Tensor]
 """Function of rows (r pairs), columns (c pairs) and their logits (r, c, 1 + h).
 
-It returns a bool tensor of the shape of the logits: True where a document is a false negative of
-the row.
+It returns a bool tensor that broadcasts to the shape of the logits: True where a document is a
+false negative of the row, which means that it is (probably) relevant to the row's query.
 """
 
 
@@ -83,26 +90,33 @@ def masked_logits(
 ) -> Tensor:
     """Score the queries of ``rows`` (r pairs) against the documents of ``columns`` (c pairs).
 
-    The logit is s(query, document) / temperature, with s the inner product. It is `MASKED` if the
-    document is not valid, or if one of the ``rules`` excludes it. A rule decides from one query and
-    one document when they are first scored against each other; the bank stores the result, and no
-    decision changes later. If ``rows`` and ``columns`` are the same object, no rule excludes a
-    row's own positive.
+    The logit is the inner product of query and document, divided by the temperature. It is `MASKED`
+    if the document is not valid, or if one of the ``rules`` excludes it. If ``rows`` and
+    ``columns`` are the same object, no rule excludes a row's own positive.
+
+    A rule depends on one query and one document only, and is applied when the two are first scored
+    against each other. The bank keeps the masked logits in its log-sums, so a mask never changes
+    later.
 
     Args:
-        query_drift: (b, d). The rows are b consecutive runs of equal length, and entry i is the
-            movement of the query tower's mean since run i was stored. It changes gradients only:
-            the logits are those of the stored queries, so that they agree with the log-sums of the
-            bank, and the gradient of a document is computed with stored query + drift.
+        rows, columns: the pairs.
+        temperature: divisor of the inner products.
+        rules: the rules that find false negatives.
+        query_drift: for banked rows, the movement (b, d) of the query tower's mean since the rows
+            were stored; None for no movement. The rows are b consecutive runs of equal length, and
+            entry i belongs to run i. It changes gradients only: the gradient of a document is
+            computed with stored query + drift. The logits are those of the stored queries, so that
+            they agree with the log-sums of the bank.
 
     Returns:
         (r, c, 1 + h).
     """
     documents = columns.documents.flatten(0, 1)
-    logits = _inner_products(rows.queries, documents) / temperature
+    logits = _compute_inner_products(rows.queries, documents) / temperature
     if query_drift is not None:
+        # These logits are zero, but their gradient for a document is the drift.
         zeros_with_gradient = documents - documents.detach()
-        drift_logits = _inner_products(query_drift, zeros_with_gradient) / temperature
+        drift_logits = _compute_inner_products(query_drift, zeros_with_gradient) / temperature
         logits_by_run = logits.unflatten(0, (len(query_drift), -1))
         logits = (logits_by_run + drift_logits[:, None]).flatten(0, 1)
     logits = logits.unflatten(1, columns.valid.shape)
@@ -113,18 +127,19 @@ def masked_logits(
         for rule in rules:
             is_excluded |= rule(rows, columns, logits)
         if rows is columns:
+            # A row's own positive is a copy of itself, which the rules would exclude.
             pair = torch.arange(len(logits), device=logits.device)
             is_excluded[pair, pair, 0] = ~columns.valid[:, 0]
     return logits.masked_fill(is_excluded, MASKED)
 
 
-def _inner_products(queries: Tensor, documents: Tensor) -> Tensor:
-    """Compute queries (r, d) @ documents.T, (r, k) for k documents.
+def _compute_inner_products(queries: Tensor, documents: Tensor) -> Tensor:
+    """Compute the inner products (r, k) of r queries (r, d) and k documents (k, d).
 
     The longer dimension of the result is contiguous in memory, because a CPU then sums faster over
     the shorter one.
     """
     if len(queries) > len(documents):
-        return _inner_products(documents, queries).T
+        return _compute_inner_products(documents, queries).T
     products = [queries @ part.T for part in documents.split(ROWS_PER_PRODUCT)]
     return torch.cat(products, dim=1)

@@ -1,16 +1,17 @@
 """The memory bank: a ring buffer of past pairs, and the log-sums of its queries over its documents.
 
-The score matrix of a micro-step has a block of banked queries against banked documents. The block
-has no gradient, so it enters the loss as one number per banked query i,
+The loss of a banked query i depends on its scores s(i, j) against all banked documents j. They have
+no gradient, so one number per query is enough, its log-sum
 
     L_i = logsumexp of s(i, j) / temperature over the banked negatives j of query i.
 
-`MemoryBank` keeps L_i exact without ever computing the block again. A table holds the logsumexp of
-each banked query over each block of documents (a block is 1/32 of the ring buffer), and L_i is the
-logsumexp over its blocks. Every logit in the table was computed by the loss anyway: a new query is
-scored against the old documents as a local row, and an old query is scored against the new
-documents as a banked row. The ring buffer overwrites a whole block at a time, so removing documents
-means resetting one row of the table. Nothing is ever subtracted, and no value is read on the host.
+`MemoryBank` keeps L_i exact without computing any score again. The ring buffer consists of 32 to
+64 blocks. A table holds the logsumexp of each banked query over the documents of each block, and
+L_i is the logsumexp over the blocks. Every logit in the table was computed by the loss anyway: a
+new query is scored against the old documents as a local row, and an old query is scored against the
+new documents as a banked row. The ring buffer overwrites a whole block at a time, so removing
+documents means resetting one row of the table. Nothing is ever subtracted, which would lose
+precision, and no value is copied from the device to the host.
 
 The bank stores embeddings as they are: it normalises nothing and encodes no text.
 
@@ -39,10 +40,10 @@ from contaccum.bank.logits import (
 from contaccum.bank.micro_batch import TextIds, collect_micro_batch, join_documents, make_pairs
 from contaccum.bank.settings import check_bank_sizes
 
-BLOCKS_PER_BANK = 32
+BLOCKS_PER_BANK = 32  # the smallest number; fewer if bank_size is below 32
 
 PAIRS_PER_MEAN = 64
-"""Number of consecutive pairs, at most, that share one stored mean of the query tower."""
+"""Number of consecutive pairs (a run), at most, that share one stored mean of the query tower."""
 
 
 class MemoryBank(nn.Module):
@@ -53,11 +54,11 @@ class MemoryBank(nn.Module):
     all of them if ``bank_size`` and the sizes of all micro-batches are multiples of the block size.
 
     Pairs are numbered from the start of training, and pair i is stored in slot i % num_slots. A
-    pair is in use until it is overwritten or retired; retired pairs stay stored, but they are not
-    valid, so they are neither rows nor columns of the loss.
+    pair is in use until it is overwritten or retired. Retired pairs stay stored, but they are not
+    valid, so they are neither rows nor columns of the loss. m is the number of slots.
 
     Args:
-        bank_size: rows m, at least 1.
+        bank_size: maximum number of pairs in use, at least 1.
         dim: the embedding size d.
         hard_negatives: hard negatives h per pair. A micro-batch may have fewer.
         dtype: dtype of embeddings and log-sums, float32 or float64.
@@ -78,7 +79,7 @@ class MemoryBank(nn.Module):
     query_ids: Tensor  # int64 (IDS_PER_TEXT, m)
     document_ids: Tensor  # int64 (IDS_PER_TEXT, m, 1 + h)
     positive_logits: Tensor  # (m,), logit of each query and its own passage
-    valid: Tensor  # bool (m, 1 + h), whether a document is in use
+    valid: Tensor  # bool (m, 1 + h), True for documents in use
     block_log_sums: Tensor  # (blocks, m), logsumexp of each query over the negatives of each block
     total_log_sums: Tensor  # (m,), logsumexp of `block_log_sums` over the blocks
     query_means: Tensor  # (m / pairs_per_mean, d), query tower's mean when the pairs were stored
@@ -140,7 +141,7 @@ class MemoryBank(nn.Module):
 
     @property
     def fill(self) -> int:
-        """The number of rows that hold a pair, retired ones included."""
+        """The number of pairs that are not overwritten, retired pairs included."""
         return min(self.total_enqueued, self.bank_size)
 
     @property
@@ -155,13 +156,13 @@ class MemoryBank(nn.Module):
 
     @property
     def num_used_slots(self) -> int:
-        """The number of slots that have ever held a pair, in whole blocks and at least one."""
+        """The number of slots in the blocks that have ever held a pair; at least one block."""
         num_used_blocks = _divide_rounding_up(max(self.total_enqueued, 1), self.block_size)
         return min(num_used_blocks, self.num_blocks) * self.block_size
 
     @property
     def pairs(self) -> Pairs:
-        """The pairs of all slots that were ever used, as views; pairs not in use are not valid."""
+        """The pairs of the first `num_used_slots` slots, as views; retired pairs are not valid."""
         num_slots = self.num_used_slots
         guide = None
         if self.guide is not None:
@@ -273,19 +274,20 @@ class MemoryBank(nn.Module):
         """Store a micro-batch in place, and overwrite the oldest blocks.
 
         Of a micro-batch larger than the bank, the last pairs are stored. Hard negatives beyond the
-        bank's h are dropped. A pair whose block has been retired already is not stored.
+        bank's h are dropped. A pair is not stored if its block retired together with older pairs.
 
         Args:
             local: the micro-batch.
             blocks: logits of the micro-batch, from `score_blocks`.
             is_finite: bool scalar on the bank's device; if it is False, the pairs are stored as
                 zeros that are not valid.
-            first_in_use: pairs with a smaller number retire, even if the ring has room for them.
+            first_in_use: pairs with a smaller number retire, even if they could stay stored.
             query_mean: (d,), current mean of the query tower.
         """
         num_scored_slots = self.num_used_slots
         end = self.total_enqueued + len(local.queries)
         self.retire(max(first_in_use, end - self.bank_size))
+        # Number of the first pair to store: the first new pair that has not retired already.
         first = min(max(self.total_enqueued, self.oldest_in_use), end)
         if self.has_queries:
             self._extend_log_sums(local, blocks, is_finite, first, end, num_scored_slots)
@@ -305,28 +307,28 @@ class MemoryBank(nn.Module):
     ) -> None:
         """Add the new documents to the log-sums of all queries, and add the new queries.
 
-        The table has a row per block and a column per query. ``num_scored_slots`` is the number of
-        slots that the logits of ``blocks`` cover.
+        The table `block_log_sums` has a row per block of documents and a column per query.
+        ``num_scored_slots`` is the number of slots that the logits of ``blocks`` cover.
         """
         num_documents = min(blocks.in_batch.shape[2], self.documents.shape[1])
         num_scored_blocks = num_scored_slots // self.block_size
 
         # New queries over old documents, except in blocks that have been retired since scoring.
-        new_columns = self.block_log_sums.new_full((self.num_blocks, len(local.queries)), MASKED)
+        new_sums = self.block_log_sums.new_full((self.num_blocks, len(local.queries)), MASKED)
         is_block_in_use = self.valid.unflatten(0, (self.num_blocks, -1)).flatten(1).any(1)
         is_scored_block_in_use = is_block_in_use[:num_scored_blocks, None]
-        new_columns[:num_scored_blocks] = torch.where(
+        new_sums[:num_scored_blocks] = torch.where(
             is_scored_block_in_use, blocks.against_bank_sums.T, MASKED
         )
 
         in_batch = blocks.in_batch[:, :, :num_documents].clone()
-        in_batch[:, :, 0].fill_diagonal_(MASKED)  # a row's positive is none of its negatives
+        in_batch[:, :, 0].fill_diagonal_(MASKED)  # a row's own positive is not a negative
         from_bank = blocks.from_bank[:, :, :num_documents]
         old_queries = slice(0, num_scored_slots)
         for block, rows in self._split_into_blocks(first, end):
             # New queries over the new documents of this block.
             local_sums = in_batch[:, rows].flatten(1).logsumexp(1)
-            new_columns[block] = torch.logaddexp(new_columns[block], local_sums)
+            new_sums[block] = torch.logaddexp(new_sums[block], local_sums)
             # Old queries over the new documents of this block.
             banked_sums = from_bank[:, rows].flatten(1).logsumexp(1)
             banked_sums = torch.where(is_finite, banked_sums, MASKED)
@@ -337,9 +339,9 @@ class MemoryBank(nn.Module):
 
         stored_rows = slice(first - self.total_enqueued, None)
         slots = self._get_slots(first, end)
-        new_columns = torch.where(is_finite, new_columns[:, stored_rows], MASKED)
-        self.block_log_sums[:, slots] = new_columns
-        self.total_log_sums[slots] = new_columns.logsumexp(0)
+        stored_sums = torch.where(is_finite, new_sums[:, stored_rows], MASKED)
+        self.block_log_sums[:, slots] = stored_sums
+        self.total_log_sums[slots] = stored_sums.logsumexp(0)
 
     def _write_pairs(self, local: Pairs, is_finite: Tensor, first: int, end: int) -> None:
         rows = slice(first - self.total_enqueued, None)
@@ -359,7 +361,7 @@ class MemoryBank(nn.Module):
             self.guide.write(local.guide, rows, slots, num_documents)
 
     def _write_query_mean(self, query_mean: Tensor, first: int, end: int) -> None:
-        """Store the mean for every run of pairs that starts with one of the new pairs."""
+        """Store the mean for every run (see `PAIRS_PER_MEAN`) whose first pair is new."""
         first_run = _divide_rounding_up(first, self.pairs_per_mean)
         end_run = _divide_rounding_up(end, self.pairs_per_mean)
         runs = torch.arange(first_run, end_run, device=self.query_means.device)
@@ -427,7 +429,7 @@ def score_blocks(
     rules: Sequence[FalseNegativeRule],
     query_drift: Tensor | None = None,
 ) -> LogitBlocks:
-    """Score a micro-batch against itself and the bank; see `masked_logits` for the arguments."""
+    """Score a micro-batch against itself and the bank; `masked_logits` describes the arguments."""
     in_batch = masked_logits(local, local, temperature, rules)
     n, num_documents = local.valid.shape
     against_bank = in_batch.new_zeros(n, 0, num_documents)

@@ -1,4 +1,15 @@
-"""The micro-batch of a loss: checked, gathered over ranks, detached, in float32 or float64."""
+"""Preparation of a micro-batch for the loss: checks, ids, the guide, gathering over ranks.
+
+`collect_micro_batch` checks the inputs of a loss, detaches them (`BankedInfoNCE` computes their
+gradients itself), gathers them from all ranks that share a bank, and casts them to float32, or
+leaves them in float64. `make_pairs` makes the `Pairs` that are scored.
+
+A guide is a second, frozen model. Documents that it scores too high beside a row's positive are
+false negatives (GISTEmbed).
+
+Letters in shapes: n pairs, h hard negatives per query, d the embedding size, g the embedding size
+of the guide. The documents of a pair are its positive passage, then its hard negatives.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +21,15 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from contaccum.bank.logits import IDS_PER_TEXT, NO_ID, GuideEmbeddings, Pairs
+from contaccum.bank.settings import Similarity
 from contaccum.distributed import gather_rows
 
 
 class TextIds(NamedTuple):
-    """Ids of the texts of a micro-batch, int64; None where texts have no ids.
+    """Ids of the texts of a micro-batch, int64 or int32; None where texts have no ids.
 
-    The shapes below may have one more dimension at the end, of size ``IDS_PER_TEXT``.
+    Equal ids mean the same text. A text may have two ids; the shapes below then have one more
+    dimension at the end, of size `IDS_PER_TEXT`.
     """
 
     queries: Tensor | None = None  # (n,)
@@ -24,7 +37,7 @@ class TextIds(NamedTuple):
     negatives: Tensor | None = None  # (n, h)
 
     def check(self, num_pairs: int, num_negatives: int) -> None:
-        """Raise `ValueError`, with the argument's name, if ids are not integers of their shape."""
+        """Raise `ValueError`, with the argument's name, for ids of another shape or dtype."""
         shapes = ((num_pairs,), (num_pairs,), (num_pairs, num_negatives))
         names = ("query_ids", "passage_ids", "negative_ids")
         for name, ids, shape in zip(names, self, shapes, strict=True):
@@ -39,21 +52,29 @@ class TextIds(NamedTuple):
                 )
 
     def stack(self, num_pairs: int, num_negatives: int, device: torch.device) -> Tensor:
-        """Stack the ids of all texts to int64 (n, 2 + h, IDS_PER_TEXT); missing ids are `NO_ID`."""
+        """Stack the ids of each pair: of its query, its passage and its h hard negatives.
+
+        Returns:
+            int64 (n, 2 + h, IDS_PER_TEXT); missing ids are `NO_ID`.
+        """
         stacked = torch.full((num_pairs, 2 + num_negatives, IDS_PER_TEXT), NO_ID, device=device)
-        columns = (stacked[:, 0], stacked[:, 1], stacked[:, 2:])
-        for column, ids in zip(columns, self, strict=True):
+        views = (stacked[:, 0], stacked[:, 1], stacked[:, 2:])
+        for view, ids in zip(views, self, strict=True):
             if ids is None:
                 continue
-            if ids.ndim == column.ndim:
-                column.copy_(ids)
+            has_two_ids = ids.ndim == view.ndim
+            if has_two_ids:
+                view.copy_(ids)
             else:
-                column[..., 0] = ids
+                view[..., 0] = ids
         return stacked
 
 
 class MicroBatch(NamedTuple):
-    """Embeddings and ids of a micro-batch, of all ranks that share the bank, in rank order."""
+    """Detached embeddings and ids of a micro-batch.
+
+    If ranks share a bank, it consists of the micro-batches of all ranks, in rank order.
+    """
 
     embeddings: list[Tensor]  # queries (n, d), passages (n, d) and, if any, negatives (n, h, d)
     query_ids: Tensor  # int64 (IDS_PER_TEXT, n)
@@ -77,14 +98,14 @@ def collect_micro_batch(
     is_guide_margin_relative: bool = False,
     is_shared: bool = False,
 ) -> MicroBatch:
-    """Check the inputs of a loss, gather them from all ranks, detach and cast them.
+    """Check the inputs of a loss, detach them, gather them from all ranks, and cast them.
 
     Args:
         embeddings: queries (n, d), passages (n, d) and, if any, negatives (n, h, d).
         ids: ids of the same texts.
         guide: guide embeddings of the same texts, or an empty sequence.
         guide_margin, is_guide_margin_relative: see `make_guide_embeddings`.
-        is_shared: True if all ranks share one bank.
+        is_shared: True if all ranks share one bank; a rank may then have no pairs.
 
     Raises:
         ValueError: for shapes that do not agree; the message names the argument.
@@ -127,7 +148,13 @@ def collect_micro_batch(
 
 
 def make_pairs(queries: Tensor, documents: Tensor, batch: MicroBatch, temperature: float) -> Pairs:
-    """Make pairs of queries (n, d) and documents (n, 1 + h, d) with the ids of a micro-batch."""
+    """Make `Pairs` of prepared queries (n, d) and documents (n, 1 + h, d).
+
+    Args:
+        queries, documents: the embeddings of ``batch``, normalised or centred as they are scored.
+        batch: the micro-batch, whose ids and guide embeddings the pairs get.
+        temperature: divisor of the similarities.
+    """
     return Pairs(
         queries=queries,
         documents=documents,
@@ -175,6 +202,19 @@ def _check_guide(guide: list[Tensor], embeddings: list[Tensor]) -> None:
         )
 
 
+def make_queries_and_documents(
+    embeddings: list[Tensor], similarity: Similarity
+) -> tuple[Tensor, Tensor]:
+    """Make queries (n, d) and documents (n, 1 + h, d), L2-normalised with cosine similarity.
+
+    Args:
+        embeddings: queries (n, d), passages (n, d) and, if any, negatives (n, h, d).
+    """
+    if similarity == "cos":
+        embeddings = [normalize(x, dim=-1) for x in embeddings]
+    return embeddings[0], join_documents(embeddings)
+
+
 def join_documents(embeddings: Sequence[Tensor]) -> Tensor:
     """Join passages (n, d) and negatives (n, h, d) to documents (n, 1 + h, d).
 
@@ -188,9 +228,10 @@ def join_documents(embeddings: Sequence[Tensor]) -> Tensor:
 def make_guide_embeddings(
     embeddings: list[Tensor], margin: float, is_relative: bool
 ) -> GuideEmbeddings:
-    """Normalise guide embeddings, and compute the ceiling of each row.
+    """L2-normalise guide embeddings, and compute the ceiling of each row.
 
-    With c the cosine of a row's query and its own positive, the ceiling is c - margin, or
+    The ceiling is the largest cosine of a negative; documents above it are false negatives. With c
+    the guide's cosine of a row's query and its own positive, the ceiling is c - margin, or
     c - margin * |c| if the margin is relative (GISTEmbed, arXiv 2402.16829).
 
     Args:
@@ -202,4 +243,4 @@ def make_guide_embeddings(
     margins = torch.full_like(positive_cosines, margin)
     if is_relative:
         margins = margin * positive_cosines.abs()
-    return GuideEmbeddings(queries, documents, positive_cosines - margins)
+    return GuideEmbeddings(queries, documents, ceilings=positive_cosines - margins)

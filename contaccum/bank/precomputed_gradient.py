@@ -1,4 +1,4 @@
-"""A loss whose gradients are computed in forward."""
+"""A loss whose gradients are computed in forward; backward only passes them on."""
 
 from __future__ import annotations
 
@@ -10,16 +10,27 @@ from torch.autograd.function import once_differentiable
 
 
 class PrecomputedGradient(torch.autograd.Function):
-    """A loss whose gradients were computed in forward, because the bank changes before backward.
+    """A loss with gradients that are already known when it is returned.
+
+    `BankedInfoNCE` changes its bank in forward, so autograd could not use the bank in backward.
+    `compute_full_softmax_loss` gets the gradient from sums that it needs for the loss anyway.
 
     The gradients keep the dtype in which they were computed (float32 at least) until they are
-    multiplied by the incoming gradient, which holds the factor of a gradient scaler. Cast to
-    float16 before that, they would underflow.
+    multiplied by the incoming gradient, which contains the factor of a gradient scaler. If they
+    were cast to float16 earlier, small values would underflow.
+
+    Use: ``PrecomputedGradient.apply(loss, gradients, *inputs)``.
     """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
-        """Store the gradients of the inputs, and return the loss."""
+        """Store the gradients of the inputs, and return the loss.
+
+        Args:
+            loss: scalar.
+            gradients: one tensor of the shape of each input, in the order of ``inputs``.
+            inputs: the tensors that get the gradients.
+        """
         ctx.save_for_backward(*gradients)
         ctx.input_dtypes = [x.dtype for x in inputs]
         return loss.clone()
@@ -31,4 +42,4 @@ class PrecomputedGradient(torch.autograd.Function):
         input_gradients = []
         for gradient, dtype in zip(ctx.saved_tensors, ctx.input_dtypes, strict=True):
             input_gradients.append((gradient * grad_output).to(dtype))
-        return None, None, *input_gradients
+        return None, None, *input_gradients  # loss and gradients get no gradient

@@ -1,8 +1,12 @@
 """Losses of the rows of the score matrix.
 
-A row's loss is the logsumexp over its columns, minus the logit of its own positive. Local rows may
+A row is a query, of the micro-batch (local) or of the memory bank (banked); a column is a document.
+A row's loss is the logsumexp of its logits, minus the logit of its own positive. Local rows may
 have several similarity directions and hardness weights (`contaccum.bank.directions`); banked rows
-have neither.
+have neither. The blocks of the score matrix are explained in `contaccum.bank.info_nce`.
+
+Letters in shapes: n pairs in the micro-batch, h hard negatives per query, m bank rows, d the
+embedding size.
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ def compute_banked_row_losses(bank: MemoryBank, blocks: LogitBlocks, bank_weight
         l_i = log( exp s(i, p(i)) + w sum_{j banked} exp s(i, j) + sum_{j local} exp s(i, j) )
               - s(i, p(i)),
 
-    where j runs over the negatives of row i. The values for rows that are not in use are arbitrary.
+    where j runs over the negatives of row i. The bank stores the first term, and the logarithm of
+    the second sum as `MemoryBank.log_sums`. The values for rows that are not in use are arbitrary.
     """
     positive_logits = bank.positive_logits[: bank.num_used_slots]
     terms = [
@@ -48,13 +53,17 @@ def compute_local_row_losses(
 ) -> Tensor:
     """Compute the losses (n,) of local queries.
 
-    With S the logsumexp of a row's logits over its columns, where a banked column counts
-    ``bank_weight`` times, the loss is S - s(i, p(i)). With several directions, each has its own S,
-    and S is their logsumexp (``partition_mode="joint"``) or their mean (``"per_direction"``).
+    The loss is S - s(i, p(i)). With one direction, S is the logsumexp of the row's logits, where a
+    banked column counts ``bank_weight`` times. With several directions, each has such a logsumexp,
+    and S is the logsumexp of all of them (``partition_mode="joint"``) or their mean
+    (``"per_direction"``).
 
     Args:
-        local: the micro-batch, with documents relative to ``passage_mean``.
-        passage_mean: (d,), or None if the documents have not been centred.
+        local: the micro-batch, with documents from which ``passage_mean`` was subtracted.
+        blocks: its logits.
+        bank_weight: weight of a banked column.
+        passage_mean: (d,), or None if nothing was subtracted.
+        settings: the settings of the loss.
         positives: table of the data set's positives, or None.
     """
     score_offset = _compute_score_offset(local, passage_mean, settings.temperature)
@@ -69,15 +78,16 @@ def compute_local_row_losses(
     if len(settings.directions) == 1:
         return log_sums - local.positive_logits
 
-    # The documents of other directions are rows as well, so the mean must not be subtracted there.
+    # Subtracting the mean from all columns changes no loss, but in the other directions documents
+    # are rows as well. So the mean is added again.
     documents = local.documents
     if passage_mean is not None:
         documents = documents + passage_mean
     positive_logits = local.positive_logits + score_offset
-    uncentred = local._replace(documents=documents, positive_logits=positive_logits)
+    original = local._replace(documents=documents, positive_logits=positive_logits)
     log_sums_by_direction = [log_sums + score_offset]
-    for direction in settings.directions[1:]:
-        direction_log_sums = _compute_direction_log_sums(direction, uncentred, settings, positives)
+    for direction in settings.directions[1:]:  # the first is always query_to_doc
+        direction_log_sums = _compute_direction_log_sums(direction, original, settings, positives)
         log_sums_by_direction.append(direction_log_sums)
     stacked = torch.stack(log_sums_by_direction)
     if settings.partition_mode == "joint":
@@ -86,11 +96,11 @@ def compute_local_row_losses(
 
 
 def _compute_score_offset(local: Pairs, passage_mean: Tensor | None, temperature: float) -> Tensor:
-    """Compute the constant (n,) that is missing from each row's mean-centred logits.
+    """Compute what must be added to each row's logits (n,) because the mean was subtracted.
 
     Subtracting the mean from all documents lowers every logit of row i by q_i · mean / temperature.
-    A softmax over one direction does not depend on it. Hardness weights and a softmax over several
-    directions do.
+    A softmax over one direction does not depend on this constant. Hardness weights and a softmax
+    over several directions do.
     """
     if passage_mean is None:
         return torch.zeros_like(local.positive_logits)
@@ -100,9 +110,13 @@ def _compute_score_offset(local: Pairs, passage_mean: Tensor | None, temperature
 def _compute_direction_log_sums(
     direction: str, local: Pairs, settings: LossSettings, positives: PositivesTable | None
 ) -> Tensor:
-    """Compute the log-sums (n,) of one direction over the micro-batch."""
+    """Compute the logsumexp (n,) of each row's logits in a direction other than query_to_doc.
+
+    Args:
+        local: the micro-batch, with documents from which no mean was subtracted.
+    """
     if positives is not None and direction == "doc_to_query":
-        positives = positives.swap()
+        positives = positives.swap()  # rows are passages, columns are queries
     rules = make_rules(settings, positives)
     logits = score_direction(direction, local, settings.temperature, rules)
     return logits.flatten(1).logsumexp(1)

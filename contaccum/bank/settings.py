@@ -1,4 +1,9 @@
-"""Settings of the loss, with their checks.
+"""Settings of `BankedInfoNCE`, with their checks.
+
+The loss contrasts the pairs of a micro-batch (local pairs) with pairs of earlier micro-batches,
+which it stores in a memory bank (banked pairs, also called entries). Each query is a row of a score
+matrix, each document a column. A tower is the encoder in one of its two roles: for queries or for
+passages.
 
 Losses, training arguments and the command line use this one declaration.
 """
@@ -22,57 +27,69 @@ HardnessMode = Literal["in_batch_negatives", "hard_negatives", "all_negatives"]
 PartitionMode = Literal["joint", "per_direction"]
 
 DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
-"""Similarity directions of the loss: rows_to_columns, as in MultipleNegativesRankingLoss."""
+"""Similarity directions, named ``<rows>_to_<columns>``, as in MultipleNegativesRankingLoss.
+
+The loss of a direction contrasts each row with all columns: ``doc_to_query`` contrasts a passage
+with queries. A "doc" is a positive passage; among columns it may also be a hard negative.
+"""
 
 MODES_THAT_MOVE_ENTRIES = ("auto", "mean")
-"""Values of ``drift_compensation`` that move bank entries with the mean of their tower."""
+"""Values of ``drift_compensation`` that move bank entries.
+
+While the encoder is trained, the mean of a tower's embeddings moves. These modes move the stored
+embeddings by the same vector. See `contaccum.bank.drift`.
+"""
 
 
 @dataclass
 class LossOptions:
-    """Settings of the loss that are also options of a training run, under the same names.
+    """Settings of the loss that training arguments and the command line take over unchanged.
 
-    `BankedInfoNCE` documents them.
+    `BankedInfoNCE` documents them; the texts here are for ``--help``. `LossSettings` adds the
+    settings that a training run declares with other defaults, or computes.
     """
 
     normalize_by: NormalizeBy = option(
         "local",
-        "Divisor of the summed row losses. local: local rows; all: bank rows too (the paper).",
+        "local: divide the summed row losses by the local rows. all: by all rows (the paper).",
         get_args(NormalizeBy),
     )
     mask_duplicates: bool = option(
-        True, "Exclude known positives of a query from its negatives, by text ids."
+        True, "Exclude known positives of a query from its negatives. Texts are compared by ids."
     )
     bank_hard_negatives: bool = option(True, "Store hard negatives in the bank.")
     bank_weight: float = option(
-        1.0, "Weight of a banked pair, up to 1. Above 1: weight of the whole bank, in pairs."
+        1.0,
+        "Up to 1: weight of each banked pair. Above 1: weight of the whole bank, in local pairs.",
     )
     drift_compensation: DriftCompensationMode = option(
         "auto",
-        "Correction of old bank entries; see docs/drift.md.",
+        "Correction of bank entries that an older encoder encoded; see docs/drift.md.",
         get_args(DriftCompensationMode),
     )
     center_gradients: CenterGradients = option(
         "auto",
-        "Towers whose mean gradient is subtracted over each update.",
+        "Towers from whose gradients the mean is subtracted, so that they do not move as a whole.",
         get_args(CenterGradients),
     )
     false_negative_margin: float | None = option(
-        None, "Exclude documents that score above the row's positive by more than this margin."
+        None, "Exclude documents that score higher than the row's positive by more than this."
     )
     guide_margin: float = option(
-        0.0, "Exclude documents that the guide scores above its score of the positive - margin."
+        0.0, "Exclude documents whose guide score exceeds that of the positive, minus this margin."
     )
     guide_margin_strategy: GuideMarginStrategy = option(
         "absolute",
-        "absolute: subtract guide_margin. relative: multiply it with the positive's score first.",
+        "absolute: the margin is guide_margin. relative: guide_margin x the positive's score.",
         get_args(GuideMarginStrategy),
     )
     hardness_mode: HardnessMode | None = option(
-        None, "Negatives whose logits are raised by their similarity.", get_args(HardnessMode)
+        None,
+        "Negatives to which a multiple of their similarity is added, as an extra weight.",
+        get_args(HardnessMode),
     )
     hardness_strength: float = option(
-        0.0, "Factor of the similarity that hardness_mode adds to a logit."
+        0.0, "With hardness_mode: factor of the similarity that is added to the logit."
     )
     directions: list[str] = option(
         ["query_to_doc"],
@@ -117,6 +134,8 @@ class LossSettings(LossOptions):
         margin = self.false_negative_margin
         if margin is not None and not margin >= 0:
             raise ConfigError(f"false_negative_margin must be at least 0, got {margin!r}")
+        if not math.isfinite(self.guide_margin):
+            raise ConfigError(f"guide_margin must be a finite number, got {self.guide_margin!r}")
 
     def _check_choices(self) -> None:
         for setting in fields(self):
@@ -128,12 +147,14 @@ class LossSettings(LossOptions):
             check_choice(setting.name, getattr(self, setting.name), choices)
 
     def _check_combinations(self) -> None:
-        is_in_range = 0 <= self.hardness_strength < math.inf
-        is_missing = self.hardness_mode is not None and self.hardness_strength == 0
-        if not is_in_range or is_missing:
+        if not 0 <= self.hardness_strength < math.inf:
             raise ConfigError(
-                "hardness_strength must be above 0 with a hardness_mode, "
-                f"got {self.hardness_strength!r}"
+                f"hardness_strength must be a number of at least 0, got {self.hardness_strength!r}"
+            )
+        if self.hardness_mode is not None and self.hardness_strength == 0:
+            raise ConfigError(
+                f"hardness_mode={self.hardness_mode} with hardness_strength=0 has no effect: "
+                "set hardness_strength above 0"
             )
         if self.partition_mode != "per_direction":
             return
@@ -146,7 +167,7 @@ class LossSettings(LossOptions):
 
     @property
     def moves_entries(self) -> bool:
-        """True if bank entries move along with the mean of their tower."""
+        """True if bank entries move along with the mean of their tower's embeddings."""
         return self.drift_compensation in MODES_THAT_MOVE_ENTRIES
 
 
@@ -154,7 +175,8 @@ def check_bank_sizes(bank_size: int, query_bank_size: int | None, minimum: int =
     """Raise `ConfigError` if the sizes are out of range.
 
     Args:
-        minimum: smallest valid ``bank_size``.
+        minimum: smallest valid ``bank_size``: 0 for a loss, which may do without a bank, and 1 for
+            the bank itself.
     """
     if not isinstance(bank_size, int) or bank_size < minimum:
         raise ConfigError(

@@ -1,7 +1,10 @@
 """The update clock: it counts training pairs and updates, and stores where updates ended.
 
+An update is all micro-steps (calls of the loss in training) before one optimizer step. The encoder
+changes between updates, so the clock shows which banked pairs an older encoder encoded.
+
 An update ends with a call of `UpdateClock.end_update`, or with an optimizer step, which is detected
-without a call. torch runs a hook after every optimizer step of the process. A step counts if a
+without a call: torch runs a hook after every optimizer step of the process. A step counts if a
 training forward pass came since the last step that counted. The clock does not look at the
 parameters that a step changes, so gradient caches, adapters and engines that step copies of the
 weights need no special case. ZeRO steps once for each group of parameters; these steps count once.
@@ -28,7 +31,8 @@ class UpdateClock:
         num_updates: number of updates that have ended.
         update_start: number of the first pair of the current update, counted from the start of
             training. Entries of earlier pairs are aged: an older encoder encoded them.
-        update_ends: for each past update, the number of pairs at its end, oldest first.
+        update_ends: for each past update whose pairs the bank still uses, the value of
+            ``num_pairs`` at its end, oldest first.
     """
 
     def __init__(self) -> None:
@@ -41,7 +45,7 @@ class UpdateClock:
         _CLOCKS.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy must be added to _CLOCKS as well, which only __init__ does.
+        # Copies and unpickled clocks must be added to _CLOCKS as well, which only __init__ does.
         return _restore_clock, (self.get_state(),)
 
     @property
@@ -72,7 +76,7 @@ class UpdateClock:
     def end_update(self) -> None:
         """End the current update.
 
-        An optimizer step before the next training forward pass does not end another one.
+        An optimizer step before the next training forward pass does not end another update.
         """
         self._has_pending_step = False
         self._has_forward_since_step = False
@@ -93,7 +97,10 @@ class UpdateClock:
         self.update_ends = [end for end in self.update_ends if end > first_pair]
 
     def get_state(self) -> Tensor:
-        """Return the state as int64 on the CPU; reading it never waits for a device."""
+        """Return the state as int64 (5 + past updates,) on the CPU: flags, counts, update ends.
+
+        Reading it never waits for a device.
+        """
         flags = [int(self._has_forward_since_step), int(self._has_pending_step)]
         counts = [self.num_pairs, self.num_updates, self.update_start]
         return torch.tensor(flags + counts + self.update_ends)
@@ -110,7 +117,7 @@ class UpdateClock:
 
 
 _CLOCKS: weakref.WeakSet[UpdateClock] = weakref.WeakSet()
-"""All clocks of the process."""
+"""All clocks of the process, for the hook below."""
 
 
 def _restore_clock(state: Tensor) -> UpdateClock:

@@ -12,7 +12,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model, parse_positive_int
+from contaccum.cli.options import (
+    ENCODING_OPTIONS,
+    Parser,
+    load_model,
+    parse_positive_int,
+    start_ranks,
+)
+from contaccum.errors import ConfigError
+from contaccum.files import redact
 
 
 def run(argv: Sequence[str]) -> int:
@@ -22,21 +30,24 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the arguments, the corpus, the model or the output folder cannot be used.
     """
     args = _parse_arguments(argv)
-    import torch
-    from accelerate import PartialState
-
     from contaccum.retrieval.corpus import CorpusEncoder, require_texts
+    from contaccum.retrieval.folders import is_url
+    from contaccum.retrieval.parquet import check_parquet_dtype
     from contaccum.retrieval.store import check_folder
 
-    # Input and output are checked before a model is loaded.
+    # Options, input and output are checked before a model is loaded.
+    if args.format == "parquet":
+        check_parquet_dtype(args.dtype)
+        if is_url(args.output):
+            raise ConfigError(
+                f"--format parquet with --output {args.output}: parquet files are written to local "
+                "folders only; encode to a folder, or use write_parquet (docs/encoding.md)"
+            )
     require_texts(args.corpus, args.kind, args.on_bad_record)
     check_folder(args.output)
-    # With cpu=False and no accelerator, PartialState would report one process for all of them.
-    use_cpu = args.device == "cpu" or not torch.accelerator.is_available()
-    state = PartialState(cpu=use_cpu)
+    state = start_ranks(args)
     rank = state.process_index
     num_ranks = state.num_processes
-    args.device = args.device or str(state.device)
     model = load_model(args.model, args)
     # Rank 0 creates the store, and the other ranks open it afterwards.
     with state.main_process_first():
@@ -64,12 +75,30 @@ def run(argv: Sequence[str]) -> int:
         print(encoded.report.summary())
     status = "other ranks are still encoding"
     if encoded.is_finished:
-        status = f"written: {args.output} ({encoded.report.used:,} rows)"
+        status = f"written: {redact(args.output)} ({encoded.report.used:,} rows)"
     print(
         f"{encoded.num_encoded:,} encoded by rank {rank}, "
         f"{texts_per_second:,.0f} per second; {status}"
     )
+    # The rank that finishes the store writes the parquet files.
+    if args.format == "parquet" and encoded.is_finished:
+        _write_parquet(args, show_progress)
     return 0
+
+
+def _write_parquet(args: argparse.Namespace, show_progress: bool) -> None:
+    """Write the parquet files of the finished store, with the titles and texts of the corpus."""
+    from contaccum.data import RecordReport
+    from contaccum.retrieval.encode import read_texts
+    from contaccum.retrieval.parquet import write_parquet
+    from contaccum.retrieval.store import EmbeddingStore
+    from contaccum.retrieval.store_files import PARQUET_FOLDER
+
+    store = EmbeddingStore.open(args.output)
+    folder = Path(args.output) / PARQUET_FOLDER
+    passages = read_texts(args.corpus, args.kind, RecordReport(args.on_bad_record))
+    paths = write_parquet(store, folder, passages, show_progress)
+    print(f"written: {folder} ({len(paths):,} parquet files)")
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -92,7 +121,10 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "or a BEIR folder",
     )
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="FOLDER", help="folder of the store"
+        "--output",
+        required=True,
+        metavar="FOLDER",
+        help="folder of the store; also a URL, such as s3://BUCKET/FOLDER",
     )
     parser.add_argument(
         "--kind",
@@ -105,6 +137,13 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         choices=STORED,
         default="float32",
         help="type of the stored embeddings; default: %(default)s",
+    )
+    parser.add_argument(
+        "--format",
+        choices=("store", "parquet"),
+        default="store",
+        help="parquet: also write ids, titles, texts and embeddings of the finished store to "
+        "FOLDER/parquet, for datasets, DuckDB and vector databases; default: %(default)s",
     )
     parser.add_argument(
         "--shard_size",

@@ -24,6 +24,7 @@ def run(argv: Sequence[str]) -> int:
 
     from contaccum.comparison.options import all_options
     from contaccum.fitting.folder import FitFolder
+    from contaccum.fitting.guard import Guard
     from contaccum.fitting.pipeline import Fit
     from contaccum.fitting.source import DataSource
     from contaccum.fitting.verdict import BETTER
@@ -41,7 +42,8 @@ def run(argv: Sequence[str]) -> int:
     )
     budget = parse_duration(args.budget)
     folder = FitFolder(args.output)
-    result = Fit(source, args.model, fixed_options, budget, folder, _print_line).run()
+    guard = Guard(args.guard, args.guard_loss, folder) if args.guard else None
+    result = Fit(source, args.model, fixed_options, budget, folder, _print_line, guard).run()
     if args.require is not None and result.verdict.word != BETTER:
         return EXIT_CODE_NOT_BETTER
     return 0
@@ -88,6 +90,20 @@ def _make_parser() -> Parser:
     )
     parser.add_data_options()
     parser.add_held_out_options()
+    parser.add_argument(
+        "--guard",
+        nargs="+",
+        metavar="SET",
+        help="other data, BEIR folders or public names: the trained model is merged with the base "
+        "model so that it loses little on them",
+    )
+    parser.add_argument(
+        "--guard_loss",
+        type=float,
+        default=0.01,
+        metavar="LOSS",
+        help="nDCG@10 that the model may lose on each guard set; default: %(default)s",
+    )
     parser.add_argument(
         "--require",
         choices=["better"],

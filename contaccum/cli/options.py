@@ -5,18 +5,27 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Collection, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from contaccum.errors import ConfigError, suggest_options, translate_arguments
 
 if TYPE_CHECKING:
+    from accelerate import PartialState
+
     from contaccum.encoders.dual_encoder import DualEncoder
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 
 _HELP_POSITION = 34
 """Column at which help texts start."""
+
+_RANK_TIMEOUT = timedelta(days=1)
+"""Time after which a rank that waits for another rank gives up.
+
+If a rank fails, torchrun stops the other ranks at once.
+"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -221,6 +230,36 @@ SEARCH_OPTIONS = (
     *ENCODING_OPTIONS,
 )
 """Shared options of the commands that encode a corpus and search it in memory."""
+
+
+def start_ranks(args: argparse.Namespace) -> PartialState:
+    """Join the process group of torchrun or `accelerate launch`, and set ``args.device``.
+
+    Without ``--device``, each rank on a machine has a GPU of its own, or all ranks use the CPU. A
+    process that was started alone is rank 0 of 1.
+
+    Raises:
+        ConfigError: if a machine has more ranks than GPUs.
+    """
+    import torch
+    from accelerate import PartialState
+
+    # With cpu=False and no accelerator, PartialState would report one process for all of them.
+    use_cpu = args.device == "cpu" or not torch.accelerator.is_available()
+    if not use_cpu:
+        # PartialState would give the same GPU to several ranks, which cannot communicate then.
+        num_devices = torch.accelerator.device_count()
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if local_rank >= num_devices:
+            raise ConfigError(
+                f"process {local_rank + 1} on this machine has no GPU, because the machine has "
+                f"{num_devices}: start at most {num_devices} with --nproc_per_node, or use "
+                "--device cpu"
+            )
+    # Ranks wait for each other in collectives, and some have more work than others.
+    state = PartialState(cpu=use_cpu, timeout=_RANK_TIMEOUT)
+    args.device = args.device or str(state.device)
+    return state
 
 
 def load_model(name: str, args: argparse.Namespace) -> DualEncoder:

@@ -2,6 +2,9 @@
 
 The command writes the best documents of each query as a run in TREC's format. It does not score
 the run: `contaccum evaluate` and `contaccum open_qa` do.
+
+Under torchrun or `accelerate launch`, each of N processes searches every N-th shard of the store.
+Rank 0 encodes the queries and writes the run.
 """
 
 from __future__ import annotations
@@ -10,31 +13,48 @@ import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model, parse_positive_int
+from contaccum.cli.options import (
+    ENCODING_OPTIONS,
+    Parser,
+    load_model,
+    parse_positive_int,
+    start_ranks,
+)
 from contaccum.errors import ConfigError, DataError
 from contaccum.files import provenance, require_writable, write_json, write_text
 
 if TYPE_CHECKING:
     import numpy as np
+    from accelerate import PartialState
 
-    from contaccum.retrieval.index import DenseIndex
     from contaccum.retrieval.store import EmbeddingStore
+
+
+class _Results(NamedTuple):
+    """Results of a search for n queries."""
+
+    scores: np.ndarray  # float32 (n, k)
+    rows: np.ndarray  # int64 (n, k), rows of the store
+    record: dict[str, Any]  # the part of the run's record that describes index and search
 
 
 def run(argv: Sequence[str]) -> int:
     """Search a store, write the run and its record, and return exit code 0.
+
+    Under torchrun, rank 0 encodes the queries, every rank searches its own shards, and rank 0
+    writes the merged results.
 
     Raises:
         UserError: if the arguments, the queries, the model, the store or the index cannot be used.
     """
     args = _parse_arguments(argv)
     from contaccum.evaluation.results import trec_lines
-    from contaccum.retrieval import index as faiss_index
+    from contaccum.retrieval.index import check_factory
+    from contaccum.retrieval.rank_search import share_queries
     from contaccum.retrieval.store import EmbeddingStore
 
-    require_writable(args.output)
     store = EmbeddingStore.open(args.store)
     index_settings = {
         "factory": args.index,
@@ -42,32 +62,38 @@ def run(argv: Sequence[str]) -> int:
         "parameters": args.index_parameters,
     }
     # The index settings are checked before the queries are encoded.
-    faiss_index.check_factory(dimension=store.shape[1], n=len(store), **index_settings)
-    query_ids, query_embeddings = _load_queries(args, store)
-    if args.index_file is None:
-        index = faiss_index.build_index(store, **index_settings)
-    else:
-        index = faiss_index.open_index(args.index_file, store, **index_settings)
+    check_factory(dimension=store.shape[1], n=len(store), **index_settings)
+    state = start_ranks(args)
+    if state.num_processes > 1 and args.index != "Flat":
+        raise ConfigError(
+            f"--index {args.index}: several processes search the shards exactly; use --index Flat, "
+            "or start one process"
+        )
+    query_ids: list[str] = []
+    query_embeddings: np.ndarray | None = None
+    if state.is_main_process:
+        require_writable(args.output)
+        query_ids, query_embeddings = _load_queries(args, store)
+    query_embeddings = share_queries(query_embeddings, store.shape[1])
+    results = _search(args, store, index_settings, query_embeddings, state)
+    # Only rank 0 has results, and it needs nothing more from the other ranks.
+    state.destroy_process_group()
+    if results is None:
+        return 0
 
-    start_time = time.perf_counter()
-    scores, rows = faiss_index.search(
-        index, query_embeddings, args.top_k, show_progress=not args.no_progress
-    )
-    seconds = time.perf_counter() - start_time
-
-    hits = zip(query_ids, _get_hits(store, scores, rows), strict=True)
+    hits = zip(query_ids, _get_hits(store, results.scores, results.rows), strict=True)
     write_text(args.output, trec_lines(hits, "contaccum"))
-    recall = faiss_index.recall_against_exact(index, query_embeddings, rows)
-    search_record = _describe_search(args, index, rows.shape[1], seconds, recall)
     record = {
-        "store": {"path": str(args.store), "fingerprint": store.fingerprint, "rows": len(store)},
-        "model": {"name": store.metadata.get("model_name"), "similarity": index.metric},
-        "queries": {"path": str(args.queries), "count": len(query_ids)},
-        "search": search_record,
+        "store": {"path": args.store, "fingerprint": store.fingerprint, "rows": len(store)},
+        "model": {"name": store.metadata.get("model_name"), "similarity": index_settings["metric"]},
+        "queries": {"path": args.queries, "count": len(query_ids)},
+        "search": results.record,
         **provenance(),
     }
     record_file = args.output.with_suffix(".json")
     write_json(record_file, record)
+    seconds = results.record["seconds"]
+    recall = results.record["recall"]
     quality = "exact search"
     if recall is not None:
         quality = f"recall against exact search: {recall}"
@@ -106,14 +132,13 @@ def _make_parser() -> Parser:
     parser.add_model("the encoder that wrote the store; leave it out if --queries is a store")
     parser.add_argument(
         "--store",
-        type=Path,
         required=True,
         metavar="FOLDER",
-        help="store of documents that contaccum encode wrote",
+        help="store of documents that contaccum encode wrote; also a URL, such as "
+        "s3://BUCKET/FOLDER",
     )
     parser.add_argument(
         "--queries",
-        type=Path,
         required=True,
         metavar="PATH",
         help="jsonl, tsv (id, text), DPR's .qa.csv, a BEIR folder, or a store of encoded queries",
@@ -155,10 +180,12 @@ def _load_queries(args: argparse.Namespace, store: EmbeddingStore) -> tuple[list
     """
     from contaccum.data import RecordReport
     from contaccum.retrieval.encode import encode_texts, model_fingerprint
+    from contaccum.retrieval.folders import is_url
     from contaccum.retrieval.store import EmbeddingStore
     from contaccum.retrieval.store_files import STORE_FILE
 
-    if (args.queries / STORE_FILE).is_file():
+    # Files of texts are read from this machine only.
+    if is_url(args.queries) or Path(args.queries, STORE_FILE).is_file():
         query_store = EmbeddingStore.open(args.queries)
         _check_stores(
             args, store, query_store.metadata["model"], queries_kind=query_store.metadata["kind"]
@@ -172,6 +199,8 @@ def _load_queries(args: argparse.Namespace, store: EmbeddingStore) -> tuple[list
     report = RecordReport(args.on_bad_record)
     texts = _read_query_texts(args, report)
     print(report.summary())
+    if not texts:
+        raise DataError(f"{args.queries}: has no query (correct the file, or name another one)")
     model = load_model(args.model, args)
     _check_stores(args, store, model_fingerprint(model, "document"), queries_kind="query")
     embeddings = encode_texts(
@@ -190,9 +219,10 @@ def _read_query_texts(args: argparse.Namespace, report: Any) -> dict[str, str]:
     from contaccum.data import load_beir_folder
     from contaccum.retrieval.encode import read_texts
 
+    path = Path(args.queries)
     if args.split:
-        return load_beir_folder(args.queries, args.split, report=report).queries
-    return {query.id: query.passage for query in read_texts(args.queries, "query", report)}
+        return load_beir_folder(path, args.split, report=report).queries
+    return {query.id: query.passage for query in read_texts(path, "query", report)}
 
 
 def _check_stores(
@@ -222,6 +252,53 @@ def _check_stores(
         )
 
 
+def _search(
+    args: argparse.Namespace,
+    store: EmbeddingStore,
+    index_settings: dict[str, Any],
+    queries: np.ndarray,
+    state: PartialState,
+) -> _Results | None:
+    """Search a store for n queries, with all ranks of a distributed run.
+
+    Args:
+        index_settings: factory, metric and parameters of the index.
+        queries: embeddings, float32 (n, d).
+
+    Returns:
+        The results on rank 0; None on the other ranks.
+    """
+    from contaccum.retrieval import index as faiss_index
+    from contaccum.retrieval.rank_search import search_with_all_ranks
+
+    if args.index_file is None:
+        index = faiss_index.build_index(store, **index_settings)
+    else:
+        index = faiss_index.open_index(args.index_file, store, **index_settings)
+    show_progress = not args.no_progress and state.is_main_process
+    start_time = time.perf_counter()
+    if state.num_processes > 1:
+        ranking = search_with_all_ranks(store, queries, args.top_k, index.metric, show_progress)
+    else:
+        ranking = faiss_index.search(index, queries, args.top_k, show_progress)
+    if ranking is None:
+        return None
+    scores, rows = ranking
+    seconds = time.perf_counter() - start_time
+    recall = faiss_index.recall_against_exact(index, queries, rows)
+    record = {
+        "index": index.factory,
+        "index_parameters": index.parameters,
+        "k": rows.shape[1],
+        "ranks": state.num_processes,
+        "gpus": len(index.gpus),
+        "index_file": str(args.index_file) if args.index_file else None,
+        "seconds": seconds,
+        "recall": recall,
+    }
+    return _Results(scores, rows, record)
+
+
 def _get_hits(
     store: EmbeddingStore, scores: np.ndarray, rows: np.ndarray
 ) -> Iterator[Mapping[str, float]]:
@@ -234,25 +311,3 @@ def _get_hits(
         # An approximate index may return fewer than k documents. The end of the row is -1 then.
         document_ids = store.ids(query_rows[query_rows >= 0])
         yield dict(zip(document_ids, query_scores.tolist(), strict=False))
-
-
-def _describe_search(
-    args: argparse.Namespace,
-    index: DenseIndex,
-    k: int,
-    seconds: float,
-    recall: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """Return the part of the record that describes the index and the search."""
-    index_file = None
-    if args.index_file is not None:
-        index_file = str(args.index_file)
-    return {
-        "index": index.factory,
-        "index_parameters": index.parameters,
-        "k": k,
-        "gpus": index.num_gpus,
-        "index_file": index_file,
-        "seconds": seconds,
-        "recall": recall,
-    }

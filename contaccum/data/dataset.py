@@ -122,8 +122,7 @@ def load_training_data(
 
     Raises:
         ConfigError: for an unknown format, or settings that cannot work together.
-        DataError: for a source, a record or a cache that cannot be used, if no row is left, or if
-            hard negatives are needed and no record has one.
+        DataError: for data or a cache that cannot be used, or if no row or no negative is left.
     """
     report = RecordReport(on_bad_record)
     source = Source(
@@ -136,34 +135,20 @@ def load_training_data(
         min_score=min_score,
     )
     if source.data_format == "msmarco":
-        source.num_negatives = 0
-        if num_hard_negatives:
-            source.num_negatives = negatives_from or max(_DEFAULT_TRIPLES, num_hard_negatives)
-    if not positives:
-        positives = "all" if source.data_format in JUDGED_FORMATS else "draw"
+        source.num_negatives = _count_msmarco_negatives(num_hard_negatives, negatives_from)
+    positives = positives or _choose_positives(source.data_format)
     selection = Selection(num_hard_negatives, positives, negatives_from, missing_negatives)
     cached = cache_records(source, report)
     num_positives = _list_lengths(cached.records, "positives")
     num_negatives = _list_lengths(cached.records, "negatives")
-    if num_hard_negatives and not num_negatives.any() and not negatives_to_come:
-        raise DataError(
-            one_line(
-                f"{path}: num_hard_negatives={num_hard_negatives}, but no record has a negative "
-                "(mine some)"
-            )
-        )
+    if num_hard_negatives and not negatives_to_come:
+        _refuse_missing_negatives(path, num_hard_negatives, num_negatives)
     if teacher_scores:
         _refuse_fillers_without_score(path, selection, num_negatives)
-    used_records = np.arange(len(cached.records))
-    if missing_negatives == "drop":
-        used_records = np.flatnonzero(num_negatives >= num_hard_negatives)
-    num_dropped = len(cached.records) - len(used_records)
-    report.leave_out(source.path, sampling.TOO_FEW, num_dropped)
-    report.refuse_if_nothing_left(path, len(used_records), "training pairs")
-    negative_columns = [f"negative_{number}" for number in range(1, num_hard_negatives + 1)]
+    used_records = _select_records(path, selection, num_negatives, report)
     transform = EpochSampling(
         cached.records,
-        ["query", "positive", *negative_columns],
+        _name_columns(num_hard_negatives),
         selection,
         _assign_rows(used_records, len(cached.records), selection, num_positives),
         collect_known_positives(cached.pairs),
@@ -179,6 +164,54 @@ def load_training_data(
         cached.pairs,
         unused_scores=cached.has_scores and not teacher_scores,
     )
+
+
+def _choose_positives(data_format: DataFormat) -> PositivesUsed:
+    """Return the default use of a record's positives: each judgement is a pair of its own."""
+    if data_format in JUDGED_FORMATS:
+        return "all"
+    return "draw"
+
+
+def _count_msmarco_negatives(num_hard_negatives: int, negatives_from: int | None) -> int:
+    """Return how many negatives of each MS MARCO query are read."""
+    if num_hard_negatives == 0:
+        return 0
+    return negatives_from or max(_DEFAULT_TRIPLES, num_hard_negatives)
+
+
+def _name_columns(num_hard_negatives: int) -> list[str]:
+    """Return the columns of a row of training data."""
+    negative_columns = [f"negative_{number}" for number in range(1, num_hard_negatives + 1)]
+    return ["query", "positive", *negative_columns]
+
+
+def _refuse_missing_negatives(
+    path: AnyPath, num_hard_negatives: int, num_negatives: np.ndarray
+) -> None:
+    """Raise `DataError` if hard negatives are needed and no record has one."""
+    if not num_negatives.any():
+        message = (
+            f"{path}: num_hard_negatives={num_hard_negatives}, but no record has a negative "
+            "(mine some)"
+        )
+        raise DataError(one_line(message))
+
+
+def _select_records(
+    path: AnyPath, selection: Selection, num_negatives: np.ndarray, report: RecordReport
+) -> np.ndarray:
+    """Return the numbers of the records to train on, and report those that have too few negatives.
+
+    Raises:
+        DataError: if no record is left.
+    """
+    used_records = np.arange(len(num_negatives))
+    if selection.missing_negatives == "drop":
+        used_records = np.flatnonzero(num_negatives >= selection.num_hard_negatives)
+    report.leave_out(path, sampling.TOO_FEW, len(num_negatives) - len(used_records))
+    report.refuse_if_nothing_left(path, len(used_records), "training pairs")
+    return used_records
 
 
 def _list_lengths(records: Dataset, column: str) -> np.ndarray:

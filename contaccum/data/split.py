@@ -8,7 +8,7 @@ same split, whatever the order of the records.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -181,9 +181,7 @@ def split_data(
     grouping = group_records(records, published_test, held_out_by, show_progress)
     sizes = _choose_sizes(data.path, grouping, settings, published_test)
     sides = choose_sides(data.path, grouping, sizes, settings)
-    parts: dict[str, list[Record]] = {"train": [], "dev": [], "test": [], "left out": []}
-    for record, group in zip(records, grouping.group_of_record, strict=True):
-        parts[sides.get(group, "left out")].append(record)
+    parts = _assign_records(records, grouping.group_of_record, sides)
 
     with atomic_folder(output) as folder:
         negatives_left_out = split_files.write_train(folder / TRAIN_FILE, parts)
@@ -208,6 +206,16 @@ def split_data(
         )
         write_json(folder / RECORD_FILE, {**asdict(split), **provenance()})
     return split
+
+
+def _assign_records(
+    records: Sequence[Record], group_of_record: Sequence[int], sides: Mapping[int, str]
+) -> dict[str, list[Record]]:
+    """Return {side: its records}; records of a group without a side are on the side "left out"."""
+    parts: dict[str, list[Record]] = {"train": [], "dev": [], "test": [], "left out": []}
+    for record, group in zip(records, group_of_record, strict=True):
+        parts[sides.get(group, "left out")].append(record)
+    return parts
 
 
 def _read_corpus(

@@ -1,7 +1,9 @@
 """LoRA adapters: small trainable matrices that are added to the frozen weights of a backbone.
 
-Untied towers have one adapter each, and share the frozen weights of their base. A saved folder
-holds the adapters and the name or folder of the base. peft applies the adapters in a forward pass.
+A backbone is the transformers model inside a tower; the base of an adapter is the pretrained model
+whose weights are frozen. Untied towers have one adapter each, and share the frozen weights of their
+base, so these are in memory once. A saved folder holds the adapters and the name or folder of the
+base, not its weights. peft applies the adapters in a forward pass.
 """
 
 from __future__ import annotations
@@ -25,9 +27,12 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from contaccum.errors import ConfigError, UserError, closest
 from contaccum.files import AnyPath, read_json, write_json
 
-_CONFIG = "adapter_config.json"
+_TRANSFORMER_TYPE = fullname(Transformer)
+_MODEL_TYPE = fullname(SentenceTransformer)
+_ADAPTER_CONFIG = "adapter_config.json"
 _TOWER_FOLDERS = "*_Transformer"
-_ADAPTER_FILES = (_CONFIG, "adapter_model.*")
+"""Pattern of the subfolders in which a Router saves the transformers of its towers."""
+_ADAPTER_FILES = (_ADAPTER_CONFIG, "adapter_model.*")
 _BACKBONE_FILES = (
     "config.json",
     "model.safetensors*",
@@ -35,8 +40,8 @@ _BACKBONE_FILES = (
     "pytorch_model.bin*",
     "pytorch_model-*",
 )
-_RECORDED = ("base_model_name_or_path", "r", "lora_alpha", "lora_dropout")
-"""Attributes of an adapter's config that records hold."""
+_DESCRIBED_ATTRIBUTES = ("base_model_name_or_path", "r", "lora_alpha", "lora_dropout")
+"""Attributes of an adapter's config in `describe_adapters`."""
 
 
 def add_adapter(
@@ -65,13 +70,13 @@ def add_adapter(
     require_peft("an adapter")
     from peft import LoraConfig
 
-    models = get_backbones(model)
-    if not models:
+    backbones = get_backbones(model)
+    if not backbones:
         raise ConfigError(f"lora_r={r}: this model has no transformers backbone")
     if has_adapter(model):
         raise ConfigError(f"lora_r={r}: this model has an adapter already")
     targets = list(target_modules or ())
-    for backbone in models:
+    for backbone in backbones:
         _require_layers(backbone, targets)
     layers: Any = targets or "all-linear"
     try:
@@ -87,9 +92,9 @@ def add_adapter(
 
 
 def _require_layers(backbone: PreTrainedModel, targets: Sequence[str]) -> None:
-    """Raise `ConfigError` if a target is not the name of a layer.
+    """Raise `ConfigError` if any of the targets is not the name of a layer.
 
-    peft raises an error only if no target is the name of a layer.
+    The check is needed because peft raises an error only if none of the targets is one.
     """
     names = [name for name, _ in backbone.named_modules()]
     for target in targets:
@@ -100,10 +105,10 @@ def _require_layers(backbone: PreTrainedModel, targets: Sequence[str]) -> None:
 
 
 def put_adapter(model: nn.Module, config: Any, name: str | None = None) -> None:
-    """Freeze every backbone of a model, and add an adapter to each.
+    """Freeze every backbone of a model, and add an adapter of any kind to each.
 
     Args:
-        config: any config of peft.
+        config: config of any adapter that peft supports, LoRA or another.
         name: name of the adapter. None: "default".
 
     Raises:
@@ -113,7 +118,7 @@ def put_adapter(model: nn.Module, config: Any, name: str | None = None) -> None:
 
     for backbone in get_backbones(model):
         backbone_config = copy.deepcopy(config)
-        backbone.add_adapter(backbone_config, name)
+        backbone.add_adapter(backbone_config, name)  # freezes all weights but the adapter's
         base = backbone.name_or_path
         if os.path.isdir(base):
             # An absolute path can be loaded from any working directory.
@@ -135,7 +140,7 @@ def make_adapter_trainable(model: nn.Module) -> None:
         if getattr(backbone, "peft_config", None):
             backbone.set_adapter(backbone.active_adapters())
         else:
-            # Only the query tower has an adapter. The document tower stays frozen.
+            # Only the query tower has an adapter. This is the document tower, and stays frozen.
             backbone.requires_grad_(False)
     share_equal_frozen_weights(get_backbones(model))
 
@@ -150,7 +155,7 @@ def merge_adapter(model: nn.Module) -> None:
     transformers = [module for module in model.modules() if isinstance(module, Transformer)]
     for transformer in transformers:
         if not getattr(transformer.model, "peft_config", None):
-            # Only the other tower has an adapter.
+            # This tower has no adapter, only the other one.
             continue
         # A copy, because another tower may share the base.
         backbone = copy.deepcopy(transformer.model)
@@ -177,16 +182,16 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def describe_adapters(model: nn.Module) -> list[dict[str, Any]]:
-    """Return base, rank, alpha, dropout and layers of each adapter, for records."""
-    records = []
-    for config in _adapter_configs(model):
-        record = {name: getattr(config, name, None) for name in _RECORDED}
-        record["layers"] = sorted(config.target_modules)
-        records.append(record)
-    return records
+    """Return base, rank, alpha, dropout and layers of each adapter, to describe a run in JSON."""
+    descriptions = []
+    for config in _get_adapter_configs(model):
+        description = {name: getattr(config, name, None) for name in _DESCRIBED_ATTRIBUTES}
+        description["layers"] = sorted(config.target_modules)
+        descriptions.append(description)
+    return descriptions
 
 
-def _adapter_configs(model: nn.Module) -> list[Any]:
+def _get_adapter_configs(model: nn.Module) -> list[Any]:
     """Return the peft configs of all adapters."""
     configs: list[Any] = []
     for backbone in get_backbones(model):
@@ -225,27 +230,33 @@ def make_4bit_kwargs() -> dict[str, Any]:
     return {"quantization_config": config}
 
 
-def share_equal_frozen_weights(models: Sequence[PreTrainedModel]) -> None:
-    """Replace frozen weights of backbones by equal weights of the first backbone."""
+def share_equal_frozen_weights(backbones: Sequence[PreTrainedModel]) -> None:
+    """Replace frozen weights of backbones by equal weights of the first backbone, to save memory.
+
+    Weights are compared if they have the same name and are frozen in both backbones.
+    """
     first_weights = {}
-    for name, weight in models[0].named_parameters():
-        first_weights[_name_without_adapter(name)] = weight
-    for backbone in models[1:]:
-        has_same_base = backbone.name_or_path == models[0].name_or_path
+    for name, weight in backbones[0].named_parameters():
+        first_weights[_get_name_in_base(name)] = weight
+    for backbone in backbones[1:]:
+        has_same_base = backbone.name_or_path == backbones[0].name_or_path
         for name, weight in list(backbone.named_parameters()):
-            first_weight = first_weights.get(_name_without_adapter(name))
+            first_weight = first_weights.get(_get_name_in_base(name))
             if first_weight is None or first_weight.requires_grad or weight.requires_grad:
                 continue
-            # Equal codes of quantized weights may stand for different numbers, unless the
-            # backbones have the same base.
+            # Quantized weights are integer codes. Equal codes may stand for different numbers,
+            # unless the backbones have the same base.
             is_comparable = has_same_base or weight.is_floating_point()
             if is_comparable and torch.equal(first_weight, weight):
                 module_name, _, attribute = name.rpartition(".")
                 setattr(backbone.get_submodule(module_name), attribute, first_weight)
 
 
-def _name_without_adapter(name: str) -> str:
-    """Return the name that a weight has in a backbone without an adapter."""
+def _get_name_in_base(name: str) -> str:
+    """Return the name that a weight has in a backbone without an adapter.
+
+    peft renames "layer.weight" to "layer.base_layer.weight" in every layer that it adapts.
+    """
     return name.replace(".base_layer.", ".")
 
 
@@ -255,8 +266,9 @@ def find_adapter_bases(folder: Path) -> list[str]:
     Raises:
         ConfigError: if there is an adapter and peft is not installed.
     """
-    config_files = [folder / _CONFIG, *folder.glob(f"{_TOWER_FOLDERS}/{_CONFIG}")]
-    config_files = [file for file in config_files if file.is_file()]
+    tower_config_files = folder.glob(f"{_TOWER_FOLDERS}/{_ADAPTER_CONFIG}")
+    possible_files = [folder / _ADAPTER_CONFIG, *tower_config_files]
+    config_files = [file for file in possible_files if file.is_file()]
     if config_files:
         require_peft(str(folder))
     return [str(read_json(file)["base_model_name_or_path"]) for file in config_files]
@@ -264,17 +276,19 @@ def find_adapter_bases(folder: Path) -> list[str]:
 
 @contextmanager
 def saving(model: nn.Module, folder: AnyPath) -> Iterator[None]:
-    """Prepare a folder in which the block saves a model, and complete the folder afterwards.
+    """Prepare a folder in which the ``with`` block saves a model, and complete it afterwards.
 
     Files of another model are removed before the block. After the block, settings are written that
-    sentence-transformers needs to load a model with an adapter but does not save.
+    sentence-transformers needs to load a model with an adapter but does not save: the dtype of the
+    base, and the types of the towers in the Router.
 
     Raises:
         ConfigError: if the base of an adapter is not saved in its folder.
     """
     folder = Path(folder)
-    base_folders = {Path(config.base_model_name_or_path) for config in _adapter_configs(model)}
+    base_folders = {Path(config.base_model_name_or_path) for config in _get_adapter_configs(model)}
     for base in base_folders:
+        # `put_adapter` makes the path of a base folder absolute; other bases are on the hub.
         if base.is_absolute() and not (base / "config.json").is_file():
             raise ConfigError(
                 f"an adapter is saved without its base, which is not in {base}: "
@@ -285,7 +299,7 @@ def saving(model: nn.Module, folder: AnyPath) -> Iterator[None]:
     if not has_adapter(model):
         return
     adapter_folders = [folder]
-    if not (folder / _CONFIG).is_file():
+    if not (folder / _ADAPTER_CONFIG).is_file():
         adapter_folders = _make_towers_loadable(folder)
     dtype = str(get_backbones(model)[0].dtype).removeprefix("torch.")
     for adapter_folder in adapter_folders:
@@ -298,6 +312,10 @@ def _remove_stale_files(folder: Path, is_adapted: bool, base_folders: set[Path])
 
     An old adapter beside new full weights would be loaded with them. Old full weights beside a new
     adapter would be loaded as its base, so they are kept only if they are its base.
+
+    Args:
+        is_adapted: True if the model to be saved has an adapter.
+        base_folders: folders (or names on the hub) of the bases of its adapters.
     """
     resolved_bases = {base.resolve() for base in base_folders}
     for module_folder in (folder, *folder.glob(_TOWER_FOLDERS)):
@@ -322,12 +340,13 @@ def _make_towers_loadable(folder: Path) -> list[Path]:
     router = read_json(router_file)
     tower_folders = []
     for name, type_name in router["types"].items():
-        if type_name == _TRANSFORMER and (folder / name / _CONFIG).is_file():
+        is_adapter_folder = (folder / name / _ADAPTER_CONFIG).is_file()
+        if type_name == _TRANSFORMER_TYPE and is_adapter_folder:
             tower_folders.append(folder / name)
     for tower_folder in tower_folders:
-        modules = [{"idx": 0, "name": "0", "path": "", "type": _TRANSFORMER}]
+        modules = [{"idx": 0, "name": "0", "path": "", "type": _TRANSFORMER_TYPE}]
         write_json(tower_folder / "modules.json", modules)
-        router["types"][tower_folder.name] = _MODEL
+        router["types"][tower_folder.name] = _MODEL_TYPE
     write_json(router_file, router)
     return tower_folders
 
@@ -336,6 +355,7 @@ class TransformerLoader(Transformer):
     """A loader of ``Transformer`` modules with adapters.
 
     A tower is loaded from its own folder, and an adapter in the precision in which it was saved.
+    Only the class method `load` is used, and returns a ``Transformer``.
     """
 
     @classmethod
@@ -349,7 +369,7 @@ class TransformerLoader(Transformer):
         """
         if subfolder:
             # Transformer would look for the subfolder in the base of an adapter.
-            model_name_or_path = _local_folder(model_name_or_path, subfolder, kwargs)
+            model_name_or_path = _find_local_folder(model_name_or_path, subfolder, kwargs)
         try:
             module = Transformer.load(model_name_or_path, **kwargs)
         except RuntimeError as error:
@@ -366,7 +386,7 @@ class TransformerLoader(Transformer):
         return module
 
 
-def _local_folder(model_name: str, subfolder: str, hub_options: dict[str, Any]) -> str:
+def _find_local_folder(model_name: str, subfolder: str, hub_options: dict[str, Any]) -> str:
     """Return the local folder of a model's subfolder, downloaded if the model is on the hub."""
     local_folder = load_dir_path(
         model_name,
@@ -385,12 +405,15 @@ def _load_in_float32(backbone: PreTrainedModel, adapter_file: Path) -> None:
 
     cast_adapter_dtype(backbone, "default")
     state = {}
+    # Files of peft have this prefix, but `set_peft_model_state_dict` expects names without it.
     for name, weight in load_file(adapter_file).items():
         state[name.removeprefix("base_model.model.")] = weight
     set_peft_model_state_dict(backbone, state)
 
 
-_TRANSFORMER = fullname(Transformer)
-_MODEL = fullname(SentenceTransformer)
-LOADERS = dict.fromkeys((_TRANSFORMER, _MODEL), TransformerLoader)
-"""Type of a module, as saved folders name it -> class that loads the module."""
+LOADERS = {_TRANSFORMER_TYPE: TransformerLoader, _MODEL_TYPE: TransformerLoader}
+"""Type of a module, as saved folders name it -> class that loads the module.
+
+A tower with an adapter has the type SentenceTransformer in its folder; see
+`_make_towers_loadable`.
+"""

@@ -1,4 +1,7 @@
-"""DualEncoder: a query tower and a passage tower as one SentenceTransformer, tied or untied.
+"""DualEncoder: a query tower and a passage tower as one SentenceTransformer.
+
+A tower is the encoder of one side. Tied towers share every weight; untied towers have separate
+weights, or separate adapters on the same frozen weights.
 
 `SentenceTransformer(path)` loads a folder that a DualEncoder saved. Pooling, prompts and routing
 are those of sentence-transformers. This module combines them, and adds the method names that BEIR
@@ -55,8 +58,8 @@ class DualEncoder(SentenceTransformer):
         ```
     """
 
-    # This attribute is private, but the only way to load a tower's adapter with the settings of
-    # sentence-transformers.
+    # sentence-transformers reads this attribute to choose the class that loads a module. It is
+    # private, but the only way to load a tower's adapter together with its settings.
     _module_classes = adapters.LOADERS
 
     @classmethod
@@ -84,7 +87,7 @@ class DualEncoder(SentenceTransformer):
 
         Args:
             name: a name on the hub, a folder, or a ``PretrainedConfig`` for fresh weights.
-            tied: whether queries and passages share one tower. False: two towers, each with its own
+            tied: True if queries and passages share one tower. False: two towers, each with its own
                 copy of the weights.
             pooling: ``"cls"`` (DPR, the paper), ``"mean"`` or ``"lasttoken"``. None:
                 ``"lasttoken"`` for a decoder, ``"cls"`` for an encoder.
@@ -116,17 +119,19 @@ class DualEncoder(SentenceTransformer):
                 f"{name}: this backbone has no tokenizer and cannot encode text: pass tokenizer="
             )
         pooling = fit_pooling(transformer, transformer.tokenizer, pooling)
-        longest = min(transformer.tokenizer.model_max_length, get_max_positions(transformer))
+        if similarity is None:
+            similarity = "cos" if normalize else "dot"
+        max_tokens = min(transformer.tokenizer.model_max_length, get_max_positions(transformer))
         if query_max_length is None:
-            query_max_length = min(_QUERY_MAX_LENGTH, longest)
+            query_max_length = min(_QUERY_MAX_LENGTH, max_tokens)
         if passage_max_length is None:
-            passage_max_length = min(_PASSAGE_MAX_LENGTH, longest)
-        # encode() without a task cuts texts at this length.
+            passage_max_length = min(_PASSAGE_MAX_LENGTH, max_tokens)
+        # encode() without a task, "query" or "document", truncates texts to this length.
         transformer.max_seq_length = max(query_max_length, passage_max_length)
         model = cls(
             modules=_make_modules(transformer, pooling, normalize, tied),
             prompts={"query": query_prompt or "", "document": passage_prompt or ""},
-            similarity_fn_name=_SIMILARITY_NAMES[similarity or ("cos" if normalize else "dot")],
+            similarity_fn_name=_SIMILARITY_NAMES[similarity],
             device=device,
             trust_remote_code=trust_remote_code,
         )
@@ -135,7 +140,7 @@ class DualEncoder(SentenceTransformer):
 
     @classmethod
     def from_pretrained(cls, path: AnyPath, **kwargs: Any) -> DualEncoder:
-        """Load a saved model.
+        """Load a saved model, with or without LoRA adapters (`contaccum.encoders.adapters`).
 
         Maximum lengths are lowered to the number of positions that the backbone has. The weights of
         an adapter are trainable. Towers whose adapters have the same base share its weights.
@@ -148,17 +153,18 @@ class DualEncoder(SentenceTransformer):
             UserError: if the model cannot be loaded; see `loading`.
         """
         with loading(path, bool(kwargs.get("trust_remote_code"))) as name:
-            # Each tower is loaded with its own copy of the base. The copies are loaded on the CPU,
-            # and only the copy that remains is moved to the device.
-            has_two_bases = len(adapters.find_adapter_bases(Path(name))) > 1
-            moves_late = has_two_bases and not kwargs.get("model_kwargs")
+            # Each of two adapters is loaded with its own copy of the base. To save memory on the
+            # device, both copies are loaded on the CPU, and moved once they are shared.
+            # `model_kwargs` may need the device at once, as weights in 4 bits do.
+            has_two_adapters = len(adapters.find_adapter_bases(Path(name))) > 1
+            is_loaded_on_cpu = has_two_adapters and not kwargs.get("model_kwargs")
             device = kwargs.get("device")
-            if moves_late:
+            if is_loaded_on_cpu:
                 kwargs["device"] = "cpu"
             model = cls(name, **kwargs)
-            adapters.make_adapter_trainable(model)
+            adapters.make_adapter_trainable(model)  # shares the base between the towers
             lower_default_lengths(model)
-            if moves_late:
+            if is_loaded_on_cpu:
                 model.to(device or get_device_name())
             return model
 
@@ -179,14 +185,15 @@ class DualEncoder(SentenceTransformer):
 
     @property
     def tied(self) -> bool:
-        """Return whether queries and passages share every weight."""
+        """True if queries and passages share every weight."""
         return is_tied(self)
 
     @property
     def query_encoder(self) -> nn.Module:
         """The query tower, which is the model itself if the towers are tied.
 
-        It maps features to features with ``sentence_embedding`` (n, d).
+        Its input is the dict that ``preprocess`` returns for n texts. It adds the embeddings to the
+        dict, as ``sentence_embedding`` (n, d).
         """
         return get_tower(self, "query")
 

@@ -1,12 +1,13 @@
-"""Gradient norms of the two towers.
+"""Gradient norms of the two towers, the encoders of queries and of passages.
 
 GradNormRatio (arXiv 2406.12356, section 5) is the gradient norm of the passage tower divided by the
 gradient norm of the query tower. With two banks of equal size the ratio stays near 1. With a
 passage bank alone it moves away from 1.
 
-Untied towers have separate weights, and the norms are those of the gradients of the weights. Tied
-towers share one gradient. Engines that shard weights (FSDP2, ZeRO) give each rank only a part of
-the gradient. In both cases the norms are those of the gradients of the embeddings.
+If the towers have separate weights, the norms are those of the gradients of the weights. This is
+not possible for tied towers, which share one gradient, and with engines that shard weights (FSDP2,
+ZeRO), where each rank has only a part of the gradient. In these two cases the norms are those of
+the gradients of the embeddings, over all embeddings of an update.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ class TowerGradNorms:
     """Gradient norms of the two towers, accumulated over the micro-steps of an update.
 
     Args:
-        model: the model, without wrappers. Outputs whose ``task`` is "query" are query embeddings,
-            all others are passage embeddings.
+        model: the model, without wrappers. Embeddings belong to the query tower if the ``task`` of
+            the model's features is "query", otherwise to the passage tower.
         wrapper: the module that losses call, such as the compiled model or the model in DDP. None:
             ``model``. The forward hook is registered on the wrapper, because hooks inside a
             compiled model do not run.
-        has_whole_gradients: whether every rank holds the complete gradients of the weights.
+        has_whole_gradients: True if every rank holds the complete gradients of the weights.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class TowerGradNorms:
             "query": list(get_tower(model, "query").parameters()),
             "passage": list(get_tower(model, "document").parameters()),
         }
-        self._squares: dict[str, Tensor] = {}
+        self._squared_norms: dict[str, Tensor] = {}
         self._hook = None
         if is_tied(model) or not has_whole_gradients:
             self._hook = (wrapper or model).register_forward_hook(self._hook_output)
@@ -50,10 +51,12 @@ class TowerGradNorms:
     def read(self, scale: float = 1.0) -> dict[str, float]:
         """Return the norms since the last call, and reset them.
 
-        The call waits for the device.
+        Call this method after the backward passes of an update, before the gradients are set to
+        zero. It waits for the device.
 
         Args:
-            scale: the factor of a gradient scaler. The norms are divided by it.
+            scale: the factor by which a gradient scaler (fp16) has multiplied the loss. The norms
+                are divided by it.
 
         Returns:
             ``grad_norm_query``, ``grad_norm_passage`` and ``grad_norm_ratio``. A tower without
@@ -76,6 +79,7 @@ class TowerGradNorms:
             self._hook.remove()
 
     def _compute_weight_norms(self) -> dict[str, Tensor]:
+        """Compute the norm of the gradients of each tower's weights."""
         norms = {}
         for name, parameters in self._parameters.items():
             gradients = [weight.grad for weight in parameters if weight.grad is not None]
@@ -84,19 +88,20 @@ class TowerGradNorms:
         return norms
 
     def _compute_embedding_norms(self) -> dict[str, Tensor]:
+        """Compute the norm of the gradients of each tower's embeddings, over all ranks."""
         norms = {}
         # Every rank must call the collective for the towers in the same order.
-        for name, square in sorted(self._squares.items(), reverse=True):
+        for name, squared_norm in sorted(self._squared_norms.items(), reverse=True):
             # The loss is multiplied by the number of ranks, because DDP averages the gradients of
             # weights over the ranks. The gradients of embeddings are not averaged.
-            norms[name] = over_ranks("SUM", square).sqrt() / world_size()
-        self._squares = {}
+            norms[name] = over_ranks("SUM", squared_norm).sqrt() / world_size()
+        self._squared_norms = {}
         return norms
 
     def _hook_output(
         self, module: nn.Module, arguments: tuple[Any, ...], output: dict[str, Any]
     ) -> None:
-        """Add the squared norm of an output's gradient once the backward pass has computed it."""
+        """Let the backward pass add up the squared norms of the gradients of the embeddings."""
         embeddings = output.get("sentence_embedding")
         if not isinstance(embeddings, Tensor) or not embeddings.requires_grad:
             return
@@ -105,7 +110,7 @@ class TowerGradNorms:
 
         def add_squared_norm(gradient: Tensor) -> None:
             # The sum stays on the device, so that a micro-step does not wait for it.
-            square = gradient.detach().float().square().sum()
-            self._squares[name] = square + self._squares.get(name, 0)
+            squared_norm = gradient.detach().float().square().sum()
+            self._squared_norms[name] = squared_norm + self._squared_norms.get(name, 0)
 
         embeddings.register_hook(add_squared_norm)

@@ -27,7 +27,7 @@ from contaccum.encoders import adapters
 from contaccum.errors import ConfigError, UserError
 from contaccum.files import AnyPath, read_json
 
-_LIBRARY = "sentence_transformers."
+_LIBRARY_PREFIX = "sentence_transformers."
 _ROUTER_CONFIGS = ("router_config.json", "config.json")
 """Files in which a Router names the types of its modules.
 
@@ -37,7 +37,10 @@ Old versions of sentence-transformers wrote config.json.
 
 @contextmanager
 def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
-    """Check a model before the block loads it, and turn the block's errors into a `UserError`.
+    """Check a model before the ``with`` block loads it, and turn its errors into a `UserError`.
+
+        with loading(name) as path:
+            model = SentenceTransformer(path)
 
     The block may load an encoder, a cross-encoder or a checkpoint. It receives the name with ``~``
     expanded. Code in a model's folder, and classes that are not part of sentence-transformers, run
@@ -88,6 +91,7 @@ def require_model(name: str) -> None:
     if is_path or os.path.exists(name):
         raise UserError(f"{name}: no such model folder")
     repositories = [name]
+    # sentence-transformers looks for a name without an organisation in its own one, too.
     if "/" not in name:
         repositories.append(f"sentence-transformers/{name}")
     try:
@@ -118,8 +122,11 @@ def _require_adapter_bases(path: str) -> None:
 
 
 def _refuse_foreign_classes(folder: Path) -> None:
-    """Raise `UserError` if a folder names a module class that is not sentence-transformers' own."""
-    for file, type_name in _module_types(folder):
+    """Raise `UserError` if a folder names a module class that is not sentence-transformers' own.
+
+    sentence-transformers would import such a class, which runs the code of its package.
+    """
+    for file, type_name in _iterate_module_types(folder):
         if not _is_library_module(type_name):
             raise UserError(
                 f"{file}: names the class {type_name!r}, which is not part of "
@@ -128,7 +135,7 @@ def _refuse_foreign_classes(folder: Path) -> None:
             )
 
 
-def _module_types(folder: Path) -> Iterator[tuple[Path, str]]:
+def _iterate_module_types(folder: Path) -> Iterator[tuple[Path, str]]:
     """Yield (file, module type) for each module type that a model's folder names."""
     modules_file = folder / "modules.json"
     if not modules_file.is_file():
@@ -151,14 +158,14 @@ def _is_library_module(type_name: str) -> bool:
     The class is imported and checked. The dotted name alone is not enough, because it could also
     name an object that a file of sentence-transformers imports from another package.
     """
-    if not type_name.startswith(_LIBRARY):
+    if not type_name.startswith(_LIBRARY_PREFIX):
         return False
     try:
-        value: Any = import_from_string(type_name)
+        imported: Any = import_from_string(type_name)
     except ImportError:
         return False
-    is_module_class = isinstance(value, type) and issubclass(value, nn.Module)
-    return is_module_class and value.__module__.startswith(_LIBRARY)
+    is_module_class = isinstance(imported, type) and issubclass(imported, nn.Module)
+    return is_module_class and imported.__module__.startswith(_LIBRARY_PREFIX)
 
 
 def load_transformer(
@@ -180,39 +187,39 @@ def load_transformer(
         UserError: if the backbone or the tokenizer cannot be loaded.
         ConfigError: if ``name`` is a config and there is no tokenizer.
     """
-    remote = {"trust_remote_code": trust_remote_code}
+    trust_options = {"trust_remote_code": trust_remote_code}
     if isinstance(tokenizer, (str, os.PathLike)):
         with loading(tokenizer, trust_remote_code) as path:
-            tokenizer = AutoTokenizer.from_pretrained(path, **remote)
+            tokenizer = AutoTokenizer.from_pretrained(path, **trust_options)
     if isinstance(name, PretrainedConfig):
         if tokenizer is None:
             raise ConfigError(
                 "a config alone has no vocabulary: "
                 "pass tokenizer= with a name, a folder or a tokenizer"
             )
-        return _fresh_transformer(name, tokenizer, model_kwargs, remote)
+        return _make_fresh_transformer(name, tokenizer, model_kwargs, trust_options)
     with loading(name, trust_remote_code) as path:
         transformer = Transformer(
             path,
-            model_kwargs={**model_kwargs, **remote},
-            processor_kwargs=remote,
-            config_kwargs=remote,
+            model_kwargs={**model_kwargs, **trust_options},
+            processor_kwargs=trust_options,
+            config_kwargs=trust_options,
         )
     if tokenizer is not None:
-        # A copy, because pooling may add a pad token and EOS to it.
+        # A copy, because `fit_pooling` may change it.
         transformer.processor = copy.deepcopy(tokenizer)
     return transformer
 
 
-def _fresh_transformer(
+def _make_fresh_transformer(
     config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     model_kwargs: dict[str, Any],
-    remote: dict[str, Any],
+    trust_options: dict[str, Any],
 ) -> Transformer:
     """Make a backbone with fresh weights from a config."""
     # sentence-transformers can build its Transformer module only from files.
     with tempfile.TemporaryDirectory() as folder:
-        AutoModel.from_config(config, **remote).save_pretrained(folder)
+        AutoModel.from_config(config, **trust_options).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         return Transformer(folder, model_kwargs=model_kwargs)

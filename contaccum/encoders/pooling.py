@@ -1,7 +1,10 @@
 """Choice of the pooling for a backbone, and the changes to its tokenizer that pooling needs.
 
-The first token of a decoder attends only to itself, so a decoder's last token is pooled. The
-tokenizer must then append EOS to every text.
+Pooling makes one embedding of the states of a text's tokens: the first ("cls"), the last
+("lasttoken") or their mean ("mean"). In a decoder a token attends only to itself and to the tokens
+before it, so the first token has no information about the text, and the last one is pooled. The
+tokenizer must then append EOS (the end-of-sequence token), so that every text ends in the same
+token.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ def fit_pooling(
             f"pooling=cls does not work with a decoder ({class_name}), whose first token attends "
             "only to itself: set pooling=lasttoken or mean"
         )
-    # Padding on the left would shift learned positions, such as GPT-2's.
+    # Padding on the left would shift the positions of the text's tokens, which changes the
+    # embeddings of models with learned positions, such as GPT-2.
     tokenizer.padding_side = "right"
     _append_eos(tokenizer)
     return "lasttoken"
@@ -61,10 +65,10 @@ def fit_pooling(
 def _is_causal(transformer: Transformer) -> bool:
     """Return whether the first token of a text attends only to itself.
 
-    In a causal model the first token's state has no gradient with respect to the embeddings of
-    later tokens. The gradient is computed, because no attribute gives the answer: a setting makes
-    some decoders bidirectional, and some encoders are instances of a decoder's class. The result is
-    exact in any dtype, and costs a forward and a backward pass over a few tokens.
+    In such a model, a decoder, the first token's state has no gradient with respect to the
+    embeddings of later tokens. The gradient is computed, because no attribute gives the answer: a
+    setting makes some decoders bidirectional, and some encoders are instances of a decoder's class.
+    The result is exact in any dtype, and costs a forward and a backward pass over a few tokens.
     """
     features = batch_to_device(
         transformer.preprocess(["how do birds fly"]), transformer.model.device
@@ -74,6 +78,7 @@ def _is_causal(transformer: Transformer) -> bool:
     requires_grad = weight.requires_grad
     # The weight is frozen if the backbone has an adapter.
     weight.requires_grad_(True)
+    # One number of the first token's state is enough, because it depends on all tokens attended to.
     first_state = transformer(features)["token_embeddings"][0, 0, 0]
     (gradient,) = torch.autograd.grad(first_state, weight)
     weight.requires_grad_(requires_grad)
@@ -106,8 +111,8 @@ def _append_eos(tokenizer: PreTrainedTokenizerBase) -> None:
     prefix = tokenizer.convert_ids_to_tokens(prefix_ids)
     special_tokens = dict(zip(prefix, prefix_ids, strict=True))
     special_tokens[eos] = tokenizer.eos_token_id
-    # The template replaces the present post-processor. It would have no effect in a chain after a
-    # post-processor that prepends BOS.
+    # In the template, "$A" stands for the tokens of the text. The template replaces the present
+    # post-processor. It would have no effect in a chain after a post-processor that prepends BOS.
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         [*prefix, "$A", eos], special_tokens=list(special_tokens.items())
     )

@@ -1,8 +1,9 @@
 """Training of the query tower alone, with a frozen document tower.
 
 The document tower does not change, so an index of its embeddings can still be used after training.
-The query tower is a copy of the document tower. Either all of its weights are trained, or an
-adapter over the shared weights.
+A tied model has one tower for queries and documents; `untie` makes a query tower by copying it.
+Either all weights of the query tower are trained, or an adapter that is added to the weights that
+it shares with the document tower.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from contaccum.errors import ConfigError
 def train_query_tower_alone(model: SentenceTransformer) -> None:
     """Freeze the document tower of a model, in place.
 
-    A tied model first gets a copy of its tower for queries.
+    A tied model first gets a separate query tower, a copy of its only tower.
 
     Raises:
         ConfigError: if the query tower then has no weight that can be trained.
@@ -77,4 +78,6 @@ def untie(model: SentenceTransformer) -> None:
     query_modules = copy.deepcopy(document_modules)
     for _ in document_modules:
         del model[0]
-    model.append(Router.for_query_document(query_modules, document_modules))  # type: ignore[arg-type]  # Modules
+    # The type is ignored because children() declares nn.Module, and Router a subclass of it.
+    router = Router.for_query_document(query_modules, document_modules)  # type: ignore[arg-type]
+    model.append(router)

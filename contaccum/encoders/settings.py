@@ -1,4 +1,8 @@
-"""Settings of a loaded model: maximum lengths, dropout, frozen word embeddings, attention."""
+"""Settings of a loaded model: maximum lengths, dropout, frozen word embeddings, attention.
+
+Maximum lengths are numbers of tokens, and are set for queries and documents separately. They are
+limited by the positions of the backbone, the transformers model inside a SentenceTransformer.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,8 @@ from contaccum.errors import ConfigError
 
 _MIN_TOKENS = 3
 """The special tokens at the start and end of a text, and one token between them."""
-_ATTENTION_DROPOUTS = ("attention_dropout", "dropout_prob", "dropout_p")
-"""Attributes with a dropout probability, in attention modules without a dropout module."""
+_DROPOUT_ATTRIBUTES = ("attention_dropout", "dropout_prob", "dropout_p")
+"""Attributes in which attention modules store a dropout probability, without a dropout module."""
 
 
 def set_max_lengths(
@@ -44,6 +48,8 @@ def _set_max_length(model: SentenceTransformer, task: str, length: int, option: 
         option: the name of the option in error messages.
     """
     transformer = next(get_tower(model, task).children())
+    # A Transformer module of sentence-transformers has the attributes query_length and
+    # document_length.
     if not hasattr(transformer, f"{task}_length"):
         raise ConfigError(
             f"{option} needs a model whose first module is a transformer that tokenizes text"
@@ -87,16 +93,17 @@ def get_max_positions(transformer: Any) -> int:
     configured = getattr(transformer.config, "max_position_embeddings", None) or sys.maxsize
     if configured < 0:  # XLNet's -1 stands for no limit
         configured = sys.maxsize
-    return min(configured, _positions_after_padding(transformer))
+    return min(configured, _count_positions_after_padding(transformer))
 
 
-def _positions_after_padding(transformer: nn.Module) -> int:
+def _count_positions_after_padding(transformer: nn.Module) -> int:
     """Return the number of positions after the padding position.
-
-    The result is `sys.maxsize` if padding has no position.
 
     RoBERTa and its relatives give padding a position, ``padding_idx``, and number the tokens of a
     text from ``padding_idx + 1``: of 514 positions they use 512.
+
+    Returns:
+        The number, or `sys.maxsize` if padding has no position.
     """
     max_length = sys.maxsize
     for name, module in transformer.named_modules():
@@ -110,15 +117,13 @@ def _positions_after_padding(transformer: nn.Module) -> int:
 def lower_default_lengths(model: nn.Module) -> None:
     """Lower maximum lengths of a loaded model that exceed its number of positions.
 
-    Only RoBERTa and its relatives are changed.
-
-    sentence-transformers' default is ``max_position_embeddings``, at which long texts raise an
-    IndexError in such a backbone.
+    Only RoBERTa and its relatives need it, because they use a position for padding. The default of
+    sentence-transformers is all positions, and long texts would raise an IndexError.
     """
     for module in model.modules():
         if not isinstance(module, Transformer):
             continue
-        max_length = _positions_after_padding(module)
+        max_length = _count_positions_after_padding(module)
         if max_length == sys.maxsize:
             continue
         for name in ("max_seq_length", "query_length", "document_length"):
@@ -138,11 +143,12 @@ def configure(
     Args:
         dropout: the probability of every dropout. None: no change.
         freeze_word_embeddings: train everything but the word embeddings.
-        attn_implementation: transformers' name of the implementation. None: no change.
+        attn_implementation: transformers' name of the implementation, such as ``"sdpa"``. None: no
+            change.
 
     Raises:
         ConfigError: if the dropout is outside [0, 1), there is no transformers backbone with word
-            embeddings to freeze, or a backbone lacks the attention.
+            embeddings to freeze, or a backbone does not support the implementation of attention.
     """
     if dropout is not None:
         _set_dropout(model, dropout)
@@ -170,13 +176,13 @@ def _set_dropout(model: nn.Module, dropout: float) -> None:
         # This class is private, but the base of all dropout modules of torch.
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = dropout
-        for name in _ATTENTION_DROPOUTS:
+        for name in _DROPOUT_ATTRIBUTES:
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, dropout)
 
 
 def _set_attention(pretrained_model: PreTrainedModel, attn_implementation: str) -> None:
-    """Set the implementation of attention, or raise `ConfigError` if the model lacks it."""
+    """Set the implementation of attention; raise `ConfigError` if the model does not support it."""
     try:
         pretrained_model.set_attn_implementation(attn_implementation)
     except (ValueError, ImportError) as error:

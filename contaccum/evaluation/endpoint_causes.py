@@ -175,7 +175,7 @@ def _copy(model: SentenceTransformer) -> SentenceTransformer:
     return copy.deepcopy(model, memo)
 
 
-def _set_prompts(model: SentenceTransformer, prompts: dict[Kind, str]) -> SentenceTransformer:
+def _set_prompts(model: SentenceTransformer, prompts: Mapping[Kind, str]) -> SentenceTransformer:
     variant = _copy(model)
     variant.prompts = dict(model.prompts)
     for kind, prompt in prompts.items():

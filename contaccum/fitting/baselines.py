@@ -26,8 +26,10 @@ from contaccum.tuning.budget import Budget, format_duration
 MAX_TRIAL_DOCUMENTS = 2000
 """A larger corpus of dev is reduced for trials, because each trial encodes it again."""
 
+NUM_MEASURED_DOCUMENTS = 64
+"""Number of documents on which the time of encoding is measured."""
+
 _POOL_DEPTH = 10  # top documents of each run in the pool; nDCG@10 depends on no others
-_NUM_MEASURED_DOCUMENTS = 64
 _WARM_UP_DOCUMENTS = 4
 _MAX_SHARE_OF_BUDGET = 0.75  # for encoding before and after the search
 _ROWS_PER_SHARD = 2000  # a killed process loses at most one shard
@@ -36,7 +38,12 @@ _ROWS_PER_SHARD = 2000  # a killed process loses at most one shard
 def measure_seconds_per_document(encoder: DualEncoder, folder: FitFolder, batch_size: int) -> float:
     """Return the time that the encoding of a document takes, measured on a part of the corpus."""
     documents = read_texts(folder.data / CORPUS_FILE, "document", RecordReport())
-    texts = [document.passage for document in islice(documents, _NUM_MEASURED_DOCUMENTS)]
+    texts = [document.passage for document in islice(documents, NUM_MEASURED_DOCUMENTS)]
+    return measure_seconds_per_text(encoder, texts, batch_size)
+
+
+def measure_seconds_per_text(encoder: DualEncoder, texts: list[str], batch_size: int) -> float:
+    """Return the time that the encoding of a document takes, measured on these documents."""
     # The first batch is slower than all others, because it allocates memory.
     encode_texts(encoder, texts[:_WARM_UP_DOCUMENTS], "document", batch_size)
     started = time.perf_counter()
@@ -44,22 +51,41 @@ def measure_seconds_per_document(encoder: DualEncoder, folder: FitFolder, batch_
     return (time.perf_counter() - started) / len(texts)
 
 
-def require_encoding_time(budget: Budget, split: Split, seconds_per_document: float) -> None:
+def estimate_trial_documents(split: Split) -> int:
+    """Return the number of documents of the dev set for trials.
+
+    A large dev set is reduced to the judged documents and the top documents of two runs.
+    """
+    num_documents = split.documents["dev"]
+    if num_documents > MAX_TRIAL_DOCUMENTS:
+        num_documents = min(num_documents, split.dev * (2 * _POOL_DEPTH + 1))
+    return num_documents
+
+
+def require_encoding_time(
+    budget: Budget, split: Split, seconds_per_document: float, guard_seconds: float = 0.0
+) -> None:
     """Check, before it starts, that the encoding of all documents leaves time for the search.
 
     The base model encodes the corpus, and the trained model encodes the documents of test.
+
+    Args:
+        guard_seconds: the time that the scores on guard sets take.
 
     Raises:
         ConfigError: if the budget is too short.
     """
     num_documents = split.documents["train"] + split.documents["test"]
-    needed = num_documents * seconds_per_document
+    needed = num_documents * seconds_per_document + guard_seconds
     if needed > _MAX_SHARE_OF_BUDGET * budget.left():
         budget.save()
+        documents = f"{num_documents:,} documents"
+        if guard_seconds > 0:
+            documents += " and the guard sets"
         sufficient = budget.used() + needed / _MAX_SHARE_OF_BUDGET
         raise ConfigError(
             f"the budget of {format_duration(budget.seconds)} is too short: encoding "
-            f"{num_documents:,} documents takes {format_duration(needed)} (give "
+            f"{documents} takes {format_duration(needed)} (give "
             f"{format_duration(sufficient)} or more, or fewer documents)"
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ import yaml
 from contaccum.comparison.options import to_command_line
 from contaccum.data.beir import BeirDataset
 from contaccum.encoders.dual_encoder import DualEncoder
+from contaccum.encoders.model_card import insert_card_section
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.results import Run
 from contaccum.files import write_text
@@ -225,15 +225,7 @@ def write_verdict_to_card(model_folder: Path, verdict: Verdict, base_name: str) 
     Args:
         base_name: the name of the base model.
     """
-    card = model_folder / "README.md"
-    content = card.read_text(encoding="utf-8") if card.is_file() else ""
-    start_mark = "<!-- verdict of contaccum fit -->\n"
-    end_mark = "<!-- end of the verdict -->\n"
-    content = re.sub(f"{start_mark}.*?{end_mark}\n", "", content, flags=re.DOTALL)
-    metadata = re.match(r"---\n.*?\n---\n", content, flags=re.DOTALL)
-    position = metadata.end() if metadata else 0
-    text = f"**{verdict}**\n\nCompared with {base_name} as it is, by contaccum fit.\n"
+    text = f"**{verdict}**\n\nCompared with {base_name} as it is, by contaccum fit."
     if verdict.advice:
-        text += f"\n{verdict.advice}\n"
-    section = f"{start_mark}{text}{end_mark}\n"
-    write_text(card, content[:position] + section + content[position:])
+        text += f"\n\n{verdict.advice}"
+    insert_card_section(model_folder, "verdict of contaccum fit", text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,23 @@ class FitFolder:
 
     @property
     def model(self) -> Path:
-        """The trained model."""
+        """The trained model; if the fit has a guard, the chosen model."""
         return self.path / "model"
+
+    @property
+    def trained_model(self) -> Path:
+        """The trained model before it is merged with the base model, if the fit has a guard."""
+        return self.path / "trained"
+
+    @property
+    def guard_scores_file(self) -> Path:
+        """The scores of each weight on dev and on the guard sets."""
+        return self.path / "guard_scores.json"
+
+    @property
+    def guard_file(self) -> Path:
+        """The weight that was chosen by the guard sets."""
+        return self.path / "guard.json"
 
     @property
     def retrained_model(self) -> Path:
@@ -96,6 +112,12 @@ class FitFolder:
         if not has_record and self.path.is_dir() and any(self.path.iterdir()):
             raise ConfigError(f"{self.path}: holds other files; name another output folder")
         write_json(self.record_file, {"request": request})
+
+    def remove_request(self) -> None:
+        """Remove the request of a call whose data were refused, and the folder if it is empty."""
+        self.record_file.unlink()
+        with suppress(OSError):  # the folder is not empty
+            self.path.rmdir()
 
     def _check_record(self, record: dict[str, Any], request: dict[str, Any]) -> None:
         """Raise `ConfigError` unless the record is of an unfinished fit of the same request."""

@@ -21,6 +21,7 @@ from contaccum.files import read_json, write_json
 from contaccum.fitting.baselines import encode_corpus, load_evaluator
 from contaccum.fitting.final import SystemResult, search_test_set, train_final
 from contaccum.fitting.folder import FitFolder
+from contaccum.fitting.guard import load_at_weight
 from contaccum.fitting.source import DataSource
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.tuning.negatives import MINED_FILE, mine_once
@@ -39,12 +40,22 @@ class Fold:
         folder: the output folder of the fit.
         number: the number of the split, from 1; 0 is the first split.
         method: the chosen training method.
+        weight: the weight of the trained model that the guard of the fit has chosen; None: there is
+            no guard.
     """
 
-    def __init__(self, source: DataSource, folder: FitFolder, number: int, method: str) -> None:
+    def __init__(
+        self,
+        source: DataSource,
+        folder: FitFolder,
+        number: int,
+        method: str,
+        weight: float | None = None,
+    ) -> None:
         self._source = source
         self._fit_folder = folder
         self._number = number
+        self._weight = weight
         self._is_query_side = method == "query_side"
         self._folder = folder.folds / str(number)
         self._scores_file = folder.folds / f"{number}.json"
@@ -101,7 +112,7 @@ class Fold:
         test_set = self._folder / "data" / "test"
         store = self._folder / "store"
         evaluator = load_evaluator(test_set, store, args.per_device_eval_batch_size)
-        trained = DualEncoder.from_pretrained(str(self._folder / "model"), device=str(args.device))
+        trained = load_at_weight(base, self._folder / "model", self._weight)
         results = search_test_set(evaluator, base, trained, self._is_query_side)
         dev = load_beir_folder(self._fit_folder.data / "dev", "test")
         dev_queries = {normalise(query) for query in dev.queries.values()}

@@ -9,22 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, fields
-from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
-
-import yaml
 
 from contaccum.comparison.options import Options, to_command_line
 from contaccum.data.beir import BeirDataset
 from contaccum.data.split import CORPUS_FILE, Split, read_split
 from contaccum.distributed import share
 from contaccum.encoders.dual_encoder import DualEncoder
-from contaccum.files import AnyPath, provenance, read_json, redact, write_json, write_text
+from contaccum.errors import UserError
+from contaccum.files import AnyPath, redact, write_json, write_text
 from contaccum.fitting.baselines import (
     encode_corpus,
+    estimate_trial_documents,
     get_trial_dev_set,
     load_evaluator,
     measure_seconds_per_document,
@@ -33,19 +30,19 @@ from contaccum.fitting.baselines import (
 )
 from contaccum.fitting.final import (
     SystemResult,
-    compare_queries,
-    read_best_dev_score,
     search_test_set,
-    select_shown_metrics,
     train_final,
     write_final_config,
     write_verdict_to_card,
 )
 from contaccum.fitting.folder import FitFolder
 from contaccum.fitting.folds import Fold, FoldScores, pool_scores
+from contaccum.fitting.guard import Guard, read_guard_record
+from contaccum.fitting.result import FitResult, make_record, read_result
 from contaccum.fitting.settings import check_settings, make_start_options
 from contaccum.fitting.source import DataSource
-from contaccum.fitting.verdict import Verdict, collect_warnings, compute_verdict
+from contaccum.fitting.verdict import Verdict, compute_verdict
+from contaccum.merging.choice import DEFAULT_GUARD_LOSS
 from contaccum.report.fit_page import build_fit_page
 from contaccum.report.sources import model_name
 from contaccum.training import config
@@ -63,31 +60,6 @@ _TEST_TIME_FACTOR = 1.3  # reserved time relative to the expected time of the te
 _LOADING_SECONDS = 10.0  # reserved for loading the models and writing the report
 
 
-@dataclass(frozen=True)
-class FitResult:
-    """The result of `fit`.
-
-    Attributes:
-        verdict: the comparison with the base model; `str` returns the line that was printed.
-        folder: the output folder, with the paths of all its files.
-        warnings: warnings about the verdict, one line each.
-    """
-
-    verdict: Verdict
-    folder: FitFolder
-    warnings: list[str]
-
-    @property
-    def report(self) -> Path:
-        """The path of the HTML report."""
-        return self.folder.report
-
-    @cached_property
-    def model(self) -> DualEncoder:
-        """The trained model, which is loaded at the first access."""
-        return DualEncoder.from_pretrained(str(self.folder.model))
-
-
 def fit(
     data: AnyPath,
     model: str = DEFAULT_MODEL,
@@ -100,6 +72,8 @@ def fit(
     on_bad_record: Literal["stop", "skip"] = "stop",
     dev: float | None = None,
     test: float | None = None,
+    guard: Sequence[AnyPath] | None = None,
+    guard_loss: float = DEFAULT_GUARD_LOSS,
     print_line: Callable[[str], None] = print,
     **settings: Any,
 ) -> FitResult:
@@ -117,6 +91,9 @@ def fit(
             passages and a sample of the others.
         data_format, data_columns, on_bad_record: how ``data`` are read, as in `contaccum train`.
         dev, test: the sizes of the held-out sets: a number of queries, or a share below 1.
+        guard: BEIR folders or public names of other data. The trained model is then merged with the
+            base model so that it loses at most ``guard_loss`` nDCG@10 on each of them.
+        guard_loss: see ``guard``.
         print_line: is called with each line for the user.
         settings: options of `contaccum train`, which are not searched then.
 
@@ -138,7 +115,9 @@ def fit(
         test=test,
     )
     folder = FitFolder(Path(output))
-    return Fit(source, model, options, parse_duration(budget), folder, print_line).run()
+    seconds = parse_duration(budget)
+    guard_sets = Guard(guard, guard_loss, folder) if guard else None
+    return Fit(source, model, options, seconds, folder, print_line, guard_sets).run()
 
 
 class Fit:
@@ -151,6 +130,7 @@ class Fit:
         seconds: the wall time of the whole call.
         folder: the output folder.
         print_line: is called with each line for the user, by the first process only.
+        guard: other data on which the model is to keep its quality; None: no other data.
 
     Raises:
         ConfigError: for settings that cannot be used.
@@ -164,7 +144,9 @@ class Fit:
         seconds: float,
         folder: FitFolder,
         print_line: Callable[[str], None],
+        guard: Guard | None = None,
     ) -> None:
+        self._guard = guard
         self._source = source
         self._model = model
         self._settings = settings
@@ -177,11 +159,12 @@ class Fit:
 
     def run(self) -> FitResult:
         """Run all stages; stages that an earlier start has finished are skipped."""
+        self._budget = Budget(self._seconds, self._folder.used_time_file)
+
         # Hold out.
         with self._first_process_first("holding out dev and test"):
             if self._is_first_process:
                 self._hold_out()
-        self._budget = Budget(self._seconds, self._folder.used_time_file)
         split = read_split(self._folder.data)
         num_folds = self._source.count_folds(split)
         self._print_split(split, num_folds)
@@ -190,20 +173,22 @@ class Fit:
         options = make_start_options(self._folder, self._model, self._settings)
         base = self._load_base_model(options)
         with self._first_process_first("scoring the baselines"):
-            baselines, test_seconds = self._score_baselines(base, split)
+            baselines, test_seconds, guard_seconds = self._score_baselines(base, split)
         self._print_line(baselines.format_line(self._model))
 
         # Search. Every further split of a small data set needs a training and a test as well.
-        all_tests_seconds = num_folds * test_seconds
+        reserved_seconds = num_folds * test_seconds + guard_seconds
         time_for_trials = TimeForTrials(
             self._budget,
-            reserve=all_tests_seconds,
+            reserve=reserved_seconds,
             final_runs=num_folds * _FINAL_TRAINING_FACTOR,
         )
         tuned = self._search(options, time_for_trials, baselines)
 
         # Train.
-        self._train(tuned, (self._budget.left() - all_tests_seconds) / num_folds)
+        self._train(tuned, (self._budget.left() - reserved_seconds) / num_folds)
+        if self._guard is not None:
+            self._choose_weight(self._guard, base)
         fold_scores = self._score_other_folds(base, tuned, num_folds, test_seconds)
 
         # Verdict and report.
@@ -212,7 +197,7 @@ class Fit:
                 test_set, results = self._search_test_set(base, tuned)
                 verdict = self._compute_verdict(results, fold_scores)
                 self._write_report(split, baselines, tuned, test_set, results, verdict)
-        result = self._read_result()
+        result = read_result(self._folder)
         self._print_result(result)
         return result
 
@@ -221,10 +206,15 @@ class Fit:
         request = {
             "model": self._model,
             "settings": dict(self._settings),
+            "guard": None if self._guard is None else self._guard.make_request(),
             **self._source.make_record(),
         }
         self._folder.open(request)
-        bad_records_line = self._source.hold_out(self._folder.data)
+        try:
+            bad_records_line = self._source.hold_out(self._folder.data)
+        except UserError:
+            self._folder.remove_request()
+            raise
         if bad_records_line is not None:
             self._print_line(bad_records_line)
 
@@ -246,22 +236,30 @@ class Fit:
         model_args, _, args = config.parse(to_command_line(run_options))
         return load_encoder(model_args, args)
 
-    def _score_baselines(self, base: DualEncoder, split: Split) -> tuple[Baselines, float]:
+    def _score_baselines(self, base: DualEncoder, split: Split) -> tuple[Baselines, float, float]:
         """Encode the corpus, and score the base model and BM25 on dev.
 
         Returns:
-            The scores, and the seconds to reserve for a test.
+            The scores, and the seconds to reserve for a test and for the guard sets.
         """
         batch_size = self._args.per_device_eval_batch_size
         with self._measure("baselines"):
             document_seconds = measure_seconds_per_document(base, self._folder, batch_size)
+            guard_seconds = 0.0
+            if self._guard is not None:
+                dev_seconds = estimate_trial_documents(split) * document_seconds
+                is_query_side = self._settings.get("method") == ["query_side"]
+                guard_seconds = self._guard.estimate_seconds(
+                    base, dev_seconds, batch_size, is_query_side
+                )
             if self._is_first_process and not self._folder.baselines_file.is_file():
-                require_encoding_time(self._budget, split, document_seconds)
+                require_encoding_time(self._budget, split, document_seconds, guard_seconds)
                 corpus = self._folder.data / CORPUS_FILE
                 encode_corpus(base, self._model_name, corpus, self._folder.store, batch_size)
             baselines = score_on_dev(base, self._folder, batch_size)
         encoding_seconds = document_seconds * split.documents["test"]
-        return baselines, _TEST_TIME_FACTOR * encoding_seconds + _LOADING_SECONDS
+        test_seconds = _TEST_TIME_FACTOR * encoding_seconds + _LOADING_SECONDS
+        return baselines, test_seconds, _TEST_TIME_FACTOR * guard_seconds
 
     def _search(
         self, options: Options, time_for_trials: TimeForTrials, baselines: Baselines
@@ -306,16 +304,34 @@ class Fit:
                         )
             settings = ", ".join(f"{key} {value}" for key, value in tuned.choice.settings.items())
             self._print_line(f"training at the best settings: {settings}")
-            train_final(self._folder.config_file, self._folder.model)
+            model_folder = self._folder.model
+            if self._guard is not None:
+                model_folder = self._folder.trained_model
+            train_final(self._folder.config_file, model_folder)
+
+    def _choose_weight(self, guard: Guard, base: DualEncoder) -> None:
+        """Choose a model between the base model and the trained model."""
+        with self._measure("guard"), self._first_process_first("choosing a weight"):
+            if self._is_first_process:
+                guard.choose(
+                    base,
+                    self._model_name,
+                    self._args.per_device_eval_batch_size,
+                    not self._args.disable_tqdm,
+                    self._print_line,
+                )
 
     def _score_other_folds(
         self, base: DualEncoder, tuned: TunedSettings, num_folds: int, test_seconds: float
     ) -> list[FoldScores]:
         """Train and test on the other splits, as many as there is time for."""
         fold_scores = []
+        guard_record = read_guard_record(self._folder)
+        weight = None if guard_record is None else guard_record["weight"]
+        method = tuned.choice.settings["method"]
         with self._measure("other splits"):
             for number in range(1, num_folds):
-                fold = Fold(self._source, self._folder, number, tuned.choice.settings["method"])
+                fold = Fold(self._source, self._folder, number, method, weight)
                 needed = 2 * test_seconds + self._stage_seconds["training"]
                 has_time = share(self._budget.left() > needed)
                 if not has_time and not fold.is_done:
@@ -362,50 +378,21 @@ class Fit:
     ) -> None:
         """Write the verdict to the model card, the JSON record and the HTML report."""
         write_verdict_to_card(self._folder.model, verdict, self._model_name)
-        corpus = self._source.corpus
-        record = {
-            "request": read_json(self._folder.record_file)["request"],
-            "verdict": verdict.record(),
-            "warnings": collect_warnings(verdict, tuned.choice),
-            "model": self._model_name,
-            "data": {
-                "path": str(self._source.path),
-                "corpus": None if corpus is None else str(corpus),
-            },
-            "split": asdict(split),
-            "scores": self._make_score_table(baselines, results),
-            "choice": tuned.choice._asdict(),
-            "trials": tuned.trials,
-            "changes": compare_queries(test_set, results["base"], results["trained"]),
-            "settings": yaml.safe_load(self._folder.config_file.read_text(encoding="utf-8")),
-            "seconds": {**self._stage_seconds, "total": self._budget.used()},
-            "budget_seconds": self._seconds,
-            "made_with": {**provenance(), "time": datetime.now(UTC).isoformat(timespec="seconds")},
-        }
+        record = make_record(
+            self._source,
+            self._model_name,
+            self._folder,
+            split,
+            baselines,
+            tuned,
+            test_set,
+            results,
+            verdict,
+        )
+        record["seconds"] = {**self._stage_seconds, "total": self._budget.used()}
+        record["budget_seconds"] = self._seconds
         write_json(self._folder.record_file, redact(record))
         write_text(self._folder.report, build_fit_page(self._folder.path))
-
-    def _make_score_table(
-        self, baselines: Baselines, results: Mapping[str, SystemResult]
-    ) -> list[dict[str, Any]]:
-        """Return a row of scores on dev and test for each system."""
-        dev_scores = {
-            "bm25": baselines.bm25,
-            "base": baselines.base,
-            "trained": read_best_dev_score(self._folder.model),
-        }
-        names = {"bm25": "BM25", "base": f"{self._model_name} (as it is)", "trained": "trained"}
-        table = []
-        for system, name in names.items():
-            test_scores = select_shown_metrics(results[system].means)
-            table.append({"name": name, "dev": dev_scores[system], **test_scores})
-        return table
-
-    def _read_result(self) -> FitResult:
-        """Read the result from the record, which the first process has written."""
-        record = read_json(self._folder.record_file)
-        values = {field.name: record["verdict"][field.name] for field in fields(Verdict)}
-        return FitResult(Verdict(**values), self._folder, record["warnings"])
 
     def _print_result(self, result: FitResult) -> None:
         """Print the warnings, the verdict, and the paths of the results."""

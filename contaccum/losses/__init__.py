@@ -1,4 +1,5 @@
-"""Losses for sentence-transformers.
+"""Losses for sentence-transformers, with a memory bank (contaccum) or a store (query_side).
 
-They encode the columns of a data set, and compute the loss of `contaccum.bank` on the embeddings.
+Each loss encodes the columns of a micro-batch, and calls `contaccum.bank` to compute the loss of
+their embeddings.
 """

@@ -1,8 +1,15 @@
 """BankedTextLoss: the loss of a micro-batch of tokenised columns, with a memory bank.
 
-It encodes the columns of a data set, computes the ids of their texts, and encodes the drift probe
-after updates. The loss on embeddings is in `contaccum.bank.info_nce`. The public losses with their
-arguments, ContAccumLoss and CachedContAccumLoss, are in `contaccum.losses.contaccum`.
+The columns are those of the data set: anchors (queries), positives, and hard negatives. The
+"features" of a column are the dict of tensors that a sentence-transformers model takes as input,
+such as ``input_ids`` and ``attention_mask``. In a micro-step BankedTextLoss
+
+1. encodes the drift probe, if it is due: a few training pairs that are encoded again as the encoder
+   changes, to measure how far the embeddings in the bank are out of date;
+2. computes the ids of the texts, by which duplicates and known positives are masked;
+3. encodes the columns, and calls `contaccum.bank.info_nce.BankedInfoNCE` for the loss.
+
+The public losses, ContAccumLoss and CachedContAccumLoss, are in `contaccum.losses.contaccum`.
 """
 
 from __future__ import annotations
@@ -38,8 +45,8 @@ logger = logging.getLogger(__name__)
 class BankedTextLoss(nn.Module):
     """`BankedInfoNCE` over texts, with one bank for each embedding size.
 
-    There are several embedding sizes only inside MatryoshkaLoss. In evaluation, which is without
-    gradients or in eval mode, the loss uses the micro-batch alone, without bank and distillation.
+    There are several embedding sizes only inside MatryoshkaLoss. In evaluation, that is in eval
+    mode or without gradients, the loss uses the micro-batch alone, without bank and distillation.
 
     Args:
         model: the encoder of the columns.
@@ -60,11 +67,13 @@ class BankedTextLoss(nn.Module):
         self.settings = settings
         self.distillation = distillation
         self.guide = guide
-        # One BankedInfoNCE per embedding size; the key is the size.
+        # One BankedInfoNCE per embedding size, for training; the key is the size.
         self.info_nces: nn.ModuleDict = nn.ModuleDict()
-        without_bank = dataclasses.replace(settings, bank_size=0, query_bank_size=None)
-        self._without_bank = BankedInfoNCE.from_settings(without_bank)
+        # The loss for evaluation.
+        settings_without_bank = dataclasses.replace(settings, bank_size=0, query_bank_size=None)
+        self._without_bank = BankedInfoNCE.from_settings(settings_without_bank)
         self._positives: PositivesTable | None = None
+        # The probe measures how far the towers' means move, so it is needed if entries follow them.
         self._probe = EncoderProbe(model, is_used=settings.moves_entries)
         self._guide_embeddings: list[Tensor] | None = None
         self._pairs_in_update: int | None = None
@@ -75,18 +84,18 @@ class BankedTextLoss(nn.Module):
     ) -> Tensor:
         """Compute the loss of a micro-batch of tokenised columns.
 
-        The columns are anchors, positives and any number of hard negatives.
-
         Args:
+            sentence_features: the features of each column: anchors, positives and any number of
+                columns of hard negatives.
             labels: ids of the texts, int64 (n, columns), teacher scores, or both; see
                 `contaccum.losses.distillation.split_labels`. Two texts are duplicates if these ids
                 are equal, or if the hashes of their tokens are equal.
         """
         features = list(sentence_features)
         ids = self._prepare_columns(features, labels)
-        guide = self._compute_guide_embeddings(features)
+        guide_embeddings = self._compute_guide_embeddings(features)
         embeddings = embed_columns(self.model, features)
-        return self.compute_loss_from_embeddings(embeddings, labels, ids, guide)
+        return self.compute_loss_from_embeddings(embeddings, labels, ids, guide_embeddings)
 
     def compute_loss_from_embeddings(
         self,
@@ -130,8 +139,11 @@ class BankedTextLoss(nn.Module):
         device = embeddings[0].device
         guide_embeddings: list[Tensor | None] = []
         if guide is not None:
-            guide_embeddings = _join_negatives([x.to(device) for x in guide])
-        loss = loss_fn(*_join_negatives(embeddings), *_join_negatives(ids), guide=guide_embeddings)
+            guide_embeddings = _stack_negatives([x.to(device) for x in guide])
+        # BankedInfoNCE takes queries, positives and negatives, then the ids of each of the three.
+        columns = _stack_negatives(embeddings)
+        ids_of_columns = _stack_negatives(ids)
+        loss = loss_fn(*columns, *ids_of_columns, guide=guide_embeddings)
         if self.distillation is not None and self._is_training:
             loss = loss + self.distillation(embeddings, labels)
         return loss
@@ -159,9 +171,10 @@ class BankedTextLoss(nn.Module):
         return diagnostics
 
     def begin_update(self, pairs: int) -> None:
-        """Set the number of pairs until the optimizer steps; see `BankedInfoNCE`.
+        """Set the number of pairs until the next optimizer step.
 
-        The call is needed only if updates differ in their number of pairs; otherwise
+        Gradients are centred over that many pairs; see ``center_gradients`` of `BankedInfoNCE`. The
+        call is needed only if updates differ in their number of pairs; otherwise
         ``pairs_per_update`` sets it once.
         """
         self._pairs_in_update = pairs
@@ -171,7 +184,7 @@ class BankedTextLoss(nn.Module):
     def set_known_positives(self, query_ids: Tensor, passage_ids: Tensor) -> None:
         """Set pairs of query and passage that are never negatives of each other.
 
-        They are not part of the state.
+        `bank_state_dict` does not contain these pairs, so they must be set again after a restart.
 
         Args:
             query_ids, passage_ids: int64 (p,) each, the ids that ``labels`` of `forward` contains.
@@ -184,8 +197,9 @@ class BankedTextLoss(nn.Module):
     def bank_state_dict(self, keep: bool = True) -> dict[str, Tensor]:
         """Return the banks and drift statistics, for a checkpoint beside the model.
 
-        All ranks must call it together. The state of a shared bank fits any number of ranks. Banks
-        that ranks do not share are gathered into one state, which fits the same number of ranks.
+        All ranks must call this method together. The state of a bank that the ranks share can be
+        loaded by any number of ranks. If each rank has its own bank, the banks are gathered into
+        one state, which can be loaded by the same number of ranks only.
 
         Args:
             keep: False to return an empty dict, on ranks that do not save the checkpoint.
@@ -207,13 +221,16 @@ class BankedTextLoss(nn.Module):
         """
         state = select_bank_state(state, self._is_shared)
         state = self._probe.load_state_dict(state, self._is_shared)
-        for size in {key.split(".", 1)[0] for key in state}:
-            self._get_or_make_info_nce(int(size))
+        # The keys are "<embedding size>.<name>".
+        sizes = {int(key.split(".", 1)[0]) for key in state}
+        for size in sizes:
+            self._get_or_make_info_nce(size)
         self.info_nces.load_state_dict(state)
 
     @property
     def _is_training(self) -> bool:
-        # Trainers evaluate without gradients, but leave the loss in training mode.
+        # Trainers evaluate without gradients but leave the loss in training mode, so the mode alone
+        # is not enough.
         return self.training and torch.is_grad_enabled()
 
     @property
@@ -222,8 +239,23 @@ class BankedTextLoss(nn.Module):
         return self.settings.gather_across_devices and world_size() > 1
 
     @property
+    def _is_inside_matryoshka(self) -> bool:
+        """True if MatryoshkaLoss calls the loss, once per embedding size.
+
+        While it does, it has replaced a method by a decorator that cuts the embeddings to the size:
+        `calculate_loss` of a loss with a gradient cache, or the forward method of the model.
+        """
+        forward: object = self.model.forward
+        calculate_loss = vars(self).get("calculate_loss")
+        has_decorated_forward = isinstance(forward, ForwardDecorator)
+        return has_decorated_forward or isinstance(calculate_loss, CachedLossDecorator)
+
+    @property
     def _is_matryoshka_replay(self) -> bool:
-        """True if MatryoshkaLoss repeats a call, with the same embeddings cut to a smaller size."""
+        """True if MatryoshkaLoss calls the loss again on the same micro-batch, for the next size.
+
+        The decorator of the forward method then has the embeddings of the first call in its cache.
+        """
         forward: object = self.model.forward
         return isinstance(forward, ForwardDecorator) and bool(forward.cache)
 
@@ -242,7 +274,7 @@ class BankedTextLoss(nn.Module):
             return loss_fn
         loss_fn = BankedInfoNCE.from_settings(self.settings)
         loss_fn.positives = self._positives
-        loss_fn.compensation.expects_probe = self._probe.texts is not None
+        self._set_expects_probe(loss_fn)
         if self._pairs_in_update is not None:
             loss_fn.begin_update(self._pairs_in_update)
         self.info_nces[str(size)] = loss_fn
@@ -252,17 +284,21 @@ class BankedTextLoss(nn.Module):
     def _prepare_columns(
         self, features: list[dict[str, Any]], labels: Tensor | None
     ) -> list[Tensor | None]:
-        """Compute the text ids, (n, 2) per column; encode the drift probe if it is due."""
+        """Check the columns, encode the drift probe if it is due, and compute the text ids.
+
+        Returns:
+            For each column the ids of its texts, int64 (n, 2); see `stack_ids`.
+        """
         if len(features) < 2:
             raise ValueError(
                 f"{type(self).__name__} needs (anchor, positive, ...) columns, got {len(features)}"
             )
         if self._is_training and self.settings.bank_size and not self._is_matryoshka_replay:
             self._encode_probe_if_due(features)
-        label_ids, scores = split_labels(labels, len(features))
-        has_other_labels = labels is not None and label_ids is None and scores is None
-        has_unused_scores = scores is not None and self.distillation is None
-        if has_other_labels or has_unused_scores:
+        label_ids, teacher_scores = split_labels(labels, len(features))
+        is_unknown_label = labels is not None and label_ids is None and teacher_scores is None
+        has_unused_scores = teacher_scores is not None and self.distillation is None
+        if is_unknown_label or has_unused_scores:
             name = type(self).__name__
             self._warn_once(
                 f"{name} does not use the label or score column of the data: to learn from teacher "
@@ -279,25 +315,31 @@ class BankedTextLoss(nn.Module):
     def _encode_probe_if_due(self, features: list[dict[str, Any]]) -> None:
         """Encode the drift probe if it is due; see `EncoderProbe.encode_if_due`."""
         loss_fns = self._get_info_nces()
+        # The probe is due at the start of an update, so the clock must first count an optimizer
+        # step that was taken since the last micro-batch.
         for loss_fn in loss_fns.values():
             loss_fn.end_pending_update()
         clock = None
         if self.info_nce is not None:
             clock = self.info_nce.clock
-        # MatryoshkaLoss replaces `calculate_loss` of a cached loss by a decorator that cuts the
-        # embeddings to each size.
-        calculate_loss = vars(self).get("calculate_loss")
-        shrinks_outputs = isinstance(calculate_loss, CachedLossDecorator)
-        if self._probe.encode_if_due(features, clock, self._is_shared, shrinks_outputs):
+        is_inside_matryoshka = self._is_inside_matryoshka
+        if self._probe.encode_if_due(features, clock, self._is_shared, is_inside_matryoshka):
             for size, loss_fn in loss_fns.items():
                 self._probe.pass_to_loss(loss_fn, size)
         for loss_fn in loss_fns.values():
-            loss_fn.compensation.expects_probe = self._probe.texts is not None
+            self._set_expects_probe(loss_fn)
+
+    def _set_expects_probe(self, loss_fn: BankedInfoNCE) -> None:
+        """Set whether the loss will get probe embeddings; if not, micro-batches give its means."""
+        loss_fn.compensation.expects_probe = self._probe.texts is not None
 
     def _compute_guide_embeddings(
         self, features: list[dict[str, Any]], batch_size: int | None = None
     ) -> list[Tensor] | None:
         """Compute the guide embeddings of the columns, (n, g) each; return None without a guide.
+
+        Inside MatryoshkaLoss the guide runs once per micro-batch, and its embeddings are stored for
+        the other embedding sizes.
 
         Args:
             batch_size: number of texts to encode at once; None encodes all of them.
@@ -331,13 +373,15 @@ class BankedTextLoss(nn.Module):
         self._logged_warnings.add(text)
 
 
-def _join_negatives(columns: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Stack the third and later columns, (n, ...) each, to (n, h, ...).
+def _stack_negatives(columns: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Stack the h columns of hard negatives, (n, ...) each, to one tensor (n, h, ...).
 
-    The stack is None if there are no such columns, or if one of them is None (missing ids).
+    Args:
+        columns: embeddings or ids of the anchors, the positives and the h columns of negatives.
 
     Returns:
-        The first column, the second column and the stack.
+        The anchors, the positives and the stack. The stack is None if h is 0, or if the ids of a
+        column are missing (None).
     """
     negatives = [column for column in columns[2:] if column is not None]
     stacked_negatives = None

@@ -1,7 +1,12 @@
-"""ContAccumLoss and CachedContAccumLoss, losses for sentence-transformers, with their arguments.
+"""ContAccumLoss and CachedContAccumLoss, the public losses for sentence-transformers.
 
-`contaccum.losses.banked_text_loss` computes the loss from texts; `contaccum.bank.info_nce` computes
-it from embeddings, and documents the settings.
+A memory bank holds the embeddings of recent training pairs, without gradients, as further negatives
+and further queries of the loss. Training goes in updates: one optimizer step after one or more
+micro-batches, whose gradients are accumulated.
+
+This module has the constructors and the gradient cache. `contaccum.losses.banked_text_loss`
+computes the loss from texts. `contaccum.bank.info_nce` computes it from embeddings; it has the
+formula and documents the settings.
 """
 
 from __future__ import annotations
@@ -45,21 +50,25 @@ class ContAccumLoss(BankedTextLoss):
     micro-batch has the thousands of passages in the bank as negatives, not only its own.
 
     Args:
-        model: a SentenceTransformer, tied or with a Router.
-        bank_size: rows of the passage bank.
-        scale: 1 / temperature.
+        model: a SentenceTransformer: one encoder for both queries and passages, or a Router with an
+            encoder for each.
+        bank_size: number of past passages in the bank; 0 trains without a bank.
+        scale: factor of the similarities, 1 / temperature.
         similarity_fct: ``sentence_transformers.util.cos_sim`` or ``dot_score``.
         gather_across_devices: True: all ranks share one bank, and the loss is that of the pairs of
             all ranks. False: each rank has its own bank.
-        distill, distill_weight, distill_temperature: distillation from teacher scores, in training:
-            ``"margin_mse"`` or ``"kl"``; see `contaccum.losses.distillation.Distillation`.
+        distill: ``"margin_mse"`` or ``"kl"`` adds a distillation loss in training, from the teacher
+            scores in ``labels``; None adds nothing.
+        distill_weight, distill_temperature: factor and temperature of the distillation loss; see
+            `contaccum.losses.distillation.Distillation`.
         guide: a frozen SentenceTransformer that finds false negatives, as in GISTEmbedLoss.
             ``margin`` and ``margin_strategy`` of GISTEmbedLoss are called ``guide_margin`` and
             ``guide_margin_strategy`` here.
         query_bank_size, normalize_by, mask_duplicates, bank_hard_negatives, drift_compensation,
         center_gradients, pairs_per_update, bank_weight, false_negative_margin, guide_margin,
-        guide_margin_strategy, hardness_mode, hardness_strength, directions, partition_mode: as in
-            `BankedInfoNCE`. Duplicates are detected by `contaccum.losses.text_ids.content_ids`.
+        guide_margin_strategy, hardness_mode, hardness_strength, directions, partition_mode: see
+            `contaccum.bank.info_nce.BankedInfoNCE`. Two texts are duplicates if
+            `contaccum.losses.text_ids.content_ids` gives them the same id.
 
     Raises:
         ConfigError (a ValueError): for settings out of range, and for settings that exclude each
@@ -67,19 +76,22 @@ class ContAccumLoss(BankedTextLoss):
 
     Inputs:
         (anchor, positive) pairs or (anchor, positive, negative_1, ..., negative_n) n-tuples;
-        labels: none, or teacher scores of the positive and the negatives, (n, 1 + negatives).
+        labels: none, or the teacher's scores of the positive and the n negatives, one row per
+            anchor, (micro-batch, 1 + n).
 
     Relations:
         - With ``bank_size=0`` and a batch without duplicates, the loss equals
           `MultipleNegativesRankingLoss`, also with its ``directions``, ``partition_mode`` and
-          hardness. In eval mode, and without gradients, the loss never uses the bank.
-        - With a ``guide`` it equals `GISTEmbedLoss` with ``contrast_anchors=False`` and
-          ``contrast_positives=False``.
+          hardness.
+        - With ``bank_size=0`` and a ``guide``, the loss equals `GISTEmbedLoss` with
+          ``contrast_anchors=False`` and ``contrast_positives=False``.
+        - In eval mode, and without gradients, the loss uses the batch alone, without the bank.
         - It works inside `MatryoshkaLoss`, where each dimension has a bank of its own. It does not
           work inside ``AdaptiveLayerLoss``, which calls the loss once per layer on the same
           micro-batch.
-        - Another loss may call `compute_loss_from_embeddings`. Updates are detected then, but there
-          are no texts, so the caller has to pass ids and to call `observe_probe`.
+        - A loss of your own may call `compute_loss_from_embeddings`. This loss then gets no texts:
+          the caller has to pass their ids, and to call ``info_nce.observe_probe`` after updates, so
+          that the drift of the encoder is measured (docs/drift.md).
 
     Example:
         ```python
@@ -189,20 +201,24 @@ class ContAccumLoss(BankedTextLoss):
 
 
 class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
-    """`ContAccumLoss` over a gradient cache.
+    """`ContAccumLoss` for batches that are larger than memory allows, by a gradient cache.
 
     Every pair has the other pairs of a large batch, and the bank, as negatives.
 
-    It extends CachedMultipleNegativesRankingLoss by a bank, as `ContAccumLoss` extends
-    MultipleNegativesRankingLoss. The batch is first encoded without gradients, ``mini_batch_size``
-    texts at a time; then the mini-batches are encoded again, and the gradients of their embeddings
-    are propagated through the model (GradCache). The bank adds negatives, but needs no memory for
-    activations.
+    It adds a bank to CachedMultipleNegativesRankingLoss, as `ContAccumLoss` adds one to
+    MultipleNegativesRankingLoss. A gradient cache (GradCache, arXiv 2101.06983) needs memory for
+    the activations of one mini-batch only:
+
+    1. Encode the whole batch without gradients, ``mini_batch_size`` texts at a time.
+    2. Compute the loss, and its gradients with respect to the embeddings.
+    3. Encode each mini-batch again, and propagate those gradients through the model.
+
+    The bank adds negatives to step 2, but no activations.
 
     Args:
         mini_batch_size: number of texts that are encoded at once.
-        mini_batch_num_tokens: number of tokens that are encoded at once, in place of
-            ``mini_batch_size``.
+        mini_batch_num_tokens: maximum number of tokens that are encoded at once. If it is set,
+            ``mini_batch_size`` limits only what the guide encodes at once.
         show_progress_bar: True to show the progress over mini-batches.
         model, bank_size, ...: as in `ContAccumLoss`.
 
@@ -301,19 +317,22 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
         features = list(sentence_features)
         ids = self._prepare_columns(features, labels)
         guide = self._compute_guide_embeddings(features, self.mini_batch_size)
-        # CachedLossMixin passes its second argument to `calculate_loss` as it is.
+        # `forward_cached` of CachedLossMixin calls `calculate_loss` and passes on its second
+        # argument unchanged, so a tuple can carry more than labels.
         loss_inputs: Any = (labels, ids, guide)
         return self.forward_cached(features, loss_inputs)
 
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False
     ) -> Tensor:
-        """Compute the loss of an encoded batch; CachedLossMixin calls it.
+        """Compute the loss of an encoded batch, detached.
+
+        CachedLossMixin calls this method, and defines the names of its arguments.
 
         Args:
-            reps: for each column a list of embeddings, (mini-batch, d) each.
+            reps: for each column the embeddings of its mini-batches, (mini-batch, d) each.
             labels: the tuple that `forward` passes (labels, text ids, guide embeddings), or None.
-            with_backward: True to compute the gradients of the embeddings too.
+            with_backward: True to set ``grad`` of the tensors in ``reps``, too.
         """
         embeddings = [torch.cat(mini_batches) for mini_batches in reps]
         loss_inputs: tuple[Any, ...] = ()
@@ -321,6 +340,6 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
             loss_inputs = labels
         loss = self.compute_loss_from_embeddings(embeddings, *loss_inputs)
         if with_backward:
-            leaves = list(itertools.chain.from_iterable(reps))
-            loss.backward(inputs=leaves)
+            all_mini_batches = list(itertools.chain.from_iterable(reps))
+            loss.backward(inputs=all_mini_batches)
         return loss.detach()

@@ -1,7 +1,15 @@
 """Distillation from teacher scores of positives and hard negatives, a term added to the loss.
 
-The term is MarginMSELoss or DistillKLDivLoss of sentence-transformers, computed from the embeddings
-of the contrastive loss. The scores come with the data set (docs/data.md). The bank is not used.
+For a query with the positive p and the hard negatives j, let s be the scores of the student, which
+is the model in training, and t those of the teacher. With the temperature T, the term is the mean
+over queries of
+
+    margin_mse:  mean_j ( (s_p - s_j) - (t_p - t_j) )^2
+    kl:          T^2 KL( softmax(t / T) || softmax(s / T) )
+
+MarginMSELoss and DistillKLDivLoss of sentence-transformers compute it, from the embeddings that the
+contrastive loss uses. The teacher's scores are in the data set (docs/data.md). The bank is not
+used.
 """
 
 from __future__ import annotations
@@ -19,19 +27,19 @@ from contaccum.data.labels import decode
 from contaccum.errors import ConfigError, check_choice
 
 
-def split_labels(labels: Tensor | None, columns: int) -> tuple[Tensor | None, Tensor | None]:
+def split_labels(labels: Tensor | None, num_columns: int) -> tuple[Tensor | None, Tensor | None]:
     """Split the labels of a batch into text ids and teacher scores.
 
     Args:
-        labels: ids, scores, or both in one int64 tensor (n, 2 columns - 1): first the ids, then
-            the scores as the bits of float32.
-        columns: number of columns of the data.
+        labels: ids, scores, or both in one int64 tensor (n, 2 * num_columns - 1): first the ids,
+            then the scores, as the bits of float32; see `contaccum.data.labels`.
+        num_columns: number of text columns: the query, the positive and the hard negatives.
 
     Returns:
-        The ids of all texts, int64 (n, columns), and the scores, (n, columns - 1). Each is None if
-        the labels do not hold it.
+        The ids of all texts, int64 (n, num_columns), and the scores of the positive and the hard
+        negatives, (n, num_columns - 1). Each is None if the labels do not hold it.
     """
-    decoded = decode(labels, columns)
+    decoded = decode(labels, num_columns)
     return decoded.text_ids, decoded.teacher_scores
 
 
@@ -45,10 +53,9 @@ class Distillation:
             each negative; ``"kl"`` for the KL divergence between the softmax distributions of
             teacher and student over the positive and the negatives.
         weight: the factor of the term.
-        temperature: with ``"kl"``, the divisor of the scores of student and teacher; the divergence
-            is multiplied by its square.
+        temperature: T of ``"kl"``.
         similarity: ``"cos"`` or ``"dot"``.
-        scale: the factor of the similarities.
+        scale: the factor of the similarities in the student's scores.
 
     Attributes:
         last: the term of the last call, unweighted and detached; None before the first call.
@@ -65,11 +72,11 @@ class Distillation:
         similarity: str = "dot",
         scale: float = 1.0,
     ) -> None:
-        loss_makers: dict[str, Callable[..., MarginMSELoss | DistillKLDivLoss]] = {
+        loss_classes: dict[str, Callable[..., MarginMSELoss | DistillKLDivLoss]] = {
             "margin_mse": MarginMSELoss,
             "kl": partial(DistillKLDivLoss, temperature=temperature),
         }
-        check_choice("distill", kind, loss_makers)
+        check_choice("distill", kind, loss_classes)
         for name, value in (("distill_weight", weight), ("distill_temperature", temperature)):
             if not 0 < value < math.inf:
                 raise ConfigError(f"{name} must be a positive number, got {value!r}")
@@ -83,8 +90,8 @@ class Distillation:
         self.temperature = temperature
         self.similarity = similarity
         self.scale = scale
-        # The loss needs no model, because it is computed from embeddings.
-        self._loss = loss_makers[kind](None)
+        # The model is None, because only `compute_loss_from_embeddings` is called.
+        self._loss = loss_classes[kind](None)
         self.last: Tensor | None = None
 
     def __call__(self, embeddings: list[Tensor], labels: Tensor | None) -> Tensor:
@@ -117,6 +124,7 @@ class Distillation:
         columns = [x.to(dtype) for x in embeddings]
         if self.similarity != "dot":
             columns = [normalize(x, dim=-1) for x in columns]
+        # The losses of sentence-transformers use dot products, so the queries carry the scale.
         columns[0] = columns[0] * self.scale
         term = self._loss.compute_loss_from_embeddings(columns, teacher_scores.to(columns[0]))
         self.last = term.detach()

@@ -1,6 +1,7 @@
 """Guide: a frozen SentenceTransformer whose scores show which documents are false negatives.
 
-The guide embeds the same texts as the model in training, prompts included. This module computes its
+A false negative is a document that is relevant to a query, but is not labelled as its positive. The
+guide embeds the same texts as the model in training, prompts included. This module computes its
 embeddings; `contaccum.bank.false_negatives` has the rule that uses their scores.
 """
 
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 from sentence_transformers import SentenceTransformer
 
-# A private function, but the only one that splits features of every layout.
+# A private function, but the only one that splits features of every layout; see
+# `contaccum.losses.text_ids` for the layouts.
 from sentence_transformers.base.losses.gradcache import _create_minibatch
 from sentence_transformers.util import batch_to_device
 from torch import Tensor
@@ -59,11 +61,12 @@ class Guide:
         self.name = guide_tokenizer.name_or_path
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Guide:
+        # The guide never changes, so copies of a loss share it.
         return self
 
     @torch.no_grad()
     def embed(self, columns: list[dict[str, Any]], batch_size: int | None = None) -> list[Tensor]:
-        """Compute the guide embeddings of each column, (n, g).
+        """Compute the guide embeddings of each column, (n, g), with g the guide's embedding size.
 
         Args:
             columns: the features of each column, tokenised for the model in training.
@@ -97,8 +100,9 @@ class Guide:
         """Decode the model's tokens, and tokenise the texts for the guide."""
         tokens = column["input_ids"]
         text_bounds = column.get("cu_seq_lens_q")
-        if text_bounds is not None:  # the tokens of all texts lie in one row
-            tokens = tokens[0].split(text_bounds.diff().tolist())
+        if text_bounds is not None:  # the tokens of all texts are in one row
+            text_lengths = text_bounds.diff().tolist()
+            tokens = tokens[0].split(text_lengths)
         texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
         if "task" in column:
             return self.model.preprocess(texts, task=column["task"])

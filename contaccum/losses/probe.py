@@ -1,11 +1,17 @@
 """The drift probe of a loss: a few training pairs that are encoded again as the encoder learns.
 
+The bank holds embeddings of older versions of the encoder, while the encoder moves on. This is
+called drift. The same few texts, encoded at several times of training, show how large it is.
+
 `TextProbe` holds the texts. `EncoderProbe` decides when they are encoded, and passes their
 embeddings to the loss of every embedding size. `contaccum.bank.drift` measures the drift.
+
+The features of a column are the dict of tensors that a sentence-transformers model takes as input.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,13 +26,14 @@ from contaccum.bank.update_clock import UpdateClock
 from contaccum.distributed import gather_states, rank, world_size
 from contaccum.losses.text_ids import copy_first_texts, count_texts
 
-PROBE_TEXTS = 8
-"""Number of pairs of the probe."""
+PROBE_PAIRS = 8
+"""Number of pairs of query and passage in the probe."""
 
 PAIRS_PER_PROBE = 128
-"""Number of training pairs between two probes, at least.
+"""Minimum number of training pairs between two times when the probe is encoded.
 
-The forward passes of the probe's eight pairs then take about 2 % of the training time.
+The forward passes of the probe's eight pairs then take about 2 % of the training time: 8 of 128
+forward passes, and a forward pass is about a third of a training step.
 """
 
 _TEXT_PREFIX = "probe."
@@ -46,21 +53,21 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 class TextProbe:
-    """The first ``PROBE_TEXTS`` training pairs, stored as features of the tokenizer.
+    """The first ``PROBE_PAIRS`` training pairs, stored as features.
 
-    The pairs are collected over as many micro-batches as needed. If ranks share a bank, each of
-    them contributes an equal number. Every rank then stores all pairs, in parts, and encodes some
-    of the parts. Only tensors and numbers are stored; other features of a column, such as the
+    The pairs are collected over as many micro-batches as needed. A part holds the pairs that one
+    rank contributed from one micro-batch. If ranks share a bank, every rank contributes the same
+    number of pairs and stores all parts; to encode the probe, the ranks divide the parts among
+    themselves. Only tensors and numbers are stored; other features of a column, such as the
     ``task`` for a Router, are copied from the current micro-batch.
 
     Args:
         shared: True if all ranks share one bank, and therefore one probe.
-        parts: pairs that have been collected already.
+        parts: the parts of a restored probe; None to start without any.
 
     Attributes:
-        parts: for each rank and micro-batch that contributed pairs, the features of the queries and
-            of the passages.
-        shared: as above.
+        parts: list of [features of the queries, features of the passages].
+        shared: the argument.
     """
 
     def __init__(self, shared: bool, parts: list[list[dict[str, Tensor]]] | None = None) -> None:
@@ -75,7 +82,7 @@ class TextProbe:
     @property
     def is_complete(self) -> bool:
         """True if all pairs have been collected."""
-        return self.num_pairs >= PROBE_TEXTS
+        return self.num_pairs >= PROBE_PAIRS
 
     @property
     def _num_ranks(self) -> int:
@@ -87,12 +94,16 @@ class TextProbe:
     def collect(self, features: list[dict[str, Any]]) -> bool:
         """Add the first pairs of the micro-batch, of all ranks if they share the bank.
 
+        Args:
+            features: the features of each column: queries, passages, and others, which are ignored.
+
         Returns:
-            False, on every rank, if the first texts of a column cannot be separated from the
-            other texts.
+            False if the first texts of a column cannot be separated from its other texts. Ranks
+            that share the bank all return the same value.
         """
-        num_missing = PROBE_TEXTS - self.num_pairs
-        pairs_per_rank = -(-num_missing // self._num_ranks)  # rounded up
+        num_missing = PROBE_PAIRS - self.num_pairs
+        pairs_per_rank = math.ceil(num_missing / self._num_ranks)
+        # An empty dict marks texts that cannot be separated, because only dicts can be gathered.
         queries = copy_first_texts(features[0], pairs_per_rank) or {}
         passages = copy_first_texts(features[1], pairs_per_rank) or {}
         new_parts = [[queries, passages]]
@@ -106,13 +117,17 @@ class TextProbe:
         return all(queries and passages for queries, passages in new_parts)
 
     def encode(self, model: nn.Module, features: list[dict[str, Any]]) -> list[Tensor]:
-        """Encode this rank's parts of the probe: queries and passages, (S, d) each.
+        """Encode this rank's parts of the probe.
 
-        It uses neither dropout nor random numbers. All ranks that share a bank must call it
-        together.
+        Dropout is off, and no random numbers are used. All ranks that share a bank must call this
+        method together.
 
         Args:
-            features: the features of the current micro-batch.
+            features: the features of the current micro-batch, of which the features that are
+                neither tensors nor numbers are used.
+
+        Returns:
+            The embeddings of the queries and of the passages of this rank's S pairs, (S, d) each.
         """
         rank_index = 0
         if self.shared:
@@ -126,7 +141,9 @@ class TextProbe:
         columns = []
         with without_dropout(model), torch.no_grad():
             for index, current_features in enumerate(features[:2]):
-                outputs = [_encode(model, part[index], current_features) for part in parts]
+                outputs = []
+                for part in parts:
+                    outputs.append(_encode_stored_texts(model, part[index], current_features))
                 embeddings = torch.cat(outputs)
                 if not has_parts:
                     embeddings = embeddings[:0]
@@ -134,7 +151,10 @@ class TextProbe:
         return columns
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the features of all texts; they are the same on every rank."""
+        """Return the features of all texts, with keys "<part>.<column>.<feature>".
+
+        If ranks share the bank, the state is the same on every rank.
+        """
         state = {}
         for index, part in enumerate(self.parts):
             for column, features in enumerate(part):
@@ -154,10 +174,10 @@ class TextProbe:
 
 
 class EncoderProbe:
-    """The texts of a drift probe, their last embeddings, and the schedule of encoding them.
+    """The texts of a drift probe, their last embeddings, and the rule when they are encoded.
 
-    The texts are collected from the first micro-batches and encoded after updates. The embeddings
-    are passed to the loss of every embedding size.
+    The texts are collected from the first micro-batches. They are encoded after updates, because
+    the encoder changes only then. The embeddings are passed to the loss of every embedding size.
 
     Args:
         model: the encoder.
@@ -174,28 +194,29 @@ class EncoderProbe:
         self.texts: TextProbe | None = None
         self._pairs_at_last_probe = 0
         self._embeddings: list[Tensor] | None = None
-        self._shrinks_outputs = False
+        self._is_inside_matryoshka = False
 
     def encode_if_due(
         self,
         features: list[dict[str, Any]],
         clock: UpdateClock | None,
         is_shared: bool,
-        shrinks_outputs: bool,
+        is_inside_matryoshka: bool,
     ) -> bool:
         """Collect texts of a micro-batch, and encode the probe if it is due.
 
         The probe is due when its texts become complete, and later at the start of an update if
-        there have been `PAIRS_PER_PROBE` training pairs since the last probe.
+        there have been `PAIRS_PER_PROBE` training pairs since the probe was last encoded.
 
         Args:
             features: the features of the micro-batch.
             clock: the `UpdateClock` of the loss; None before the first micro-step.
             is_shared: True if all ranks share one bank.
-            shrinks_outputs: True if MatryoshkaLoss cuts the embeddings outside of the model.
+            is_inside_matryoshka: True if MatryoshkaLoss calls the loss. The model cannot be checked
+                for it here, because in training the loss may call a wrapper (DDP) of the model.
 
         Returns:
-            True if the probe was encoded; `pass_to_loss` passes the embeddings on.
+            True if the probe was encoded. The caller then calls `pass_to_loss`.
         """
         if not self.is_used:
             return False
@@ -213,15 +234,14 @@ class EncoderProbe:
             return False
         self._pairs_at_last_probe = num_pairs
         self._embeddings = self.texts.encode(self.model, features)
-        # MatryoshkaLoss replaces the model's forward method while it calls the loss for each size.
-        is_wrapped = isinstance(self.model.forward, ForwardDecorator)
-        self._shrinks_outputs = is_wrapped or shrinks_outputs
+        self._is_inside_matryoshka = is_inside_matryoshka
         return True
 
     def _collect(
         self, features: list[dict[str, Any]], clock: UpdateClock | None, is_shared: bool
     ) -> bool:
         """Collect texts; return True for the micro-batch that completes the probe."""
+        # Without texts after the first micro-step, the probe is off: it could not be collected.
         if self.texts is None and clock is None:
             self.texts = TextProbe(is_shared)
         if self.texts is None or self.texts.is_complete:
@@ -232,16 +252,18 @@ class EncoderProbe:
         return self.texts.is_complete
 
     def pass_to_loss(self, loss_fn: BankedInfoNCE, size: int) -> None:
-        """Pass the last embeddings of the probe, cut to an embedding size, to the loss of it."""
+        """Pass the probe's last embeddings to the loss for an embedding size, if there are any."""
         if self._embeddings is None:
             return
         embeddings = self._embeddings
-        if self._shrinks_outputs:
+        if self._is_inside_matryoshka:
+            # MatryoshkaLoss cuts the embeddings of the columns in the same way; `shrink` also
+            # normalises them.
             embeddings = [shrink(x, size) for x in embeddings]
         loss_fn.observe_probe(*embeddings)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the texts, and the number of pairs at the last probe."""
+        """Return the texts, and the number of training pairs when they were last encoded."""
         state = {_PAIRS_KEY: torch.tensor(self._pairs_at_last_probe)}
         if self.texts is not None:
             for key, value in self.texts.state_dict().items():
@@ -249,7 +271,11 @@ class EncoderProbe:
         return state
 
     def load_state_dict(self, state: dict[str, Tensor], is_shared: bool) -> dict[str, Tensor]:
-        """Restore the probe from a state, and return the other entries of the state."""
+        """Restore the probe from the state of a loss, and return the other entries of the state.
+
+        The last embeddings are not part of the state: they are needed only until every loss has
+        them.
+        """
         remaining = {}
         texts = {}
         for key, value in state.items():
@@ -257,7 +283,9 @@ class EncoderProbe:
                 texts[key.removeprefix(_TEXT_PREFIX)] = value
             elif key != _PAIRS_KEY:
                 remaining[key] = value
-        self._pairs_at_last_probe = int(state.get(_PAIRS_KEY, torch.tensor(0)))
+        self._pairs_at_last_probe = 0
+        if _PAIRS_KEY in state:
+            self._pairs_at_last_probe = int(state[_PAIRS_KEY])
         self._embeddings = None
         self.texts = None
         if texts:
@@ -274,10 +302,10 @@ def _get_device(features: list[dict[str, Any]]) -> torch.device:
     raise ValueError("the features of the micro-batch contain no tensor, so it has no texts")
 
 
-def _encode(
+def _encode_stored_texts(
     model: nn.Module, stored_features: dict[str, Tensor], current_features: dict[str, Any]
 ) -> Tensor:
-    """Encode stored texts, (S, d).
+    """Encode the stored texts of a column, (texts, d).
 
     Features that are neither tensors nor numbers are copied from the current micro-batch.
     """
@@ -290,8 +318,9 @@ def _encode(
         if value.ndim > 0:
             features[key] = value.to(device)
         else:
-            features[key] = value.item()
-    # While MatryoshkaLoss has replaced the model's forward method, encode in full size.
+            features[key] = value.item()  # `copy_first_texts` makes tensors of numbers
+    # MatryoshkaLoss may have replaced the model's forward method by one that cuts the embeddings.
+    # Call the original method, so that the probe has the full size and is cut to each size later.
     encode = model
     if isinstance(model.forward, ForwardDecorator):
         encode = model.forward.fn

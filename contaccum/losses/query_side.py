@@ -1,9 +1,13 @@
 """QuerySideLoss: train the query tower against all documents of an index that is encoded already.
 
-The document embeddings are read from a store and never change. So a training pair costs the
-encoding of one query, all documents of the corpus are its negatives, and there is no drift. This is
-known as query-side fine-tuning (Lee et al. 2021, DensePhrases, arXiv 2012.12624). The formula is in
-`contaccum.bank.full_softmax`.
+A tower is the encoder of one side, queries or documents. A store is a folder with the embeddings of
+a corpus, one row per document; they are read from it and never change. So a training pair costs the
+encoding of one query, all documents of the corpus are its negatives, and no embedding is out of
+date. This is known as query-side fine-tuning (Lee et al. 2021, DensePhrases, arXiv 2012.12624). The
+formula is in `contaccum.bank.full_softmax`.
+
+`QuerySideCollator` makes the input of the loss: the tokenised queries, labelled with the rows of
+their positives in the store.
 """
 
 from __future__ import annotations
@@ -37,10 +41,10 @@ from contaccum.retrieval.store import EmbeddingStore
 logger = logging.getLogger(__name__)
 
 PASSES_PER_MICRO_STEP = 3
-"""Cost of a micro-step in forward passes: a backward pass costs about two of them."""
+"""Cost of a micro-step in forward passes: one forward pass, and a backward pass that costs two."""
 
 _ROWS_PER_CHUNK = 10_000
-"""Number of rows of a data set that are hashed at once."""
+"""Number of rows of a data set whose texts are hashed at once."""
 
 CITATION = """@inproceedings{lee2021densephrases,
 author={Jinhyuk Lee and Mujeen Sung and Jaewoo Kang and Danqi Chen}, year={2021},
@@ -51,15 +55,16 @@ booktitle={Proceedings of ACL-IJCNLP}, eprint={2012.12624}}"""
 class QuerySideLoss(nn.Module):
     """Cross-entropy of queries over all documents of a store.
 
-    If the model is tied, it is changed in place: it gets a separate query tower, which is a copy of
-    the encoder and is trained. The weights of the document tower are frozen, so the store stays
-    valid. Make the loss before the trainer, because the trainer collects the weights to train.
+    If the model encodes queries and documents with the same weights, it is changed in place: it
+    gets a separate query tower, which is a copy of the encoder and is trained. The weights of the
+    document tower are frozen, so the store stays valid. Make the loss before the trainer, because
+    the trainer collects the weights to train.
 
     Args:
         model: the SentenceTransformer whose document tower encoded the store. To train an adapter
             instead of a copy, call `contaccum.encoders.query_tower.add_query_adapter` first.
-        store: an `EmbeddingStore`, the path of its folder (``contaccum encode`` writes one) or
-            `StoreDocuments`.
+        store: an `EmbeddingStore`, the path or URL of its folder (``contaccum encode`` writes one)
+            or `StoreDocuments`.
         scale: 1 / temperature. The similarity function is that of the store.
 
     Raises:
@@ -69,9 +74,10 @@ class QuerySideLoss(nn.Module):
 
     Inputs:
         One column, the tokenised queries; labels: int64 (n, p), for each query the rows of its
-        positives in the store. The positive of the pair comes first, and the rest is padded with
-        `NO_ROW`. `QuerySideCollator` makes both from (anchor, positive, ...) rows. Documents are
-        not tokenised.
+        known positives in the store, at most p. The positive of the training pair comes first; the
+        others are not used as negatives. Shorter lists are padded with
+        `contaccum.bank.full_softmax.NO_ROW`. `QuerySideCollator` makes both from (anchor, positive,
+        ...) rows. Documents are not tokenised.
 
     Relations:
         - With several ranks of ``torch.distributed``, each rank reads its part of the blocks of the
@@ -141,15 +147,17 @@ class QuerySideLoss(nn.Module):
     def compute_loss_from_embeddings(self, queries: Tensor, labels: Tensor) -> Tensor:
         """Compute the loss of embedded queries, (n, d); ``labels`` are int64 (n, p)."""
         documents = self.documents
-        is_partitioned = world_size() > 1
         if documents.similarity == "cos":
             dtype = torch.promote_types(queries.dtype, torch.float32)
             queries = normalize(queries.to(dtype), dim=-1)
-        positives = documents.get_embeddings(labels[:, 0])
+        positive_rows = labels[:, 0]
+        excluded_rows = labels[:, 1:]  # other known positives of each query
+        positives = documents.get_embeddings(positive_rows)
         blocks = documents.blocks(queries.device, rank(), world_size())
         temperature = 1.0 / self.scale
+        is_partitioned = world_size() > 1
         return compute_full_softmax_loss(
-            queries, positives, labels[:, 1:], blocks, temperature, is_partitioned
+            queries, positives, excluded_rows, blocks, temperature, is_partitioned
         )
 
     def _read_time(self, tensor: Tensor) -> float:
@@ -160,7 +168,7 @@ class QuerySideLoss(nn.Module):
 
     @property
     def _is_timed(self) -> bool:
-        """True in the second micro-step; the first one also allocates and reads the store."""
+        """True in the second micro-step, whose cost is typical; the first one reads the store."""
         return self._num_micro_steps == 1 and torch.is_grad_enabled()
 
     def _log_cost(self, num_queries: int, forward_seconds: float, loss_seconds: float) -> None:
@@ -210,6 +218,7 @@ class QuerySideCollator(SentenceTransformerDataCollator):
         positives: the table of store rows of each query's positives.
     """
 
+    # Required, but a dataclass that inherits fields with defaults needs a default here.
     positives: PositiveRows | None = None
 
     @classmethod
@@ -256,35 +265,40 @@ class QuerySideCollator(SentenceTransformerDataCollator):
 
 def collect_positives(documents: StoreDocuments, datasets: Sequence[Any]) -> PositiveRows:
     """Collect the store rows of all known positives of the queries in the data sets."""
-    no_ids = np.empty((0, 2), dtype=np.int64)
-    ids = np.concatenate([no_ids, *[hash_pairs(dataset) for dataset in datasets]])
-    return PositiveRows(documents, ids[:, 0], ids[:, 1])
+    hashes = [np.empty((0, 2), dtype=np.int64)]  # `concatenate` refuses an empty list
+    for dataset in datasets:
+        hashes.append(hash_pairs(dataset))
+    query_ids, positive_ids = np.concatenate(hashes).T
+    return PositiveRows(documents, query_ids, positive_ids)
 
 
 def hash_pairs(dataset: Any) -> np.ndarray:
-    """Compute the hashes of query and positive for every pair of a data set, int64 (p, 2).
+    """Compute the hashes of query and positive for every pair of a data set, int64 (pairs, 2).
 
-    The pairs include those that a row has in other epochs only. For a streamed data set, which has
-    no length, there are none, so the other positives of a query count as negatives.
+    A row may be trained with another of its positives in each epoch; all of them are included. The
+    result is empty for a streamed data set, which can be read only once: the collator then excludes
+    no other positives of a query, and they count as negatives.
     """
-    parts = [np.empty((0, 2), dtype=np.int64)]
-    if not hasattr(dataset, "__len__"):
-        return parts[0]
-    pairs = iterate_pairs(dataset)
-    while rows := list(islice(pairs, _ROWS_PER_CHUNK)):
-        counts = [len(positives) for _, positives in rows]
-        query_ids = np.repeat(text_ids(query for query, _ in rows), counts)
-        positive_ids = text_ids(text for _, positives in rows for text in positives)
-        parts.append(np.column_stack([query_ids, positive_ids]))
-    return np.concatenate(parts)
+    hashes = [np.empty((0, 2), dtype=np.int64)]
+    is_streamed = not hasattr(dataset, "__len__")
+    if is_streamed:
+        return hashes[0]
+    rows = iterate_pairs(dataset)
+    while chunk := list(islice(rows, _ROWS_PER_CHUNK)):
+        num_positives = [len(positives) for _, positives in chunk]
+        query_ids = np.repeat(text_ids(query for query, _ in chunk), num_positives)
+        positive_ids = text_ids(text for _, positives in chunk for text in positives)
+        hashes.append(np.column_stack([query_ids, positive_ids]))
+    return np.concatenate(hashes)
 
 
 def iterate_pairs(dataset: Any) -> Iterator[tuple[str, list[str]]]:
     """Yield the query of each row, in order, with its positives in all epochs."""
     samplings = get_samplings(dataset)
     if samplings:
+        # A data set that is sampled by epoch stores row numbers in the column "query", and a
+        # transform turns them into texts. `with_format(None)` switches the transform off.
         for batch in dataset.with_format(None).iter(1000):
-            # In this format the column "query" contains row numbers.
             for pair in samplings[0].pairs(batch["query"]):
                 yield pair["query"], pair["positive"]
         return
@@ -300,8 +314,8 @@ def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
     Raises:
         ConfigError: for another model, prompt or similarity, which the message names.
     """
-    about = store.metadata
-    if about["kind"] != "document":
+    metadata = store.metadata
+    if metadata["kind"] != "document":
         raise ConfigError(
             f"{store.folder}: holds queries: encode the documents (--kind document), and use that "
             "store"
@@ -312,17 +326,17 @@ def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
             "or float16"
         )
     remedy = "encode the corpus with this model, or train the model that wrote the store"
-    if about["model"] != model_fingerprint(model, "document"):
-        name = about.get("model_name", "of unknown name")
+    if metadata["model"] != model_fingerprint(model, "document"):
+        name = metadata.get("model_name", "of unknown name")
         raise ConfigError(f"{store.folder}: was encoded by another model, {name}: {remedy}")
-    if about["tokenisation"] != tokenisation_fingerprint(model, "document"):
+    if metadata["tokenisation"] != tokenisation_fingerprint(model, "document"):
         raise ConfigError(
             f"{store.folder}: was encoded with another prompt, length or pooling of documents: "
             f"{remedy}"
         )
     similarity = get_metric(model)
-    if about["similarity"] != similarity:
+    if metadata["similarity"] != similarity:
         raise ConfigError(
-            f"{store.folder}: is compared by {about['similarity']}, but this model by "
+            f"{store.folder}: is compared by {metadata['similarity']}, but this model by "
             f"{similarity}: {remedy}"
         )

@@ -1,9 +1,20 @@
 """Functions on the features of a column: text ids, the number of texts, the first texts.
 
-They support the layouts of all sentence-transformers preprocessors: tokens in padded rows, in one
-flattened row (FlashAttention), or in one stream with offsets (StaticEmbedding); images, audio and
-video with tokens or without. Equal content has an equal id in every layout. This module computes no
-loss.
+The features of a column are the dict of tensors that a sentence-transformers model takes as input.
+Three layouts of n texts occur:
+
+| layout | ``input_ids`` | where each text starts |
+|---|---|---|
+| padded rows | (n, length) | each text is a row; ``attention_mask`` marks its tokens |
+| one flattened row (FlashAttention) | (1, tokens) | ``cu_seq_lens_q`` or ``position_ids`` |
+| one stream (StaticEmbedding) | (tokens,) | ``offsets`` |
+
+Equal texts have equal ids in every layout. A text may have images, audio or video beside its tokens
+or in place of them; they are called media here.
+
+The id of a text is a sum of hashes, one for each token with its position, and one for each row of
+its media tensors. Ids are stored in checkpoints with the bank, so the numbers of the hash must not
+change.
 """
 
 from __future__ import annotations
@@ -18,7 +29,8 @@ from torch import Tensor
 
 from contaccum.bank.logits import NO_ID
 
-# Random odd 64-bit numbers. Multiplied by a position they give each axis of a tensor its own hash.
+# Random odd 64-bit numbers. A position is multiplied by one of them before it is hashed, so equal
+# positions on different axes of a tensor have different hashes.
 _AXIS_FACTORS = (
     -4417276706812531889,
     -7046029254386353131,
@@ -45,14 +57,12 @@ def content_ids(features: dict[str, Any]) -> Tensor | None:
     after truncation have equal ids, because the encoder gets the same tokens.
 
     Args:
-        features: the features of one column. Embeddings that a model has added are ignored. Tokens
-            are ``input_ids``: (n, length) with ``attention_mask``, (1, tokens) with
-            ``cu_seq_lens_q`` or ``position_ids``, or (tokens,) with ``offsets``. Other
-            floating-point tensors have a row for each text, (n, ...), or a row for each image or
-            patch, with ``num_images_per_sample``, ``image_grid_thw`` and the like.
+        features: the features of one column, in any layout of this module. Embeddings that a model
+            has added are ignored. Media tensors have a row for each text, (n, ...), or a row for
+            each image or patch, with ``num_images_per_sample``, ``image_grid_thw`` and the like.
 
     Returns:
-        The hashes, or None if it cannot be determined which content belongs to which text.
+        The hashes, or None if the features do not show which content belongs to which text.
     """
     num_texts = count_texts(features)
     has_tokens = features.get("input_ids") is not None
@@ -68,10 +78,11 @@ def content_ids(features: dict[str, Any]) -> Tensor | None:
         text_of_row = _get_text_of_each_row(features, key, num_texts)
         if text_of_row is None:
             return None
+        # `text_of_row` ascends, so a search for a row's text returns the first row of that text.
         first_row_of_text = torch.searchsorted(text_of_row, text_of_row)
         rows = torch.arange(len(values), device=text_of_row.device)
-        positions = rows - first_row_of_text
-        row_hashes = mix_bits(_hash_values(values) + positions * _MEDIA_POSITION_FACTOR)
+        positions_in_text = rows - first_row_of_text
+        row_hashes = mix_bits(_hash_values(values) + positions_in_text * _MEDIA_POSITION_FACTOR)
         hashes = mix_bits(hashes).index_add(0, text_of_row, row_hashes)
     return mix_bits(hashes)
 
@@ -99,7 +110,7 @@ def stack_ids(label_ids: Tensor | None, content_hashes: Tensor | None) -> Tensor
 
 
 def count_texts(features: dict[str, Any]) -> int | None:
-    """Return the number of texts of a column, or None if it cannot be determined."""
+    """Return the number of texts of a column, or None if the features do not show it."""
     starts = _get_text_starts(features)
     if starts is not None:
         return len(starts)
@@ -118,9 +129,12 @@ def count_texts(features: dict[str, Any]) -> int | None:
 
 
 def copy_first_texts(features: dict[str, Any], max_texts: int) -> dict[str, Tensor] | None:
-    """Copy the tensors and numbers of the first ``max_texts`` texts of a column.
+    """Copy the features of the first ``max_texts`` texts of a column, or of all if there are fewer.
 
-    Return None if these texts cannot be separated from the other texts.
+    Only tensors and numbers are copied; numbers become tensors ().
+
+    Returns:
+        The copies, or None if these texts cannot be separated from the other texts.
     """
     num_texts = count_texts(features)
     if num_texts is None or num_texts > max_texts:
@@ -136,9 +150,10 @@ def copy_first_texts(features: dict[str, Any], max_texts: int) -> dict[str, Tens
 
 
 def mix_bits(x: Tensor) -> Tensor:
-    """Mix the bits of int64 numbers with the finaliser of SplitMix64 (Steele et al., 2014).
+    """Hash int64 numbers with the finaliser of SplitMix64 (Steele et al., 2014).
 
-    The function is a bijection. Its products overflow, which is intended.
+    Every input bit affects all output bits, and different numbers have different hashes. The
+    products overflow, which is intended.
     """
     x = (x ^ _shift_right(x, 30)) * -4658895280553007687
     x = (x ^ _shift_right(x, 27)) * -7723592293110705685
@@ -156,7 +171,10 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def _select_first_texts(features: dict[str, Any], num_texts: int) -> dict[str, Any] | None:
-    """Return the features of the first texts, or None if their ids change by the selection."""
+    """Return the features of the first texts, or None if they cannot be selected correctly.
+
+    The selection is correct if the selected texts have the same ids as in ``features``.
+    """
     ids = content_ids(features)
     if ids is None:
         return None
@@ -168,8 +186,8 @@ def _select_first_texts(features: dict[str, Any], num_texts: int) -> dict[str, A
         }
     else:
         selected = _create_minibatch(features, 0, num_texts)
-    # `_create_minibatch` cannot split a flattened row that has only position ids, and before
-    # sentence-transformers 6.2 it cannot split images.
+    # The check is needed because `_create_minibatch` cannot split a flattened row that has only
+    # position ids, and before sentence-transformers 6.2 it cannot split images.
     selected_ids = content_ids(selected)
     if selected_ids is None or not torch.equal(selected_ids, ids[:num_texts]):
         return None
@@ -177,7 +195,7 @@ def _select_first_texts(features: dict[str, Any], num_texts: int) -> dict[str, A
 
 
 def _select_media(features: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the floating-point inputs, which are images, audio and video.
+    """Return the media tensors: the floating-point features of two or more dimensions.
 
     Embeddings are left out, because they are outputs that a model has added.
     """
@@ -191,9 +209,9 @@ def _select_media(features: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _hash_tokens(features: dict[str, Any]) -> Tensor:
-    """Sum the hashes of each text's tokens with their positions, int64 (n,).
+    """Hash the tokens of each text with their positions, and sum the hashes, int64 (n,).
 
-    Padding tokens are skipped, and positions do not count them.
+    Padding tokens are skipped, and positions, which start at 1, do not count them.
     """
     tokens = features["input_ids"].long()
     starts = _get_text_starts(features)
@@ -201,10 +219,10 @@ def _hash_tokens(features: dict[str, Any]) -> Tensor:
         attention_mask = features.get("attention_mask")
         if attention_mask is None:
             attention_mask = torch.ones_like(tokens)
-        is_token = attention_mask.long()
-        positions = is_token.cumsum(1)
+        mask = attention_mask.long()
+        positions = mask.cumsum(1)
         hashes = mix_bits(tokens * _TOKEN_FACTOR + positions * _TOKEN_POSITION_FACTOR)
-        return (hashes * is_token).sum(1)
+        return (hashes * mask).sum(1)
     indices = torch.arange(tokens.numel(), device=tokens.device)
     text_of_token = torch.searchsorted(starts, indices, right=True) - 1
     positions = indices - starts[text_of_token] + 1
@@ -213,11 +231,11 @@ def _hash_tokens(features: dict[str, Any]) -> Tensor:
 
 
 def _get_text_starts(features: dict[str, Any]) -> Tensor | None:
-    """Return the index of each text's first token, int64 (n,), if all tokens lie in one row.
+    """Return the index of each text's first token, int64 (n,), in a flattened row or a stream.
 
     Return None if each text has its own row.
     """
-    bounds = features.get("cu_seq_lens_q")
+    bounds = features.get("cu_seq_lens_q")  # the starts of all texts, and the end of the last one
     if isinstance(bounds, Tensor):
         return bounds[:-1].long()
     tokens = features.get("input_ids")
@@ -226,6 +244,7 @@ def _get_text_starts(features: dict[str, Any]) -> Tensor | None:
     positions = features.get("position_ids")
     is_flattened = len(tokens) == 1 and features.get("attention_mask") is None
     if is_flattened and isinstance(positions, Tensor):
+        # The position ids start again from the smallest number at each text.
         is_first_token = positions.flatten() == positions.min()
         return is_first_token.nonzero().flatten()
     return None
@@ -234,11 +253,15 @@ def _get_text_starts(features: dict[str, Any]) -> Tensor | None:
 def _get_text_of_each_row(features: dict[str, Any], key: str, num_texts: int) -> Tensor | None:
     """Return the index of the text that each row of ``features[key]`` belongs to.
 
+    A row is that of a text, of an image (or video), or of a patch of an image. Start with one row
+    per text. While the tensor has another number of rows, repeat each text by its number of images,
+    then each image by its number of patches.
+
     Args:
-        key: key of a tensor of images, audio or video.
+        key: key of a media tensor.
 
     Returns:
-        Ascending indices, int64, or None if they cannot be determined.
+        Ascending indices, int64, or None if no level has the right number of rows.
     """
     num_rows = len(features[key])
     text_of_row = torch.arange(num_texts, device=features[key].device)
@@ -259,25 +282,29 @@ def _get_text_of_each_row(features: dict[str, Any], key: str, num_texts: int) ->
 
 
 def _hash_values(values: Tensor) -> Tensor:
-    """Hash the bits of each row of a tensor (rows, ...), int64 (rows,).
+    """Hash each row of a tensor (rows, ...): the sum of hashes of its values with their positions.
 
     Zeros add nothing to the hash, so padding with zeros does not change it.
+
+    Returns:
+        int64 (rows,).
     """
     shape = values.shape[1:]
-    positions = torch.zeros((), dtype=torch.int64, device=values.device)
+    # The hash of a value's position in its row: the sum of a hash of its index on each axis.
+    position_hashes = torch.zeros((), dtype=torch.int64, device=values.device)
     for axis, size in enumerate(shape):
         factor = _AXIS_FACTORS[axis % len(_AXIS_FACTORS)]
-        steps = torch.arange(1, size + 1, device=values.device) * factor
+        indices = torch.arange(1, size + 1, device=values.device) * factor
         num_later_axes = len(shape) - axis - 1
-        shape_of_axis = (-1, *[1] * num_later_axes)
-        positions = positions + mix_bits(steps).view(shape_of_axis)
+        broadcast_shape = (-1, *[1] * num_later_axes)
+        position_hashes = position_hashes + mix_bits(indices).view(broadcast_shape)
     int_type = _INT_TYPES[values.element_size()]
     values_per_row = max(shape.numel(), 1)
     rows_per_chunk = max(1, _VALUES_PER_CHUNK // values_per_row)
     hashes = []
     for chunk in values.detach().split(rows_per_chunk):
-        without_negative_zeros = chunk + 0.0
+        without_negative_zeros = chunk + 0.0  # -0.0 equals 0.0, but has other bits
         bits = without_negative_zeros.contiguous().view(int_type).long()
-        value_hashes = torch.where(bits == 0, 0, mix_bits(bits * _VALUE_FACTOR + positions))
+        value_hashes = torch.where(bits == 0, 0, mix_bits(bits * _VALUE_FACTOR + position_hashes))
         hashes.append(value_hashes.flatten(1).sum(1))
     return torch.cat(hashes)

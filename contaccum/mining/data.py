@@ -145,10 +145,9 @@ def load_mining_data(
             queries = (
                 _JudgedQuery(None, row.query, _make_passages(row.positives)) for row in records
             )
-    # Training uses the first positive of a record, except for relevance judgements: each is a pair.
-    has_judgements = record["format"] in ("beir", "msmarco")
     content = Fingerprint()
-    positives_per_pair = None if has_judgements else 1
+    # Training uses the first positive of a record, except for relevance judgements: each is a pair.
+    positives_per_pair = None if record["format"] in ("beir", "msmarco") else 1
     known_positives = _collect_positives(queries, positives_per_pair, content)
     if corpus is not None:
         pool = list(read_passages(corpus, report))

@@ -31,7 +31,7 @@ def build_fit_page(folder: Path) -> str:
 
     Args:
         folder: folder of the fit, which holds ``fit.json``. The training logs are read from its
-            folder ``model``; without logs the page has no curves.
+            folder ``trained`` or ``model``; without logs the page has no curves.
 
     Raises:
         DataError: a file cannot be read.
@@ -52,8 +52,9 @@ def build_fit_page(folder: Path) -> str:
         join_title_and_text=join_title_and_text,
         trials_panel=make_trials_panel(record),
         setting_names=_get_setting_names(record["trials"]),
-        curves=_make_curves(folder / "model"),
+        curves=_make_curves(_find_training_folder(folder)),
         config=yaml.safe_dump(record["settings"], sort_keys=False, allow_unicode=True),
+        guard=record.get("guard"),
         is_query_side=settings.get("method") == "query_side",
         folder=folder,
         style=STYLE_FILE.read_text(encoding="utf-8"),
@@ -115,6 +116,13 @@ def _get_setting_names(trials: Sequence[Mapping[str, Any]]) -> list[str]:
     for trial in trials:
         names.update(dict.fromkeys(trial["settings"]))
     return list(names)
+
+
+def _find_training_folder(folder: Path) -> Path:
+    """Return the folder with the training logs: "trained" if the fit has a guard, else "model"."""
+    if (folder / "trained").is_dir():
+        return folder / "trained"
+    return folder / "model"
 
 
 def _make_curves(model_folder: Path) -> list[Panel]:

@@ -11,7 +11,7 @@ from sentence_transformers import SentenceTransformer
 from tqdm.auto import tqdm
 
 from contaccum.data import RecordReport
-from contaccum.files import redact
+from contaccum.files import AnyPath, redact
 from contaccum.retrieval.encode import Kind, encode_texts, encoding_identity, read_texts
 from contaccum.retrieval.quantization import check_binary_dimension
 from contaccum.retrieval.store import StoreWriter
@@ -45,7 +45,7 @@ class CorpusEncoder:
         model: a SentenceTransformer.
         model_name: name of the model for store.json.
         corpus: file or BEIR folder that `read_texts` reads.
-        folder: folder of the store.
+        folder: folder of the store: a path, or a URL that fsspec opens.
         kind: "query" or "document", the prompt and tower that encode the texts.
         dtype: type of the stored embeddings, one of `STORED`.
         batch_size: texts per forward pass; see `encode_texts`.
@@ -65,7 +65,7 @@ class CorpusEncoder:
         model: SentenceTransformer,
         model_name: str,
         corpus: Path,
-        folder: Path,
+        folder: AnyPath,
         kind: Kind = "document",
         dtype: str = "float32",
         batch_size: int = 32,

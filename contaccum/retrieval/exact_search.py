@@ -7,7 +7,7 @@ of documents with equal scores is decided in `index`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -39,8 +39,10 @@ def search_slices(
     queries: np.ndarray,
     k: int,
     metric: Metric,
-    num_gpus: int = 0,
+    gpus: Sequence[int] = (),
     show_progress: bool = False,
+    part: int = 0,
+    num_parts: int = 1,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find the k best documents of n queries exactly. Documents with equal scores are in any order.
 
@@ -49,25 +51,31 @@ def search_slices(
         queries: the result of `prepare_vectors`, (n, d).
         k: number of documents per query, at most N.
         metric: "cos" or "dot".
-        num_gpus: number of GPUs that FAISS has; the CPU searches if k is too large for them.
+        gpus: numbers of the GPUs that search; the CPU searches if there are none, or if k is too
+            large for them.
         show_progress: show a progress bar over the slices.
+        part: with several parts of a store, search the shards whose number modulo ``num_parts`` is
+            ``part``.
+        num_parts: number of parts, for example of ranks.
 
     Returns:
-        Scores, float32 (n, k), descending, and rows, int64 (n, k).
+        Scores, float32 (n, k), descending, and rows, int64 (n, k). If a part has fewer than k rows,
+        the last entries are row -1.
 
     Raises:
         UserError: a vector of the corpus holds NaN or infinity.
     """
     import faiss
-    from tqdm.auto import trange
+    from tqdm.auto import tqdm
 
     num_rows, dimension = corpus.shape
-    uses_gpus = num_gpus > 0 and k <= _MAX_K_ON_GPU
+    if k > _MAX_K_ON_GPU:
+        gpus = ()
     # FAISS's threads wait for each other after every block of a product. One thread per group of
     # queries needs half the CPU time, and on a busy machine a fraction of the wall time.
     num_threads = faiss.omp_get_max_threads()
     num_workers = 1
-    if not uses_gpus:
+    if not gpus:
         num_workers = max(1, min(num_threads, len(queries) // _MIN_QUERIES_PER_THREAD))
     num_groups = max(num_workers, math.ceil(len(queries) / _MAX_QUERIES_PER_GROUP))
     query_groups = np.array_split(queries, num_groups)
@@ -84,18 +92,37 @@ def search_slices(
         initargs=(num_threads // num_workers,),
     )
     with _use_blas(dimension), workers:
-        for start in trange(0, num_rows, slice_size, desc="Searching", disable=not show_progress):
-            vectors = corpus[start : start + slice_size]
-            documents = prepare_vectors(vectors, metric, "document embedding", start, buffer)
-            search_slice = _make_slice_search(documents, uses_gpus)
+        slices = _list_slices(corpus, slice_size, part, num_parts)
+        for rows in tqdm(slices, desc="Searching", disable=not show_progress):
+            start = rows.start
+            documents = prepare_vectors(corpus[rows], metric, "document embedding", start, buffer)
+            search_slice = _make_slice_search(documents, gpus)
             add_results = partial(_add_results, search_slice, start, min(k, len(documents)))
             # list() waits for all groups, and raises the error of a group that failed.
             list(workers.map(add_results, query_groups, heaps))
-    for heap in heaps:
-        heap.finalize()
-    scores = np.concatenate([heap.D for heap in heaps])
-    rows = np.concatenate([heap.I for heap in heaps])
-    return scores, rows
+    return _concatenate_results(heaps)
+
+
+def _list_slices(corpus: Embeddings, size: int, part: int, num_parts: int) -> list[slice]:
+    """Return the slices to search, of at most ``size`` rows; see `search_slices`.
+
+    A slice of a store never crosses the border of a shard. So the products of matrices, and their
+    rounding, do not depend on the number of parts.
+    """
+    if not isinstance(corpus, EmbeddingStore):
+        return _cut_rows(0, len(corpus), size)
+    slices = []
+    for shard_number in range(part, corpus.num_shards, num_parts):
+        first_row = shard_number * corpus.shard_size
+        end_row = min(first_row + corpus.shard_size, len(corpus))
+        slices += _cut_rows(first_row, end_row, size)
+    return slices
+
+
+def _cut_rows(first_row: int, end_row: int, size: int) -> list[slice]:
+    """Return slices of at most ``size`` rows, from ``first_row`` to before ``end_row``."""
+    starts = range(first_row, end_row, size)
+    return [slice(start, min(start + size, end_row)) for start in starts]
 
 
 @contextmanager
@@ -115,15 +142,24 @@ def _use_blas(dimension: int) -> Iterator[None]:
         faiss.cvar.distance_compute_blas_threshold = threshold
 
 
-def _make_slice_search(documents: np.ndarray, uses_gpus: bool) -> Callable[..., Any]:
+def _make_slice_search(documents: np.ndarray, gpus: Sequence[int]) -> Callable[..., Any]:
     """Return a function (queries, k) that searches documents, float32 (b, d), by inner product."""
     import faiss
 
-    if uses_gpus:
+    if gpus:
         flat_index = faiss.IndexFlatIP(documents.shape[1])
         flat_index.add(documents)
-        return faiss.index_cpu_to_all_gpus(flat_index).search
+        return faiss.index_cpu_to_gpus_list(flat_index, gpus=list(gpus)).search
     return partial(faiss.knn, xb=documents, metric=faiss.METRIC_INNER_PRODUCT)
+
+
+def _concatenate_results(heaps: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Return scores and rows, (n, k), of the heaps of all groups of queries."""
+    for heap in heaps:
+        heap.finalize()
+    scores = np.concatenate([heap.D for heap in heaps])
+    rows = np.concatenate([heap.I for heap in heaps])
+    return scores, rows
 
 
 def _add_results(

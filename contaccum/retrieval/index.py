@@ -52,7 +52,7 @@ class DenseIndex:
         metric: "cos" or "dot".
         parameters: FAISS search parameters; None if the factory has none.
         faiss_index: the FAISS index; None for "Flat", which searches the embeddings themselves.
-        num_gpus: number of GPUs that search a "Flat" index; 0 for the CPU.
+        gpus: numbers of the GPUs that search a "Flat" index; the CPU searches if there are none.
     """
 
     corpus: Embeddings
@@ -61,7 +61,7 @@ class DenseIndex:
     metric: Metric
     parameters: str | None
     faiss_index: faiss.Index | None = None
-    num_gpus: int = 0
+    gpus: Sequence[int] = ()
 
 
 def build_index(
@@ -90,14 +90,11 @@ def build_index(
         ConfigError: see `check_factory`.
         UserError: an embedding holds NaN or infinity ("Flat" raises it during the search).
     """
-    import faiss
-
     num_rows, dimension = embeddings.shape
     index, parameters = check_factory(factory, dimension, num_rows, metric, parameters)
     get_ids = _make_id_lookup(embeddings, ids)
     if factory == "Flat":
-        num_gpus = faiss.get_num_gpus()
-        return DenseIndex(embeddings, get_ids, factory, metric, parameters, num_gpus=num_gpus)
+        return DenseIndex(embeddings, get_ids, factory, metric, parameters, gpus=find_gpus())
     try:
         _train_index(index, embeddings, metric)
         slice_size = compute_slice_size(dimension)
@@ -109,6 +106,13 @@ def build_index(
             f"FAISS cannot build index {factory!r} on {num_rows} vectors: {_get_reason(error)}"
         ) from error
     return DenseIndex(embeddings, get_ids, factory, metric, parameters, index)
+
+
+def find_gpus() -> list[int]:
+    """Return the numbers of the GPUs that FAISS has; faiss-cpu has none."""
+    import faiss
+
+    return list(range(faiss.get_num_gpus()))
 
 
 def _make_id_lookup(
@@ -191,7 +195,12 @@ def open_index(
 
 
 def search(
-    index: DenseIndex, queries: np.ndarray, k: int, show_progress: bool = False
+    index: DenseIndex,
+    queries: np.ndarray,
+    k: int,
+    show_progress: bool = False,
+    part: int = 0,
+    num_parts: int = 1,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find the k best documents of n queries.
 
@@ -202,11 +211,15 @@ def search(
         queries: float32 (n, d).
         k: number of documents per query.
         show_progress: show a progress bar of an exact search.
+        part: with several parts, search the shards of a store whose number modulo ``num_parts`` is
+            ``part``. The index must be "Flat".
+        num_parts: number of parts; see `rank_search`.
 
     Returns:
         Scores, float32 (n, min(k, N)), and rows, int64 (n, min(k, N)), of each query's documents:
         by score, descending, and for equal scores by id, ascending. An approximate index may find
-        fewer documents; then the last entries are row -1 with score -inf.
+        fewer documents, and a part may have fewer; then the last entries are row -1 with score
+        -inf.
 
     Raises:
         UserError: a vector holds NaN or infinity.
@@ -217,20 +230,29 @@ def search(
     if index.faiss_index is None:
         num_results = min(k + _NUM_EXTRA_RESULTS, num_documents)
         scores, rows = search_slices(
-            index.corpus, queries, num_results, index.metric, index.num_gpus, show_progress
+            index.corpus,
+            queries,
+            num_results,
+            index.metric,
+            index.gpus,
+            show_progress,
+            part,
+            num_parts,
         )
     else:
         scores, rows = index.faiss_index.search(queries, k)
     scores[rows < 0] = -np.inf
-    _order_ties_by_id(index, scores, rows)
+    order_ties_by_id(index.ids, scores, rows)
     return scores[:, :k], rows[:, :k]
 
 
-def _order_ties_by_id(index: DenseIndex, scores: np.ndarray, rows: np.ndarray) -> None:
+def order_ties_by_id(
+    ids: Callable[[np.ndarray], Sequence[str] | np.ndarray], scores: np.ndarray, rows: np.ndarray
+) -> None:
     """Order documents with equal scores by id, ascending, in place.
 
     Args:
-        index: the index, which has the ids.
+        ids: function that returns the ids of some rows.
         scores: (n, k), each line in descending order.
         rows: (n, k).
     """
@@ -240,7 +262,7 @@ def _order_ties_by_id(index: DenseIndex, scores: np.ndarray, rows: np.ndarray) -
         continues_tie = np.append(False, equals_previous[line])
         tied = np.flatnonzero(starts_tie | continues_tie)
         tied_scores = scores[line, tied].tolist()
-        tied_ids = index.ids(rows[line, tied])
+        tied_ids = ids(rows[line, tied])
         sort_keys = [(-score, key) for score, key in zip(tied_scores, tied_ids, strict=True)]
         order = sorted(range(len(sort_keys)), key=sort_keys.__getitem__)
         rows[line, tied] = rows[line, tied[order]]

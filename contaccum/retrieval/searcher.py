@@ -122,7 +122,7 @@ class FaissSearcher:
         with self._measure_time("search"):
             # One more than top_k, because the document with the query's id is dropped.
             scores, rows = search(index, query_embeddings, top_k + 1)
-        self.search_details = {"gpus": index.num_gpus}
+        self.search_details = {"gpus": len(index.gpus)}
         recall = recall_against_exact(index, query_embeddings, rows[:, :top_k])
         if recall is not None:
             self.search_details["recall"] = recall

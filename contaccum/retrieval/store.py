@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,7 @@ from contaccum import files
 from contaccum.data.records import passage_text
 from contaccum.data.sampling import text_ids
 from contaccum.errors import DataError, UserError
+from contaccum.retrieval.folders import StoreFolder, open_folder
 from contaccum.retrieval.quantization import QuantizedEmbeddings
 from contaccum.retrieval.store_files import (
     EMBEDDINGS_FILE,
@@ -27,10 +29,10 @@ from contaccum.retrieval.store_files import (
     SHARD_FILE,
     STORE_FILE,
     TEXTS_FILE,
-    get_file_sizes,
-    get_shard_folder,
+    get_shard_name,
     read_metadata,
     read_shard_file,
+    read_shard_files,
     remove_store,
 )
 
@@ -65,13 +67,6 @@ class _ShardRows(NamedTuple):
     rows_in_shard: np.ndarray  # int64 (r,), row numbers counted from the start of the shard
 
 
-class _MappedShard(NamedTuple):
-    """Ids and embeddings of a shard, memory-mapped."""
-
-    ids: pa.StringArray
-    embeddings: QuantizedEmbeddings
-
-
 class EmbeddingStore:
     """A finished store, read like an array (N, d). Rows are numbered through all shards.
 
@@ -79,46 +74,50 @@ class EmbeddingStore:
     these rows alone.
 
     Attributes:
-        folder: the folder of the store.
+        folder: the path of the store's folder, or its URL without credentials.
         metadata: the content of store.json.
         shape: (N, d).
         dtype: type of the embeddings on disk, one of `STORED`.
         similarity: "cos" or "dot", the similarity function of the model.
+        shard_size: number of rows in a shard; the last shard may have fewer.
     """
 
-    def __init__(self, folder: Path, metadata: dict[str, Any]) -> None:
-        self.folder = folder
+    def __init__(self, folder: StoreFolder, metadata: dict[str, Any]) -> None:
+        self.folder = folder.location
         self.metadata = metadata
         self.similarity: str = metadata.get("similarity", "")
         self.shape: tuple[int, int] = (metadata["rows"], metadata["dimension"])
         self.dtype: str = metadata["dtype"]
-        self._shard_size: int = metadata["shard_size"]
-        self._get_shard = lru_cache(_MAX_MAPPED_SHARDS)(self._map_shard)
+        self.shard_size: int = metadata["shard_size"]
+        self._folder = folder
+        self._get_embeddings = lru_cache(_MAX_MAPPED_SHARDS)(self._map_embeddings)
+        self._get_ids = lru_cache(_MAX_MAPPED_SHARDS)(self._map_ids)
 
     @classmethod
     def open(cls, folder: files.AnyPath) -> EmbeddingStore:
-        """Open the store in a folder.
+        """Open the store in a folder: a path, or a URL that fsspec opens, such as ``s3://``.
 
         Raises:
+            ConfigError: the scheme of the URL is unknown, or its package is not installed.
             DataError: the folder holds no store, the store is not finished, or a shard or a part
                 of a shard is missing.
         """
-        folder = Path(folder)
-        if not (folder / STORE_FILE).exists():
+        store_folder = open_folder(folder)
+        if not store_folder.exists(STORE_FILE):
             raise DataError(
-                f"{folder}: not a store of embeddings (write one with contaccum encode)"
+                f"{store_folder}: not a store of embeddings (write one with contaccum encode)"
             )
-        metadata = read_metadata(folder)
+        metadata = read_metadata(store_folder)
         if not metadata["finished"]:
-            raise DataError(f"{folder}: the store is not finished ({_CONTINUE})")
-        shard_size = metadata["shard_size"]
-        for first_row in range(0, metadata["rows"], shard_size):
-            if read_shard_file(folder, first_row // shard_size) is None:
+            raise DataError(f"{store_folder}: the store is not finished ({_CONTINUE})")
+        store = cls(store_folder, metadata)
+        for number, shard in enumerate(read_shard_files(store_folder, store.num_shards)):
+            if shard is None:
                 raise DataError(
-                    f"{folder}: the shard from row {first_row:,} on is missing or cut off "
-                    f"({_CONTINUE})"
+                    f"{store_folder}: the shard from row {number * store.shard_size:,} on is "
+                    f"missing or cut off ({_CONTINUE})"
                 )
-        return cls(folder, metadata)
+        return store
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -138,8 +137,8 @@ class EmbeddingStore:
             rows = np.arange(*rows.indices(len(self)))
         embeddings = np.empty((len(rows), self.shape[1]), dtype=np.float32)
         for part in self._group_by_shard(rows):
-            shard = self._get_shard(part.shard_number)
-            embeddings[part.positions] = shard.embeddings[part.rows_in_shard]
+            shard_embeddings = self._get_embeddings(part.shard_number)
+            embeddings[part.positions] = shard_embeddings[part.rows_in_shard]
         return embeddings
 
     def ids(self, rows: Sequence[int] | np.ndarray) -> list[str]:
@@ -150,16 +149,15 @@ class EmbeddingStore:
         """
         ids = np.empty(len(rows), dtype=object)
         for part in self._group_by_shard(rows):
-            shard = self._get_shard(part.shard_number)
-            ids[part.positions] = shard.ids.take(part.rows_in_shard).to_pylist()
+            shard_ids = self._get_ids(part.shard_number)
+            ids[part.positions] = shard_ids.take(part.rows_in_shard).to_pylist()
         return ids.tolist()
 
     def text_ids(self) -> np.ndarray:
         """Return the hashes of all texts, int64 (N,); see `contaccum.data.sampling.text_ids`."""
         parts = []
-        for shard_number in range(self._num_shards):
-            path = get_shard_folder(self.folder, shard_number) / TEXTS_FILE
-            parts.append(np.load(path, allow_pickle=False))
+        for shard_number in range(self.num_shards):
+            parts.append(np.load(self._get_file(shard_number, TEXTS_FILE), allow_pickle=False))
         return np.concatenate(parts)
 
     def blocks(self, size: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -171,15 +169,16 @@ class EmbeddingStore:
         Yields:
             The number of the block's first row, and its embeddings, float32 (n, d).
         """
-        for shard_number in range(self._num_shards):
-            embeddings = self._get_shard(shard_number).embeddings
-            shard_start = shard_number * self._shard_size
+        for shard_number in range(self.num_shards):
+            embeddings = self._get_embeddings(shard_number)
+            shard_start = shard_number * self.shard_size
             for first in range(0, len(embeddings), size):
                 yield shard_start + first, embeddings[first : first + size]
 
     @property
-    def _num_shards(self) -> int:
-        return -(-len(self) // self._shard_size)  # rounded up
+    def num_shards(self) -> int:
+        """Number of shards."""
+        return -(-len(self) // self.shard_size)  # rounded up
 
     def _group_by_shard(self, rows: Sequence[int] | np.ndarray) -> Iterator[_ShardRows]:
         """Yield the rows of a request shard by shard.
@@ -197,47 +196,61 @@ class EmbeddingStore:
                 f"{self.folder}: has rows 0 to {len(self) - 1}, but rows from {smallest} to "
                 f"{largest} were requested"
             )
-        shard_numbers = row_numbers // self._shard_size
+        shard_numbers = row_numbers // self.shard_size
         for shard_number in np.unique(shard_numbers).tolist():
             positions = np.flatnonzero(shard_numbers == shard_number)
-            rows_in_shard = row_numbers[positions] - shard_number * self._shard_size
+            rows_in_shard = row_numbers[positions] - shard_number * self.shard_size
             yield _ShardRows(shard_number, positions, rows_in_shard)
 
-    def _map_shard(self, shard_number: int) -> _MappedShard:
-        """Map a shard into memory; raise `DataError` if a file is broken."""
-        import pyarrow as pa
-
-        folder = get_shard_folder(self.folder, shard_number)
-        try:
+    def _map_embeddings(self, shard_number: int) -> QuantizedEmbeddings:
+        """Map the embeddings of a shard into memory; raise `DataError` if a file is broken."""
+        with self._refuse_broken_shard(shard_number):
+            path = self._get_file(shard_number, EMBEDDINGS_FILE)
             # Copy-on-write, because torch warns about read-only arrays. Nothing is written here.
-            values = np.load(folder / EMBEDDINGS_FILE, mmap_mode="c", allow_pickle=False)
+            values = np.load(path, mmap_mode="c", allow_pickle=False)
             ranges = None
             if self.dtype == "int8":
-                ranges = np.load(folder / RANGES_FILE, allow_pickle=False)
-            with (
-                pa.memory_map(str(folder / IDS_FILE)) as source,
-                pa.ipc.open_file(source) as reader,
-            ):
-                ids = reader.read_all()["id"].combine_chunks()
+                ranges = np.load(self._get_file(shard_number, RANGES_FILE), allow_pickle=False)
+        return QuantizedEmbeddings(values, self.dtype, (len(values), self.shape[1]), ranges)
+
+    def _map_ids(self, shard_number: int) -> pa.StringArray:
+        """Map the ids of a shard into memory; raise `DataError` if the file is broken."""
+        import pyarrow as pa
+
+        with (
+            self._refuse_broken_shard(shard_number),
+            pa.memory_map(str(self._get_file(shard_number, IDS_FILE))) as source,
+            pa.ipc.open_file(source) as reader,
+        ):
+            ids = reader.read_all()["id"].combine_chunks()
             # Arrow does not check offsets when it reads rows: in a broken file they may point
             # outside the mapped memory.
             ids.validate(full=True)
+        return ids
+
+    def _get_file(self, shard_number: int, name: str) -> Path:
+        """Return a file of a shard; it is downloaded if the store is remote."""
+        return self._folder.get_local_file(f"{get_shard_name(shard_number)}/{name}")
+
+    @contextmanager
+    def _refuse_broken_shard(self, shard_number: int) -> Iterator[None]:
+        """Raise an error of reading a file of a shard as `DataError`."""
+        try:
+            yield
         except (OSError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())
             raise DataError(
-                f"{folder}: the shard is broken: {reason} (remove this folder, and run contaccum "
-                "encode again)"
+                f"{self._folder}/{get_shard_name(shard_number)}: the shard is broken: {reason} "
+                "(remove this folder, and run contaccum encode again)"
             ) from error
-        shape = (len(values), self.shape[1])
-        return _MappedShard(ids, QuantizedEmbeddings(values, self.dtype, shape, ranges))
 
 
 class StoreWriter:
     """Writer of a store, shard by shard. Several processes may write shards of the same folder.
 
     Args:
-        folder: the folder of the store. A store that is there is continued if its identity is the
-            same.
+        folder: path or URL of the folder. A store that is there is continued if its identity is
+            the same.
         identity: the settings that decide the embeddings, as JSON values: kind, model,
             similarity, tokenisation, precision, dtype, shard_size; see `encoding_identity`.
         notes: further entries for the store.json of a new store.
@@ -255,8 +268,8 @@ class StoreWriter:
         notes: Mapping[str, Any] | None = None,
         overwrite: bool = False,
     ) -> None:
-        self.folder = Path(folder)
-        metadata = check_folder(self.folder)
+        self.folder = open_folder(folder)
+        metadata = check_folder(folder)
         if metadata is not None and overwrite:
             remove_store(self.folder)
             metadata = None
@@ -264,7 +277,7 @@ class StoreWriter:
             metadata = {**FORMAT, "finished": False, **identity}
             metadata.update(notes or {})
             metadata.update(files.provenance())
-            files.write_json(self.folder / STORE_FILE, metadata)
+            self.folder.write_json(STORE_FILE, metadata)
         _check_identity(self.folder, metadata, identity)
         self.metadata = metadata
 
@@ -348,7 +361,7 @@ class StoreWriter:
 
         quantized = QuantizedEmbeddings.quantize(embeddings, self.metadata["dtype"])
         id_table = pa.record_batch([pa.array(ids, pa.string())], names=["id"])
-        with files.atomic_folder(get_shard_folder(self.folder, shard_number)) as folder:
+        with self.folder.new_subfolder(get_shard_name(shard_number), SHARD_FILE) as folder:
             np.save(folder / EMBEDDINGS_FILE, quantized.values, allow_pickle=False)
             np.save(folder / TEXTS_FILE, text_ids(texts), allow_pickle=False)
             if quantized.ranges is not None:
@@ -359,7 +372,7 @@ class StoreWriter:
                 "rows": len(ids),
                 "dimension": quantized.shape[1],
                 "fingerprint": fingerprint,
-                "bytes": get_file_sizes(folder),
+                "bytes": {path.name: path.stat().st_size for path in folder.iterdir()},
             }
             files.write_json(folder / SHARD_FILE, description)
         # If another process wrote this shard first, its shard must come from the same corpus.
@@ -373,48 +386,55 @@ class StoreWriter:
             fingerprint: hash of the whole corpus.
         """
         shard_size = self.metadata["shard_size"]
+        num_shards = -(-num_rows // shard_size)  # rounded up
         shards = []
-        for first_row in range(0, num_rows, shard_size):
-            shard = read_shard_file(self.folder, first_row // shard_size)
+        for shard in read_shard_files(self.folder, num_shards):
             if shard is not None:
                 shards.append(shard)
-        if len(shards) * shard_size < num_rows:
+        if len(shards) < num_shards:
             # Other processes still write shards. The process that writes the last shard finishes
             # the store.
             return False
-        if get_shard_folder(self.folder, len(shards)).exists():
+        if self.folder.exists(get_shard_name(num_shards)):
             raise self._other_corpus_error()
         metadata = dict(self.metadata)
         metadata["finished"] = True
         metadata["rows"] = num_rows
         metadata["dimension"] = shards[0]["dimension"]
         metadata["corpus"] = {**self.metadata.get("corpus", {}), "fingerprint": fingerprint}
-        files.write_json(self.folder / STORE_FILE, metadata)
+        self.folder.write_json(STORE_FILE, metadata)
         return True
 
     def _other_corpus_error(self) -> DataError:
         return DataError(f"{self.folder}: holds embeddings of another corpus ({_REPLACE})")
 
 
-def check_folder(folder: Path) -> dict[str, Any] | None:
+def check_folder(path: files.AnyPath) -> dict[str, Any] | None:
     """Check that a store can be written to a folder. Nothing is written.
+
+    Args:
+        path: a path, or a URL.
 
     Returns:
         The content of store.json of a store that is there; None for a new or empty folder.
 
     Raises:
+        ConfigError: the scheme of the URL is unknown, or its package is not installed.
         UserError: the folder holds something else.
         DataError: store.json is broken, or of another version.
     """
-    if (folder / STORE_FILE).exists():
+    folder = open_folder(path)
+    if folder.exists(STORE_FILE):
         return read_metadata(folder)
     # A process that was killed before it wrote store.json may have left hidden files.
-    if folder.is_file() or any(folder.glob("[!.]*")):
+    if folder.list_names():
         raise UserError(f"{folder}: exists and is not a store of embeddings (name a new folder)")
     return None
 
 
-def _check_identity(folder: Path, metadata: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+def _check_identity(
+    folder: StoreFolder, metadata: Mapping[str, Any], identity: Mapping[str, Any]
+) -> None:
     """Raise `UserError` if store.json differs from the identity of the embeddings to write."""
     differences = []
     # Through JSON, because store.json holds lists where the identity may hold tuples.

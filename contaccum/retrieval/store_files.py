@@ -8,22 +8,23 @@
         texts.npy         hashes of the texts, int64 (n,); training looks up positives by them
         shard.json        rows, dimension, bytes of each file, fingerprint of the corpus up to the
                           last row of this shard
+    parquet/              only after `contaccum encode --format parquet`; see `parquet`
 
 A shard appears as a whole or not at all. So a killed process loses only the shard that it was
 writing, and several processes may write to the same folder. No file holds a pickle.
 
-Embeddings are read and written in `store`.
+The folder is a `StoreFolder`, on this machine or at a URL. Embeddings are read and written in
+`store`.
 """
 
 from __future__ import annotations
 
-import shutil
-from contextlib import suppress
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
-from contaccum import files
 from contaccum.errors import DataError
+from contaccum.retrieval.folders import StoreFolder
 
 STORE_FILE = "store.json"
 SHARD_FILE = "shard.json"
@@ -31,55 +32,58 @@ EMBEDDINGS_FILE = "embeddings.npy"
 RANGES_FILE = "ranges.npy"
 IDS_FILE = "ids.arrow"
 TEXTS_FILE = "texts.npy"
+PARQUET_FOLDER = "parquet"
 FORMAT = {"format": "contaccum embedding store", "version": 3}
 
+_NUM_REQUESTS = 16  # files of a remote folder that are read at the same time
 
-def remove_store(folder: Path) -> None:
-    """Remove the shards and store.json from a folder."""
-    for path in folder.glob("shard-*"):
-        # Another process that overwrites the same store may remove some files first.
-        with suppress(FileNotFoundError):
-            shutil.rmtree(path)
+
+def remove_store(folder: StoreFolder) -> None:
+    """Remove the shards, their parquet files and store.json from a folder."""
+    folder.remove(PARQUET_FOLDER)
+    for name in folder.list_names():
+        if name.startswith("shard-"):
+            folder.remove(name)
     # Removed last: without it, a partly removed folder would not be recognised as a store.
-    (folder / STORE_FILE).unlink(missing_ok=True)
+    folder.remove(STORE_FILE)
 
 
-def read_metadata(folder: Path) -> dict[str, Any]:
+def read_metadata(folder: StoreFolder) -> dict[str, Any]:
     """Return the content of store.json.
 
     Raises:
         DataError: the file is broken, is not of a store, or is of another version of the format.
     """
-    path = folder / STORE_FILE
-    metadata = files.read_json(path)
+    metadata = folder.read_json(STORE_FILE)
     stored_format = {key: metadata.get(key) for key in FORMAT}
     if stored_format != FORMAT:
         raise DataError(
-            f"{path}: has {stored_format}, expected {FORMAT} (encode the corpus again with this "
-            "version of contaccum)"
+            f"{folder}/{STORE_FILE}: has {stored_format}, expected {FORMAT} (encode the corpus "
+            "again with this version of contaccum)"
         )
     return metadata
 
 
-def read_shard_file(folder: Path, shard_number: int) -> dict[str, Any] | None:
+def read_shard_file(folder: StoreFolder, shard_number: int) -> dict[str, Any] | None:
     """Return the content of shard.json; None if the shard is missing or a file is cut off."""
-    shard_folder = get_shard_folder(folder, shard_number)
-    path = shard_folder / SHARD_FILE
-    if not path.exists():
+    shard_name = get_shard_name(shard_number)
+    sizes = folder.get_file_sizes(shard_name)
+    if SHARD_FILE not in sizes:
         return None
-    shard = files.read_json(path)
-    sizes = get_file_sizes(shard_folder)
     del sizes[SHARD_FILE]
+    shard = folder.read_json(f"{shard_name}/{SHARD_FILE}")
     if sizes != shard["bytes"]:
         return None
     return shard
 
 
-def get_file_sizes(folder: Path) -> dict[str, int]:
-    """Return {file name: bytes} of all files in a folder."""
-    return {path.name: path.stat().st_size for path in folder.iterdir()}
+def read_shard_files(folder: StoreFolder, num_shards: int) -> list[dict[str, Any] | None]:
+    """Return the results of `read_shard_file` for the shards 0 to ``num_shards`` - 1."""
+    # A large store has thousands of shards, and each request to a remote folder takes a while.
+    with ThreadPoolExecutor(_NUM_REQUESTS) as executor:
+        return list(executor.map(partial(read_shard_file, folder), range(num_shards)))
 
 
-def get_shard_folder(folder: Path, shard_number: int) -> Path:
-    """Return the folder of a shard in the folder of its store."""
-    return folder / f"shard-{shard_number:05d}"
+def get_shard_name(shard_number: int) -> str:
+    """Return the name of a shard's folder in the folder of its store."""
+    return f"shard-{shard_number:05d}"

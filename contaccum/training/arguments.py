@@ -1,8 +1,8 @@
 """ContAccumTrainingArguments: the method, the bank and the batches of a run.
 
-It extends sentence-transformers' training arguments. Combinations that cannot work are refused
-here, before a model is loaded. The settings of the loss are passed to it by name, and the loss
-checks them itself. This module loads neither models nor data.
+Combinations that cannot work are refused here, before a model is loaded. The settings of the loss
+are passed to it by name, and the loss checks them itself. This module loads neither models nor
+data. `contaccum.training.options` declares the options, and describes the methods.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ from contaccum.training.options import (
 )
 
 BANK_METHODS = ("contaccum", "pre_batch", "contaccum_cached")
+"""Methods with a bank of past embeddings."""
 CACHED_METHODS = ("grad_cache", "contaccum_cached")
+"""Methods with a gradient cache: the pairs of an update are one batch, which is encoded twice."""
 DEFAULT_TEMPERATURE = {"cos": 0.05, "dot": 1.0}
 MIN_DEEPSPEED = "0.19.8"
-"""The tested version. Early versions apply updates that are not finite in bfloat16."""
+"""The tested version. Earlier versions apply infinite or NaN updates in bfloat16."""
 
-_METHODS_OF_SETTING = {
+_METHODS_WITH_SETTING = {
     "bank_size": BANK_METHODS,
     "query_bank_size": ("contaccum", "contaccum_cached"),
 }
+"""The only methods that accept each of these settings."""
 BANK_SETTINGS = (
     "bank_size",
     "query_bank_size",
@@ -56,14 +59,16 @@ NON_QUERY_SIDE_SETTINGS = (
     "distill",
     "refresh_negatives_every",
 )
-"""Settings that query-side training does not have."""
+"""Settings of the other methods that query-side training does not have."""
 OVERWRITE_AT_EVERY_START = (
     "overwrite_output_dir=true with resume_from_checkpoint=auto: every start would remove the "
     "result of the start before it. Drop overwrite_output_dir, or resume_from_checkpoint"
 )
-"""Error message for this combination."""
+"""Error message for a combination that is refused here, and again when a run resumes."""
 QUERY_SIDE_SETTINGS = ("passage_store", "corpus", "missing")
+"""Settings that only query-side training has."""
 DISTILL_SETTINGS = ("distill", "distill_weight", "distill_temperature")
+"""The arguments of `Distillation`, in its order."""
 _REFRESH_SETTINGS = (
     "refresh_corpus",
     "refresh_pool",
@@ -77,10 +82,12 @@ def refuse_without_effect(
 ) -> None:
     """Raise `ConfigError` for a setting that has no effect because another one is not set.
 
+    For example, ``distill_weight=0.5`` has no effect without ``distill``.
+
     Args:
         settings: a dataclass with the settings.
-        names: names of the settings to check; one with its default value is accepted.
-        needed: name of the setting that they need.
+        names: names of the settings to check; a setting with its default value is accepted.
+        needed: name of the setting without which they have no effect.
         needed_in: the dataclass with the needed setting. Default: ``settings``.
     """
     has_needed = bool(getattr(needed_in or settings, needed))
@@ -99,10 +106,11 @@ class ContAccumTrainingArguments(
 ):
     """Arguments of `ContAccumTrainer`, which extend SentenceTransformerTrainingArguments.
 
-    With every method, a micro-batch has ``per_device_train_batch_size`` pairs, and an update has
-    ``gradient_accumulation_steps`` micro-batches. The methods ``grad_cache`` and
-    ``contaccum_cached`` make one batch of them, and encode it one micro-batch at a time. Every
-    setting that needs no bank can be used with every method.
+    With every method, the user sets the pairs of a micro-batch with ``per_device_train_batch_size``
+    and the micro-batches of an update with ``gradient_accumulation_steps``. The methods
+    ``grad_cache`` and ``contaccum_cached`` join the micro-batches of an update into one batch, and
+    encode it one micro-batch at a time; the two arguments are then changed to the size of the batch
+    and 1. Every setting that needs no bank can be used with every method but ``query_side``.
 
     Raises:
         ConfigError: for combinations that cannot work; the message names both settings.
@@ -112,10 +120,11 @@ class ContAccumTrainingArguments(
         batch_size = str(self.per_device_train_batch_size).lower()
         self.has_auto_micro_batch = batch_size == "auto"
         if self.has_auto_micro_batch:
-            self.per_device_train_batch_size = 1  # until the trainer has determined the size
+            self.per_device_train_batch_size = 1  # until the trainer has found the size that fits
         if self.save_strategy == SaveStrategy.BEST and self.metric_for_best_model is None:
             # transformers does the same for load_best_model_at_end only.
             self.metric_for_best_model = "loss"
+        # These checks come before transformers' own, whose messages do not name the way out.
         self._check_choices()
         self._check_sizes()
         self._check_combinations()
@@ -123,24 +132,25 @@ class ContAccumTrainingArguments(
         self._check_query_side()
         if not torch.accelerator.is_available():
             self.use_cpu = True  # otherwise transformers refuses bf16 without a GPU
-        super().__post_init__()
+        super().__post_init__()  # it determines the device and the number of ranks
         self._check_machine()
-        self._fit_sizes()
+        self._make_sizes_consistent()
         if self.deepspeed_plugin is not None:
             self._configure_deepspeed()
         if self.has_bank and self.bank_size is None:
             self.bank_size = DEFAULT_BANK_SIZE
         if self.method == "pre_batch":
             self.query_bank_size = 0
-        # Both constructors check the settings of the loss. The similarity does not matter here.
-        settings = self.loss_settings("cos")
-        distillation = [settings.pop(name) for name in DISTILL_SETTINGS]
+        # These two objects are created only because their constructors check the settings. The
+        # similarity of the model, which is not loaded yet, does not change the result.
+        settings = self.make_loss_settings("cos")
+        distill_settings = [settings.pop(name) for name in DISTILL_SETTINGS]
         LossSettings(**settings)
         if self.distill is not None:
-            Distillation(*distillation)
+            Distillation(*distill_settings)
 
     def _check_choices(self) -> None:
-        """Check each setting that has a fixed set of choices."""
+        """Check the value of each setting that has a fixed set of choices."""
         for group in (MethodArguments, LossArguments, NegativesArguments):
             for setting in fields(group):
                 choices = setting.metadata.get("choices")
@@ -148,8 +158,8 @@ class ContAccumTrainingArguments(
                 if choices and value is not None:
                     check_choice(setting.name, value, choices)
 
-    def loss_settings(self, model_similarity: str) -> dict[str, Any]:
-        """Return the fields of `LossSettings` and the arguments of `Distillation`.
+    def make_loss_settings(self, model_similarity: str) -> dict[str, Any]:
+        """Return the fields of `LossSettings` and the arguments of `Distillation`, by name.
 
         Args:
             model_similarity: ``"cos"`` or ``"dot"``, used if the user has not set ``similarity``.
@@ -166,7 +176,7 @@ class ContAccumTrainingArguments(
         return settings
 
     def _check_sizes(self) -> None:
-        """Check that sizes are at least 1, and that the method has the banks that are set."""
+        """Check that sizes are at least 1, and that a bank size is set only for a bank method."""
         for name in (
             "per_device_train_batch_size",
             "gradient_accumulation_steps",
@@ -175,7 +185,7 @@ class ContAccumTrainingArguments(
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
-        for name, methods in _METHODS_OF_SETTING.items():
+        for name, methods in _METHODS_WITH_SETTING.items():
             value = getattr(self, name)
             if value and self.method not in methods:
                 raise ConfigError(
@@ -278,7 +288,7 @@ class ContAccumTrainingArguments(
             )
 
     def _get_requested_engine(self) -> str | None:
-        """Return the engine that the arguments or the launcher's environment set: its name."""
+        """Return "deepspeed" or "fsdp" if the arguments or `accelerate launch` have enabled it."""
         for name in ("deepspeed", "fsdp"):
             launcher_value = os.environ.get(f"ACCELERATE_USE_{name.upper()}", "")
             if getattr(self, name) or launcher_value.lower() == "true":
@@ -306,21 +316,24 @@ class ContAccumTrainingArguments(
                 "visible with CUDA_VISIBLE_DEVICES"
             )
 
-    def _fit_sizes(self) -> None:
-        """Make micro-batch, accumulation steps and pairs per update consistent.
+    def _make_sizes_consistent(self) -> None:
+        """Make the sizes of micro-batch and update consistent.
 
-        ``total_train_batch_size`` determines the steps if it is set; otherwise it is computed.
+        Pairs per update (``total_train_batch_size``) = pairs per micro-batch x accumulation steps x
+        ranks. If the user has set the pairs per update, the steps are computed from them.
         """
         micro_batch = self.per_device_train_batch_size
         num_steps = self.gradient_accumulation_steps
         num_ranks = self.world_size
         num_pairs = self.total_train_batch_size
         if num_pairs is not None:
-            has_steps = num_steps > 1 or self.method == "in_batch"
+            # 1 is the default of the steps, so the user may not have set it; with in_batch, it is
+            # the only possible value.
+            has_fixed_steps = num_steps > 1 or self.method == "in_batch"
             is_multiple = num_pairs >= 1 and num_pairs % (micro_batch * num_ranks) == 0
-            disagrees = has_steps and micro_batch * num_steps * num_ranks != num_pairs
+            disagrees = has_fixed_steps and micro_batch * num_steps * num_ranks != num_pairs
             if not is_multiple or disagrees:
-                shown_steps = f"={num_steps}" if has_steps else ""
+                shown_steps = f"={num_steps}" if has_fixed_steps else ""
                 raise ConfigError(
                     f"total_train_batch_size={num_pairs} is not per_device_train_batch_size="
                     f"{micro_batch} x gradient_accumulation_steps{shown_steps} x {num_ranks} "
@@ -329,11 +342,11 @@ class ContAccumTrainingArguments(
             num_steps = num_pairs // (micro_batch * num_ranks)
             self.gradient_accumulation_steps = num_steps
         self.total_train_batch_size = micro_batch * num_steps * num_ranks
-        # With a gradient cache, one batch is a whole update, and this many of its pairs are encoded
-        # at once.
-        self._encoded_at_once: int | None = None
+        # With a gradient cache, one batch is a whole update: 16 steps of 8 pairs become one step of
+        # 128 pairs, of which the cache encodes 8 at a time.
+        self._pairs_encoded_at_once: int | None = None
         if self.has_gradient_cache:
-            self._encoded_at_once = micro_batch
+            self._pairs_encoded_at_once = micro_batch
             self.per_device_train_batch_size = micro_batch * num_steps
             self.gradient_accumulation_steps = 1
 
@@ -345,19 +358,19 @@ class ContAccumTrainingArguments(
             raise ConfigError(f"deepspeed with zero_optimization.stage={stage}: set 1, 2 or 3")
         config = plugin.deepspeed_config
         config.setdefault("gradient_clipping", self.max_grad_norm)
-        # transformers has set these sizes before `_fit_sizes` changed them.
+        # transformers has set these sizes before `_make_sizes_consistent` changed them.
         config["train_micro_batch_size_per_gpu"] = self.per_device_train_batch_size
         config["gradient_accumulation_steps"] = self.gradient_accumulation_steps
         config["train_batch_size"] = self.total_train_batch_size
         config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-        # With this global config, transformers would load a model in shards, and the trainer runs
-        # the model before DeepSpeed's engine exists.
+        # While this global config is set, transformers loads models in shards. Such a model cannot
+        # run before DeepSpeed's engine exists, but the trainer runs the model before that.
         unset_hf_deepspeed_config()
 
     def set_micro_batch_size(self, num_pairs: int) -> None:
-        """Set the micro-batch size, and the number of steps so that pairs per update stay."""
+        """Set the pairs per micro-batch; the pairs per update stay the same."""
         if self.has_gradient_cache:
-            self._encoded_at_once = num_pairs
+            self._pairs_encoded_at_once = num_pairs
         else:
             pairs_per_update = self.per_device_train_batch_size * self.gradient_accumulation_steps
             self.gradient_accumulation_steps = pairs_per_update // num_pairs
@@ -367,13 +380,14 @@ class ContAccumTrainingArguments(
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments as in transformers, without credentials.
 
-        The sizes are those that the user set, so that the result can be passed to the constructor.
+        With a gradient cache, the sizes are converted back to the user's values, so that the result
+        can be passed to the constructor.
         """
         arguments = super().to_dict()
-        if self._encoded_at_once is not None:
-            steps = self.per_device_train_batch_size // self._encoded_at_once
-            arguments["gradient_accumulation_steps"] = steps
-            arguments["per_device_train_batch_size"] = self._encoded_at_once
+        if self._pairs_encoded_at_once is not None:
+            num_steps = self.per_device_train_batch_size // self._pairs_encoded_at_once
+            arguments["gradient_accumulation_steps"] = num_steps
+            arguments["per_device_train_batch_size"] = self._pairs_encoded_at_once
         return redact(arguments)
 
     @property
@@ -383,7 +397,7 @@ class ContAccumTrainingArguments(
 
     @property
     def has_gradient_cache(self) -> bool:
-        """True if the method has a gradient cache, which encodes the pairs of an update twice."""
+        """True if the method has a gradient cache; see `CACHED_METHODS`."""
         return self.method in CACHED_METHODS
 
     @property
@@ -393,9 +407,10 @@ class ContAccumTrainingArguments(
 
     @property
     def is_gathered(self) -> bool:
-        """True if the loss contrasts the pairs of all devices: ``gather_across_devices``.
+        """True if the loss contrasts the pairs of all devices.
 
-        By default, a method with a bank gathers when there are several devices.
+        ``gather_across_devices`` sets it. By default, it is True for a method with a bank if there
+        are several devices.
         """
         if self.gather_across_devices is None:
             return self.has_bank and self.world_size > 1
@@ -404,11 +419,11 @@ class ContAccumTrainingArguments(
     @property
     def pairs_per_micro_batch(self) -> int:
         """Number of pairs whose activations are in memory at the same time, on one device."""
-        return self._encoded_at_once or self.per_device_train_batch_size
+        return self._pairs_encoded_at_once or self.per_device_train_batch_size
 
     @property
     def needs_best_checkpoint(self) -> bool:
-        """True if the run depends on the best evaluation so far."""
+        """True if the run loads or saves the best model, or stops early."""
         saves_best = self.save_strategy == SaveStrategy.BEST
         stops_early = self.early_stopping_patience is not None
         return self.load_best_model_at_end or saves_best or stops_early

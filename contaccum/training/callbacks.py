@@ -1,8 +1,8 @@
 """Callbacks of the trainer: start of a run, log, evaluation with early stopping, signals.
 
-transformers decides when to evaluate, which model is best and when to save. An evaluation does not
-change the training or its measurements: it restores the random states, and restarts the clock and
-the measurement of peak memory.
+transformers decides when to evaluate, which model is best and when to save. An evaluation must not
+change the training or its measurements. So after an evaluation, the states of the random number
+generators are restored, and the clock and the measurement of peak memory start again.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ _TRACKED_PREFIXES = (
     "pairs_per_",
     "peak_mem",
 )
-# Entries of ContAccumLoss.last that an update's record contains, if the loss has them.
+# Entries of ContAccumLoss.last (the measurements of its last micro-step) that an update's record
+# contains, if the loss has them.
 _LOSS_ENTRIES = ("masked", "embedding_spread", "distill_loss")
 
 SignalHandler = Callable[[int, FrameType | None], Any] | int | None
-"""A handler as `signal.signal` returns it."""
+"""A signal handler, as `signal.signal` accepts and returns it."""
 
 
 class RunCallback(TrainerCallback):
-    """Calls of the trainer's functions at the start of a run, an epoch and an update.
+    """Callback that calls functions of the trainer at the start of a run, an epoch and an update.
 
     Args:
         start_run: called before the first update, when transformers has prepared everything.
@@ -82,9 +83,10 @@ class RunCallback(TrainerCallback):
     ) -> None:
         self._start_run()
         if state.is_world_process_zero:
+            # A resumed run repeats the updates after its checkpoint, and logs them again.
             folder = Path(str(args.output_dir))
             log.truncate_log(folder / log.TRAIN_LOG, state.global_step)
-            # A new run (global_step 0) also drops an old evaluation before the first update.
+            # An evaluation before the first update has the number 0. A new run drops it too.
             last_evaluation = state.global_step or -1
             log.truncate_log(folder / log.EVAL_LOG, last_evaluation)
 
@@ -100,7 +102,7 @@ class RunCallback(TrainerCallback):
 
 
 class UpdateLogCallback(TrainerCallback):
-    """A line in the log for each update, and a warning when training collapses.
+    """Callback that writes a line in the log for each update, and warns when training collapses.
 
     Args:
         updates: the updates of the run.
@@ -117,7 +119,7 @@ class UpdateLogCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         record = self._measure_update(args, state)
-        # Only losses that were called since the start have measurements.
+        # With several data sets, some losses have not been called yet, and have no measurements.
         losses = [loss for loss in self._bank_losses if loss.last]
         record["bank_fill"] = sum(int(loss.last.get("bank_fill", 0)) for loss in losses)
         if losses:
@@ -130,7 +132,7 @@ class UpdateLogCallback(TrainerCallback):
         self._updates.start_update(state.global_step + 1)
 
     def _measure_update(self, args: TrainingArguments, state: TrainerState) -> log.Record:
-        """Return the measurements of the current update that do not come from the loss's state."""
+        """Return the measurements of the current update, without those of banks and losses."""
         update = self._updates.current
         num_pairs = update.num_pairs * args.world_size
         seconds = time.perf_counter() - update.started
@@ -162,13 +164,13 @@ class UpdateLogCallback(TrainerCallback):
         for key, value in self._last_record.items():
             if key.startswith(_TRACKED_PREFIXES):
                 tracked[key] = value
-        # This callback runs before the trackers and the terminal output, which get ``logs`` too.
+        # The callbacks of trackers and of the terminal output run later, with the same ``logs``.
         logs.update(tracked)
         state.log_history[-1].update(tracked)
 
 
 def _measure_loss(loss: ContAccumLoss) -> dict[str, float]:
-    """Return the measurements of a loss and its bank in its last forward pass."""
+    """Return the measurements of a loss and its bank in its last micro-step."""
     measurements: dict[str, float] = {}
     for key, value in loss.last.items():
         if key in _LOSS_ENTRIES:
@@ -180,7 +182,9 @@ def _measure_loss(loss: ContAccumLoss) -> dict[str, float]:
 
 
 def choose_metric(args: ContAccumTrainingArguments, evaluator: Any, has_eval_dataset: bool) -> None:
-    """Set ``metric_for_best_model`` to the evaluator's main metric, unless the user set another.
+    """Set ``metric_for_best_model`` to the evaluator's main metric, unless the user has set one.
+
+    transformers' default is "loss", which exists only with an evaluation data set.
 
     Raises:
         ConfigError: for a metric that the evaluator does not compute.
@@ -200,15 +204,19 @@ def choose_metric(args: ContAccumTrainingArguments, evaluator: Any, has_eval_dat
 
 
 class EvaluationCallback(EarlyStoppingCallback):
-    """Early stopping, also across resumed runs, and a line in the log for each evaluation.
+    """Callback for early stopping, also across resumed runs, and for the log of evaluations.
 
-    With ``eval_strategy=steps``, the model is also evaluated after the last update.
+    With ``eval_strategy=steps``, the model is also evaluated after the last update. The states of
+    the random number generators are captured after every update, because the next event may be an
+    evaluation.
 
     Args:
         patience: number of evaluations in a row without improvement after which the run stops;
             None disables early stopping.
-        updates: the updates of the run. Their clock is restarted after an evaluation.
-        is_in_train: returns whether the trainer is training; other evaluations are not logged.
+        updates: the updates of the run. The clock of the current one starts again after an
+            evaluation.
+        is_in_train: returns whether the trainer is training. An evaluation that the user starts
+            outside of training is not logged.
     """
 
     def __init__(
@@ -223,13 +231,15 @@ class EvaluationCallback(EarlyStoppingCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        attributes: dict[str, int] = {}
+        # transformers saves the states of callbacks in checkpoints, but does not restore them
+        # unless the user asks for it.
+        saved_attributes: dict[str, int] = {}
         name = type(self).__name__
-        # It is declared as a list too, but TrainerState turns it into a dictionary when created.
+        # stateful_callbacks may be a list by its type, but TrainerState makes it a dictionary.
         callback_states = cast(dict[str, dict], state.stateful_callbacks)
         if state.global_step:  # the run is resumed
-            attributes = callback_states.get(name, {}).get("attributes", {})
-        counter = attributes.get("early_stopping_patience_counter", 0)
+            saved_attributes = callback_states.get(name, {}).get("attributes", {})
+        counter = saved_attributes.get("early_stopping_patience_counter", 0)
         self.early_stopping_patience_counter = counter
         callback_states[name] = self.state()
         self._random_states = RandomStates.capture()
@@ -278,7 +288,7 @@ class EvaluationCallback(EarlyStoppingCallback):
         metrics: dict[str, Any] | None,
         **kwargs: Any,
     ) -> None:
-        """Count evaluations without improvement, and stop the run after too many of them."""
+        """Count evaluations without improvement; after too many of them, stop with a warning."""
         super().on_evaluate(args, state, control, metrics=metrics, **kwargs)
         is_stopping = self.early_stopping_patience_counter >= self.early_stopping_patience
         if is_stopping and state.is_world_process_zero:
@@ -290,16 +300,18 @@ class EvaluationCallback(EarlyStoppingCallback):
 
 
 class SignalCallback(TrainerCallback):
-    """Clean stop on SIGTERM and SIGINT: finish the update, save a checkpoint, raise SystemExit.
+    """Callback that stops on SIGTERM and SIGINT: finish the update, save, raise SystemExit.
 
-    The exit code is 128 plus the signal's number, 143 or 130. transformers' own callback saves
-    inside an update, when pairs of that update are already in the bank, and exits with code 0.
+    The exit code is 128 plus the signal's number, 143 or 130. transformers' JITCheckpointCallback
+    cannot be used: it saves within an update, when pairs of that update are already in the bank,
+    and exits with code 0.
 
-    The handlers are installed within a ``with`` block, and only in the main thread, because Python
-    allows no other. After the first signal, the previous handlers are restored.
+    The signal handlers are installed within a ``with`` block, and only in the main thread, because
+    Python allows no other. After the first signal, the previous handlers are restored, so that a
+    second signal stops the process at once.
 
     Attributes:
-        received: number of the received signal; 0 before one.
+        received: number of the received signal; 0 before any.
     """
 
     def __init__(self) -> None:
@@ -314,13 +326,16 @@ class SignalCallback(TrainerCallback):
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._restore_handlers()
+
+    def _restore_handlers(self) -> None:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         self._previous_handlers = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = number
-        self.__exit__()
+        self._restore_handlers()
         name = signal.Signals(number).name
         print(
             f"contaccum: {name}: saving a checkpoint after this update. Send it again to stop "

@@ -1,9 +1,10 @@
 """Checkpoints: completeness, saving and removing.
 
-transformers writes the files of a checkpoint. Then `write_marker` writes ``contaccum.json`` with
-the size of every file. A folder without this marker, or with a file of another size, is incomplete
-and is never loaded. Every run has an id, which ``run.json`` and each of its checkpoints record.
-`contaccum.training.resuming` chooses the checkpoint that a run resumes from.
+transformers writes the files of a checkpoint (a folder ``checkpoint-N`` after update N), and
+`save_states` adds the bank. Then `write_marker` writes ``contaccum.json`` with the size of every
+file and properties of the run. A folder without this marker, or with a file of another size, is
+incomplete and is never loaded. Every run has an id, which ``run.json`` and the markers of its
+checkpoints record. `contaccum.training.resuming` chooses the checkpoint that a run resumes from.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 MARKER = "contaccum.json"
 BANK_FILE = "contaccum_bank.safetensors"
+"""File of a checkpoint with the banks, and with the mined negatives if they are refreshed."""
 
 
 def write_marker(folder: Path, record: Mapping[str, Any]) -> None:
@@ -41,7 +43,8 @@ def write_marker(folder: Path, record: Mapping[str, Any]) -> None:
 
     Args:
         folder: the checkpoint.
-        record: properties of the run for the marker, beside the file sizes.
+        record: properties of the run for the marker, from `RunDescription.make_marker`. The version
+            and the file sizes are added.
     """
     sizes = {}
     for path in sorted(folder.rglob("*")):
@@ -91,9 +94,10 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 def new_run_id(device: torch.device) -> str:
     """Return a random id that is the same on every rank.
 
-    It does not use the random number generators of training.
+    It does not use the random number generators of training, whose seed may be the same in many
+    runs.
     """
-    # The maximum over all ranks is the same on each of them; 62 bits fit into a signed integer.
+    # Every rank proposes a number, and all use the largest. 62 bits fit into a signed integer.
     number = torch.tensor(uuid4().int >> 66, device=device)
     return f"{int(over_ranks('MAX', number)):016x}"
 
@@ -118,9 +122,9 @@ class StatePart:
 
 @contextmanager
 def remove_on_failure(folder: Path, is_writer: bool) -> Iterator[None]:
-    """Remove a folder that a ``with`` block writes, before the block and if the block fails.
+    """Remove a folder that a ``with`` block writes: before the block, and if the block fails.
 
-    It may exist before the block if an earlier start of the run was killed while it wrote.
+    The folder may exist before the block if an earlier start of the run was killed while it wrote.
     """
     if is_writer:
         shutil.rmtree(folder, ignore_errors=True)
@@ -133,7 +137,10 @@ def remove_on_failure(folder: Path, is_writer: bool) -> Iterator[None]:
 
 
 def collect_states(parts: Iterable[StatePart]) -> dict[str, Tensor]:
-    """Return the tensors of all parts by name; this must be called on every rank."""
+    """Return the tensors of all parts by name.
+
+    Every rank must call this function, because a part may gather its tensors from all ranks.
+    """
     states = {}
     for part in parts:
         for key, value in part.get().items():
@@ -163,19 +170,38 @@ def load_states(folder: Path, parts: Iterable[StatePart]) -> None:
 # Removing ----------------------------------------------------------------------------------------
 
 
+@contextmanager
+def disable_removal(args: ContAccumTrainingArguments) -> Iterator[None]:
+    """Keep transformers from removing checkpoints within a ``with`` block.
+
+    ``remove_oldest`` applies ``save_total_limit`` afterwards, when the new checkpoint is complete.
+    """
+    limit = args.save_total_limit
+    args.save_total_limit = None
+    try:
+        yield
+    finally:
+        args.save_total_limit = limit
+
+
 def remove_replaced(args: ContAccumTrainingArguments, run_id: str | None, update: int) -> None:
     """Remove the checkpoints that a run replaces when it starts after ``update`` updates.
 
     A new run with ``overwrite_output_dir`` replaces every checkpoint in its folder. A resumed run
-    replaces its own later checkpoints: it trains their updates again, perhaps with other results,
-    and ``last`` would resume from the old ones.
+    replaces its own later checkpoints, because it trains their updates again, perhaps with other
+    results. If they remained, ``resume_from_checkpoint=last`` would resume from the old results.
+
+    Args:
+        args: the arguments of the run.
+        run_id: id of the run.
+        update: number of updates before the start; 0 for a new run.
 
     Raises:
         UserError: for a checkpoint that cannot be removed.
     """
+    replaces_all = args.overwrite_output_dir and update == 0
     for path in find_checkpoints(str(args.output_dir)):
-        is_overwritten = args.overwrite_output_dir and update == 0
-        if not is_overwritten:
+        if not replaces_all:
             try:
                 marker = read_marker(path)
             except DataError:  # an incomplete checkpoint is never loaded
@@ -208,17 +234,18 @@ def remove_oldest(folder: str, run_id: str | None, limit: int | None, best: str 
     """
     if limit is None or limit < 1:
         return
-    # transformers orders by time or number only, and could remove this run's checkpoints while
-    # those of an earlier run remain. The stable sort puts the newest of this run first.
+    # transformers orders checkpoints by time or number only, and could remove checkpoints of this
+    # run while those of an earlier run remain. Here the usable checkpoints come first (False sorts
+    # before True), and among them the newest, because the sort is stable.
     checkpoints = sorted(
         find_checkpoints(folder),
         key=lambda path: find_defect_for_run(path, run_id) is not None,
     )
-    removable = []
+    removable = []  # all but the newest and the best
     for path in checkpoints[1:]:
         if not best or path != Path(best):
             removable.append(path)
     num_protected = len(checkpoints) - len(removable)
-    num_spared = max(limit - num_protected, 0)
-    for path in removable[num_spared:]:
+    num_not_removed = max(limit - num_protected, 0)
+    for path in removable[num_not_removed:]:
         shutil.rmtree(path, ignore_errors=True)

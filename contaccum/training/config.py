@@ -1,7 +1,9 @@
 """Parsing of YAML files and the command line, and loading of model, data and evaluator.
 
-Keys are flat, and the command line overrides the files. An error for an unknown key suggests the
-most similar one. Combinations that cannot work are refused before anything is loaded.
+A config file has one flat list of ``key: value`` lines: the keys are the field names of
+`ModelArguments`, `DataArguments` and `ContAccumTrainingArguments`. The command line has the same
+keys as ``--key value``, and overrides the files. An error for an unknown key suggests the most
+similar one. Combinations that cannot work are refused before anything is loaded.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ _BACKBONE_OPTIONS = (
     "passage_max_length",
     "trust_remote_code",
 )
+"""Fields of `ModelArguments` that are passed to `DualEncoder.from_backbone` by the same name."""
 
 
 class _Parser(HfArgumentParser):
@@ -61,7 +64,7 @@ class _Parser(HfArgumentParser):
 
 
 def _int_or_auto(text: str) -> int | str:
-    """Return "auto" or a number; argparse turns the ValueError for other text into its error."""
+    """Return "auto" or a number, as a type for argparse, which turns a ValueError into an error."""
     if text.lower() == "auto":
         return "auto"
     return int(text)
@@ -100,25 +103,30 @@ def parse(
         raise
     except (ValueError, ImportError) as error:  # raised by transformers for invalid combinations
         raise ConfigError(str(error)) from error
-    model, data, args, unknown = parsed
+    model_args, data_args, args, unknown = parsed
     if unknown:
         key = unknown[0].lstrip("-").split("=")[0]
         raise ConfigError(f"unknown key {key!r} on the command line{suggest_options(key, keys)}")
-    _require_paths(model, data, args)
-    _refuse_combinations(model, data, args)
-    _refuse_to_remove_models(model, args)
-    _check_adapter(model, args)
-    return model, data, args
+    _require_paths(model_args, data_args, args)
+    _refuse_combinations(model_args, data_args, args)
+    _add_prefix_to_metric(args)
+    _refuse_to_remove_models(model_args, args)
+    _check_adapter(model_args, args)
+    return model_args, data_args, args
 
 
 def _require_paths(
-    model: ModelArguments, data: DataArguments, args: ContAccumTrainingArguments
+    model_args: ModelArguments, data_args: DataArguments, args: ContAccumTrainingArguments
 ) -> None:
     """Raise `ConfigError` if the model, the data or the output folder is not set."""
     output_dir = args.output_dir
     if output_dir == "trainer_output":  # transformers' default
         output_dir = None
-    required = {"model": model.model, "train_data": data.train_data, "output_dir": output_dir}
+    required = {
+        "model": model_args.model,
+        "train_data": data_args.train_data,
+        "output_dir": output_dir,
+    }
     for key, value in required.items():
         if not value:
             raise ConfigError(
@@ -127,80 +135,91 @@ def _require_paths(
 
 
 def _refuse_combinations(
-    model: ModelArguments, data: DataArguments, args: ContAccumTrainingArguments
+    model_args: ModelArguments, data_args: DataArguments, args: ContAccumTrainingArguments
 ) -> None:
     """Refuse settings of model, data and training that cannot work together."""
-    _ = data.sets  # raises ConfigError for invalid options of the training sets
+    _ = data_args.sets  # raises ConfigError for invalid options of the training sets
     refreshes_negatives = args.refresh_negatives_every is not None
-    if refreshes_negatives and not data.num_hard_negatives:
+    if refreshes_negatives and not data_args.num_hard_negatives:
         raise ConfigError(
             "refresh_negatives_every with num_hard_negatives=0: set num_hard_negatives to the "
             "number of negatives per query"
         )
-    if args.distill and not data.num_hard_negatives:
+    if args.distill and not data_args.num_hard_negatives:
         raise ConfigError(
             f"distill={args.distill} with num_hard_negatives=0: set num_hard_negatives to the "
             "number of scored negatives per query"
         )
-    if refreshes_negatives and len(data.train_data) > 1:
+    if refreshes_negatives and len(data_args.train_data) > 1:
         raise ConfigError(
             "refresh_negatives_every with several sets in train_data: negatives can be mined in "
             "one set only. Drop it, or train on one set"
         )
     strategy = get_name(args.eval_strategy)
-    has_eval_data = data.eval_data is not None
-    if has_eval_data != (strategy != "no"):
+    eval_data = data_args.eval_data
+    has_eval_data = eval_data is not None
+    is_evaluated = strategy != "no"
+    if has_eval_data != is_evaluated:
         raise ConfigError(
-            f"eval_data={data.eval_data} with eval_strategy={strategy}: set both, or none of them"
+            f"eval_data={eval_data} with eval_strategy={strategy}: set both, or none of them"
         )
-    is_nanobeir = str(data.eval_data).split("/")[0] == "nanobeir"
-    if is_nanobeir and (data.eval_queries or data.eval_corpus_size):
+    is_nanobeir = str(eval_data).split("/")[0] == "nanobeir"
+    if is_nanobeir and (data_args.eval_queries or data_args.eval_corpus_size):
         raise ConfigError(
             "eval_queries or eval_corpus_size with eval_data=nanobeir: its sets are already small. "
             "Drop them"
         )
     guide_settings = ("guide_margin", "guide_margin_strategy")
-    refuse_without_effect(args, guide_settings, "guide", needed_in=model)
+    refuse_without_effect(args, guide_settings, "guide", needed_in=model_args)
     eval_settings = ("eval_split", "eval_queries", "eval_corpus_size")
-    refuse_without_effect(data, eval_settings, "eval_data")
-    # transformers sets "loss" if the user has set no metric.
+    refuse_without_effect(data_args, eval_settings, "eval_data")
+
+
+def _add_prefix_to_metric(args: ContAccumTrainingArguments) -> None:
+    """Set ``metric_for_best_model`` to its key in the trainer's evaluation results, "eval_...".
+
+    An unknown metric raises `ConfigError`.
+    """
+    # transformers has set "loss" if it needs a metric and the user has set none.
     if args.metric_for_best_model not in (None, "loss"):
         metric = check_metric(str(args.metric_for_best_model))
         args.metric_for_best_model = f"eval_{metric}"
 
 
-def _refuse_to_remove_models(model: ModelArguments, args: ContAccumTrainingArguments) -> None:
+def _refuse_to_remove_models(model_args: ModelArguments, args: ContAccumTrainingArguments) -> None:
     """Refuse to overwrite a folder if the model or the guide is a checkpoint in it."""
     if not args.overwrite_output_dir:
         return
     checkpoints = {path.resolve() for path in find_checkpoints(str(args.output_dir))}
-    for key, name in (("model", model.model), ("guide", model.guide)):
+    for key, name in (("model", model_args.model), ("guide", model_args.guide)):
         path = Path(name or "").resolve()
-        if not checkpoints.isdisjoint((path, *path.parents)):
+        is_in_checkpoint = not checkpoints.isdisjoint((path, *path.parents))
+        if is_in_checkpoint:
             raise ConfigError(
                 f"overwrite_output_dir=true with {key}={name}: the run would remove that "
                 "checkpoint. Copy it to another folder, or set another output_dir"
             )
 
 
-def _check_adapter(model: ModelArguments, args: ContAccumTrainingArguments) -> None:
+def _check_adapter(model_args: ModelArguments, args: ContAccumTrainingArguments) -> None:
     """Refuse settings of an adapter that are invalid, or need a package that is not installed."""
-    refuse_without_effect(model, ("lora_alpha", "lora_dropout", "lora_target_modules"), "lora_r")
-    is_same_folder = Path(model.model).resolve() == Path(str(args.output_dir)).resolve()
-    if model.merge_adapter and is_same_folder:
+    adapter_settings = ("lora_alpha", "lora_dropout", "lora_target_modules")
+    refuse_without_effect(model_args, adapter_settings, "lora_r")
+    is_same_folder = Path(model_args.model).resolve() == Path(str(args.output_dir)).resolve()
+    if model_args.merge_adapter and is_same_folder:
         raise ConfigError(
             "merge_adapter with model as output_dir: the merged model would overwrite the base "
             "model that the checkpoints need. Set another output_dir"
         )
-    if not 0 <= model.lora_dropout < 1:
+    if not 0 <= model_args.lora_dropout < 1:
         raise ConfigError(
-            f"lora_dropout must be at least 0 and less than 1, got {model.lora_dropout}"
+            f"lora_dropout must be at least 0 and less than 1, got {model_args.lora_dropout}"
         )
-    if model.lora_r is not None:
-        if model.lora_r < 1:
-            raise ConfigError(f"lora_r must be at least 1, got {model.lora_r}")
-        adapters.require_peft(f"lora_r={model.lora_r}")
-    if model.load_in_4bit:
+    if model_args.lora_r is not None:
+        if model_args.lora_r < 1:
+            raise ConfigError(f"lora_r must be at least 1, got {model_args.lora_r}")
+        adapters.require_peft(f"lora_r={model_args.lora_r}")
+    if model_args.load_in_4bit:
         adapters.make_4bit_kwargs()  # raises ConfigError if this machine cannot use 4 bits
 
 
@@ -223,7 +242,8 @@ def read_config_options(name: str, keys: Collection[str]) -> list[str]:
         if isinstance(value, list):
             options += [f"--{key}", *map(_format_value, value)]
         elif value is not None:
-            # A single token, because argparse would take a value with a leading dash for an option.
+            # One token "--key=value", because argparse would read a separate value with a leading
+            # dash, such as -1, as an option.
             options.append(f"--{key}={_format_value(value)}")
     return options
 
@@ -256,52 +276,56 @@ def _format_value(value: object) -> str:
     return str(value)
 
 
-def load_data(data: DataArguments, args: ContAccumTrainingArguments) -> TrainingSets:
+def load_data(data_args: DataArguments, args: ContAccumTrainingArguments) -> TrainingSets:
     """Load the training data; raise `DataError` for data that cannot be used."""
     return load_training_sets(
-        data.sets,
+        data_args.sets,
         negatives_to_come=args.refresh_negatives_every is not None,
-        on_bad_record=data.on_bad_record,
+        on_bad_record=data_args.on_bad_record,
         teacher_scores=args.distill is not None,
     )
 
 
-def load_refresh_data(data: DataArguments, args: ContAccumTrainingArguments) -> MiningData | None:
-    """Load queries and passages for mining during training; return None if nothing is mined."""
+def load_refresh_data(
+    data_args: DataArguments, args: ContAccumTrainingArguments
+) -> MiningData | None:
+    """Load the data for ``refresh_negatives_every``; return None if it is not set."""
     if args.refresh_negatives_every is None:
         return None
-    return load_mining_set(data, args.refresh_corpus)
+    return load_mining_set(data_args, args.refresh_corpus)
 
 
-def load_mining_set(data: DataArguments, corpus: str | None) -> MiningData:
+def load_mining_set(data_args: DataArguments, corpus: str | None) -> MiningData:
     """Load the only training set as data for mining hard negatives.
 
     Args:
-        data: the data arguments, with one training set.
+        data_args: the data arguments, with one training set.
         corpus: the passages to mine in. Default: the corpus of a BEIR folder, or else the positives
             of the training set.
 
     Raises:
         DataError: for data that cannot be read.
     """
-    [training_set] = data.sets.values()
+    [training_set] = data_args.sets.values()
     options = {}
     for name in ("data_format", "split", "columns", "min_score"):
         if name in training_set:
             options[name] = training_set[name]
+    on_bad_record: Any = data_args.on_bad_record  # a str that the parser has checked
+    # The set's own "corpus" holds the texts of passages that its records name by id.
     return load_mining_data(
         training_set["path"],
         corpus,
         texts=training_set.get("corpus"),
-        on_bad_record=data.on_bad_record,  # type: ignore[arg-type]  # the parser checks the choice
+        on_bad_record=on_bad_record,
         **options,
     )
 
 
 def load_evaluator(
-    data: DataArguments, args: ContAccumTrainingArguments
+    data_args: DataArguments, args: ContAccumTrainingArguments
 ) -> RetrievalEvaluator | NanoBEIR | None:
-    """Load the evaluator for ``eval_data``; return None without it.
+    """Load the evaluator for ``eval_data``; return None if it is not set.
 
     ``eval_data`` is a BEIR folder, the name of a public set, or ``nanobeir`` or
     ``nanobeir/SET,SET``.
@@ -309,17 +333,18 @@ def load_evaluator(
     Raises:
         DataError: for data that cannot be used.
     """
-    if data.eval_data is None:
+    if data_args.eval_data is None:
         return None
     batch_size = args.per_device_eval_batch_size
-    similarity: Any = args.similarity  # the parser checks the choice
-    name, *parts = data.eval_data.split("/")
+    similarity: Any = args.similarity  # a str that the parser has checked
+    name, *parts = data_args.eval_data.split("/")
     if name == "nanobeir":
         set_names = parts[0].split(",") if parts else []
         return NanoBEIR(set_names, batch_size=batch_size, similarity=similarity)
-    on_bad_record: Any = data.on_bad_record  # the parser checks the choice
-    full_set = load_beir(data.eval_data, data.eval_split, on_bad_record)
-    dataset = sample(full_set, data.eval_queries, data.eval_corpus_size)
+    on_bad_record: Any = data_args.on_bad_record  # a str that the parser has checked
+    full_set = load_beir(data_args.eval_data, data_args.eval_split, on_bad_record)
+    dataset = sample(full_set, data_args.eval_queries, data_args.eval_corpus_size)
+    full_size = {"of_queries": len(full_set.queries), "of_documents": len(full_set.corpus)}
     metrics = list(DEFAULT_METRICS)
     primary_metric = None
     if args.metric_for_best_model not in (None, "loss"):
@@ -327,21 +352,21 @@ def load_evaluator(
         metrics.append(primary_metric)
     return RetrievalEvaluator(
         dataset,
-        tuple(dict.fromkeys(metrics)),
+        metrics,
         primary_metric=primary_metric,
         batch_size=batch_size,
         similarity=similarity,
-        notes={"of_queries": len(full_set.queries), "of_documents": len(full_set.corpus)},
+        notes=full_size,
     )
 
 
 def load_model(
-    arguments: ModelArguments, device: str | None = None, method: str = "contaccum"
+    model_args: ModelArguments, device: str | None = None, method: str = "contaccum"
 ) -> DualEncoder:
-    """Load the encoder to train: a SentenceTransformer, or a backbone to which pooling is added.
+    """Load the encoder to train: a SentenceTransformer, or a backbone with pooling added to it.
 
     Args:
-        arguments: the model and its settings.
+        model_args: the model and its settings.
         device: the device to load the model on. Default: chosen by sentence-transformers.
         method: ``args.method``. With "query_side", only the query tower gets the adapter.
 
@@ -349,73 +374,77 @@ def load_model(
         UserError: for a model that cannot be loaded.
     """
     options: dict[str, Any] = {"device": device}
-    if arguments.load_in_4bit:
+    if model_args.load_in_4bit:
         options["model_kwargs"] = adapters.make_4bit_kwargs()
-    # Two towers are loaded with separate weights, and share one base model once they have adapters.
-    # Loading on the CPU first avoids two base models in the device's memory.
-    has_two_adapters = bool(arguments.lora_r) and not arguments.tied
-    is_moved_later = has_two_adapters and bool(device) and not arguments.load_in_4bit
+    # Two towers are loaded with separate weights. Once they have adapters, they share one base
+    # model. Loading on the CPU first avoids two base models in the device's memory.
+    has_two_adapters = bool(model_args.lora_r) and not model_args.tied
+    is_moved_later = has_two_adapters and bool(device) and not model_args.load_in_4bit
     if is_moved_later:
         options["device"] = "cpu"
-    require_model(arguments.model)
+    require_model(model_args.model)
     is_sentence_transformer = False
     # If the hub cannot be reached, loading the model fails next with a clearer message.
     with suppress(Exception):
-        is_sentence_transformer = is_sentence_transformer_model(arguments.model)
+        is_sentence_transformer = is_sentence_transformer_model(model_args.model)
     if is_sentence_transformer:
-        model = _load_sentence_transformer(arguments, options)
+        model = _load_sentence_transformer(model_args, options)
     else:
         for name in _BACKBONE_OPTIONS:
-            options[name] = getattr(arguments, name)
-        model = DualEncoder.from_backbone(arguments.model, **options)
+            options[name] = getattr(model_args, name)
+        model = DualEncoder.from_backbone(model_args.model, **options)
     configure(
-        model, arguments.dropout, arguments.freeze_word_embeddings, arguments.attn_implementation
+        model, model_args.dropout, model_args.freeze_word_embeddings, model_args.attn_implementation
     )
-    if arguments.lora_r is not None:
+    if model_args.lora_r is not None:
         add_adapter: Any = adapters.add_adapter
         if method == "query_side":
             add_adapter = add_query_adapter
         add_adapter(
             model,
-            arguments.lora_r,
-            arguments.lora_alpha,
-            arguments.lora_dropout,
-            arguments.lora_target_modules,
+            model_args.lora_r,
+            model_args.lora_alpha,
+            model_args.lora_dropout,
+            model_args.lora_target_modules,
         )
     elif adapters.has_adapter(model):
         adapters.make_adapter_trainable(model)
     else:
-        refuse_without_effect(arguments, ("load_in_4bit", "merge_adapter"), "lora_r")
+        # Only now is it certain that the saved model has no adapter either.
+        refuse_without_effect(model_args, ("load_in_4bit", "merge_adapter"), "lora_r")
     if is_moved_later:
         model = model.to(device)
     return model
 
 
-def _load_sentence_transformer(arguments: ModelArguments, options: dict[str, Any]) -> DualEncoder:
+def _load_sentence_transformer(model_args: ModelArguments, options: dict[str, Any]) -> DualEncoder:
     """Load a SentenceTransformer, with two towers if ``tied`` is False."""
-    trusted = arguments.trust_remote_code
-    model = DualEncoder.from_pretrained(arguments.model, trust_remote_code=trusted, **options)
-    if not arguments.tied and is_tied(model):
+    trusted = model_args.trust_remote_code
+    model = DualEncoder.from_pretrained(model_args.model, trust_remote_code=trusted, **options)
+    if not model_args.tied and is_tied(model):
         untie(model)
-    set_max_lengths(model, arguments.query_max_length, arguments.passage_max_length)
-    if arguments.query_prompt is not None:
-        model.prompts["query"] = arguments.query_prompt
-    if arguments.passage_prompt is not None:
-        model.prompts["document"] = arguments.passage_prompt
+    set_max_lengths(model, model_args.query_max_length, model_args.passage_max_length)
+    if model_args.query_prompt is not None:
+        model.prompts["query"] = model_args.query_prompt
+    if model_args.passage_prompt is not None:
+        model.prompts["document"] = model_args.passage_prompt
     return model
 
 
-def load_guide(arguments: ModelArguments, device: str | None = None) -> DualEncoder | None:
+def load_guide(model_args: ModelArguments, device: str | None = None) -> DualEncoder | None:
     """Load the guide; return None if none is set. Raise `UserError` if it cannot be loaded."""
-    if not arguments.guide:
+    if not model_args.guide:
         return None
-    trusted = arguments.trust_remote_code
-    return DualEncoder.from_pretrained(arguments.guide, device=device, trust_remote_code=trusted)
+    trusted = model_args.trust_remote_code
+    return DualEncoder.from_pretrained(model_args.guide, device=device, trust_remote_code=trusted)
 
 
-def merge_saved(folder: str, arguments: ModelArguments) -> None:
-    """Replace a saved adapter by the merged model, in the precision of the loaded base model."""
-    trusted = arguments.trust_remote_code
+def merge_saved_adapter(folder: str, model_args: ModelArguments) -> None:
+    """Replace a saved model with adapters by the full model with the adapters' weights added.
+
+    The weights have the precision of the base model as it is loaded here.
+    """
+    trusted = model_args.trust_remote_code
     model = DualEncoder.from_pretrained(folder, device="cpu", trust_remote_code=trusted)
     adapters.merge_adapter(model)
     model.save_pretrained(folder, create_model_card=False)  # training has written the card

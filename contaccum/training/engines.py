@@ -1,6 +1,7 @@
 """Full weights of models that an engine (FSDP, DeepSpeed's ZeRO) shards: saving and loading.
 
-An engine keeps a part of each weight on each rank, while saved models hold full weights.
+With FSDP or ZeRO-3, each rank keeps only a part (a shard) of each weight, while saved models hold
+full weights. With ZeRO-1 and ZeRO-2, only gradients and optimizer states are sharded.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def describe_engine(accelerator: Accelerator) -> str | None:
 
 
 def refuse_two_tower_adapters(model: SentenceTransformer) -> None:
-    """Raise `ConfigError` for a model that FSDP cannot shard."""
+    """Raise `ConfigError` for a model with two towers and adapters, which FSDP cannot shard."""
     if has_adapter(model) and not is_tied(model):
         raise ConfigError(
             "fsdp with adapters of two towers: FSDP cannot shard the base model that both towers "
@@ -47,7 +48,8 @@ def refuse_two_tower_adapters(model: SentenceTransformer) -> None:
 def refuse_unsafe_files(folder: Path) -> None:
     """Raise `UserError` if a DeepSpeed file in a checkpoint could run code when it is loaded.
 
-    DeepSpeed unpickles these files. They may hold tensors and DeepSpeed's own settings only.
+    DeepSpeed unpickles these files without a check. Each file is accepted only if it can be loaded
+    safely: it may contain nothing but tensors and DeepSpeed's own settings.
     """
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -90,12 +92,12 @@ def save_full_model(
 ) -> None:
     """Save a model that an engine shards, without a model card.
 
-    Creating a model card would run the model, in which all ranks would have to take part.
+    Creating a model card would run the model, and a sharded model runs only if all ranks call it.
 
     Args:
         model: the model, with shards of its weights on each rank.
-        weights: the full weights by name; None if the model itself has them, or on a rank that
-            writes nothing.
+        weights: the full weights by name; None if the model itself has the full weights, or on a
+            rank that writes nothing.
         folder: the folder to save the model in.
         is_writer: whether this rank writes.
     """
@@ -123,8 +125,8 @@ def load_full_weights(
     if is_sharded:
         set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
         return
-    floating = {}
+    floating_weights = {}  # weights in 4 bits are packed as integers
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.is_floating_point():
-            floating[name] = weights[name]
-    model.load_state_dict(floating, strict=False)
+            floating_weights[name] = weights[name]
+    model.load_state_dict(floating_weights, strict=False)

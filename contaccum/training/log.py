@@ -22,11 +22,20 @@ if TYPE_CHECKING:
     from contaccum.training.arguments import ContAccumTrainingArguments
 
 TRAIN_LOG = "train_log.jsonl"
+"""File with one record per update."""
 EVAL_LOG = "eval_log.jsonl"
+"""File with one record per evaluation during training."""
 RUN_RECORD = "run.json"
+"""File with the description of the run: its id, settings, data and versions."""
 Record = dict[str, Any]
 """A line of a log: numbers and texts by name."""
-_SYMPTOM_UPDATES = 3  # number of updates in a row with a symptom before the warning of a collapse
+
+# Thresholds of `CollapseWatch`. Losses are fractions of the loss of a random guess.
+_SYMPTOM_UPDATES = 3  # number of updates in a row with a symptom before the warning
+_MIN_COLLAPSED_LOSS = 0.97
+_MAX_LEARNED_LOSS = 0.8  # a run whose loss was below this had learned something
+_MIN_SPREAD = 1e-3
+_MIN_AGED_MASS = 0.02  # softmax mass of an old banked negative / mass of a fresh negative
 
 
 def read_log(path: str | os.PathLike[str], lines: int | None = None) -> list[Record]:
@@ -46,6 +55,7 @@ def read_log(path: str | os.PathLike[str], lines: int | None = None) -> list[Rec
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
     for number, line in enumerate(texts, start=1):
         try:
+            # Readers rely on these two keys. A line about an evaluation has no loss.
             records.append({"update": None, "loss": None, **json.loads(line)})
         except (ValueError, TypeError) as error:
             raise DataError(f"{path}:{number}: not a log record") from error
@@ -131,17 +141,19 @@ def fill_model_card(
             settings.append(f"`bank_size={args.bank_size}`")
             settings.append(f"`drift_compensation={args.drift_compensation}`")
         card.task_name = f"retrieval. It was trained by contaccum: {', '.join(settings)}"
-    card.ir_model = True
+    card.ir_model = True  # the card shows how to encode queries and documents
 
 
 class CollapseWatch:
     """Detector of three kinds of collapse; it returns one warning for each kind.
 
-    - Loss: the loss of local rows returns to log(number of columns), the loss of a random guess,
-      after it was well below.
+    The loss of a query is a cross-entropy over columns: its positive and all of its negatives.
+
+    - Loss: the loss returns to log(number of columns), the loss of a random guess, after it was
+      well below.
     - Spread: all embeddings are nearly the same.
-    - Bank: banked columns from earlier updates get almost none of the softmax mass that fresh
-      columns get. The loss then only separates new embeddings from old ones.
+    - Bank: banked columns from earlier updates get almost none of the softmax mass that columns of
+      the current update get. The loss then only separates new embeddings from old ones.
 
     A symptom must be present in three updates in a row.
     """
@@ -177,22 +189,23 @@ class CollapseWatch:
         loss = record.get("loss")
         if loss is not None and columns > 2:
             guess = math.log(columns)
-            if loss > 0.97 * guess and self._lowest_loss < 0.8:
+            had_learned = self._lowest_loss < _MAX_LEARNED_LOSS
+            if had_learned and loss > _MIN_COLLAPSED_LOSS * guess:
                 symptoms["loss"] = (
                     f"the loss is back at {loss:.2f}, a random guess among {columns} columns "
                     f"({guess:.2f})"
                 )
             self._lowest_loss = min(self._lowest_loss, loss / guess)
         spread = record.get("embedding_spread")
-        if spread is not None and spread < 1e-3:
+        if spread is not None and spread < _MIN_SPREAD:
             symptoms["spread"] = (
                 "all passages of a micro-batch have nearly the same embedding "
                 f"(spread {spread:.1e})"
             )
-        aged = record.get("bank_mass_aged")
-        if aged is not None and aged < 0.02:
+        aged_mass = record.get("bank_mass_aged")
+        if aged_mass is not None and aged_mass < _MIN_AGED_MASS:
             symptoms["bank"] = (
-                f"banked negatives from earlier updates get {aged:.1%} of the softmax mass of a "
-                "fresh negative"
+                f"banked negatives from earlier updates get {aged_mass:.1%} of the softmax mass of "
+                "a fresh negative"
             )
         return symptoms

@@ -1,4 +1,9 @@
-"""The loss for ``args.method``, and its requirements: columns, prompts and trained parameters."""
+"""The loss for ``args.method``, and its requirements: columns, prompts and trained parameters.
+
+A training loss is a single loss, or a dictionary with one loss for each data set. A data set is
+likewise a single set, or a dictionary of sets by name. Its first text column holds the queries, the
+second their positives, and further columns hard negatives.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +49,8 @@ def make_loss(
     The methods without a bank use the same loss with ``bank_size=0``, so all other settings hold
     for them too. Their loss equals MultipleNegativesRankingLoss (or its cached version) up to
     rounding, except for masked false negatives and centred gradients. With
-    ``args.matryoshka_dims``, the loss is the sum over these embedding sizes.
+    ``args.matryoshka_dims``, the result is the sum of the losses of embeddings truncated to each of
+    these sizes.
 
     Raises:
         ConfigError: if one of the ``matryoshka_dims`` exceeds the size of the embeddings.
@@ -59,7 +65,7 @@ def make_loss(
     model_similarity = "cos"
     if str(getattr(model, "similarity_fn_name", "cosine")).endswith("dot"):
         model_similarity = "dot"
-    settings = args.loss_settings(model_similarity)
+    settings = args.make_loss_settings(model_similarity)
     settings["guide"] = guide
     settings["scale"] = 1.0 / settings.pop("temperature")
     similarity = settings.pop("similarity")
@@ -70,7 +76,9 @@ def make_loss(
         loss = CachedContAccumLoss(model, mini_batch_size=mini_batch_size, **settings)
     else:
         loss = ContAccumLoss(model, **settings)
-    return MatryoshkaLoss(model, loss, dims) if dims else loss
+    if dims:
+        return MatryoshkaLoss(model, loss, dims)
+    return loss
 
 
 def unwrap_matryoshka(loss: Any) -> Any:
@@ -100,7 +108,7 @@ def get_guide(loss: Any) -> Guide | None:
 
 
 def get_store_documents(loss: Any) -> StoreDocuments | None:
-    """Return the documents of a query-side loss; None for any other loss."""
+    """Return the stored document embeddings of a query-side loss; None for any other loss."""
     return loss.documents if isinstance(loss, QuerySideLoss) else None
 
 
@@ -121,9 +129,10 @@ def set_column_roles(
 ) -> None:
     """Set ``args.router_mapping`` and ``args.prompts`` by column, unless the user has set them.
 
-    The first column of a data set has the role "query", the others "document", and each role has
-    the model's own prompt. If a column name has different roles in different data sets, both
-    settings are made separately for each data set.
+    sentence-transformers uses both: ``router_mapping`` gives the tower that encodes a column, and
+    ``prompts`` the text put before each text of the column. The first column of a data set has the
+    role "query", the others "document", and each role has the model's own prompt. If a column name
+    has different roles in different data sets, both settings are made separately for each data set.
     """
     roles_by_set: dict[Any, dict[str, str]] = {}
     common_roles: dict[str, str] = {}
@@ -132,13 +141,13 @@ def set_column_roles(
         roles[column_names[0]] = "query"
         roles_by_set[name] = roles
         common_roles |= roles
-    # A later set has overwritten common_roles where the roles differ.
-    agree = all(roles.items() <= common_roles.items() for roles in roles_by_set.values())
+    # Where the roles of a column differ, a later set has overwritten the role of an earlier set.
+    roles_agree = all(roles.items() <= common_roles.items() for roles in roles_by_set.values())
     if not args.router_mapping:
-        args.router_mapping = common_roles if agree else roles_by_set
+        args.router_mapping = common_roles if roles_agree else roles_by_set
     if args.prompts is not None:
         return
-    if agree:
+    if roles_agree:
         args.prompts = _get_prompts(model, common_roles) or None
     else:
         args.prompts = {name: _get_prompts(model, roles) for name, roles in roles_by_set.items()}
@@ -162,8 +171,9 @@ def check_columns(args: ContAccumTrainingArguments, loss: Any, columns: Columns)
     """
     loss = unwrap_matryoshka(loss)
     has_no_bank = isinstance(loss, ContAccumLoss) and not loss.settings.bank_size
-    may_grow = args.is_gathered or args.has_auto_micro_batch
-    is_single_pair = args.per_device_train_batch_size == 1 and not may_grow
+    # A size of 1 is only temporary with "auto", and other devices may add their pairs.
+    may_have_more_pairs = args.is_gathered or args.has_auto_micro_batch
+    is_single_pair = args.per_device_train_batch_size == 1 and not may_have_more_pairs
     for name, column_names in columns.items():
         data = "the training data" if name is None else f"training set {name!r}"
         if len(column_names) < 2:
@@ -185,8 +195,11 @@ def check_columns(args: ContAccumTrainingArguments, loss: Any, columns: Columns)
             )
 
 
-def uses_only_embeddings(loss: Any) -> bool:
-    """Return whether a loss is of a class that reads nothing but sentence embeddings."""
+def reads_only_embeddings(loss: Any) -> bool:
+    """Return whether a loss is of a class that reads nothing but sentence embeddings.
+
+    With such a loss, a parameter on which no embedding depends gets no gradient.
+    """
     classes = (
         ContAccumLoss,
         QuerySideLoss,
@@ -201,29 +214,33 @@ def disable_unused_parameter_search(
 ) -> None:
     """Disable DDP's search for unused parameters where its result would be wrong.
 
-    DDP searches after every forward pass. A loss encodes one column after the other, so after the
-    last column DDP would treat the query tower as unused. `freeze_unused_parameters` replaces the
-    search for losses that read only embeddings. Losses with a gradient cache call the model once
-    per backward pass, so DDP's search is correct for them, and needed. The Accelerator reads the
-    argument when it is created, so this is called before.
+    DDP searches after every forward pass. Most losses encode one column after the other, so after
+    the last column DDP would treat the query tower as unused. `freeze_unused_parameters` replaces
+    the search for losses that read only embeddings. Losses with a gradient cache call the model
+    once per backward pass, so DDP's search is correct for them, and needed. The Accelerator reads
+    ``ddp_find_unused_parameters`` when it is created, so this function must be called before.
     """
     if uses_gradient_cache(unwrap_matryoshka(loss)):
         return
-    if uses_only_embeddings(loss) or not is_tied(model):
+    if reads_only_embeddings(loss) or not is_tied(model):
         args.ddp_find_unused_parameters = False
 
 
 def pass_known_positives(loss: Any, datasets: Iterable[Any]) -> None:
-    """Pass the known positives of all data sets to every ContAccumLoss in a training loss."""
-    tables = []
+    """Pass the known positives of all data sets to every ContAccumLoss in a training loss.
+
+    Known positives are pairs of a query and a positive, as ids of the texts. The loss does not use
+    such a positive as a negative of its query.
+    """
+    tables = []  # each int64 (r, 2)
     for dataset in datasets:
         for sampling in get_samplings(dataset):
             if sampling.known_positives is not None:
                 tables.append(sampling.known_positives)
     if tables:
-        pairs = torch.from_numpy(np.concatenate(tables)).T.contiguous()
+        query_ids, positive_ids = torch.from_numpy(np.concatenate(tables)).T.contiguous()
         for bank_loss in iter_bank_losses(loss):
-            bank_loss.set_known_positives(*pairs)
+            bank_loss.set_known_positives(query_ids, positive_ids)
 
 
 def compute_smallest_micro_batch(loss: Any, columns: Columns) -> int:
@@ -245,15 +262,16 @@ def freeze_unused_parameters(
 ) -> None:
     """Freeze the parameters of modules that run but change no embedding, such as BERT's pooler.
 
-    A parameter whose module does not run for these features is called unreached. Other rows may
-    reach it, for example an image tower or a route of a Router, so it stays trainable. But with
-    several processes, DDP would wait for its gradient in every update. It is frozen then, with a
-    warning.
+    A parameter whose module does not run for these features is called unreached, for example in an
+    image tower or another route of a Router. Other rows may reach it, so it stays trainable. But
+    with several processes, DDP would wait for its gradient in every update. It is frozen then, with
+    a warning.
 
     Args:
         args: the arguments of the run.
         model: the encoder.
-        features: the collated features of each column of some rows. Without any, nothing is frozen.
+        features: the collated features of some rows, one dictionary per column. Without features,
+            nothing is frozen.
     """
     if not features:
         return
@@ -288,7 +306,7 @@ def _find_used_parameters(
     features: list[dict[str, Any]],
     parameters: dict[str, nn.Parameter],
 ) -> tuple[set[nn.Module], set[str]]:
-    """Encode each column without dropout, and find the parameters with a gradient.
+    """Encode each column without dropout, and find the parameters that get a gradient.
 
     Returns:
         The modules that ran, and the names of the parameters that the embeddings depend on.

@@ -1,8 +1,9 @@
-"""Skipping of updates whose loss or gradient is not finite.
+"""Skipping of updates whose loss or gradient is not finite, that is infinite or NaN.
 
-Such an update changes no weight, and its line in the log names the cause and the rows. A run ends
-when more than ``max_skipped_updates`` updates were skipped. An overflow under a gradient scaler
-(fp16) is normal and not counted: the scaler itself skips the step and lowers its scale.
+Such an update changes no weight, and its line in the log names the cause and the rows of the
+training data. A run ends when more than ``max_skipped_updates`` updates were skipped. A gradient
+scaler (fp16) multiplies the gradient, so an overflow is normal and not counted: the scaler itself
+skips the step and lowers its scale.
 """
 
 from __future__ import annotations
@@ -22,23 +23,24 @@ from contaccum.training.updates import (
     HasParameterGroups,
     Update,
     drop_gradients,
-    gradient_scale,
+    get_gradient_scale,
     iter_parameters,
 )
 
 logger = logging.getLogger(__name__)
 
-_MAX_ROWS_SHOWN = 16
+_MAX_ROWS_SHOWN = 16  # row numbers in a message
 
 FindRows = Callable[[list[int]], list[int] | None]
 """Function from indices of micro-batches in an update to rows of the training data."""
 
 
-def make_gradient_nonfinite_too(loss: nn.Module) -> None:
-    """Add a hook that gives a loss that is not finite a gradient of NaN.
+def add_nan_gradient_hook(loss: nn.Module) -> None:
+    """Add a hook to a loss: if its value is not finite, its gradient becomes NaN.
 
-    A loss can be infinite while its gradient is finite. With the hook, the norm of the gradient
-    over all ranks shows a loss that is not finite on any of them.
+    A loss can be infinite while its gradient is finite. With the hook, the trainer has to check
+    only the norm of the gradient over all ranks, and also detects a loss that is not finite on
+    another rank.
     """
     loss.register_forward_hook(_multiply_by_nan_if_nonfinite)
 
@@ -73,7 +75,7 @@ def are_loss_gradients_finite(
 
 
 class NonFiniteUpdates:
-    """Skips updates that are not finite, and counts them.
+    """Check that skips updates that are not finite, and counts them.
 
     Args:
         max_skipped: number of updates that may be skipped before the run ends.
@@ -106,7 +108,7 @@ class NonFiniteUpdates:
         Args:
             update: the update, after its last micro-step.
             norm: norm of the model's gradient over all ranks.
-            model: the model in its wrappers.
+            model: the model in its wrappers, such as DDP.
             optimizer: the optimizer, before its step.
             find_rows: function from indices of micro-batches in the update to their rows in the
                 training data; it returns None if the rows are unknown.
@@ -121,7 +123,8 @@ class NonFiniteUpdates:
             return
         is_counted = self._record_skip(update, find_rows)
         has_scaler = getattr(self._accelerator, "scaler", None) is not None
-        # A gradient scaler skips the step itself. Without one, no gradient means no step.
+        # An optimizer step without gradients changes nothing. A gradient scaler skips the step
+        # itself, and needs the gradients to detect the overflow.
         if is_counted and not has_scaler:
             drop_gradients(model, optimizer)
 
@@ -131,15 +134,16 @@ class NonFiniteUpdates:
         Returns:
             Whether the update counts as skipped; an overflow of a gradient scaler does not.
         """
-        scale = gradient_scale(self._accelerator)
+        scale = get_gradient_scale(self._accelerator)
         micro_batches = _find_nonfinite_micro_batches(update)
         if not micro_batches and scale > 1:
+            # All losses are finite, so the scale was too large for the gradient.
             update.log_entries["skipped"] = "overflow"
             update.log_entries["scale"] = scale
             return False
         cause = "loss"
         if not micro_batches:
-            # All losses are finite, so any micro-batch may have caused the gradient.
+            # All losses are finite, so it is unknown which micro-batch caused the gradient.
             cause = "gradient"
             micro_batches = list(range(len(update.micro_batches)))
         rows = find_rows(micro_batches)

@@ -1,8 +1,9 @@
 """Settings of `contaccum train` besides those of transformers, in groups.
 
-Each setting has its default and its line of help. This module imports neither torch nor
-transformers, so that `contaccum train --help` is quick. `arguments` and `config` refuse
-combinations that cannot work; the loss checks its own settings.
+Each setting is a dataclass field with its default, its line of help and, if they are limited, its
+allowed values: ``option(default, help, choices)``. This module imports neither torch nor
+transformers, so that `contaccum train --help` is quick. `contaccum.training.arguments` and
+`contaccum.training.config` refuse combinations that cannot work; the loss checks its own settings.
 """
 
 from __future__ import annotations
@@ -24,6 +25,17 @@ METHODS = (
     "contaccum_cached",
     "query_side",
 )
+"""The methods differ in the source of a query's negatives.
+
+- in_batch: the other passages of a batch. An update is a single batch.
+- grad_accum: the other passages of a micro-batch. An update has several micro-batches.
+- grad_cache: the other passages of all micro-batches of the update, which are encoded twice.
+- contaccum: as grad_accum, and the past passages in a bank. The past queries in a second bank are
+  contrasted with the new and past passages as well.
+- pre_batch: as contaccum, without the bank of past queries.
+- contaccum_cached: as grad_cache, with the banks of contaccum.
+- query_side: all documents of a store. Their embeddings are fixed, and only queries are encoded.
+"""
 DEFAULT_BANK_SIZE = 1024
 MOST_USED = (
     "output_dir",
@@ -38,7 +50,7 @@ MOST_USED = (
     "save_strategy",
     "eval_strategy",
 )
-"""Settings of transformers that `contaccum train --help` names."""
+"""Settings of transformers that the help lists; `contaccum train --help all` lists all of them."""
 
 
 @dataclass
@@ -53,7 +65,9 @@ class ModelArguments:
     )
     tied: bool = option(True, "True: one encoder for queries and passages. False: two encoders.")
     pooling: str | None = option(
-        None, "Pooling of a backbone. Default: by architecture.", ("cls", "mean", "lasttoken")
+        None,
+        "Pooling of a backbone. Default: chosen by its architecture.",
+        ("cls", "mean", "lasttoken"),
     )
     normalize: bool = option(False, "Scale the embeddings of a backbone to length 1.")
     query_prompt: str | None = option(None, "Text put before every query.")
@@ -119,7 +133,7 @@ class DataArguments:
     )
     missing_negatives: str = option(
         "fill",
-        "A record with too few negatives: fill up with passages of others, or drop it.",
+        "A record with too few negatives: fill up with passages of other records, or drop it.",
         MISSING_NEGATIVES,
     )
     on_bad_record: str = option(
@@ -138,7 +152,13 @@ class DataArguments:
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
-        """Options of each training set by its name; raises `ConfigError` for invalid options."""
+        """Options of each training set in ``train_data``, by the name of the set.
+
+        An option that a set does not set itself has the value of these arguments.
+
+        Raises:
+            ConfigError: for invalid options.
+        """
         names = (
             "split",
             "num_hard_negatives",
@@ -147,9 +167,9 @@ class DataArguments:
             "missing_negatives",
             "data_format",
         )
-        common = {name: getattr(self, name) for name in names}
-        common["columns"] = parse_columns(self.data_columns)
-        return parse_training_sets(self.train_data, common)
+        default_options = {name: getattr(self, name) for name in names}
+        default_options["columns"] = parse_columns(self.data_columns)
+        return parse_training_sets(self.train_data, default_options)
 
 
 @dataclass
@@ -166,7 +186,7 @@ class MethodArguments:
         None, "Rows of the query bank: bank_size or 0 (as pre_batch). Default: bank_size."
     )
     passage_store: str | None = option(
-        None, "With query_side: the embeddings of the corpus, written by contaccum encode."
+        None, "With query_side: the store of the corpus, written by contaccum encode; also a URL."
     )
     corpus: str | None = option(
         None, "With query_side: a file or BEIR folder to encode, instead of passage_store."
@@ -239,4 +259,4 @@ class NegativesArguments:
 
 
 GROUPS = (ModelArguments, DataArguments, MethodArguments, LossArguments, NegativesArguments)
-"""All groups, in the order of `contaccum train --help`."""
+"""All groups of settings, in the order of `contaccum train --help`."""

@@ -1,7 +1,11 @@
 """Halving of micro-batches when memory runs out, and the search for the largest that fits.
 
-The pairs of an update stay the same: a smaller micro-batch means more micro-steps. This module does
-not train; `updates` runs the micro-steps.
+The search is for ``per_device_train_batch_size=auto``, before training starts. Halving is for a run
+in which memory runs out later. In both cases the pairs of an update stay the same: a smaller
+micro-batch means more micro-steps. `contaccum.training.updates` runs the micro-steps.
+
+A loss with a gradient cache has no small micro-batches: one batch is a whole update. What is
+limited or searched for instead is its ``mini_batch_size``, the rows that the cache encodes at once.
 """
 
 from __future__ import annotations
@@ -65,7 +69,7 @@ class MicroBatchLimit:
 
     Args:
         loss: the training loss. The mini-batches of a gradient cache in it are limited too.
-        smallest: the smallest micro-batch in which every query has a negative.
+        smallest: the smallest number of rows with which every query has a negative.
         rank: rank of this process, for messages.
         can_halve: whether this process can repeat an update in smaller micro-steps. It cannot if
             there are other ranks, or if an engine has already reduced a part of the gradient.
@@ -161,6 +165,8 @@ def split_rows(inputs: Batch, max_rows: int | None) -> list[tuple[Batch, float]]
 def make_longest_rows(dataset: Any, num_rows: int) -> list[Row]:
     """Make rows from the longest texts of each column, so that no batch of the data is longer.
 
+    Row i combines the i-th longest text of every column, so most rows are not rows of the data.
+
     Args:
         dataset: the training set, or a dictionary of training sets; of several, the set with the
             most columns is read.
@@ -203,7 +209,7 @@ def find_micro_batch(
         model: the model in training.
         loss: the training loss.
         dataset: the training set, or a dictionary of training sets.
-        smallest: the smallest micro-batch in which every query has a negative.
+        smallest: the smallest number of pairs with which every query has a negative.
         compute_loss: function that returns the value of a loss for rows of the data.
 
     Returns:
@@ -218,8 +224,10 @@ def find_micro_batch(
     sizes = [size for size in range(smallest, num_pairs + 1) if num_pairs % size == 0]
 
     def try_size(size: int) -> None:
-        # A gradient cache gets all pairs in one batch, and encodes ``size`` of them at once.
-        batch = rows if uses_gradient_cache(loss) else rows[:size]
+        batch = rows[:size]
+        if uses_gradient_cache(loss):
+            # The cache gets all pairs in one batch, and encodes ``size`` of them at once.
+            batch = rows
         try_micro_batch(size, model, loss, lambda trial_loss: compute_loss(trial_loss, batch))
 
     largest = find_largest_micro_batch(sizes, try_size, args.device)
@@ -233,8 +241,8 @@ def find_largest_micro_batch(
     """Find the largest size that fits into the memory of every rank.
 
     Sizes are tried in ascending order until memory runs out. On a CPU, the operating system would
-    kill the process then, so the memory for a size is predicted from the size before, and a size
-    that may need too much is not tried.
+    kill the process when memory runs out. So the memory for a size is predicted from the memory of
+    the size before, in proportion, and a size that may need too much is not tried.
 
     Args:
         sizes: the sizes, ascending.
@@ -274,10 +282,11 @@ def find_largest_micro_batch(
 def try_micro_batch(
     size: int, model: nn.Module, loss: Any, compute_loss: Callable[[Any], Tensor]
 ) -> None:
-    """Run two micro-steps with a copy of the loss, while the memory of an optimizer is occupied.
+    """Run two micro-steps with a copy of the loss, to see whether they fit into memory.
 
-    During the second micro-step, gradients and a filled bank are in memory as well. Weights and
-    the loss's own bank do not change, and the gradients are dropped.
+    Tensors of the size of AdamW's two states are in memory meanwhile. During the second micro-step,
+    gradients and a filled bank are in memory as well. Weights and the bank of the original loss do
+    not change, and the gradients are dropped.
 
     Args:
         size: pairs per micro-batch, or pairs that a gradient cache encodes at once.
@@ -305,7 +314,8 @@ def _copy_for_trial(loss: Any, model: nn.Module) -> Any:
     trial_loss = copy.deepcopy(loss, memo={id(model): model})
     for module in trial_loss.modules():
         if isinstance(module, ContAccumLoss):
-            # Ranks may run out of memory at different sizes, so a trial must not wait for others.
+            # Ranks may run out of memory at different sizes, so a trial must not wait for other
+            # ranks to gather their embeddings.
             module.settings = dataclasses.replace(module.settings, gather_across_devices=False)
             module.distillation = None  # the rows of a trial have no teacher scores
     return trial_loss

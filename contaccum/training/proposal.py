@@ -1,4 +1,4 @@
-"""Proposal of settings for training data, from sizes and text lengths.
+"""Proposal of training settings for a data set, from its size and the lengths of its texts.
 
 `contaccum new` writes the proposal into a config, and `contaccum fit` starts its search from it.
 """
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from contaccum.data.dataset import TrainingData
 
 PROMPTS_FILE = Path(__file__).with_name("prompts.yaml")
+"""File with the prompts of families of models."""
 MICRO_BATCH = 8
 MAX_PAIRS_PER_UPDATE = 128
 PAIRS_FOR_TWO_ENCODERS = 50_000
@@ -29,12 +30,15 @@ PAIRS_FOR_TWO_ENCODERS = 50_000
 The smallest data set in the paper, on which it trains two encoders, has 58,880 pairs.
 """
 
+_MIN_UPDATES_PER_EPOCH = 8  # with a small data set, updates are made smaller
 _MAX_SAMPLED_ROWS = 1000  # rows whose texts are measured
 _LENGTH_QUANTILE = 0.95
 _MAX_TOKENS = 512
 _MAX_BANK_SIZE = 1024
-# If more than this share of the queries are also passages, both are the same kind of text.
+# Queries and passages count as the same kind of text if more than this share of the queries are
+# also passages, or if passages are at most this many times as long as queries.
 _MAX_SHARED_TEXTS = 0.01
+_MAX_LENGTH_RATIO = 2
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,13 @@ class Proposal:
         num_passages: number of distinct passages.
         query_max_length: number of tokens that 95% of the queries do not exceed, rounded up to a
             multiple of 8, and at most the model's maximum.
-        passage_max_length: the same for passages.
+        passage_max_length: number of tokens that 95% of the passages do not exceed, rounded and
+            limited in the same way.
         lengths_measured_by: a phrase that says how the lengths were measured.
         query_prompt: the prompt for queries of this family of models; empty if it has none.
         passage_prompt: the prompt for passages; empty if there is none.
         are_alike: whether queries and passages are the same kind of text.
-        tied: whether one encoder is proposed for both, rather than two.
+        tied: whether one encoder is proposed for queries and passages, rather than two encoders.
         has_negatives: whether the data have hard negatives.
         micro_batch: pairs per micro-batch.
         accumulation_steps: micro-batches per update.
@@ -98,7 +103,8 @@ def propose(
     Args:
         data: a file, folder or data set in any format of docs/data.md.
         model: a folder or hub name.
-        columns: the name of the data's column for each role that has another name.
+        columns: {role: name of the data's column}, such as {"query": "question"}, for columns that
+            are not named by their role.
         split: the split of a BEIR or MS MARCO folder, or of a Hugging Face data set.
         on_bad_record: "stop" or "skip", for records that cannot be used.
 
@@ -109,8 +115,8 @@ def propose(
 
     loaded = load_training_data(
         data,
-        num_hard_negatives=1,
-        negatives_to_come=True,
+        num_hard_negatives=1,  # one column of negatives shows whether the data have any
+        negatives_to_come=True,  # so that records without negatives are accepted
         split=split,
         columns=columns,
         on_bad_record=on_bad_record,
@@ -124,10 +130,12 @@ def propose(
     query_length = _compute_max_length(texts["query"], query_prompt, tokenizer)
     passage_length = _compute_max_length(texts["positive"], passage_prompt, tokenizer)
     shared_texts = np.isin(query_ids, passage_ids).mean()
-    are_alike = bool(shared_texts > _MAX_SHARED_TEXTS or passage_length <= 2 * query_length)
+    is_similar_length = passage_length <= _MAX_LENGTH_RATIO * query_length
+    are_alike = bool(shared_texts > _MAX_SHARED_TEXTS or is_similar_length)
     has_prompts = bool(query_prompt or passage_prompt)
     num_pairs = len(loaded.pairs)
     max_steps = MAX_PAIRS_PER_UPDATE // MICRO_BATCH
+    max_steps_of_data = num_pairs // (_MIN_UPDATES_PER_EPOCH * MICRO_BATCH)
     return Proposal(
         data=loaded,
         model=model,
@@ -143,7 +151,7 @@ def propose(
         tied=are_alike or has_prompts or num_pairs < PAIRS_FOR_TWO_ENCODERS,
         has_negatives=any(texts["negative_1"]),
         micro_batch=MICRO_BATCH,
-        accumulation_steps=max(1, min(max_steps, num_pairs // 64)),
+        accumulation_steps=max(1, min(max_steps, max_steps_of_data)),
         bank_size=_propose_bank_size(len(passage_ids)),
         learning_rate="5.0e-5" if "minilm" in model.lower() else "2.0e-5",
         temperature=0.05,
@@ -180,7 +188,7 @@ class _Tokenizer(NamedTuple):
 
 
 def _load_tokenizer(model: str) -> _Tokenizer:
-    """Load the model's tokenizer; if it cannot be loaded, return an estimate of 4 bytes a token."""
+    """Load the model's tokenizer; if it cannot be loaded, return an estimate: 4 bytes per token."""
     from sentence_transformers.util import load_file_path
     from transformers import AutoTokenizer
 
@@ -207,8 +215,8 @@ def _load_tokenizer(model: str) -> _Tokenizer:
 def _compute_max_length(texts: Sequence[str | None], prompt: str, tokenizer: _Tokenizer) -> int:
     """Return a maximum length in tokens that 95% of the texts do not exceed.
 
-    It is rounded up to a multiple of 8, with which accelerators are fastest, and is at most the
-    model's maximum.
+    It is rounded up to the next multiple of 8, because accelerators are fastest with such lengths.
+    It is at most the model's maximum.
     """
     lengths = [tokenizer.count_tokens(f"{prompt}{text}") for text in texts]
     length = np.quantile(lengths, _LENGTH_QUANTILE)

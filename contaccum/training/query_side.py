@@ -1,7 +1,9 @@
 """Setup of query-side training: the store of document embeddings, the loss and the data.
 
-The store exists before the run (``passage_store``), or the run first encodes ``corpus`` into one.
-The loss itself is in `contaccum.losses.query_side`.
+Query-side training (``method=query_side``) trains only the query tower. The document tower is
+frozen, and a store holds its embeddings of all documents. Every query is contrasted with all
+documents of the store. The store exists before the run (``passage_store``), or the run first
+encodes ``corpus`` into one. The loss itself is in `contaccum.losses.query_side`.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ A query tower cannot learn to retrieve with such document embeddings.
 _MAX_TEXTS_SHOWN = 3  # missing passages in a message
 
 
-class QuerySide:
+class QuerySideSetup:
     """Loss, collator and data of a run with ``method=query_side``.
 
     Args:
@@ -58,7 +60,7 @@ class QuerySide:
 
     Attributes:
         dataset: the training data, without the rows that ``missing=drop`` drops.
-        eval_dataset: the evaluation pairs, likewise.
+        eval_dataset: the evaluation pairs, also without such rows.
         documents: the documents of the store, and the passages that ``missing=add`` adds.
         loss: the `QuerySideLoss`.
         collator: the data collator for the trainer.
@@ -79,7 +81,7 @@ class QuerySide:
         store = _open_store(args, model)
         _check_similarity(args, store)
         self.documents = StoreDocuments(store)
-        temperature = args.loss_settings(self.documents.similarity)["temperature"]
+        temperature = args.make_loss_settings(self.documents.similarity)["temperature"]
         self.loss = QuerySideLoss(model, self.documents, scale=1.0 / temperature)
         missing = args.missing
         self.dataset = _handle_missing(self.documents, model, train_dataset, missing)
@@ -101,7 +103,7 @@ class QuerySide:
             )
 
 
-def check_sources(args: ContAccumTrainingArguments) -> None:
+def check_document_source(args: ContAccumTrainingArguments) -> None:
     """Check that the store or the corpus can be read, before a model is loaded.
 
     Raises:
@@ -125,7 +127,7 @@ def _check_similarity(args: ContAccumTrainingArguments, store: EmbeddingStore) -
 def _open_store(args: ContAccumTrainingArguments, model: SentenceTransformer) -> EmbeddingStore:
     """Open the store of a run; with ``args.corpus``, encode the corpus into a store first.
 
-    Embeddings from an earlier start of the same run are reused.
+    If an earlier start of the same run has encoded documents already, they are not encoded again.
     """
     if args.passage_store is not None:
         return EmbeddingStore.open(args.passage_store)
@@ -168,8 +170,8 @@ def _handle_missing(
         return type(dataset)(handled)
     if dataset is None or isinstance(dataset, IterableDataset):
         return dataset  # the collator refuses a missing positive in a stream
-    missing_texts: dict[str, None] = {}  # a set that keeps the order of the data
-    complete_rows = []
+    missing_texts: dict[str, None] = {}  # used as a set that keeps the order of the data
+    complete_rows = []  # rows of which all positives are documents
     for row, (_, positives) in enumerate(iterate_pairs(dataset)):
         has_document = documents.contains(text_ids(positives))
         if has_document.all():

@@ -1,7 +1,8 @@
 """States of all random number generators that training uses.
 
-Evaluation, model cards and the search for a micro-batch size also draw random numbers. They restore
-the states afterwards, so that they do not change the training.
+Evaluation, model cards and the search for a micro-batch size also use random numbers. The code that
+runs them captures the states before and restores them afterwards, so that the training stays the
+same with and without them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RandomStates:
-    """The states of the generators of Python, numpy and torch (CPU and every CUDA device)."""
+    """The states of the generators of Python, numpy and torch (CPU and every CUDA device).
+
+    `capture` creates an object of this class, and `restore` uses it.
+    """
 
     python: tuple[object, ...]
     numpy: object

@@ -3,7 +3,9 @@
 The method is ANCE (arXiv 2007.00808), but inside the training process: training pauses while all
 queries and passages are encoded. `contaccum.mining` selects the negatives. This module puts their
 texts into each batch just before the batch is trained on, because a data loader reads batches ahead
-and would otherwise deliver negatives of an earlier mining. It does not depend on the loss.
+and would otherwise deliver negatives of an earlier mining. To find the query of each row of a
+batch, the data set passes row numbers in its label column; see `contaccum.data.labels`. This module
+does not depend on the loss.
 """
 
 from __future__ import annotations
@@ -44,10 +46,11 @@ class NegativeRefresh:
 
     Attributes:
         dataset: the training set, whose labels include row numbers.
+        sampling: the `EpochSampling` of the data set, which samples its texts in each epoch.
         mined_at: number of updates before the last mining; None while the negatives of the data set
             are used.
         rows: int32 (queries, refresh_pool), the mined negatives of each query as rows of
-            ``data.documents``, best first, padded with -1.
+            ``data.documents``, best first, padded with -1. These are not rows of the data set.
 
     Raises:
         ConfigError: for a data set with other columns, or with a query that ``data`` lacks.
@@ -61,7 +64,7 @@ class NegativeRefresh:
             dataset = add_row_numbers(dataset)
         self.dataset = dataset
         (self.sampling,) = get_samplings(dataset)
-        self.sampling.has_row_numbers = True
+        self.sampling.has_row_numbers = True  # from now on, the labels include row numbers
         self.args = args
         self.columns = [name for name in dataset.column_names if name.startswith("negative_")]
         self.data = load_mining_data(self.sampling.pairs()) if data is None else data
@@ -74,15 +77,16 @@ class NegativeRefresh:
 
         A query number is an index into ``data.queries``.
         """
-        number_of_query: dict[str | None, int] = {}
+        number_by_query: dict[str | None, int] = {}
         for number, text in enumerate(self.data.queries):
-            number_of_query[text] = number
-        query_numbers: list[int] = []
+            number_by_query[text] = number
+        query_numbers: list[int] = []  # -1 for a query that is missing
         has_negatives = False
         for batch in first_texts(self.dataset):
-            query_numbers += [number_of_query.get(query, -1) for query in batch["query"]]
+            query_numbers += [number_by_query.get(query, -1) for query in batch["query"]]
             for column in self.columns:
-                has_negatives = has_negatives or any(batch[column])
+                if any(batch[column]):
+                    has_negatives = True
         num_missing = query_numbers.count(-1)
         if num_missing:
             raise ConfigError(
@@ -107,7 +111,7 @@ class NegativeRefresh:
     def mine(
         self, model: SentenceTransformer, num_updates: int, is_first_rank: bool
     ) -> dict[str, float]:
-        """Mine with the current ``model`` on rank 0, and send the result to every rank.
+        """Mine with the current ``model`` on rank 0, and send ``rows`` to every rank.
 
         Args:
             model: the encoder.
@@ -118,7 +122,8 @@ class NegativeRefresh:
             Entries for the log.
         """
         started = time.perf_counter()
-        rows = np.full_like(self.rows, -1)  # less than any row, so the maximum is rank 0's result
+        # The other ranks have -1 everywhere, so the maximum over all ranks is the result of rank 0.
+        rows = np.full_like(self.rows, -1)
         if is_first_rank:
             rows = self._mine_rows(model)
         all_rows = over_ranks("MAX", torch.from_numpy(rows).to(self.args.device))
@@ -162,13 +167,14 @@ class NegativeRefresh:
         assert labels.row_numbers is not None
         ids = labels.text_ids
         if self.mined_at is not None:
+            # n rows with h texts each
             negatives = [self._sample_negatives(row) for row in labels.row_numbers.tolist()]
             inputs.update(self._collate_negatives(negatives, collate))
             if ids is not None:
-                hashes = text_ids(itertools.chain.from_iterable(negatives))
-                new_ids = torch.from_numpy(hashes).reshape(len(negatives), -1)
+                flat_ids = text_ids(itertools.chain.from_iterable(negatives))
+                negative_ids = torch.from_numpy(flat_ids).reshape(len(negatives), -1)  # (n, h)
                 # The first two columns are the ids of query and positive.
-                ids = torch.cat([ids[:, :2], new_ids.to(ids)], dim=1)
+                ids = torch.cat([ids[:, :2], negative_ids.to(ids)], dim=1)
         if ids is not None:
             inputs["label"] = ids
         return inputs
@@ -177,8 +183,8 @@ class NegativeRefresh:
         """Return the features of the columns of negatives, for the texts of each row."""
         rows = []
         for texts in negatives:
-            # The collator finds a column's prompt and task by its position, so a row needs the
-            # columns before the negatives too.
+            # The collator chooses a column's prompt and tower by the position of the column, so a
+            # row needs the columns before the negatives too. Their features are dropped below.
             row = {"query": "", "positive": ""}
             row |= dict(zip(self.columns, texts, strict=True))
             rows.append(row)
@@ -192,7 +198,7 @@ class NegativeRefresh:
         return {"rows": torch.from_numpy(self.rows), "mined_at": torch.tensor(mined_at)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load the result of `state_dict`; raise `UserError` if other data were mined."""
+        """Load the result of `state_dict`; raise `UserError` if it was mined in other data."""
         rows = state["rows"]
         if rows.shape != self.rows.shape or int(rows.max()) >= self.data.pool_size:
             raise UserError(
@@ -228,7 +234,7 @@ class NegativeRefresh:
             )
         texts = []
         for index in range(num_columns):
-            # In a tiny pool there may be fewer passages than columns, so some are repeated.
+            # A tiny pool may have fewer passages than there are columns, so some are repeated.
             passage = sample[index % len(sample)]
             texts.append(self.data.documents[passage].passage)
         return texts

@@ -20,13 +20,14 @@ def peak_memory_mb(device: torch.device | str | None = None) -> float:
     """Return the peak memory since `reset_peak_memory` in MB (2^20 bytes).
 
     For a CUDA device, it is the memory that torch has allocated there, otherwise the resident
-    memory of this process. On systems without /proc, which report no peak, the current memory is
-    returned.
+    memory of this process. On systems without /proc, no peak is available, and the current memory
+    is returned.
     """
     if device is not None and torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device) / _BYTES_PER_MB
     with suppress(OSError):
-        # getrusage is not used, because a child process starts with the peak of its parent there.
+        # resource.getrusage is not used, because there a child process starts with the peak of its
+        # parent. VmHWM is the peak of the resident memory, in kB.
         for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
             if line.startswith("VmHWM"):
                 return int(line.split()[1]) / 2**10
@@ -39,6 +40,7 @@ def reset_peak_memory(device: torch.device | str) -> None:
         torch.cuda.reset_peak_memory_stats(device)
         return
     with suppress(OSError):
+        # 5 is Linux's code for setting VmHWM to the current resident memory.
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
@@ -61,7 +63,7 @@ def is_disk_full(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, OSError) and error.errno in _DISK_FULL_ERRORS:
             return True
-        # torch and safetensors raise other types of errors for it.
+        # For a full disk, torch and safetensors raise errors of other types.
         text = str(error)
         if "PytorchStreamWriter" in text:
             return True

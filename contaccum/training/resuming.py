@@ -2,7 +2,9 @@
 
 `parse_resume_request` reads the user's request, and `choose_checkpoint` finds the checkpoint. A run
 resumes from a checkpoint of another run only if the user names that folder. `require_free_folder`
-refuses to overwrite another run.
+refuses to overwrite another run. ``run.json`` in ``output_dir`` records the id of the latest run
+there, and whether it has finished. The marker of each checkpoint (see
+`contaccum.training.checkpoint`) records the id of the run that wrote it.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ RESUME_SETTINGS = (
 )
 """Arguments that a resumed run must not change.
 
-The states of bank and optimizer, or the position in the data, would not be valid with others.
+With other values, the saved states of bank and optimizer, or the saved position in the data, would
+not be valid.
 """
 
 
@@ -59,8 +62,8 @@ class ResumePoint:
 
     Attributes:
         folder: the checkpoint.
-        marker: the content of its marker.
-        state: the state of transformers' trainer in it.
+        marker: the content of its marker, from `RunDescription.make_marker`.
+        state: the state of transformers' trainer, which the checkpoint contains.
     """
 
     folder: Path
@@ -75,7 +78,8 @@ class ResumePoint:
     def get_stream_position(self, batches_per_update: int) -> tuple[int, int]:
         """Return the position in a stream: complete passes, and micro-batches of the next pass."""
         # For a stream, transformers starts a new epoch at each pass, and counts an update as
-        # 1 / max_steps of an epoch.
+        # 1 / max_steps of an epoch. With max_steps=100, epoch 2.07 means: two complete passes, and
+        # 7 updates of the third.
         epoch = float(self.state.epoch or 0)
         num_passes = int(epoch)
         num_updates = round((epoch - num_passes) * self.state.max_steps)
@@ -86,7 +90,7 @@ class ResumePoint:
 
         Without this check, transformers would train another update after the end.
         """
-        # It is declared as a list too, but TrainerState turns it into a dictionary when created.
+        # stateful_callbacks may be a list by its type, but TrainerState makes it a dictionary.
         callbacks = cast(dict[str, dict], self.state.stateful_callbacks)
         attributes = callbacks.get("EvaluationCallback", {}).get("attributes", {})
         evaluations_without_gain = attributes.get("early_stopping_patience_counter", 0)
@@ -106,7 +110,10 @@ class ResumePoint:
 
 
 def drop_unusable_best(state: TrainerState, run_id: str | None) -> None:
-    """Remove the best checkpoint from a state if the run ``run_id`` cannot use it."""
+    """Remove the best checkpoint from a trainer's state if the run ``run_id`` cannot use it.
+
+    It may have been removed from the disk, or belong to another run.
+    """
     best = state.best_model_checkpoint
     if best is None:
         return
@@ -164,8 +171,9 @@ def require_free_folder(args: ContAccumTrainingArguments) -> None:
     checkpoints = find_checkpoints(folder)
     would_overwrite = request is None
     if request == "auto" and find_newest_checkpoint(folder)[0] is None:
-        # If run.json says that its run has not finished, the model is from an older run that the
-        # user had allowed to overwrite, before the run of run.json was killed.
+        # "auto" would start a new run here. That is allowed if the latest run has not finished: it
+        # was killed before its first checkpoint. If there is a model nevertheless, it is from an
+        # older run, which the user has already allowed the latest run to overwrite.
         would_overwrite = has_model and record.get("finished", True)
     if not would_overwrite:
         return
@@ -233,9 +241,9 @@ def _find_requested(
         if defect is not None:
             path = None
             skipped = [f"{request}: {defect}"]
-    # With run.json, all checkpoints that were skipped are known to be incomplete or of another run,
-    # so a run that was killed before its first complete checkpoint may start again. Without
-    # run.json, the skipped checkpoints may be those that the user wants to continue.
+    # "auto" may start a new run if the latest run was killed before its first complete checkpoint.
+    # With run.json, this is certain: the skipped checkpoints are incomplete, or of another run.
+    # Without run.json, the user may want to continue from one of the skipped checkpoints.
     has_record = bool(read_run_record(str(args.output_dir)))
     may_start_new = request == "auto" and (not skipped or has_record)
     if path is None and not may_start_new:
@@ -258,8 +266,10 @@ def _require_same_settings(
             f"run from its weights with --model {path}"
         )
     saved = marker["settings"]
+    # The saved settings were read from JSON, so those of this run are converted in the same way.
+    current = json.loads(json.dumps(settings, default=str))
     changed = []
-    for key, value in json.loads(json.dumps(settings, default=str)).items():
+    for key, value in current.items():
         if saved.get(key) != value:
             changed.append(f"{key}: {saved.get(key)} -> {value}")
     if changed:

@@ -1,5 +1,7 @@
-"""Setup of a run from parsed arguments: data, model, guide, evaluator and trainer.
+"""Setup of a training run from parsed arguments: data, encoder and trainer.
 
+A run has three groups of arguments: ``model_args`` (the encoder), ``data_args`` (the data) and
+``args`` (everything about the training). `contaccum.training.config` parses them.
 `contaccum train`, `compare`, `tune` and `fit` all use these functions, so that the same arguments
 always give the same run.
 """
@@ -22,7 +24,7 @@ from contaccum.training import config
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.log import RUN_RECORD
 from contaccum.training.options import DataArguments, ModelArguments
-from contaccum.training.query_side import check_sources
+from contaccum.training.query_side import check_document_source
 from contaccum.training.resuming import require_free_folder
 from contaccum.training.trainer import ContAccumTrainer
 
@@ -32,7 +34,8 @@ class RunData(NamedTuple):
 
     Attributes:
         training: the training sets.
-        mining: queries and passages for mining hard negatives during training; None without mining.
+        mining: queries and passages from which hard negatives are mined again during training; None
+            if ``refresh_negatives_every`` is not set.
         evaluator: the evaluator of the model during training; None without evaluation.
     """
 
@@ -41,43 +44,46 @@ class RunData(NamedTuple):
     evaluator: SentenceEvaluator | None
 
 
-def load_run_data(data: DataArguments, args: ContAccumTrainingArguments) -> RunData:
+def load_run_data(data_args: DataArguments, args: ContAccumTrainingArguments) -> RunData:
     """Load the data of a run; raise `UserError` for data that cannot be used.
 
-    On each host, the first process reads the files, and the others then read its cache.
+    On each host, the first process reads the files and writes a cache. The other processes of the
+    host wait for the first one, and then read the cache.
     """
     with args.main_process_first(desc="reading the data"):
-        training = config.load_data(data, args)
-        mining = config.load_refresh_data(data, args)
-        evaluator = config.load_evaluator(data, args)
+        training = config.load_data(data_args, args)
+        mining = config.load_refresh_data(data_args, args)
+        evaluator = config.load_evaluator(data_args, args)
     return RunData(training, mining, evaluator)
 
 
-def load_encoder(model: ModelArguments, args: ContAccumTrainingArguments) -> DualEncoder:
-    """Load the model to train; raise `UserError` if it cannot be loaded."""
+def load_encoder(model_args: ModelArguments, args: ContAccumTrainingArguments) -> DualEncoder:
+    """Load the encoder to train; raise `UserError` if it cannot be loaded."""
     set_seed(args.seed)  # some weights may be initialised at random, such as those of an adapter
-    return config.load_model(model, str(args.device), args.method)
+    return config.load_model(model_args, str(args.device), args.method)
 
 
 def make_trainer(
     encoder: DualEncoder,
-    model: ModelArguments,
+    model_args: ModelArguments,
     args: ContAccumTrainingArguments,
     data: RunData,
-    **options: Any,
+    **trainer_options: Any,
 ) -> ContAccumTrainer:
     """Return the trainer of a run.
 
     Args:
         encoder: the encoder to train, from `load_encoder`.
-        model: the model arguments, which name the guide.
+        model_args: the model arguments. Only the name of the guide is read here: the guide is a
+            second, frozen model whose scores show which negatives are false.
         args: the training arguments.
         data: the data, from `load_run_data`.
-        **options: further arguments of the trainer, such as ``callbacks``.
+        **trainer_options: further arguments of the trainer, such as ``callbacks``.
 
     Raises:
         UserError: for a model that cannot be trained on the data or with the arguments.
     """
+    guide = config.load_guide(model_args, device=str(args.device))
     return ContAccumTrainer(
         encoder,
         args,
@@ -85,13 +91,13 @@ def make_trainer(
         evaluator=data.evaluator,
         data_record=data.training.record(),
         mining_data=data.mining,
-        guide=config.load_guide(model, device=str(args.device)),
-        **options,
+        guide=guide,
+        **trainer_options,
     )
 
 
 def train_and_save(
-    model: ModelArguments, data_args: DataArguments, args: ContAccumTrainingArguments
+    model_args: ModelArguments, data_args: DataArguments, args: ContAccumTrainingArguments
 ) -> None:
     """Train a model and save it into ``output_dir``: the work of `contaccum train`.
 
@@ -99,18 +105,21 @@ def train_and_save(
         UserError: for an ``output_dir`` with another run, or data or a model that cannot be used.
     """
     output_dir = str(args.output_dir)
+    # These checks are quick, and come before the data and the model are loaded.
     require_free_folder(args)
-    check_sources(args)
+    check_document_source(args)
     if args.process_index == 0:
         require_writable(Path(output_dir) / RUN_RECORD)
     data = load_run_data(data_args, args)
     if args.process_index == 0:
         print(data.training.summary())
-    trainer = make_trainer(load_encoder(model, args), model, args, data)
-    # With the redirection, log lines do not break the progress bar.
-    loggers = [logging.getLogger(name) for name in (None, "transformers")]
+    encoder = load_encoder(model_args, args)
+    trainer = make_trainer(encoder, model_args, args, data)
+    # With the redirection, log lines do not break the progress bar. The logger of transformers has
+    # a handler of its own, so redirecting the root logger is not enough.
+    loggers = [logging.getLogger(), logging.getLogger("transformers")]
     with logging_redirect_tqdm(loggers):
         trainer.train(args.resume_from_checkpoint)
     trainer.save_model(output_dir)
-    if model.merge_adapter and trainer.is_world_process_zero():
-        config.merge_saved(output_dir, model)
+    if model_args.merge_adapter and trainer.is_world_process_zero():
+        config.merge_saved_adapter(output_dir, model_args)

@@ -1,4 +1,7 @@
-"""The description of a run: ``run.json``, and the settings that a resumed run must share."""
+"""The description of a run: ``run.json``, and the settings that a resumed run must share.
+
+This module makes the records. `contaccum.training.trainer` writes them.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,18 @@ from contaccum.training.train_data import compute_fingerprint, count_rows
 
 
 class RunDescription:
-    """The description of a run, for its record and for its checkpoints.
+    """The description of a run, for ``run.json`` and for the markers of its checkpoints.
 
     Args:
         args: the arguments in use.
         user_arguments: the arguments as the user wrote them.
-        model: the encoder. Its parameters are counted at once, because ZeRO-3 leaves them empty
-            later.
+        model: the encoder. Its parameters are counted in the constructor, because they are empty
+            once ZeRO-3 has sharded them.
         loss: the training loss, or a dictionary with one loss for each data set.
         engine: name of the engine that shards the model; None without one.
         train_dataset: the training set, or a dictionary of training sets.
-        data_record: properties of the data; a missing ``fingerprint`` is computed when needed.
+        data_record: properties of the data for ``run.json``; a missing ``fingerprint`` is computed
+            when needed.
         evaluator: the evaluator of the run; None without evaluation.
     """
 
@@ -115,13 +119,16 @@ class RunDescription:
         }
 
     def get_resume_settings(self) -> dict[str, Any]:
-        """Return the settings that a resumed run must share with its checkpoint, by name."""
+        """Return the settings that a resumed run must share with its checkpoint, by name.
+
+        An error message shows the names, so those that are not arguments are in plain words.
+        """
         args = self._args
         settings: dict[str, Any] = {}
         for name in RESUME_SETTINGS:
             settings[name] = self._user_arguments.get(name)
-        # A run whose ranks share one bank may resume on another number of ranks, and this argument
-        # may differ there.
+        # A run whose ranks share one bank may resume on another number of ranks, where this
+        # argument may have another value.
         del settings["gather_across_devices"]
         settings["pairs per update"] = args.total_train_batch_size
         settings["rows"] = count_rows(self._train_dataset)
@@ -137,8 +144,10 @@ class RunDescription:
         fingerprint = self.get_fingerprint()
         if fingerprint is not None:
             settings["data fingerprint"] = fingerprint
-        # With these samplers, the order of the rows depends on the batch size too.
+        # With another sampler than the default, or several data sets, the order of the rows also
+        # depends on the batch size.
         sampler = get_name(args.batch_sampler)
-        if sampler != "batch_sampler" or isinstance(self._train_dataset, dict):
+        is_default_sampler = sampler == "batch_sampler"
+        if not is_default_sampler or isinstance(self._train_dataset, dict):
             settings["batch_sampler"] = f"{sampler} of {args.train_batch_size}"
         return settings

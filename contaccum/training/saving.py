@@ -1,4 +1,7 @@
-"""Removal of credentials, pickles and local paths from models that are saved or uploaded."""
+"""Saving and uploading of models without credentials, pickles and local paths.
+
+A pickle could run code when it is loaded, and the other two would be published with the model.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,11 @@ def upload_model(
     Args:
         model: the model.
         args: the arguments of the run, with the name and the options of the upload.
-        save: function that saves the model in a folder; it is called on all ranks.
+        save: function that saves the model in a folder. All ranks must call it.
         is_writer: whether this rank uploads.
         commit_message: message of the commit.
-        overrides: ``token``, ``revision`` and ``private``, which replace those of the arguments.
+        overrides: the keys ``token``, ``revision`` and ``private``, if present, replace the values
+            of the arguments.
 
     Returns:
         The URL of the commit; None on other ranks.
@@ -62,7 +66,10 @@ def get_hub_model_id(args: ContAccumTrainingArguments) -> str:
 def get_hub_options(
     args: ContAccumTrainingArguments, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return token, revision and privacy of an upload; None in ``overrides`` is ignored."""
+    """Return token, revision and privacy of an upload.
+
+    The values come from the arguments, unless ``overrides`` has another value that is not None.
+    """
     options = {
         "token": args.hub_token,
         "revision": args.hub_revision,

@@ -1,9 +1,13 @@
-"""Functions on training sets: number of rows, fingerprint, order, and the rows of a batch."""
+"""Functions on training sets: number of rows, fingerprint, order, and the rows of a batch.
+
+A training set is a `datasets.Dataset`, a stream (an IterableDataset, without a length), or a
+dictionary of data sets by name, which are its parts.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -74,11 +78,15 @@ def compute_fingerprint(dataset: Any) -> str | None:
 
 @contextmanager
 def use_resumable_order(args: ContAccumTrainingArguments) -> Iterator[None]:
-    """Use, within a ``with`` block, a batch sampler whose order depends only on seed and epoch."""
+    """Use, within a ``with`` block, a batch sampler whose order depends only on seed and epoch.
+
+    The trainer reads ``args.batch_sampler`` and ``args.seed`` when it makes the data loader, so
+    both are replaced for that time. A sampler without a resumable version stays.
+    """
     batch_sampler = args.batch_sampler
     seed = args.seed
     args.batch_sampler = RESUMABLE_SAMPLERS.get(get_name(batch_sampler), batch_sampler)
-    args.seed = args.order_seed
+    args.seed = args.order_seed  # data_seed, if it is set
     try:
         yield
     finally:
@@ -97,36 +105,36 @@ def unwrap_batch_sampler(loader: DataLoader) -> Any:
 def find_rows_of_micro_batches(
     args: ContAccumTrainingArguments,
     batch_sampler: Iterable[list[int]] | None,
-    batches_per_epoch: int,
+    loader: Sized,
     updates_before: int,
     micro_batches: Iterable[int],
 ) -> list[int] | None:
     """Return the rows of the training data in some micro-batches of an update on this rank.
 
     The sampler computes the batches of the current epoch again. This is possible only if they
-    depend on nothing but seed and epoch; otherwise the result is None.
+    depend on nothing but seed and epoch; otherwise the result is None. The ranks take the batches
+    of the sampler in turn: with 2 ranks, batch 0 is the first of rank 0, and batch 1 of rank 1.
 
     Args:
         args: the arguments of the run.
-        batch_sampler: iterable over the rows of each batch, with the batches of the ranks in turn;
-            None for a stream.
-        batches_per_epoch: number of micro-batches of an epoch on this rank.
+        batch_sampler: iterable over the rows of each batch of all ranks; None for a stream.
+        loader: the data loader; its length is the number of micro-batches of an epoch on this rank.
         updates_before: number of updates of the run before this one.
         micro_batches: indices of the micro-batches in the update, from 0.
     """
-    has_resuming_sampler = get_name(args.batch_sampler) in RESUMABLE_SAMPLERS
+    has_resumable_sampler = get_name(args.batch_sampler) in RESUMABLE_SAMPLERS
     has_custom_order = callable(args.multi_dataset_batch_sampler)
-    if batch_sampler is None or not has_resuming_sampler or has_custom_order:
+    if batch_sampler is None or not has_resumable_sampler or has_custom_order:
         return None
     num_steps = args.gradient_accumulation_steps
-    updates_per_epoch = max(math.ceil(batches_per_epoch / num_steps), 1)
+    updates_per_epoch = max(math.ceil(len(loader) / num_steps), 1)
     first_of_update = updates_before % updates_per_epoch * num_steps
-    numbers = set()  # positions in the batch sampler
+    positions = set()  # of the micro-batches, among the batches of the sampler
     for index in micro_batches:
-        numbers.add((first_of_update + index) * args.world_size + args.process_index)
+        positions.add((first_of_update + index) * args.world_size + args.process_index)
     rows: list[int] = []
     # islice stops the sampler after the last batch that is needed.
-    for number, batch in enumerate(islice(batch_sampler, max(numbers) + 1)):
-        if number in numbers:
+    for position, batch in enumerate(islice(batch_sampler, max(positions) + 1)):
+        if position in positions:
             rows += batch
     return rows

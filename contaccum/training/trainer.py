@@ -1,9 +1,15 @@
 """ContAccumTrainer: SentenceTransformerTrainer with the method, the bank and its checkpoints.
 
+An update is one optimizer step, on ``gradient_accumulation_steps`` micro-batches. A micro-step is
+one forward and backward pass. The bank is a ring buffer in the loss: detached embeddings of past
+micro-batches, which serve as further negatives.
+
 transformers owns the training loop, the optimizer, mixed precision, distribution and checkpoints.
-This class adds the loss of ``args.method``, prompts and gradient norms for each tower, the bank in
-every checkpoint, and an order of the data that a resumed run continues. An update that is not
-finite is skipped, and an update that runs out of memory is repeated in smaller micro-steps.
+This class adds the loss of ``args.method``, prompts and gradient norms for each tower (query and
+passage encoder), the bank in every checkpoint, and an order of the data that a resumed run
+continues. It skips updates whose loss or gradient is infinite or NaN, and repeats an update that
+runs out of memory in smaller micro-steps. A comment "Private:" says why a private method of
+transformers is overridden.
 """
 
 from __future__ import annotations
@@ -103,19 +109,18 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     ) -> None:
         args = args or ContAccumTrainingArguments(output_dir="runs/contaccum")
         user_arguments = args.to_dict()
-        # The settings derived below hold for this model and data set, not for the caller's object.
-        args = copy.copy(args)
+        args = copy.copy(args)  # some settings are changed below, and the caller's must not change
         self.refresh: NegativeRefresh | None = None
         if args.refresh_negatives_every is not None:
             self.refresh = NegativeRefresh(args, train_dataset, mining_data)
-            train_dataset = self.refresh.dataset  # its labels include row numbers
-        self.samplings = get_samplings(train_dataset)
+            train_dataset = self.refresh.dataset  # it also holds the row numbers, as labels
+        self.samplings = get_samplings(train_dataset)  # they sample new texts in each epoch
         dataset = eval_dataset if train_dataset is None else train_dataset
         columns = loss_factory.get_text_columns(dataset)
         loss_factory.set_column_roles(args, model, columns)
         log.fill_model_card(model, args, data_record or {}, has_custom_loss=loss is not None)
         if loss is None and args.method == "query_side":
-            setup = query_side.QuerySide(args, model, train_dataset, eval_dataset)
+            setup = query_side.QuerySideSetup(args, model, train_dataset, eval_dataset)
             train_dataset = setup.dataset
             eval_dataset = setup.eval_dataset
             loss = setup.loss
@@ -124,19 +129,19 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             loss = loss_factory.make_loss(model, args, guide)
         loss_factory.check_columns(args, loss, columns)
         loss_factory.disable_unused_parameter_search(args, model, loss)
-        args.hub_strategy = HubStrategy.END  # uploading checkpoints would publish run.json
-        self.batch_sampler: Any = None
+        args.hub_strategy = HubStrategy.END  # checkpoints contain local paths; see `saving`
+        self.batch_sampler: Any = None  # the sampler of the data loader; None for a stream
         self.run_id: str | None = None  # set by train(); a resumed run keeps its id
         self._resume_point: resuming.ResumePoint | None = None
         super().__init__(model, args, train_dataset, eval_dataset, loss, **kwargs)
-        if loss_factory.uses_only_embeddings(loss):
+        if loss_factory.reads_only_embeddings(loss):
             features = train_data.collate_first_rows(
                 self.train_dataset, self.data_collator, self.collect_features
             )
             loss_factory.freeze_unused_parameters(self.args, self.model, features)
         if self.is_fsdp_enabled:
             engines.refuse_two_tower_adapters(model)
-        # The arguments removed transformers' global DeepSpeed config; the accelerator set it again.
+        # The constructor has set this global config again; see args._configure_deepspeed.
         unset_hf_deepspeed_config()
         loss_factory.pass_known_positives(self.loss, [train_dataset, eval_dataset])
         query_side.share_documents(self.loss, self.evaluator)
@@ -155,7 +160,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
     def _make_updates(self, smallest_micro_batch: int) -> None:
         """Create the objects that run, split and skip updates."""
-        # Other ranks, or an engine that has reduced part of the gradient, cannot repeat an update.
+        # To halve micro-batches, an update starts again. Other ranks would have to start it again
+        # too, and DeepSpeed has already reduced a part of the gradient.
         can_halve = world_size() == 1 and not self.is_deepspeed_enabled
         limit = out_of_memory.MicroBatchLimit(
             self.loss, smallest_micro_batch, self.args.process_index, can_halve
@@ -168,19 +174,19 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             self.args.max_skipped_updates, self.accelerator, has_full_gradients
         )
         for loss in train_data.list_parts(self.loss):
-            nonfinite.make_gradient_nonfinite_too(loss)
+            nonfinite.add_nan_gradient_hook(loss)
 
     def _add_callbacks(self) -> None:
-        args = self.args
-        # These run before the callbacks that log, so that these receive the numbers of the update.
+        # At the front of the list: UpdateLogCallback must add the measurements of an update before
+        # the callbacks of transformers print them and send them to trackers.
         self.callback_handler.callbacks[:0] = [
             callbacks.RunCallback(self._start_run, self._set_epoch, self._refresh_negatives),
             callbacks.UpdateLogCallback(self.updates, list(self.bank_losses())),
         ]
-        if args.eval_strategy != "no":
-            callbacks.choose_metric(args, self.evaluator, self.eval_dataset is not None)
+        if self.args.eval_strategy != "no":
+            callbacks.choose_metric(self.args, self.evaluator, self.eval_dataset is not None)
             evaluation = callbacks.EvaluationCallback(
-                args.early_stopping_patience, self.updates, lambda: self.is_in_train
+                self.args.early_stopping_patience, self.updates, lambda: self.is_in_train
             )
             self.add_callback(evaluation)
         self.signals = callbacks.SignalCallback()
@@ -229,7 +235,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 # The result depends on the micro-batch size, so a run searches for it only once.
                 self.updates.set_micro_batch_size(point.marker["micro_batch"])
             final_model = point.find_final_model(args)
-            if final_model is not None:  # the run has ended, and there is nothing left to train
+            if final_model is not None:  # the run had ended, and there is nothing left to train
                 self.state = point.state
                 self._load_from_checkpoint(final_model)
                 return TrainOutput(self.state.global_step, 0.0, {})
@@ -241,20 +247,15 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader whose order depends only on seed and epoch, so that runs can resume."""
-        args = self.args
-        if args.has_auto_micro_batch:
-            # By now gradient checkpointing is enabled, and no batch size has been read yet.
-            smallest = self.updates.limit.smallest
-            num_pairs = out_of_memory.find_micro_batch(
-                args, self.model, self.loss, self.train_dataset, smallest, self._compute_loss
-            )
-            self.updates.set_micro_batch_size(num_pairs)
+        if self.args.has_auto_micro_batch:
+            # transformers has enabled gradient checkpointing by now, and has read no batch size.
+            self.updates.find_micro_batch_size(self.model, self.train_dataset, self._compute_loss)
         if isinstance(self.train_dataset, IterableDataset):
-            # Each rank reads all rows and keeps its share. Otherwise accelerate would tokenize the
-            # rows of all ranks on the first one.
+            # Each rank reads all rows and uses its share. With dispatch_batches, the first rank
+            # would tokenize the rows of all ranks.
             self.accelerator.dataloader_config.dispatch_batches = False
             return super().get_train_dataloader()
-        with train_data.use_resumable_order(args):
+        with train_data.use_resumable_order(self.args):
             loader = super().get_train_dataloader()
         self.batch_sampler = train_data.unwrap_batch_sampler(loader)
         return loader
@@ -266,7 +267,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         # Private: the only place where a resumed run gets its position in the data. For a stream,
-        # transformers would skip the micro-batches of all passes in the first pass.
+        # transformers would count no epoch, and skip the batches of all passes in the first pass.
         position = super()._init_training_state(*args, **kwargs)
         if self._resume_point is None or not isinstance(self.train_dataset, IterableDataset):
             return position
@@ -277,19 +278,20 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self.updates.start_update(self.state.global_step + 1)
         if self._resume_point is not None:
             resuming.drop_unusable_best(self.state, self.run_id)
-            self.updates.limit.rows = self._resume_point.marker["rows_fit"]
+            self.updates.limit.rows = self._resume_point.marker["rows_fit"]  # None: no limit
             checkpoint.load_states(self._resume_point.folder, self._state_parts())
         elif loss_factory.get_store_documents(self.loss) and self.is_world_process_zero():
             query_side.warn_if_documents_are_weak(self.evaluator, self.model)
         if self.args.should_save:  # on the first rank, or with save_on_each_node one rank per host
             record = self.description.make_run_record(self.run_id, self.state.max_steps)
-            # The record is written first. If the process is killed between these two lines, the old
-            # checkpoints are already recognised as another run's.
+            # The record, with a new id, is written before checkpoints are removed. If the process
+            # is killed between these lines, the ids show that old checkpoints are of another run.
             write_json(Path(str(self.args.output_dir)) / log.RUN_RECORD, record)
             checkpoint.remove_replaced(self.args, self.run_id, self.state.global_step)
 
     def _set_epoch(self, epoch: int) -> None:
-        # A resumed run wraps its sampler twice, and transformers unwraps it only once.
+        # transformers calls set_epoch too, but it removes only one wrapper of the batch sampler,
+        # and when a run resumes, accelerate wraps the sampler twice.
         if hasattr(self.batch_sampler, "set_epoch"):
             self.batch_sampler.set_epoch(epoch)
         for sampling in self.samplings:
@@ -334,8 +336,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     ) -> Tensor:
         """Run forward and backward for a micro-batch or a part of it; return its loss for the log.
 
-        ``inputs`` holds the fraction ``share`` of the micro-batch's rows. With ``is_last``, the
-        update ends with this micro-step, and the ranks reduce their gradients.
+        ``inputs`` holds the fraction ``share`` of the micro-batch's rows. ``is_last`` is True for
+        the last part of the newest micro-batch. Before that, ranks must not reduce gradients.
         """
         num_steps = self.current_gradient_accumulation_steps
         # transformers divides the loss by this number, so this multiplies the loss by ``share``.
@@ -347,7 +349,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         finally:
             self.current_gradient_accumulation_steps = num_steps
         if isinstance(self.loss, ContAccumLoss) and self.loss.last:
-            # The log gets the loss of local rows alone: banked rows come from older encoders.
+            # The log gets the loss of the micro-batch's own queries, without the rows of banked
+            # queries, which older encoders computed. A loss that is not finite must stay visible.
             local_loss = self.loss.last["local_loss"].to(loss) * share / num_steps
             loss = torch.where(torch.isfinite(loss), local_loss, loss)
         return loss
@@ -357,7 +360,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         return count_texts(query_features) or 0
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        # Private: the only place with the norm over all ranks before the optimizer steps.
+        # Private: the only place where the norm over all ranks is known before the optimizer steps.
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None:
             assert self.optimizer is not None
@@ -367,9 +370,9 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         return norm
 
     def _find_rows(self, micro_batches: list[int]) -> list[int] | None:
-        num_batches = len(self._train_dataloader)
+        loader = self._train_dataloader
         return train_data.find_rows_of_micro_batches(
-            self.args, self.batch_sampler, num_batches, self.state.global_step, micro_batches
+            self.args, self.batch_sampler, loader, self.state.global_step, micro_batches
         )
 
     # Checkpoints ---------------------------------------------------------------------------------
@@ -386,7 +389,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             engines.save_full_model(self.model, weights, folder, self.args.should_save)
         elif self.args.should_save:  # sentence-transformers would write on every rank
             super().save_model(str(folder), _internal_call)
-        # A model card draws random rows of the data, and saving must not change the training.
+        # A model card shows random rows of the data, and saving must not change the training.
         random_states.restore()
         if self.args.should_save:
             saving.clean_saved_model(folder)
@@ -402,29 +405,26 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         return saving.upload_model(self.model, self.args, save, is_first, commit_message, kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # Private: the only place between writing a checkpoint and removing older ones.
+        # Private: older checkpoints may be removed only after the marker makes this one complete,
+        # so transformers must not remove them itself, as it does at the end of this method.
         args = self.args
         run_folder = self._get_output_dir(trial)
-        folder = Path(run_folder) / f"checkpoint-{self.state.global_step}"
-        limit = args.save_total_limit
-        args.save_total_limit = None  # transformers must not remove any checkpoint itself
-        try:
-            with checkpoint.remove_on_failure(folder, args.should_save):
-                self.accelerator.wait_for_everyone()
+        num_updates = self.state.global_step
+        folder = Path(run_folder) / f"checkpoint-{num_updates}"
+        with checkpoint.remove_on_failure(folder, args.should_save):
+            self.accelerator.wait_for_everyone()
+            with checkpoint.disable_removal(args):
                 super()._save_checkpoint(model, trial)
-                parts = [] if args.save_only_model else list(self._state_parts())
-                states = checkpoint.collect_states(parts)
-                self.accelerator.wait_for_everyone()
-                if args.should_save:
-                    checkpoint.save_states(folder, states)
-                    num_updates = self.state.global_step
-                    rows_fit = self.updates.limit.rows
-                    marker = self.description.make_marker(self.run_id, num_updates, rows_fit)
-                    checkpoint.write_marker(folder, marker)
-                    best = self.state.best_model_checkpoint
-                    checkpoint.remove_oldest(run_folder, self.run_id, limit, best)
-        finally:
-            args.save_total_limit = limit
+            parts = [] if args.save_only_model else list(self._state_parts())
+            states = checkpoint.collect_states(parts)
+            self.accelerator.wait_for_everyone()
+            if args.should_save:
+                checkpoint.save_states(folder, states)
+                rows_fit = self.updates.limit.rows
+                marker = self.description.make_marker(self.run_id, num_updates, rows_fit)
+                checkpoint.write_marker(folder, marker)
+                best = self.state.best_model_checkpoint
+                checkpoint.remove_oldest(run_folder, self.run_id, args.save_total_limit, best)
         self.accelerator.wait_for_everyone()
 
     def _state_parts(self) -> Iterator[checkpoint.StatePart]:
@@ -433,11 +433,11 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             get = partial(loss.bank_state_dict, keep=self.args.should_save)
             yield checkpoint.StatePart(f"{index}.", get, loss.load_bank_state_dict)
         if self.refresh is not None:
-            load = self.refresh.load_state_dict
-            yield checkpoint.StatePart("refresh.", self.refresh.state_dict, load)
+            refresh = self.refresh
+            yield checkpoint.StatePart("refresh.", refresh.state_dict, refresh.load_state_dict)
 
     def _load_from_checkpoint(self, checkpoint_path: str, model: nn.Module | None = None) -> None:
-        # Private: sentence-transformers' method loads neither shards nor adapters.
+        # Private: sentence-transformers' method can load neither shards nor adapters.
         if self.deepspeed is not None:  # DeepSpeed's engine holds its own copy of the weights
             deepspeed_load_checkpoint(self.deepspeed, checkpoint_path)
             return

@@ -1,9 +1,10 @@
 """The update in progress: its micro-batches, its measurements, and the order of its micro-steps.
 
 An update is one optimizer step. Its micro-batches come from the data loader. A micro-batch is
-trained in one micro-step (one forward and one backward pass), or in several smaller ones once
-memory has run out. An update always trains on all of its pairs: when memory runs out, it starts
-again from its first micro-batch. The trainer defines what a micro-step does.
+trained in one micro-step (one forward and one backward pass). Once memory has run out, it is
+trained in several micro-steps on parts of it. An update always trains on all of its pairs: when
+memory runs out, it starts again from its first micro-batch. `ContAccumTrainer.micro_step` runs a
+micro-step.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from contaccum.training.log import Record
 from contaccum.training.loss_factory import iter_bank_losses
 from contaccum.training.out_of_memory import (
     MicroBatchLimit,
+    find_micro_batch,
     is_out_of_memory,
     set_mini_batch_size,
     split_rows,
 )
-from contaccum.training.train_data import Batch
+from contaccum.training.train_data import Batch, Row
 
 _MAX_REASON_LENGTH = 160  # characters of an out-of-memory error that are shown
 
@@ -48,9 +50,10 @@ class HasParameterGroups(Protocol):
 class MicroStep(Protocol):
     """A function that runs forward and backward for a micro-batch or a part of it.
 
-    ``share`` is the fraction of the micro-batch's rows that ``inputs`` holds. With ``is_last``, the
-    update ends with this micro-step. The function returns the loss divided by the number of
-    micro-batches, so that the sum over an update is the update's loss.
+    ``share`` is the fraction of the micro-batch's rows that ``inputs`` holds. ``is_last`` is True
+    for the last part of the newest micro-batch. In all other micro-steps the ranks must not reduce
+    their gradients, because another part follows. The function returns the loss divided by the
+    number of micro-batches, so that the sum over an update is the update's loss.
     """
 
     def __call__(self, model: nn.Module, inputs: Batch, share: float, is_last: bool) -> Tensor: ...
@@ -70,8 +73,8 @@ def drop_gradients(model: nn.Module, optimizer: HasParameterGroups) -> None:
         parameter.grad = None
 
 
-def gradient_scale(accelerator: Accelerator) -> float:
-    """Return the factor of the gradient scaler; 1 if there is no scaler."""
+def get_gradient_scale(accelerator: Accelerator) -> float:
+    """Return the factor by which a gradient scaler (fp16) scales gradients; 1 without a scaler."""
     scaler = getattr(accelerator, "scaler", None)
     return 1.0 if scaler is None else scaler.get_scale()
 
@@ -83,7 +86,7 @@ class Update:
     Attributes:
         number: number of the update in the run, from 1.
         started: value of ``time.perf_counter`` when the update started.
-        micro_batches: the collated micro-batches that are trained or in training.
+        micro_batches: the collated micro-batches so far. The last one may still be in training.
         losses: the loss of each micro-step, of shape ().
         micro_batch_of_loss: for each entry of ``losses``, its index in ``micro_batches``.
         grad_norms: gradient norms for the log, by name.
@@ -111,7 +114,7 @@ class Update:
 
 
 class Updates:
-    """Runs the updates of a training run, one micro-batch at a time.
+    """Runner of the updates of a training run, one micro-batch at a time.
 
     Args:
         args: the arguments of the run.
@@ -153,6 +156,21 @@ class Updates:
         self._args.set_micro_batch_size(num_pairs)
         set_mini_batch_size(self._loss, num_pairs)
 
+    def find_micro_batch_size(
+        self, model: nn.Module, dataset: Any, compute_loss: Callable[[Any, list[Row]], Tensor]
+    ) -> None:
+        """Find the largest micro-batch that fits into memory, and use its size from now on.
+
+        Args:
+            model: the model in training.
+            dataset: the training set, or a dictionary of training sets.
+            compute_loss: function that returns the value of a loss for rows of the data.
+        """
+        num_pairs = find_micro_batch(
+            self._args, model, self._loss, dataset, self.limit.smallest, compute_loss
+        )
+        self.set_micro_batch_size(num_pairs)
+
     def count_expected_pairs(self, batches: list[Batch]) -> None:
         """Count the pairs in all micro-batches of the current update, before it is trained."""
         for inputs in batches:
@@ -181,10 +199,10 @@ class Updates:
         update = self.current
         # Read before the micro-step, because DeepSpeed's scheduler steps within the last one.
         update.learning_rate = optimizer.param_groups[0]["lr"]
-        first = len(update.micro_batches)
+        first = len(update.micro_batches)  # index of the first micro-batch to train on
         update.micro_batches.append(inputs)
         update.num_pairs += self._count_pairs(inputs)
-        while True:
+        while True:  # until the micro-batch fits into memory
             tower_norms = self._get_tower_norms(model)
             try:
                 loss = self._run_micro_steps(model, micro_step, first)
@@ -197,19 +215,21 @@ class Updates:
             # activations.
             clear_device_cache(garbage_collection=True)
             self.limit.halve(self._count_rows_of_micro_step(), update.number, reason)
+            # Start the update again: drop all that its micro-steps so far have accumulated.
             drop_gradients(model, optimizer)
             tower_norms.close()
             self._tower_norms = None
             update.clear_losses()
             first = 0
-        if self._accelerator.sync_gradients:
-            # The gradient of the update is complete, and still there: only DeepSpeed has already
-            # made its optimizer step.
-            update.grad_norms = tower_norms.read(gradient_scale(self._accelerator))
+        is_update_complete = self._accelerator.sync_gradients
+        if is_update_complete:
+            # The norms are read before the gradient is clipped. DeepSpeed has already made its
+            # optimizer step, but then the norms are accumulated from gradients of embeddings.
+            update.grad_norms = tower_norms.read(get_gradient_scale(self._accelerator))
         return loss
 
     def _get_tower_norms(self, model: nn.Module) -> TowerGradNorms:
-        """Return the object that measures the towers' gradient norms; create it at first use."""
+        """Return the object that measures the towers' gradient norms; create it if necessary."""
         if self._tower_norms is None:
             encoder = self._accelerator.unwrap_model(model, keep_torch_compile=False)
             self._tower_norms = TowerGradNorms(encoder, model, self._has_full_gradients)
@@ -225,11 +245,11 @@ class Updates:
         """Run the micro-steps of all micro-batches from index ``first`` on.
 
         Returns:
-            The loss of the last micro-batch, as in `run_micro_batch`.
+            The loss of the newest micro-batch, as in `run_micro_batch`.
         """
         update = self.current
         if first == 0:
-            self._announce_num_pairs()
+            self._set_pairs_of_losses()
         max_rows = self.limit.rows
         if uses_gradient_cache(self._loss):
             # The whole batch is one micro-step; `MicroBatchLimit` has reduced its mini-batches.
@@ -237,30 +257,31 @@ class Updates:
         batch_loss = torch.zeros((), device=self._args.device)
         for index in range(first, len(update.micro_batches)):
             parts = split_rows(update.micro_batches[index], max_rows)
-            is_last_batch = index == len(update.micro_batches) - 1
+            is_newest_batch = index == len(update.micro_batches) - 1
             batch_loss = torch.zeros((), device=self._args.device)
             for part_number, (part, share) in enumerate(parts, start=1):
-                is_last = is_last_batch and part_number == len(parts)
+                is_last = is_newest_batch and part_number == len(parts)
                 part_loss = micro_step(model, part, share, is_last)
                 update.losses.append(part_loss)
                 update.micro_batch_of_loss.append(index)
                 batch_loss = batch_loss + part_loss
         return batch_loss
 
-    def _announce_num_pairs(self) -> None:
-        """Pass to each ContAccumLoss the number of pairs that it receives in this update.
+    def _set_pairs_of_losses(self) -> None:
+        """Set in each ContAccumLoss the number of pairs that it receives in this update.
 
-        If ranks share a bank, the number counts the pairs of all ranks.
+        The loss needs the number to centre its gradients over the update. If ranks share a bank,
+        the number counts the pairs of all ranks.
         """
-        expected = self.current.expected_pairs
+        pairs_by_set = self.current.expected_pairs
         for bank_loss in iter_bank_losses(self._loss):
-            num_pairs = expected.total()
+            num_pairs = pairs_by_set.total()
             if isinstance(self._loss, dict):
                 # Each loss receives only the pairs of its own data sets.
                 num_pairs = 0
                 for name, loss in self._loss.items():
                     if bank_loss in loss.modules():
-                        num_pairs += expected[name]
+                        num_pairs += pairs_by_set[name]
             if bank_loss.settings.gather_across_devices:
                 total = over_ranks("SUM", torch.tensor(num_pairs, device=self._args.device))
                 num_pairs = int(total)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.evaluation.evaluator import RetrievalEvaluator
+from contaccum.files import AnyPath
 from contaccum.report.sources import model_name
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.store import EmbeddingStore
@@ -38,7 +38,7 @@ class Baselines(NamedTuple):
 
 
 def score_baselines(
-    encoder: DualEncoder, evaluator: RetrievalEvaluator, store: Path | None
+    encoder: DualEncoder, evaluator: RetrievalEvaluator, store: AnyPath | None
 ) -> Baselines:
     """Score the base model and BM25 on dev.
 

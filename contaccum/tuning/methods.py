@@ -7,6 +7,7 @@ from pathlib import Path
 
 from contaccum.comparison.options import Options
 from contaccum.encoders.dual_encoder import DualEncoder
+from contaccum.files import AnyPath
 from contaccum.retrieval.encode import get_metric
 from contaccum.training.arguments import (
     BANK_SETTINGS,
@@ -81,12 +82,12 @@ def _get_hidden_size(encoder: DualEncoder) -> int:
 
 
 def adapt_options(
-    options: Options, method: str, store: Path | None, mined: Path | None = None
+    options: Options, method: str, store: AnyPath | None, mined: Path | None = None
 ) -> Options:
     """Return the options of a run by a method, without settings that the method does not use.
 
     Args:
-        store: the folder of the document embeddings for query-side training.
+        store: the folder or URL of the document embeddings for query-side training.
         mined: the training data with mined hard negatives. They replace the training data of
             options whose ``num_hard_negatives`` is not 0.
     """

@@ -10,6 +10,7 @@ from contaccum.comparison.options import Options, to_command_line
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
+from contaccum.files import AnyPath
 from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.training import config
 from contaccum.training.arguments import (
@@ -21,11 +22,12 @@ from contaccum.training.options import DataArguments
 from contaccum.training.run import load_encoder
 from contaccum.tuning.baselines import Baselines, score_baselines
 from contaccum.tuning.budget import TimeForTrials
+from contaccum.tuning.choice import Settings
 from contaccum.tuning.methods import adapt_options, compute_starts, select_methods
 from contaccum.tuning.negatives import MINED_FILE, mine_once
 from contaccum.tuning.result import TunedSettings, write_tuned
 from contaccum.tuning.search import Search
-from contaccum.tuning.space import make_space
+from contaccum.tuning.space import Setting, make_space
 
 STORE_FOLDER = "passage_store"
 SEARCH_FOLDER = "search"
@@ -84,10 +86,7 @@ def tune(
     Raises:
         UserError: for options, data or a model that cannot be used, or a budget that is too short.
     """
-    dropped_keys = {*_OUTPUT_SETTINGS, *QUERY_SIDE_SETTINGS}
-    search_options = {
-        key: list(values) for key, values in options.items() if key not in dropped_keys
-    }
+    search_options = _make_search_options(options)
     base_options = _make_base_options(search_options, output)
     model_args, data_args, args = config.parse(to_command_line(base_options))
     evaluator = _load_evaluator(data_args, args)
@@ -96,21 +95,15 @@ def tune(
     if baselines is None:
         baselines = score_baselines(encoder, evaluator, store)
         print_line(baselines.format_line(model_args.model))
-
-    is_fresh = baselines.is_base_too_weak
-    methods = select_methods(search_options, fixed_keys, store is not None, is_fresh)
-    starts = compute_starts(methods, search_options, args, encoder, is_fresh)
+    is_weak = baselines.is_base_too_weak
+    methods = select_methods(search_options, fixed_keys, store is not None, is_weak)
+    starts = compute_starts(methods, search_options, args, encoder, is_weak)
     del encoder  # each trial loads the model again
     if len(methods) == 1:
-        search_options["method"] = [methods[0]]
+        search_options["method"] = methods
     num_pairs = len(config.load_data(data_args, args).dataset)
     space = make_space(num_pairs, args.per_device_train_batch_size, fixed_keys)
-    mined = None
-    has_negatives = data_args.num_hard_negatives > 0
-    if "num_hard_negatives" in space and not has_negatives:
-        mined = _mine_negatives(options, methods, data_args, args, output)
-        if mined is None:
-            del space["num_hard_negatives"]
+    mined = _mine_negatives(options, space, methods, data_args, args, output)
 
     search = Search(
         options={**search_options, "eval_strategy": ["epoch"]},
@@ -125,8 +118,7 @@ def tune(
         print_line=print_line,
     )
     choice = search.run()
-    chosen_options = {key: [str(value)] for key, value in choice.settings.items()}
-    run_options = {**search_options, **chosen_options}
+    run_options = {**search_options, **_to_options(choice.settings)}
     tuned = TunedSettings(
         choice=choice,
         options=adapt_options(run_options, choice.settings["method"], store, mined),
@@ -135,8 +127,19 @@ def tune(
         trials=search.make_records(),
     )
     if args.process_index == 0:
-        write_tuned(tuned, output, len(baselines.query_scores))
+        write_tuned(tuned, output, num_queries=len(baselines.query_scores))
     return tuned
+
+
+def _make_search_options(options: Options) -> dict[str, list[str]]:
+    """Return the options without those that each trial sets for itself."""
+    dropped_keys = {*_OUTPUT_SETTINGS, *QUERY_SIDE_SETTINGS}
+    return {key: list(values) for key, values in options.items() if key not in dropped_keys}
+
+
+def _to_options(settings: Settings) -> dict[str, list[str]]:
+    """Return the chosen settings as options of `contaccum train`."""
+    return {key: [str(value)] for key, value in settings.items()}
 
 
 def _make_base_options(options: Options, output: Path) -> Options:
@@ -175,8 +178,8 @@ def _load_evaluator(
 
 def _prepare_store(
     options: Options, args: ContAccumTrainingArguments, encoder: DualEncoder, output: Path
-) -> Path | None:
-    """Return the folder of the document embeddings for query-side training.
+) -> AnyPath | None:
+    """Return the folder or URL of the document embeddings for query-side training.
 
     It is ``passage_store`` if that is set. Otherwise ``corpus`` is encoded once, by the base model.
 
@@ -184,7 +187,7 @@ def _prepare_store(
         None if neither is set.
     """
     if "passage_store" in options:
-        return Path(options["passage_store"][0])
+        return options["passage_store"][0]
     if "corpus" not in options:
         return None
     folder = output / STORE_FOLDER
@@ -200,18 +203,34 @@ def _prepare_store(
 
 def _mine_negatives(
     options: Options,
+    space: dict[str, Setting],
     methods: Sequence[str],
     data_args: DataArguments,
     args: ContAccumTrainingArguments,
     output: Path,
 ) -> Path | None:
-    """Return the file of the training data with mined negatives.
+    """Mine a hard negative for each query, if the search may use one.
+
+    Without negatives, their number is removed from the space.
 
     Returns:
-        None if no method uses negatives, or `mine_once` finds none.
+        The file of the training data with mined negatives. None if the data have negatives, their
+        number is not searched, no method uses negatives, or `mine_once` finds none.
     """
-    if list(methods) == ["query_side"]:
+    if "num_hard_negatives" not in space or data_args.num_hard_negatives > 0:
         return None
+    mined = None
+    if list(methods) != ["query_side"]:
+        mined = _mine_once(options, data_args, args, output)
+    if mined is None:
+        del space["num_hard_negatives"]
+    return mined
+
+
+def _mine_once(
+    options: Options, data_args: DataArguments, args: ContAccumTrainingArguments, output: Path
+) -> Path | None:
+    """Mine negatives on the first process; see `mine_once`."""
     corpus = options["corpus"][0] if "corpus" in options else None
     with args.main_process_first(local=False, desc="mining hard negatives"):
         return mine_once(

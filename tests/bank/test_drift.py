@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from contaccum import BankedInfoNCE
-from contaccum.bank.drift import PROBES, DriftProbe, RunningMean
+from contaccum.bank.drift import NUM_INTERVALS, DriftProbe, RunningMean
 
 D = 6
 
@@ -118,7 +118,7 @@ def test_a_probe_separates_the_shift_from_the_residual():
 
 
 def test_probes_cover_the_lifetime_of_an_entry_and_include_the_latest():
-    bank_size = 4000 * PROBES
+    bank_size = 4000 * NUM_INTERVALS
     probe = DriftProbe((2, D), bank_size, torch.float64)
     pairs_between = 1000
     assert probe.spacing > 3 * pairs_between

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from contaccum import BankedInfoNCE
@@ -26,7 +28,8 @@ WITHOUT_POSITIVES = ("query_to_doc", "query_to_query")
         ("false_negative_margin", {"false_negative_margin": -0.1}),
         ("guide_margin_strategy", {"guide_margin_strategy": "percentage"}),
         ("hardness_mode", {"hardness_mode": "hard", "hardness_strength": 1.0}),
-        ("hardness_strength must be above 0", {"hardness_mode": "hard_negatives"}),
+        ("hardness_strength=0 has no effect", {"hardness_mode": "hard_negatives"}),
+        ("guide_margin must be a finite number", {"guide_margin": math.nan}),
         ("directions", {"directions": ["query_to_passage"]}),
         ("add query_to_doc", {"directions": ["doc_to_query"]}),
         ("partition_mode must be", {"partition_mode": "separate"}),

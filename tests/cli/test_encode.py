@@ -74,7 +74,7 @@ def test_passages_are_encoded_as_documents_and_recorded(store_folder, model):
     np.testing.assert_allclose(
         store[:], model.encode_document([p.passage for p in PASSAGES]), atol=1e-5
     )
-    record = store.about
+    record = store.metadata
     assert record["model"] == model_fingerprint(model, "document")
     assert record["corpus"]["fingerprint"] == fingerprint(*(field for p in PASSAGES for field in p))
     assert record["tokenisation"] == tokenisation_fingerprint(model, "document")
@@ -121,7 +121,7 @@ def test_two_processes_write_the_store_of_one_process(root, store_folder, tmp_pa
     assert done.returncode == 0, done.stderr[-3000:]
     store = EmbeddingStore.open(tmp_path / "s")
     expected = EmbeddingStore.open(store_folder)
-    assert store.about == expected.about
+    assert store.metadata == expected.metadata
     np.testing.assert_array_equal(store[:], expected[:])
     # Rank 0 has the shards of 16 and 13 rows, rank 1 the shard of 16 rows between them.
     assert "29 encoded by rank 0" in done.stdout
@@ -136,7 +136,7 @@ def test_repeated_ids_are_refused(root, tmp_path, monkeypatch):
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n".join([*lines[:30], lines[2], *lines[30:]]))
     for block_size in (7, 2**16):
-        monkeypatch.setattr(encode_module, "_IDS_AT_A_TIME", block_size)
+        monkeypatch.setattr(encode_module, "_IDS_PER_BLOCK", block_size)
         with pytest.raises(DataError, match="id 'd2' occurs again"):
             list(read_texts(path, "document", RecordReport("skip")))
 

@@ -151,7 +151,7 @@ def test_truncated_and_quantized_embeddings_are_scored(evaluate, two, tmp_path, 
         assert row["difference"] == pytest.approx(row["MRR@10"] - first["MRR@10"])
         assert row["low"] <= row["difference"] <= row["high"]
         assert row["queries_per_second"] > 0
-    assert "## two: as served" in (tmp_path / "out.md").read_text()
+    assert "## two: scores by size and type of the embeddings" in (tmp_path / "out.md").read_text()
 
 
 def test_model_card_gets_the_metrics_and_keeps_its_content(tiny_model_path, two, tmp_path):
@@ -222,7 +222,7 @@ def test_wrong_arguments_are_refused_in_one_line(evaluate, two, tmp_path, monkey
         ([*data, "--output", "out.txt"], "end its name in .json"),
         ([*data, *run, "model"], "name either a MODEL to search with, or a --run to score"),
         ([*data, "--dims", "64"], "--dims 64: the model's embeddings have 32 dimensions"),
-        ([*data, "--dims", "12", "--quantize", "binary"], "take a multiple of 8"),
+        ([*data, "--dims", "12", "--quantize", "binary"], "must be a multiple of 8"),
         ([*run, *data, "--quantize", "int8"], "a --run has no embeddings"),
         ([*run, "--data", *two], "--run has the results of one data set"),
         ([*run, *data], "for none of one's judged queries"),

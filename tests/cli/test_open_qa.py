@@ -44,7 +44,7 @@ def test_runs_that_do_not_fit_the_data_are_refused_in_one_line(files, tmp_path, 
     run = tmp_path / "run.trec"
     output = tmp_path / "out.json"
     for line, message in (
-        ("q7 Q0 1 1 0.5 x\n", "'q7' is no question"),
+        ("q7 Q0 1 1 0.5 x\n", "'q7' is not the id of a question"),
         ("question-1 Q0 77 1 0.5 x\n", "no passages of the run left to use"),
     ):
         run.write_text(line)

@@ -1,10 +1,14 @@
 """`contaccum search`: runs and records of a store that `contaccum encode` wrote."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from sample_texts import sentences
 from small_data import write_beir
 
@@ -38,7 +42,7 @@ def root(tiny_config, tiny_tokenizer, tmp_path_factory) -> Path:
     return root
 
 
-def encode(root: Path, texts: str, output: Path, *options: str) -> None:
+def encode(root: Path, texts: str, output: Path | str, *options: str) -> None:
     argv = ["encode", str(root / "encoder"), "--device", "cpu", "--no_progress"]
     argv += ["--corpus", str(root / texts), "--output", str(output), *options]
     assert main(argv) == 0
@@ -66,7 +70,7 @@ def test_run_equals_the_search_of_an_array(root, tmp_path, monkeypatch):
         query_hits = hits[f"q{number}"]
         assert set(query_hits) == {ids[row] for row in expected_rows[number]}
         scores = sorted(query_hits.values(), reverse=True)
-        assert scores == pytest.approx(expected_scores[number].tolist(), abs=1e-6)
+        assert scores == pytest.approx(expected_scores[number].tolist(), rel=1e-6, abs=1e-6)
     record = json.loads((tmp_path / "run.json").read_text())
     expected_record = {
         "index": "Flat",
@@ -106,6 +110,23 @@ def test_a_store_of_queries_needs_no_model(root, tmp_path):
     assert read_trec_run(tmp_path / "a.trec") == read_trec_run(tmp_path / "b.trec")
 
 
+def test_stores_at_urls_give_the_run_of_local_stores(root, tmp_path, capsys):
+    assert run(root, tmp_path / "local.trec") == 0
+    store = "memory://user:secret-password@bucket/store"
+    queries = "memory://bucket/queries"
+    encode(root, "corpus.jsonl", store, "--shard_size", "17")
+    encode(root, "queries.jsonl", queries, "--kind", "query")
+    output = tmp_path / "remote.trec"
+    assert run(root, output, "--store", store, "--queries", queries, model=None) == 0
+    assert output.read_text() == (tmp_path / "local.trec").read_text()
+    record = json.loads((tmp_path / "remote.json").read_text())
+    assert record["store"]["path"] == "memory://***@bucket/store"
+    assert record["queries"]["path"] == queries
+    printed = capsys.readouterr().out
+    assert "written: memory://***@bucket/store (60 rows)" in printed
+    assert "secret-password" not in printed
+
+
 def test_split_selects_the_queries_of_a_beir_folder(root, tmp_path):
     for options, count in ((["--split", "test"], 2), ([], 12)):
         assert run(root, tmp_path / "run.trec", "--queries", root, *options) == 0
@@ -132,6 +153,9 @@ def test_index_file_is_written_once_and_used_again(root, tmp_path):
         (["--output", "run.json"], "encoder", "end its name in .trec"),
         (["--index_file", "x.faiss"], "encoder", "leave --index_file out"),
         (["--store", "nowhere"], "encoder", "not a store"),
+        (["--store", "memory://nowhere"], "encoder", "memory://nowhere: not a store"),
+        (["--store", "nowhere://bucket/store"], "encoder", "Protocol not known: nowhere"),
+        (["--queries", "memory://nowhere"], "encoder", "memory://nowhere: not a store"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(root, tmp_path, capsys, options, model, message):
@@ -141,3 +165,33 @@ def test_wrong_arguments_are_refused_in_one_line(root, tmp_path, capsys, options
     assert error.startswith("contaccum: error")
     assert message in error
     assert not (tmp_path / "run.trec").exists()
+
+
+def test_a_rank_without_a_device_is_refused(root, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    argv = ["search", str(root / "encoder"), "--store", str(root / "store")]
+    argv += ["--queries", str(root / "queries.jsonl"), "--output", str(tmp_path / "run.trec")]
+    assert main(argv) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "process 3 on this machine has no GPU" in error
+    assert "--nproc_per_node" in error
+    assert not (tmp_path / "run.trec").exists()
+
+
+@pytest.mark.long
+def test_torchrun_writes_the_run_of_one_process(root, tmp_path):
+    """The forks of tests/retrieval/test_rank_search.py test more cases, but not the launcher."""
+    assert run(root, tmp_path / "one.trec") == 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", "2", "-m", "contaccum.cli"]
+    command += ["search", str(root / "encoder"), "--no_progress", "--store", str(root / "store")]
+    command += ["--queries", str(root / "queries.jsonl"), "--output", str(tmp_path / "two.trec")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("written:") == 1
+    expected = read_trec_run(tmp_path / "one.trec")
+    for query_id, hits in read_trec_run(tmp_path / "two.trec").items():
+        assert hits == pytest.approx(expected[query_id], rel=1e-6, abs=1e-6)

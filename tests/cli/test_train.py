@@ -30,7 +30,7 @@ def test_run_writes_a_model_and_resumes_from_a_checkpoint(places, train, tmp_pat
     }
     assert not list(output.rglob("training_args.bin"))
     assert train(output) == 2
-    assert f"{output}: a finished run lies there" in capsys.readouterr().err
+    assert f"{output}: the folder contains a finished run" in capsys.readouterr().err
     assert train(output, tied="false", num_train_epochs=2, resume_from_checkpoint="last") == 0
     assert [line["update"] for line in read_lines(output / "train_log.jsonl")] == [*range(1, 7)]
     assert train(tmp_path / "again", model=output, guide=output, guide_margin=0.1) == 0
@@ -62,7 +62,7 @@ def test_overwrite_output_dir_is_needed_to_replace_a_run(places, train, tmp_path
     assert "resume_from_checkpoint=last" in error and "overwrite_output_dir=true" in error
     removed = {"model": output / "checkpoint-2", "overwrite_output_dir": "true"}
     assert train(output, **removed) == 2
-    assert "it would remove that checkpoint" in capsys.readouterr().err
+    assert "the run would remove that checkpoint" in capsys.readouterr().err
     both = {
         "overwrite_output_dir": "true",
         "resume_from_checkpoint": "auto",

@@ -138,7 +138,7 @@ def test_nanobeir_scores_have_the_names_of_the_default_metrics_too(
     ("changes", "message"),
     [
         ({"eval_data": "nanobeir/scifcat"}, "nanobeir: Dataset"),
-        ({"eval_queries": 2}, "drop them"),
+        ({"eval_queries": 2}, "Drop them"),
     ],
 )
 def test_unknown_nanobeir_sets_and_samples_of_them_are_refused(

@@ -122,7 +122,7 @@ def test_several_tasks_are_compared_and_not_run_twice(evaluate, tmp_path, capsys
     [
         (["SciFcat"], "Did you mean: 'SciFact'"),
         (["STS12"], "STS12: is not a retrieval task"),
-        (["SciFact", "--index", "IVF2,Flat"], "--index with --mteb"),
+        (["SciFact", "--index", "IVF2,Flat"], "--index cannot be combined with --mteb"),
         (["SciFact", "--data", "scifact"], "not allowed with argument"),
     ],
 )

@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.fitting import folds, pipeline
 from contaccum.fitting.baselines import pool_documents
 from contaccum.fitting.folder import FitFolder
+from contaccum.fitting.result import FitResult
 from contaccum.fitting.settings import check_settings
 from contaccum.fitting.source import DataSource
 
@@ -67,7 +69,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(root: Path) -> pipeline.FitResult:
+def trained(root: Path) -> FitResult:
     """A fit at a good learning rate, on one split: 100 test queries are enough."""
     lines: list[str] = []
     result = contaccum.fit(
@@ -247,7 +249,7 @@ def kill_in_stage(monkeypatch: pytest.MonkeyPatch, name: str, after: bool) -> No
 def test_fit_that_was_killed_continues_to_the_same_verdict(
     root, trained, tmp_path, monkeypatch, stage, after
 ):
-    def fit() -> pipeline.FitResult:
+    def fit() -> FitResult:
         return contaccum.fit(
             root / "pairs.jsonl",
             model=str(root / "fresh"),
@@ -325,7 +327,7 @@ def test_too_few_or_broken_data_are_refused(root, tmp_path, lines, message):
     data = write_lines(tmp_path / "pairs.jsonl", lines)
     with pytest.raises(UserError, match=message):
         contaccum.fit(data, model=str(root / "fresh"), output=tmp_path / "out", use_cpu=True)
-    assert not (tmp_path / "out" / "data").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_refused_data_can_be_corrected_and_used_in_the_same_folder(root, tmp_path, monkeypatch):
@@ -338,6 +340,25 @@ def test_refused_data_can_be_corrected_and_used_in_the_same_folder(root, tmp_pat
     with pytest.raises(Killed):
         contaccum.fit(data, **options)
     assert (tmp_path / "out" / "data").is_dir()
+
+
+def test_time_of_holding_out_counts_for_the_budget(root, tmp_path, monkeypatch):
+    hold_out = DataSource.hold_out
+
+    def hold_out_slowly(source: DataSource, folder: Path) -> str | None:
+        monkeypatch.setattr(time, "monotonic", lambda: started + 100.0)
+        return hold_out(source, folder)
+
+    started = time.monotonic()
+    monkeypatch.setattr(DataSource, "hold_out", hold_out_slowly)
+    with pytest.raises(ConfigError, match="the budget of 60 seconds is too short"):
+        contaccum.fit(
+            root / "pairs.jsonl",
+            model=str(root / "fresh"),
+            budget="60s",
+            output=tmp_path / "out",
+            use_cpu=True,
+        )
 
 
 def test_existing_split_is_used_unchanged(root, tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from contaccum import BankedInfoNCE, CachedContAccumLoss, ContAccumLoss, DualEnc
 from contaccum.bank.logits import NO_ID
 from contaccum.errors import ConfigError
 from contaccum.losses import bank_states, banked_text_loss, probe
-from contaccum.losses.probe import PAIRS_PER_PROBE, PROBE_TEXTS, TextProbe
+from contaccum.losses.probe import PAIRS_PER_PROBE, PROBE_PAIRS, TextProbe
 from contaccum.losses.text_ids import content_ids, copy_first_texts
 
 
@@ -121,6 +121,34 @@ def test_matryoshka_has_a_bank_and_a_probe_for_each_dimension(model):
         assert torch.allclose(drift_probe.embeddings, expected_probe.embeddings, atol=1e-9)
     for weight, expected in zip(model.parameters(), reference_model.parameters(), strict=True):
         assert torch.allclose(weight, expected, atol=1e-9)
+
+
+def test_matryoshka_cuts_the_probe_of_a_wrapped_model(model):
+    """The trainer replaces the model in the losses by a wrapper such as DDP."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, wrapped_model: DualEncoder) -> None:
+            super().__init__()
+            self.wrapped_model = wrapped_model
+
+        def forward(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+            return self.wrapped_model(inputs)
+
+    states = []
+    for is_wrapped in (False, True):
+        encoder = copy.deepcopy(model).double()
+        loss_fn = ContAccumLoss(encoder, bank_size=20)
+        matryoshka = MatryoshkaLoss(encoder, loss_fn, [16, 8])
+        if is_wrapped:
+            loss_fn.model = Wrapper(encoder)
+            matryoshka.model = loss_fn.model
+        for seed in range(3):
+            matryoshka(features(encoder, 10, 2, seed=seed), None).backward()
+        assert loss_fn.info_nces["8"].compensation.probe.embeddings.shape[-1] == 8
+        states.append(loss_fn.bank_state_dict())
+    assert states[0].keys() == states[1].keys()
+    for key in states[0]:
+        assert torch.equal(states[0][key], states[1][key])
 
 
 @pytest.mark.parametrize("mode", [False, True])
@@ -309,8 +337,8 @@ def test_probing_uses_no_random_number_and_restores_the_modes_of_modules():
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
     model.eval()
-    expected = model.encode_query(sentences(16)[:PROBE_TEXTS], convert_to_tensor=True)
-    assert first[0].shape == (PROBE_TEXTS, 16)
+    expected = model.encode_query(sentences(16)[:PROBE_PAIRS], convert_to_tensor=True)
+    assert first[0].shape == (PROBE_PAIRS, 16)
     assert torch.allclose(first[0], expected, atol=1e-6)
     restored = TextProbe.from_state_dict(text_probe.state_dict(), shared=False)
     queries, passages = restored.encode(model, columns)
@@ -428,14 +456,14 @@ def test_a_probe_of_eight_pairs_is_collected_from_micro_batches_of_one(model, ma
                 (loss * n / 8).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert loss_fn.info_nce.compensation.probe.embeddings.shape[2] == PROBE_TEXTS
+        assert loss_fn.info_nce.compensation.probe.embeddings.shape[2] == PROBE_PAIRS
         in_use.append(loss_fn.info_nce.bank.in_use)
     assert in_use == [8, 8]
 
 
 def test_a_probe_completed_within_the_first_update_moves_and_centres_nothing(model):
     """The encoder has not moved yet; the means of a few pairs would move by sampling noise."""
-    num_pairs = PROBE_TEXTS + 4
+    num_pairs = PROBE_PAIRS + 4
     columns = features(model.double(), num_pairs, 2)
 
     def compute_gradient(loss_fn: ContAccumLoss) -> Tensor:
@@ -455,11 +483,11 @@ def test_a_probe_completed_within_the_first_update_moves_and_centres_nothing(mod
 
 
 def test_a_loss_restored_while_its_probe_is_collected_continues_collecting(model):
-    columns = features(model, PROBE_TEXTS, 2)
+    columns = features(model, PROBE_PAIRS, 2)
     uninterrupted = ContAccumLoss(model, bank_size=64)
     interrupted = ContAccumLoss(model, bank_size=64)
     restored = ContAccumLoss(model, bank_size=64)
-    for start in range(PROBE_TEXTS):
+    for start in range(PROBE_PAIRS):
         uninterrupted(copy_rows(columns, start, start + 1)).backward()
         if start == 5:
             restored.load_bank_state_dict(interrupted.bank_state_dict())

@@ -340,7 +340,7 @@ def test_reports_of_an_earlier_version_can_be_read():
     page = build_page([path])
     assert any(row[0] == "published" and figures <= set(row) for row in get_table_rows(page))
     assert "nDCG@10 by seconds of training" in page
-    assert "Mean and standard deviation (sd) are over seeds." in page
+    assert "The mean and the standard deviation (sd) are over seeds." in page
 
 
 @pytest.mark.parametrize("content", [None, "hello", '{"a": 1}', "[1]"])

@@ -105,17 +105,18 @@ def test_gpus_search_slices_unless_k_is_too_large_for_them(monkeypatch, set_slic
     _, expected_rows = search(build_index(documents), queries, 2500)
     indexes_on_gpus = []
 
-    def record_index(index):
+    def record_index(index, gpus):
+        assert gpus == [0, 1]
         indexes_on_gpus.append(index)
         return index
 
     monkeypatch.setattr(faiss, "get_num_gpus", lambda: 2)
-    monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", record_index, raising=False)
+    monkeypatch.setattr(faiss, "index_cpu_to_gpus_list", record_index, raising=False)
     index = build_index(documents)
     for k in (5, 2500):
         _, rows = search(index, queries, k)
         np.testing.assert_array_equal(rows, expected_rows[:, :k])
-    assert index.num_gpus == 2
+    assert index.gpus == [0, 1]
     assert [gpu_index.ntotal for gpu_index in indexes_on_gpus] == [2100, 900]
 
 

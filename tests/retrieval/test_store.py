@@ -217,7 +217,7 @@ def test_two_processes_that_encode_the_same_corpus_share_the_shards(tmp_path, mo
 def test_two_processes_may_overwrite_the_same_store_at_once(tmp_path, monkeypatch):
     folder = write_store(tmp_path / "s")
     remove = shutil.rmtree
-    remove_name = "contaccum.retrieval.store_files.shutil.rmtree"
+    remove_name = "contaccum.retrieval.folders.shutil.rmtree"
 
     def remove_after_other_process(path: Path, **kwargs: Any) -> None:
         monkeypatch.setattr(remove_name, remove)

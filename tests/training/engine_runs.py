@@ -18,7 +18,7 @@ from forked_runs import ROOT, run_on_ranks
 from tiny_models import tiny_encoder
 from tiny_runs import SAVE_EVERY_UPDATE, make_arguments, make_pairs
 
-import contaccum.losses.contaccum
+import contaccum.losses.probe
 from contaccum import ContAccumTrainer
 
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -113,7 +113,7 @@ def train(engine: str, case: str, model: Any) -> None:
 
 def main() -> None:
     """Train all cases under all engines; print the exit codes of the ranks."""
-    contaccum.losses.contaccum.PAIRS_PER_PROBE = 8
+    contaccum.losses.probe.PAIRS_PER_PROBE = 8
     models = {case: tiny_encoder(case != "untied", normalize=False) for case in CASES}
     models["float64"].double()
     # Other weights than those of the checkpoint, which must replace them.

@@ -4,22 +4,19 @@ Some forks are killed, and some are the ranks of one run. Starting Python with t
 transformers takes seconds, while a fork of a process that has imported them takes no time.
 """
 
-import contextlib
 import json
 import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import disable_progress_bars
+from forks import fork, run_on_ranks, wait
 from tiny_models import tiny_encoder
 from tiny_runs import (
     SAVE_EVERY_UPDATE,
@@ -31,7 +28,7 @@ from tiny_runs import (
 )
 from transformers.utils import logging as transformers_logging
 
-import contaccum.losses.contaccum
+import contaccum.losses.probe
 from contaccum import ContAccumTrainer
 from contaccum.training.arguments import BANK_METHODS
 
@@ -80,33 +77,6 @@ def train(folder: Path, **settings: Any) -> None:
     save_outcome(folder, trainer)
 
 
-def fork(work: Callable[[], object]) -> int:
-    """Run ``work`` in a fork; return the process id. An error is written into `ROOT`."""
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        with (
-            open(os.devnull, "w") as null,
-            contextlib.redirect_stdout(null),
-            contextlib.redirect_stderr(null),
-        ):
-            work()
-        code = 0
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    except Exception:
-        (ROOT / f"error-{os.getpid()}.txt").write_text(traceback.format_exc())
-    finally:
-        os._exit(code)
-
-
-def wait(child: int) -> int:
-    """Wait for a fork to end; return its exit code."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def train_and_report(folder: Path, writing: int) -> None:
     """Train as `train` does, and write a byte to a pipe before each micro-step."""
     micro_step = ContAccumTrainer.micro_step
@@ -125,7 +95,7 @@ def start_and_kill(folder: Path, num_micro_steps: int, seconds: float) -> int:
     Micro-steps are counted first, because on a busy machine a micro-step may take any time.
     """
     reading, writing = os.pipe()
-    child = fork(lambda: train_and_report(folder, writing))
+    child = fork(ROOT, lambda: train_and_report(folder, writing))
     os.close(writing)
     for _ in range(num_micro_steps):
         os.read(reading, 1)  # returns when a micro-step begins, or when the run has ended
@@ -148,7 +118,7 @@ def kill(num_kills: int) -> dict[str, Any]:
     A run is killed within a few updates after each start, at a random instant of an update or of
     the save after it. If a run ends before it is killed, another run is started.
     """
-    codes = [wait(fork(lambda: train(ROOT / "straight")))]
+    codes = [wait(fork(ROOT, lambda: train(ROOT / "straight")))]
     seconds = sorted(line["seconds"] for line in read_log(ROOT / "straight"))
     seconds_per_update = seconds[len(seconds) // 2]  # includes the save
     sample = random.Random(3)
@@ -168,7 +138,7 @@ def kill(num_kills: int) -> dict[str, Any]:
         if (folder / f"checkpoint-{NUM_UPDATES}" / "contaccum.json").is_file():
             # The run had done all updates, so nothing is left to resume.
             folders[-1] = ROOT / f"killed-{num_killed}-anew"
-    codes.append(wait(fork(lambda: train(folders[-1]))))
+    codes.append(wait(fork(ROOT, lambda: train(folders[-1]))))
     return {
         "codes": codes,
         "killed": num_killed,
@@ -212,28 +182,6 @@ def make_case(name: str, num_ranks: int) -> tuple[Any, dict[str, Any]]:
     return model, settings
 
 
-def run_on_ranks(num_ranks: int, work: Callable[[int], object]) -> list[int]:
-    """Run ``work`` in forks that are the ranks of one process group; return their exit codes.
-
-    Models must be created before the forks: transformers lets only the first rank write the folder
-    that a model is loaded from.
-    """
-    with socket.socket() as free_socket:
-        free_socket.bind(("127.0.0.1", 0))
-        port = free_socket.getsockname()[1]
-
-    def run_rank(rank: int) -> None:
-        os.environ["RANK"] = str(rank)
-        os.environ["LOCAL_RANK"] = str(rank)
-        os.environ["WORLD_SIZE"] = str(num_ranks)
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
-        os.environ["MASTER_PORT"] = str(port)
-        work(rank)
-
-    children = [fork(lambda rank=rank: run_rank(rank)) for rank in range(num_ranks)]
-    return [wait(child) for child in children]
-
-
 def train_cases() -> dict[str, list[int]]:
     """Train every case on one rank and on two, and one case on four; return the exit codes."""
     cases = {}
@@ -255,9 +203,9 @@ def train_cases() -> dict[str, list[int]]:
             train_case(name, num_ranks)
 
     return {
-        "1": [wait(fork(lambda: train_all(1)))],
-        "2": run_on_ranks(2, lambda rank: train_all(2)),
-        "4": run_on_ranks(4, lambda rank: train_case("contaccum, untied", 4)),
+        "1": [wait(fork(ROOT, lambda: train_all(1)))],
+        "2": run_on_ranks(ROOT, 2, lambda rank: train_all(2)),
+        "4": run_on_ranks(ROOT, 4, lambda rank: train_case("contaccum, untied", 4)),
     }
 
 
@@ -285,17 +233,19 @@ def stop_and_resume_ranks() -> dict[str, list[int]]:
         save_outcome(folder, trainer)
 
     codes = {}
-    codes["straight"] = run_on_ranks(2, lambda rank: train_rank(ROOT / "ranks", rank))
-    codes["stopped"] = run_on_ranks(2, lambda rank: train_rank(ROOT / "stopped", rank, stop_at=4))
+    codes["straight"] = run_on_ranks(ROOT, 2, lambda rank: train_rank(ROOT / "ranks", rank))
+    codes["stopped"] = run_on_ranks(
+        ROOT, 2, lambda rank: train_rank(ROOT / "stopped", rank, stop_at=4)
+    )
     shutil.copytree(ROOT / "stopped", ROOT / "alone")
-    codes["resumed"] = run_on_ranks(2, lambda rank: train_rank(ROOT / "stopped", rank))
-    codes["alone"] = [wait(fork(lambda: train(ROOT / "alone", model=model, **settings)))]
+    codes["resumed"] = run_on_ranks(ROOT, 2, lambda rank: train_rank(ROOT / "stopped", rank))
+    codes["alone"] = [wait(fork(ROOT, lambda: train(ROOT / "alone", model=model, **settings)))]
     return codes
 
 
 def train_on_ranks() -> dict[str, Any]:
     """Train on several ranks; return the exit codes and the names of the cases."""
-    contaccum.losses.contaccum.PAIRS_PER_PROBE = 20
+    contaccum.losses.probe.PAIRS_PER_PROBE = 20
     codes = train_cases() | stop_and_resume_ranks()
     return {"codes": codes, "cases": list(CASES)}
 

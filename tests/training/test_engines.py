@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import is_deepspeed_available
+from programs import run_forking_script
 from safetensors.torch import load_file
-from test_forked_runs import run_script
 from tiny_runs import read_log
 
 from contaccum.errors import UserError
@@ -32,7 +32,7 @@ ENGINES = [
 def runs(tmp_path_factory) -> Path:
     """The folder of all runs of engine_runs.py."""
     folder = tmp_path_factory.mktemp("engines")
-    exit_codes = run_script("engines", folder, "engine_runs.py")
+    exit_codes = run_forking_script(Path(__file__).with_name("engine_runs.py"), "engines", folder)
     assert all(codes == [0, 0] for codes in exit_codes.values()), exit_codes
     return folder
 

@@ -1,37 +1,16 @@
 """Runs that are killed or run on several ranks end like an uninterrupted run of one process."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from programs import run_forking_script
 
+SCRIPT = Path(__file__).with_name("forked_runs.py")
 SLOW = pytest.mark.slow
 LONG = pytest.mark.long
-
-
-def run_script(argument: str, folder: Path, name: str = "forked_runs.py") -> dict[str, Any]:
-    """Run a script of this folder in a new process; return the JSON that it prints."""
-    script = Path(__file__).with_name(name)
-    tests_folder = script.parent.parent
-    repository = script.parents[2]
-    paths = [str(tests_folder), str(repository), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(paths),
-    }
-    command = [sys.executable, str(script), argument, str(folder)]
-    process = subprocess.run(command, capture_output=True, text=True, env=environment)
-    errors = "\n".join(path.read_text()[-2000:] for path in folder.glob("error-*.txt"))
-    assert process.returncode == 0, process.stderr[-3000:] + errors
-    assert not errors, errors
-    return json.loads(process.stdout.splitlines()[-1])
 
 
 def read_outcome(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
@@ -53,7 +32,7 @@ def assert_same_outcome(expected: Path, actual: Path, num_updates: int) -> None:
 
 @pytest.mark.parametrize("num_kills", [pytest.param(1, marks=SLOW), pytest.param(20, marks=LONG)])
 def test_a_run_killed_at_random_instants_ends_bit_identical(num_kills, tmp_path):
-    result = run_script(str(num_kills), tmp_path)
+    result = run_forking_script(SCRIPT, str(num_kills), tmp_path)
     assert result["killed"] == num_kills, result
     assert set(result["codes"]) == {0}, result
     # With many kills, runs are killed after different updates.
@@ -75,7 +54,7 @@ def test_a_run_killed_at_random_instants_ends_bit_identical(num_kills, tmp_path)
 def ranks(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     """The folder and the result of the runs on several ranks."""
     folder = tmp_path_factory.mktemp("ranks")
-    return folder, run_script("ranks", folder)
+    return folder, run_forking_script(SCRIPT, "ranks", folder)
 
 
 @pytest.mark.slow

@@ -1,0 +1,315 @@
+"""Tables of docs/how_large.md: the cost of encoding, storing and searching 10^6 to 10^9 passages.
+
+They are computed from the rates that corpus_cost.py has measured and from the assumptions at the
+top of this module. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SIZES = (10**6, 10**7, 10**8, 10**9)
+SIZE_NAMES = ("10^6", "10^7", "10^8", "10^9")
+NUM_QUERIES = 1000
+NUM_LISTS_PROBED = 32
+PQ_BYTES = 64
+# "np" leaves out polysemous training, which takes minutes and changes nothing unless the search
+# parameter `ht` is set.
+PQ_FACTORY = f"PQ{PQ_BYTES}np"
+BYTES_PER_PQ_ID = 8
+# The builder of contaccum's indexes trains on 64 rows per list. FAISS runs 10 iterations of k-means
+# for the lists of an inverted file.
+TRAINING_ROWS_PER_LIST = 64
+TRAINING_ITERATIONS = 10
+
+PRICE_DATE = "November 2026"
+DOLLARS_PER_GB_MONTH = 0.023
+GPU_UTILISATION = 0.3  # share of the peak that an encoder reaches on a GPU in bfloat16
+GPU_SEARCH_UTILISATION = 0.5  # share of the float32 peak of a product in exact search
+GPU_HOST_CORES = 8  # cores that tokenise for a GPU
+COPY_BYTES_PER_SECOND = 10e9  # from the memory of the host to a GPU
+DISK_BYTES_PER_SECOND = 2e9
+
+
+@dataclass(frozen=True)
+class Device:
+    """A machine with one or several devices.
+
+    Attributes:
+        name: name in the tables.
+        dollars_per_hour: price of the whole machine.
+        memory_bytes: memory of the host.
+        cores: cores that compute; 0 for a machine with GPUs.
+        num_gpus: number of GPUs.
+        bfloat16_flops: peak of a GPU for encoding, in operations per second.
+        float32_flops: peak of a GPU for exact search, in operations per second.
+    """
+
+    name: str
+    dollars_per_hour: float
+    memory_bytes: float
+    cores: int = 0
+    num_gpus: int = 0
+    bfloat16_flops: float = 0.0
+    float32_flops: float = 0.0
+
+
+CPU = Device("CPU, 16 cores", 0.64, 128e9, cores=16)
+L4 = Device("L4", 0.70, 64e9, num_gpus=1, bfloat16_flops=121e12, float32_flops=30e12)
+H100 = Device("H100", 2.95, 256e9, num_gpus=1, bfloat16_flops=989e12, float32_flops=67e12)
+EIGHT_H100 = Device("8 x H100", 8 * 2.95, 2e12, 0, 8, 989e12, 67e12)
+DEVICES = (CPU, L4, H100, EIGHT_H100)
+
+Rates = dict[str, Any]
+"""Content of corpus_cost.json."""
+
+
+def make_tables(rates: Rates) -> dict[str, str]:
+    """Return {name of a table: Markdown}."""
+    return {
+        "measured": make_measured_table(rates),
+        "assumed": make_assumption_table(),
+        "encoding": make_encoding_table(rates),
+        "storing": make_storing_table(rates),
+        "exact search": make_search_table(rates),
+        "approximate search": make_index_table(rates),
+    }
+
+
+def fill_page(page: str, tables: dict[str, str]) -> str:
+    """Return a page with each table between its comments, ``<!-- table: NAME -->`` and the end.
+
+    Raises:
+        ValueError: the page has no place for a table.
+    """
+    for name, table in tables.items():
+        start = f"<!-- table: {name} -->\n"
+        pattern = re.compile(re.escape(start) + r".*?(?=<!-- end of table -->)", re.DOTALL)
+        if pattern.search(page) is None:
+            raise ValueError(f"the page has no place for the table {name!r}")
+        content = f"{start}{table}\n"
+        page = pattern.sub(lambda match, content=content: content, page)
+    return page
+
+
+def make_measured_table(rates: Rates) -> str:
+    """Return the measured rates of one core."""
+    rows = []
+    for name, encoder in rates["encode"].items():
+        speed = format_number(encoder["passages_per_core_second"])
+        tokens = format_number(encoder["tokens_per_passage"])
+        rows.append([f"encoding with {name}, float32, {tokens} tokens", f"{speed} passages/s"])
+    speed = format_number(rates["tokenize"]["passages_per_core_second"])
+    rows.append(["tokenising", f"{speed} passages/s"])
+    for dtype, scan in rates["scan"].items():
+        decoding = format_number(scan["seconds_per_row"] * 1e9)
+        scoring = format_number(scan["seconds_per_row_and_query"] * 1e9)
+        cost = f"{decoding} ns per row, and {scoring} ns per row and query"
+        rows.append([f"exact search, {dtype} store", cost])
+    speed = format_number(rates["pq"]["codes_per_core_second"] / 1e6)
+    rows.append([f"reading codes of an IVF,{PQ_FACTORY} index", f"{speed} million codes/s"])
+    return make_table(["work of one core", "measured"], rows)
+
+
+def make_assumption_table() -> str:
+    """Return prices and the other assumptions."""
+    rows = []
+    for device in DEVICES:
+        values = [f"${device.dollars_per_hour:.2f} per hour"]
+        values.append(f"{device.memory_bytes / 1e9:,.0f} GB of memory")
+        if device.num_gpus > 0:
+            values.append(f"{device.bfloat16_flops / 1e12:.0f} TFLOPS in bfloat16")
+            values.append(f"{device.float32_flops / 1e12:.0f} in float32, per GPU")
+        rows.append([device.name, ", ".join(values)])
+    utilisation = f"{GPU_UTILISATION:.0%} of the peak in encoding"
+    search_utilisation = f"{GPU_SEARCH_UTILISATION:.0%} in search"
+    rows.append(["use of a GPU", f"{utilisation}, {search_utilisation}"])
+    rows.append(["tokenising for a GPU", f"{GPU_HOST_CORES} cores, before each batch"])
+    rows.append(["copying to a GPU", f"{format_bytes(COPY_BYTES_PER_SECOND)} per second"])
+    rows.append(["disk", f"{format_bytes(DISK_BYTES_PER_SECOND)} per second"])
+    rows.append(["object storage", f"${DOLLARS_PER_GB_MONTH} per GB and month"])
+    rows.append(["cores", "16 cores work 16 times as fast as one core"])
+    return make_table(["", f"assumed, {PRICE_DATE}"], rows)
+
+
+def make_encoding_table(rates: Rates) -> str:
+    """Return time and price of encoding."""
+    rows = []
+    for name, encoder in rates["encode"].items():
+        for device in DEVICES:
+            seconds = compute_encoding_seconds(rates, encoder, device)
+            cells = make_cost_cells(lambda size, seconds=seconds: size * seconds, device)
+            rows.append([name, device.name, format_number(1 / seconds), *cells])
+    return make_table(["encoder", "device", "passages/s", *SIZE_NAMES], rows)
+
+
+def compute_encoding_seconds(rates: Rates, encoder: Rates, device: Device) -> float:
+    """Return seconds per passage on a device; ``encoder`` is an entry of ``rates["encode"]``."""
+    if device.num_gpus == 0:
+        return 1 / (encoder["passages_per_core_second"] * device.cores)
+    num_tokens = encoder["tokens_per_passage"]
+    hidden_size = encoder["hidden_size"]
+    # Products of a layer per token: 12 h^2 weights (attention 4, feed-forward 8) with two
+    # operations each, and the scores and sums of attention over all tokens.
+    flops_per_token = 24 * hidden_size**2 + 4 * num_tokens * hidden_size
+    flops = encoder["num_layers"] * num_tokens * flops_per_token
+    gpu_seconds = flops / (GPU_UTILISATION * device.bfloat16_flops)
+    tokenize_rate = rates["tokenize"]["passages_per_core_second"] * GPU_HOST_CORES
+    return (gpu_seconds + 1 / tokenize_rate) / device.num_gpus
+
+
+def make_storing_table(rates: Rates) -> str:
+    """Return the size of a store on disk and its price per month."""
+    rows = []
+    bytes_by_name = {}
+    for dtype, scan in rates["scan"].items():
+        bytes_by_name[f"store, {dtype}"] = scan["bytes_per_row"]
+    bytes_by_name[f"index IVF,{PQ_FACTORY}, in memory"] = PQ_BYTES + BYTES_PER_PQ_ID
+    for name, bytes_per_row in bytes_by_name.items():
+        cells = []
+        for size in SIZES:
+            num_bytes = size * bytes_per_row
+            dollars = num_bytes / 1e9 * DOLLARS_PER_GB_MONTH
+            cells.append(f"{format_bytes(num_bytes)}, {format_dollars(dollars)}")
+        rows.append([name, format_number(bytes_per_row), *cells])
+    return make_table(["", "bytes per passage", *SIZE_NAMES], rows)
+
+
+def make_search_table(rates: Rates) -> str:
+    """Return time and price of the exact search of all queries."""
+    rows = []
+    for device, num_ranks in ((CPU, 1), (CPU, 16), (H100, 1), (EIGHT_H100, 8)):
+        processes = "1 process"
+        if num_ranks > 1:
+            processes = f"{num_ranks} processes"
+        for dtype in rates["scan"]:
+
+            def compute_seconds(
+                size: int, device: Device = device, num_ranks: int = num_ranks, dtype: str = dtype
+            ) -> float:
+                return compute_search_seconds(rates, device, num_ranks, dtype, size)
+
+            cells = make_cost_cells(compute_seconds, device)
+            rows.append([f"{device.name}, {processes}", dtype, *cells])
+    return make_table(["device", "store", *SIZE_NAMES], rows)
+
+
+def compute_search_seconds(
+    rates: Rates, device: Device, num_ranks: int, dtype: str, num_rows: int
+) -> float:
+    """Return seconds of an exact search of `NUM_QUERIES` queries.
+
+    Each process decodes its rows in one thread. The products run on all cores, or on the GPUs after
+    the decoded float32 rows have been copied. A store that does not fit the memory is read from
+    the disk.
+    """
+    scan = rates["scan"][dtype]
+    seconds_per_row = scan["seconds_per_row"] / num_ranks
+    if device.num_gpus == 0:
+        scoring = NUM_QUERIES * scan["seconds_per_row_and_query"] / device.cores
+    else:
+        dimension = rates["dimension"]
+        copying = 4 * dimension / COPY_BYTES_PER_SECOND
+        flops = 2 * dimension * NUM_QUERIES
+        product = flops / (GPU_SEARCH_UTILISATION * device.float32_flops)
+        scoring = (copying + product) / device.num_gpus
+    reading = 0.0
+    if num_rows * scan["bytes_per_row"] > device.memory_bytes:
+        reading = scan["bytes_per_row"] / DISK_BYTES_PER_SECOND
+    return num_rows * (seconds_per_row + scoring + reading)
+
+
+def make_index_table(rates: Rates) -> str:
+    """Return lists, memory, time of building and time of searching an IVF,PQ index on the CPU."""
+    lists = []
+    memory = []
+    for size in SIZES:
+        lists.append(f"`IVF{count_lists(size)},{PQ_FACTORY}`")
+        memory.append(format_bytes(size * (PQ_BYTES + BYTES_PER_PQ_ID)))
+    build_cells = make_cost_cells(lambda size: compute_build_seconds(rates, size), CPU)
+    search_cells = make_cost_cells(lambda size: compute_probe_seconds(rates, size), CPU)
+    rows = [
+        ["`--index`", *lists],
+        ["memory", *memory],
+        ["build", *build_cells],
+        [f"search {NUM_QUERIES:,} queries", *search_cells],
+    ]
+    return make_table(["", *SIZE_NAMES], rows)
+
+
+def count_lists(num_rows: int) -> int:
+    """Return the power of two that is nearest to 4 sqrt(N), FAISS's smallest number of lists."""
+    return 2 ** round(math.log2(4 * math.sqrt(num_rows)))
+
+
+def compute_build_seconds(rates: Rates, num_rows: int) -> float:
+    """Return seconds of training the lists and of assigning every row to a list."""
+    num_lists = count_lists(num_rows)
+    num_training_rows = min(num_rows, TRAINING_ROWS_PER_LIST * num_lists)
+    num_comparisons = (TRAINING_ITERATIONS * num_training_rows + num_rows) * num_lists
+    return num_comparisons * rates["scan"]["float32"]["seconds_per_row_and_query"] / CPU.cores
+
+
+def compute_probe_seconds(rates: Rates, num_rows: int) -> float:
+    """Return seconds of comparing queries with all centroids and with the codes of some lists."""
+    num_lists = count_lists(num_rows)
+    seconds_per_centroid = rates["scan"]["float32"]["seconds_per_row_and_query"]
+    num_codes = num_rows * NUM_LISTS_PROBED / num_lists
+    seconds = num_lists * seconds_per_centroid + num_codes / rates["pq"]["codes_per_core_second"]
+    return NUM_QUERIES * seconds / CPU.cores
+
+
+def make_cost_cells(compute_seconds: Callable[[int], float], device: Device) -> list[str]:
+    """Return "time, price" for each of `SIZES`."""
+    cells = []
+    for size in SIZES:
+        seconds = compute_seconds(size)
+        dollars = seconds / 3600 * device.dollars_per_hour
+        cells.append(f"{format_duration(seconds)}, {format_dollars(dollars)}")
+    return cells
+
+
+def make_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def format_number(value: float) -> str:
+    """Return a number with two significant digits, such as "0.21", "3.4" or "13,000"."""
+    if value == 0:
+        return "0"
+    num_decimals = 1 - math.floor(math.log10(abs(value)))
+    rounded = round(value, num_decimals)
+    # Rounding may add a digit: 9.96 becomes 10, which needs no decimals.
+    num_decimals = 1 - math.floor(math.log10(abs(rounded)))
+    return f"{rounded:,.{max(0, num_decimals)}f}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration with two significant digits, such as "3.2 min"."""
+    for limit, divisor, unit in ((90, 1, "s"), (5400, 60, "min"), (48 * 3600, 3600, "h")):
+        if seconds < limit:
+            return f"{format_number(seconds / divisor)} {unit}"
+    return f"{format_number(seconds / 86400)} days"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return a number of bytes with two significant digits, such as "1.6 GB"."""
+    for limit, divisor, unit in ((1e9, 1e6, "MB"), (1e12, 1e9, "GB")):
+        if num_bytes < limit:
+            return f"{format_number(num_bytes / divisor)} {unit}"
+    return f"{format_number(num_bytes / 1e12)} TB"
+
+
+def format_dollars(dollars: float) -> str:
+    """Return an amount with two significant digits, such as "$0.34"; below a cent, "< $0.01"."""
+    if dollars < 0.01:
+        return "< $0.01"
+    if dollars < 10:
+        return f"${dollars:.2f}"
+    return f"${format_number(dollars)}"

@@ -1,0 +1,60 @@
+"""`contaccum export MODEL OUT`: write plain SentenceTransformer folders for embedding servers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from contaccum.cli.options import Parser, load_model
+
+
+def run(argv: Sequence[str]) -> int:
+    """Export a model and return exit code 0.
+
+    Raises:
+        UserError: if the model cannot be loaded or exported, or the folder exists.
+    """
+    args = _parse_arguments(argv)
+    from contaccum.encoders.export import SERVING_GUIDE, check_new_folder, export_model
+
+    # The folder and the packages are checked before a large model is loaded.
+    check_new_folder(args.folder, args.dtype, args.onnx)
+    model = load_model(args.model, args)
+    result = export_model(model, args.folder, args.dtype, args.onnx, model_name=args.model)
+    for check in result.checks:
+        print(
+            f"{check.num_texts} {check.task} texts, {check.weights} of folder {check.folder!r}: "
+            f"cosine with the model {check.mean:.6f} on average, {check.least:.6f} at least"
+        )
+    print(f"written: {result.folder}")
+    print(f"how to serve it: {result.folder / SERVING_GUIDE}")
+    return 0
+
+
+def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = Parser(
+        "export",
+        "Write a model as plain SentenceTransformer folders that embedding servers can load, "
+        "compare their embeddings with the model's, and write the commands that serve them.",
+        "device",
+        "trust_remote_code",
+        usage="contaccum export MODEL OUT [OPTIONS]",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the model hub")
+    parser.add_argument("folder", type=Path, metavar="OUT", help="the new folder")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="the dtype of the weights; default: %(default)s",
+    )
+    parser.add_argument(
+        "--onnx",
+        action="store_true",
+        help="also write onnx/model.onnx, for servers that run ONNX",
+    )
+    # A model is exported with the lengths that it was trained with.
+    parser.set_defaults(query_max_length=None, passage_max_length=None)
+    return parser.parse(argv)

@@ -1,0 +1,136 @@
+"""The result of a fit, and its record, which the report shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from contaccum.data.beir import BeirDataset
+from contaccum.data.split import Split
+from contaccum.encoders.dual_encoder import DualEncoder
+from contaccum.files import provenance, read_json
+from contaccum.fitting.final import (
+    SystemResult,
+    compare_queries,
+    read_best_dev_score,
+    select_shown_metrics,
+)
+from contaccum.fitting.folder import FitFolder
+from contaccum.fitting.guard import find_chosen_row, read_guard_record
+from contaccum.fitting.source import DataSource
+from contaccum.fitting.verdict import Verdict, collect_warnings
+from contaccum.merging.choice import METRIC
+from contaccum.tuning.baselines import Baselines
+from contaccum.tuning.choice import Choice
+from contaccum.tuning.result import TunedSettings
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """The result of `fit`.
+
+    Attributes:
+        verdict: the comparison with the base model; `str` returns the line that was printed.
+        folder: the output folder, with the paths of all its files.
+        warnings: warnings about the verdict, one line each.
+    """
+
+    verdict: Verdict
+    folder: FitFolder
+    warnings: list[str]
+
+    @property
+    def report(self) -> Path:
+        """The path of the HTML report."""
+        return self.folder.report
+
+    @cached_property
+    def model(self) -> DualEncoder:
+        """The trained model, which is loaded at the first access."""
+        return DualEncoder.from_pretrained(str(self.folder.model))
+
+
+def read_result(folder: FitFolder) -> FitResult:
+    """Read the result from the record, which the first process has written."""
+    record = read_json(folder.record_file)
+    values = {field.name: record["verdict"][field.name] for field in fields(Verdict)}
+    return FitResult(Verdict(**values), folder, record["warnings"])
+
+
+def make_record(
+    source: DataSource,
+    base_name: str,
+    folder: FitFolder,
+    split: Split,
+    baselines: Baselines,
+    tuned: TunedSettings,
+    test_set: BeirDataset,
+    results: Mapping[str, SystemResult],
+    verdict: Verdict,
+) -> dict[str, Any]:
+    """Return the record of a fit, without the times.
+
+    Args:
+        source: the pairs.
+        base_name: the name of the base model.
+        folder: the output folder.
+        split: the sizes of the held-out sets.
+        baselines: the scores on dev before training.
+        tuned: the trials and the choice.
+        test_set: the test set.
+        results: {"bm25", "base" and "trained": result on the test set}.
+        verdict: the verdict.
+    """
+    guard_record = read_guard_record(folder)
+    if guard_record is None:
+        trained_dev_score = read_best_dev_score(folder.model)
+        warnings = collect_warnings(verdict, tuned.choice)
+    else:
+        trained_dev_score = find_chosen_row(guard_record)[METRIC]
+        warnings = _collect_guarded_warnings(verdict, tuned.choice, guard_record)
+    dev_scores = {"bm25": baselines.bm25, "base": baselines.base, "trained": trained_dev_score}
+    names = {"bm25": "BM25", "base": f"{base_name} (as it is)", "trained": "trained"}
+    score_table = []
+    for system, name in names.items():
+        test_scores = select_shown_metrics(results[system].means)
+        score_table.append({"name": name, "dev": dev_scores[system], **test_scores})
+    return {
+        "request": read_json(folder.record_file)["request"],
+        "verdict": verdict.record(),
+        "warnings": warnings,
+        "model": base_name,
+        "data": {
+            "path": str(source.path),
+            "corpus": None if source.corpus is None else str(source.corpus),
+        },
+        "split": asdict(split),
+        "scores": score_table,
+        "guard": guard_record,
+        "choice": tuned.choice._asdict(),
+        "trials": tuned.trials,
+        "changes": compare_queries(test_set, results["base"], results["trained"]),
+        "settings": yaml.safe_load(folder.config_file.read_text(encoding="utf-8")),
+        "made_with": {**provenance(), "time": datetime.now(UTC).isoformat(timespec="seconds")},
+    }
+
+
+def _collect_guarded_warnings(
+    verdict: Verdict, choice: Choice, guard_record: Mapping[str, Any]
+) -> list[str]:
+    """Return the warnings of a fit with a guard, one line each.
+
+    The verdict is about the chosen weight, so it is compared with the scores of this weight on dev.
+    """
+    if guard_record["weight"] == 0:
+        # Dev and test cannot disagree about the base model.
+        return [*choice.warnings, *guard_record["warnings"], guard_record["line"]]
+    chosen_row = find_chosen_row(guard_record)
+    difference = {name: chosen_row[name] for name in ("difference", "low", "high")}
+    merged_choice = choice._replace(against_base=difference)
+    return [*collect_warnings(verdict, merged_choice), *guard_record["warnings"]]

@@ -1,0 +1,237 @@
+"""The rule that chooses a weight between two models, from the scores of each query.
+
+Own data are data like those that the model was trained on. Guard data are other data, on which the
+quality of the base model is to be kept. Nothing is encoded or written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
+
+from contaccum.encoders.merge import check_weight
+from contaccum.errors import ConfigError
+from contaccum.evaluation.metrics import paired_bootstrap
+from contaccum.evaluation.tables import markdown_table
+
+METRIC = "NDCG@10"
+DEFAULT_WEIGHTS = (0.3, 0.5, 0.7)
+DEFAULT_GUARD_LOSS = 0.01
+
+# Means that differ by less are equal. Sums in another order differ in the last bits.
+_TOLERANCE = 1e-9
+
+BEST_OF_SEVERAL = (
+    "the score of the chosen weight on the own data is the best of several, so it is optimistic; "
+    "only other data, such as a test set, give a fair score"
+)
+
+QueryScores = Mapping[str, float]
+"""{query id: nDCG@10}"""
+
+
+class SetScores(NamedTuple):
+    """The scores of all weights on one data set.
+
+    Attributes:
+        role: "own" or "guard".
+        data: the description of the data set; see `contaccum.evaluation.beir_sets.describe_data`.
+        scores: {weight: {query id: nDCG@10}}; weight 0 is the base model.
+    """
+
+    role: Literal["own", "guard"]
+    data: Mapping[str, Any]
+    scores: Mapping[float, QueryScores]
+
+    @property
+    def title(self) -> str:
+        """The role and the name of the data set, for tables."""
+        return f"{self.role}: {self.data['name']}"
+
+    def mean(self, weight: float) -> float:
+        """Return the mean score of a weight."""
+        return fmean(self.scores[weight].values())
+
+    def compare(self, weight: float, other_weight: float) -> dict[str, float]:
+        """Return the paired bootstrap of two weights; see `paired_bootstrap`."""
+        scores = self.scores[weight]
+        other_scores = self.scores[other_weight]
+        query_ids = list(scores)
+        return paired_bootstrap(
+            [scores[query_id] for query_id in query_ids],
+            [other_scores[query_id] for query_id in query_ids],
+        )
+
+
+class WeightChoice(NamedTuple):
+    """The chosen weight, with everything that records and tables show.
+
+    Attributes:
+        weight: the chosen weight of the trained model; 0 stands for the base model.
+        rule: the rule, as a sentence.
+        failed_guards: {weight: titles of the guard sets on which it loses too much}.
+        data_sets: for each data set its role, its description, and a row for each weight with the
+            mean score, its difference to the base model and the 95% interval of the difference.
+        warnings: warnings, one line each.
+    """
+
+    weight: float
+    rule: str
+    failed_guards: dict[float, list[str]]
+    data_sets: list[dict[str, Any]]
+    warnings: list[str]
+
+    def record(self) -> dict[str, Any]:
+        """Return the choice as the content of a JSON file."""
+        return {
+            "weight": self.weight,
+            "rule": self.rule,
+            "metric": METRIC,
+            "data_sets": self.data_sets,
+            "warnings": self.warnings,
+            "note": BEST_OF_SEVERAL,
+            "table": self.table(),
+        }
+
+    def describe(self) -> str:
+        """Return the line that says which weight was chosen, and what it means."""
+        if self.weight == 0:
+            return (
+                "chosen: weight 0, the base model: no other weight is better on the own data and "
+                "loses little enough on every guard set; keep the base model"
+            )
+        if self.weight == 1:
+            return "chosen: weight 1, the trained model as it is"
+        return f"chosen: weight {self.weight:g} of the trained model"
+
+    def table(self) -> str:
+        """Return a Markdown table with a row for each weight and a column for each data set."""
+        header = ["weight"]
+        for data_set in self.data_sets:
+            header.append(f"{data_set['role']}: {data_set['data']['name']}")
+        header.append("note")
+        cells: list[list[str]] = []
+        for index, weight in enumerate(self.failed_guards):
+            row = [f"{weight:g}"]
+            for data_set in self.data_sets:
+                row.append(_format_scores(data_set["rows"][index]))
+            row.append(self._describe_weight(weight))
+            cells.append(row)
+        return markdown_table(header, cells)
+
+    def _describe_weight(self, weight: float) -> str:
+        """Return the last cell of a weight's row."""
+        notes = []
+        if weight == 0:
+            notes.append("base model")
+        if weight == 1:
+            notes.append("trained model")
+        for title in self.failed_guards[weight]:
+            notes.append(f"loses too much on {title.removeprefix('guard: ')}")
+        if weight == self.weight:
+            notes.append("**chosen**")
+        return ", ".join(notes)
+
+
+def _format_scores(row: Mapping[str, float]) -> str:
+    """Return a mean score, its difference to the base model, and the interval of the difference."""
+    if row["weight"] == 0:
+        return f"{row[METRIC]:.4f}"
+    interval = f"{row['low']:+.4f} to {row['high']:+.4f}"
+    return f"{row[METRIC]:.4f} ({row['difference']:+.4f}, 95% {interval})"
+
+
+def check_weights(weights: Sequence[float]) -> list[float]:
+    """Return the weights in ascending order, with 0 and 1.
+
+    Raises:
+        ConfigError: if a weight is outside [0, 1].
+    """
+    for weight in weights:
+        check_weight(weight)
+    return sorted({0.0, 1.0, *weights})
+
+
+def check_guard_loss(guard_loss: float) -> None:
+    """Raise `ConfigError` if the allowed loss on guard data is negative or not a number."""
+    if not 0 <= guard_loss <= 1:
+        raise ConfigError(
+            f"guard_loss={guard_loss:g}: the allowed loss of nDCG@10 must be between 0 and 1"
+        )
+
+
+def describe_rule(guard_loss: float) -> str:
+    """Return the rule of `choose_weight` as a sentence."""
+    return (
+        f"Rule: among the weights whose mean nDCG@10 is at most {guard_loss:g} below that of the "
+        "base model on every guard set, choose the weight with the best mean nDCG@10 on the own "
+        "data; of equal weights, choose the smaller one."
+    )
+
+
+def choose_weight(sets: Sequence[SetScores], guard_loss: float) -> WeightChoice:
+    """Choose a weight by the rule of `describe_rule`. Weight 0 always satisfies it.
+
+    Of several own sets, the mean of their mean scores counts.
+
+    Args:
+        sets: the scores on at least one own set and on the guard sets, for the same weights.
+        guard_loss: the mean nDCG@10 that a weight may lose on each guard set.
+    """
+    weights = sorted(sets[0].scores)
+    own_sets = [scores for scores in sets if scores.role == "own"]
+    guard_sets = [scores for scores in sets if scores.role == "guard"]
+    failed_guards: dict[float, list[str]] = {}
+    for weight in weights:
+        failed_guards[weight] = []
+        for guard in guard_sets:
+            if guard.mean(weight) < guard.mean(0.0) - guard_loss - _TOLERANCE:
+                failed_guards[weight].append(guard.title)
+    allowed_weights = [weight for weight in weights if not failed_guards[weight]]
+    best = allowed_weights[0]
+    for weight in allowed_weights[1:]:
+        if _compute_own_mean(own_sets, weight) > _compute_own_mean(own_sets, best) + _TOLERANCE:
+            best = weight
+    return WeightChoice(
+        weight=best,
+        rule=describe_rule(guard_loss),
+        failed_guards=failed_guards,
+        data_sets=[_make_set_record(scores, weights) for scores in sets],
+        warnings=_collect_warnings(own_sets, best, allowed_weights),
+    )
+
+
+def _compute_own_mean(own_sets: Sequence[SetScores], weight: float) -> float:
+    return fmean(scores.mean(weight) for scores in own_sets)
+
+
+def _make_set_record(scores: SetScores, weights: Sequence[float]) -> dict[str, Any]:
+    """Return the role and the description of a data set, and a row for each weight."""
+    rows = []
+    for weight in weights:
+        row = {"weight": weight, METRIC: scores.mean(weight)}
+        if weight != 0:
+            row.update(scores.compare(weight, 0.0))
+        rows.append(row)
+    return {"role": scores.role, "data": dict(scores.data), "rows": rows}
+
+
+def _collect_warnings(
+    own_sets: Sequence[SetScores], best: float, allowed_weights: Sequence[float]
+) -> list[str]:
+    """Return a warning if the own data do not separate the chosen weight from its neighbours."""
+    position = allowed_weights.index(best)
+    neighbours = list(allowed_weights[max(0, position - 1) : position])
+    neighbours += allowed_weights[position + 1 : position + 2]
+    undecided = []
+    for neighbour in neighbours:
+        comparisons = [scores.compare(best, neighbour) for scores in own_sets]
+        if all(comparison["low"] <= 0 <= comparison["high"] for comparison in comparisons):
+            undecided.append(f"{neighbour:g}")
+    if not undecided:
+        return []
+    return [
+        f"the own data do not decide between weight {best:g} and {' or '.join(undecided)}: the 95% "
+        "interval of the difference contains 0; more own queries would decide"
+    ]

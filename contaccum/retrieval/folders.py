@@ -1,0 +1,298 @@
+"""Folders in which stores are written and read: on this machine, or at a URL that fsspec opens.
+
+Files of a folder at a URL, such as ``s3://bucket/stores/wikipedia``, are downloaded into the cache
+folder when they are needed, and mapped into memory there. What the files contain is described in
+`store_files`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from contaccum import files
+from contaccum.errors import ConfigError, DataError, UserError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+# The start of a URL: "s3://", or "simplecache::s3://" for a chain of file systems.
+_URL_START = re.compile(r"[a-z][a-z0-9+.-]*(://|::)", re.I)
+# What pathlib.Path makes of it.
+_SHORTENED_URL_START = re.compile(r"[a-z][a-z0-9+.-]+:/", re.I)
+
+
+class StoreFolder(ABC):
+    """Folder of a store. A name is a path in the folder, such as "shard-00000/embeddings.npy".
+
+    Attributes:
+        location: the path of the folder, or its URL without credentials. It is also
+            ``str(folder)``.
+    """
+
+    location: Path | str
+
+    def __str__(self) -> str:
+        return str(self.location)
+
+    @abstractmethod
+    def exists(self, name: str) -> bool:
+        """Return whether there is a file or a folder of this name."""
+
+    @abstractmethod
+    def list_names(self) -> list[str]:
+        """Return the names of all files and folders that are not hidden, without their content.
+
+        The list is empty if the folder does not exist. If a file has its path, the list is not
+        empty.
+        """
+
+    @abstractmethod
+    def get_file_sizes(self, name: str) -> dict[str, int]:
+        """Return {file name: bytes} of a subfolder; {} if there is none."""
+
+    @abstractmethod
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Return the content of a JSON file.
+
+        Raises:
+            DataError: the file is missing, or is not a JSON object.
+        """
+
+    @abstractmethod
+    def write_json(self, name: str, content: Any) -> None:
+        """Write a JSON file without credentials, as a whole or not at all.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+
+    @abstractmethod
+    def get_local_file(self, name: str) -> Path:
+        """Return a file of this machine with the content of the file of this name."""
+
+    @abstractmethod
+    def new_subfolder(self, name: str, last_file: str) -> AbstractContextManager[Path]:
+        """Yield an empty folder of this machine, whose files become those of a subfolder.
+
+        An earlier subfolder of this name is replaced. If the block raises an error, it stays
+        unchanged.
+
+        Args:
+            name: name of the subfolder.
+            last_file: name of a file that appears only when all other files are there.
+        """
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a file, or a folder with its content. Nothing happens if there is none."""
+
+
+class LocalFolder(StoreFolder):
+    """Folder of this machine, or of a file system that is mounted on it."""
+
+    def __init__(self, path: Path) -> None:
+        self.location = path
+        self.path = path
+
+    def exists(self, name: str) -> bool:
+        return (self.path / name).exists()
+
+    def list_names(self) -> list[str]:
+        if self.path.is_file():
+            return [self.path.name]
+        return [path.name for path in self.path.glob("[!.]*")]
+
+    def get_file_sizes(self, name: str) -> dict[str, int]:
+        try:
+            return {path.name: path.stat().st_size for path in (self.path / name).iterdir()}
+        except FileNotFoundError:
+            return {}
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        return files.read_json(self.path / name)
+
+    def write_json(self, name: str, content: Any) -> None:
+        files.write_json(self.path / name, content)
+
+    def get_local_file(self, name: str) -> Path:
+        return self.path / name
+
+    def new_subfolder(self, name: str, last_file: str) -> AbstractContextManager[Path]:
+        # The whole subfolder appears at once.
+        return files.atomic_folder(self.path / name)
+
+    def remove(self, name: str) -> None:
+        path = self.path / name
+        # Another process that removes the same folder may remove some files first.
+        with suppress(FileNotFoundError):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+class RemoteFolder(StoreFolder):
+    """Folder at a URL. It may be a prefix of an object store, which has no folders.
+
+    Downloaded files stay in the cache folder, so that later searches need not download them again.
+
+    Args:
+        filesystem: fsspec's file system.
+        path: path of the folder in this file system.
+        url: the URL, for messages.
+    """
+
+    def __init__(self, filesystem: AbstractFileSystem, path: str, url: str) -> None:
+        self._filesystem = filesystem
+        self._path = path.rstrip("/")
+        self.location = files.redact(url.rstrip("/"))
+
+    def exists(self, name: str) -> bool:
+        with self._translate_errors("read", name):
+            # Listings may be cached, and other processes write to the folder.
+            self._filesystem.invalidate_cache()
+            try:
+                self._filesystem.info(self._join(name))
+            except FileNotFoundError:
+                return False
+            return True
+
+    def list_names(self) -> list[str]:
+        names = [_get_last_part(entry["name"]) for entry in self._list_entries("")]
+        return [name for name in names if not name.startswith(".")]
+
+    def get_file_sizes(self, name: str) -> dict[str, int]:
+        entries = self._list_entries(name)
+        files_only = [entry for entry in entries if entry["type"] == "file"]
+        return {_get_last_part(entry["name"]): entry["size"] for entry in files_only}
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        with self._translate_errors("read", name):
+            content = self._filesystem.cat_file(self._join(name))
+        try:
+            value = json.loads(content)
+        except ValueError as error:
+            raise DataError(f"{self}/{name}: not a JSON file that can be read ({error})") from error
+        if not isinstance(value, dict):
+            raise DataError(f"{self}/{name}: contains a {type(value).__name__}, expected a dict")
+        return value
+
+    def write_json(self, name: str, content: Any) -> None:
+        with self._translate_errors("written", name):
+            self._filesystem.pipe_file(self._join(name), files.format_json(content).encode())
+
+    def get_local_file(self, name: str) -> Path:
+        path = self._join(name)
+        with self._translate_errors("read", name):
+            # The key changes when the file is replaced. A cached listing could give another key.
+            self._filesystem.invalidate_cache()
+            key = files.fingerprint(str(self), name, self._filesystem.ukey(path))
+            local_path = files.cache_folder("stores", key, _get_last_part(name))
+            if not local_path.exists():
+                with files.atomic_file(local_path) as temporary_path:
+                    self._filesystem.get_file(path, str(temporary_path))
+        return local_path
+
+    @contextmanager
+    def new_subfolder(self, name: str, last_file: str) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory() as temporary_folder:
+            local_folder = Path(temporary_folder, name)
+            with files.atomic_folder(local_folder) as folder:
+                yield folder
+            paths = sorted(local_folder.iterdir(), key=lambda path: path.name == last_file)
+            self.remove(name)
+            for path in paths:
+                file_name = f"{name}/{path.name}"
+                with self._translate_errors("written", file_name):
+                    self._filesystem.put_file(str(path), self._join(file_name))
+
+    def remove(self, name: str) -> None:
+        with self._translate_errors("removed", name), suppress(FileNotFoundError):
+            self._filesystem.rm(self._join(name), recursive=True)
+
+    def _list_entries(self, name: str) -> list[dict[str, Any]]:
+        """Return name, size and type of the files and folders in a subfolder."""
+        with self._translate_errors("read", name):
+            self._filesystem.invalidate_cache()
+            try:
+                entries = self._filesystem.ls(self._join(name), detail=True)
+            except FileNotFoundError:
+                return []
+        # Object stores may have an empty object with the path of a folder, which stands for it.
+        path = self._join(name).strip("/")
+        return [entry for entry in entries if entry["size"] or entry["name"].strip("/") != path]
+
+    def _join(self, name: str) -> str:
+        return f"{self._path}/{name}".rstrip("/")
+
+    @contextmanager
+    def _translate_errors(self, action: str, name: str) -> Iterator[None]:
+        """Raise an error of a file system as `UserError`."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            # Each package has errors of its own for a network or for credentials.
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UserError(
+                f"{self._join_url(name)}: cannot be {action} ({files.redact(reason)}); check the "
+                "URL, the network and your credentials"
+            ) from error
+
+    def _join_url(self, name: str) -> str:
+        return f"{self}/{name}".rstrip("/")
+
+
+def is_url(path: files.AnyPath) -> bool:
+    """Return whether a path is a URL that fsspec opens, and not a path of this machine."""
+    return _URL_START.match(os.fspath(path)) is not None
+
+
+def open_folder(path: files.AnyPath) -> StoreFolder:
+    """Return the folder at a path or a URL. It need not exist.
+
+    Args:
+        path: a path of this machine, also as ``file://``, or a URL as a str.
+
+    Raises:
+        ConfigError: the scheme of the URL is unknown, its package is not installed, or the URL is
+            a ``pathlib.Path``.
+        UserError: the file system cannot be used.
+    """
+    url = os.fspath(path)
+    if isinstance(path, Path) and _SHORTENED_URL_START.match(url):
+        raise ConfigError(
+            f"{files.redact(url)}: pathlib.Path has changed this URL; pass the URL as a str"
+        )
+    if not is_url(url):
+        return LocalFolder(Path(url))
+
+    from fsspec.core import url_to_fs
+    from fsspec.implementations.local import LocalFileSystem
+
+    try:
+        filesystem, remote_path = url_to_fs(url)
+    except ImportError as error:
+        raise ConfigError(f"{files.redact(url)}: a package is missing: {error}") from error
+    except ValueError as error:
+        raise ConfigError(
+            f"{files.redact(url)}: cannot be used ({error}); name a path, or a URL such as "
+            "s3://BUCKET/FOLDER"
+        ) from error
+    if isinstance(filesystem, LocalFileSystem):
+        return LocalFolder(Path(remote_path))
+    return RemoteFolder(filesystem, remote_path, url)
+
+
+def _get_last_part(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2]

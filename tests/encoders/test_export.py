@@ -1,0 +1,250 @@
+"""Folders of `contaccum export`: plain sentence-transformers loads them, equal to the model."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from tiny_models import qwen3_config, tiny_encoder, word_tokenizer
+from transformers import set_seed
+
+from contaccum import DualEncoder
+from contaccum.cli import main
+from contaccum.encoders import export
+from contaccum.encoders.adapters import add_adapter
+from contaccum.encoders.export import export_model, make_plain_models
+from contaccum.encoders.query_tower import train_query_tower_alone
+from contaccum.errors import ConfigError, UserError
+
+TEXTS = ["red apple tree", "a house by the water " * 20, "x"]
+
+ENCODE_WITHOUT_CONTACCUM = """
+import json, sys
+sys.modules["contaccum"] = None  # importing it raises ImportError
+from sentence_transformers import SentenceTransformer
+request = json.loads(sys.argv[1])
+answers = []
+for folder in request["folders"]:
+    model = SentenceTransformer(folder, device="cpu")
+    answers.append(model.encode_document(request["texts"]).astype("float64").tolist())
+print(json.dumps(answers))
+"""
+
+
+def encode_exported(folder: Path, task: str) -> np.ndarray:
+    """Encode `TEXTS` with an exported folder, loaded by plain sentence-transformers."""
+    model = SentenceTransformer(str(folder), device="cpu")
+    encode = model.encode_query if task == "query" else model.encode_document
+    return encode(TEXTS)
+
+
+def tiny_decoder() -> DualEncoder:
+    """Return a fresh decoder, which pools the EOS that ends each text."""
+    set_seed(3)
+    tokenizer = copy.deepcopy(word_tokenizer())
+    tokenizer.eos_token = "[SEP]"
+    return DualEncoder.from_backbone(
+        qwen3_config(len(tokenizer)),
+        pooling="lasttoken",
+        similarity="cos",
+        query_prompt="query: ",
+        tokenizer=tokenizer,
+        device="cpu",
+    )
+
+
+def normalize(embeddings: np.ndarray) -> np.ndarray:
+    """Scale rows to length 1."""
+    return embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
+
+
+def test_exported_folders_are_loaded_where_contaccum_is_not_installed(tmp_path):
+    tied = tiny_encoder()
+    two_towers = tiny_encoder(tied=False)
+    expected = [tied.encode_document(TEXTS), two_towers.encode_document(TEXTS)]
+    export_model(tied, tmp_path / "tied")
+    export_model(two_towers, tmp_path / "two")
+    folders = [str(tmp_path / "tied"), str(tmp_path / "two" / "document")]
+    request = json.dumps({"folders": folders, "texts": TEXTS})
+    command = [sys.executable, "-c", ENCODE_WITHOUT_CONTACCUM, request]
+    answers = json.loads(subprocess.check_output(command, cwd=tmp_path))
+    for embeddings, answer in zip(expected, answers, strict=True):
+        np.testing.assert_allclose(answer, embeddings, atol=1e-6)
+
+
+def test_a_tied_model_becomes_one_folder_that_equals_it(tmp_path):
+    model = tiny_encoder(query_prompt="query: ", query_max_length=8, passage_max_length=32)
+    expected = {"query": model.encode_query(TEXTS), "document": model.encode_document(TEXTS)}
+    result = export_model(model, tmp_path / "out")
+    assert result.least_cosine > 0.99999
+    for task, embeddings in expected.items():
+        exported = encode_exported(tmp_path / "out", task)
+        np.testing.assert_allclose(exported, embeddings, atol=1e-6)
+
+
+def test_two_towers_become_two_folders(tmp_path):
+    model = tiny_encoder(tied=False, query_max_length=8, passage_max_length=32)
+    with torch.no_grad():
+        for weight in model.query_encoder.parameters():
+            weight.add_(0.05)
+    expected = {"query": model.encode_query(TEXTS), "document": model.encode_document(TEXTS)}
+    export_model(model, tmp_path / "out")
+    for task, embeddings in expected.items():
+        folder = tmp_path / "out" / task
+        np.testing.assert_allclose(encode_exported(folder, task), embeddings, atol=1e-6)
+        config = json.loads((folder / "sentence_bert_config.json").read_text())
+        assert config["max_seq_length"] == {"query": 8, "document": 32}[task]
+    assert not (tmp_path / "out" / "modules.json").exists()
+
+
+def test_a_query_tower_that_was_trained_alone_is_exported_beside_its_documents(tmp_path):
+    model = tiny_encoder()
+    train_query_tower_alone(model)
+    with torch.no_grad():
+        next(model.query_encoder.parameters()).add_(0.1)
+    expected = model.encode_query(TEXTS)
+    export_model(model, tmp_path / "out")
+    exported = encode_exported(tmp_path / "out" / "query", "query")
+    np.testing.assert_allclose(exported, expected, atol=1e-6)
+
+
+def test_an_adapter_is_merged_into_the_weights(tmp_path):
+    tiny_encoder().save_pretrained(str(tmp_path / "base"))
+    model = DualEncoder.from_pretrained(tmp_path / "base", device="cpu")
+    before = model.encode_document(TEXTS)
+    add_adapter(model, r=2)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.add_(0.3)
+    expected = model.encode_document(TEXTS)
+    assert np.abs(expected - before).max() > 0.01
+    export_model(model, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("adapter*"))
+    exported = encode_exported(tmp_path / "out", "document")
+    np.testing.assert_allclose(exported, expected, atol=1e-5)
+
+
+def test_a_decoder_keeps_its_eos_and_its_prompt(tmp_path):
+    model = tiny_decoder()
+    expected = normalize(model.encode_query(TEXTS))
+    export_model(model, tmp_path / "out")
+    exported = encode_exported(tmp_path / "out", "query")
+    np.testing.assert_allclose(exported, expected, atol=1e-5)
+    guide = (tmp_path / "out" / "SERVING.md").read_text()
+    assert '| query | `"query: "` |' in guide
+    assert "--pooling last-token" in guide
+    assert "--pooling last " in guide
+
+
+def test_settings_lie_under_the_names_and_keys_that_servers_read(tmp_path):
+    """sentence-transformers 6 itself writes other names, which servers do not look for."""
+    export_model(tiny_encoder(pooling="cls", passage_max_length=32), tmp_path / "out")
+    modules = json.loads((tmp_path / "out" / "modules.json").read_text())
+    assert [module["type"] for module in modules] == [
+        "sentence_transformers.models.Transformer",
+        "sentence_transformers.models.Pooling",
+        "sentence_transformers.models.Normalize",
+    ]
+    pooling = json.loads((tmp_path / "out" / "1_Pooling" / "config.json").read_text())
+    assert pooling["pooling_mode_cls_token"] is True
+    assert pooling["pooling_mode_mean_tokens"] is False
+    first_true_key = next(key for key, value in pooling.items() if value is True)
+    assert first_true_key == "pooling_mode_cls_token"
+    config = json.loads((tmp_path / "out" / "sentence_bert_config.json").read_text())
+    assert config["max_seq_length"] == 32
+    tokenizer = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert tokenizer["model_max_length"] == 32
+
+
+def test_a_cosine_model_without_normalize_gets_one(tmp_path):
+    model = tiny_encoder(normalize=False, similarity="cos")
+    expected = normalize(model.encode_document(TEXTS))
+    export_model(model, tmp_path / "out")
+    exported = encode_exported(tmp_path / "out", "document")
+    np.testing.assert_allclose(exported, expected, atol=1e-6)
+
+
+def test_a_dot_product_model_is_not_normalised_and_the_guide_warns(tmp_path):
+    model = tiny_encoder(normalize=False, similarity="dot")
+    expected = model.encode_document(TEXTS)
+    export_model(model, tmp_path / "out")
+    exported = encode_exported(tmp_path / "out", "document")
+    np.testing.assert_allclose(exported, expected, atol=1e-6)
+    guide = (tmp_path / "out" / "SERVING.md").read_text()
+    assert "embeddings that are not normalised" in guide
+    assert '"normalize": false' in guide
+    assert "Infinity\n\nIt cannot serve this model" in guide
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_are_saved_in_the_dtype_and_the_cosine_is_recorded(tmp_path, dtype):
+    result = export_model(tiny_encoder(), tmp_path / "out", dtype=dtype)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["dtype"] == dtype
+    assert 0.99 < result.least_cosine < 1.0
+    record = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert record["checks"][0]["least"] == result.checks[0].least
+
+
+def test_a_float32_export_with_other_embeddings_is_refused_and_leaves_nothing(
+    tmp_path, monkeypatch
+):
+    model = tiny_encoder()
+    write_plain_model = export.write_plain_model
+
+    def write_other_weights(plain_model: Any, *args: Any) -> None:
+        with torch.no_grad():
+            for weight in plain_model.parameters():
+                weight.add_(0.1 * torch.randn_like(weight))
+        write_plain_model(plain_model, *args)
+
+    monkeypatch.setattr(export, "write_plain_model", write_other_weights)
+    with pytest.raises(UserError, match=r"other embeddings than the model \(least cosine"):
+        export_model(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("onnxscript") is None, reason="needs contaccum[onnx]")
+@pytest.mark.parametrize("make_model", [tiny_encoder, tiny_decoder])
+def test_the_onnx_backbone_with_the_folders_pooling_equals_the_model(tmp_path, make_model):
+    result = export_model(make_model(), tmp_path / "out", onnx=True)
+    onnx_checks = [check for check in result.checks if check.weights == "onnx"]
+    assert len(onnx_checks) == 2
+    assert min(check.least for check in onnx_checks) > 0.9999
+
+
+def test_mistakes_end_in_one_line_and_write_nothing(tmp_path, capsys, monkeypatch):
+    tiny_encoder().save_pretrained(str(tmp_path / "model"))
+    (tmp_path / "there").mkdir()
+    capsys.readouterr()
+    monkeypatch.setattr("contaccum.encoders.onnx_files.find_spec", lambda name: None)
+    cases = {
+        ("there",): "exists already; name a new folder",
+        ("out", "--onnx"): "pip install 'contaccum[onnx]'",
+        ("out", "--dtype", "int4"): "invalid choice: 'int4'",
+    }
+    for words, message in cases.items():
+        command = ["export", str(tmp_path / "model"), str(tmp_path / words[0]), *words[1:]]
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert message in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_module_that_servers_do_not_have_is_refused():
+    model = tiny_encoder()
+    model.append(torch.nn.LayerNorm(16))
+    with pytest.raises(ConfigError, match="the module LayerNorm, and embedding servers run only"):
+        make_plain_models(model)
