@@ -158,6 +158,9 @@ def _list_poolings(model: SentenceTransformer) -> Iterator[Hypothesis]:
 
 def _list_dtypes(model: SentenceTransformer) -> Iterator[Hypothesis]:
     own_dtypes = {parameter.dtype for parameter in model.parameters()}
+    # Quantised weights cannot be converted.
+    if not all(dtype.is_floating_point for dtype in own_dtypes):
+        return
     for name, dtype in _DTYPES.items():
         if own_dtypes != {dtype}:
             yield Hypothesis(name, _DTYPE_ADVICE, partial(_set_dtype, model, dtype))

@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 from sentence_transformers import SentenceTransformer
 
-from contaccum.data import BeirDataset, passage_text
+from contaccum.data import BeirDataset
 from contaccum.encoders.settings import get_prompt
 from contaccum.encoders.towers import is_tied
-from contaccum.errors import ConfigError
+from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.beir_sets import evaluate_beir
 from contaccum.evaluation.endpoint import EmbeddingEndpoint
-from contaccum.evaluation.endpoint_causes import KINDS, list_hypotheses
+from contaccum.evaluation.endpoint_causes import KINDS, Hypothesis, list_hypotheses
 from contaccum.evaluation.metrics import paired_bootstrap
 from contaccum.evaluation.results import EvaluationResult, JsonObject
 from contaccum.files import redact
 from contaccum.retrieval.encode import Kind, encode_texts
+from contaccum.retrieval.searcher import get_passage_texts
 
 logger = logging.getLogger(__name__)
 
@@ -166,13 +168,9 @@ def evaluate_endpoint(
         "batch_size": settings.get("batch_size", 32),
         "precision": settings.get("precision", "float32"),
     }
-    documents = []
-    for document in dataset.corpus.values():
-        documents.append(passage_text(document.get("title") or "", document["text"]))
-    queries = list(dataset.queries.values())
-    sample = compare_sample(
-        served_model, choose_sample(queries), choose_sample(documents), **encode_settings
-    )
+    queries = choose_sample(list(dataset.queries.values()))
+    documents = choose_sample(get_passage_texts(dataset.corpus))
+    sample = compare_sample(served_model, queries, documents, **encode_settings)
     _log_sample(dataset.name, sample)
     result = evaluate_beir(
         model,
@@ -251,35 +249,29 @@ def compare_sample(
     texts: dict[Kind, Sequence[str]] = {"query": queries, "document": documents}
     # The servers come first, because their errors should show at once.
     served = {kind: served_model.encode(texts[kind], kind) for kind in KINDS}
-    model = served_model.model
     sample: dict[str, Any] = {}
     causes: list[tuple[Kind, str, str]] = []
     low_texts: dict[Kind, Sequence[str]] = {}
-    trained_cosines: dict[Kind, float] = {}
+    trained_row: JsonObject = {"name": "as trained"}
     for kind in KINDS:
-        trained = encode_texts(model, texts[kind], kind, batch_size, precision)
+        trained = encode_texts(served_model.model, texts[kind], kind, batch_size, precision)
         sample[kind] = _compare_embeddings(trained, served[kind])
         norm_cause = _find_norm_cause(sample[kind])
         if norm_cause is not None:
             causes.append((kind, norm_cause, _NORM_CAUSES[norm_cause]))
         if sample[kind]["least_cosine"] < LEAST_COSINE:
             low_texts[kind] = texts[kind]
-            trained_cosines[kind] = sample[kind]["mean_cosine"]
+            trained_row[kind] = sample[kind]["mean_cosine"]
     rows: list[JsonObject] = []
     advice_of_name: dict[str, str] = {}
     if low_texts:
-        trained_row: JsonObject = {"name": "as trained"}
-        for kind, cosine in trained_cosines.items():
-            trained_row[kind] = cosine
+        hypotheses = list(list_hypotheses(served_model.model, low_texts))
+        advice_of_name = {hypothesis.name: hypothesis.advice for hypothesis in hypotheses}
         rows.append(trained_row)
-        for hypothesis in list_hypotheses(model, low_texts):
-            variant = hypothesis.make_model()
-            row: JsonObject = {"name": hypothesis.name}
-            for kind, kind_texts in low_texts.items():
-                embeddings = encode_texts(variant, kind_texts, kind, batch_size, precision)
-                row[kind] = float(_get_cosines(embeddings, served[kind]).mean())
-            rows.append(row)
-            advice_of_name[hypothesis.name] = hypothesis.advice
+        for hypothesis in hypotheses:
+            # Without numbers, there is nothing to compare. float16 overflows in some models.
+            with suppress(UserError):
+                rows.append(_score_hypothesis(hypothesis, low_texts, served, batch_size, precision))
     unexplained: list[Kind] = []
     for kind in low_texts:
         name = _find_best_hypothesis(rows, kind)
@@ -291,6 +283,26 @@ def compare_sample(
     sample["unexplained"] = unexplained
     sample["hypotheses"] = rows
     return sample
+
+
+def _score_hypothesis(
+    hypothesis: Hypothesis,
+    texts: Mapping[Kind, Sequence[str]],
+    served: Mapping[Kind, np.ndarray],
+    batch_size: int,
+    precision: str,
+) -> JsonObject:
+    """Return the name of a hypothesis and its mean cosine with the servers, for each kind.
+
+    Raises:
+        UserError: the changed model gives NaN or infinity.
+    """
+    variant = hypothesis.make_model()
+    row: JsonObject = {"name": hypothesis.name}
+    for kind, kind_texts in texts.items():
+        embeddings = encode_texts(variant, kind_texts, kind, batch_size, precision)
+        row[kind] = float(_get_cosines(embeddings, served[kind]).mean())
+    return row
 
 
 def _compare_embeddings(trained: np.ndarray, served: np.ndarray) -> JsonObject:

@@ -111,7 +111,7 @@ class FaissSearcher:
         self.timing = {}
         with self._measure_time("encode_queries"):
             query_embeddings = self._encode(list(queries.values()), "query", self.encode_queries)
-        passages = _get_passage_texts(corpus)
+        passages = get_passage_texts(corpus)
         with self._measure_time("encode_corpus"):
             document_embeddings = self._encode(passages, "document", self.encode_documents)
         self.embeddings = (query_embeddings, document_embeddings)
@@ -165,7 +165,7 @@ def _get_hits(
     return hits
 
 
-def _get_passage_texts(corpus: Corpus) -> list[str]:
+def get_passage_texts(corpus: Corpus) -> list[str]:
     """Return the texts of all documents as they are encoded: title, space, text."""
     texts = []
     for document in corpus.values():
@@ -184,7 +184,7 @@ def bm25_run(corpus: Corpus, queries: Mapping[str, str], top_k: int) -> Run:
         DataError: no document has a word; see `bm25_scores`.
     """
     document_ids = list(corpus)
-    passages = _get_passage_texts(corpus)
+    passages = get_passage_texts(corpus)
     all_scores = bm25_scores(passages, list(queries.values()))
     run: Run = {}
     for query_id, scores in zip(queries, all_scores, strict=True):

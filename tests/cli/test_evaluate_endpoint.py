@@ -88,7 +88,7 @@ def test_a_right_server_has_the_scores_of_the_model(
     assert [row["metric"] for row in others] == ["MRR@10", "MAP@100", "Recall@100"]
     assert {request["model"] for request in server.requests} == {"mine"}
     printed = capsys.readouterr().out
-    assert "No difference: the endpoint gives the model's embeddings." in printed
+    assert "No difference: the endpoint gives the model's embeddings" in printed
     assert "No difference" in (tmp_path / "out.md").read_text()
     assert "does not give the model's embeddings" not in caplog.text
 

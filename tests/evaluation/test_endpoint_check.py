@@ -18,6 +18,7 @@ from transformers import set_seed
 from contaccum import DualEncoder
 from contaccum.encoders.settings import set_max_lengths
 from contaccum.errors import ConfigError
+from contaccum.evaluation import endpoint_causes
 from contaccum.evaluation.endpoint_check import (
     LEAST_COSINE,
     ServedModel,
@@ -273,6 +274,24 @@ def test_two_faults_at_once_are_not_explained(model):
         "bfloat16",
         "float16",
     ]
+
+
+def test_a_hypothesis_without_numbers_is_left_out(model, monkeypatch):
+    """The float16 variant of some models overflows."""
+
+    def overflow(*arguments):
+        variant = copy.deepcopy(model)
+        with torch.no_grad():
+            next(variant.parameters()).fill_(float("inf"))
+        return variant
+
+    monkeypatch.setattr(endpoint_causes, "_set_dtype", overflow)
+    embed = embed_with(model)
+    sample = check(model, lambda texts: embed([get_text(text) for text in texts]))
+    assert name_causes(sample) == for_both("prompt missing")
+    names = [row["name"] for row in sample["hypotheses"]]
+    assert "pooling: last token" in names
+    assert "float16" not in names
 
 
 def test_the_weights_of_another_model_are_not_explained(model):
