@@ -30,6 +30,7 @@ from contaccum.data.records import passage_text
 from contaccum.encoders import adapters
 from contaccum.encoders.onnx_files import load_onnx, require_onnx, write_onnx
 from contaccum.encoders.serving_guide import render_serving_guide
+from contaccum.encoders.settings import get_max_length
 from contaccum.encoders.towers import get_tower, is_tied
 from contaccum.errors import ConfigError, UserError, check_choice
 from contaccum.files import AnyPath, atomic_folder, provenance, read_json, write_json, write_text
@@ -210,12 +211,6 @@ def tasks_of_folder(name: str) -> tuple[Task, ...]:
     return ("query", "document")
 
 
-def get_max_length(plain_model: SentenceTransformer, task: Task) -> int:
-    """Return the number of tokens at which a model cuts the texts of a task."""
-    transformer: Any = plain_model[0]
-    return int(getattr(transformer, f"{task}_length") or transformer.max_seq_length)
-
-
 def write_plain_model(
     plain_model: SentenceTransformer, name: str, folder: Path, dtype: torch.dtype
 ) -> None:
@@ -237,7 +232,7 @@ def write_plain_model(
             write_json(config_file, _classic_pooling_config(read_json(config_file)))
     write_json(folder / "modules.json", modules)
 
-    max_length = max(get_max_length(plain_model, task) for task in tasks_of_folder(name))
+    max_length = max(get_max_length(plain_model, task) or 0 for task in tasks_of_folder(name))
     transformer: Any = plain_model[0]
     classic_keys = {"max_seq_length": max_length, "do_lower_case": transformer.do_lower_case}
     transformer_config = folder / "sentence_bert_config.json"

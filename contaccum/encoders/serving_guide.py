@@ -11,6 +11,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
 
+from contaccum.encoders.settings import get_max_length, get_prompt
+
 _TEMPLATE = "SERVING.md.j2"
 _FIRST_PORT = 8080
 _TEI_POOLINGS = {"cls": "cls", "mean": "mean", "lasttoken": "last-token"}
@@ -79,8 +81,8 @@ def describe_folder(
         is_normalized=isinstance(modules[-1], Normalize),
         has_dense=any(isinstance(module, Dense) for module in modules),
         pools_prompt=pooling.include_prompt,
-        query_length=transformer.query_length or transformer.max_seq_length,
-        document_length=transformer.document_length or transformer.max_seq_length,
+        query_length=get_max_length(plain_model, "query") or 0,
+        document_length=get_max_length(plain_model, "document") or 0,
     )
 
 
@@ -113,8 +115,8 @@ def render_serving_guide(
     return environment.get_template(_TEMPLATE).render(
         served=served,
         is_tied=len(served) == 1,
-        query_prompt=model.prompts.get("query") or "",
-        document_prompt=model.prompts.get("document") or "",
+        query_prompt=get_prompt(model, "query"),
+        document_prompt=get_prompt(model, "document"),
         similarity=model.similarity_fn_name,
         dtype=dtype,
         llama_dtype=_LLAMA_DTYPES[dtype],
