@@ -30,6 +30,11 @@ from contaccum.tuning.baselines import Baselines
 from contaccum.tuning.choice import Choice
 from contaccum.tuning.result import TunedSettings
 
+_BASE_IS_KEPT = (
+    "the model in the folder model is the base model: no weight above 0 is better on dev and loses "
+    "little enough on every guard set"
+)
+
 
 @dataclass(frozen=True)
 class FitResult:
@@ -129,7 +134,7 @@ def _collect_guarded_warnings(
     """
     if guard_record["weight"] == 0:
         # Dev and test cannot disagree about the base model.
-        return [*choice.warnings, *guard_record["warnings"], guard_record["line"]]
+        return [*choice.warnings, *guard_record["warnings"], _BASE_IS_KEPT]
     chosen_row = find_chosen_row(guard_record)
     difference = {name: chosen_row[name] for name in ("difference", "low", "high")}
     merged_choice = choice._replace(against_base=difference)
