@@ -7,7 +7,7 @@ All times are CPU seconds of this process with one thread, so that other load on
 changes them. Weights are random, because they do not change the cost. Passages are documents of
 SciFact, cut after 100 words, and the tokeniser is that of all-MiniLM-L6-v2 (the `demo` extra).
 Embeddings for search are random. Search includes everything that `contaccum search` does between
-the store and the run. GPUs are not measured: cost_tables.py contains the assumptions about them.
+the store and the run. GPUs are not measured: measuring/cost_tables.py has the assumptions on them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import faiss
 import numpy as np
 import torch
 from bench_update import BACKBONES, make_config
-from cost_tables import NUM_LISTS_PROBED, PQ_FACTORY, fill_page, make_tables
+from measuring.cost_tables import NUM_LISTS_PROBED, PQ_FACTORY, fill_page, make_tables
 from transformers import AutoTokenizer
 
 from contaccum import DualEncoder

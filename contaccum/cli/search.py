@@ -10,6 +10,7 @@ Rank 0 encodes the queries and writes the run.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -63,12 +64,14 @@ def run(argv: Sequence[str]) -> int:
     }
     # The index settings are checked before the queries are encoded.
     check_factory(dimension=store.shape[1], n=len(store), **index_settings)
-    state = start_ranks(args)
-    if state.num_processes > 1 and args.index != "Flat":
+    # Checked before the ranks connect: a rank that ends meanwhile would break the others' connection.
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_ranks > 1 and args.index != "Flat":
         raise ConfigError(
             f"--index {args.index}: several processes search the shards exactly; use --index Flat, "
             "or start one process"
         )
+    state = start_ranks(args)
     query_ids: list[str] = []
     query_embeddings: np.ndarray | None = None
     if state.is_main_process:

@@ -34,7 +34,7 @@ RATES = {
 @pytest.fixture
 def cost_tables(monkeypatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("cost_tables")
+    return importlib.import_module("measuring.cost_tables")
 
 
 def test_the_tables_of_the_page_are_those_of_the_measured_rates(cost_tables):
