@@ -64,13 +64,7 @@ def run(argv: Sequence[str]) -> int:
     }
     # The index settings are checked before the queries are encoded.
     check_factory(dimension=store.shape[1], n=len(store), **index_settings)
-    # Checked before the ranks connect: a rank that ends meanwhile would break the others' connection.
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if num_ranks > 1 and args.index != "Flat":
-        raise ConfigError(
-            f"--index {args.index}: several processes search the shards exactly; use --index Flat, "
-            "or start one process"
-        )
+    _refuse_approximate_index_on_ranks(args.index)
     state = start_ranks(args)
     query_ids: list[str] = []
     query_embeddings: np.ndarray | None = None
@@ -103,6 +97,20 @@ def run(argv: Sequence[str]) -> int:
     print(f"{len(query_ids):,} queries over {len(store):,} rows in {seconds:,.1f} s; {quality}")
     print(f"written: {args.output}, and its record {record_file}")
     return 0
+
+
+def _refuse_approximate_index_on_ranks(factory: str) -> None:
+    """Raise `ConfigError` for an approximate index with several ranks.
+
+    This is checked before the ranks connect. A rank that ended while another one is connecting
+    would break that connection.
+    """
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_ranks > 1 and factory != "Flat":
+        raise ConfigError(
+            f"--index {factory}: several processes search the shards exactly; use --index Flat, "
+            "or start one process"
+        )
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
