@@ -218,11 +218,19 @@ def _collect_warnings(
 ) -> list[str]:
     """Return warnings if the chosen trial is not significantly better than base or worst trial."""
     warnings = []
-    if against_base["low"] <= 0.0:
+    interval = (
+        f"({against_base['difference']:+.3f}, 95% {against_base['low']:+.3f} to "
+        f"{against_base['high']:+.3f})"
+    )
+    if against_base["high"] < 0.0:
+        warnings.append(
+            "on the dev data the chosen settings are significantly worse than the base model "
+            f"{interval}; try smaller learning rates, or keep the base model"
+        )
+    elif against_base["low"] <= 0.0:
         warnings.append(
             "on the dev data the chosen settings are not significantly better than the base model "
-            f"({against_base['difference']:+.3f}, 95% {against_base['low']:+.3f} to "
-            f"{against_base['high']:+.3f}); take more dev queries"
+            f"{interval}; take more dev queries"
         )
     other_trials = [other for other in scored_trials if other is not trial]
     if other_trials:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from contaccum.tuning.choice import find_best_value, smooth
+from contaccum.tuning.choice import FinishedTrial, choose_trial, find_best_value, smooth
 from contaccum.tuning.ladder import choose_value
 
 RATES = [3e-5 * 1.8**i for i in range(8)]
@@ -46,3 +46,21 @@ def test_smoothing_keeps_scores_with_fewer_than_three_neighbours():
     distant_scores = {1e-6: 1.0, 1e-4: 3.0, 1e-2: 2.0, 1.0: 0.0}
     assert smooth(distant_scores) == distant_scores
     assert choose_value({"1e-5": 1.0, "3e-5": None, "9e-5": 2.0}) == "9e-5"
+
+
+@pytest.mark.parametrize(
+    ("change", "warning"),
+    [
+        (-0.4, "significantly worse than the base model"),
+        (0.0, "not significantly better than the base model"),
+        (0.4, None),
+    ],
+)
+def test_warning_compares_the_chosen_settings_with_the_base_model(change, warning):
+    base_scores = {f"q{number}": 0.5 for number in range(40)}
+    scores = {query: score + change for query, score in base_scores.items()}
+    trial = FinishedTrial(0, {"learning_rate": 1e-4}, 0.5 + change, scores, 1.0, 10, "")
+    choice = choose_trial([trial], base_scores)
+    assert len(choice.warnings) == (0 if warning is None else 1)
+    if warning is not None:
+        assert warning in choice.warnings[0]
