@@ -1,4 +1,8 @@
-"""Training records and corpus passages of every format, read one at a time by one call.
+"""Readers of training records and corpus passages: one function each for every file format.
+
+Reading has two steps. `Source.rows` yields the rows of a file: JSON objects, table rows as mappings
+from column name to cell, or, for files without column names, plain lines. A parser then makes a
+`Record` or a `Passage` of each row, or raises a `Fault` for a bad row, which is reported.
 
 The formats and their detection are in `formats`, field names and values in `fields`, the counting
 of bad records in `records`. Which positives and negatives an epoch trains on is decided in
@@ -50,6 +54,7 @@ _CACHE_VERSION = 6
 """Version of the readers and the cache. Increase it when either changes, so that cached records of
 an older version are not used."""
 
+# Field names of a corpus, the usual one first.
 _PASSAGE_ID_FIELDS = ("_id", "id", "docid", "doc_id", "pid", "passage_id")
 _PASSAGE_TEXT_FIELDS = ("text", "passage", "contents")
 
@@ -69,7 +74,7 @@ class Passage(NamedTuple):
 
     @property
     def passage(self) -> str:
-        """Title, space, text: the text that is encoded and trained on."""
+        """The title, a space and the text in one string, which the model encodes."""
         return passage_text(self.title, self.text)
 
 
@@ -83,24 +88,29 @@ def read_records(
     corpus: AnyPath | None = None,
     min_score: float | None = None,
 ) -> Iterator[Record]:
-    """Yield training records: queries with their positives and negatives, in the file's order.
+    """Yield training records in the file's order: queries with their positives and negatives.
 
     Args:
         path: a file, plain or gzip (parquet: plain), a folder, or the name of a Hugging Face
             dataset; see docs/data.md.
         data_format: one of `DATA_FORMATS`; None: detected from the content.
         split: split of a BEIR or MS MARCO folder, or of a Hugging Face dataset; ignored for a file.
-        columns: {role: column name} for roles of `FIELDS`; other roles have their usual names.
-        report: receives the counts; None: a new report, which stops at the first bad record.
-        num_negatives: number of triples per query to read from an MS MARCO folder; None: all.
-        corpus: a corpus for `read_passages`, whose passages the records name by id.
-        min_score: least score (or label) of a pair; pairs below it are left out and counted.
-            None: scores of pairs are not read.
+        columns: {role: column name} for columns with unusual names, such as
+            {"query": "user_text"}; the roles and their usual names are in `FIELDS`.
+        report: receives the counts of used and bad records; None: a new report, which raises an
+            error at the first bad record.
+        num_negatives: for an MS MARCO folder only, the number of negatives to read per query;
+            None: all.
+        corpus: a corpus that `read_passages` can read, if the records hold ids of its passages in
+            place of texts.
+        min_score: for scored pairs, the least similarity score (or label) of a positive pair; pairs
+            below it are left out and counted. None: scores of pairs are not read.
 
     Raises:
-        ConfigError: at once, for an unknown format, or settings that the format does not have.
-        DataError: at once, if the format cannot be detected; during reading, for a source or a
-            record that cannot be used.
+        ConfigError: before reading, for an unknown format, or settings that the format does not
+            have.
+        DataError: before reading, if the format cannot be detected; during reading, for a source or
+            a record that cannot be used.
     """
     source = Source(
         path, data_format, split, columns, num_negatives, corpus=corpus, min_score=min_score
@@ -113,7 +123,8 @@ class Source:
 
     Args:
         path, data_format, split, columns, num_negatives, corpus, min_score: see `read_records`.
-        needs_scores: True if a record without a teacher score for each passage cannot be used.
+        needs_scores: True for distillation: a record in which a passage lacks a teacher score (the
+            relevance score of a stronger model, such as a cross-encoder) is a bad record.
 
     Raises:
         ConfigError: for an unknown format, or settings that the format does not have.
@@ -147,14 +158,17 @@ class Source:
             self._refuse_field_settings()
 
     def _refuse_field_settings(self) -> None:
-        """Raise `ConfigError` for settings of fields, which judged formats do not have."""
+        """Raise `ConfigError` for settings that need named fields.
+
+        The formats with relevance judgements (`JUDGED_FORMATS`) have no named fields.
+        """
         is_set = {
             "data_columns": bool(self.columns),
             "corpus": bool(self.corpus),
             "min_score": self.min_score is not None,
         }
-        for name in is_set:
-            if is_set[name]:
+        for name, has_value in is_set.items():
+            if has_value:
                 raise ConfigError(
                     f"{name} is set, but data_format={self.data_format} has no fields: {self.path}"
                 )
@@ -188,13 +202,16 @@ class Source:
                     yield record
 
     def rows(self) -> Rows:
-        """Return the unparsed rows of a file or dataset: mappings, or lines of a table of ids."""
+        """Return the unparsed rows of a file or dataset.
+
+        A row is a mapping, or a line in a file of the format "msmarco", which has no column names.
+        """
         if self.data_format in ("hub", "parquet"):
             tables = self._load_dataset().with_format("arrow").iter(1000)
             return read_arrow(self.path, tables)
         if self.data_format == "dpr":
             return read_json_array(self.path)
-        if self.data_format == "nemo":
+        if self.data_format == "nemo":  # one object, whose array "data" holds the records
             return read_json_array(self.path, "data.item")
         if self.data_format == "csv":
             return read_csv(self.path)
@@ -203,9 +220,10 @@ class Source:
         return read_json_lines(self.path)
 
     def _load_dataset(self) -> Any:
-        """Load with `datasets`: a parquet file, a folder of `save_to_disk`, or a hub's dataset.
+        """Load the source with the library `datasets`.
 
-        The name of a hub's dataset is `NAME` or `NAME:CONFIG`.
+        The source is a parquet file, a folder that `save_to_disk` wrote, or a dataset of the
+        Hugging Face hub, named `NAME` or `NAME:CONFIG`.
         """
         import datasets
 
@@ -230,12 +248,12 @@ class Source:
             raise DataError(one_line(f"{source}: {message}")) from error
 
     def key(self, *settings: Any) -> str:
-        """Return a sha256, in hex, of all that decides about the records.
+        """Return the key of the records in the cache: a sha256, in hex.
 
-        It changes with the path, size or modification time of a file, and with every setting.
+        The key changes with every setting, and with the path, size or modification time of a file.
 
         Args:
-            settings: further values that decide about the records.
+            settings: further values that change which records are read.
         """
         files = [self.path]
         if self.path.is_dir():
@@ -248,11 +266,13 @@ class Source:
             if file.exists():
                 state = file.stat()
                 file_states.append((str(file.resolve()), state.st_size, state.st_mtime_ns))
+        # The states contain absolute paths, so the path as given is needed only without files.
+        path_without_files = "" if file_states else str(self.path)
         return fingerprint(
             _CACHE_VERSION,
             file_states,
             (
-                "" if file_states else str(self.path),
+                path_without_files,
                 self.data_format,
                 self.split,
                 self.columns,
@@ -266,7 +286,11 @@ class Source:
 
 
 def _parse_text_triple(line: str) -> Record:
-    """Parse a line of texts: query, positive, negative."""
+    """Parse a line of an MS MARCO file: the texts of query, positive and negative, tab-separated.
+
+    A file of the same layout may hold ids. It can be read only with its folder, which has the
+    texts.
+    """
     cells = split_cells(line, 3)
     if all(cell.strip().isdecimal() for cell in cells):
         raise Fault(
@@ -279,13 +303,17 @@ def _parse_text_triple(line: str) -> Record:
 
 
 def read_passages(path: AnyPath, report: RecordReport) -> Iterator[Passage]:
-    """Yield every passage of a corpus, in its order. An id may occur twice.
+    """Yield every passage of a corpus, in the order of the file. Repeated ids are not refused.
 
     Args:
-        path: a BEIR folder; a file, plain or gzip: jsonl (`_id`, `id` or `docid`, `title`, `text`),
-            a table with a header of these names (DPR's), or lines of `id<TAB>text` (MS MARCO's,
-            without quoting); a parquet file or a Hugging Face dataset with these columns.
-        report: receives the counts of records.
+        path: one of these:
+            - a BEIR folder;
+            - a jsonl file, plain or gzip, with the fields `_id` (or `id`, `docid`), `title`,
+              `text`;
+            - a table, plain or gzip, whose header has these names, as DPR publishes it;
+            - lines of `id<TAB>text`, plain or gzip, without quoting, as MS MARCO publishes them;
+            - a parquet file or a Hugging Face dataset with these columns.
+        report: receives the counts of used and bad records.
 
     Raises:
         DataError: for a corpus that cannot be read, or a bad record under "stop".
@@ -295,14 +323,18 @@ def read_passages(path: AnyPath, report: RecordReport) -> Iterator[Passage]:
 
 
 def _make_corpus_source(path: AnyPath) -> Source:
-    """Return the source of a corpus; lines of `id<TAB>text` have the format "msmarco"."""
+    """Return a source whose rows are the passages of a corpus.
+
+    A corpus has no format name of its own. It gets the name of the training format whose files are
+    split into rows in the same way: "pairs" for jsonl, "msmarco" for lines of `id<TAB>text`.
+    """
     path = Path(path)
     if is_beir_folder(path):
         path = find_beir_file(path, "corpus.jsonl")
     if path.is_dir() or is_hub_name(path):
         return Source(path, "hub")
     head = read_head(path)
-    if head.startswith(b"PAR1"):
+    if head.startswith(b"PAR1"):  # the first bytes of every parquet file
         return Source(path, "parquet")
     if head.startswith(b"{"):
         return Source(path, "pairs")
@@ -310,12 +342,16 @@ def _make_corpus_source(path: AnyPath) -> Source:
 
 
 def _has_header(path: Path, head: bytes) -> bool:
-    """Return whether the first line of a table of passages names its columns.
+    """Return True if the first line of a table of passages names its columns.
 
-    MS MARCO's layout, `id<TAB>text`, has no header, and its first text may be "text": a line that
-    begins with a number is a passage, and the first line of `collection.tsv` is a header only where
-    it names ids and texts. Elsewhere the name of a text column is enough, so that a table without
-    ids is refused and its header is not taken for a passage.
+    Files in MS MARCO's layout, `id<TAB>text`, have no header, and a passage may consist of a word
+    that is also a column name, such as "text". Therefore:
+
+    - A line that begins with a number is a passage.
+    - The first line of `collection.tsv`, MS MARCO's own file, is a header only if it names both an
+      id column and a text column.
+    - The first line of another file is a header if it names a text column. A table without an id
+      column then fails with "missing id"; its header is not read as a passage.
     """
     if re.match(rb"[0-9]+\t", head):
         return False
@@ -326,6 +362,7 @@ def _has_header(path: Path, head: bytes) -> bool:
 
 
 def _parse_passage(row: str | Mapping[str, Any]) -> Passage:
+    """Parse a row of a corpus: a mapping, or a line `id<TAB>text`."""
     if isinstance(row, str):
         passage_id, text = split_cells(row, 2)
         row = {"id": passage_id, "text": text}
