@@ -1,8 +1,10 @@
-"""Training data: records of any format in a cache of Arrow files, as rows that are sampled.
+"""Training data: a data set of rows whose texts are sampled from cached records.
 
-The cache holds each record once, with all its positives and negatives. `contaccum.data.sampling`
-makes rows of the records when rows are read. `datasets` writes the files, locks them, and maps them
-into memory.
+A record is a query with all its positives and negatives, as a file holds it. The records of every
+format are read once into a cache of Arrow files, which the library `datasets` writes, locks and
+maps into memory. A row is one training example: query, one positive and h hard negatives. When a
+row is read, `contaccum.data.sampling` samples its texts from a record, so they change from epoch to
+epoch although the record is stored once.
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
 _DEFAULT_TRIPLES = 30
-"""Negatives per MS MARCO query to sample from by default; the published triples have hundreds."""
+"""Default number of negatives to read per MS MARCO query and to sample from.
 
+The published triples have hundreds of negatives per query, and the cache would hold all their texts.
+"""
 SET_KEYS = {
     "path": "path",
     "name": "name",
@@ -42,23 +46,29 @@ SET_KEYS = {
     "corpus": "corpus",
     "min_score": "min_score",
 }
-"""Keys of one set in the settings, and the arguments of `load_training_data` for them."""
+"""{key of a training set in the settings: argument that it sets}.
+
+The arguments are those of `load_training_data`, and "name", the name of the set.
+"""
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Training pairs and their origin.
+    """The rows of one training set, and where they come from.
+
+    A text id is a 64-bit hash of a text, see `contaccum.data.sampling.text_ids`.
 
     Attributes:
-        dataset: rows of the texts "query", "positive", "negative_1" .. "negative_h", in this order,
-            and of a "label" for the loss: text ids if a query has several positives, teacher scores
-            if they are used, or both.
-        path: the source.
-        data_format: its format.
+        dataset: rows of the texts "query", "positive", "negative_1" .. "negative_h", in this order.
+            They have a "label" for the loss too if a query has several positives (the label has the
+            text ids), or if teacher scores are used (it has the scores).
+        path: file, folder or hub name of the data.
+        data_format: format of the data.
         report: counts of used and bad records.
         fingerprint: sha256, in hex, of the texts in order and of everything that is sampled from.
-        transform: the sampling of the rows.
-        pairs: int64 (n, 2), text ids of query and positive for every pair, mapped from a file.
+        transform: the transform of `dataset`, which samples the texts of the rows.
+        pairs: text ids of query and positive for every positive of every record, int64 (n, 2),
+            mapped from a file.
         unused_scores: True if the records have teacher scores that are not used.
     """
 
@@ -73,9 +83,10 @@ class TrainingData:
 
     @property
     def known_positives(self) -> np.ndarray | None:
-        """Pairs of all queries that have several positives, in one record or in many.
+        """Text ids of query and positive for all queries that have several positives.
 
-        int64 (r, 2), text ids of query and positive; None if there are none.
+        int64 (r, 2). The positives of a query may be in one record or in several. None if no query
+        has more than one.
         """
         return self.transform.known_positives
 
@@ -104,17 +115,17 @@ def load_training_data(
     corpus: AnyPath | None = None,
     min_score: float | None = None,
 ) -> TrainingData:
-    """Load training pairs with `num_hard_negatives` (h) hard negatives each.
+    """Load the rows of a training set, with `num_hard_negatives` (h) hard negatives each.
 
-    The records are read once and cached. A row holds the texts of the epoch that is set with
-    ``transform.set_epoch``, at first epoch 0.
+    The records are read once and cached. A row holds the texts of the current epoch, which starts
+    at 0 and is set with ``transform.set_epoch``.
 
     Args:
         path, data_format, split, columns, corpus, min_score: see `read_records`.
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
         num_hard_negatives, negatives_from, missing_negatives: see `Selection`.
-        positives: see `Selection`; None: "all" for formats with judgements (BEIR, MS MARCO), each
-            of which is a pair, else "draw".
+        positives: see `Selection`; None: "all" (a row for each positive) for the formats with
+            relevance judgements, BEIR and MS MARCO; "draw" (a row for each record) for the others.
         negatives_to_come: True to allow a source without hard negatives, because negatives will be
             mined during training.
         teacher_scores: True to give rows the teacher scores of their positive and negatives; a
@@ -167,7 +178,11 @@ def load_training_data(
 
 
 def _choose_positives(data_format: DataFormat) -> PositivesUsed:
-    """Return the default use of a record's positives: each judgement is a pair of its own."""
+    """Return the default use of a record's positives.
+
+    In a format with relevance judgements, a record has all judgements of a query, and each of them
+    is a training pair. In other formats a record gives one pair per epoch.
+    """
     if data_format in JUDGED_FORMATS:
         return "all"
     return "draw"
@@ -215,7 +230,7 @@ def _select_records(
 
 
 def _list_lengths(records: Dataset, column: str) -> np.ndarray:
-    """Return the number of texts in each record's list, without reading the texts."""
+    """Return the number of texts in a list column for each record, without reading the texts."""
     import pyarrow.compute as pc
 
     return pc.list_value_length(records.data.column(column)).to_numpy()
@@ -224,7 +239,10 @@ def _list_lengths(records: Dataset, column: str) -> np.ndarray:
 def _refuse_fillers_without_score(
     path: AnyPath, selection: Selection, num_negatives: np.ndarray
 ) -> None:
-    """Raise `DataError` for records that would be filled with passages without a teacher score."""
+    """Raise `DataError` if records with too few negatives would get passages of other records.
+
+    A passage of another record has no teacher score for this record's query.
+    """
     h = selection.num_hard_negatives
     num_short = int((num_negatives < h).sum())
     if selection.missing_negatives == "fill" and num_short:
@@ -239,9 +257,11 @@ def _refuse_fillers_without_score(
 def _assign_rows(
     used_records: np.ndarray, num_records: int, selection: Selection, num_positives: np.ndarray
 ) -> np.ndarray | None:
-    """Return the record of each row and the index of its positive, int64 (N, 2).
+    """Return the record number and the positive's index for each row, int64 (N, 2).
 
-    None: row i is record i.
+    Row i is one line of the result. For example, with positives="all", two records with 1 and 2
+    positives give the rows [[0, 0], [1, 0], [1, 1]]. The result is None, to save memory, if row i
+    is simply record i.
 
     Args:
         used_records: numbers of the records that are not dropped, int64.
@@ -254,10 +274,11 @@ def _assign_rows(
         rows_per_record = num_positives[used_records]
     if len(used_records) == num_records and rows_per_record.max() <= 1:
         return None
-    first_rows = np.cumsum(rows_per_record) - rows_per_record
+    first_row_of_record = np.cumsum(rows_per_record) - rows_per_record
     rows = np.arange(rows_per_record.sum())
-    positive_indices = rows - np.repeat(first_rows, rows_per_record)
-    return np.column_stack([np.repeat(used_records, rows_per_record), positive_indices])
+    record_numbers = np.repeat(used_records, rows_per_record)
+    positive_indices = rows - np.repeat(first_row_of_record, rows_per_record)
+    return np.column_stack([record_numbers, positive_indices])
 
 
 def _compute_fingerprint(
@@ -267,7 +288,11 @@ def _compute_fingerprint(
     num_negatives: np.ndarray,
     teacher_scores: bool,
 ) -> str:
-    """Return the fingerprint of the texts, and of the settings that change the sampled texts."""
+    """Return the fingerprint of the texts, and of the settings that change the sampled texts.
+
+    A setting without effect on these data is left out: runs that train on the same texts have the
+    same fingerprint. For example, `positives` has no effect if no record has several positives.
+    """
     parts: list[object] = [cached.texts_fingerprint]
     has_several_positives = num_positives.max() > 1
     parts.append(selection.positives if has_several_positives else "one")
@@ -323,8 +348,8 @@ class TrainingSets:
 def load_training_sets(sets: Mapping[str, Mapping[str, Any]], **common: Any) -> TrainingSets:
     """Load one or several training sets.
 
-    Several sets share their known positives: a positive that any set has for a query is no negative
-    of this query in the other sets.
+    Several sets share their known positives: a passage that is a positive of a query in one set is
+    not used as a negative of this query in any set.
 
     Args:
         sets: {name: arguments of `load_training_data`}.
@@ -350,7 +375,8 @@ def _share_known_positives(parts: Sequence[TrainingData]) -> None:
     known_positives = collect_known_positives(all_pairs)
     for part in parts:
         part.transform.known_positives = known_positives
-        # Rows of all sets share a bank, so equal texts must be recognised across sets.
+        # The loss uses the passages of earlier batches, of every set, as negatives. It needs the
+        # text ids in the labels to recognise a positive of the query that comes from another set.
         part.transform.has_text_ids = True
 
 
@@ -360,7 +386,8 @@ def parse_training_sets(
     """Return the arguments of `load_training_data` for each training set, by its name.
 
     Args:
-        sets: paths, mappings with the keys of `SET_KEYS`, or texts that are such mappings in JSON.
+        sets: one item for each set: a path, a mapping with the keys of `SET_KEYS`, or such a
+            mapping as JSON text.
         common: arguments for all sets, unless a set has its own.
 
     Raises:
@@ -384,7 +411,7 @@ def parse_training_sets(
 
 
 def _parse_set(item: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `load_training_data` that one set sets itself."""
+    """Return the arguments of `load_training_data` that the settings of one set contain."""
     settings: Mapping[str, Any]
     if not isinstance(item, str):
         settings = item
@@ -400,15 +427,20 @@ def _parse_set(item: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_set(arguments: dict[str, Any]) -> None:
-    """Check the arguments of a set, and parse its columns; raises `ConfigError`."""
+    """Check the arguments of a set, and replace its columns by parsed ones.
+
+    Raises:
+        ConfigError: for a setting that cannot be used.
+    """
     if not isinstance(arguments.get("path"), str):
         raise ConfigError("a set has a path, as {path: FILE}")
     arguments["columns"] = parse_columns(arguments.get("columns"))
     check_choice("format", arguments.get("data_format"), (None, *DATA_FORMATS))
     selection_fields = [setting.name for setting in fields(Selection)]
-    Selection(**{name: arguments[name] for name in selection_fields if name in arguments})
+    selection_settings = {name: arguments[name] for name in selection_fields if name in arguments}
+    Selection(**selection_settings)  # raises ConfigError for a value out of range
 
 
 def _get_stem(path: str) -> str:
-    """Return the name of a file or folder without its extensions for data and gzip."""
+    """Return the name of a file or folder without extension: "train" for "x/train.jsonl.gz"."""
     return re.sub(r"(\.(jsonl|json|csv|tsv|parquet))?(\.gz)?$", "", Path(path).resolve().name)
