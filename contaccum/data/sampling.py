@@ -1,8 +1,18 @@
 """Sampling of an epoch's texts: for each row one positive and h negatives of its record.
 
-The sampling is a transform of a `datasets.Dataset`, which runs when rows are read. The sampled
-texts are a function of (seed, epoch, row) alone: they are the same after a resume, in every worker,
-and on any number of ranks. Known positives are stored as 64-bit hashes of the texts.
+The cache holds records: a query with all its positives and negatives. The data set that training
+reads holds rows. Its text columns contain only the row number, and a transform of `datasets`,
+`EpochSampling`, replaces the number by texts when the row is read:
+
+    stored   {"query": 7, "positive": 7, "negative_1": 7}
+    read     {"query": "a question", "positive": "its answer", "negative_1": "another passage"}
+
+The sampled texts are a function of (seed, epoch, row) alone: they are the same after a resume, in
+every worker, and on any number of ranks.
+
+A known positive is a passage that any record lists as a positive of a query. It must not become a
+negative of this query. Queries and known positives are stored as text ids, 64-bit hashes of the
+texts.
 """
 
 from __future__ import annotations
@@ -26,11 +36,13 @@ LABELS = ("label", "labels", "score", "scores", "dataset_name")
 """Columns that sentence-transformers does not treat as texts."""
 
 TOO_FEW = "too few hard negatives"
-"""Reason by which a report counts dropped records."""
+"""Reason that a `RecordReport` gives for the records that missing_negatives="drop" leaves out."""
 
 _MAX_FILL_TRIES = 256
-"""Passages to sample in place of a row's missing negatives before the search for more stops."""
+"""Number of passages that are sampled to fill a row's missing negatives before the search stops.
 
+A sampled passage may be a known positive of the query, or a negative that the row has already.
+"""
 _BATCH_SIZE = 1000
 _UINT64_MASK = 2**64 - 1
 
@@ -38,8 +50,12 @@ _UINT64_MASK = 2**64 - 1
 class _RowSource(NamedTuple):
     """The record that a row is sampled from.
 
-    `scores` are teacher scores of the positives and then the negatives, or None. `positive_index`
-    is the index of the row's positive, unless the positive is drawn.
+    Attributes:
+        query: text of the query.
+        positives, negatives: texts of all positives and all negatives of the record.
+        scores: teacher scores of the positives and then the negatives; None without scores.
+        positive_index: index of the row's positive in `positives`. It is not used if the positive
+            is sampled (`Selection.positives` is "draw").
     """
 
     query: str
@@ -50,19 +66,21 @@ class _RowSource(NamedTuple):
 
 
 class EpochSampling:
-    """A transform that turns row numbers into the epoch's texts, and labels for the loss.
+    """A transform that replaces row numbers by the epoch's texts, and adds labels for the loss.
 
     Args:
-        records: the records of the cache, with the fields of a `Record`; or a data set with the
-            text columns `columns`.
-        columns: the text columns of a row, in order: "query", "positive", then the negatives.
+        records: the records of the cache, with the fields of a `Record`; or a plain data set, whose
+            text columns are `columns` and hold one positive and h negatives.
+        columns: the text columns of a row, in order: "query", "positive", then h negatives.
         selection: the settings of the sampling.
-        rows: int64 (N, 2), for each row the number of its record and the index of its positive;
+        rows: number of the record and index of the positive for each of the N rows, int64 (N, 2);
             None: row i is record i.
-        known_positives: int64 (r, 2), see `collect_known_positives`.
+        known_positives: text ids of query and positive, int64 (r, 2), sorted by query; see
+            `collect_known_positives`.
 
     Attributes:
         has_text_ids: True to put the texts' ids into the labels; see `contaccum.data.labels`.
+            Without known positives the loss needs no ids.
         has_row_numbers: True to put the row number into the labels.
         has_teacher_scores: True to put teacher scores into the labels.
     """
@@ -123,8 +141,13 @@ class EpochSampling:
                 unchanged.
 
         Returns:
-            {column: texts or values}, with a column "label" if the batch has a query and a positive
-            and labels are switched on.
+            {column: texts or values}, with a column "label" if the batch has the columns "query"
+            and "positive", and any of `has_text_ids`, `has_row_numbers`, `has_teacher_scores` is
+            True.
+
+        Raises:
+            ConfigError: for a data set with other columns, of which query or positive was renamed
+                or removed. Its texts could not be matched to the labels.
         """
         text_columns = [name for name in batch if name in self.columns]
         other_columns = {name: batch[name] for name in batch if name not in self.columns}
@@ -163,7 +186,7 @@ class EpochSampling:
     def _make_label(
         self, number: int, row: Mapping[str, str], source: _RowSource, text_columns: Sequence[str]
     ) -> Any:
-        """Return the label of a row: ids and scores for its text columns, or its number."""
+        """Return the label of a row for its text columns, encoded as in `contaccum.data.labels`."""
         ids: list[int] = []
         if self.has_text_ids:
             ids = text_ids(row[name] for name in text_columns).tolist()
@@ -175,14 +198,14 @@ class EpochSampling:
         return encode(number if self.has_row_numbers else None, ids)
 
     def first_texts(self, numbers: list[int]) -> dict[str, list[str | None]]:
-        """Return texts of rows that do not depend on the epoch, by column.
+        """Return the same texts of rows in every epoch: the first ones of their records.
 
         Args:
             numbers: row numbers.
 
         Returns:
-            {column: texts}: query, first positive, and the first h negatives; None for a missing
-            negative.
+            {column: texts}: query, the row's positive (the first of the record, unless each
+            positive has a row of its own), and the first h negatives; None for a missing negative.
         """
         texts: dict[str, list[str | None]] = {name: [] for name in self.columns}
         for source in self._read_sources(numbers):
@@ -194,9 +217,10 @@ class EpochSampling:
         return texts
 
     def pairs(self, numbers: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
-        """Yield {"query", "positive"} for each row.
+        """Yield {"query": text, "positive": texts} for each row.
 
-        "positive" is a list: the row's positive, then all positives that may be drawn instead.
+        The first positive is the row's own. If positives are sampled (`Selection.positives` is
+        "draw"), all positives of the record follow.
 
         Args:
             numbers: row numbers; None: all rows.
@@ -211,15 +235,20 @@ class EpochSampling:
                 yield {"query": source.query, "positive": positives}
 
     def _read_sources(self, numbers: list[int]) -> list[_RowSource]:
-        """Return the records of rows, by the rows' numbers."""
+        """Return the record of each row.
+
+        Args:
+            numbers: row numbers.
+        """
         record_numbers = np.array(numbers, dtype=np.int64)
         positive_indices = [0] * len(numbers)
         if self._rows is not None:
             record_numbers = self._rows[numbers, 0]
             positive_indices = self._rows[numbers, 1].tolist()
         columns = self._records[record_numbers.tolist()]
-        if "positives" not in columns:
-            return self._read_plain_rows(columns)
+        is_plain_dataset = "positives" not in columns
+        if is_plain_dataset:
+            return self._parse_plain_rows(columns)
         return [
             _RowSource(*source)
             for source in zip(
@@ -232,8 +261,8 @@ class EpochSampling:
             )
         ]
 
-    def _read_plain_rows(self, columns: Mapping[str, list[str]]) -> list[_RowSource]:
-        """Return rows of a data set that has one positive and its negatives in text columns."""
+    def _parse_plain_rows(self, columns: Mapping[str, list[str]]) -> list[_RowSource]:
+        """Return rows of a plain data set, {column: texts}, as records with one positive each."""
         sources = []
         for texts in zip(*(columns[name] for name in self.columns), strict=True):
             query, positive, *negatives = texts
@@ -249,13 +278,20 @@ class EpochSampling:
         Known positives of the query are not used. If too few other passages are found, the
         negatives are repeated.
 
+        Args:
+            rng: the random generator of the row.
+            query: text of the query.
+            positive: text of the row's positive.
+            negatives: the row's negatives, fewer than h.
+
         Raises:
-            DataError: if there is no negative at all.
+            DataError: if the row would have no negative at all.
         """
         query_id, *used_ids = text_ids([query, positive, *negatives]).tolist()
         forbidden_ids = {*used_ids, *self._find_known_positives(query_id)}
         filled = list(negatives)
-        # Passages of other rows have no teacher score.
+        # Passages of other rows have no teacher score for this query, so they cannot be used in
+        # distillation.
         max_tries = 0 if self.has_teacher_scores else _MAX_FILL_TRIES
         for _ in range(max_tries):
             if len(filled) == self._num_negatives:
@@ -288,8 +324,9 @@ def _get_scores_by_column(
 ) -> dict[str, float]:
     """Return the teacher scores of a row's passages, by column.
 
-    A record may list one text both as positive and as negative: each column has the score of its
-    role. If a role lists a text twice, the first score is used.
+    A record may list one text both as positive and as negative. The column "positive" then gets the
+    score of the positive, and a negative column the score of the negative. If a text is twice among
+    the positives, or among the negatives, its first score is used.
 
     Args:
         row: texts of the row by column.
@@ -315,7 +352,7 @@ def _get_scores_by_column(
 def make_sampled_dataset(sampling: EpochSampling) -> Dataset:
     """Return a data set of N rows, whose texts are sampled when rows are read.
 
-    Its text columns hold row numbers, and `sampling` is its transform.
+    The text columns are stored as row numbers, and `sampling` is the transform that replaces them.
     """
     import pyarrow as pa
     from datasets import Dataset
@@ -328,10 +365,13 @@ def make_sampled_dataset(sampling: EpochSampling) -> Dataset:
 
 
 def add_row_numbers(dataset: Any) -> Any:
-    """Return a plain data set as one with a sampling, whose labels can hold row numbers.
+    """Return a data set with the texts of a plain data set, whose labels can hold row numbers.
+
+    Negatives that are mined during training need the row numbers. The texts do not change from
+    epoch to epoch, because each row has one positive and exactly its h negatives.
 
     Args:
-        dataset: a data set with the text columns "query", "positive" and, optionally,
+        dataset: a plain data set with the text columns "query", "positive" and, optionally,
             "negative_1", "negative_2" ...
     """
     columns = [
@@ -355,9 +395,9 @@ def add_row_numbers(dataset: Any) -> Any:
 
 
 def get_samplings(dataset: Any) -> list[EpochSampling]:
-    """Return the samplings of a data set, or of all data sets of a dict.
+    """Return the `EpochSampling` transforms of a data set, or of all data sets of a dict.
 
-    The list is empty for a data set whose texts are not sampled.
+    The list is empty for a plain data set, whose texts are not sampled.
     """
     if isinstance(dataset, dict):
         samplings = []
@@ -373,9 +413,9 @@ def get_samplings(dataset: Any) -> list[EpochSampling]:
 
 
 def first_texts(dataset: Any) -> Iterator[dict[str, list[str | None]]]:
-    """Yield the texts of all rows by column, in batches, independent of the epoch.
+    """Yield the texts of all rows, in batches of {column: texts}, the same in every epoch.
 
-    See `EpochSampling.first_texts`. Columns that are no texts are left out.
+    See `EpochSampling.first_texts`. Columns without texts (`LABELS`) are left out.
     """
     samplings = get_samplings(dataset)
     for batch in dataset.with_format(None).iter(_BATCH_SIZE):
@@ -384,9 +424,10 @@ def first_texts(dataset: Any) -> Iterator[dict[str, list[str | None]]]:
 
 
 def text_ids(texts: Iterable[Any]) -> np.ndarray:
-    """Return the ids of k texts, int64 (k,): 64-bit hashes.
+    """Return the ids of k texts, int64 (k,). The id of a text is a 64-bit hash.
 
-    Among ten million texts, the probability that two have the same id is 3e-6.
+    Among n = ten million texts, the probability that two have the same id is about
+    n^2 / 2 / 2^64 = 3e-6.
     """
     hashes = [blake2b(str(text).encode("utf-8"), digest_size=8).digest() for text in texts]
     return np.frombuffer(b"".join(hashes), dtype="<i8").astype(np.int64)
@@ -395,17 +436,19 @@ def text_ids(texts: Iterable[Any]) -> np.ndarray:
 def collect_known_positives(pairs: np.ndarray) -> np.ndarray | None:
     """Return the distinct pairs of all queries that have more than one positive.
 
-    A query with a single positive needs no entry: its row's own positive is known anyway.
+    A query with a single positive needs no entry: the positive is in the query's own row. For
+    example, the pairs (1, 5), (2, 6), (2, 7), (2, 6) give [[2, 6], [2, 7]].
 
     Args:
-        pairs: int64 (n, 2), the ids of a query and of a positive of it.
+        pairs: text ids of a query and of one of its positives, int64 (n, 2), in any order.
 
     Returns:
-        int64 (r, 2), sorted by query and then positive; None if r would be 0.
+        The pairs, int64 (r, 2), sorted by query and then by positive; None if r would be 0.
     """
     sorted_pairs = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
     differs_from_previous = (sorted_pairs[1:] != sorted_pairs[:-1]).any(axis=1)
     distinct_pairs = sorted_pairs[np.append(True, differs_from_previous)]
-    has_next_of_query = np.flatnonzero(distinct_pairs[1:, 0] == distinct_pairs[:-1, 0])
-    rows = np.union1d(has_next_of_query, has_next_of_query + 1)
+    # The pairs of a query are adjacent: a query has several where the next pair has the same query.
+    same_query_as_next = np.flatnonzero(distinct_pairs[1:, 0] == distinct_pairs[:-1, 0])
+    rows = np.union1d(same_query_as_next, same_query_as_next + 1)
     return distinct_pairs[rows] if len(rows) else None
