@@ -1,9 +1,18 @@
 """Splits of training data into train, dev and test, without a text of dev or test in train.
 
-All records of a group (`contaccum.data.grouping`) go to the same side. A split is a folder:
-``train.jsonl``, ``corpus.jsonl`` (documents that training may use as negatives), and the BEIR
-folders ``dev`` and ``test``, each with the split ``test``. The same data, sizes and seed give the
-same split, whatever the order of the records.
+Records that share a text, or nearly so, form a group (`contaccum.data.grouping`). All records of a
+group go to the same side: "train", "dev" or "test". The queries of dev and test are held out: no
+model trains on them. The haystack of dev or test consists of the documents in which their queries
+are searched.
+
+A split is written as a folder:
+
+    train.jsonl    the training records
+    corpus.jsonl   documents that training may use as negatives
+    dev/, test/    BEIR folders with queries, haystack and judgements; in both folders the
+                   judgements are in qrels/test.tsv
+
+The same data, sizes and seed give the same split, whatever the order of the records.
 """
 
 from __future__ import annotations
@@ -28,10 +37,11 @@ DEV_SHARE = 0.1
 TEST_SHARE = 0.2
 LARGEST_DEV = 500
 LARGEST_TEST = 1000
-"""Default upper bounds of the sizes: a larger set costs time and hardly narrows an interval."""
+"""Upper bounds of the default sizes: the search takes longer with more queries, and the confidence
+interval of the score hardly becomes narrower."""
 
 LEAST_QUERIES = 10
-"""Least number of queries of data that can be split."""
+"""Least number of distinct queries in data that can be split."""
 
 FEW_TEST_QUERIES = 100
 """Number of test queries below which the split warns: most differences would be noise."""
@@ -48,8 +58,9 @@ class SplitSettings:
     Attributes:
         dev: share (below 1) or number of dev queries; None: a tenth, at most 500.
         test: share (below 1) or number of test queries; None: a fifth, at most 1,000.
-        haystack: least number of documents of dev and of test if there is no corpus.
-        seed: seed of the choice.
+        haystack: least number of documents to search in dev and in test, used only if no corpus is
+            given.
+        seed: seed of the random choice of queries and documents.
         fold: fold of a cross-validation: the test sets of folds 0, 1, ... have no query in common.
 
     Raises:
@@ -65,7 +76,11 @@ class SplitSettings:
     def __post_init__(self) -> None:
         for name in ("dev", "test"):
             size = getattr(self, name)
-            if size is not None and (not size > 0 or (size > 1 and size != int(size))):
+            if size is None:
+                continue
+            is_positive = size > 0  # False for NaN too
+            is_fraction_above_one = size > 1 and size != int(size)
+            if not is_positive or is_fraction_above_one:
                 raise ConfigError(
                     f"{name}={size}: give a share below 1, or a whole number of queries"
                 )
@@ -86,8 +101,10 @@ class Split:
         groups: number of groups of linked records.
         largest_group: number of queries of the largest group.
         near_duplicates: number of texts that nearly equal an earlier text.
-        held_out_by: "passage" or "query"; see `HeldOutBy`.
-        left_out: number of records that are linked with the test set that the data came with.
+        held_out_by: "passage" if training has no passage of a held-out query, "query" if it may
+            have such passages, but no held-out query.
+        left_out: number of records on no side, because they share a text with the test set that
+            came with the data.
         negatives_left_out: number of hard negatives that were removed from training because they
             are positives of dev or test.
         settings: the `SplitSettings`.
@@ -149,24 +166,26 @@ def split_data(
 ) -> Split:
     """Write a split of training data to a new folder.
 
-    A BEIR folder with a split ``test`` keeps this test set: only dev is taken from ``train``,
-    and records that are linked with a test query are left out. If more than a fifth of the test
-    queries share a positive with training queries, dev is held out by query, as that test set is:
-    passages of dev may then be positives in training. The folder's corpus is the haystack.
+    A BEIR folder with a split ``test`` keeps this test set. Only dev is then chosen from the split
+    ``train``; records in a group with a text of the test set are left out, and the folder's corpus
+    is the haystack. If more than a fifth of the test queries share a positive with training
+    queries, dev is held out by query, in the same way as the test set: passages of dev may then be
+    positives in training.
 
     Args:
-        data: the training records; all of them are in memory during the split.
+        data: the source of the training records, which are all in memory during the split.
         output: a folder that does not exist.
         settings: sizes and choice of the held-out sets; None: the defaults.
         corpus: documents, which become the haystack of dev and test. None: the haystack consists of
             the held-out passages, the hard negatives of the held-out queries, and a sample of the
             other passages.
-        report: receives the counts of records; None: a new report.
+        report: receives the counts of used and bad records; None: a new report.
         show_progress: True for a progress bar.
 
     Raises:
         ConfigError: for settings that do not fit the data, or an ``output`` that exists.
-        DataError: for data that cannot be read, have too few queries, or are linked too much.
+        DataError: for data that cannot be read, have too few queries, or have too many of them in
+            large groups.
     """
     output = Path(output)
     if output.exists():
@@ -221,7 +240,7 @@ def _assign_records(
 def _read_corpus(
     corpus: AnyPath | None, published_test: BeirDataset | None, report: RecordReport
 ) -> list[Passage] | None:
-    """Return the documents of the test set's folder, else of the corpus; None without a corpus."""
+    """Return the documents of the published test set or else of `corpus`; None without both."""
     if published_test is not None:
         return split_files.get_haystack(published_test)
     return None if corpus is None else split_files.read_haystack(corpus, report)
@@ -262,10 +281,16 @@ def choose_sides(
 ) -> dict[int, str]:
     """Assign each group to "train", "dev" or "test".
 
-    Small groups are ordered by a hash of their key. The test set of fold k starts after the first
-    k x test queries in this order, and dev follows it; at the end, both continue at the start of
-    the order. A group larger than a quarter of the test set (or of dev) goes to train, so that no
-    group decides a score.
+    A group with more queries than a quarter of the larger of dev and test goes to train, so that no
+    group decides a score. The other groups, the small ones, are put into a random order, which is a
+    hash of seed and group. In this order, the test set of fold k starts after the first
+    k x (number of test queries) queries. Dev follows test, and the rest is train. The order is
+    circular: after its end, test and dev continue at its start. For example, with 2 test queries,
+    1 dev query and 6 groups of one query each:
+
+        fold 0   test  test  dev   train train train
+        fold 1   train train test  test  dev   train
+        fold 2   dev   train train train test  test
 
     Args:
         source: the data, for messages.
@@ -274,20 +299,20 @@ def choose_sides(
         settings: seed and fold.
 
     Returns:
-        {group: side}, without the groups of a test set that the data came with.
+        {group: side}, without the groups that are linked with the published test set.
 
     Raises:
         DataError: if too many queries are in large groups.
         ConfigError: for a fold number that is too large.
     """
-    largest = max(1, max(sizes.values()) // 4)
+    largest_small_group = max(1, max(sizes.values()) // 4)
     sides = {}
     small_groups = []
     for group, num_queries in grouping.queries_of_group.items():
         if group in grouping.groups_of_test:
             continue
         sides[group] = "train"
-        if num_queries <= largest:
+        if num_queries <= largest_small_group:
             small_groups.append(group)
     small_groups.sort(
         key=lambda group: hash_text(f"{settings.seed}:{grouping.key_of_group[group]}")
@@ -302,14 +327,14 @@ def choose_sides(
             f"{max(grouping.queries_of_group.values()):,} queries, and small groups have "
             f"{num_available:,} in all (hold out less with --dev and --test)"
         )
-    first_of_test = settings.fold * sizes["test"]
-    if settings.fold and first_of_test + sizes["test"] > num_available:
+    test_start = settings.fold * sizes["test"]
+    if settings.fold and test_start + sizes["test"] > num_available:
         num_folds = num_available // sizes["test"] if sizes["test"] else 1
         raise ConfigError(f"fold={settings.fold}: {source} has folds 0 to {num_folds - 1}")
 
-    position = 0
+    position = 0  # number of queries in the groups before this one
     for group in small_groups:
-        offset = (position - first_of_test) % num_available
+        offset = (position - test_start) % num_available
         if offset < sizes["test"]:
             sides[group] = "test"
         elif offset < num_held_out:
@@ -321,7 +346,10 @@ def choose_sides(
 def _choose_sizes(
     source: AnyPath, grouping: Grouping, settings: SplitSettings, published_test: BeirDataset | None
 ) -> dict[str, int]:
-    """Return the number of dev and test queries to hold out."""
+    """Return the number of queries to hold out: {"dev": number, "test": number}.
+
+    The number of test queries is 0 if the data came with a test set, which is used as it is.
+    """
     num_queries = 0
     for group, count in grouping.queries_of_group.items():
         if group not in grouping.groups_of_test:
@@ -353,9 +381,10 @@ def _compute_size(share_or_number: float | None, num_queries: int, default: floa
     """Return the number of queries to hold out.
 
     Args:
-        share_or_number: below 1 a share of all queries, else their number; None: the default.
+        share_or_number: a share of all queries if below 1, else a number of queries; None: the
+            default.
         num_queries: number of all queries.
-        default: the default number.
+        default: the default number, which is rounded.
     """
     if share_or_number is None:
         return max(1, round(default))
@@ -365,10 +394,10 @@ def _compute_size(share_or_number: float | None, num_queries: int, default: floa
 
 
 def _load_published_test(data: Source, report: RecordReport) -> BeirDataset | None:
-    """Return the split ``test`` of a BEIR folder; None if the data have none."""
+    """Load the test set that came with the data: the split ``test`` of a BEIR folder, or None."""
     if data.data_format != "beir" or not any(data.path.glob("qrels/test.tsv*")):
         return None
-    # The documents were counted with the training records, so their counts are dropped here.
+    # A report of its own: `report` has counted the documents with the training records already.
     return load_beir_folder(data.path, "test", report=RecordReport(report.on_bad_record))
 
 
