@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 _DEFAULT_TRIPLES = 30
 """Default number of negatives to read per MS MARCO query and to sample from.
 
-The published triples have hundreds of negatives per query, and the cache would hold all their texts.
+The published triples have hundreds of negatives per query, whose texts would all be in the cache.
 """
+
 SET_KEYS = {
     "path": "path",
     "name": "name",

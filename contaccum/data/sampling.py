@@ -235,11 +235,7 @@ class EpochSampling:
                 yield {"query": source.query, "positive": positives}
 
     def _read_sources(self, numbers: list[int]) -> list[_RowSource]:
-        """Return the record of each row.
-
-        Args:
-            numbers: row numbers.
-        """
+        """Return the record of each row; `numbers` are row numbers."""
         record_numbers = np.array(numbers, dtype=np.int64)
         positive_indices = [0] * len(numbers)
         if self._rows is not None:
@@ -277,12 +273,6 @@ class EpochSampling:
 
         Known positives of the query are not used. If too few other passages are found, the
         negatives are repeated.
-
-        Args:
-            rng: the random generator of the row.
-            query: text of the query.
-            positive: text of the row's positive.
-            negatives: the row's negatives, fewer than h.
 
         Raises:
             DataError: if the row would have no negative at all.
@@ -367,8 +357,7 @@ def make_sampled_dataset(sampling: EpochSampling) -> Dataset:
 def add_row_numbers(dataset: Any) -> Any:
     """Return a data set with the texts of a plain data set, whose labels can hold row numbers.
 
-    Negatives that are mined during training need the row numbers. The texts do not change from
-    epoch to epoch, because each row has one positive and exactly its h negatives.
+    Negatives that are mined during training need the row numbers.
 
     Args:
         dataset: a plain data set with the text columns "query", "positive" and, optionally,
