@@ -1,4 +1,8 @@
-"""Settings of the rows of training data, and the choice of one row's texts."""
+"""Settings that make training rows of records, and the sampling of one row's texts.
+
+A record is a query with all its positives and negatives. A row is one training example: the query,
+one positive and h negatives.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +29,8 @@ class Selection:
         positives: "draw": a row for each record, with one of its positives, sampled anew in each
             epoch. "first": a row for each record, with its first positive. "all": a row for each
             positive. None: decided by `load_training_data`.
-        negatives_from: number of a record's first negatives to sample from; None: all. If it is h,
-            the first h are used.
+        negatives_from: sample the h negatives from only this many of the record's negatives, the
+            first in its list; None: from all. If it is h, each epoch has the first h.
         missing_negatives: for a record with fewer than h negatives, "fill" adds passages of other
             records, and "drop" leaves the record out.
 
