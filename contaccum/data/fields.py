@@ -55,19 +55,19 @@ FIELDS: dict[str, tuple[str, ...]] = {
         # Random negatives of DPR, which its own trainer uses where a record has no hard ones.
         "negative_ctxs",
     ),
-    # Title of a positive that is a text.
+    # Title of the positives that are plain texts. A passage object has its own "title".
     "title": ("title",),
-    # Teacher scores: of all positives and then all negatives, or of each role apart. A passage
-    # object may have its score as "score" instead.
+    # Teacher scores, in one list for all positives and then all negatives, or in one list for the
+    # positives and another for the negatives. A passage object may have its own "score" instead.
     "scores": ("scores",),
     "positive_scores": ("positive_scores", "positive_score", "pos_scores"),
     "negative_scores": ("negative_scores", "neg_scores"),
-    # Similarity score of a pair; a pair with at least `min_score` is a match.
+    # Similarity score of query and positive; it is a match if the score is at least `min_score`.
     "score": ("score", "label"),
 }
-"""Usual field names by role. The first name that a record has is used.
+"""{role: usual names of the field}. The first name that a record has is used.
 
-Besides them, `negative_1`, `negative_2` ... are negatives. The names include those of
+The fields `negative_1`, `negative_2` ... hold negatives too. The names include those of
 FlagEmbedding, NeMo Automodel (docs/guides/llm/retrieval-dataset.mdx), Tevatron
 (src/tevatron/retriever/dataset.py), ms-swift (docs/source_en/BestPractices/Embedding.md, and
 `response` of its earlier versions), and sentence-transformers' scored pairs.
@@ -76,7 +76,10 @@ FlagEmbedding, NeMo Automodel (docs/guides/llm/retrieval-dataset.mdx), Tevatron
 TEACHER_SCORES_REMEDY = "contaccum mine --cross_encoder writes scores"
 
 _SCORED_PAIR_QUERIES = ("sentence1", "messages")
-"""Query fields of formats whose pairs may be no matches: a low score marks such a pair."""
+"""Query fields of the formats with scored pairs, in which a low score marks a pair without match.
+
+`sentence1` is the field of sentence-transformers' scored pairs, `messages` that of ms-swift.
+"""
 
 
 class Record(NamedTuple):
@@ -97,14 +100,14 @@ class Record(NamedTuple):
 
 
 class _ScoredText(NamedTuple):
-    """The text of a passage, and its "score" field as it is; None for a passage without one."""
+    """The text of a passage, and the unparsed value of its field "score", or None."""
 
     text: str
     score: Any
 
 
 class _ChosenFields(NamedTuple):
-    """Names of the fields that hold the query and the positives."""
+    """Names of the fields that hold the query and the positives in all records of a file."""
 
     query: str
     positive: str
@@ -114,7 +117,8 @@ def parse_columns(columns: Mapping[str, str] | Sequence[str] | None) -> dict[str
     """Return column names by role.
 
     Args:
-        columns: a mapping, ``ROLE=NAME`` words, or one word that is a JSON object; None: empty.
+        columns: a mapping, a list of words ``ROLE=NAME``, or a list of one JSON object, such as
+            ``['{"query": "user_text"}']``; None: no columns.
 
     Raises:
         ConfigError: for a role that `FIELDS` does not have, or words of another form.
@@ -141,12 +145,12 @@ class RecordParser:
     """Parser for the records of one file.
 
     The first record with a query and a positive decides which fields hold them in all records. If
-    each record were parsed alone, a record without "positive" could silently be read from its
-    "text".
+    the fields were chosen for each record, a record that lacks "positive" but has a field "text"
+    could silently get a wrong positive.
 
     Args:
         columns: {role: field name} for roles whose fields have unusual names.
-        corpus: passages that records name by id; None: there are none.
+        corpus: texts of the passages that records name by id; None: records hold texts.
         min_score: least score of a pair that is a match; None: scores of pairs are not read.
         needs_scores: True if a record without teacher scores cannot be used.
     """
@@ -163,7 +167,8 @@ class RecordParser:
         self._needs_scores = needs_scores
         self._has_negatives_column = "negatives" in columns
         self._chosen: _ChosenFields | None = None
-        # A column with a set role has that role alone.
+        # A column that `columns` gives a role is not used for another role, even if its name is a
+        # usual name there.
         assigned_names = set(columns.values())
         self._names: dict[str, list[str]] = {}
         for role, usual_names in FIELDS.items():
@@ -216,8 +221,7 @@ class RecordParser:
         """Return False for a pair whose score is below `min_score`.
 
         Raises:
-            Fault: for a scored pair of a format with pairs that are no matches, if there is no
-                `min_score`.
+            Fault: for a pair with a score, if no `min_score` is set, in a format with scored pairs.
         """
         score = get_first_value(record, self._names["score"])
         if self._min_score is not None:
@@ -230,7 +234,10 @@ class RecordParser:
         return True
 
     def _parse_negatives(self, record: Mapping[str, Any]) -> list[_ScoredText]:
-        """Return the passages of all numbered fields, else of the first field that has any."""
+        """Return the negatives in `negative_1`, `negative_2` ..., else in the first usual field.
+
+        Fields without any passage are skipped.
+        """
         field_groups = [self._find_numbered_fields(record)]
         field_groups += [[name] for name in self._names["negatives"]]
         for fields in field_groups:
@@ -247,6 +254,7 @@ class RecordParser:
         if self._has_negatives_column:
             return []
         names = [name for name in record if re.fullmatch("negative_[1-9][0-9]*", name)]
+        # By length first, so that negative_10 comes after negative_9.
         return sorted(names, key=lambda name: (len(name), name))
 
     def _parse_passages(self, value: Any, field_name: str, title: str = "") -> list[_ScoredText]:
@@ -321,7 +329,7 @@ class RecordParser:
     ) -> list[Any]:
         """Return the values in the score field of a role, else in the passage objects.
 
-        A field with a wrong number of values gives [None].
+        A field with a wrong number of values gives [None], so that the record has no scores.
         """
         values = get_first_value(record, self._names[role])
         if values is None:
