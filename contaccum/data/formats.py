@@ -28,7 +28,8 @@ _FORMAT_BY_FILE: dict[str, DataFormat] = {
     "state.json": "hub",
     "dataset_dict.json": "hub",
 }
-"""Files that a folder of a format has. The format "hub" has those of `save_to_disk`."""
+"""{name of a file: format of a folder that contains it}. `save_to_disk` of `datasets` writes
+state.json for a dataset and dataset_dict.json for a dict of splits; both have the format "hub"."""
 
 _SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
 _HUB_NAME = r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?"
@@ -37,7 +38,8 @@ _HUB_NAME = r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?"
 def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> DataFormat:
     """Detect the format of training data from their content.
 
-    "pairs" stands for "triplets" too. A table is recognised by the usual names of its columns.
+    "pairs" is returned for "triplets" too, as both are read in the same way. A table is recognised
+    by the usual names of its columns.
 
     Args:
         source: a file, a folder, or the name of a dataset on the hub.
@@ -54,7 +56,7 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
     head = read_head(path)
     if not head:
         raise DataError(one_line(f"{path}: is empty"))
-    if head.startswith(b"PAR1"):
+    if head.startswith(b"PAR1"):  # the first bytes of every parquet file
         return "parquet"
     if head.startswith(b"["):
         return "dpr"
@@ -86,7 +88,7 @@ def _sniff_folder(folder: Path) -> DataFormat:
 
 
 def is_hub_name(source: AnyPath) -> bool:
-    """Return True for the name of a dataset on the hub, which is no path of an existing file."""
+    """Return True for the name of a dataset on the hub that is not the path of an existing file."""
     is_name = re.fullmatch(_HUB_NAME, str(source)) is not None
     return is_name and not Path(source).exists()
 
