@@ -1,5 +1,12 @@
 """MS MARCO passage ranking: a folder with a collection, queries, qrels, and triples of ids.
 
+A line of each file, with tabs or other white space between the cells:
+
+    collection.tsv               passage id, text
+    queries.SPLIT.tsv            query id, text
+    qrels.SPLIT.tsv              query id, 0, passage id, grade
+    *qidpidtriples.SPLIT.*       query id, positive id, negative id
+
 Memory holds the judgements, and 8 bytes for each triple that is used. Texts are looked up on disk.
 """
 
@@ -24,17 +31,17 @@ class QueryTexts(NamedTuple):
 
 
 class _Judgement(NamedTuple):
-    """A line of the qrels; `passage` is the passage's number in the `TextLookup`."""
+    """A line of the qrels; `passage_number` is the number of the passage in the `TextLookup`."""
 
     query_id: str
-    passage: int
+    passage_number: int
     grade: int
 
 
 def read_msmarco(
     folder: Path, split: str, num_negatives: int | None, report: RecordReport
 ) -> Iterator[QueryTexts]:
-    """Yield each query that a split judges above 0, in the order of the qrels.
+    """Yield each query with a passage of a grade above 0 in a split, in the order of the qrels.
 
     The negatives come from the folder's file of triples of ids (query, positive, negative) for the
     split.
@@ -42,8 +49,8 @@ def read_msmarco(
     Args:
         folder: the folder.
         split: name of the split, such as "train" or "dev.small".
-        num_negatives: number of triples per query to use, the first of the file; None: all. With 0
-            the triples are not read. The published files have hundreds per query.
+        num_negatives: number of negatives per query, from its first triples in the file; None: from
+            all, which are hundreds per query in the published files. With 0, the file is not read.
         report: receives the counts of records.
 
     Raises:
@@ -57,19 +64,19 @@ def read_msmarco(
 
     def parse_judgement(line: str) -> _Judgement:
         query_id, _, passage_id, grade = split_cells(line, 4, None)
-        queries.find_number(query_id)
+        queries.find_number(query_id)  # raises Fault for an unknown id
         return _Judgement(query_id, passages.find_number(passage_id), parse_grade(grade))
 
     positives: dict[str, list[int]] = {}
     for judgement in parse_rows(qrels_file, read_lines(qrels_file), parse_judgement, report):
         if judgement.grade > 0:
-            positives.setdefault(judgement.query_id, []).append(judgement.passage)
+            positives.setdefault(judgement.query_id, []).append(judgement.passage_number)
     negatives = {query_id: array("q") for query_id in positives}
 
     def add_negative(line: str) -> None:
         query_id, _, passage_id = split_cells(line, 3, None)
         if query_id not in negatives:
-            queries.find_number(query_id)
+            queries.find_number(query_id)  # a query without judgement is ignored, an unknown id not
         elif num_negatives is None or len(negatives[query_id]) < num_negatives:
             negatives[query_id].append(passages.find_number(passage_id))
 
