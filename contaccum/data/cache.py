@@ -1,7 +1,8 @@
 """Cache of training records: Arrow files that `datasets` writes once and maps into memory.
 
-An entry holds all records of a source, a file of its pairs' text ids, and a description. One
-process writes an entry, others that need it at the same time wait.
+An entry of the cache holds all records of a source, the text ids (64-bit hashes) of its pairs of
+query and positive, and a description. One process writes an entry; other processes that need it at
+the same time wait.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class CachedRecords:
     @property
     def has_scores(self) -> bool:
         """True if any record has teacher scores."""
-        return self.scores_fingerprint != fingerprint()
+        fingerprint_of_nothing = fingerprint()
+        return self.scores_fingerprint != fingerprint_of_nothing
 
 
 def cache_records(source: Source, report: RecordReport) -> CachedRecords:
@@ -85,13 +87,15 @@ def cache_records(source: Source, report: RecordReport) -> CachedRecords:
         disable_progress_bars()
     try:
         records = Dataset.from_generator(generate, features, str(folder), fingerprint=key)
-        os.utime(folder / _DESCRIPTION_FILE)  # its time is the time of the last use
+        # The file's time is the time of the last use, see `_remove_unused_entries`.
+        os.utime(folder / _DESCRIPTION_FILE)
     except (DatasetGenerationError, OSError) as error:
         cause = error.__cause__ or error
-        if isinstance(cause, OSError):
+        if isinstance(cause, OSError):  # such as a full disk
             raise DataError(
                 one_line(f"{folder}: the data cannot be stored: {cause} (set CONTACCUM_CACHE)")
             ) from error
+        # `datasets` wraps the errors of the reader. The reader's own error names file and line.
         raise cause from None
     pairs = np.memmap(folder / _PAIRS_FILE, dtype=np.int64, mode="r").reshape(-1, 2)
     description = read_json(folder / _DESCRIPTION_FILE)
