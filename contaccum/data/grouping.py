@@ -17,19 +17,24 @@ from contaccum.data.fields import Record
 from contaccum.data.near_duplicates import join_near_duplicates, normalise
 
 HeldOutBy = Literal["passage", "query"]
-"""Texts that link records: queries and passages ("passage"), or queries alone ("query")."""
+"""Texts that link records: queries and passages ("passage"), or queries alone ("query").
+
+With "passage", no passage of a held-out query is in training. With "query", it may be.
+"""
 
 _MAX_SHARED_QUERIES = 0.2
-"""Share of test queries with a training passage up to which a test set holds out passages."""
+"""Largest share of test queries that may have a positive in common with the training records, if
+the test set is to count as held out by passage."""
 
 
 class Grouping(NamedTuple):
     """The groups of the records. A group is named by a number.
 
     Attributes:
-        group_of_record: the group of each record.
+        group_of_record: number of the group of each record, in the order of the records.
         queries_of_group: {group: number of distinct queries of its records}.
-        key_of_group: {group: its query that is alphabetically first}.
+        key_of_group: {group: its alphabetically first query}. Group numbers depend on the order of
+            the records, this key does not.
         groups_of_test: groups that are linked with the test set that the data came with.
         num_near_duplicates: number of texts that nearly equal an earlier text.
     """
@@ -48,6 +53,9 @@ def group_records(
     show_progress: bool = False,
 ) -> Grouping:
     """Group the records that are linked.
+
+    Each distinct normalised text has a number. A group is a set of these numbers, and a record is
+    in the group of its query.
 
     Args:
         records: the training records.
