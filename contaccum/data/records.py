@@ -56,15 +56,15 @@ class Fault(Exception):
 
 @dataclass
 class RecordReport:
-    """Counts of used and bad records: seen = used + reported.
+    """Counts of used, bad and left-out records: seen = used + reported.
 
     Blank lines and the header of a table are not counted as records.
 
     Attributes:
         on_bad_record: "stop" raises `DataError` at the first bad record; "skip" leaves it out and
             counts it.
-        seen: number of all records.
-        reported: number of records that were bad or left out.
+        seen: number of all records that were read.
+        reported: number of records that were bad, or that a setting left out.
         by_reason: number of reported records for each reason.
         first: file and line of the first reported record; None if there is none.
     """
