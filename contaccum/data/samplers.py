@@ -15,7 +15,9 @@ from sentence_transformers.base.sampler import DefaultBatchSampler, NoDuplicates
 
 from contaccum.data.sampling import first_texts, text_ids
 
-_SEED_FACTOR = 1_000_003  # a prime: no two pairs of small seeds and epochs have one generator seed
+# The generator's seed is seed * factor + epoch: it differs for any two pairs of seed and epoch with
+# fewer epochs than the factor, a prime.
+_SEED_FACTOR = 1_000_003
 
 
 class EpochBatchSampler(DefaultBatchSampler):
@@ -35,7 +37,10 @@ class EpochBatchSampler(DefaultBatchSampler):
 
 
 class _HashedRows:
-    """Rows for `NoDuplicatesBatchSampler` that hold a hash in place of each text, int64 (N, c)."""
+    """Data set for `NoDuplicatesBatchSampler` of N rows with a hash in place of each of c texts.
+
+    The sampler compares the values of rows only, and hashes take less memory than texts.
+    """
 
     column_names = ()
 
