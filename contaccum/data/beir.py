@@ -1,5 +1,11 @@
 """BEIR folders as plain dictionaries, checked record by record.
 
+A BEIR folder holds a corpus, queries, and relevance judgements (qrels), one file for each split:
+
+    corpus.jsonl       {"_id": document id, "title": title, "text": text}
+    queries.jsonl      {"_id": query id, "text": text}
+    qrels/SPLIT.tsv    query id <TAB> document id <TAB> grade; relevant if the grade is above 0
+
 The dictionaries are those of BEIR's own loader, and a record that cannot be used is reported with
 its file and line. Public sets by name are in `contaccum.data.public_sets`.
 """
@@ -75,7 +81,8 @@ def load_beir_folder(
         path: the folder.
         split: name of the split.
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
-        report: receives the counts, and its `on_bad_record` is used instead; None: a new report.
+        report: receives the counts, and its `on_bad_record` replaces the argument `on_bad_record`;
+            None: a new report.
 
     Raises:
         DataError: for a missing file or split, a bad record under "stop", or a file without any
@@ -121,7 +128,7 @@ def _compute_fingerprint(
 def read_judged_pairs(
     folder: Path, split: str, report: RecordReport
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield the text and the positives of each query that a split judges above 0.
+    """Yield the text and the positives of each query with a positive: a document of grade above 0.
 
     Empty documents are left out and counted in the report.
     """
@@ -143,7 +150,7 @@ def get_positives(dataset: BeirDataset, query_id: str) -> list[str]:
 
 
 def is_beir_folder(path: AnyPath) -> bool:
-    """Return whether a path is a folder with a file corpus.jsonl, plain or gzip."""
+    """Return True if a path is a folder with a file corpus.jsonl, plain or gzip."""
     names = ("corpus.jsonl", "corpus.jsonl.gz")
     return any(os.path.isfile(os.path.join(path, name)) for name in names)
 
