@@ -1,4 +1,9 @@
-"""Files of a split: ``train.jsonl``, ``corpus.jsonl``, and the BEIR folders of dev and test."""
+"""Files of a split: ``train.jsonl``, ``corpus.jsonl``, and the BEIR folders of dev and test.
+
+A haystack is the set of documents in which the queries of dev or test are searched. Texts are
+compared after `normalise`, so a text that differs only in case or white space is the same text.
+`contaccum.data.split` decides which records are on which side.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +64,10 @@ def write_training_corpus(
     if test is not None:
         for query_id in test.qrels:
             held_out.update(normalise(positive) for positive in get_positives(test, query_id))
+    # A positive of a training query may be used in training even if it is one of dev or test too.
     held_out -= _collect_positives(parts["train"])
     training_passages = {}
-    written = {}
+    written = {}  # {normalised text: document}
     for text, passage in _collect_passages(parts["train"]).items():
         if text not in held_out:
             training_passages[text] = passage
@@ -69,7 +75,7 @@ def write_training_corpus(
     for document in documents:
         text = normalise(document.passage)
         if text in training_passages and document.passage == training_passages[text]:
-            written[text] = document  # the same text, with its id in the corpus
+            written[text] = document  # replaces the training passage, to keep the corpus's id
         elif text and text not in held_out:
             written.setdefault(text, document)
     write_text(path, map(_format_document, written.values()))
@@ -85,7 +91,7 @@ def _collect_positives(records: Iterable[Record]) -> set[str]:
 
 
 def _remove_negatives(record: Record, passages: set[str]) -> Record:
-    """Return a record without the hard negatives that are among normalised passages."""
+    """Return a record without the hard negatives whose normalised text is in `passages`."""
     negatives = []
     negative_scores = []
     for position, negative in enumerate(record.negatives, start=len(record.positives)):
@@ -164,7 +170,9 @@ def _collect_passages(records: Iterable[Record]) -> dict[str, str]:
 
 
 def write_beir(folder: Path, records: Sequence[Record], haystack: Iterable[Passage]) -> int:
-    """Write a BEIR folder with the split ``test``; return its number of documents.
+    """Write the records of dev or test to a BEIR folder; return its number of documents.
+
+    The split in the folder is called ``test`` for both.
 
     Every document that equals a positive of a query, after case and white space, is relevant to
     the query. Positives that are not in the haystack are added to it.
