@@ -38,7 +38,7 @@ def join_near_duplicates(
 ) -> int:
     """Merge the groups of texts that are near-duplicates.
 
-    It takes about 7 KB of memory for each text.
+    Memory holds about 7 KB for each text.
 
     Args:
         texts: the texts.
