@@ -35,7 +35,7 @@ class Header(NamedTuple):
 def read_csv(path: AnyPath) -> Rows:
     """Yield the rows of a table with a header, as {column name: cell}; a blank cell is None.
 
-    The delimiter is the one of comma, semicolon and tab that the header has most of outside of
+    The delimiter is comma, semicolon or tab: the one that is most frequent in the header outside of
     quotes.
 
     Raises:
