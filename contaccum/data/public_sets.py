@@ -55,7 +55,7 @@ def get_default_split(name_or_path: AnyPath) -> str:
 
 
 def resolve_beir_data(name_or_path: AnyPath, split: str = "test") -> Path:
-    """Return the folder of a BEIR set, and download a public set if needed.
+    """Return the folder of a BEIR set; a public set is downloaded if it is not in the cache.
 
     Args:
         name_or_path: a folder; the name of a public BEIR set; `cqadupstack/FORUM` for one of the
