@@ -1,4 +1,15 @@
-"""Mining: rank the passages for each query, and select hard negatives among the best of them."""
+"""Mining: rank the passages for each query, and select hard negatives among the best of them.
+
+The steps for a query are:
+
+1. Rank the passages of the pool by the model's similarity or by BM25.
+2. Drop the passages that are known to be relevant (`MiningData.excluded`). The rest are candidates.
+3. Drop candidates by the selection rules, such as a score too close to that of a positive.
+4. Drop candidates that a cross-encoder, if there is one, scores too close to the positives.
+5. Use the first `num_negatives` of the remaining candidates.
+
+A passage is named by its row in `MiningData.documents`.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +39,11 @@ class MinedNegatives:
     Attributes:
         data: the queries and passages.
         settings: settings of the search, and the selection rules.
-        rows: rows of `data.documents`, int64 (Q, num_negatives), best first; -1 for a missing
-            negative.
-        scores: scores of these rows, float32 (Q, num_negatives), logits if there is a
-            cross-encoder; -inf for a missing negative.
-        positive_scores: for each query the scores of `data.positives`.
+        rows: the mined negatives of each query, as rows of `data.documents`, int64
+            (Q, num_negatives), best first; -1 for a missing negative.
+        scores: scores of these negatives, float32 (Q, num_negatives); -inf for a missing negative.
+            They are the logits of the cross-encoder, or, without one, the scores of the ranking.
+        positive_scores: for each query the scores of its `data.positives`, of the same kind.
     """
 
     data: MiningData
@@ -55,7 +66,7 @@ class MinedNegatives:
 
 
 class _Ranking(NamedTuple):
-    """Passages for one query.
+    """The k best passages of the pool for one query, including known positives.
 
     Attributes:
         scores: scores of the passages, float32 (k,), in descending order.
@@ -106,7 +117,7 @@ def mine_hard_negatives(
     if not isinstance(data, MiningData):
         data = load_mining_data(data)
 
-    # Excluded passages take places in the ranking, so it must be that much longer.
+    # A ranking contains excluded passages too, so it is made longer by the largest number of them.
     most_excluded = max(len(rows) for rows in data.excluded)
     k = min(selection_rules.depth + most_excluded, data.pool_size)
     settings: JsonObject = {"method": "bm25", **asdict(selection_rules)}
@@ -206,7 +217,7 @@ def _select_negatives(
     rng = np.random.default_rng(rules.seed)
     for query, ranking in enumerate(rankings):
         is_candidate = (ranking.rows >= 0) & ~np.isin(ranking.rows, data.excluded[query])
-        positions = np.flatnonzero(is_candidate)[: rules.depth]
+        positions = np.flatnonzero(is_candidate)[: rules.depth]  # positions in the ranking
         lowest_positive_score = ranking.positive_scores.min()
         selected = select_candidates(ranking.scores[positions], lowest_positive_score, rules, rng)
         positions = positions[selected]
@@ -223,7 +234,7 @@ def _select_negatives(
             positive_scores = reranking.positive_scores
         mined.positive_scores.append(positive_scores)
         positions = positions[: rules.num_negatives]
-        order = np.argsort(positions)  # the order of the ranking
+        order = np.argsort(positions)  # best first again, also after random sampling
         mined.rows[query, : len(order)] = ranking.rows[positions[order]]
         mined.scores[query, : len(order)] = scores[order]
     return mined
