@@ -44,7 +44,8 @@ class MiningData:
         pool_size: number of passages in the pool.
         positives: for each query the rows of its known positives: first the positives of its own
             pairs, then all other positives that the data have for the same query text.
-        pair_counts: for each query the number of its own pairs, the first rows of `positives`.
+        pair_counts: for each query the number of its own pairs: that many rows at the start of its
+            `positives` are their positives.
         excluded: for each query the pool rows that must not become its negatives, because they are
             a known positive, share a text or id with one, or repeat the query.
         record: path, format, fingerprint and counts of the data, for reports.
@@ -61,7 +62,7 @@ class MiningData:
 
 
 class _JudgedQuery(NamedTuple):
-    """A query and its relevant passages, as one record of the source has them."""
+    """A query and its relevant passages, from one record of the source."""
 
     query_id: str | None
     text: str
@@ -121,7 +122,7 @@ def load_mining_data(
     record["corpus"] = None if corpus is None else str(corpus)
     queries: Iterable[_JudgedQuery]
     if not isinstance(source, (str, os.PathLike)):
-        queries = _judge_records_in_memory(source)
+        queries = _iter_queries_in_memory(source)
     else:
         record["path"] = str(source)
         record["format"] = data_format or sniff_format(source, columns)
@@ -130,7 +131,7 @@ def load_mining_data(
             dataset = load_beir_folder(source, split, report=report)
             passages = _make_beir_passages(dataset)
             pool = [passage for passage in passages.values() if passage.passage]
-            queries = _judge_beir_queries(dataset, passages)
+            queries = _iter_beir_queries(dataset, passages)
         else:
             records = read_records(
                 source,
@@ -146,9 +147,10 @@ def load_mining_data(
                 _JudgedQuery(None, row.query, _make_passages(row.positives)) for row in records
             )
     content = Fingerprint()
-    # Training uses the first positive of a record, except for relevance judgements: each is a pair.
-    positives_per_pair = None if record["format"] in ("beir", "msmarco") else 1
-    known_positives = _collect_positives(queries, positives_per_pair, content)
+    # A record makes one pair, with its first positive. In the formats with relevance judgements,
+    # each positive makes a pair.
+    pairs_per_record = None if record["format"] in ("beir", "msmarco") else 1
+    known_positives = _collect_positives(queries, pairs_per_record, content)
     if corpus is not None:
         pool = list(read_passages(corpus, report))
     for passage in pool or ():
@@ -158,7 +160,7 @@ def load_mining_data(
     return _build_mining_data(known_positives, pool, record)
 
 
-def _judge_records_in_memory(records: Iterable[Mapping[str, Any]]) -> Iterator[_JudgedQuery]:
+def _iter_queries_in_memory(records: Iterable[Mapping[str, Any]]) -> Iterator[_JudgedQuery]:
     for record in records:
         positive = record["positive"]
         texts = [positive] if isinstance(positive, str) else positive
@@ -172,7 +174,7 @@ def _make_beir_passages(dataset: BeirDataset) -> dict[str, Passage]:
     return passages
 
 
-def _judge_beir_queries(
+def _iter_beir_queries(
     dataset: BeirDataset, passages: Mapping[str, Passage]
 ) -> Iterator[_JudgedQuery]:
     for query_id, judgements in dataset.qrels.items():
@@ -190,13 +192,14 @@ def _make_passages(texts: Iterable[str]) -> list[Passage]:
 
 
 def _collect_positives(
-    queries: Iterable[_JudgedQuery], positives_per_pair: int | None, content: Fingerprint
+    queries: Iterable[_JudgedQuery], pairs_per_record: int | None, content: Fingerprint
 ) -> _KnownPositives:
     """Collect the positives of all queries.
 
     Args:
         queries: records of the source.
-        positives_per_pair: number of a record's positives that make pairs; None: all.
+        pairs_per_record: number of a record's positives that make pairs, from the first on; None:
+            all.
         content: a fingerprint, to which all texts are added.
     """
     collected = _KnownPositives(of_pairs=defaultdict(list), of_text=defaultdict(list))
@@ -205,7 +208,7 @@ def _collect_positives(
         positives = [passage for passage in query.positives if passage.passage]
         if not positives:
             continue
-        collected.of_pairs[query.query_id, query.text] += positives[:positives_per_pair]
+        collected.of_pairs[query.query_id, query.text] += positives[:pairs_per_record]
         collected.of_text[_compute_text_key(query.text)] += positives
         content.add(query.text, *(passage.passage for passage in positives))
     return collected
@@ -264,7 +267,8 @@ def _find_excluded_rows(
         for passage in positives:
             keys.update(_compute_copy_keys(passage))
         keys_by_query[query_key] = keys
-    # The rows of all keys of a large corpus would take much memory, so only the needed keys count.
+    # A table of the keys of all passages would take much memory for a large corpus. Only the keys
+    # of queries and known positives are needed.
     needed_keys = set().union(*keys_by_query.values())
     rows_by_key: dict[bytes | str, list[int]] = defaultdict(list)
     for row, passage in enumerate(pool):
