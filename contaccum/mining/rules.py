@@ -17,7 +17,8 @@ from contaccum.errors import ConfigError, check_choice
 SAMPLING = ("top", "random")
 
 _CANDIDATES_PER_NEGATIVE = 10
-"""Candidates per negative where a rule may drop some of them, as in sentence-transformers."""
+"""Number of candidates per negative that are ranked if a rule may drop some of them. It is the
+number of sentence-transformers."""
 
 
 def _define_rule(
@@ -35,8 +36,11 @@ class SelectionRules:
     """Rules that a candidate must pass to become a hard negative of its query.
 
     In the help texts, s is the score of a candidate, and p the lowest score of the query's
-    positives. If `range_max` is None, it is `range_min` + `num_negatives`; with a rule that may
-    drop candidates, or with random sampling, it is `range_min` + 10 `num_negatives`.
+    positives. A candidate with a score close to p may be relevant although nobody judged it, and
+    the margins drop such candidates.
+
+    If `range_max` is None, it is `range_min` + `num_negatives`; with a rule that may drop
+    candidates, or with random sampling, it is `range_min` + 10 `num_negatives`.
     """
 
     num_negatives: int = _define_rule(3, "number of negatives per query", int)
@@ -85,7 +89,10 @@ class SelectionRules:
 
     @property
     def depth(self) -> int:
-        """Number of candidates per query that the rules consider, known positives not counted."""
+        """Number of candidates per query that the rules are applied to, the best of the ranking.
+
+        Known positives are not counted.
+        """
         if self.range_max is not None:
             return self.range_max
         rules_that_drop_none = SelectionRules(self.num_negatives, self.range_min, seed=self.seed)
@@ -100,7 +107,7 @@ def select_candidates(
     rules: SelectionRules,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """Return the positions of the candidates that pass the rules, in the order of preference.
+    """Return the positions of the candidates that pass the rules, those to use first at the start.
 
     Args:
         scores: the candidates' scores, float32 (c,), in descending order.
