@@ -1,4 +1,8 @@
-"""Cross-encoders: a second score for candidates that have passed the other selection rules."""
+"""Cross-encoders: a second score for candidates that have passed the other selection rules.
+
+A cross-encoder reads query and passage together. Its scores are better than those of the search,
+and show more often that a candidate is a relevant passage which was not judged.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from contaccum.errors import UserError
 
 
 class Reranking(NamedTuple):
-    """The candidates of a query that a cross-encoder scores low enough.
+    """The candidates of a query whose cross-encoder scores are low enough for negatives.
 
     Attributes:
         positions: positions of these candidates among all candidates, int64 (c,).
@@ -33,8 +37,10 @@ class CandidateFilter:
 
     Attributes:
         cross_encoder: a sentence-transformers CrossEncoder.
-        margin: least distance below the lowest positive, in logits.
-        num_negatives: number of candidates to keep; the rest are not scored.
+        margin: a candidate is kept if its logit is at least this much below the lowest logit of the
+            query's positives.
+        num_negatives: number of candidates that are needed. When so many are kept, the next
+            candidates are not scored.
         batch_size: number of text pairs that the cross-encoder scores at once.
     """
 
@@ -44,7 +50,7 @@ class CandidateFilter:
     batch_size: int
 
     def apply(self, query: str, positives: list[str], candidates: list[str]) -> Reranking:
-        """Score candidates in their order until `num_negatives` of them are kept.
+        """Score candidates in their order, in groups, until at least `num_negatives` are kept.
 
         Args:
             query: text of the query.
@@ -98,7 +104,8 @@ def load_cross_encoder(
     with loading(name, trust_remote_code) as path:
         cross_encoder = CrossEncoder(path, device=device, trust_remote_code=trust_remote_code)
     config = cross_encoder.model.config
-    # sentence-transformers adds a random head to an encoder without one, and its scores are noise.
+    # sentence-transformers adds a random head to an encoder without a classification head, and its
+    # scores are noise. The architecture of a model with a head is named "...ForSequence...".
     architectures = config.architectures or ["For"]
     has_trained_head = any("For" in architecture for architecture in architectures)
     if config.num_labels != 1 or not has_trained_head:
