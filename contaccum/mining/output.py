@@ -24,7 +24,8 @@ class _ScoredPassage(NamedTuple):
 class _MinedQuery(NamedTuple):
     """A query with its known positives and mined negatives.
 
-    The first `num_pairs` of the positives belong to the query's own pairs.
+    The first `num_pairs` positives are those of the query's own training pairs. The others are
+    known from other records with the same query text.
     """
 
     query_id: str
