@@ -35,8 +35,7 @@ def _define_rule(
 class SelectionRules:
     """Rules that a candidate must pass to become a hard negative of its query.
 
-    In the help texts, s is the score of a candidate, and p the lowest score of the query's
-    positives. A candidate with a score close to p may be relevant although nobody judged it, and
+    In the help texts, p is the lowest score of the query's positives. A candidate with a score close to p may be relevant although nobody judged it, and
     the margins drop such candidates.
 
     If `range_max` is None, it is `range_min` + `num_negatives`; with a rule that may drop
@@ -50,10 +49,16 @@ class SelectionRules:
     range_max: int | None = _define_rule(
         None, "rank of the last candidate; known positives are not counted in the rank", int
     )
-    absolute_margin: float | None = _define_rule(None, "keep s <= p - margin")
-    relative_margin: float | None = _define_rule(None, "keep s <= p - margin * abs(p)")
-    max_score: float | None = _define_rule(None, "keep s <= max_score")
-    min_score: float | None = _define_rule(None, "keep s >= min_score")
+    absolute_margin: float | None = _define_rule(
+        None,
+        "keep candidates with a score of at most p - margin; p is the lowest score of the query's "
+        "positives",
+    )
+    relative_margin: float | None = _define_rule(
+        None, "keep candidates with a score of at most p - margin * abs(p)"
+    )
+    max_score: float | None = _define_rule(None, "keep candidates with at most this score")
+    min_score: float | None = _define_rule(None, "keep candidates with at least this score")
     cross_encoder_margin: float | None = _define_rule(
         None,
         "keep candidates whose cross-encoder logit is at least this far below p; "
