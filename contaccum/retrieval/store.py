@@ -44,6 +44,7 @@ STORED = ("float32", "float16", "int8", "binary")
 
 # Each shard keeps two files open, and many systems allow a process 1,024 open files.
 _MAX_MAPPED_SHARDS = 64
+# Remedies in error messages.
 _CONTINUE = "run the same contaccum encode again, and it continues"
 _REPLACE = "choose another --output, or replace the store with --overwrite"
 # Keys of store.json that decide the rows of a store, in the order in which they are hashed.
@@ -60,7 +61,7 @@ _FINGERPRINT_KEYS = (
 
 
 class _ShardRows(NamedTuple):
-    """Rows of a request that lie in the same shard."""
+    """Requested rows that lie in the same shard."""
 
     shard_number: int
     positions: np.ndarray  # int64 (r,), positions of these rows in the request
@@ -90,6 +91,7 @@ class EmbeddingStore:
         self.dtype: str = metadata["dtype"]
         self.shard_size: int = metadata["shard_size"]
         self._folder = folder
+        # The most recently used shards stay mapped.
         self._get_embeddings = lru_cache(_MAX_MAPPED_SHARDS)(self._map_embeddings)
         self._get_ids = lru_cache(_MAX_MAPPED_SHARDS)(self._map_ids)
 
@@ -308,7 +310,7 @@ class StoreWriter:
             UserError: the disk is full or cannot be written to.
         """
         remaining = iter(passages)
-        corpus = files.Fingerprint()
+        corpus = files.Fingerprint()  # of all passages up to the current shard
         num_rows = 0
         shard_size = self.metadata["shard_size"]
         while shard_passages := list(islice(remaining, shard_size)):
@@ -332,7 +334,7 @@ class StoreWriter:
         return self._finish(num_rows, corpus.hex())
 
     def _has_shard(self, shard_number: int, fingerprint: str) -> bool:
-        """Return whether a shard exists; raise `DataError` if it comes from another corpus."""
+        """Return True if a shard exists; raise `DataError` if it comes from another corpus."""
         shard = read_shard_file(self.folder, shard_number)
         if shard is None:
             return False
