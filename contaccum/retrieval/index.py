@@ -1,9 +1,12 @@
 """Search in embeddings with FAISS: exactly, or with an index of any `index_factory` string.
 
+A factory string names the kind of index for `faiss.index_factory`, such as "Flat" (exact) or
+"IVF1024,Flat" (an inverted file of 1,024 lists, of which a search reads only the nearest).
+
 Scores are inner products; higher is better. With the metric "cos", L2-normalised copies are
 compared. The factory "Flat" builds no index: the embeddings themselves, an array or a store of any
-size, are searched slice by slice (see `exact_search`). Texts and models belong to `encode` and
-`searcher`.
+size, are searched slice by slice (see `exact_search`). A document is named by its row in the
+embeddings. Texts and models belong to `encode` and `searcher`.
 """
 
 from __future__ import annotations
@@ -31,12 +34,12 @@ from contaccum.retrieval.store import EmbeddingStore
 if TYPE_CHECKING:
     import faiss
 
-# Results beyond k that are kept until the end, so that documents with equal scores are ordered by
-# id at position k too.
+# Number of results that an exact search returns beyond the k best. If the documents at positions k
+# and k + 1 have equal scores, the ids decide which of them is among the k best.
 _NUM_EXTRA_RESULTS = 32
 # FAISS warns below 39 training points per centroid.
 _TRAINING_POINTS_PER_CENTROID = 64
-# Minimum of training points, for factories that have centroids beside inverted lists.
+# Minimum of training points, for factories with further centroids, such as those of PQ codes.
 _MIN_TRAINING_POINTS = 2**16
 _REMEDY_FOR_FILE = "name another file, or remove it to build it anew"
 
@@ -131,6 +134,7 @@ def _train_index(index: faiss.Index, embeddings: Embeddings, metric: Metric) -> 
     if index.is_trained:
         return
     num_rows = len(embeddings)
+    # Each inverted list has one centroid.
     num_points = _TRAINING_POINTS_PER_CENTROID * _count_inverted_lists(index)
     num_points = max(num_points, _MIN_TRAINING_POINTS)
     num_points = min(num_points, num_rows)
@@ -146,7 +150,7 @@ def open_index(
     metric: Metric = "cos",
     parameters: str | None = None,
 ) -> DenseIndex:
-    """Open the index of a store from a file, memory-mapped; build and write it if there is none.
+    """Open the index of a store from a file, memory-mapped; without a file, build and write it.
 
     FAISS does not check what it reads: never open a file from an untrusted source. The file
     PATH.json beside the index records store, factory and metric.
@@ -253,14 +257,15 @@ def order_ties_by_id(
 
     Args:
         ids: function that returns the ids of some rows.
-        scores: (n, k), each line in descending order.
-        rows: (n, k).
+        scores: (n, k), one line per query, in descending order.
+        rows: (n, k), changed in place.
     """
     equals_previous = (scores[:, 1:] == scores[:, :-1]) & (rows[:, 1:] >= 0)
     for line in np.flatnonzero(equals_previous.any(axis=1)).tolist():
         starts_tie = np.append(equals_previous[line], False)
         continues_tie = np.append(False, equals_previous[line])
         tied = np.flatnonzero(starts_tie | continues_tie)
+        # The line may have several ties, so that the documents are sorted by score and then by id.
         tied_scores = scores[line, tied].tolist()
         tied_ids = ids(rows[line, tied])
         sort_keys = [(-score, key) for score, key in zip(tied_scores, tied_ids, strict=True)]
@@ -301,7 +306,7 @@ def check_factory(
     metric: Metric = "cos",
     parameters: str | None = None,
 ) -> tuple[faiss.Index, str | None]:
-    """Check index settings before a corpus is encoded.
+    """Check index settings. Call this before a corpus is encoded, which may take hours.
 
     Args:
         factory: FAISS factory string.
@@ -366,6 +371,6 @@ def _count_inverted_lists(index: faiss.Index) -> int:
 
 
 def _get_reason(error: Exception) -> str:
-    """Return the last clause of a FAISS error, without FAISS's source files and line numbers."""
+    """Return the message of a FAISS error without FAISS's source file and line number."""
     message = " ".join(str(error).split())
     return re.sub(r"^Error in .*?:\d+: (Error: )?", "", message)
