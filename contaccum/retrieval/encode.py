@@ -1,5 +1,9 @@
 """Encoding of texts with sentence-transformers, and fingerprints of the model that encodes them.
 
+A tower is the part of a model that encodes one kind of texts, queries or documents. Most models
+have one tower for both; a model with a `Router` may have two. A fingerprint is a hash that tells
+whether two models give the same embeddings.
+
 Equal texts are encoded once, NaN and infinity are refused, and a model in training mode stays in
 training mode. Embeddings are not normalised here (see `index`) and not written (see `store`).
 """
@@ -37,15 +41,17 @@ _METRICS: dict[str, Metric] = {"cos_sim": "cos", "cos": "cos", "cosine": "cos", 
 # with 32 texts per batch, 14.4 s with 8 and 14.2 s with 4.
 _MAX_CPU_BATCH_SIZE = 8
 _IDS_PER_BLOCK = 2**16
-# Settings of a module that hold a maximum length. A module uses one of them per kind of text.
+# Settings of a module that hold a maximum length of texts. A module may have one for both kinds, or
+# one for queries and another for documents.
 _LENGTH_SETTINGS = ("max_seq_length", "query_length", "document_length")
 
 
 def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage]:
     """Yield the documents or the queries of a corpus.
 
-    Memory holds 8 bytes per id. With ten million ids, the probability that two different ids have
-    the same hash, and are refused as equal, is 3e-6.
+    An id that occurs twice is refused. To find one, memory holds a hash of 8 bytes for each id.
+    With ten million ids, the probability that two different ids have the same hash, and are refused
+    as equal, is 3e-6.
 
     Args:
         path: a file or BEIR folder that `read_passages` reads. For queries, a BEIR folder's
@@ -177,9 +183,10 @@ def encoding_identity(
 ) -> dict[str, Any]:
     """Return the ``identity`` of a store: the settings and weights that decide its embeddings.
 
-    ``model`` in the result is the fingerprint of the document tower, for a store of queries too. So
-    a store of queries and a store of documents that fit each other have the same ``model``, and a
-    query tower that was trained against a store of documents leaves that store valid.
+    A store is used again only for embeddings with the same identity. ``model`` in the result is the
+    fingerprint of the document tower, for a store of queries too. So a store of queries and a store
+    of documents whose embeddings can be compared have the same ``model``, and a store of documents
+    stays valid when only the query tower is trained.
 
     All weights are read once to compute the fingerprints.
 
@@ -259,6 +266,7 @@ def _add_module_settings(fingerprint: Fingerprint, module: nn.Module, kind: Kind
         config = module.get_config_dict()  # type: ignore[operator]  # torch types it as a tensor
         lengths = {name: config.pop(name, None) for name in _LENGTH_SETTINGS}
         max_length = lengths[f"{kind}_length"] or getattr(module, "max_seq_length", None)
+        # The length for the other kind of texts was removed from `config`: it changes nothing here.
         fingerprint.add(type(module).__name__, config, str(max_length))
     tokenizer = getattr(module, "tokenizer", None)
     fast_tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
