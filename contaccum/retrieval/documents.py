@@ -1,7 +1,9 @@
 """Documents of a store for losses: blocks of tensors, and lookup of documents by their texts.
 
-With several ranks, each rank may read its own part of the blocks. Documents that are missing in the
-store can be appended in memory; the files of the store never change here.
+A document is named by its row: first the rows of the store, then the documents that were appended
+in memory because the store lacks them. The files of the store never change here. A text is looked
+up by its text id, a 64-bit hash (`contaccum.data.sampling.text_ids`). With several ranks, each rank
+may read its own part of the blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from contaccum.files import fingerprint, redact
 from contaccum.retrieval.store import EmbeddingStore
 
 ROWS_PER_BLOCK = 8192
-_MAX_SHARE_OF_FREE_MEMORY = 0.5  # of a GPU, at the first request for blocks
+_MAX_SHARE_OF_FREE_MEMORY = 0.5  # blocks stay on a GPU if they need less of its free memory
 _MIN_LENGTH = 1e-12  # keeps 1 / length finite for a document whose embedding is zero
 
 
@@ -103,7 +105,7 @@ class StoreDocuments:
         """
         first_positions = np.searchsorted(self._sorted_text_ids, ids, side="left")
         end_positions = np.searchsorted(self._sorted_text_ids, ids, side="right")
-        counts = end_positions - first_positions
+        counts = end_positions - first_positions  # number of documents with each hash
         indices = np.repeat(np.arange(len(ids)), counts)
         # The matches of a hash lie next to each other in the sorted order: its first position plus
         # 0, 1, 2, ...
@@ -113,7 +115,7 @@ class StoreDocuments:
         return indices, self._rows_by_text_id[positions]
 
     def contains(self, ids: np.ndarray) -> np.ndarray:
-        """Return bool (k,): True for each hash of a text, int64 (k,), that a document has."""
+        """Return for each of these hashes, int64 (k,), if a document has the text, bool (k,)."""
         first_positions = np.searchsorted(self._sorted_text_ids, ids, side="left")
         end_positions = np.searchsorted(self._sorted_text_ids, ids, side="right")
         return end_positions > first_positions
@@ -204,7 +206,7 @@ class StoreDocuments:
         return self._inverse_norms
 
     def _fits(self, device: torch.device, num_parts: int) -> bool:
-        """Return whether a part of the blocks fits into the free memory of a GPU."""
+        """Return True if a part of the blocks fits into the free memory of a GPU."""
         if device.type != "cuda":
             return False
         free_bytes, _ = torch.cuda.mem_get_info(device)
