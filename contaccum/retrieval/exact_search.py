@@ -1,7 +1,9 @@
 """Exact search with FAISS in embeddings of any number, slice by slice, on the CPU or on GPUs.
 
-An array, a store or quantized embeddings are searched where they are; nothing is built. The order
-of documents with equal scores is decided in `index`.
+An array, a store or quantized embeddings are searched where they are, and no index is built. A
+slice is a number of rows that fits into `SLICE_BYTES` as float32. The k best documents of each
+query so far are held in a FAISS `ResultHeap`, to which the results of every slice are added. The
+order of documents with equal scores is decided in `index`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from contaccum.retrieval.store import EmbeddingStore
 # Bytes of float32 rows that are searched at a time: enough for matrix products to run at full
 # speed, and little memory compared with a corpus.
 SLICE_BYTES = 2**28
-# FAISS keeps the top k of a GPU in shared memory, which limits k.
+# On a GPU, FAISS keeps the k best results in the GPU's shared memory, which limits k.
 _MAX_K_ON_GPU = 2048
 # A thread with fewer queries costs more than it gains.
 _MIN_QUERIES_PER_THREAD = 64
@@ -143,7 +145,10 @@ def _use_blas(dimension: int) -> Iterator[None]:
 
 
 def _make_slice_search(documents: np.ndarray, gpus: Sequence[int]) -> Callable[..., Any]:
-    """Return a function (queries, k) that searches documents, float32 (b, d), by inner product."""
+    """Return a function that searches documents, float32 (b, d), by inner product.
+
+    The function has the arguments (queries, k) and returns scores and rows in the slice, (n, k).
+    """
     import faiss
 
     if gpus:
