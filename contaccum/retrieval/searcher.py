@@ -29,13 +29,16 @@ Corpus = Mapping[str, Mapping[str, str]]
 Encode = Callable[[SentenceTransformer, Sequence[str]], np.ndarray]
 """Function of a model and n texts that returns embeddings (n, d)."""
 
-# Parameters of BM25 with DPR's values.
+# Parameters of BM25, with DPR's values: the saturation of the term frequency (k1) and the influence
+# of the passage's length (b).
 _BM25_K1 = 0.9
 _BM25_B = 0.4
 
 
 class FaissSearcher:
     """Searcher that encodes a corpus and queries with one model and searches with FAISS.
+
+    Its method `search` has the arguments and the result of BEIR's search classes.
 
     Args:
         model: a SentenceTransformer, which stays on its device.
@@ -52,8 +55,8 @@ class FaissSearcher:
         timing: seconds per stage of the last search.
         embeddings: embeddings of queries and of documents in the last search, as the model gives
             them.
-        search_details: facts about the last search: the number of ``gpus`` and, for an approximate
-            index, the ``recall`` (see `recall_against_exact`).
+        search_details: the number of ``gpus`` of the last search and, for an approximate index, the
+            ``recall`` (see `recall_against_exact`).
     """
 
     def __init__(
