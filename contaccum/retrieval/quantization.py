@@ -1,6 +1,7 @@
 """Embeddings in the number types that a store holds: float32, float16, int8 and binary.
 
-Converting and decoding happens here. Files are the task of `store`, search is the task of `index`.
+Embeddings are converted to these types and decoded to float32 here. `store` writes and reads the
+files, `index` searches.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ class QuantizedEmbeddings:
 
     Indexing with rows decodes them: ``embeddings[10:20]`` is a float32 array (10, d).
 
-    An int8 code counts 256 steps from the minimum to the maximum of its dimension, and is decoded
-    to the middle of its step. A bit is decoded to its sign, +1 or -1.
+    For int8, the range of each dimension, from its minimum to its maximum, is divided into 255
+    steps, and a code c from -128 to 127 is the number of a step; 127 is for the maximum alone. A
+    code is decoded to the middle of its step: minimum + (c + 128.5) (maximum - minimum) / 255. For
+    binary, a bit holds the sign of a value, and is decoded to +1 or -1.
 
     Attributes:
         values: (n, d) in float32, float16 or int8; uint8 (n, d / 8) of packed bits for "binary".
@@ -39,7 +42,9 @@ class QuantizedEmbeddings:
 
     @classmethod
     def quantize(cls, embeddings: np.ndarray, dtype: str) -> QuantizedEmbeddings:
-        """Convert embeddings, float32 (n, d), to a type; int8 and binary by sentence-transformers.
+        """Convert embeddings, float32 (n, d), to a type.
+
+        sentence-transformers computes int8 and binary.
 
         Raises:
             ConfigError: the dimension does not fit the type; see `check_binary_dimension`.
