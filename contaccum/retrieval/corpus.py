@@ -20,17 +20,27 @@ ROWS_PER_SHARD = 50_000
 
 
 class EncodedCorpus(NamedTuple):
-    """Outcome of encoding a corpus, in one process."""
+    """Result of `CorpusEncoder.encode` in one process.
 
-    report: RecordReport  # counts of the corpus's records, read and skipped
-    num_encoded: int  # texts that this process encoded
-    is_finished: bool  # all shards of the store are written
+    Attributes:
+        report: counts of the corpus's used and bad records.
+        num_encoded: number of texts that this process encoded. It is smaller than the corpus if
+            other processes, or an earlier run, wrote shards.
+        is_finished: True if all shards of the store are written.
+    """
+
+    report: RecordReport
+    num_encoded: int
+    is_finished: bool
 
 
 def require_texts(
     corpus: Path, kind: Kind, on_bad_record: Literal["stop", "skip"] = "stop"
 ) -> None:
-    """Read the first text of a corpus; raise `DataError` if it cannot be read."""
+    """Read the first text of a corpus; raise `DataError` if it cannot be read.
+
+    The check is cheap, and is made before a model is loaded or a folder is created.
+    """
     report = RecordReport(on_bad_record)
     next(read_texts(corpus, kind, report), None)
 
@@ -52,7 +62,7 @@ class CorpusEncoder:
         precision: type of autocast; see `encode_texts`.
         shard_size: rows per shard. A killed process loses one shard at most.
         overwrite: remove a store that is in the folder.
-        on_bad_record: "stop" or "skip" at a record that cannot be used.
+        on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
 
     Raises:
         ConfigError: the model's dimension does not fit a binary store.
