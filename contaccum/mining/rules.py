@@ -35,8 +35,8 @@ def _define_rule(
 class SelectionRules:
     """Rules that a candidate must pass to become a hard negative of its query.
 
-    In the help texts, p is the lowest score of the query's positives. A candidate with a score close to p may be relevant although nobody judged it, and
-    the margins drop such candidates.
+    In the help texts, p is the lowest score of the query's positives. A candidate with a score
+    close to p may be relevant although nobody judged it, and the margins drop such candidates.
 
     If `range_max` is None, it is `range_min` + `num_negatives`; with a rule that may drop
     candidates, or with random sampling, it is `range_min` + 10 `num_negatives`.
