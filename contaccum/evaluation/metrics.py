@@ -1,5 +1,9 @@
 """Retrieval metrics of a run, computed by pytrec_eval, and significance tests between two systems.
 
+A run is the result of a search, {query id: {document id: score}}. A query is judged if it has
+relevance judgements (qrels). The k best documents of a query give its Accuracy@k, which is 1 if any
+of them is relevant, else 0; the other metrics are trec_eval's.
+
 Differences from BEIR's functions: `score_run` does not change the caller's run, counts a judged
 query without results as zero for every metric, and orders tied scores as trec_eval does.
 
@@ -42,7 +46,7 @@ _TREC_MEASURES = {
     "P": "P",
     "Accuracy": "success",
 }
-# MRR@k is derived from trec_eval's reciprocal rank, which has no cut-off.
+# pytrec_eval has no MRR@k. It is derived from the reciprocal rank, see `_rename_trec_scores`.
 _METRIC_FAMILIES = (*_TREC_MEASURES, "MRR")
 _METRIC_PATTERN = re.compile(rf"(?:eval_)?((?:{'|'.join(_METRIC_FAMILIES).lower()})@[1-9][0-9]*)")
 _FLOAT_TOLERANCE = 1e-12
@@ -106,7 +110,11 @@ def score_run(
 def _rename_trec_scores(
     trec_scores: Mapping[str, float], k_values: Sequence[int]
 ) -> dict[str, float]:
-    """Return a query's scores under BEIR's names, with MRR@k from the reciprocal rank."""
+    """Return a query's scores under BEIR's names.
+
+    trec_eval's reciprocal rank has no cut-off. MRR@k is the reciprocal rank if the first relevant
+    document is among the k best (Accuracy@k is 1), else 0.
+    """
     scores = {}
     for name, measure in _TREC_MEASURES.items():
         for k in k_values:
@@ -117,9 +125,9 @@ def _rename_trec_scores(
 
 
 def ignored_judgements(qrels: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Return the queries for which the document with the query's own id is judged above 0.
+    """Return the queries whose relevant documents include one with the query's own id.
 
-    `score_run` ignores that document, so no search can find it.
+    `score_run` ignores that document in a run, so it always counts as not found.
     """
     return [query for query, grades in qrels.items() if grades.get(query, 0) > 0]
 
@@ -160,7 +168,7 @@ def metric_names(k_values: Sequence[int]) -> list[str]:
 
 
 def check_metrics(names: Sequence[str] | None, k_values: Sequence[int]) -> tuple[str, ...]:
-    """Return the chosen metrics with the names of `metric_names`, each once.
+    """Return the chosen metrics with BEIR's names, as `metric_names` writes them, each once.
 
     Args:
         names: metrics in any case; None: `MAIN_METRICS`, as far as ``k_values`` allow.
@@ -224,11 +232,12 @@ def paired_bootstrap(
 ) -> dict[str, float]:
     """Compare two systems by their scores on the same n queries.
 
-    n queries at a time are resampled with replacement. The interval holds the middle 95% of the
-    resampled differences (percentile bootstrap). The p-value is the share of resampled differences
-    that are at least as far from the observed difference as that is from zero. This is the
-    bootstrap's distribution, shifted to the null hypothesis (Efron and Tibshirani 1993, chapter
-    16). One is added to both counts, so that the p-value is never 0.
+    A resample consists of n of the queries, drawn with replacement, and its difference is the mean
+    of a - b over them. The interval holds the middle 95% of the resampled differences (percentile
+    bootstrap). The p-value is the share of resampled differences whose distance from the observed
+    difference d is at least |d|: the resampled differences, minus d, are distributed as differences
+    are under the null hypothesis (Efron and Tibshirani 1993, chapter 16). One is added to both
+    counts of the share, so that the p-value is never 0.
 
     Args:
         a: (n,), scores of the first system.
@@ -276,8 +285,9 @@ def paired_bootstrap(
 def add_holm(tests: Sequence[dict[str, Any]]) -> None:
     """Add ``p_holm`` to each test of a family: its ``p_value``, adjusted by Holm's procedure.
 
-    If the tests with ``p_holm`` of at most alpha are rejected, the probability of any false
-    rejection is at most alpha (Holm 1979).
+    Of m tests, the smallest p-value is multiplied by m, the next one by m - 1, and so on, and no
+    adjusted value is smaller than the one before it. If the tests with ``p_holm`` of at most alpha
+    are rejected, the probability of any false rejection is at most alpha (Holm 1979).
     """
     adjusted = 0.0
     by_p_value = sorted(tests, key=lambda test: test["p_value"])
