@@ -47,11 +47,11 @@ class RetrievalEvaluator(SentenceEvaluator):
         similarity: "cos" or "dot"; None: the model's own.
         primary_metric: metric that a model card shows; None: the first of ``metrics``.
         notes: further entries for the record of the data, for example the size of the data set
-            that was sampled.
+            before `sample`.
 
     Attributes:
-        documents: stored documents that do not change while only a query tower is trained; None if
-            the model encodes the documents.
+        documents: documents whose stored embeddings are used, because only the query tower is
+            trained and they do not change; None: the model encodes the documents in each call.
         query_scores: {query id: score by the primary metric} of the last scoring.
 
     Raises:
@@ -142,7 +142,7 @@ class RetrievalEvaluator(SentenceEvaluator):
     def score_run(self, run: Run) -> dict[str, float]:
         """Return the ``metrics`` of a run on these data, and set `query_scores`."""
         means, per_query = score_run(self.dataset.qrels, run, self._k_values)
-        beir_names = {name.lower(): name for name in means}
+        beir_names = {name.lower(): name for name in means}  # {"ndcg@10": "NDCG@10", ...}
         primary_name = beir_names[self.primary_metric]
         self.query_scores = {query: scores[primary_name] for query, scores in per_query.items()}
         return {name: means[beir_names[name]] for name in self.metrics}
@@ -212,6 +212,7 @@ class NanoBEIR(NanoBEIREvaluator):
                 score_functions=score_functions,
             )
         except ValueError as error:
+            # With a cause, the download failed; without one, a name is unknown.
             reason = error.__cause__ or "choose other data sets"
             raise DataError(f"nanobeir: {error} ({reason})") from error
         # Typed as Any, because the base class declares it as None.
