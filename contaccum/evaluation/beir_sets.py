@@ -1,7 +1,11 @@
 """BEIR evaluation: the data sets that a name stands for, and the scores of a model or a run on one.
 
-Data, search and metrics are joined here. Wrong settings are refused before the first text is
-encoded. Reranking, sparse and late-interaction models are out of scope; tables belong to `tables`.
+A run is the result of a search, {query id: {document id: score}}, of a model or of any other
+system. A record is the content of the JSON file of an evaluation (see `results`).
+
+`evaluate_beir` calls the data, the search and the metrics one after the other. Wrong settings are
+refused before the first text is encoded. Reranking, sparse and late-interaction models are out of
+scope; tables belong to `tables`.
 """
 
 from __future__ import annotations
@@ -208,7 +212,10 @@ def plan_search(
     similarity: Literal["cos", "dot"] | None = None,
     precision: str = "float32",
 ) -> dict[str, Any]:
-    """Check the settings of a search, and return the fields of its record that are known before it.
+    """Check the settings of a search, and return the fields of its record that it will have.
+
+    The fields do not depend on the results, so that an earlier record can be compared with a
+    planned search.
 
     Args:
         model: a SentenceTransformer.
