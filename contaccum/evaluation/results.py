@@ -38,7 +38,8 @@ Run = dict[str, dict[str, float]]
 JsonObject = dict[str, Any]
 """Object of a JSON file: a part of a record."""
 
-_ENCODED = "percent-encoded:"  # marks an id that a TREC line could not hold as it is
+# Prefix of an id that is percent-encoded, because a line of a TREC run could not hold it unchanged.
+_ENCODED = "percent-encoded:"
 # Comments around the section of a model card that `update_card` writes and replaces.
 _SECTION_START = "<!-- contaccum evaluate -->"
 _SECTION_END = "<!-- until here -->"
@@ -208,7 +209,8 @@ def _make_card_result(row: Mapping[str, Any], metric: str) -> EvalResult:
 def agrees(record: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
     """Return True if a record has all entries of a plan, in nested dicts too.
 
-    The record may have further entries.
+    A plan is the part of a record that is known before the evaluation; see `plan_search`. The
+    record may have further entries.
     """
     for key, planned in plan.items():
         if isinstance(planned, dict):
