@@ -1,8 +1,9 @@
 """Tables of an evaluation: scores of its data sets, and comparisons with earlier results.
 
-A row of a table is the dict that the JSON file holds: name, split, queries, documents, metrics, and
-either the ``file`` of one set or the ``parts`` whose mean it is. An earlier result is a record of
-one set or a table of several sets. Only results on the same data are compared.
+A row of a table is a dict, which the JSON file of an evaluation of several sets holds in the same
+form: name, split, queries, documents, metrics, and either ``file``, the record of the set, or
+``parts``, rows whose mean is this row. An earlier result is a record of one set or a table of
+several sets. Only results on the same data are compared.
 """
 
 from __future__ import annotations
@@ -285,7 +286,8 @@ def compare(
 ) -> dict[str, Any]:
     """Compare this evaluation with an earlier result, set by set, by `compare_queries`.
 
-    Holm's correction is over the sets. A positive difference is in favour of ``ours``.
+    The p-values of the sets are corrected together by Holm's procedure. A positive difference means
+    that ``ours`` has the higher score.
 
     Args:
         path: file of the earlier result.
