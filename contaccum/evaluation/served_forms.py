@@ -1,6 +1,7 @@
 """Scores of embeddings in smaller forms, in which a service may store them.
 
-A form is a number of dimensions (the first ones of a Matryoshka model) and a type of `STORED`.
+A form is a number of dimensions and a number type, such as (256, "int8"): the first 256 dimensions,
+which a Matryoshka model is trained to be used alone, in one of the types of `STORED`.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def _search_binary(
     from sentence_transformers.util.quantization import semantic_search_faiss
 
     # FAISS cannot retrieve more candidates than there are documents.
-    multiplier = min(rescore, len(documents) // k)
+    multiplier = min(rescore, len(documents) // k)  # candidates per result
     results, *_ = semantic_search_faiss(
         queries,
         documents.values,
