@@ -72,7 +72,7 @@ def score_open_qa(
         best_hits = sort_as_trec_eval(run.get(question_id, {}))[: max(k_values)]
         texts = [passages[passage_id].text for passage_id, _ in best_hits]
         rank = _find_first_rank(texts, has_answer)
-        per_query[question_id] = {f"Accuracy@{k}": float(rank <= k) for k in k_values}
+        per_query[question_id] = {f"Accuracy@{k}": float(rank <= k) for k in k_values}  # 1.0 or 0.0
     means = {}
     for k in k_values:
         name = f"Accuracy@{k}"
@@ -141,7 +141,7 @@ def load_passages(
 
 
 def make_answer_matcher(answers: Sequence[str], match: Match = "string") -> Callable[[str], bool]:
-    """Return a function that tells whether a text holds any of the answers.
+    """Return a function that returns True for a text that holds any of the answers.
 
     Args:
         answers: answers to one question.
@@ -190,7 +190,8 @@ def _make_regex_matcher(answers: Sequence[str]) -> Callable[[str], bool]:
 def _join_tokens(text: str) -> str:
     """Return the tokens of a text, each between spaces.
 
-    A token holds no space, so a sequence of tokens can be searched for as a substring.
+    A sequence of tokens can then be searched for as a substring: " new york " is in
+    " the new york times ", and " york tim" is no sequence of tokens.
     """
     tokens = _TOKEN.findall(unicodedata.normalize("NFD", text))
     joined = " ".join(token.lower() for token in tokens)
