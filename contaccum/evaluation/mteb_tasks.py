@@ -1,5 +1,8 @@
 """Retrieval tasks of MTEB: mteb loads, runs and scores them, and writes its own result files.
 
+An aggregate is a task that consists of other tasks, such as CQADupStack. A task may have several
+languages (mteb's subsets) and splits.
+
 This module adds scores per query, so that tasks appear in tables and are compared with earlier
 results as BEIR sets are.
 """
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 class _TaskPart(NamedTuple):
     """Part of a task with its own scores; a task's score is the mean over its parts."""
 
-    task: Any  # the task itself or, for an aggregate such as CQADupStack, one of its tasks
+    task: Any  # the task itself or, for an aggregate, one of its tasks
     subset: str  # language
     split: str
 
@@ -73,7 +76,7 @@ def _get_parts(task: Any) -> list[_TaskPart]:
 
 
 def describe_task(task: Any) -> dict[str, Any]:
-    """Return name, split, path, revision and fingerprint of a task, before its data are loaded."""
+    """Return name, split, path, revision and fingerprint of a task; its data need not be loaded."""
     name = task.metadata.name
     sources = []
     for part in _get_parts(task):
