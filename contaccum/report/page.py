@@ -1,5 +1,8 @@
 """One HTML page of runs, evaluations and comparisons, without scripts and network access.
 
+A source is the output of one command (see `sources`): of `contaccum train` (a run), of `evaluate`
+or `open_qa` (an evaluation), or of `compare` (a comparison).
+
 The content of the page is computed here; page.html.j2 puts it into words and tables. Jinja escapes
 all texts of the page, matplotlib escapes the texts in plots, and the page's content security policy
 forbids scripts and external resources.
@@ -117,7 +120,8 @@ def _make_title(sources: Sequence[Source]) -> str:
             num_sources[name, source.source_type, data_names] += 1
     counted_names: dict[str, str] = {}
     for (name, source_type, _), count in num_sources.items():
-        # A run and its evaluation share a name, which appears once: with a count if there is one.
+        # A run and the evaluation of its model have the same name, which the title has once. If it
+        # has a count, as in "mine (three runs)", the count stays.
         if count > 1:
             counted_names[name] = f"{name} ({_spell_count(count)} {source_type}s)"
         else:
@@ -275,7 +279,7 @@ def _compute_best_difference(row: Mapping[str, Any], first: Mapping[str, Any]) -
 
 
 def _collect_warnings(logs: Mapping[str, Log]) -> list[str]:
-    """Return a line for each collapse and each skipped update that a log shows.
+    """Return a line for each symptom of a collapse and each skipped update in the logs.
 
     Args:
         logs: {name of the run: its training log}.
