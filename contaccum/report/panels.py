@@ -1,6 +1,7 @@
 """Plots of training curves, each as an SVG for the page, or all side by side in a PNG.
 
-This module decides which values are plotted; page.html.j2 decides where the plots appear.
+A panel is one plot. This module decides which values are plotted; page.html.j2 decides where the
+plots appear.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ def to_svg(panel: Panel, salt: str) -> str:
     # Removed, because the page has its own metadata, styles and fonts.
     unneeded = r"<metadata>.*?</metadata>|<style.*?</style>|font-family: [^;\"]*;"
     body = re.sub(unneeded, "", body, flags=re.S)
-    # The numbered ids of a figure's parts are equal in all pictures. Nothing refers to them.
+    # The ids of a figure's parts, such as "axes_1", are equal in all pictures and have no references.
     body = re.sub(r' id="[\w.]+_\d+"', "", body)
     body = body.replace(_INK, "currentColor")
     return f'<svg role="img" aria-label="{escape(panel.title)}" {view_box}>{body}'
