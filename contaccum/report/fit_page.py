@@ -1,5 +1,8 @@
 """HTML page of a finished `contaccum fit`: the verdict first, then texts, trials and settings.
 
+A fit trains a model several times with different settings (trials), chooses the trial with the best
+score on dev, and compares its model with the model as it is, before training.
+
 The page needs no network and no script. Its content is computed here; fit_page.html.j2 puts it into
 words and tables, and Jinja escapes every text.
 """
