@@ -229,7 +229,7 @@ def to_svg(panel: Panel, salt: str) -> str:
     # Removed, because the page has its own metadata, styles and fonts.
     unneeded = r"<metadata>.*?</metadata>|<style.*?</style>|font-family: [^;\"]*;"
     body = re.sub(unneeded, "", body, flags=re.S)
-    # The ids of a figure's parts, such as "axes_1", are equal in all pictures and have no references.
+    # The ids of a figure's parts, such as "axes_1", are equal in all pictures, without references.
     body = re.sub(r' id="[\w.]+_\d+"', "", body)
     body = body.replace(_INK, "currentColor")
     return f'<svg role="img" aria-label="{escape(panel.title)}" {view_box}>{body}'
