@@ -376,8 +376,8 @@ def _share_known_positives(parts: Sequence[TrainingData]) -> None:
     known_positives = collect_known_positives(all_pairs)
     for part in parts:
         part.transform.known_positives = known_positives
-        # The loss uses the passages of earlier batches, of every set, as negatives. It needs the
-        # text ids in the labels to recognise a positive of the query that comes from another set.
+        # The memory bank of the loss holds passages of earlier batches of every set. With text ids
+        # in the labels of all sets, equal texts have equal ids, whatever set they come from.
         part.transform.has_text_ids = True
 
 

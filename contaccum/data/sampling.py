@@ -41,7 +41,7 @@ TOO_FEW = "too few hard negatives"
 _MAX_FILL_TRIES = 256
 """Number of passages that are sampled to fill a row's missing negatives before the search stops.
 
-A sampled passage may be a known positive of the query, or a negative that the row has already.
+The search fails for a sampled passage that is a known positive of the query, or that the row has.
 """
 _BATCH_SIZE = 1000
 _UINT64_MASK = 2**64 - 1
@@ -80,7 +80,7 @@ class EpochSampling:
 
     Attributes:
         has_text_ids: True to put the texts' ids into the labels; see `contaccum.data.labels`.
-            Without known positives the loss needs no ids.
+            It is True from the start if there are known positives, which the loss finds by id.
         has_row_numbers: True to put the row number into the labels.
         has_teacher_scores: True to put teacher scores into the labels.
     """

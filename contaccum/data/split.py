@@ -7,6 +7,7 @@ are searched.
 
 A split is written as a folder:
 
+    split.json     counts, settings and fingerprint of the split, see `Split`
     train.jsonl    the training records
     corpus.jsonl   documents that training may use as negatives
     dev/, test/    BEIR folders with queries, haystack and judgements; in both folders the
