@@ -185,8 +185,7 @@ def split_data(
 
     Raises:
         ConfigError: for settings that do not fit the data, or an ``output`` that exists.
-        DataError: for data that cannot be read, have too few queries, or have too many of them in
-            large groups.
+        DataError: for data that cannot be read, or with too few queries outside of large groups.
     """
     output = Path(output)
     if output.exists():
@@ -282,12 +281,10 @@ def choose_sides(
 ) -> dict[int, str]:
     """Assign each group to "train", "dev" or "test".
 
-    A group with more queries than a quarter of the larger of dev and test goes to train, so that no
-    group decides a score. The other groups, the small ones, are put into a random order, which is a
-    hash of seed and group. In this order, the test set of fold k starts after the first
-    k x (number of test queries) queries. Dev follows test, and the rest is train. The order is
-    circular: after its end, test and dev continue at its start. For example, with 2 test queries,
-    1 dev query and 6 groups of one query each:
+    Large groups go to train. The small groups are in the order of `_list_small_groups`. In this
+    order, the test set of fold k starts after the first k x (number of test queries) queries. Dev
+    follows test, and the rest is train. The order is circular: after its end, test and dev continue
+    at its start. For example, with 2 test queries, 1 dev query and 6 groups of one query each:
 
         fold 0   test  test  dev   train train train
         fold 1   train train test  test  dev   train
@@ -306,19 +303,7 @@ def choose_sides(
         DataError: if too many queries are in large groups.
         ConfigError: for a fold number that is too large.
     """
-    largest_small_group = max(1, max(sizes.values()) // 4)
-    sides = {}
-    small_groups = []
-    for group, num_queries in grouping.queries_of_group.items():
-        if group in grouping.groups_of_test:
-            continue
-        sides[group] = "train"
-        if num_queries <= largest_small_group:
-            small_groups.append(group)
-    small_groups.sort(
-        key=lambda group: hash_text(f"{settings.seed}:{grouping.key_of_group[group]}")
-    )
-
+    small_groups = _list_small_groups(grouping, max(sizes.values()), settings.seed)
     num_available = sum(grouping.queries_of_group[group] for group in small_groups)
     num_held_out = sizes["dev"] + sizes["test"]
     if num_available < num_held_out:
@@ -333,6 +318,10 @@ def choose_sides(
         num_folds = num_available // sizes["test"] if sizes["test"] else 1
         raise ConfigError(f"fold={settings.fold}: {source} has folds 0 to {num_folds - 1}")
 
+    sides = {}
+    for group in grouping.queries_of_group:
+        if group not in grouping.groups_of_test:
+            sides[group] = "train"
     position = 0  # number of queries in the groups before this one
     for group in small_groups:
         offset = (position - test_start) % num_available
@@ -342,6 +331,25 @@ def choose_sides(
             sides[group] = "dev"
         position += grouping.queries_of_group[group]
     return sides
+
+
+def _list_small_groups(grouping: Grouping, largest_size: int, seed: int) -> list[int]:
+    """Return the groups that may be held out, in a random order that depends on the seed.
+
+    A group with more than a quarter of the queries of dev or test would decide the score.
+
+    Args:
+        grouping: the groups. Those that are linked with the published test set are left out.
+        largest_size: number of queries of dev or of test, whichever is larger.
+        seed: seed of the order, which is that of a hash of seed and group.
+    """
+    largest_small_group = max(1, largest_size // 4)
+    small_groups = []
+    for group, num_queries in grouping.queries_of_group.items():
+        if group not in grouping.groups_of_test and num_queries <= largest_small_group:
+            small_groups.append(group)
+    small_groups.sort(key=lambda group: hash_text(f"{seed}:{grouping.key_of_group[group]}"))
+    return small_groups
 
 
 def _choose_sizes(

@@ -147,8 +147,7 @@ def load_mining_data(
                 _JudgedQuery(None, row.query, _make_passages(row.positives)) for row in records
             )
     content = Fingerprint()
-    # A record makes one pair, with its first positive. In the formats with relevance judgements,
-    # each positive makes a pair.
+    # A record makes one pair, with its first positive; each relevance judgement makes a pair.
     pairs_per_record = None if record["format"] in ("beir", "msmarco") else 1
     known_positives = _collect_positives(queries, pairs_per_record, content)
     if corpus is not None:
