@@ -18,6 +18,7 @@ The same data, sizes and seed give the same split, whatever the order of the rec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -79,8 +80,8 @@ class SplitSettings:
             size = getattr(self, name)
             if size is None:
                 continue
-            is_positive = size > 0  # False for NaN too
-            is_fraction_above_one = size > 1 and size != int(size)
+            is_positive = 0 < size < math.inf  # False for NaN too
+            is_fraction_above_one = is_positive and size > 1 and size != int(size)
             if not is_positive or is_fraction_above_one:
                 raise ConfigError(
                     f"{name}={size}: give a share below 1, or a whole number of queries"

@@ -1,5 +1,6 @@
 """Splits: held-out sets share no text with training, by a comparison of words."""
 
+import math
 import random
 import re
 from pathlib import Path
@@ -174,6 +175,7 @@ def test_sizes_are_shares_or_numbers_and_large_sets_are_cut_off(tmp_path):
     split = split_data(Source(pairs), tmp_path / "split", SplitSettings(dev=0.25, test=30))
     assert (split.dev, split.test, split.train) == (50, 30, 120)
     for settings, message in (
+        ({"dev": math.inf}, "dev=inf"),
         ({"dev": 1.5}, "dev=1.5"),
         ({"test": 0}, "test=0"),
         ({"haystack": -1}, "haystack must be at least 0"),
