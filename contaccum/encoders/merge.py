@@ -56,8 +56,8 @@ class WeightInterpolation:
     are those of the trained model.
 
     Each tower of a trained model with two towers is interpolated with the base's tower of the same
-    task, or with the base's only tower. If training did not change a tower, its weights stay the same
-    bit for bit, so an index of its embeddings stays valid.
+    task, or with the base's only tower. If training did not change a tower, its weights stay the
+    same bit for bit, so an index of its embeddings stays valid.
 
     Args:
         base: the model before training. Its adapters are merged into its weights, in place.

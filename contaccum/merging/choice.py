@@ -252,7 +252,8 @@ def _collect_warnings(
             not_separated.append(f"{neighbour:g}")
     if not not_separated:
         return []
+    weights = " or ".join(not_separated)
     return [
-        f"the own data do not decide between weight {best:g} and {' or '.join(not_separated)}: the 95% "
+        f"the own data do not decide between weight {best:g} and {weights}: the 95% "
         "interval of the difference contains 0; more own queries would decide"
     ]

@@ -44,7 +44,7 @@ class ScoringSettings(NamedTuple):
 
 
 class WeightScorer:
-    """Computes the scores of the interpolated models between a base model and a trained model.
+    """Evaluation of the interpolated models between a base model and a trained model.
 
     For weight 0, the base model itself is scored, with its own prompts and maximum lengths. The
     models of all other weights have the prompts and maximum lengths of the trained model.
