@@ -160,8 +160,8 @@ def _list_poolings(model: SentenceTransformer) -> Iterator[Hypothesis]:
     """Yield a hypothesis for each pooling of servers that the model does not have."""
     poolings = _get_modules(model, Pooling)
     own_modes = {pooling.pooling_mode for pooling in poolings}
-    # A server has one pooling for all texts. If the model concatenates the outputs of several
-    # poolings, a server with only one gives another dimension, which is refused earlier.
+    # Towers with different poolings are not diagnosed. If the model concatenates the outputs of
+    # several poolings, a server with only one gives another dimension, which is refused earlier.
     if len(own_modes) != 1 or not own_modes <= _POOLINGS.keys():
         return
     for mode, description in _POOLINGS.items():
