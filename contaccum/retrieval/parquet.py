@@ -1,7 +1,7 @@
 """Export of a store to parquet files, for `datasets`, DuckDB, LanceDB and other programs.
 
-A store holds the embeddings of a corpus, one row per passage, in shards of equal size. Each shard
-becomes one file:
+A store holds the embeddings of a corpus, one row per passage, and is divided into shards. Each
+shard becomes one file:
 
     shard-00000.parquet    the rows of the store's first shard, in the order of the store
         id                 string
