@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line; see `contaccum export --help`."""
     parser = Parser(
         "export",
         "Write a model as plain SentenceTransformer folders that embedding servers can load, "
@@ -55,6 +55,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="also write onnx/model.onnx, for servers that run ONNX",
     )
-    # A model is exported with the lengths that it was trained with.
+    # `load_model` reads these settings, which are no options of this command. With None, the model
+    # keeps the maximum lengths that it was trained with.
     parser.set_defaults(query_max_length=None, passage_max_length=None)
     return parser.parse(argv)

@@ -1,8 +1,12 @@
-"""`contaccum merge BASE MODEL --data OWN --guard OTHER`: keep what the base model was good at.
+"""`contaccum merge BASE MODEL --data OWN --guard OTHER`: interpolate a base and a trained model.
 
-The models between BASE and MODEL are scored on own data and on guard data, and a rule chooses one.
-With ``--output OUT`` the chosen model is written to the folder OUT, and its table to OUT.json and
-OUT.md. OUT.scores.json has the score of each query, which a repeated command reads.
+For several weights w, the models (1 - w) * BASE + w * MODEL are scored on own data, which are like
+the training data, and on guard data, on which the quality of BASE must not get lost. A rule chooses
+one of the models; see `contaccum.merging.choice`.
+
+With ``--output OUT``, the chosen model is written to the folder OUT, and the table of all scores to
+OUT.json and OUT.md. OUT.scores.json contains the score of each query, so that the same command does
+not compute it again after an interruption.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model
 from contaccum.errors import ConfigError
@@ -22,9 +26,15 @@ if TYPE_CHECKING:
 
 
 class _DataSet(NamedTuple):
-    """A data set of the command line."""
+    """A data set of the command line.
 
-    source: str  # folder or public name
+    Attributes:
+        source: BEIR folder or name of a public set.
+        split: split of the data set; None: its default split.
+        role: "own" for a set of --data, "guard" for a set of --guard.
+    """
+
+    source: str
     split: str | None
     role: Literal["own", "guard"]
 
@@ -41,14 +51,17 @@ def run(argv: Sequence[str]) -> int:
     from contaccum.merging.scoring import ScoringSettings, WeightScorer
 
     data_sets = _list_data_sets(args)
-    # All sets are read before the first one is encoded, so that a bad record in the last set does
-    # not end the command after hours. Only one set is in memory at a time.
+    # All sets are read before the first one is encoded, so that a bad record in the last set is
+    # reported at once and not after hours. Only one set is in memory at a time.
     _check_data(data_sets, args.on_bad_record)
     interpolation = _load_models(args)
     settings = ScoringSettings(
         args.batch_size, args.precision, args.similarity, not args.no_progress
     )
-    scorer = WeightScorer(interpolation, settings, _add_suffix(args.output, ".scores.json"))
+    scores_file = None
+    if args.output is not None:
+        scores_file = _add_suffix(args.output, ".scores.json")
+    scorer = WeightScorer(interpolation, settings, scores_file)
     scores = []
     for source, split, role in data_sets:
         dataset = load_data(source, split, args.on_bad_record)
@@ -142,11 +155,9 @@ def _make_parser() -> Parser:
     return parser
 
 
-def _add_suffix(output: Path | None, suffix: str) -> Any:
-    """Return the path of a file beside the output folder, or None if there is no output."""
-    if output is None:
-        return None
-    # with_suffix would replace the end of a name such as merged-0.5.
+def _add_suffix(output: Path, suffix: str) -> Path:
+    """Return the path of a file beside the output folder, such as OUT.json for the folder OUT."""
+    # Path.with_suffix would replace the end ".5" of a name such as merged-0.5.
     return output.with_name(output.name + suffix)
 
 
@@ -154,6 +165,7 @@ def _list_data_sets(args: argparse.Namespace) -> list[_DataSet]:
     """Return the own sets and the guard sets of the command line."""
     from contaccum.evaluation.beir_sets import evaluation_sets
 
+    # `evaluation_sets` also assigns an output file to each set, which is not needed here.
     unused = Path("unused.json")
     data_sets = []
     for own_set in evaluation_sets(args.data, unused):
@@ -164,7 +176,7 @@ def _list_data_sets(args: argparse.Namespace) -> list[_DataSet]:
 
 
 def _check_data(data_sets: Sequence[_DataSet], on_bad_record: Literal["stop", "skip"]) -> None:
-    """Read all data sets once.
+    """Read all data sets once, and raise an error for a set that cannot be used.
 
     Raises:
         DataError: if a data set cannot be read.
@@ -184,10 +196,11 @@ def _check_data(data_sets: Sequence[_DataSet], on_bad_record: Literal["stop", "s
 
 
 def _load_models(args: argparse.Namespace) -> WeightInterpolation:
-    """Load both models.
+    """Load both models for the interpolation.
 
     Raises:
-        UserError: if a model cannot be loaded, or BASE is no base of MODEL.
+        UserError: if a model cannot be loaded, if MODEL has another architecture than BASE, or if
+            both have the same weights.
     """
     from contaccum.encoders.merge import WeightInterpolation
 

@@ -1,9 +1,14 @@
 """Export of a trained model as plain SentenceTransformer folders that embedding servers can load.
 
-A tied model becomes one folder; two towers become the folders ``query`` and ``document``. Adapters
-are merged into the weights. Each folder is loaded again after it was written, and its embeddings
-are compared with those of the model. This module does not start servers; `SERVING.md`, which it
-writes into the folder, holds the commands that do.
+A tied model uses the same weights for queries and documents, and becomes one folder. A model with
+two towers has an encoder for each in a Router, which servers cannot load: it becomes the two
+folders ``query`` and ``document``. Each exported folder holds a plain model, which is a
+SentenceTransformer without a Router. Adapters are merged into the weights.
+
+Each folder is loaded again after it was written. Its embeddings of the check texts, which are 50
+queries and 50 passages of SciFact, are compared with those of the trained model.
+
+This module does not start servers. It writes the file `SERVING.md` with the commands that do.
 """
 
 from __future__ import annotations
@@ -39,14 +44,18 @@ Task = Literal["query", "document"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SERVING_GUIDE = "SERVING.md"
-RECORD = "export.json"
+RECORD_FILE = "export.json"
 LEAST_COSINE = 0.9999
-"""Cosine between an exported embedding and the model's, below which a float32 export is refused."""
+"""Smallest cosine between an exported embedding and the model's that a float32 export may have.
 
-_CHECK_TEXTS = 50  # queries, and as many passages
+Exports in bfloat16 and float16 are not refused, because rounding the weights changes embeddings.
+"""
+
+_NUM_CHECK_TEXTS = 50  # of each task
 _CHECK_BATCH = 8
 _EXPORTED_MODULES = (Transformer, Pooling, Dense, Normalize)
-_CLASSIC_TYPE = "sentence_transformers.models."
+_CLASSIC_TYPE_PREFIX = "sentence_transformers.models."
+"""Start of a module's type in ``modules.json`` before sentence-transformers 6."""
 _POOLING_FLAGS = {
     "cls": "pooling_mode_cls_token",
     "mean": "pooling_mode_mean_tokens",
@@ -55,19 +64,19 @@ _POOLING_FLAGS = {
     "weightedmean": "pooling_mode_weightedmean_tokens",
     "lasttoken": "pooling_mode_lasttoken",
 }
-"""sentence-transformers' name of a pooling -> its key in the files that servers read."""
+"""{pooling mode of sentence-transformers 6: its key in the config of earlier versions}"""
 
 
 @dataclass(frozen=True)
 class CosineCheck:
-    """The agreement of an exported folder with the model on the check texts.
+    """The cosines between the embeddings of an exported folder and those of the trained model.
 
     Attributes:
-        folder: relative to the export; "." for a tied model.
-        task: "query" or "document": how the texts were encoded.
-        weights: "safetensors" or "onnx".
+        folder: subfolder of the export, "query" or "document"; "." for a tied model.
+        task: "query" or "document": the task for which the texts were encoded.
+        weights: file format of the weights that were loaded, "safetensors" or "onnx".
         num_texts: number of texts that were compared.
-        least, mean: cosine between the exported embedding of a text and the model's.
+        least, mean: smallest and mean cosine between the two embeddings of a text.
     """
 
     folder: str
@@ -84,7 +93,7 @@ class Export:
 
     Attributes:
         folder: the folder that was written.
-        checks: one for each folder, task and file format.
+        checks: one for each combination of folder, task and file format of the weights.
     """
 
     folder: Path
@@ -109,15 +118,16 @@ def export_model(
 
     Args:
         model: a SentenceTransformer, tied or with two towers.
-        folder: the new folder. It gets `SERVING_GUIDE` and `RECORD` as well.
+        folder: the new folder. The files `SERVING_GUIDE` and `RECORD_FILE` are written there too.
         dtype: dtype of the weights: "float32", "bfloat16" or "float16".
-        onnx: also write ``onnx/model.onnx``, the backbone for servers that run ONNX.
+        onnx: also write ``onnx/model.onnx``, which holds the backbone for servers that run ONNX.
         model_name: name of the model in the record and in the guide.
 
     Raises:
         ConfigError: for a folder that exists, an unknown dtype, a module that servers do not have,
             or ONNX packages that are not installed.
-        UserError: if the exported embeddings differ from the model's; nothing is written then.
+        UserError: if embeddings of a float32 export differ from the model's; nothing is written
+            then.
     """
     folder = Path(folder)
     check_new_folder(folder, dtype, onnx)
@@ -125,18 +135,20 @@ def export_model(
         adapters.merge_adapter(model)
     plain_models = make_plain_models(model)
     texts = load_check_texts()
+    # The plain models share their modules with the model, and `write_plain_model` changes the
+    # dtype of the weights. So the model encodes the texts before anything is written.
     expected = {}
     for task in texts:
         expected[task] = encode_check_texts(model, task, texts[task])
 
     with atomic_folder(folder) as new_folder:
         checks: list[CosineCheck] = []
-        for name, plain_model in plain_models.items():
-            tower_folder = new_folder / name
-            write_plain_model(plain_model, name, tower_folder, DTYPES[dtype])
+        for subfolder, plain_model in plain_models.items():
+            tower_folder = new_folder / subfolder
+            write_plain_model(plain_model, subfolder, tower_folder, DTYPES[dtype])
             if onnx:
                 write_onnx(plain_model, tower_folder)
-            checks += check_folder(tower_folder, name, texts, expected, has_onnx=onnx)
+            checks += check_folder(tower_folder, subfolder, texts, expected, has_onnx=onnx)
         if dtype == "float32":
             _require_equal_embeddings(checks)
         guide = render_serving_guide(plain_models, folder, dtype, onnx, model_name)
@@ -148,7 +160,7 @@ def export_model(
             "checks": [asdict(check) for check in checks],
             "made_with": provenance(),
         }
-        write_json(new_folder / RECORD, record)
+        write_json(new_folder / RECORD_FILE, record)
     return Export(folder, checks)
 
 
@@ -162,11 +174,11 @@ def check_new_folder(folder: Path, dtype: str, onnx: bool) -> None:
 
 
 def make_plain_models(model: SentenceTransformer) -> dict[str, SentenceTransformer]:
-    """Return {subfolder: SentenceTransformer without a Router}; a tied model has the subfolder ".".
+    """Return the plain models of a model: {subfolder: SentenceTransformer without a Router}.
 
-    The plain models share their modules with the model. A model that compares by cosine gets a
-    Normalize module at its end, so that an index which ranks by inner product ranks as the model
-    does.
+    The subfolders are "query" and "document" for two towers, and "." for a tied model. The plain
+    models share their modules with the model. If the model compares by cosine, its plain models end
+    with a Normalize module, so that an index by inner product ranks as the model does.
 
     Raises:
         ConfigError: for a module that embedding servers do not have.
@@ -179,9 +191,9 @@ def make_plain_models(model: SentenceTransformer) -> dict[str, SentenceTransform
     }
 
 
-def _make_plain_model(model: SentenceTransformer, module: nn.Module) -> SentenceTransformer:
+def _make_plain_model(model: SentenceTransformer, tower: nn.Module) -> SentenceTransformer:
     """Return a SentenceTransformer of one tower's modules, with the model's prompts."""
-    modules: list[Any] = list(module.children())
+    modules: list[Any] = list(tower.children())
     for child in modules:
         if not isinstance(child, _EXPORTED_MODULES):
             names = ", ".join(kind.__name__ for kind in _EXPORTED_MODULES)
@@ -202,37 +214,45 @@ def _make_plain_model(model: SentenceTransformer, module: nn.Module) -> Sentence
     )
 
 
-def tasks_of_folder(name: str) -> tuple[Task, ...]:
-    """Return the tasks that the model in a subfolder encodes."""
-    if name == "query":
+def get_folder_tasks(subfolder: str) -> tuple[Task, ...]:
+    """Return the tasks that the model in a subfolder of the export serves."""
+    if subfolder == "query":
         return ("query",)
-    if name == "document":
+    if subfolder == "document":
         return ("document",)
     return ("query", "document")
 
 
 def write_plain_model(
-    plain_model: SentenceTransformer, name: str, folder: Path, dtype: torch.dtype
+    plain_model: SentenceTransformer, subfolder: str, folder: Path, dtype: torch.dtype
 ) -> None:
     """Save a plain model in a dtype, with its settings in the files and keys that servers read.
 
-    sentence-transformers 6 writes new names of modules, one key for the pooling, and no
-    ``max_seq_length``. text-embeddings-inference, vLLM, Infinity and llama.cpp's converter read the
-    names and keys of earlier versions, which sentence-transformers 6 still loads. A folder without
-    them is served with a pooling or a length that the server guesses.
+    sentence-transformers 6 writes new types of modules, one key ``pooling_mode`` for the pooling,
+    and no ``max_seq_length``. text-embeddings-inference, vLLM, Infinity and llama.cpp's converter
+    read the types and keys of earlier versions, which sentence-transformers 6 can still load. If
+    they are missing, a server guesses the pooling or the length.
+
+    Args:
+        plain_model: the model, whose weights are converted in place.
+        subfolder: "query", "document" or "."; it decides which maximum lengths matter.
+        folder: the folder that is written.
+        dtype: dtype of the weights.
     """
     plain_model.to(dtype)
     plain_model.save_pretrained(str(folder))
     modules = read_json(folder / "modules.json", list)
     for module in modules:
         class_name = module["type"].rpartition(".")[2]
-        module["type"] = f"{_CLASSIC_TYPE}{class_name}"
+        module["type"] = f"{_CLASSIC_TYPE_PREFIX}{class_name}"
         if class_name == "Pooling":
             config_file = folder / module["path"] / "config.json"
             write_json(config_file, _classic_pooling_config(read_json(config_file)))
     write_json(folder / "modules.json", modules)
 
-    max_length = max(get_max_length(plain_model, task) or 0 for task in tasks_of_folder(name))
+    # A server has one maximum length for all texts. 0 stands for a model without a limit.
+    tasks = get_folder_tasks(subfolder)
+    max_length = max(get_max_length(plain_model, task) or 0 for task in tasks)
     transformer: Any = plain_model[0]
     classic_keys = {"max_seq_length": max_length, "do_lower_case": transformer.do_lower_case}
     transformer_config = folder / "sentence_bert_config.json"
@@ -242,13 +262,15 @@ def write_plain_model(
 
 
 def _classic_pooling_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of a Pooling module with a key for each mode.
+    """Return the config of a Pooling module as earlier versions write it, with a key for each mode.
 
-    vLLM takes the first key whose value is true for the mode, so ``include_prompt`` comes last.
+    Example: "pooling_mode": "mean" becomes "pooling_mode_mean_tokens": True, and False for all
+    other modes. vLLM reads the first key whose value is true as the mode, so ``include_prompt``,
+    which is no mode, comes last.
     """
     modes = config["pooling_mode"]
     if isinstance(modes, str):
-        modes = [modes]
+        modes = [modes]  # several modes, whose outputs are concatenated, are a list
     flags = {key: mode in modes for mode, key in _POOLING_FLAGS.items()}
     return {
         "word_embedding_dimension": config["embedding_dimension"],
@@ -258,16 +280,17 @@ def _classic_pooling_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_check_texts() -> dict[Task, list[str]]:
-    """Return the texts of the comparison: claims and abstracts of the SciFact that is shipped."""
+    """Return the check texts, {task: texts}: claims and abstracts of the shipped SciFact."""
     dataset = load_beir_folder(shipped_scifact(), "test")
     passages = []
-    for document in islice(dataset.corpus.values(), _CHECK_TEXTS):
+    for document in islice(dataset.corpus.values(), _NUM_CHECK_TEXTS):
         passages.append(passage_text(document["title"], document["text"]))
-    return {"query": list(dataset.queries.values())[:_CHECK_TEXTS], "document": passages}
+    queries = list(islice(dataset.queries.values(), _NUM_CHECK_TEXTS))
+    return {"query": queries, "document": passages}
 
 
 def encode_check_texts(model: SentenceTransformer, task: Task, texts: Sequence[str]) -> np.ndarray:
-    """Encode texts with the model's prompt for a task; float32 (n, d)."""
+    """Return the embeddings, float32 (n, d), of n texts with the model's prompt for a task."""
     encode = model.encode_query if task == "query" else model.encode_document
     embeddings = encode(list(texts), batch_size=_CHECK_BATCH, convert_to_tensor=True)
     return embeddings.float().cpu().numpy()
@@ -275,7 +298,7 @@ def encode_check_texts(model: SentenceTransformer, task: Task, texts: Sequence[s
 
 def check_folder(
     folder: Path,
-    name: str,
+    subfolder: str,
     texts: Mapping[Task, Sequence[str]],
     expected: Mapping[Task, np.ndarray],
     has_onnx: bool,
@@ -283,10 +306,10 @@ def check_folder(
     """Load an exported folder, and compare its embeddings with the model's.
 
     Args:
-        folder: the exported folder.
-        name: its name in the export.
+        folder: path of the exported folder.
+        subfolder: its name in the export, "query", "document" or ".".
         texts: {task: n texts}.
-        expected: {task: the model's embeddings of these texts, (n, d)}.
+        expected: {task: the trained model's embeddings of these texts, (n, d)}.
         has_onnx: whether the ONNX file is compared as well.
     """
     loaded = SentenceTransformer(str(folder), device="cpu")
@@ -295,17 +318,17 @@ def check_folder(
         models["onnx"] = load_onnx(folder)
     checks = []
     for weights, exported_model in models.items():
-        for task in tasks_of_folder(name):
+        for task in get_folder_tasks(subfolder):
             embeddings = encode_check_texts(exported_model, task, texts[task])
             cosines = _compute_cosines(embeddings, expected[task])
             least = float(cosines.min())
             mean = float(cosines.mean())
-            checks.append(CosineCheck(name, task, weights, len(cosines), least, mean))
+            checks.append(CosineCheck(subfolder, task, weights, len(cosines), least, mean))
     return checks
 
 
 def _compute_cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return the cosine of each row of (n, d) with the same row of the other array, (n,)."""
+    """Return the cosines (n,) between the rows of two arrays (n, d) at the same position."""
     norms = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
     return (left * right).sum(axis=1) / np.maximum(norms, 1e-12)
 

@@ -1,8 +1,9 @@
 """Interpolation between the weights of a base model and of a model that was trained from it.
 
-The interpolated model keeps much of the quality of both: of the trained model on its own data, and
-of the base model on other data. Sources: WiSE-FT (Wortsman et al., CVPR 2022, arXiv 2109.01903) and
-LM-Cocktail (arXiv 2311.13534). Models are not scored here; `contaccum.merging` chooses the weight.
+With a weight w in [0, 1], each tensor is (1 - w) * base + w * trained. The interpolated model keeps
+much of the trained model's quality on the data that it was trained on, and much of the base model's
+quality on other data. Sources: WiSE-FT (Wortsman et al., CVPR 2022, arXiv 2109.01903) and
+LM-Cocktail (arXiv 2311.13534). Models are not scored here: `contaccum.merging` chooses w.
 
 `SentenceTransformer.merge` of sentence-transformers 6.2 is not used, because it needs mergekit and
 refuses a model with two towers whose base has one.
@@ -22,17 +23,25 @@ from contaccum.encoders.towers import get_tower, is_tied
 from contaccum.errors import ConfigError
 
 _TASKS = ("query", "document")
-_SETTINGS_WITHOUT_WEIGHTS = (
+_BACKBONE_SETTINGS = (
     "model_type",
     "num_attention_heads",
     "num_key_value_heads",
     "hidden_act",
 )
-"""Settings of a backbone that change its embeddings, but no shape of its weights."""
+"""Settings of a backbone's config that change its embeddings, but not the shapes of its weights.
+
+A comparison of the tensors alone would not notice that they differ.
+"""
 
 
-class _Tensors(NamedTuple):
-    """A weight or buffer of the interpolated model, and the two ends of its interpolation."""
+class _TensorTriple(NamedTuple):
+    """A weight or buffer of the interpolated model, with its values in the two original models.
+
+    Attributes:
+        interpolated: tensor of the interpolated model; it is overwritten for each weight w.
+        base, trained: tensors that stay unchanged: the values at w = 0 and at w = 1.
+    """
 
     interpolated: torch.Tensor
     base: torch.Tensor
@@ -40,15 +49,15 @@ class _Tensors(NamedTuple):
 
 
 class WeightInterpolation:
-    """The models between a base model and a model that was trained from it.
+    """The interpolated models between a base model and a model that was trained from it.
 
     With a weight w, each tensor is (1 - w) * base + w * trained. It is computed in float32 and
-    stored in the trained model's dtype. Buffers of integers, prompts, maximum lengths and the
-    tokenizer are those of the trained model.
+    stored in the trained model's dtype. Integer buffers, prompts, maximum lengths and the tokenizer
+    are those of the trained model.
 
     Each tower of a trained model with two towers is interpolated with the base's tower of the same
-    task, or with the base's only tower. A tower that equals the base's tower stays the same bit for
-    bit, so an index of its embeddings stays valid.
+    task, or with the base's only tower. If training did not change a tower, its weights stay the
+    same bit for bit, so an index of its embeddings stays valid.
 
     Args:
         base: the model before training. Its adapters are merged into its weights, in place.
@@ -80,19 +89,19 @@ class WeightInterpolation:
             raise ConfigError("the base model has two towers, and the trained model has one")
         self.base = base
         self.model = trained.eval()
-        self._tensors: dict[str, list[_Tensors]] = {}
+        self._tensors: dict[str, list[_TensorTriple]] = {}  # {task: tensors of its tower}
         for task in _TASKS:
             base_tower = get_tower(base, task)
             trained_tower = get_tower(trained, task)
             _require_same_architecture(base_tower, trained_tower)
-            self._tensors[task] = _pair_tensors(base_tower, trained_tower)
+            self._tensors[task] = _list_tensors(base_tower, trained_tower)
 
     def set_weight(self, weight: float) -> DualEncoder:
-        """Set the weights of the model, in place.
+        """Interpolate all tensors of the model, in place.
 
         Args:
-            weight: w in [0, 1]; 0 sets the weights of the base model, and 1 those of the trained
-                model, bit for bit.
+            weight: w in [0, 1]. With 0, the model gets the base model's weights, and with 1 the
+                trained model's, bit for bit.
 
         Returns:
             The interpolated model.
@@ -101,8 +110,8 @@ class WeightInterpolation:
             ConfigError: if the weight is outside [0, 1].
         """
         check_weight(weight)
-        for tensors in self._tensors.values():
-            for interpolated, base, trained in tensors:
+        for triples in self._tensors.values():
+            for interpolated, base, trained in triples:
                 interpolated.copy_(interpolate(base, trained, weight))
         return self.model
 
@@ -116,7 +125,7 @@ class WeightInterpolation:
 
 
 def check_weight(weight: float) -> None:
-    """Raise `ConfigError` if a weight of an interpolation is outside [0, 1]."""
+    """Raise `ConfigError` if the weight w of an interpolation is outside [0, 1]."""
     if not 0 <= weight <= 1:
         raise ConfigError(
             f"weight {weight:g}: the weight of the trained model must be between 0 and 1"
@@ -126,37 +135,39 @@ def check_weight(weight: float) -> None:
 def interpolate(base: torch.Tensor, trained: torch.Tensor, weight: float) -> torch.Tensor:
     """Return (1 - weight) * base + weight * trained, in the dtype of ``trained``.
 
-    The result is computed in float32, or in float64 for tensors of this type. Where both tensors
-    are equal, and at weights 0 and 1, the result is exact. Integers are those of ``trained``.
+    The result is computed in float32, or in float64 if the tensors are float64. It is exact if both
+    tensors are equal, and at the weights 0 and 1. Tensors of integers are not interpolated: the
+    result is ``trained``.
     """
     if weight == 1 or not trained.is_floating_point() or _is_equal(base, trained):
         return trained
     if weight == 0:
         return base.to(trained.dtype)
     dtype = torch.promote_types(trained.dtype, torch.float32)
-    # The rounded sum of the two products may differ from two equal summands. torch.lerp adds a
-    # multiple of their difference, so it does not.
+    # torch.lerp computes base + weight * (trained - base), so numbers that are equal in both models
+    # do not change. The rounded sum (1 - weight) * base + weight * trained could differ from them.
     return torch.lerp(base.to(dtype), trained.to(dtype), weight).to(trained.dtype)
 
 
 def _is_equal(base: torch.Tensor, trained: torch.Tensor) -> bool:
-    """Return whether two tensors have the same type and the same numbers."""
-    # torch.equal refuses tensors of different types.
+    """Return whether two tensors have the same dtype and the same values."""
+    # torch.equal raises an error for tensors of different dtypes.
     return base.dtype == trained.dtype and torch.equal(base, trained)
 
 
-def _pair_tensors(base: nn.Module, trained: nn.Module) -> list[_Tensors]:
-    """Return the tensors of a trained tower, with copies of their values and those of the base."""
+def _list_tensors(base: nn.Module, trained: nn.Module) -> list[_TensorTriple]:
+    """Return the tensors of a trained tower, with their values in the base and trained model."""
     base_state = base.state_dict()
-    pairs = []
+    triples = []
+    # The tensors of a state_dict share the memory of the model, so writing to them changes it.
     for name, tensor in trained.state_dict().items():
         base_tensor = base_state[name].to(tensor.device)
-        pairs.append(_Tensors(tensor, base_tensor, tensor.clone()))
-    return pairs
+        triples.append(_TensorTriple(tensor, base_tensor, tensor.clone()))
+    return triples
 
 
 def _require_same_architecture(base: nn.Module, trained: nn.Module) -> None:
-    """Raise `ConfigError` that names the first difference of two towers, if there is one."""
+    """Raise `ConfigError` with the first difference between two towers, if there is one."""
     _require_same_modules(base, trained)
     _require_same_tensors(base, trained)
     _require_same_settings(base, trained)
@@ -164,7 +175,7 @@ def _require_same_architecture(base: nn.Module, trained: nn.Module) -> None:
 
 
 def _require_same_vocabulary(base: nn.Module, trained: nn.Module) -> None:
-    """Raise `ConfigError` if a token has another number in the tokenizer of the other tower."""
+    """Raise `ConfigError` if a token has different ids in the tokenizers of two towers."""
     base_tokenizer = _get_tokenizer(base)
     trained_tokenizer = _get_tokenizer(trained)
     if base_tokenizer is None or trained_tokenizer is None:
@@ -207,13 +218,14 @@ def _require_same_settings(base: nn.Module, trained: nn.Module) -> None:
 
 
 def _get_settings(module: nn.Module) -> dict[str, Any]:
-    """Return the settings of a module that both models must have in common.
+    """Return the settings of a module that must be the same in both models.
 
-    The settings of a Transformer module itself are lengths, which may differ.
+    For the Transformer module, these are settings of its backbone. The module's own settings, such
+    as maximum lengths, may differ.
     """
     if isinstance(module, Transformer):
         config = module.config
-        return {name: getattr(config, name, None) for name in _SETTINGS_WITHOUT_WEIGHTS}
+        return {name: getattr(config, name, None) for name in _BACKBONE_SETTINGS}
     get_config_dict: Any = getattr(module, "get_config_dict", dict)
     settings: dict[str, Any] = get_config_dict()
     return settings

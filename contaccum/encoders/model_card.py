@@ -1,4 +1,11 @@
-"""Sections at the top of a model card, README.md in the folder of a model."""
+"""Sections of contaccum at the top of a model card, which is README.md in the model's folder.
+
+A section stands between two HTML comments, so that it can be found and replaced later:
+
+    <!-- NAME -->
+    TEXT
+    <!-- end of NAME -->
+"""
 
 from __future__ import annotations
 
@@ -9,12 +16,13 @@ from contaccum.files import redact, write_text
 
 
 def insert_card_section(model_folder: Path, name: str, text: str) -> None:
-    """Write a section at the top of a model card, below its metadata.
+    """Write a section at the top of a model card, below its YAML metadata.
 
-    An earlier section of this name is replaced.
+    An earlier section of this name is replaced. A missing card is created.
 
     Args:
-        name: the name of the section, in invisible comments around it.
+        model_folder: the folder of the model.
+        name: the name of the section in the comments around it.
         text: the section, in Markdown.
     """
     card = model_folder / "README.md"

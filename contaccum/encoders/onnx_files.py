@@ -1,7 +1,9 @@
 """ONNX files of a backbone, for servers that run ONNX and pool by themselves.
 
-``onnx/model.onnx`` maps token ids to ``last_hidden_state``. Pooling and normalisation stay in the
-files of sentence-transformers beside it, where such servers read them.
+The backbone is the transformers model in the first module of a SentenceTransformer.
+``onnx/model.onnx`` maps n texts, as token ids and attention mask (n, length), to
+``last_hidden_state`` (n, length, d). Servers read the pooling and the normalisation from the files
+of sentence-transformers in the same folder.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ ONNX_FILE = "onnx/model.onnx"
 
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 _INPUT_NAMES = ("input_ids", "attention_mask", "token_type_ids")
-_OPSET = 18
+_OPSET = 18  # version of ONNX's set of operators
+# Inputs with which the exporter runs the model once. They are two texts, because torch.export makes
+# a size of 1 a constant of the program.
 _EXAMPLE_TEXTS = ("a text", "another text, which is longer")
 
 
@@ -39,7 +43,10 @@ def require_onnx(dtype: str) -> None:
 
 
 class _Backbone(nn.Module):
-    """A transformers model as a function of its inputs by position, as the exporter needs it."""
+    """Wrapper of a transformers model that takes its inputs by position and returns one tensor.
+
+    The ONNX exporter needs this form, because a transformers model returns an object.
+    """
 
     def __init__(self, model: nn.Module, input_names: list[str]) -> None:
         super().__init__()
@@ -55,7 +62,7 @@ class _Backbone(nn.Module):
 def write_onnx(plain_model: SentenceTransformer, folder: Path) -> None:
     """Write the backbone of a model without a Router to `ONNX_FILE` in a folder.
 
-    The number of texts and their length may vary.
+    The ONNX file accepts any number of texts of any length.
 
     Raises:
         ConfigError: for a backbone that torch cannot export.
@@ -64,7 +71,8 @@ def write_onnx(plain_model: SentenceTransformer, folder: Path) -> None:
     features = transformer.preprocess(list(_EXAMPLE_TEXTS))
     parameters = inspect.signature(transformer.model.forward).parameters
     names = [name for name in _INPUT_NAMES if name in features and name in parameters]
-    varying = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    # Both axes of an input, the number of texts and their length, have no fixed size.
+    dynamic_axes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     backbone = _Backbone(transformer.model, names).eval().cpu()
     file = folder / ONNX_FILE
     file.parent.mkdir()
@@ -74,23 +82,25 @@ def write_onnx(plain_model: SentenceTransformer, folder: Path) -> None:
             tuple(features[name].cpu() for name in names),
             input_names=names,
             output_names=["last_hidden_state"],
-            dynamic_shapes=(tuple(varying for _ in names),),
+            # `_Backbone.forward` has one parameter, *inputs, which is a tuple.
+            dynamic_shapes=(tuple(dynamic_axes for _ in names),),
             opset_version=_OPSET,
             dynamo=True,
             verbose=False,
         )
-    except Exception as error:  # the exporter raises many types, of several packages
+    except Exception as error:  # the exporter raises many types, from several packages
         class_name = type(transformer.model).__name__
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"--onnx: torch cannot export the backbone {class_name} ({reason}); export without it"
         ) from error
-    assert program is not None  # as with any call that names no file
+    # torch.onnx.export returns None only if it is called with the name of a file.
+    assert program is not None
     program.save(str(file))
 
 
 class _OnnxModel(nn.Module):
-    """A stand-in for a transformers model, whose hidden states come from an ONNX file."""
+    """Replacement of a transformers model that computes the hidden states with an ONNX file."""
 
     def __init__(self, model: Any, file: Path) -> None:
         super().__init__()
@@ -98,7 +108,7 @@ class _OnnxModel(nn.Module):
 
         self.config = model.config
         self._session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-        self._input_names = [value.name for value in self._session.get_inputs()]
+        self._input_names = [model_input.name for model_input in self._session.get_inputs()]
 
     def forward(self, **features: Any) -> BaseModelOutput:
         """Map token ids and masks (n, length) to hidden states (n, length, d)."""
@@ -108,7 +118,7 @@ class _OnnxModel(nn.Module):
 
 
 def load_onnx(folder: Path) -> SentenceTransformer:
-    """Load an exported folder with its ONNX file in place of the backbone."""
+    """Load an exported folder as a model whose backbone is run from the ONNX file."""
     model = SentenceTransformer(str(folder), device="cpu")
     transformer: Any = model[0]
     transformer.model = _OnnxModel(transformer.model, folder / ONNX_FILE)

@@ -1,4 +1,9 @@
-"""The file SERVING.md of an export: how embedding servers run the exported folders."""
+"""The text of SERVING.md: how embedding servers run the folders of an export.
+
+The template is SERVING.md.j2. The servers are text-embeddings-inference (TEI), vLLM, Infinity and
+llama.cpp. An export has one folder for a tied model, and the folders "query" and "document" for a
+model with two towers; see `contaccum.encoders.export`.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +20,31 @@ from contaccum.encoders.settings import get_max_length, get_prompt
 
 _TEMPLATE = "SERVING.md.j2"
 _FIRST_PORT = 8080
+# {pooling of sentence-transformers: value of the server's option --pooling}
 _TEI_POOLINGS = {"cls": "cls", "mean": "mean", "lasttoken": "last-token"}
 _LLAMA_POOLINGS = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+# {dtype: value of --outtype of llama.cpp's converter}
 _LLAMA_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 @dataclass(frozen=True)
 class ServedFolder:
-    """Facts about one exported folder that its server has to agree with.
+    """Settings of one exported folder, with which its server has to agree.
 
     Attributes:
-        name: subfolder, or "." for a tied model.
-        path: the folder, as commands name it.
-        port: port of its server in the examples.
+        name: the subfolder, "query" or "document"; "." for a tied model.
+        path: path of the folder in the commands of the guide.
+        port: port of the folder's server in these commands.
         backbone: class name of the backbone.
-        pooling: sentence-transformers' name of the pooling.
+        pooling: name of the pooling in sentence-transformers.
         tei_pooling, llama_pooling: name of the pooling in text-embeddings-inference and in
-            llama.cpp; None if that server lacks it.
+            llama.cpp; None if the server does not have this pooling.
         is_normalized: whether embeddings have length 1.
-        has_dense: whether a Dense module follows the pooling.
+        has_dense: whether the model has a Dense module.
         pools_prompt: whether the tokens of the prompt are pooled as well.
-        query_length, document_length: tokens at which the model cuts queries and passages.
-        max_length: tokens at which the server cuts texts.
+        query_length, document_length: number of tokens at which the model truncates queries and
+            passages; 0 if there is no limit.
+        max_length: number of tokens at which the server truncates texts.
     """
 
     name: str
@@ -54,7 +62,10 @@ class ServedFolder:
 
     @property
     def max_length(self) -> int:
-        """Return the tokens at which the server cuts texts; a tied model serves both lengths."""
+        """The number of tokens at which the server truncates texts.
+
+        A server has only one length. For a tied model, it is the longer one of both tasks.
+        """
         if self.name == "query":
             return self.query_length
         if self.name == "document":
@@ -65,10 +76,18 @@ class ServedFolder:
 def describe_folder(
     plain_model: SentenceTransformer, name: str, path: Path, port: int
 ) -> ServedFolder:
-    """Return the facts about an exported folder."""
+    """Return the settings of an exported folder.
+
+    Args:
+        plain_model: the model in the folder, which has no Router.
+        name: the subfolder, or "." for a tied model.
+        path: the folder of the export.
+        port: port of the folder's server in the commands.
+    """
     transformer: Any = plain_model[0]
     modules = list(plain_model.children())
     [pooling] = [module for module in modules if isinstance(module, Pooling)]
+    # Several modes, whose outputs are concatenated, give a text that no server has as a pooling.
     mode = str(pooling.pooling_mode)
     return ServedFolder(
         name=name,
@@ -97,14 +116,15 @@ def render_serving_guide(
 
     Args:
         plain_models: {subfolder: model without a Router}.
-        folder: the folder of the export, as the commands name it.
+        folder: the folder of the export, for the commands.
         dtype: dtype of the weights.
-        has_onnx: whether ONNX files lie in the folders.
-        model_name: name of the model that was exported.
+        has_onnx: whether the folders contain ONNX files.
+        model_name: name of the model that was exported; may be empty.
     """
     served = []
     for number, (name, plain_model) in enumerate(plain_models.items()):
         served.append(describe_folder(plain_model, name, folder, _FIRST_PORT + number))
+    # The prompts and the similarity are the same in all plain models.
     model = next(iter(plain_models.values()))
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),

@@ -1,6 +1,7 @@
 """Client of an OpenAI-compatible embedding server (``POST /v1/embeddings``).
 
-Texts are sent as they are. Prompts, similarity and scores belong to `endpoint_check`.
+Texts are sent as they are: `endpoint_check` puts the prompts before them, and compares the
+embeddings.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from contaccum.errors import ConfigError, UserError
 from contaccum.files import redact
 
 KEY_VARIABLE = "CONTACCUM_ENDPOINT_KEY"
-"""Environment variable with the key that is sent to the server."""
+"""Environment variable with the API key of the server."""
 
 BACKOFF_SECONDS = 0.5
-"""Retries wait 0, 1, 2, 4 and 8 seconds, which is this value times a power of two."""
+"""Unit of the pauses before retries: 0, 1, 2, 4 and 8 seconds; see `urllib3.util.Retry`."""
 
 _MAX_RETRIES = 5
 _RETRIED_STATUSES = (429, 500, 502, 503, 504)
+# Timeouts of connecting to the server, and of waiting for its answer.
 _CONNECT_SECONDS = 10
 _ANSWER_SECONDS = 300
-_MAX_QUOTED_LENGTH = 200
+_MAX_QUOTED_LENGTH = 200  # characters of an answer in an error message
 
 
 class EmbeddingEndpoint:
@@ -51,7 +53,7 @@ class EmbeddingEndpoint:
         request_fields: further fields of each request, such as ``truncate_prompt_tokens``.
 
     Raises:
-        ConfigError: the URL or the key cannot be used.
+        ConfigError: the URL is invalid, or the key cannot be sent in a header.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class EmbeddingEndpoint:
         return embeddings
 
     def _embed_batch(self, texts: Sequence[str]) -> np.ndarray:
+        """Return the server's embeddings of the texts of one request, float32 (k, d)."""
         response = self._post(texts)
         self._check_status(response)
         vectors = self._read_vectors(response, len(texts))
@@ -126,7 +129,7 @@ class EmbeddingEndpoint:
                 json=content,
                 auth=self._authorize,
                 timeout=(_CONNECT_SECONDS, _ANSWER_SECONDS),
-                # A redirected POST would be sent as a GET.
+                # requests would follow a redirection with a GET, which has no texts.
                 allow_redirects=False,
             )
         except requests.RequestException as error:
@@ -136,10 +139,10 @@ class EmbeddingEndpoint:
             ) from error
 
     def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        """Add the key to a request.
+        """Add the key to a request; `requests` calls this function because of ``auth=``.
 
-        This is a function of `requests` for authentication, because a plain header is replaced by
-        the content of ~/.netrc.
+        The key is not passed in ``headers=``, because `requests` would replace it by a password
+        that ~/.netrc has for the server.
         """
         if self._key:
             request.headers["Authorization"] = f"Bearer {self._key}"
@@ -180,11 +183,12 @@ class EmbeddingEndpoint:
 
     def _read_vectors(self, response: requests.Response, num_texts: int) -> list[np.ndarray]:
         """Return the vectors of an answer in the order of the texts."""
-        vectors = {}
+        vectors = {}  # {position of the text in the request: vector}
         try:
             for position, item in enumerate(response.json()["data"]):
                 index = item.get("index")
                 if index is None:
+                    # Servers that omit the index answer in the order of the texts.
                     index = position
                 vectors[index] = _decode_vector(item["embedding"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -200,19 +204,23 @@ class EmbeddingEndpoint:
         return [vectors[index] for index in range(num_texts)]
 
     def _quote(self, response: requests.Response) -> str:
-        """Return the start of an answer on one line, without the key."""
+        """Return the start of an answer's text on one line, without the key."""
         content = self._hide_key(" ".join(response.text.split()))
         if not content:
             return "an empty answer"
         return quoted(content, _MAX_QUOTED_LENGTH)
 
     def _hide_key(self, text: str) -> str:
-        # A server may repeat the request in its answer.
+        """Replace the key by the name of its variable.
+
+        A server may repeat the headers of a request in its answer.
+        """
         if self._key:
             return text.replace(self._key, f"<{KEY_VARIABLE}>")
         return text
 
     def _error(self, message: str) -> UserError:
+        """Return an error whose message starts with the URL."""
         return UserError(f"{redact(self.url)}: {message}")
 
 
@@ -231,7 +239,7 @@ def complete_url(url: str) -> str:
             f"{redact(url)}: not the URL of a server; write it as http://localhost:8080"
         )
     if parts.query or parts.fragment:
-        # A query may contain a key, which would be written to records.
+        # The query of a URL may contain a key, which would then be written to records.
         raise ConfigError(
             f"{redact(urlunsplit(parts._replace(query='', fragment='')))}: remove what follows ? "
             f"or # in the URL; a key belongs into the environment variable {KEY_VARIABLE}"
@@ -245,7 +253,7 @@ def complete_url(url: str) -> str:
 
 
 def _read_key() -> str | None:
-    """Return the key of the environment, or None.
+    """Return the key from the environment variable, or None if there is none.
 
     Raises:
         ConfigError: the key cannot be sent in a header.
@@ -253,7 +261,7 @@ def _read_key() -> str | None:
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not key:
         return None
-    # requests repeats a header that it refuses in its error message.
+    # Without this check, requests would refuse the header, and its message would show the key.
     if not key.isascii() or not key.isprintable():
         raise ConfigError(
             f"the environment variable {KEY_VARIABLE} contains characters that a key cannot have: "
@@ -263,18 +271,23 @@ def _read_key() -> str | None:
 
 
 def _make_adapter() -> HTTPAdapter:
+    """Return the part of a session that sends requests and repeats failed ones."""
     retry = Retry(
         total=_MAX_RETRIES,
         backoff_factor=BACKOFF_SECONDS,
         status_forcelist=_RETRIED_STATUSES,
         allowed_methods=["POST"],
+        # After the last retry, the answer is returned, so that `_check_status` can quote it.
         raise_on_status=False,
     )
     return HTTPAdapter(max_retries=retry)
 
 
 def _get_reason(error: requests.RequestException) -> str:
-    """Return the cause of a failed request, without the objects around it."""
+    """Return the message of the error that made a request fail.
+
+    `requests` and urllib3 wrap it in errors of their own, whose messages are long.
+    """
     inner_error = error.args[0] if error.args else None
     if isinstance(inner_error, MaxRetryError) and inner_error.reason is not None:
         return str(inner_error.reason)

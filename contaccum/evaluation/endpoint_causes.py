@@ -1,8 +1,12 @@
-"""Likely causes of a difference between the embeddings of a server and those of its model.
+"""Possible causes of a difference between the embeddings of a server and those of its model.
 
-Each cause is a `Hypothesis`: a copy of the model with one typical fault of a server. The hypothesis
-whose embeddings fit the server's is the likely cause. Lengths of embeddings are compared in
-`endpoint_check`, because no cosine shows them.
+Each possible cause is a `Hypothesis`. It makes a variant of the model, which is a copy with one
+typical fault of a server, such as a missing prompt or another pooling. `endpoint_check` encodes a
+sample of texts with each variant. If a variant's embeddings are close to the server's, the server
+probably has that fault.
+
+Wrong norms of embeddings are no hypothesis, because they do not change a cosine. `endpoint_check`
+compares the norms itself.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from contaccum.retrieval.encode import Kind
 KINDS: tuple[Kind, ...] = ("query", "document")
 _LENGTHS = (32, 64, 128, 256, 384, 512, 1024, 2048, 4096, 8192)
 """Usual numbers of tokens at which servers truncate."""
+# {pooling of sentence-transformers: description}, for the poolings that servers have.
 _POOLINGS = {"cls": "first token (cls)", "mean": "mean", "lasttoken": "last token"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -48,9 +53,9 @@ class Hypothesis(NamedTuple):
     """A possible cause of a difference.
 
     Attributes:
-        name: what the server does, in a few words.
-        advice: what to do if it is the cause, in one sentence.
-        make_model: returns a copy of the model that does what the server would do.
+        name: short description of the server's fault, such as "prompt missing".
+        advice: one sentence on how to mend the fault.
+        make_model: function that returns a copy of the model with the same fault.
     """
 
     name: str
@@ -65,7 +70,7 @@ def list_hypotheses(
 
     Args:
         model: the model that should be served.
-        texts: queries, documents or both, without prompts.
+        texts: {kind: texts without prompts}, for queries, documents or both.
     """
     yield from _list_prompts(model)
     yield from _list_lengths(model, texts)
@@ -76,6 +81,7 @@ def list_hypotheses(
 
 
 def _list_prompts(model: SentenceTransformer) -> Iterator[Hypothesis]:
+    """Yield the hypotheses on prompts, if the model has prompts."""
     prompts: dict[Kind, str] = {kind: get_prompt(model, kind) for kind in KINDS}
     if not any(prompts.values()):
         return
@@ -99,7 +105,11 @@ def _list_prompts(model: SentenceTransformer) -> Iterator[Hypothesis]:
 def _list_lengths(
     model: SentenceTransformer, texts: Mapping[Kind, Sequence[str]]
 ) -> Iterator[Hypothesis]:
-    """Yield the lengths at which at least one of the texts would be truncated, and no limit."""
+    """Yield the hypotheses on truncation that can change at least one of the texts.
+
+    They are truncation at another length than the model's, no truncation, and truncation of the
+    start of a text instead of its end.
+    """
     transformers = _get_modules(model, Transformer)
     if not transformers or any(module.tokenizer is None for module in transformers):
         return
@@ -113,10 +123,11 @@ def _list_lengths(
         f"truncate at the model's lengths, {shown_lengths} tokens, on the server (vLLM: "
         "--max-model-len; llama.cpp: --ctx-size), or in the client before a text is sent"
     )
+    # The most tokens that the backbone can encode of the longest text.
     limit = min(num_tokens, max_positions)
     lengths = {length for length in (*_LENGTHS, *own_lengths.values()) if length < limit}
     for length in sorted(lengths):
-        # The length with which the model itself truncates is no fault.
+        # If the model truncates texts of all kinds at this length, it is no fault.
         if any(own_lengths[kind] != length for kind in texts):
             make_model = partial(_set_lengths, model, length)
             yield Hypothesis(f"cut at {length} tokens", advice, make_model)
@@ -124,14 +135,15 @@ def _list_lengths(
     if shortest < limit:
         name = "not cut"
         if num_tokens > max_positions:
+            # The backbone has no positions for more tokens, so every server truncates here.
             name = f"cut at {max_positions} tokens"
         yield Hypothesis(name, advice, partial(_set_lengths, model, limit))
     if shortest < num_tokens:
-        left_advice = (
+        cut_start_advice = (
             "truncate the end of a text, not its start (older versions of vLLM keep the last "
             "truncate_prompt_tokens tokens)"
         )
-        yield Hypothesis("start of the text cut", left_advice, partial(_cut_start, model))
+        yield Hypothesis("start of the text cut", cut_start_advice, partial(_cut_start, model))
 
 
 def _count_tokens(model: SentenceTransformer, kind: Kind, texts: Sequence[str]) -> int:
@@ -139,15 +151,17 @@ def _count_tokens(model: SentenceTransformer, kind: Kind, texts: Sequence[str]) 
     transformer: Any = next(get_tower(model, kind).children())
     prompt = get_prompt(model, kind)
     prompted_texts = [prompt + text for text in texts]
-    # Without verbose=False, the tokenizer warns about texts that are longer than the model reads.
+    # Without verbose=False, the tokenizer warns about texts that exceed the model's length.
     encoding = transformer.tokenizer(prompted_texts, truncation=False, verbose=False)
     return max(map(len, encoding["input_ids"]))
 
 
 def _list_poolings(model: SentenceTransformer) -> Iterator[Hypothesis]:
+    """Yield a hypothesis for each pooling of servers that the model does not have."""
     poolings = _get_modules(model, Pooling)
     own_modes = {pooling.pooling_mode for pooling in poolings}
-    # A server has one pooling. Several that are joined have another dimension.
+    # Towers with different poolings are not diagnosed. If the model concatenates the outputs of
+    # several poolings, a server with only one gives another dimension, which is refused earlier.
     if len(own_modes) != 1 or not own_modes <= _POOLINGS.keys():
         return
     for mode, description in _POOLINGS.items():
@@ -157,8 +171,9 @@ def _list_poolings(model: SentenceTransformer) -> Iterator[Hypothesis]:
 
 
 def _list_dtypes(model: SentenceTransformer) -> Iterator[Hypothesis]:
+    """Yield a hypothesis for each dtype of weights that the model does not have."""
     own_dtypes = {parameter.dtype for parameter in model.parameters()}
-    # Quantised weights cannot be converted.
+    # Quantised weights, which are integers, cannot be converted.
     if not all(dtype.is_floating_point for dtype in own_dtypes):
         return
     for name, dtype in _DTYPES.items():
@@ -167,8 +182,8 @@ def _list_dtypes(model: SentenceTransformer) -> Iterator[Hypothesis]:
 
 
 def _copy(model: SentenceTransformer) -> SentenceTransformer:
-    """Return a copy of a model that shares the weights, but no settings and no tokenizer."""
-    # deepcopy takes an object that is in the memo from there.
+    """Return a copy of a model that shares its weights, but not its settings and tokenizer."""
+    # deepcopy does not copy objects whose ids are keys of the memo: it uses the memo's values.
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         memo[id(tensor)] = tensor
@@ -176,6 +191,7 @@ def _copy(model: SentenceTransformer) -> SentenceTransformer:
 
 
 def _set_prompts(model: SentenceTransformer, prompts: Mapping[Kind, str]) -> SentenceTransformer:
+    """Return a copy of the model with other prompts."""
     variant = _copy(model)
     variant.prompts = dict(model.prompts)
     for kind, prompt in prompts.items():
@@ -184,12 +200,14 @@ def _set_prompts(model: SentenceTransformer, prompts: Mapping[Kind, str]) -> Sen
 
 
 def _pool_prompts(model: SentenceTransformer) -> SentenceTransformer:
+    """Return a copy of the model that pools the tokens of the prompt as well."""
     variant = _copy(model)
     variant.set_pooling_include_prompt(True)
     return variant
 
 
 def _set_lengths(model: SentenceTransformer, length: int) -> SentenceTransformer:
+    """Return a copy of the model that truncates queries and documents at this many tokens."""
     variant = _copy(model)
     for transformer in _get_modules(variant, Transformer):
         transformer.max_seq_length = length
@@ -199,6 +217,7 @@ def _set_lengths(model: SentenceTransformer, length: int) -> SentenceTransformer
 
 
 def _cut_start(model: SentenceTransformer) -> SentenceTransformer:
+    """Return a copy of the model that truncates the start of a text instead of its end."""
     variant = _copy(model)
     for transformer in _get_modules(variant, Transformer):
         transformer.tokenizer.truncation_side = "left"
@@ -206,6 +225,7 @@ def _cut_start(model: SentenceTransformer) -> SentenceTransformer:
 
 
 def _set_pooling(model: SentenceTransformer, mode: str) -> SentenceTransformer:
+    """Return a copy of the model with another pooling."""
     variant = _copy(model)
     for pooling in _get_modules(variant, Pooling):
         pooling.pooling_mode = mode
@@ -213,7 +233,8 @@ def _set_pooling(model: SentenceTransformer, mode: str) -> SentenceTransformer:
 
 
 def _set_dtype(model: SentenceTransformer, dtype: torch.dtype) -> SentenceTransformer:
-    # `to` changes weights in place, so they are copied as well.
+    """Return a copy of the model whose weights have another dtype."""
+    # `to` changes the model's weights in place, so they must not be shared as in `_copy`.
     return copy.deepcopy(model).to(dtype)
 
 
@@ -222,11 +243,13 @@ def _drop_eos(model: SentenceTransformer) -> SentenceTransformer:
     variant = _copy(model)
     for transformer in _get_modules(variant, Transformer):
         special_ids = torch.tensor(transformer.tokenizer.all_special_ids)
-        # Texts that are joined without padding have no attention mask.
+        # The hook changes the attention mask, which does not exist if texts are concatenated
+        # without padding.
         transformer.unpad_inputs = False
         transformer.register_forward_pre_hook(partial(_mask_last_special_token, special_ids))
         max_positions = get_max_positions(transformer)
-        # A truncated text has one more token of the text instead of the special token.
+        # A truncated text fills its last position with a special token. A server without this
+        # token has room for one more token of the text instead.
         for name in ("max_seq_length", "query_length", "document_length"):
             length = getattr(transformer, name)
             if length is not None and length < max_positions:
@@ -237,13 +260,19 @@ def _drop_eos(model: SentenceTransformer) -> SentenceTransformer:
 def _mask_last_special_token(
     special_ids: Tensor, module: nn.Module, inputs: tuple[dict[str, Any]]
 ) -> None:
-    """Set the attention mask of each text's last token to 0 if it is a special token.
+    """Set the attention mask of each text's last token to 0 if the token is a special token.
 
-    A text without any other token keeps it, because attention needs at least one.
+    A text with a single token keeps the token, because attention needs at least one.
+
+    Args:
+        special_ids: ids of the tokenizer's special tokens, (s,).
+        module: the module before whose forward pass this hook runs.
+        inputs: a tuple of one dict: "input_ids" and "attention_mask", (n, length) for n texts.
     """
     features = inputs[0]
     mask = features["attention_mask"]
     positions = torch.arange(mask.shape[1], device=mask.device)
+    # The last token is where the mask is 1 and the position is highest, on either padding side.
     last_positions = (mask * positions).argmax(dim=1, keepdim=True)
     last_ids = features["input_ids"].gather(1, last_positions)
     is_special = torch.isin(last_ids, special_ids.to(last_ids.device))
@@ -252,5 +281,5 @@ def _mask_last_special_token(
 
 
 def _get_modules(model: SentenceTransformer, module_type: type[nn.Module]) -> list[Any]:
-    """Return all modules of a type in all towers."""
+    """Return all modules of a type, in both towers."""
     return [module for module in model.modules() if isinstance(module, module_type)]

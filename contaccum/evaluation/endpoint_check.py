@@ -1,8 +1,12 @@
-"""Evaluation of embedding servers in place of the model that they should serve.
+"""Evaluation of embedding servers, and comparison with the model that they should serve.
 
-The model's prompts are put before the texts here, and its similarity compares the embeddings. A
-sample of texts shows whether a server gives the model's embeddings. If it does not, the likely
-cause is looked for among the hypotheses of `endpoint_causes`.
+Texts are sent to the servers with the model's prompts, and the embeddings that come back are
+compared by the model's similarity.
+
+First, a sample of queries and documents is encoded by the servers and by the model. Two embeddings
+of a text agree if their cosine is nearly 1 and their norms are nearly equal. If they do not agree,
+the likely cause is chosen among the hypotheses of `endpoint_causes`, which are copies of the model
+with one typical fault of a server each.
 """
 
 from __future__ import annotations
@@ -32,17 +36,21 @@ from contaccum.retrieval.searcher import get_passage_texts
 logger = logging.getLogger(__name__)
 
 LEAST_COSINE = 0.9999
-"""Embeddings agree if all cosines between them are at least this number."""
+"""Smallest cosine of two embeddings that agree."""
 
-_SAMPLE_SIZE = 32
-_NUM_LONGEST = 8
+_SAMPLE_SIZE = 32  # texts of each kind
+_NUM_LONGEST = 8  # of these, to show where servers truncate
 _NORM_TOLERANCE = 0.01
-"""Largest relative difference of equal norms. Norms in bfloat16 differ by up to 0.4%."""
-_MIN_FIT = 0.999
-"""A cause is named only if its mean cosine with the server is at least this number."""
-_MAX_REMAINING = 0.5
-"""A cause is named only if it leaves at most this share of the distance, 1 - mean cosine."""
+"""Relative difference up to which norms are equal. Norms in bfloat16 differ by up to 0.4%."""
+_MIN_MEAN_COSINE = 0.999
+"""Smallest mean cosine with the server of a hypothesis that is named as the cause."""
+_MAX_REMAINING_SHARE = 0.5
+"""Largest share of the distance to the server that a named hypothesis may leave unexplained.
 
+The distance is 1 - mean cosine. The distance of the hypothesis is divided by that of the model.
+"""
+
+# {cause of different norms: advice}
 _NORM_CAUSES = {
     "not normalised": (
         "let the server normalise, as the model's Normalize module does (llama.cpp: embd_normalize "
@@ -64,16 +72,16 @@ class ServedModel:
 
     Args:
         model: the model that the servers should serve. Its prompts are sent with the texts.
-        url: URL of the server of documents, and of queries if ``query_url`` is None.
-        query_url: URL of the server of queries.
+        url: URL of the server that encodes documents, and also queries if ``query_url`` is None.
+        query_url: URL of the server that encodes queries.
         served_model: name of the model in requests.
         batch_size: texts per request.
         show_progress: show progress bars.
         request_fields: further fields of each request.
 
     Raises:
-        ConfigError: the model has two towers and ``query_url`` is None, or a URL or the key cannot
-            be used.
+        ConfigError: the model has two towers and ``query_url`` is None, or a URL or the key is
+            invalid; see `EmbeddingEndpoint`.
     """
 
     def __init__(
@@ -91,7 +99,7 @@ class ServedModel:
                 "this model has two towers, which need two servers: name the server of the "
                 "documents by --endpoint, and the server of the queries by --query_endpoint"
             )
-        # sentence-transformers types the dimension as optional.
+        # The dimension is never None here, but its type in sentence-transformers is `int | None`.
         dimension = model.get_embedding_dimension()
         assert dimension is not None
         self.model = model
@@ -125,7 +133,7 @@ class ServedModel:
         return self._endpoints[kind].embed(prompted_texts, f"Endpoint ({kind})")
 
     def describe(self) -> dict[str, Any]:
-        """Return the URLs and the fields of requests, for records."""
+        """Return the URLs and settings of the servers, for the record of an evaluation."""
         return {
             "url": redact(self._endpoints["document"].url),
             "query_url": redact(self._endpoints["query"].url),
@@ -144,21 +152,22 @@ def evaluate_endpoint(
 ) -> EvaluationResult:
     """Evaluate servers on a data set, and compare them with the model.
 
-    A sample of the texts comes first, so that errors of the server and large differences show
-    before the whole corpus is encoded.
+    A sample of the texts is compared first, so that errors of the servers and large differences are
+    reported before the whole corpus is encoded.
 
     Args:
         served_model: the servers and the model.
         dataset: the data set.
         k_values: cut-offs of the metrics.
-        compared_metrics: metrics, such as "NDCG@10", in which both are compared.
-        served: see `evaluate_beir`; of the servers' embeddings.
-        settings: settings of `search` and `plan_search`, for both.
+        compared_metrics: metrics, such as "NDCG@10", by which servers and model are compared.
+        served: sizes and types in which the servers' embeddings are scored too; see
+            `evaluate_beir`.
+        settings: settings of `search` and `plan_search` for both evaluations.
 
     Returns:
-        The result of the servers. Its ``endpoint`` holds the comparison: ``sample`` (see
-        `compare_sample`), ``model_metrics``, and for each compared metric a row of
-        ``comparison``, in which a positive difference is in favour of the servers.
+        The result of the servers. Its attribute ``endpoint`` is a dict with the comparison:
+        "sample" (see `compare_sample`), "model_metrics", and "comparison" with a row for each
+        compared metric. A positive difference is in favour of the servers.
 
     Raises:
         UserError: a server gives no embeddings that can be used.
@@ -197,7 +206,7 @@ def evaluate_endpoint(
 def _compare_metric(
     metric: str, result: EvaluationResult, model_result: EvaluationResult
 ) -> JsonObject:
-    """Compare the servers' scores of each query with the model's."""
+    """Return both scores of a metric, with the paired bootstrap of their difference."""
     scores = []
     model_scores = []
     for query_id, query_scores in result.per_query.items():
@@ -212,7 +221,11 @@ def _compare_metric(
 
 
 def choose_sample(texts: Sequence[str]) -> list[str]:
-    """Return 32 different texts, or all if there are fewer: the 8 longest, and others evenly."""
+    """Return 32 different texts, or all if there are fewer.
+
+    The sample holds the 8 longest texts, and 24 of the others, at equal steps of their order by
+    length.
+    """
     longest_first = sorted(dict.fromkeys(texts), key=len, reverse=True)
     sample = longest_first[:_NUM_LONGEST]
     others = longest_first[_NUM_LONGEST:]
@@ -237,21 +250,26 @@ def compare_sample(
         batch_size, precision: settings of the model; see `encode_texts`.
 
     Returns:
-        ``query`` and ``document``: number of texts, least and mean cosine, least and greatest norm
-        of the model's and of the servers' embeddings, and whether both agree. ``causes``: kinds of
-        texts, name and advice of each likely cause. ``unexplained``: kinds of texts whose low
-        cosines have no known cause. ``hypotheses``: mean cosines of the servers' embeddings with
-        those of the model as it is and of each hypothesis, for kinds with a low cosine.
+        A dict with these keys. A kind is "query" or "document". Its cosines are low if the smallest
+        one is below `LEAST_COSINE`.
+
+        - "query", "document": the comparison of the two embeddings of each text of this kind; see
+          `_compare_embeddings`.
+        - "causes": likely causes, each with the kinds that it concerns, its name and its advice.
+        - "unexplained": kinds with low cosines for which no hypothesis fits.
+        - "hypotheses": rows with a name and, for each kind with low cosines, the mean cosine with
+          the servers. The first row is the model as it was trained, and then follows one row for
+          each hypothesis. Empty if no kind has low cosines.
 
     Raises:
         UserError: a server gives no embeddings that can be used.
     """
     texts: dict[Kind, Sequence[str]] = {"query": queries, "document": documents}
-    # The servers come first, because their errors should show at once.
+    # The servers encode before the model, so that their errors are reported at once.
     served = {kind: served_model.encode(texts[kind], kind) for kind in KINDS}
     sample: dict[str, Any] = {}
     causes: list[tuple[Kind, str, str]] = []
-    low_texts: dict[Kind, Sequence[str]] = {}
+    low_texts: dict[Kind, Sequence[str]] = {}  # the texts of the kinds with low cosines
     trained_row: JsonObject = {"name": "as trained"}
     for kind in KINDS:
         trained = encode_texts(served_model.model, texts[kind], kind, batch_size, precision)
@@ -269,7 +287,8 @@ def compare_sample(
         advice_of_name = {hypothesis.name: hypothesis.advice for hypothesis in hypotheses}
         rows.append(trained_row)
         for hypothesis in hypotheses:
-            # Without numbers, there is nothing to compare. float16 overflows in some models.
+            # In float16 some models overflow to NaN or infinity, which `encode_texts` refuses. Such
+            # a hypothesis has no cosine and is left out.
             with suppress(UserError):
                 rows.append(_score_hypothesis(hypothesis, low_texts, served, batch_size, precision))
     unexplained: list[Kind] = []
@@ -292,10 +311,10 @@ def _score_hypothesis(
     batch_size: int,
     precision: str,
 ) -> JsonObject:
-    """Return the name of a hypothesis and its mean cosine with the servers, for each kind.
+    """Return a row: the name of a hypothesis, and its mean cosine with the servers for each kind.
 
     Raises:
-        UserError: the changed model gives NaN or infinity.
+        UserError: the model of the hypothesis gives NaN or infinity.
     """
     variant = hypothesis.make_model()
     row: JsonObject = {"name": hypothesis.name}
@@ -306,7 +325,12 @@ def _score_hypothesis(
 
 
 def _compare_embeddings(trained: np.ndarray, served: np.ndarray) -> JsonObject:
-    """Return cosines and norms of two arrays (n, d) of embeddings."""
+    """Return the cosines, the norms and the agreement of two embeddings of each of n texts.
+
+    Args:
+        trained: the model's embeddings, (n, d).
+        served: the servers' embeddings, (n, d).
+    """
     cosines = _get_cosines(trained, served)
     trained_norms = np.linalg.norm(trained.astype(np.float64), axis=1)
     served_norms = np.linalg.norm(served.astype(np.float64), axis=1)
@@ -325,7 +349,7 @@ def _compare_embeddings(trained: np.ndarray, served: np.ndarray) -> JsonObject:
 
 
 def _get_cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Return the cosine of each row of two arrays (n, d), float64 (n,)."""
+    """Return the cosines between the rows of two arrays (n, d) at the same position, (n,)."""
     first = first.astype(np.float64)
     second = second.astype(np.float64)
     norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
@@ -336,7 +360,7 @@ def _find_norm_cause(comparison: JsonObject) -> str | None:
     """Return the name of the cause of different norms, or None.
 
     Args:
-        comparison: what `_compare_embeddings` returns.
+        comparison: the return value of `_compare_embeddings`.
     """
     if comparison["has_equal_norms"]:
         return None
@@ -346,13 +370,14 @@ def _find_norm_cause(comparison: JsonObject) -> str | None:
         return "not normalised"
     if is_endpoint_unit and not is_model_unit:
         return "normalised, though the model is not"
-    # Other embeddings also have other norms, so the norms alone show nothing.
+    # If the directions differ as well, another fault explains both, and the hypotheses are tested.
     if comparison["least_cosine"] < LEAST_COSINE:
         return None
     return "lengths of the embeddings differ"
 
 
 def _is_unit(norms: Sequence[float]) -> bool:
+    """Return whether all norms are 1, within the tolerance."""
     return all(abs(norm - 1) <= _NORM_TOLERANCE for norm in norms)
 
 
@@ -360,15 +385,17 @@ def _find_best_hypothesis(rows: Sequence[JsonObject], kind: Kind) -> str | None:
     """Return the name of the hypothesis that explains the servers' embeddings, or None.
 
     Args:
-        rows: name and mean cosines. The first row is the model as it is.
+        rows: names and mean cosines with the servers; the first row is the model as it was trained.
         kind: "query" or "document".
     """
     trained, *hypotheses = rows
     if not hypotheses:
         return None
     best = max(hypotheses, key=lambda row: row[kind])
-    is_close = best[kind] >= _MIN_FIT
-    is_clearly_better = 1 - best[kind] <= _MAX_REMAINING * (1 - trained[kind])
+    is_close = best[kind] >= _MIN_MEAN_COSINE
+    best_distance = 1 - best[kind]
+    trained_distance = 1 - trained[kind]
+    is_clearly_better = best_distance <= _MAX_REMAINING_SHARE * trained_distance
     if is_close and is_clearly_better:
         return best["name"]
     return None
@@ -378,7 +405,7 @@ def _group_causes(causes: Sequence[tuple[Kind, str, str]]) -> list[JsonObject]:
     """Return each cause once, with the kinds of texts that it concerns.
 
     Args:
-        causes: kind, name and advice.
+        causes: (kind, name, advice) of each likely cause.
     """
     grouped: dict[str, JsonObject] = {}
     for kind, name, advice in causes:
@@ -388,7 +415,12 @@ def _group_causes(causes: Sequence[tuple[Kind, str, str]]) -> list[JsonObject]:
 
 
 def _log_sample(name: str, sample: Mapping[str, Any]) -> None:
-    """Warn about a difference before the whole corpus is encoded."""
+    """Log a warning if the embeddings of the sample do not agree.
+
+    Args:
+        name: name of the data set.
+        sample: the return value of `compare_sample`.
+    """
     if all(sample[kind]["agrees"] for kind in KINDS):
         return
     causes = "; ".join(cause["name"] for cause in sample["causes"]) or "unknown"

@@ -1,7 +1,9 @@
-"""The guard of `contaccum fit`: a model that also keeps the quality of the base model elsewhere.
+"""The guard of `contaccum fit`, which keeps the quality of the base model on other data.
 
-After the final training, models between the base model and the trained model are scored on dev and
-on the user's guard sets, and the rule of `contaccum.merging.choice` chooses one.
+A guard set is a data set of the user, other than the training data, on which the fitted model may
+lose only a little against the base model. After the final training, the interpolated models
+(1 - w) * base + w * trained are scored for several weights w, on the fit's dev set and on the guard
+sets. The rule of `contaccum.merging.choice` chooses one of them.
 """
 
 from __future__ import annotations
@@ -35,23 +37,31 @@ from contaccum.merging.choice import (
 from contaccum.merging.output import save_merged_model
 from contaccum.merging.scoring import ScoringSettings, WeightScorer
 
-_TRAINED_NAME = "the trained model"
+_TRAINED_NAME = "the trained model"  # in the model card
 
 
 class _GuardSet(NamedTuple):
-    """A data set on which the quality of the base model is to be kept."""
+    """A data set on which the quality of the base model must not get lost.
 
-    source: str  # folder or public name
+    Attributes:
+        source: BEIR folder or name of a public set.
+        fingerprint: hash of the data.
+        num_documents: number of documents in its corpus.
+        sample: a few documents, with which the time of encoding is measured.
+    """
+
+    source: str
     fingerprint: str
     num_documents: int
-    sample: list[str]  # documents, to measure the time of encoding
+    sample: list[str]
 
 
 class Guard:
     """The guard sets of a fit, and the choice of a weight by their scores.
 
     Args:
-        sources: BEIR folders or names of public sets; all of them are read once.
+        sources: BEIR folders or names of public sets. All are read here once, so that a faulty set
+            is reported before the training.
         guard_loss: the nDCG@10 that a weight may lose on each guard set.
         folder: the output folder of the fit.
 
@@ -70,7 +80,7 @@ class Guard:
             raise DataError("guard: two of the guard sets have the same data; name each set once")
 
     def make_request(self) -> dict[str, Any]:
-        """Return everything that decides the choice, for the request of the fit."""
+        """Return the guard's data and settings, for the record of the fit's settings."""
         sets = {guard_set.source: guard_set.fingerprint for guard_set in self._sets}
         return {"sets": sets, "guard_loss": self._guard_loss}
 
@@ -81,16 +91,17 @@ class Guard:
         batch_size: int,
         is_query_side: bool,
     ) -> float:
-        """Return the time that the scores of all weights take, measured on a part of the documents.
+        """Estimate the time in seconds for scoring all weights on dev and on the guard sets.
 
+        It is the time of encoding the documents, extrapolated from a sample of each guard set.
         Queries are not counted, because they are short.
 
         Args:
             base: the base model.
-            dev_seconds: the time that one encoding of the documents of dev takes.
+            dev_seconds: seconds for encoding the documents of dev once.
             batch_size: texts per forward pass.
-            is_query_side: True if only the query tower will be trained. The documents are then
-                encoded once, and otherwise once for each weight.
+            is_query_side: whether only the query tower is trained. If so, all weights have the same
+                document embeddings, which are computed once; otherwise once for each weight.
         """
         seconds = dev_seconds
         for guard_set in self._sets:
@@ -110,15 +121,15 @@ class Guard:
     ) -> None:
         """Choose a weight, and write its model and the record of the choice.
 
-        If an earlier start has written both, nothing is done. Scores that an earlier start has
-        computed are not computed again.
+        The command may have been started before in the same folder. If the record exists already,
+        nothing is done. Scores that exist already are not computed again.
 
         Args:
             base: the base model.
             base_name: the name of the base model in the model card.
             batch_size: texts per forward pass.
             show_progress: show progress bars.
-            print_line: is called with each line for the user.
+            print_line: function that is called with each line of text for the user.
         """
         folder = self._folder
         if folder.guard_file.is_file():
@@ -127,7 +138,9 @@ class Guard:
         interpolation = WeightInterpolation(base, trained)
         settings = ScoringSettings(batch_size, show_progress=show_progress)
         scorer = WeightScorer(interpolation, settings, folder.guard_scores_file, print_line)
-        dev = replace(load_beir_folder(get_trial_dev_set(folder), "test"), name="dev")
+        # The folder of the dev set has a single split, which is called "test" as in BEIR.
+        dev = load_beir_folder(get_trial_dev_set(folder), "test")
+        dev = replace(dev, name="dev")
         scores = [scorer.score(dev, "own", self._weights)]
         for guard_set in self._sets:
             scores.append(scorer.score(load_data(guard_set.source), "guard", self._weights))
@@ -136,12 +149,15 @@ class Guard:
         print_line(choice.table())
         print_line(choice.describe())
         save_merged_model(interpolation, choice, folder.model, base_name, _TRAINED_NAME)
-        # The record is written last: where it is, the model is complete.
+        # The record is written last, so that the model is complete if the record exists.
         write_json(folder.guard_file, {**choice.record(), "line": choice.describe()})
 
 
 def _read_guard_set(source: str) -> _GuardSet:
-    """Read a guard set, and keep only its size and a few documents."""
+    """Read a guard set, and return its fingerprint, its size and a few of its documents.
+
+    The corpus itself is not kept in memory.
+    """
     dataset = load_data(source)
     sample = []
     for document in islice(dataset.corpus.values(), NUM_MEASURED_DOCUMENTS):
@@ -150,7 +166,7 @@ def _read_guard_set(source: str) -> _GuardSet:
 
 
 def read_guard_record(folder: FitFolder) -> dict[str, Any] | None:
-    """Return the record of the choice, or None if the fit has no guard."""
+    """Return the record of the choice, or None if the fit has no guard or has not chosen yet."""
     if not folder.guard_file.is_file():
         return None
     record: dict[str, Any] = read_json(folder.guard_file)
@@ -158,19 +174,24 @@ def read_guard_record(folder: FitFolder) -> dict[str, Any] | None:
 
 
 def find_chosen_row(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the row of the chosen weight on dev, which is the first data set of the record."""
+    """Return the scores of the chosen weight on dev.
+
+    Args:
+        record: record of the choice; see `WeightChoice.record`. Its first data set is dev.
+    """
     rows: list[dict[str, float]] = record["data_sets"][0]["rows"]
     [chosen_row] = [row for row in rows if row["weight"] == record["weight"]]
     return chosen_row
 
 
 def load_at_weight(base: DualEncoder, trained_folder: Path, weight: float | None) -> DualEncoder:
-    """Load a trained model, and interpolate it with the base model.
+    """Return the interpolated model of a weight, between a base model and a trained model.
 
     Args:
         base: the base model.
         trained_folder: the folder of the trained model.
-        weight: the weight of the trained model; None: the trained model as it is.
+        weight: the weight of the trained model: 0 returns the base model itself; None returns the
+            trained model itself.
     """
     trained = DualEncoder.from_pretrained(str(trained_folder), device=str(base.device))
     if weight is None:

@@ -1,7 +1,10 @@
-"""The rule that chooses a weight between two models, from the scores of each query.
+"""The rule that chooses the weight of an interpolation between a base model and a trained model.
 
-Own data are data like those that the model was trained on. Guard data are other data, on which the
-quality of the base model is to be kept. Nothing is encoded or written here.
+A weight w stands for the model with the tensors (1 - w) * base + w * trained, so weight 0 is the
+base model and weight 1 is the trained model. See `contaccum.encoders.merge`. The rule compares
+nDCG@10 on data sets of two roles. Own data are like the data that the model was trained on. Guard
+data are other data, on which a weight may lose only a little against the base model. Models are not
+run here: the scores of each query come from `contaccum.merging.scoring`.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ METRIC = "NDCG@10"
 DEFAULT_WEIGHTS = (0.3, 0.5, 0.7)
 DEFAULT_GUARD_LOSS = 0.01
 
-# Means that differ by less are equal. Sums in another order differ in the last bits.
+# Means that differ by less than this are equal, because adding the same scores in another order
+# changes the last bits of the sum.
 _TOLERANCE = 1e-9
 
 BEST_OF_SEVERAL = (
@@ -35,7 +39,7 @@ class SetScores(NamedTuple):
     """The scores of all weights on one data set.
 
     Attributes:
-        role: "own" or "guard".
+        role: "own" or "guard"; see the top of this module.
         data: the description of the data set; see `contaccum.evaluation.beir_sets.describe_data`.
         scores: {weight: {query id: nDCG@10}}; weight 0 is the base model.
     """
@@ -54,7 +58,10 @@ class SetScores(NamedTuple):
         return fmean(self.scores[weight].values())
 
     def compare(self, weight: float, other_weight: float) -> dict[str, float]:
-        """Return the paired bootstrap of two weights; see `paired_bootstrap`."""
+        """Return the mean difference of two weights and its interval; see `paired_bootstrap`.
+
+        A positive difference is in favour of ``weight``.
+        """
         scores = self.scores[weight]
         other_scores = self.scores[other_weight]
         query_ids = list(scores)
@@ -70,9 +77,11 @@ class WeightChoice(NamedTuple):
     Attributes:
         weight: the chosen weight of the trained model; 0 stands for the base model.
         rule: the rule, as a sentence.
-        failed_guards: {weight: titles of the guard sets on which it loses too much}.
-        data_sets: for each data set its role, its description, and a row for each weight with the
-            mean score, its difference to the base model and the 95% interval of the difference.
+        failed_guards: {weight: titles of the guard sets on which the weight loses too much}. All
+            weights are keys, in ascending order.
+        data_sets: one dict per data set: "role", "data" (its description) and "rows". There is a
+            row for each weight, in the order of ``failed_guards``: the mean score, its difference
+            to the base model, and the 95% interval of the difference.
         warnings: warnings, one line each.
     """
 
@@ -95,7 +104,7 @@ class WeightChoice(NamedTuple):
         }
 
     def describe(self) -> str:
-        """Return the line that says which weight was chosen, and what it means."""
+        """Return one line with the chosen weight and its meaning."""
         if self.weight == 0:
             return (
                 "chosen: weight 0, the base model: no other weight is better on the own data and "
@@ -113,15 +122,15 @@ class WeightChoice(NamedTuple):
         header.append("note")
         cells: list[list[str]] = []
         for index, weight in enumerate(self.failed_guards):
-            row = [f"{weight:g}"]
+            line = [f"{weight:g}"]
             for data_set in self.data_sets:
-                row.append(_format_scores(data_set["rows"][index]))
-            row.append(self._describe_weight(weight))
-            cells.append(row)
+                line.append(_format_scores(data_set["rows"][index]))
+            line.append(self._describe_weight(weight))
+            cells.append(line)
         return markdown_table(header, cells)
 
     def _describe_weight(self, weight: float) -> str:
-        """Return the last cell of a weight's row."""
+        """Return the note in the last column of the table, such as "base model, **chosen**"."""
         notes = []
         if weight == 0:
             notes.append("base model")
@@ -143,7 +152,7 @@ def _format_scores(row: Mapping[str, float]) -> str:
 
 
 def check_weights(weights: Sequence[float]) -> list[float]:
-    """Return the weights in ascending order, with 0 and 1.
+    """Return the weights in ascending order, without repetitions, and always with 0 and 1.
 
     Raises:
         ConfigError: if a weight is outside [0, 1].
@@ -171,9 +180,10 @@ def describe_rule(guard_loss: float) -> str:
 
 
 def choose_weight(sets: Sequence[SetScores], guard_loss: float) -> WeightChoice:
-    """Choose a weight by the rule of `describe_rule`. Weight 0 always satisfies it.
+    """Choose a weight by the rule of `describe_rule`.
 
-    Of several own sets, the mean of their mean scores counts.
+    Weight 0, the base model, loses nothing on the guard sets, so it is always allowed. If there are
+    several own sets, weights are compared by the mean of the mean scores on them.
 
     Args:
         sets: the scores on at least one own set and on the guard sets, for the same weights.
@@ -203,6 +213,7 @@ def choose_weight(sets: Sequence[SetScores], guard_loss: float) -> WeightChoice:
 
 
 def _compute_own_mean(own_sets: Sequence[SetScores], weight: float) -> float:
+    """Return the mean of a weight's mean scores on the own sets."""
     return fmean(scores.mean(weight) for scores in own_sets)
 
 
@@ -220,18 +231,29 @@ def _make_set_record(scores: SetScores, weights: Sequence[float]) -> dict[str, A
 def _collect_warnings(
     own_sets: Sequence[SetScores], best: float, allowed_weights: Sequence[float]
 ) -> list[str]:
-    """Return a warning if the own data do not separate the chosen weight from its neighbours."""
+    """Return a warning if the own data do not separate the chosen weight from its neighbours.
+
+    The neighbours are the next smaller and the next larger allowed weight. A weight is not
+    separated if, on every own set, the 95% interval of the difference contains 0.
+
+    Args:
+        own_sets: the scores on the own sets.
+        best: the chosen weight.
+        allowed_weights: weights that satisfy the rule on the guard sets, in ascending order.
+    """
     position = allowed_weights.index(best)
+    # The first and the last weight have only one neighbour: the other slice is empty for them.
     neighbours = list(allowed_weights[max(0, position - 1) : position])
     neighbours += allowed_weights[position + 1 : position + 2]
-    undecided = []
+    not_separated = []
     for neighbour in neighbours:
         comparisons = [scores.compare(best, neighbour) for scores in own_sets]
         if all(comparison["low"] <= 0 <= comparison["high"] for comparison in comparisons):
-            undecided.append(f"{neighbour:g}")
-    if not undecided:
+            not_separated.append(f"{neighbour:g}")
+    if not not_separated:
         return []
+    weights = " or ".join(not_separated)
     return [
-        f"the own data do not decide between weight {best:g} and {' or '.join(undecided)}: the 95% "
+        f"the own data do not decide between weight {best:g} and {weights}: the 95% "
         "interval of the difference contains 0; more own queries would decide"
     ]

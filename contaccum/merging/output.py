@@ -1,4 +1,4 @@
-"""Writing of a merged model, with the choice of its weight in the model card."""
+"""Writing of the chosen model, with a section on the choice of its weight in the model card."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def save_merged_model(
     At weight 0 the base model is saved as it is, with its own prompts and maximum lengths.
 
     Args:
-        interpolation: the two models.
+        interpolation: the base model and the trained model.
         choice: the chosen weight, and the table for the model card.
-        folder: the folder, which appears as a whole.
+        folder: the new folder, which is written completely or not at all.
         base_name, trained_name: names of the two models for the model card.
     """
     if choice.weight == 0:
@@ -45,7 +45,7 @@ def save_merged_model(
 
 
 def describe_merge(choice: WeightChoice, base_name: str, trained_name: str) -> str:
-    """Return the section of the model card, in Markdown."""
+    """Return the section of the model card on the merge, in Markdown."""
     weight = choice.weight
     summary = f"Merged: each weight is {1 - weight:g} * {base_name} + {weight:g} * {trained_name}."
     if weight == 0:
@@ -62,14 +62,13 @@ def describe_merge(choice: WeightChoice, base_name: str, trained_name: str) -> s
 
 
 def _reset_model_card(model: DualEncoder) -> None:
-    """Give a model the card of a new model.
+    """Replace the card that was loaded with the trained model by the card of a new model.
 
-    The scores and the training that the card of the trained model describes are not those of the
-    merged model.
+    The loaded card describes scores and a training that do not hold for the merged model.
     """
-    # This attribute is private, but the only way not to save the text that was loaded.
-    # SentenceTransformer.merge resets it in the same way.
+    # If this attribute is set, sentence-transformers saves it as the card. It is private, and there
+    # is no public way to reset it: SentenceTransformer.merge does the same.
     model._model_card_text = None
-    # The setting keeps the card from asking the model hub about the base model.
+    # With local_files_only, the card does not request the base model's data from the model hub.
     model.model_card_data = SentenceTransformerModelCardData(local_files_only=True)
     model.model_card_data.register_model(model)

@@ -1,6 +1,7 @@
-"""Scores of the models between a base model and a trained model on data sets.
+"""Scores of the interpolated models between a base model and a trained model on data sets.
 
-Scores are saved after each weight, so that a command that was killed does not compute them again.
+A weight w stands for the model with the tensors (1 - w) * base + w * trained. Scores are saved
+after each weight, so that a command that was killed can continue without computing them again.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ _CUT_OFF = 10
 
 
 class ScoringSettings(NamedTuple):
-    """Settings of the encoding and the comparison of texts.
+    """Settings with which texts are encoded and compared.
 
     Attributes:
         batch_size: texts per forward pass.
-        precision: type of autocast; see `contaccum.retrieval.encode.encode_texts`.
+        precision: dtype of autocast; see `contaccum.retrieval.encode.encode_texts`.
         similarity: "cos" or "dot"; None: each model's own similarity.
         show_progress: show progress bars.
     """
@@ -43,17 +44,17 @@ class ScoringSettings(NamedTuple):
 
 
 class WeightScorer:
-    """Scores of the models between a base model and a trained model.
+    """Evaluation of the interpolated models between a base model and a trained model.
 
-    Weight 0 is the base model as it is, with its own prompts and maximum lengths. All other weights
-    have the prompts and maximum lengths of the trained model.
+    For weight 0, the base model itself is scored, with its own prompts and maximum lengths. The
+    models of all other weights have the prompts and maximum lengths of the trained model.
 
     Args:
         interpolation: the two models.
-        settings: how texts are encoded and compared.
+        settings: settings with which texts are encoded and compared.
         scores_file: JSON file in which the scores are saved, and from which they are read if
             models, data and settings are the same; None: the scores are not saved.
-        print_line: is called with a line after each weight.
+        print_line: function that is called with a line of text after each weight.
     """
 
     def __init__(
@@ -67,10 +68,12 @@ class WeightScorer:
         self._settings = settings
         self._scores_file = scores_file
         self._print_line = print_line
-        # The interpolated model has the weights of the trained model only at weight 1.
+        # The trained model is identified by its weights. `interpolation.model` holds them only at
+        # weight 1, and may hold those of another weight now.
         interpolation.set_weight(1.0)
         self._base_identity = _identify(interpolation.base)
         self._trained_identity = _identify(interpolation.model)
+        # {key of `_make_key`: {query id: nDCG@10}}
         self._saved_scores: dict[str, dict[str, float]] = {}
         if scores_file is not None and scores_file.is_file():
             self._saved_scores = read_json(scores_file)
@@ -94,7 +97,7 @@ class WeightScorer:
             key = self._make_key(dataset, weight)
             if key not in self._saved_scores:
                 model = self._get_model(weight)
-                encoder.is_reusable = self._has_same_documents(weight)
+                encoder.is_reusable = self._has_trained_documents(weight)
                 self._saved_scores[key] = self._score_model(model, dataset, encoder)
                 if self._scores_file is not None:
                     write_json(self._scores_file, self._saved_scores)
@@ -104,7 +107,8 @@ class WeightScorer:
         return SetScores(role, describe_data(dataset), scores)
 
     def _make_key(self, dataset: BeirDataset, weight: float) -> str:
-        """Return a hash of everything that decides the scores of a weight."""
+        """Return a hash of everything on which the scores of a weight depend."""
+        # The trained model does not change the scores of the base model, which is weight 0.
         trained_identity = None if weight == 0 else self._trained_identity
         encoding = self._settings._replace(show_progress=False)
         return fingerprint(
@@ -112,18 +116,21 @@ class WeightScorer:
         )
 
     def _get_model(self, weight: float) -> DualEncoder:
-        """Return the model of a weight."""
+        """Return the model of a weight; the interpolated model is changed in place."""
         if weight == 0:
             return self._interpolation.base
         return self._interpolation.set_weight(weight)
 
-    def _has_same_documents(self, weight: float) -> bool:
-        """Return whether the document embeddings of a weight are those of the trained model."""
+    def _has_trained_documents(self, weight: float) -> bool:
+        """Return whether a weight gives the same document embeddings as the trained model."""
         if not self._interpolation.is_unchanged("document"):
             return False
+        if weight != 0:
+            return True
+        # The base model has its own prompt and maximum length, which may differ.
         base_settings = tokenisation_fingerprint(self._interpolation.base, "document")
         trained_settings = tokenisation_fingerprint(self._interpolation.model, "document")
-        return weight != 0 or base_settings == trained_settings
+        return base_settings == trained_settings
 
     def _score_model(
         self, model: DualEncoder, dataset: BeirDataset, encoder: _DocumentEncoder
@@ -142,11 +149,11 @@ class WeightScorer:
 
 
 class _DocumentEncoder:
-    """Encoding of the documents of one data set, with embeddings that can be used again.
+    """Encoder of the documents of one data set, which keeps embeddings for the next models.
 
     Attributes:
-        is_reusable: whether the next model has the same document embeddings as the other models
-            for which this attribute was True.
+        is_reusable: set before each model: whether the model gives the same document embeddings as
+            all other models for which this is True. Only the first of these models encodes.
     """
 
     def __init__(self, settings: ScoringSettings) -> None:
@@ -172,7 +179,7 @@ class _DocumentEncoder:
 
 
 def _identify(model: DualEncoder) -> dict[str, Any]:
-    """Return hashes of the weights and of all settings that decide a model's embeddings."""
+    """Return hashes of the weights and settings on which a model's search results depend."""
     return {
         "weights": model_fingerprint(model),
         "tokenisation": tokenisation_fingerprint(model),

@@ -1,8 +1,8 @@
 """Folders in which stores are written and read: on this machine, or at a URL that fsspec opens.
 
-Files of a folder at a URL, such as ``s3://bucket/stores/wikipedia``, are downloaded into the cache
-folder when they are needed, and mapped into memory there. What the files contain is described in
-`store_files`.
+A store holds the embeddings of a corpus as files; `store_files` describes them. Files of a folder
+at a URL, such as ``s3://bucket/stores/wikipedia``, are downloaded into the cache folder of this
+machine when they are needed, and mapped into memory from there.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ if TYPE_CHECKING:
 
 # The start of a URL: "s3://", or "simplecache::s3://" for a chain of file systems.
 _URL_START = re.compile(r"[a-z][a-z0-9+.-]*(://|::)", re.I)
-# What pathlib.Path makes of it.
+# The start of a URL after pathlib.Path has changed it: "s3:/" for "s3://".
 _SHORTENED_URL_START = re.compile(r"[a-z][a-z0-9+.-]+:/", re.I)
 
 
 class StoreFolder(ABC):
-    """Folder of a store. A name is a path in the folder, such as "shard-00000/embeddings.npy".
+    """Folder of a store. In all methods, ``name`` is a path relative to this folder.
+
+    An example of a name is "shard-00000/embeddings.npy".
 
     Attributes:
-        location: the path of the folder, or its URL without credentials. It is also
-            ``str(folder)``.
+        location: the path of the folder, or its URL without credentials; ``str(folder)`` gives it
+            as a text.
     """
 
     location: Path | str
@@ -49,15 +51,15 @@ class StoreFolder(ABC):
 
     @abstractmethod
     def list_names(self) -> list[str]:
-        """Return the names of all files and folders that are not hidden, without their content.
+        """Return the names of the files and folders directly in this folder, except hidden ones.
 
-        The list is empty if the folder does not exist. If a file has its path, the list is not
-        empty.
+        The list is empty if this folder does not exist. If its path is that of a file, the list is
+        not empty, so that a caller who needs an empty folder refuses it.
         """
 
     @abstractmethod
     def get_file_sizes(self, name: str) -> dict[str, int]:
-        """Return {file name: bytes} of a subfolder; {} if there is none."""
+        """Return {file name: size in bytes} of a subfolder; {} if the subfolder does not exist."""
 
     @abstractmethod
     def read_json(self, name: str) -> dict[str, Any]:
@@ -69,7 +71,7 @@ class StoreFolder(ABC):
 
     @abstractmethod
     def write_json(self, name: str, content: Any) -> None:
-        """Write a JSON file without credentials, as a whole or not at all.
+        """Write a JSON file, from which credentials are removed, completely or not at all.
 
         Raises:
             UserError: the file cannot be written.
@@ -77,23 +79,28 @@ class StoreFolder(ABC):
 
     @abstractmethod
     def get_local_file(self, name: str) -> Path:
-        """Return a file of this machine with the content of the file of this name."""
+        """Return the path of a file on this machine that has the content of the named file.
+
+        A file at a URL is downloaded first, unless the cache has it.
+        """
 
     @abstractmethod
     def new_subfolder(self, name: str, last_file: str) -> AbstractContextManager[Path]:
-        """Yield an empty folder of this machine, whose files become those of a subfolder.
+        """Create a subfolder from the files that the ``with`` block writes.
 
-        An earlier subfolder of this name is replaced. If the block raises an error, it stays
-        unchanged.
+        Yield an empty folder of this machine, into which the block writes. At its end, these files
+        replace an earlier subfolder of this name. If the block raises an error, the earlier
+        subfolder stays unchanged.
 
         Args:
             name: name of the subfolder.
-            last_file: name of a file that appears only when all other files are there.
+            last_file: name of the file that becomes visible last. If it exists, the subfolder is
+                complete.
         """
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with its content. Nothing happens if there is none."""
+        """Remove a file, or a folder with its content, if it exists."""
 
 
 class LocalFolder(StoreFolder):
@@ -127,12 +134,12 @@ class LocalFolder(StoreFolder):
         return self.path / name
 
     def new_subfolder(self, name: str, last_file: str) -> AbstractContextManager[Path]:
-        # The whole subfolder appears at once.
+        # All files of the subfolder appear at once, so none of them has to be the last.
         return files.atomic_folder(self.path / name)
 
     def remove(self, name: str) -> None:
         path = self.path / name
-        # Another process that removes the same folder may remove some files first.
+        # Another process may remove the same folder at the same time.
         with suppress(FileNotFoundError):
             if path.is_dir():
                 shutil.rmtree(path)
@@ -141,14 +148,15 @@ class LocalFolder(StoreFolder):
 
 
 class RemoteFolder(StoreFolder):
-    """Folder at a URL. It may be a prefix of an object store, which has no folders.
+    """Folder at a URL.
 
+    An object store has no folders: the folder is then the common start of the names of objects.
     Downloaded files stay in the cache folder, so that later searches need not download them again.
 
     Args:
         filesystem: fsspec's file system.
         path: path of the folder in this file system.
-        url: the URL, for messages.
+        url: the URL of the folder, for `location` and for messages.
     """
 
     def __init__(self, filesystem: AbstractFileSystem, path: str, url: str) -> None:
@@ -158,7 +166,7 @@ class RemoteFolder(StoreFolder):
 
     def exists(self, name: str) -> bool:
         with self._translate_errors("read", name):
-            # Listings may be cached, and other processes write to the folder.
+            # fsspec caches listings, but other processes may have written to the folder since.
             self._filesystem.invalidate_cache()
             try:
                 self._filesystem.info(self._join(name))
@@ -193,7 +201,8 @@ class RemoteFolder(StoreFolder):
     def get_local_file(self, name: str) -> Path:
         path = self._join(name)
         with self._translate_errors("read", name):
-            # The key changes when the file is replaced. A cached listing could give another key.
+            # `ukey` returns another value after the file was replaced, so an outdated copy in the
+            # cache folder is not used. It must not be computed from an outdated listing.
             self._filesystem.invalidate_cache()
             key = files.fingerprint(str(self), name, self._filesystem.ukey(path))
             local_path = files.cache_folder("stores", key, _get_last_part(name))
@@ -208,6 +217,7 @@ class RemoteFolder(StoreFolder):
             local_folder = Path(temporary_folder, name)
             with files.atomic_folder(local_folder) as folder:
                 yield folder
+            # False sorts before True, so the last file is uploaded last.
             paths = sorted(local_folder.iterdir(), key=lambda path: path.name == last_file)
             self.remove(name)
             for path in paths:
@@ -227,22 +237,30 @@ class RemoteFolder(StoreFolder):
                 entries = self._filesystem.ls(self._join(name), detail=True)
             except FileNotFoundError:
                 return []
-        # Object stores may have an empty object with the path of a folder, which stands for it.
+        # An object store may mark a folder by an empty object that has the path of the folder. The
+        # listing of the folder then contains the folder itself.
         path = self._join(name).strip("/")
         return [entry for entry in entries if entry["size"] or entry["name"].strip("/") != path]
 
     def _join(self, name: str) -> str:
+        """Return the path of a file or folder in the file system."""
         return f"{self._path}/{name}".rstrip("/")
 
     @contextmanager
     def _translate_errors(self, action: str, name: str) -> Iterator[None]:
-        """Raise an error of a file system as `UserError`."""
+        """Replace any error of the file system in the ``with`` block by a `UserError`.
+
+        Args:
+            action: past participle for the message, such as "read".
+            name: name of the file or folder; "" for this folder.
+        """
         try:
             yield
         except UserError:
             raise
         except Exception as error:
-            # Each package has errors of its own for a network or for credentials.
+            # All types are caught, because each file system has its own for errors of the network
+            # or of credentials.
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise UserError(
                 f"{self._join_url(name)}: cannot be {action} ({files.redact(reason)}); check the "
@@ -250,6 +268,7 @@ class RemoteFolder(StoreFolder):
             ) from error
 
     def _join_url(self, name: str) -> str:
+        """Return the URL of a file or folder, without credentials."""
         return f"{self}/{name}".rstrip("/")
 
 
@@ -262,7 +281,7 @@ def open_folder(path: files.AnyPath) -> StoreFolder:
     """Return the folder at a path or a URL. It need not exist.
 
     Args:
-        path: a path of this machine, also as ``file://``, or a URL as a str.
+        path: a path of this machine, also in the form ``file://PATH``, or a URL as a str.
 
     Raises:
         ConfigError: the scheme of the URL is unknown, its package is not installed, or the URL is
@@ -295,4 +314,5 @@ def open_folder(path: files.AnyPath) -> StoreFolder:
 
 
 def _get_last_part(name: str) -> str:
+    """Return the part of a path after its last slash, such as "b" for "a/b" and "a/b/"."""
     return name.rstrip("/").rpartition("/")[2]

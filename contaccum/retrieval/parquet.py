@@ -1,13 +1,16 @@
-"""Parquet files of a finished store, for `datasets`, DuckDB, LanceDB and other programs.
+"""Export of a store to parquet files, for `datasets`, DuckDB, LanceDB and other programs.
+
+A store holds the embeddings of a corpus, one row per passage, and is divided into shards. Each
+shard becomes one file:
 
     shard-00000.parquet    the rows of the store's first shard, in the order of the store
         id                 string
         title, text        strings; only if the passages of the corpus are passed
         embedding          fixed_size_list<float32 or float16, d>: the values of the store
 
-The schema metadata of every file holds the texts of `describe_store`. Files are written one by one,
-each completely or not at all, and files that exist are not written again. Nothing is encoded here,
-and contaccum itself reads stores, not these files.
+The schema metadata of every file describes the store; see `describe_store`. Files are written one
+by one, each completely or not at all, so an interrupted export can continue: files that exist are
+not written again. Passages are not encoded again. contaccum itself reads stores, not these files.
 """
 
 from __future__ import annotations
@@ -28,13 +31,14 @@ from contaccum.retrieval.store import EmbeddingStore
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Readers load one row group at a time. With 768 dimensions in float32, a group has 25 MB.
+# A parquet file consists of row groups. Programs read one group at a time. With 768 dimensions in
+# float32, a group has 25 MB.
 ROWS_PER_GROUP = 8192
 _PARQUET_DTYPES = ("float32", "float16")
 
 
 def check_parquet_dtype(dtype: str) -> None:
-    """Raise `ConfigError` for a type of embeddings that a parquet file cannot hold."""
+    """Raise `ConfigError` for a dtype of embeddings that other programs could not read."""
     if dtype not in _PARQUET_DTYPES:
         raise ConfigError(
             f"{dtype} embeddings cannot be written as parquet, because other programs cannot "
@@ -46,9 +50,9 @@ def describe_store(store: EmbeddingStore) -> dict[str, str]:
     """Return the schema metadata of a store's parquet files.
 
     Returns:
-        "contaccum.model_name"; "contaccum.model", the fingerprint of the weights;
-        "contaccum.similarity", "cos" or "dot"; "contaccum.fingerprint", the fingerprint of the
-        store.
+        A dict with the keys "contaccum.model_name"; "contaccum.model", the fingerprint of the
+        model's weights; "contaccum.similarity", which is "cos" or "dot"; and
+        "contaccum.fingerprint", the fingerprint of the store.
     """
     return {
         "contaccum.model_name": str(store.metadata.get("model_name")),
@@ -64,12 +68,13 @@ def write_parquet(
     passages: Iterable[tuple[str, str, str]] | None = None,
     show_progress: bool = False,
 ) -> list[Path]:
-    """Write a parquet file for each shard of a store; skip the files that exist.
+    """Write a parquet file for each shard of a store, except files that exist already.
 
-    Memory holds one row group, and with ``passages`` also 8 bytes per row of the store.
+    One row group is in memory at a time. With ``passages``, the hashes of all texts are in memory
+    too, which have 8 bytes per row of the store.
 
     Args:
-        store: a finished store of type float32 or float16.
+        store: a finished store of dtype float32 or float16.
         folder: folder of the files.
         passages: (id, title, text) of each passage, in the order of the store; None to write
             neither titles nor texts.
@@ -79,7 +84,7 @@ def write_parquet(
         The paths of all files, in the order of the store.
 
     Raises:
-        ConfigError: the store is of type int8 or binary.
+        ConfigError: the store has the dtype int8 or binary.
         DataError: the passages are not those of the store.
         UserError: the folder holds other parquet files, or the disk is full.
     """
@@ -104,7 +109,10 @@ def write_parquet(
 
 
 class _PassageReader:
-    """Reader of the titles and texts of a store's rows, once, in the order of the store."""
+    """Reader of the titles and texts of a store's rows, in the order of the store.
+
+    The passages may come from an iterator that cannot go back, so each row is read or skipped once.
+    """
 
     def __init__(self, store: EmbeddingStore, passages: Iterable[tuple[str, str, str]]) -> None:
         self._folder = store.folder
@@ -112,7 +120,7 @@ class _PassageReader:
         self._passages = iter(passages)
 
     def skip(self, num_rows: int) -> None:
-        """Read the passages of the next rows without returning them."""
+        """Skip the passages of the next rows, whose file exists already."""
         for _ in islice(self._passages, num_rows):
             pass
 
@@ -120,11 +128,12 @@ class _PassageReader:
         """Return the titles and the texts of the next rows.
 
         Args:
-            rows: numbers of these rows.
-            ids: their ids in the store.
+            rows: row numbers in the store.
+            ids: the ids of these rows in the store.
 
         Raises:
-            DataError: a passage has another id or another text than its row.
+            DataError: a passage has another id than its row, or a text whose hash differs from the
+                hash that the store has of the encoded text.
         """
         passages = list(islice(self._passages, len(rows)))
         titles = [title for _, title, _ in passages]
@@ -158,8 +167,8 @@ def _make_schema(store: EmbeddingStore, has_texts: bool) -> pa.Schema:
     if has_texts:
         fields.append(pa.field("title", pa.string()))
         fields.append(pa.field("text", pa.string()))
-    # Parquet calls the values of a list "element". With another name, the schema of a file that is
-    # read would differ from this one.
+    # A parquet file names the values of a list "element". With another name here, this schema would
+    # differ from that of a written file, and `_find_finished_files` would refuse the file.
     value_field = pa.field("element", pa.from_numpy_dtype(store.dtype))
     fields.append(pa.field("embedding", pa.list_(value_field, store.shape[1])))
     return pa.schema(fields, metadata=describe_store(store))
@@ -168,7 +177,12 @@ def _make_schema(store: EmbeddingStore, has_texts: bool) -> pa.Schema:
 def _find_finished_files(
     folder: Path, rows_by_path: dict[Path, range], schema: pa.Schema
 ) -> set[Path]:
-    """Return the paths of the files that are complete already.
+    """Return the paths of the files that exist already and are complete.
+
+    Args:
+        folder: the folder of the files.
+        rows_by_path: the path of each planned file and the rows that it holds.
+        schema: the schema of the planned files.
 
     Raises:
         UserError: the folder holds a parquet file of another store, or one with other columns.
@@ -179,6 +193,7 @@ def _find_finished_files(
         if path not in rows_by_path:
             raise _other_file_error(path)
         if stored_schema is None:
+            # The file is incomplete and is written again.
             continue
         has_rows = num_rows == len(rows_by_path[path])
         if not has_rows or not stored_schema.equals(schema, check_metadata=True):
@@ -188,7 +203,7 @@ def _find_finished_files(
 
 
 def _read_schema(path: Path) -> tuple[pa.Schema | None, int]:
-    """Return the schema and the number of rows of a file; None and 0 if it is cut off."""
+    """Return the schema and the number of rows of a file; (None, 0) if the file is incomplete."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -196,11 +211,12 @@ def _read_schema(path: Path) -> tuple[pa.Schema | None, int]:
         with pq.ParquetFile(path) as file:
             return file.schema_arrow, file.metadata.num_rows
     except pa.ArrowInvalid:
-        # The schema is at the end of a file.
+        # The schema is at the end of a file, so an incomplete file has none.
         return None, 0
 
 
 def _other_file_error(path: Path) -> UserError:
+    """Return the error for a file that does not belong to this store and these columns."""
     return UserError(
         f"{path}: holds another store or other columns (remove this folder, or name a new one)"
     )
@@ -213,12 +229,13 @@ def _write_file(
     schema: pa.Schema,
     reader: _PassageReader | None,
 ) -> None:
-    """Write the file of some rows, group by group."""
+    """Write a file with some rows of a store, one row group at a time."""
     import pyarrow.parquet as pq
 
     with (
         files.atomic_file(path) as temporary_path,
-        # Numbers of embeddings hardly repeat, so a dictionary of them would only cost time.
+        # Parquet can store repeated values once, in a dictionary. The values of embeddings hardly
+        # repeat, so a dictionary would only cost time.
         pq.ParquetWriter(temporary_path, schema, use_dictionary=False) as writer,
     ):
         for start in range(rows.start, rows.stop, ROWS_PER_GROUP):
@@ -238,7 +255,7 @@ def _make_table(
         titles, texts = reader.read(rows, ids)
         columns.append(pa.array(titles, pa.string()))
         columns.append(pa.array(texts, pa.string()))
-    # A store returns float32. Converting float16 values to float32 and back changes no bit.
+    # A store always returns float32. Values that were float16 are converted back without a loss.
     embeddings = store[rows.start : rows.stop].astype(store.dtype, copy=False)
     values = pa.array(embeddings.reshape(-1))
     embedding_type = schema.field("embedding").type

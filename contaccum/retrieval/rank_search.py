@@ -1,7 +1,8 @@
-"""Exact search of a store by the ranks of a distributed run, each in its own shards.
+"""Exact search of a store by all R ranks of a distributed run.
 
-The results are those of a search by one process. Scores may differ by float32 rounding if the
-processes have another number of threads.
+The shards of the store are divided among the ranks. Each rank searches all queries in its own
+shards, and rank 0 merges the results of all ranks. They are the same as in a search by one process,
+except that scores may differ by float32 rounding if the number of threads per process differs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from contaccum.retrieval.encode import Metric
 from contaccum.retrieval.index import build_index, find_gpus, order_ties_by_id, search
 from contaccum.retrieval.store import EmbeddingStore
 
-# Limits the memory for the results of all ranks before they are merged.
+# Results are sent and merged for this many queries at a time, to limit the memory that the results
+# of all ranks need before they are merged.
 _QUERIES_PER_GATHER = 4096
 
 
@@ -32,6 +34,7 @@ def share_queries(embeddings: np.ndarray | None, dimension: int) -> np.ndarray:
         embeddings = np.empty((0, dimension), dtype=np.float32)
     if world_size() == 1:
         return embeddings
+    # The other ranks have 0 rows, so the concatenation over all ranks is what rank 0 has.
     rows = torch.from_numpy(embeddings).to(PartialState().device)
     gathered, _ = gather_rows([rows])
     return gathered[0].cpu().numpy()
@@ -46,25 +49,28 @@ def search_with_all_ranks(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Find the k best documents of n queries exactly, in all shards of a store.
 
-    Every rank must call this function. It searches its part of the shards on its own GPU if FAISS
-    has GPUs, else on the CPU. Then the results are sent to all ranks, and rank 0 merges them.
+    Every rank must call this function. A rank searches its part of the shards on its own GPU if
+    FAISS can use GPUs, and otherwise on the CPU. Then the results are sent to all ranks, and rank 0
+    merges them.
 
     Args:
-        store: a store of N documents; the same one on every rank.
+        store: the store of N documents, the same on every rank.
         queries: float32 (n, d), the same on every rank.
         k: number of documents per query.
         metric: "cos" or "dot".
         show_progress: show a progress bar of this rank's search.
 
     Returns:
-        On rank 0, scores, float32 (n, min(k, N)), and rows of the store, int64 (n, min(k, N)): by
-        score, descending, and for equal scores by id, ascending. None on other ranks.
+        On rank 0, the scores, float32 (n, min(k, N)), and the documents' row numbers in the store,
+        int64 (n, min(k, N)). The documents of a query are in descending order of their scores, and
+        with equal scores in ascending order of their ids. None on other ranks.
 
     Raises:
         UserError: a vector holds NaN or infinity.
     """
     index = build_index(store, metric=metric)
     local_rank = PartialState().local_process_index
+    # An empty list, if there is no GPU of this number, stands for the CPU.
     index.gpus = find_gpus()[local_rank : local_rank + 1]
     scores, rows = search(index, queries, k, show_progress, rank(), world_size())
     merged_scores = []
@@ -82,12 +88,13 @@ def search_with_all_ranks(
 
 
 def _gather_results(scores: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the results of all R ranks for n queries side by side, (n, R * k).
+    """Return the scores and rows of all R ranks for n queries side by side, (n, R * k) each.
 
     Args:
-        scores, rows: (n, k) of this rank.
+        scores, rows: (n, k), the results of this rank.
     """
     device = PartialState().device
+    # `gather_rows` concatenates along the first axis, so the axis of the results, k, comes first.
     columns = [torch.from_numpy(values).T.contiguous().to(device) for values in (scores, rows)]
     gathered, _ = gather_rows(columns)
     all_scores, all_rows = [values.T.contiguous().cpu().numpy() for values in gathered]
@@ -97,10 +104,15 @@ def _gather_results(scores: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, n
 def _merge_results(
     store: EmbeddingStore, scores: np.ndarray, rows: np.ndarray, k: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the k best of the results of all R ranks, as `search_with_all_ranks` orders them.
+    """Return the k best of the results of all R ranks, in the order of `search_with_all_ranks`.
 
     Args:
-        scores, rows: (n, R * k).
+        store: the store of N documents.
+        scores, rows: (n, R * k), the results of all ranks for n queries.
+        k: number of documents per query.
+
+    Returns:
+        Scores and rows, (n, min(k, N)) each.
     """
     k = min(k, len(store))
     order = np.argsort(-scores, axis=1, kind="stable")
