@@ -33,7 +33,7 @@ class Baselines(NamedTuple):
 
     @property
     def is_base_too_weak(self) -> bool:
-        """True if a query encoder cannot be trained against the base model's document embeddings."""
+        """True if the base model's document embeddings are too bad to train a query encoder."""
         return self.base < USELESS_SHARE_OF_BM25 * self.bm25
 
 

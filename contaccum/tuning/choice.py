@@ -19,7 +19,7 @@ from contaccum.evaluation.metrics import paired_bootstrap
 from contaccum.tuning.trial import QueryScores
 
 NEIGHBOUR_FACTOR = 10.0
-"""Values that differ by this factor or more are not neighbours, so they do not smooth each other."""
+"""Two values are neighbours and smooth each other if they differ by less than this factor."""
 
 _MIN_POINTS = 4  # with fewer points, a parabola passes through all of them and smooths nothing
 
@@ -146,7 +146,7 @@ def choose_trial(trials: Sequence[FinishedTrial], base_scores: QueryScores) -> C
 
     Trials that differ only by the learning rate form a curve, score against learning rate, and
     `find_best_value` chooses the best trial of each curve. Of these candidates, the one on the
-    curve with most trials is preferred, because its score is smoothed best. Another candidate
+    curve with most trials is preferred, because more trials support its score. Another candidate
     replaces it only if the 95% interval of the difference between the two lies above 0, or if its
     curve has as many trials and is higher.
 
