@@ -68,8 +68,8 @@ def atomic_file(path: AnyPath) -> Iterator[Path]:
 def atomic_folder(path: AnyPath) -> Iterator[Path]:
     """Yield a temporary folder to fill, and rename it to ``path`` when the block ends.
 
-    An earlier folder at ``path`` is replaced. If the block raises an error, the earlier folder stays
-    unchanged.
+    An earlier folder at ``path`` is replaced. If the block raises an error, the earlier folder is
+    not changed.
 
     Several processes may write the same ``path`` at the same time. Each process fills its own
     temporary folder. If another process has written ``path`` since the block began, the folder of
@@ -236,7 +236,7 @@ _WRITE_ERRORS = (
     errno.ENOTDIR,
     errno.EEXIST,
 )
-"""Error numbers of an output that cannot be written, such as disk full, read-only, no permission."""
+"""Error numbers of an output that cannot be written: full disk, read-only, no permission, ..."""
 
 
 @contextmanager
@@ -391,8 +391,8 @@ def _find_credentials() -> list[tuple[str, str]]:
     """
     credentials = []
     for name, value in os.environ.items():
-        # A short value may also be a part of ordinary text. A value that is a path is no credential:
-        # it names the file in which a key is stored.
+        # A short value may also be a part of ordinary text. A path is not a credential itself: it
+        # names the file in which the credential is stored.
         is_credential = (
             len(value) >= _MIN_CREDENTIAL_LENGTH
             and _CREDENTIAL_NAME.search(name) is not None
