@@ -2,8 +2,9 @@
 """The `contaccum` command, which runs one of its subcommands.
 
 Each subcommand is a module of this package with a function ``run(argv) -> int``, which returns the
-exit code. The module is imported when its command runs, so that `contaccum --help` is fast. It
-imports slow modules, such as torch, inside of functions, so that `contaccum COMMAND --help` is fast.
+exit code. The module is imported when its command runs, so that `contaccum --help` is fast.
+Slow modules, such as torch, are imported inside of functions, so that `contaccum COMMAND --help` is
+fast as well.
 
 Exit codes:
     0: success.

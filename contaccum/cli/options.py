@@ -128,7 +128,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def split_config_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into the config files before the first option, and the remaining part."""
+    """Split a command line into the config files before its first option, and the rest."""
     num_files = 0
     while num_files < len(argv) and not argv[num_files].startswith("-"):
         num_files += 1

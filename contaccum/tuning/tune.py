@@ -112,8 +112,7 @@ def tune(
     mined = _mine_negatives(options, space, methods, data_args, args, output)
 
     search = Search(
-        # The options need an evaluation strategy; a trial replaces it by steps.
-        options={**search_options, "eval_strategy": ["epoch"]},
+        options={**search_options, "eval_strategy": ["epoch"]},  # a trial replaces it by steps
         starts=starts,
         space=space,
         adapt_options=partial(adapt_options, store=store, mined=mined),
