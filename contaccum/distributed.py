@@ -1,11 +1,12 @@
 """Collectives over the ranks of a distributed run: rows, named tensors and JSON values.
 
-`gather_rows` puts the micro-batches of all ranks together, so that every rank computes the same
-loss. Its order is that of one process with the whole batch: the rows of rank 0, then those of
-rank 1, and so on. Parameters and their gradients are not exchanged here.
+`gather_rows` concatenates the micro-batches of all ranks, so that every rank computes the same
+loss. The rows of rank 0 come first, then the rows of rank 1, and so on, as in one process with the
+whole batch. Parameters and their gradients are not exchanged here.
 
-Every function with data is a collective: all ranks of the default process group must call it, in
-the same order. Without a process group it returns its argument.
+All functions except `world_size` and `rank` are collectives: all ranks of the default process group
+must call them, in the same order. Without a process group, the values of the single process are
+returned.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 LAYOUT_LENGTH = 16
-"""Length of the list of numbers that describes the shapes of a rank's tensors.
+"""Length of the layout, the list of numbers that describes the shapes of a rank's tensors.
 
-It holds the number of rows, and the item size, number of dimensions and shape of each tensor.
+The layout has the number of rows n, which all tensors share. Then it has for each tensor the bytes
+per number, the number of dimensions, and the shape without n. Zeros fill the rest. For tensors
+(3, 6) and (3,) of 8 bytes it is [3, 8, 2, 6, 8, 1, 0, ...].
 """
 
 
@@ -74,7 +77,7 @@ def gather_rows(tensors: list[Tensor]) -> tuple[list[Tensor], slice]:
     layout_row = torch.tensor([layout], device=tensors[0].device)
     layouts = _all_gather(layout_row, [1] * world_size()).tolist()
     lengths = [row[0] for row in layouts]
-    shapes = {tuple(row[1:]) for row in layouts}
+    shapes = {tuple(row[1:]) for row in layouts}  # the layouts without the number of rows
     if len(shapes) > 1:
         descriptions = "; ".join(_describe_layout(row) for row in layouts)
         raise ValueError(
@@ -91,7 +94,7 @@ def gather_rows(tensors: list[Tensor]) -> tuple[list[Tensor], slice]:
 def _describe_layout(layout: list[int]) -> str:
     """Return a description of a rank's tensors, such as ``(n, 6) of 8 bytes``.
 
-    n stands for the number of rows.
+    n stands for the number of rows, which may differ between ranks.
     """
     descriptions = []
     position = 1
@@ -126,7 +129,8 @@ def gather_states(state: dict[str, Tensor], device: torch.device) -> list[dict[s
 def share(content: Any) -> Any:
     """Return rank 0's ``content`` on every rank.
 
-    It is exchanged as JSON and not as a pickle, so that no code is run.
+    The value is exchanged as JSON and not as a pickle, so that no code is run. With
+    several ranks, tuples become lists.
 
     Args:
         content: a value that JSON can represent. The values of other ranks are ignored.

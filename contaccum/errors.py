@@ -1,10 +1,11 @@
 """Errors that the user can correct, and suggestions for misspelled names.
 
-The command line turns a `UserError` into one line and exit code 2. Its message says what is wrong,
+The command line turns a `UserError` into one line and exit code 2. The message says what is wrong,
 where, and what to do. Any other exception that reaches the command line is a defect of contaccum.
 
-Option names of other tools, such as ``lr``, are translated if they can mean only one option of
-contaccum. Otherwise the error message suggests the options that they could mean.
+Users may give option names of other tools. A name such as ``lr``, which can mean only one option of
+a command, is translated to this option (``learning_rate``). For a name such as ``batch_size``,
+which can mean several options, the error message suggests these options.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class DataError(UserError, ValueError):
 
 
 def closest(word: object, words: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` with the most similar word, to end an error message with.
+    """Return ``"; did you mean 'x'?"`` with the most similar word, for the end of an error message.
 
     The result is empty if no word is similar.
     """
@@ -46,18 +47,20 @@ def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
     """Check that a setting has one of the allowed values.
 
     Raises:
-        ConfigError: if it has not. The message lists the allowed values and suggests the most
-            similar one.
+        ConfigError: if the setting has another value. The message lists the allowed values and
+            suggests the most similar one.
     """
     allowed_values = tuple(allowed)
     if value in allowed_values:
         return
+    # None stands for a setting that is not given, so it is not listed.
     names = [str(allowed_value) for allowed_value in allowed_values if allowed_value is not None]
     raise ConfigError(
         f"{name} must be one of {', '.join(names)}, got {value!r}{closest(value, names)}"
     )
 
 
+# The options of contaccum's commands for one thing. A command usually has only one of them.
 _TRAIN_DATA = ("train_data", "data")
 _BATCH_SIZES = ("per_device_train_batch_size", "total_train_batch_size", "batch_size")
 _MAX_LENGTHS = ("query_max_length", "passage_max_length")
@@ -87,9 +90,9 @@ FOREIGN_OPTION_NAMES: dict[str, tuple[str, ...]] = {
     "precision": _PRECISIONS,
     "dtype": _PRECISIONS,
 }
-"""Option name of another tool -> options of contaccum that it can mean.
+"""{option name of another tool: options of contaccum that it can mean}
 
-A command has only some of these options.
+A command has only some of these options, so a name often means a single option of the command.
 """
 
 
@@ -124,7 +127,7 @@ def translate_arguments(argv: Sequence[str], options: Collection[str]) -> list[s
 
 
 def suggest_options(name: str, options: Collection[str]) -> str:
-    """Return a suggestion for an unknown option, to end an error message with.
+    """Return a suggestion for an unknown option, for the end of an error message.
 
     It lists the options that the name of another tool can mean, or else the most similar option.
     """

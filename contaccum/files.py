@@ -1,8 +1,8 @@
 """Atomic writing of files and folders, fingerprints of their content, and removal of credentials.
 
-Output files are written through this module. An output appears completely or not at all, so that
-a killed process leaves no torn file. JSON is the only format that the module itself reads and
-writes.
+All output files of contaccum are written with this module. Writing is atomic: an output is first
+written under a temporary name and then renamed, so a killed process leaves no incomplete file.
+Credentials, such as tokens in environment variables, are removed from JSON files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from contaccum import __version__
 from contaccum.errors import DataError, UserError
 
 AnyPath = str | os.PathLike[str]
+"""A path as users may give it."""
 
+# Libraries whose versions affect results.
 _LIBRARIES = (
     "torch",
     "transformers",
@@ -66,11 +68,13 @@ def atomic_file(path: AnyPath) -> Iterator[Path]:
 def atomic_folder(path: AnyPath) -> Iterator[Path]:
     """Yield a temporary folder to fill, and rename it to ``path`` when the block ends.
 
-    An earlier folder at ``path`` is replaced. If the block raises an error, it stays unchanged.
+    An earlier folder at ``path`` is replaced. If the block raises an error, the earlier folder is
+    not changed.
 
-    Several processes may write the same ``path`` at the same time. Each fills its own temporary
-    folder. If another process has written ``path`` since the block began, that folder is kept and
-    this process's folder is removed. Temporary folders of killed processes are removed first.
+    Several processes may write the same ``path`` at the same time. Each process fills its own
+    temporary folder. If another process has written ``path`` since the block began, the folder of
+    the other process is kept, and the folder of this process is removed. Before the block begins,
+    temporary folders of killed processes are removed.
 
     Raises:
         UserError: if the folder cannot be written to, or the disk is full.
@@ -127,7 +131,8 @@ def _remove_leftovers(path: Path) -> None:
     """Remove temporary folders beside ``path`` that killed processes have left."""
     name_pattern = glob.escape(path.name)
     for leftover in path.parent.glob(f".writing-{name_pattern}.*"):
-        # An OSError means that its process is still running, or has just removed the folder.
+        # The process that writes a folder has locked it. An OSError here means that this process is
+        # still running, or has just renamed or removed the folder.
         with suppress(OSError):
             lock = os.open(leftover, os.O_RDONLY)
             try:
@@ -140,9 +145,9 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _replace_folder(temporary_folder: Path, path: Path) -> None:
-    """Rename a temporary folder to ``path``, and remove an earlier folder of this name.
+    """Rename a temporary folder to ``path``, and remove an earlier folder at ``path``.
 
-    If another process does the same at the same time, one of the two new folders is kept.
+    If another process also writes ``path`` at this moment, one of the two new folders is kept.
     """
     earlier_folder = path.with_name(f".replaced-{path.name}.{uuid4().hex}")
     # There may be no earlier folder, or another process has just moved it away.
@@ -231,7 +236,7 @@ _WRITE_ERRORS = (
     errno.ENOTDIR,
     errno.EEXIST,
 )
-"""Error numbers of an output that cannot be written: disk full, read-only, no permission."""
+"""Error numbers of an output that cannot be written: full disk, read-only, no permission, ..."""
 
 
 @contextmanager
@@ -239,14 +244,15 @@ def _prepare_writing(path: Path) -> Iterator[None]:
     """Make the folder of ``path`` before the block, and flush the folder after it.
 
     Raises:
-        UserError: if the output cannot be written.
+        UserError: if the output cannot be written. The block's own OSErrors count as such errors if
+            their number is in `_WRITE_ERRORS`.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
         _flush(path.parent)
     except OSError as error:
-        # The block may also read files. Their errors are not reported as write errors.
+        # Other errors may come from files that the block reads, so they are raised unchanged.
         if error.errno not in _WRITE_ERRORS:
             raise
         raise UserError(
@@ -264,7 +270,7 @@ def _flush(path: Path) -> None:
 
 
 class Fingerprint:
-    """A SHA-256 hash over values in order.
+    """A SHA-256 hash over values in order, which identifies data, models and settings.
 
     The length of each value is hashed as well, so that the values ``("ab", "c")`` and
     ``("a", "bc")`` have different fingerprints.
@@ -317,7 +323,7 @@ def cache_folder(*parts: str) -> Path:
 
 
 def package_versions() -> dict[str, str]:
-    """Return {package: version} of Python, contaccum and the libraries that affect its numbers.
+    """Return {package: version} of Python, contaccum and the libraries that affect results.
 
     Libraries that are not installed are left out.
     """
@@ -358,16 +364,18 @@ def git_commit() -> str | None:
 _CREDENTIAL_NAME = re.compile(
     r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE)(?:_|$)|PASSWORD$|APIKEY$", re.I
 )
+"""Names of environment variables with credentials, such as HF_TOKEN or AWS_SECRET_ACCESS_KEY."""
 _MIN_CREDENTIAL_LENGTH = 8
-# Path() shortens "https://" to "https:/", so one slash is enough.
+# User and password in a URL, as in https://user:password@host. Path() shortens "https://" to
+# "https:/", so one slash is enough.
 _USER_IN_URL = re.compile(r"\b([a-z][a-z0-9+.-]+:/{1,2})[^\s/@'\"]+@", re.I)
 
 
 def redact(content: Any) -> Any:
     """Return ``content`` without credentials.
 
-    The value of an environment variable whose name is that of a credential becomes ``<NAME>``.
-    User and password in a URL become ``***``.
+    If the name of an environment variable looks like that of a credential, such as HF_TOKEN, its
+    value is replaced by ``<HF_TOKEN>`` everywhere. User and password in a URL become ``***``.
 
     Args:
         content: a text, or a structure of dicts, lists and tuples. All texts in it are redacted,
@@ -377,11 +385,14 @@ def redact(content: Any) -> Any:
 
 
 def _find_credentials() -> list[tuple[str, str]]:
-    """Return name and value of each credential in the environment, longest value first."""
+    """Return name and value of each credential in the environment, longest value first.
+
+    A long value may contain a short one, so it must be replaced first.
+    """
     credentials = []
     for name, value in os.environ.items():
-        # A short value would also occur in ordinary texts. A path only names the file in which a
-        # key is stored.
+        # A short value may also be a part of ordinary text. A path is not a credential itself: it
+        # names the file in which the credential is stored.
         is_credential = (
             len(value) >= _MIN_CREDENTIAL_LENGTH
             and _CREDENTIAL_NAME.search(name) is not None

@@ -1,12 +1,15 @@
 # PYTHON_ARGCOMPLETE_OK
 """The `contaccum` command, which runs one of its subcommands.
 
-Each subcommand is a module of this package with a function ``run(argv) -> int``. The module is
-imported when its command runs, so that `contaccum --help` is fast.
+Each subcommand is a module of this package with a function ``run(argv) -> int``, which returns the
+exit code. The module is imported when its command runs, so that `contaccum --help` is fast.
+Slow modules, such as torch, are imported inside of functions, so that `contaccum COMMAND --help` is
+fast as well.
 
 Exit codes:
     0: success.
-    1: a defect of contaccum, with a traceback; `compare` and `fit` give it another meaning.
+    1: a defect of contaccum, with a traceback. For `compare` it also means that a run failed, and
+        for `fit` that the verdict is not the required one.
     2: a `UserError`, which is printed as one line.
     130, 143: stopped by SIGINT or SIGTERM. Training saves a checkpoint first.
 """
@@ -51,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         argv = sys.argv[1:]
     if "_ARGCOMPLETE" in os.environ:
-        # The shell asks for completions. The command's own parser completes its options.
+        # The shell asks for completions of the command line in its environment variables. The
+        # parser of the command prints them.
         argv = [complete_command(COMMANDS)]
     if not argv:
         _print_help()
@@ -87,7 +91,8 @@ def _run_command(command: str, argv: list[str]) -> int:
 def _print_error(error: UserError) -> None:
     """Print an error as one line, without credentials."""
     message = redact(" ".join(str(error).split()))
-    # Every process of a distributed run may fail with the same error. Rank 0 prints it unmarked.
+    # Every process of a distributed run may fail with the same error. So the other processes add
+    # their rank to the message.
     rank = os.environ.get("RANK", "0")
     if rank == "0":
         print(f"contaccum: error: {message}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """`contaccum compare`: train several methods side by side, and report which one is better.
 
-The command plans and checks all runs, tunes a setting if it is asked to, trains the runs that are
-missing, and writes the report.
+The command plans and checks all runs, tunes a setting if ``--tune`` is given, trains the runs that
+an earlier start of the command has not finished, and writes the report.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def _add_tuning_options(parser: Parser) -> None:
 
 
 def _get_evaluation_options(args: Namespace) -> dict[str, Any]:
-    """Return the values of the ``--eval_...`` options by their names without ``eval_``."""
+    """Return {name without ``eval_``: value} of the ``--eval_...`` options."""
     evaluation = {}
     for name, value in vars(args).items():
         if name.startswith("eval_"):
@@ -263,10 +263,11 @@ def _tune(
     evaluation: Mapping[str, Any],
     train_missing: Callable[..., Any],
 ) -> tuple[Plan, dict[str, Any], dict[str, str]]:
-    """Choose a setting for each group of the plan by its scores on the dev sets.
+    """Choose the value of a setting for each group of the plan, by scores on the dev sets.
 
     Args:
-        train_missing: trains the runs of a plan that are missing, as
+        evaluation: the ``--eval_...`` options, as `_get_evaluation_options` returns them.
+        train_missing: a function that does the runs of a plan that are not finished yet, as
             `contaccum.comparison.run.run_plan` does.
 
     Returns:

@@ -64,7 +64,7 @@ def run(argv: Sequence[str]) -> int:
             overwrite=args.overwrite and rank == 0,
             on_bad_record=args.on_bad_record,
         )
-    # One rank may need hours more than another, and a collective would time out.
+    # One rank may need hours more than another, so waiting in a collective could time out.
     state.destroy_process_group()
 
     start_time = time.perf_counter()

@@ -1,12 +1,16 @@
 """`contaccum evaluate MODEL --data SET ...`: score a model or a run on retrieval data sets.
 
-The output of one data set is its record, out.json, and its run, out.trec. Several sets have
-out.NAME.json and out.NAME.trec each, and out.json has the table of all sets. The table is also
-written as Markdown, out.md, and comparisons with earlier results as out.compare.json. With
-``--mteb``, mteb's own result files are written to out.mteb as well.
+A run is a list of retrieved documents with scores for each query. A record is a JSON file with
+metrics, model, data and settings. With ``--output out.json``, these files are written:
 
-With ``--endpoint``, an embedding server encodes the texts, and its record and tables also hold the
-comparison with MODEL.
+- for one data set its record, out.json, and its run, out.trec;
+- for several data sets out.NAME.json and out.NAME.trec each, and in out.json a table of all sets;
+- the table as Markdown, out.md;
+- with ``--compare``, comparisons with earlier results, out.compare.json;
+- with ``--mteb``, mteb's own result files, in the folder out.mteb.
+
+With ``--endpoint``, an embedding server encodes the texts. The record and the tables then also
+have the comparison of the server with MODEL.
 """
 
 from __future__ import annotations
@@ -259,13 +263,17 @@ def _add_endpoint_options(parser: Parser) -> None:
 
 
 def _get_model_card(args: argparse.Namespace) -> Path:
+    """Return the path of the model card, which exists only if MODEL is a folder."""
     return Path(args.model or "").expanduser() / "README.md"
 
 
 def _read_earlier_scores(
     paths: Sequence[Path], data_sets: DataSets, metric: str
 ) -> dict[Path, dict[str, Any]]:
-    """Return {path of an earlier result: {label of a set: {query id: score}}}."""
+    """Return {path of an earlier result: {label of a set: {query id: score}}}.
+
+    Earlier and new sets are matched by the fingerprints of their data, and not by their names.
+    """
     from contaccum.evaluation import tables
 
     labels = {}
@@ -294,7 +302,7 @@ def _summarize(
     """Return the JSON content of the table of several sets.
 
     Args:
-        record: the record of any of the sets.
+        record: the record of any of the sets; the values that are read are equal in all of them.
     """
     from contaccum.evaluation import tables
 

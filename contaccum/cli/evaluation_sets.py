@@ -1,7 +1,7 @@
 """Data sets that `contaccum evaluate` scores on, and the four ways to score one of them.
 
-A data set is a BEIR set or a retrieval task of MTEB. It is scored by searching with a model or with
-an embedding server, by reading a run, or by mteb.
+A data set is a BEIR set or a retrieval task of MTEB. There are four ways to score it: search with a
+model, search with an embedding server, read a run from a file, or let mteb search with the model.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Scorer(NamedTuple):
         plans: the part of each set's record that describes the model and the search. A record of
             an earlier evaluation is used again if it agrees with the plan.
         score: returns the `EvaluationResult` for what `DataSets.load` returns.
-        is_repeatable: whether equal plans have equal results. A server may change between two
-            evaluations.
+        is_repeatable: True if equal plans have equal results, so that an earlier record can be used
+            again. It is False for a server, which may change between two evaluations.
     """
 
     plans: Sequence[Mapping[str, Any]]
@@ -73,7 +73,8 @@ def open_beir_sets(args: argparse.Namespace) -> DataSets:
     # the same time, so only a single set is kept.
     if len(sets) == 1:
         dataset = load(sets[0])
-        return DataSets(sets, [beir_sets.describe_data(dataset)], lambda _: dataset)
+        description = beir_sets.describe_data(dataset)
+        return DataSets(sets, [description], lambda evaluation_set: dataset)
     descriptions = [beir_sets.describe_data(load(evaluation_set)) for evaluation_set in sets]
     return DataSets(sets, descriptions, load)
 
@@ -139,7 +140,7 @@ def _make_model_scorer(
     descriptions: Sequence[Mapping[str, Any]],
     shown_metrics: Sequence[str],
 ) -> Scorer:
-    """Return a scorer that searches with FAISS and with the model, or with a server of it."""
+    """Return a scorer that searches with FAISS; the model or an embedding server encodes."""
     model = load_model(args.model, args)
     search_settings = get_search_settings(args)
     plans = []
@@ -164,7 +165,8 @@ def _make_model_scorer(
     else:
         score = partial(beir_sets.evaluate_beir, model, **settings)
     if args.dims or args.quantize:
-        # sentence-transformers types the dimension as optional. Every DualEncoder has one.
+        # By its type in sentence-transformers, the dimension may be None. A DualEncoder always has
+        # a dimension.
         dimension = model.get_embedding_dimension()
         assert dimension is not None
         served = served_forms.plan_served(
@@ -181,7 +183,7 @@ def _make_model_scorer(
 
 
 def _connect(args: argparse.Namespace, model: DualEncoder) -> endpoint_check.ServedModel:
-    """Return the servers of ``--endpoint`` and ``--query_endpoint``. Nothing is sent yet."""
+    """Return the model with the addresses of its servers. Nothing is sent to them yet."""
     return endpoint_check.ServedModel(
         model,
         args.endpoint,

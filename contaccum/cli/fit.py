@@ -113,5 +113,5 @@ def _make_parser() -> Parser:
 
 
 def _print_line(line: str) -> None:
-    # Flushed, so that a log file shows the progress of a long run.
+    """Print a line at once, so that a log file shows the progress of a long run."""
     print(line, flush=True)

@@ -161,9 +161,11 @@ def _load_data(args: argparse.Namespace) -> MiningData:
         "split": args.split,
         "columns": args.data_columns,
     }
+    # A list with one set, because --data names a single set.
     [source] = parse_training_sets([args.data], defaults).values()
     settings: dict[str, Any] = {"on_bad_record": args.on_bad_record, **source}
     path = settings.pop("path")
-    # Texts of the ids that the data hold in place of texts.
+    # Training data may have ids in place of texts. The option ``corpus`` of the data then names the
+    # file with the texts. The option ``--corpus`` of the command names the passages to mine in.
     texts = settings.pop("corpus", None)
     return load_mining_data(path, args.corpus, texts=texts, **settings)

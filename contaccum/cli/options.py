@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--model", help=argparse.SUPPRESS)
 
     def add_data_options(self) -> None:
-        """Add the options that say how training data are read."""
+        """Add the options that determine how training data are read."""
         self.add_argument(
             "--data_format", metavar="FORMAT", help="format of the data; default: detected"
         )
@@ -128,7 +128,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def split_config_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into the config files at its start and the remaining arguments."""
+    """Split a command line into the config files before its first option, and the rest."""
     num_files = 0
     while num_files < len(argv) and not argv[num_files].startswith("-"):
         num_files += 1
@@ -244,7 +244,8 @@ def start_ranks(args: argparse.Namespace) -> PartialState:
     import torch
     from accelerate import PartialState
 
-    # With cpu=False and no accelerator, PartialState would report one process for all of them.
+    # Without cpu=True on a machine without accelerator, PartialState would report a single process
+    # for all ranks.
     use_cpu = args.device == "cpu" or not torch.accelerator.is_available()
     if not use_cpu:
         # PartialState would give the same GPU to several ranks, which cannot communicate then.
@@ -256,14 +257,14 @@ def start_ranks(args: argparse.Namespace) -> PartialState:
                 f"{num_devices}: start at most {num_devices} with --nproc_per_node, or use "
                 "--device cpu"
             )
-    # Ranks wait for each other in collectives, and some have more work than others.
+    # Ranks wait for each other in collectives. The time-out is long, because some have more work.
     state = PartialState(cpu=use_cpu, timeout=_RANK_TIMEOUT)
     args.device = args.device or str(state.device)
     return state
 
 
 def load_model(name: str, args: argparse.Namespace) -> DualEncoder:
-    """Load a model with the device, maximum lengths and trust of the command line.
+    """Load a model with the device, maximum lengths and code trust that the command line sets.
 
     Raises:
         UserError: if the device or the model cannot be used.

@@ -2,11 +2,11 @@
 
 The command runs other commands and prints each of them:
 
-1. `contaccum fit` trains the query tower against the embeddings of all documents.
-2. `contaccum train` trains both towers with a memory bank on the same pairs, by
-   ``quickstart.yaml``, and `contaccum evaluate` scores the result.
+1. `contaccum fit` trains the query tower (query encoder) against the embeddings of all documents.
+2. `contaccum train` trains both towers (query and document encoder) with a memory bank, on the same
+   pairs and by the config ``quickstart.yaml``. `contaccum evaluate` scores the result.
 
-A table then shows both results beside BM25 and the untrained model.
+A table then shows the scores of both trained models, of BM25, and of the model before training.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def run(argv: Sequence[str]) -> int:
     methods = ["contaccum"]
     if args.compare:
         methods.append("grad_accum")
-    # Wrong options of a training are refused here, before the first command runs.
+    # The command lines are made and checked before the first command runs, so that a wrong option
+    # is refused at once.
     train_argvs = {}
     for method in methods:
         train_argvs[method] = _make_train_argv(
@@ -167,15 +168,16 @@ def _find_demo_model() -> str:
 
 
 def _has_native_bfloat16() -> bool:
-    """Return whether the processor computes in bfloat16.
+    """Return True if the GPU or else the CPU has instructions for bfloat16.
 
-    On other processors bfloat16 is slower than float32.
+    On other processors, bfloat16 is slower than float32.
     """
     import torch
 
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported()
-    # torch has no public function for CPUs. A version without the private ones counts as a no.
+    # torch has no public function for CPUs. If a version of torch lacks the private functions, the
+    # answer is no.
     for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
         is_supported = getattr(torch.cpu, name, None)
         if is_supported is not None and is_supported():

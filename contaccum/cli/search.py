@@ -1,7 +1,8 @@
 """`contaccum search MODEL --store FOLDER --queries FILE --output run.trec`: search a store.
 
-The command writes the best documents of each query as a run in TREC's format. It does not score
-the run: `contaccum evaluate` and `contaccum open_qa` do.
+A store has the embeddings of documents; `contaccum encode` writes it. The command writes the best
+documents of each query as a run in TREC's format. `contaccum evaluate` and `contaccum open_qa`
+score such a run.
 
 Under torchrun or `accelerate launch`, each of N processes searches every N-th shard of the store.
 Rank 0 encodes the queries and writes the run.
@@ -102,8 +103,8 @@ def run(argv: Sequence[str]) -> int:
 def _refuse_approximate_index_on_ranks(factory: str) -> None:
     """Raise `ConfigError` for an approximate index with several ranks.
 
-    This is checked before the ranks connect. A rank that ended while another one is connecting
-    would break that connection.
+    This is checked before the ranks connect. If a rank ended while another rank is connecting, the
+    connection would fail.
     """
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if num_ranks > 1 and factory != "Flat":
@@ -138,7 +139,7 @@ def _make_parser() -> Parser:
         "similarity",
         *ENCODING_OPTIONS,
     )
-    # load_model reads this option, which only the commands that encode passages have.
+    # load_model reads this option. The command has no such option, because it encodes only queries.
     parser.set_defaults(passage_max_length=None)
     parser.add_model("the encoder that wrote the store; leave it out if --queries is a store")
     parser.add_argument(
@@ -195,7 +196,7 @@ def _load_queries(args: argparse.Namespace, store: EmbeddingStore) -> tuple[list
     from contaccum.retrieval.store import EmbeddingStore
     from contaccum.retrieval.store_files import STORE_FILE
 
-    # Files of texts are read from this machine only.
+    # A URL can only be a store, because files of texts are read from this machine only.
     if is_url(args.queries) or Path(args.queries, STORE_FILE).is_file():
         query_store = EmbeddingStore.open(args.queries)
         _check_stores(
@@ -319,6 +320,6 @@ def _get_hits(
         scores, rows: (n, k), as `contaccum.retrieval.index.search` returns them.
     """
     for query_scores, query_rows in zip(scores, rows, strict=True):
-        # An approximate index may return fewer than k documents. The end of the row is -1 then.
+        # If an approximate index returns fewer than k documents, the row is filled with -1.
         document_ids = store.ids(query_rows[query_rows >= 0])
         yield dict(zip(document_ids, query_scores.tolist(), strict=False))

@@ -17,7 +17,7 @@ _DEFAULTS_NOT_SHOWN = (None, False, "", MISSING)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Train as ``[CONFIG.yaml ...] [--key value ...]`` says, save the model, return exit code 0.
+    """Train by ``[CONFIG.yaml ...] [--key value ...]``, save the model, and return exit code 0.
 
     Raises:
         UserError: if the options, the data or the model cannot be used.
@@ -32,6 +32,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _train(argv: Sequence[str]) -> int:
+    """Train and save the model, and return exit code 0."""
     from contaccum.training import config
     from contaccum.training.run import train_and_save
 
@@ -47,8 +48,8 @@ def make_help_parser(with_transformers_options: bool = False) -> Parser:
     """Return a parser that shows the options in `--help`; `config.parse` parses the values.
 
     Args:
-        with_transformers_options: whether to show the options of transformers' TrainingArguments
-            as well. Importing them takes several seconds.
+        with_transformers_options: True to also show the options of transformers'
+            TrainingArguments. Their import takes several seconds.
     """
     parser = Parser(
         "train",
@@ -96,10 +97,10 @@ def _add_options(parser: Parser, group: type, names: Sequence[str]) -> None:
 
 def _get_help_text(field: Field[object]) -> str:
     """Return the help text of an option, with its default."""
-    # argparse formats the text with %. transformers has doubled some of its percent signs, ours
-    # are single.
+    # argparse formats help texts with %, so a percent sign must be doubled. Some texts of
+    # transformers have doubled percent signs already; the texts of contaccum have single ones.
     text = field.metadata.get("help", "").replace("%%", "%").replace("%", "%%")
-    # The value of an enumeration member is what the user writes.
+    # For an enumeration member, the user writes its value.
     default = getattr(field.default, "value", field.default)
     if default not in _DEFAULTS_NOT_SHOWN and "efault" not in text:
         text += f" Default: {str(default).lower()}."

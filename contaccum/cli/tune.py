@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
     gain = choice.against_base
     _print_once(
         f"chosen: {settings}: {choice.score:.3f} on dev, {gain['difference']:+.3f} compared with "
-        f"the untrained model (95% interval {gain['low']:+.3f} to {gain['high']:+.3f})"
+        f"the model before training (95% interval {gain['low']:+.3f} to {gain['high']:+.3f})"
     )
     _print_once(f"train with it: contaccum train {args.output / TUNED_CONFIG}")
     return 0
@@ -77,7 +77,7 @@ def _make_parser() -> Parser:
 
 
 def _print_once(line: str) -> None:
-    """Print a line on rank 0."""
+    """Print a line on rank 0 only, so that it appears once in a distributed run."""
     from contaccum.distributed import rank
 
     if rank() == 0:

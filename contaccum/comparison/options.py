@@ -1,6 +1,7 @@
-"""Options of `contaccum train` as lists of text: how `contaccum compare` reads and checks them.
+"""Options of `contaccum train` as lists of text: their reading, checks and parsing.
 
-The same functions serve `contaccum tune` and `contaccum fit`. No data and no model are loaded here.
+`contaccum compare`, `contaccum tune` and `contaccum fit` use them. No data and no model are loaded
+here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contaccum.training.config import parse, read_config_options
 from contaccum.training.options import DataArguments, ModelArguments
 
 Options = Mapping[str, Sequence[str]]
-"""{key of `contaccum train`: its values, as text}"""
+"""{key of `contaccum train`: its values, as text}, such as {"learning_rate": ["1e-4"]}"""
 
 ARGUMENT_CLASSES = (ModelArguments, DataArguments, ContAccumTrainingArguments)
 """The dataclasses whose fields are the options of `contaccum train`."""
@@ -33,7 +34,7 @@ class RunArguments(NamedTuple):
 
 
 def read_options(config_files: Sequence[str], command_line: Sequence[str]) -> dict[str, list[str]]:
-    """Read the options of a comparison.
+    """Read the options that all runs of a comparison share.
 
     The method, seed, output folder and evaluation settings of the config files are dropped, because
     a comparison sets them itself.
@@ -96,7 +97,7 @@ def is_used_by(method: str, key: str) -> bool:
 
 
 def to_command_line(options: Options) -> list[str]:
-    """Return options as tokens for the parser of `contaccum train`."""
+    """Return options as tokens for the parser of `contaccum train`: ["--key", value, ...]."""
     tokens = []
     for key, values in options.items():
         tokens.append(f"--{key}")
@@ -108,7 +109,7 @@ def parse_run(name: str, options: Options) -> RunArguments:
     """Parse the options of a run, as `contaccum train` does.
 
     Args:
-        name: the name of the run or group, which the error message starts with.
+        name: the name of the run or group, for the start of the error message.
 
     Raises:
         ConfigError: for options that `contaccum train` refuses.

@@ -1,8 +1,13 @@
-"""The plan of a comparison: methods and variants, times the grid, times the seeds.
+"""The plan of a comparison: a run for each entry, each cell of the grid and each seed.
 
-A method that does not use a setting of the grid (such as bank_size without a bank) has one run for
-all values of the setting. Options that a run would refuse are refused here, before the first run
-starts. Nothing is trained and no data are read here.
+An entry is a method or a variant. A cell is one combination of the grid's values. A group has the
+runs of one entry in one cell. For example, ``--methods grad_accum contaccum --grid bank_size=8,16
+--seeds 0 1`` has two entries, two cells and three groups: grad_accum, contaccum_bank_size-8 and
+contaccum_bank_size-16. grad_accum has no bank, so its group serves both cells. Each group has two
+runs.
+
+Options that a run would refuse are refused here, before the first run starts. Nothing is trained
+and no data are read here.
 """
 
 from __future__ import annotations
@@ -26,13 +31,15 @@ COMMON_OPTIONS: Options = {"save_strategy": ["no"], "disable_tqdm": ["true"]}
 """Options of every run: its model is scored in the same process, and its output goes to files."""
 
 Labels = Mapping[str, str]
-"""{setting of the grid: its value in a group or row}"""
+"""{setting of the grid: its value in a cell, in a group, or in a row of the report}"""
 
 
 class Entry(NamedTuple):
     """A method, or a variant: a method with settings of its own.
 
     Attributes:
+        name: the name of the method or variant.
+        method: the training method.
         overrides: the settings of a variant; empty for a plain method.
     """
 
@@ -45,7 +52,9 @@ class Group(NamedTuple):
     """The runs of one entry in one cell of the grid, which differ only by the seed.
 
     Attributes:
+        name: entry and labels, such as "contaccum_bank_size-8".
         entry: the name of the entry.
+        method: the training method.
         labels: the values of the grid that the entry uses.
         options: all options of `contaccum train` except the seed and the output folder.
         arguments: the parsed ``options``.
@@ -67,12 +76,15 @@ class Plan(NamedTuple):
     """All runs of a comparison: every group with every seed.
 
     Attributes:
+        entries: the methods and variants.
         grid: {setting: its values}.
+        seeds: the seeds of each group's runs.
         baseline: the name of the entry that the others are compared with.
         groups: {name: group}, in the order of the report.
         comparisons: {(name of a group, name of the baseline's group in the same cell): labels of
-            the row in the report}. A label that only the baseline has stands in brackets: it
-            distinguishes rows, but the row's own runs do not have the setting.
+            the row in the report}. A label that only the baseline has stands in brackets. It
+            distinguishes rows with several baselines, but the runs of the row's group do not use
+            the setting.
     """
 
     entries: Sequence[Entry]
@@ -121,8 +133,11 @@ def make_plan(
             labels = _select_labels(entry, cell, grid_values)
             name = _make_group_name(entry.name, labels)
             if entry.name != baseline:
-                if not labels.items() <= cell.items():
-                    continue  # the variant sets another value of the grid itself
+                is_overridden = not labels.items() <= cell.items()
+                if is_overridden:
+                    # The variant has a fixed value for a setting of the grid. Its group belongs
+                    # only to the cells with this value.
+                    continue
                 baseline_labels = _select_labels(entries[baseline], cell, grid_values)
                 baseline_name = _make_group_name(baseline, baseline_labels)
                 comparisons[name, baseline_name] = _make_row_labels(labels, baseline_labels)
@@ -177,8 +192,8 @@ def _make_cells(grid: Options) -> list[dict[str, str]]:
 def _select_labels(entry: Entry, cell: Labels, grid: Options) -> dict[str, str]:
     """Return the values of the grid that an entry uses in a cell.
 
-    A setting that the entry overrides has the entry's value in every cell. It is no label if that
-    value is not in the grid.
+    A setting that the entry overrides has the entry's value in every cell. It is a label only if
+    that value is in the grid.
     """
     labels = {}
     for key in grid:
@@ -227,7 +242,7 @@ def _make_group(name: str, entry: Entry, labels: Labels, options: Options) -> Gr
 
 
 def select_tunable_groups(plan: Plan, key: str) -> list[Group]:
-    """Return the groups whose method uses a setting and whose entry does not set it itself."""
+    """Return the groups whose method uses a setting and whose entry has no fixed value for it."""
     fixed_values = _get_fixed_values(plan, key)
     groups = []
     for group in plan.groups.values():
@@ -237,7 +252,7 @@ def select_tunable_groups(plan: Plan, key: str) -> list[Group]:
 
 
 def add_setting(group: Group, key: str, value: str) -> Group:
-    """Return a group with one more setting, which its name and labels have too.
+    """Return a group with one more setting, which is also added to its name and labels.
 
     Raises:
         ConfigError: if `contaccum train` refuses the value.
@@ -252,14 +267,14 @@ def add_setting(group: Group, key: str, value: str) -> Group:
 def apply_chosen_values(plan: Plan, key: str, chosen: Mapping[str, str | None]) -> Plan:
     """Return the plan in which each group has the value of a setting that tuning has chosen.
 
-    A group whose entry sets the key itself gets that value as a label. A group whose method does
-    not use the setting stays as it is.
+    If a group's entry has a fixed value for the setting, the group gets this value as a label. A
+    group whose method does not use the setting is not changed.
 
     Args:
         chosen: {name of a group: its value}; None removes the group from the plan.
     """
     fixed_values = _get_fixed_values(plan, key)
-    new_groups: dict[str, Group] = {}  # by the name of the group before
+    new_groups: dict[str, Group] = {}  # {name before the setting is added: new group}
     for name, group in plan.groups.items():
         if name in chosen:
             value = chosen[name]
@@ -280,7 +295,7 @@ def apply_chosen_values(plan: Plan, key: str, chosen: Mapping[str, str | None]) 
         comparisons[group.name, new_groups[baseline_name].name] = row_labels
 
     groups = {}
-    values: dict[str, None] = {}  # distinct, in the order of the groups
+    values: dict[str, None] = {}  # the keys are distinct values in the order of the groups
     for group in new_groups.values():
         groups[group.name] = group
         if key in group.labels:
@@ -291,7 +306,7 @@ def apply_chosen_values(plan: Plan, key: str, chosen: Mapping[str, str | None]) 
 
 
 def _get_fixed_values(plan: Plan, key: str) -> dict[str, str]:
-    """Return {name of an entry: value} for the entries that set a key themselves."""
+    """Return {name of an entry: value} for the variants that have a fixed value for a setting."""
     values = {}
     for entry in plan.entries:
         if key in entry.overrides:

@@ -1,4 +1,4 @@
-"""Running the jobs of a comparison in processes of their own, several at once.
+"""The processes of a comparison: every job (training of one run) has its own, several at once.
 
 Each process gets its share of the CPU cores. No process outlives the comparison.
 """
@@ -75,7 +75,8 @@ def run_jobs(
                 progress(f"{job['name']}: {failed.get(job['name'], 'done')}")
     finally:
         for _, process in running:
-            # Closes the pipe to the process, which ends itself then; see contaccum.comparison.run.
+            # This closes stdin of the process. The process then ends itself, by
+            # `_exit_with_parent` in contaccum.comparison.run.
             process.communicate()
     return failed
 

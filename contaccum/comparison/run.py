@@ -1,4 +1,6 @@
-"""The runs of a comparison: jobs and results of a plan, and the training of one run.
+"""The runs of a comparison: the jobs of a plan, the training of a job's run, and its result.
+
+A job is the JSON description of a run that one process does.
 
 `python -m contaccum.comparison.run FOLDER/job.json` trains and scores one run in a process of its
 own. It writes FOLDER/result.json in one step at the end, so that a file that exists is complete.
@@ -39,8 +41,8 @@ from contaccum.training.run import load_encoder, load_run_data, make_trainer
 Evaluation = Mapping[str, Any]
 """The options of `contaccum compare` that begin with ``eval_``, without the prefix.
 
-They are ``data`` (a list of BEIR folders or names), ``split``, ``updates``, ``queries``,
-``corpus``, ``precision`` and ``batch_size``.
+They are ``data`` (a list of BEIR folders or names), ``split``, ``updates`` (between two scores
+during training), ``queries`` and ``corpus`` (sizes of a sample), ``precision`` and ``batch_size``.
 """
 
 _K_VALUES = (10, 20, 100)  # the cut-offs of METRICS
@@ -68,7 +70,7 @@ def describe_evaluation_sets(
 
 
 def _load_set(evaluation: Evaluation, path: str) -> BeirDataset:
-    """Load a data set, or the fixed sample of it that ``evaluation`` asks for."""
+    """Load a data set, or a fixed sample of it if ``evaluation`` has sample sizes."""
     dataset = load_beir_data(path, evaluation["split"])
     return sample(dataset, evaluation["queries"], evaluation["corpus"])
 
@@ -78,11 +80,12 @@ def make_jobs(
 ) -> list[Job]:
     """Return a job for every run of the plan, seed by seed.
 
-    A job's ``identity`` holds everything that decides the result of the run.
+    A job's ``identity`` holds everything that decides the result of the run. A finished run is used
+    again only if its identity is the same.
 
     Args:
         sets: the descriptions of the data sets, as `describe_evaluation_sets` returns them.
-        folder: each run gets a folder of its own below it.
+        folder: the parent folder of the folders of the runs.
 
     Raises:
         DataError: for training data that cannot be used.
@@ -94,7 +97,8 @@ def make_jobs(
     for data in sets:
         evaluation_identity[f"eval_data {data['name']}"] = data["fingerprint"]
 
-    train_fingerprints: dict[str, str] = {}  # by the settings that decide which data are read
+    # {settings that decide which data are read: fingerprint}: each data set is read once.
+    train_fingerprints: dict[str, str] = {}
     jobs: list[Job] = []
     for seed in plan.seeds:
         for group in plan.groups.values():
@@ -147,12 +151,14 @@ def read_results(jobs: Sequence[Job]) -> dict[str, dict[str, Any]]:
         if not path.is_file():
             continue
         result = read_json(path)
-        before = result["identity"]
-        now = job["identity"]
+        old_identity = result["identity"]
+        new_identity = job["identity"]
         changes = []
-        for key in {**before, **now}:
-            if before.get(key) != now.get(key):
-                changes.append(f"{key} was {before.get(key)}, is {now.get(key)}")
+        for key in {**old_identity, **new_identity}:
+            old_value = old_identity.get(key)
+            new_value = new_identity.get(key)
+            if old_value != new_value:
+                changes.append(f"{key} was {old_value}, is {new_value}")
         if changes:
             raise ConfigError(
                 f"{job['folder']} was run with other settings: {'; '.join(changes)}. "
@@ -192,8 +198,8 @@ def run_plan(
 
 def run_job(job: Job) -> dict[str, Any]:
     """Train and score the run of a job, and return the content of its result.json."""
-    # Read before training: the commit of the code that runs, even if files change later.
-    code = provenance()
+    # The git commit is read before training, because the checkout may change during it.
+    code_record = provenance()
     folder = Path(job["folder"])
     evaluation = job["evaluation"]
     model_args, data_args, args = parse(job["options"])
@@ -214,7 +220,7 @@ def run_job(job: Job) -> dict[str, Any]:
     for record in log:
         if record.get("grad_norm_ratio") is not None:
             norm_ratios.append(record["grad_norm_ratio"])
-    # The model outside of mixed precision, so that it is scored in the precision that was set.
+    # Without the mixed precision of training, so that the option ``eval_precision`` decides.
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     is_cuda = args.device.type == "cuda"
     return {
@@ -242,7 +248,7 @@ def run_job(job: Job) -> dict[str, Any]:
             "threads": torch.get_num_threads(),
             "gpu": torch.cuda.get_device_name(args.device) if is_cuda else None,
         },
-        **code,
+        **code_record,
     }
 
 
@@ -252,12 +258,13 @@ def _make_evaluator(evaluation: Evaluation, args: ContAccumTrainingArguments) ->
         _load_set(evaluation, evaluation["data"][0]),
         [name.lower() for name in METRICS],
         evaluation["batch_size"],
-        cast(Any, args.similarity),  # str | None; the arguments' check allows the same values
+        # Its type is str | None; the arguments check that the evaluator allows the value.
+        cast(Any, args.similarity),
     )
 
 
 def _read_curve(folder: Path, seconds: Sequence[float]) -> list[dict[str, Any]]:
-    """Return the scores during training, with the number of updates and the seconds before each.
+    """Return the scores during training, each with the updates and the training time before it.
 
     Args:
         seconds: the seconds of each update.
@@ -292,11 +299,13 @@ def _score_model(
 
 
 def _fingerprint_data_order(args: ContAccumTrainingArguments, training_data: Any) -> str:
-    """Return a text that is equal for runs whose updates hold the same pairs.
+    """Return a fingerprint that is equal for runs whose updates have the same pairs.
 
-    The seed decides the order of the pairs. The micro-batch size matters as well if a sampler
-    composes batches, an incomplete batch is dropped, or there are several data sets.
+    The seed decides the order of the pairs. The micro-batch size also decides which pairs an update
+    has if a sampler composes batches, an incomplete batch is dropped, or there are several data
+    sets.
     """
+    # "batch_sampler" is the default sampler, which takes the pairs in shuffled order.
     is_composed = get_name(args.batch_sampler) != "batch_sampler"
     has_several_sets = isinstance(training_data.dataset, dict)
     batch_size = None
@@ -306,10 +315,10 @@ def _fingerprint_data_order(args: ContAccumTrainingArguments, training_data: Any
 
 
 def _exit_with_parent() -> None:
-    """Exit when the parent process ends.
+    """Wait until the parent process ends, and then end this process.
 
-    The parent holds the other end of stdin and never writes to it. However the parent ends, the
-    pipe closes and the read returns.
+    The stdin of this process is a pipe from the parent, which never writes to it. The pipe closes
+    when the parent ends for any reason, and then the read returns.
     """
     os.read(0, 1)
     os._exit(130)

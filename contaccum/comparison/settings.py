@@ -31,10 +31,11 @@ def loss_settings(plan: Plan) -> dict[str, dict[str, str]]:
 
 
 def changed_settings(plan: Plan) -> dict[str, dict[str, str]]:
-    """Return {setting: {entry: its value}} for the settings that are worth reading.
+    """Return {setting: {entry: its value}} for the settings that the report shows.
 
-    These are the settings of the loss, and those that some run was given, whose values differ
-    between the entries or from the default. Values are shown as in `loss_settings`.
+    A setting of the loss is shown if its values differ between the entries. A setting that the user
+    gave is also shown if its value differs from the default. Values are shown as in
+    `loss_settings`.
     """
     values_by_entry = {entry.name: _get_values(plan, entry) for entry in plan.entries}
     given_keys: set[str] = set()
@@ -60,7 +61,7 @@ def _get_values(plan: Plan, entry: Entry) -> dict[str, str]:
         if group.entry != entry.name:
             continue
         model, data, training = group.arguments
-        # to_dict has the batch sizes that the user gave, also if an update is one cached batch.
+        # A gradient cache changes the batch sizes of the arguments; to_dict has the user's values.
         settings_of_groups.append({**vars(model), **vars(data), **training.to_dict()})
     values = {}
     for key in _DEFAULTS:

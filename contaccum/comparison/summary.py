@@ -1,7 +1,7 @@
 """The report of a comparison: means over seeds, differences to the baseline, and warnings.
 
-It is computed from the results of the runs; nothing is trained or plotted here. `contaccum report`
-shows the same tables as report.md.
+It is computed from the results of the runs; nothing is trained or plotted here. A group has the
+runs of one method or variant (an entry) in one cell of the grid. See `contaccum.comparison.plan`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ METRICS = {
     "MRR@10": "MRR@10",
     "Accuracy@20": "Top-20 accuracy",
 }
-"""{metric, as `evaluate_beir` names it: its title in a report}; curves show the first metric."""
+"""{metric, as `evaluate_beir` names it: its title in a report}; the first is the main metric."""
 
 MAIN_METRIC = next(iter(METRICS))
 
@@ -44,7 +44,7 @@ COST: dict[str, tuple[str, Callable[[list[float]], float], str]] = {
     "gradient ratio": ("grad_norm_ratio", statistics.fmean, "{:.3f}"),
     "final loss": ("final_loss", statistics.fmean, "{:.4f}"),
 }
-"""{column of the table of costs: (key of a run's result, its average over seeds, its format)}"""
+"""{column of the table of costs: (key in a run's result, function over seeds, number format)}"""
 
 # Values of a loss setting that mean "off" or "not used by the method".
 _SWITCHED_OFF = {"-", "false", "none", "0", "0.0"}
@@ -53,7 +53,7 @@ Results = Mapping[str, Mapping[str, Any]]
 """{name of the run: content of its result.json}"""
 
 Row = dict[str, Any]
-"""A comparison of a group with its baseline, in report.json."""
+"""The comparison of a group with its baseline on one data set by one metric, in report.json."""
 
 
 def build_report(
@@ -92,12 +92,12 @@ def build_report(
         "failed": dict(failed),
         "groups": groups,
         "comparisons": _compare_with_baseline(plan, results),
-        "runs": {name: _without_scores(result) for name, result in results.items()},
+        "runs": {name: _drop_query_scores(result) for name, result in results.items()},
     }
 
 
-def _without_scores(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's result without its identity and without the scores of each query."""
+def _drop_query_scores(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's result without its evaluations and its identity, which are long."""
     short_result = dict(result)
     short_result.pop("evaluations", None)
     short_result.pop("identity", None)
@@ -222,7 +222,7 @@ def average_by_query(evaluations: Sequence[Mapping[str, Any]], metric: str) -> d
 
 
 def _describe_differences(settings: Mapping[str, Mapping[str, str]]) -> str:
-    """Return sentences on the loss settings that only some entries use, or whose values differ.
+    """Return sentences that name the loss settings in which the entries differ.
 
     Args:
         settings: {entry: {setting: its value}}, as `loss_settings` returns them.
@@ -251,9 +251,9 @@ def _describe_differences(settings: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def _collect_tuning_warnings(context: Mapping[str, Any]) -> list[str]:
-    """Return warnings about chosen values that say little, and about data used for tuning.
+    """Return warnings about uncertain choices of tuning, and about scores on the tuning data.
 
-    Warnings with the same text are joined in one line, with a detail of each cell of the grid.
+    Warnings with the same text are joined in one line, with the details of each cell of the grid.
     """
     tuning = context.get("tuning")
     if not tuning:
@@ -262,7 +262,7 @@ def _collect_tuning_warnings(context: Mapping[str, Any]) -> list[str]:
     details_by_text: dict[str, list[str]] = {}
     for group in tuning["groups"].values():
         cell = cell_name(group["labels"])
-        for text, detail in _warn_of_choice(key, group):
+        for text, detail in _find_weaknesses(key, group):
             if cell and detail:
                 detail = f"{cell}: {detail}"
             details_by_text.setdefault(text, []).append(detail or cell)
@@ -280,8 +280,8 @@ def _collect_tuning_warnings(context: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _warn_of_choice(key: str, group: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield a warning and its detail for each weakness of a group's chosen value.
+def _find_weaknesses(key: str, group: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield a warning and its detail for each weakness of the value that tuning has chosen.
 
     Args:
         group: the tuning of a group, as `summarize_tuning` returns it.
@@ -310,7 +310,7 @@ def _warn_of_choice(key: str, group: Mapping[str, Any]) -> Iterator[tuple[str, s
         yield text, detail
 
 
-# {key of a run's result that a fair comparison keeps equal: the warning if it differs}
+# {key of a run's result that must be equal in a fair comparison: the warning if it differs}
 _SAME_AS_BASELINE = {
     "initial_weights": "started from other weights",
     "data_order": (
@@ -327,11 +327,11 @@ _SAME_AS_BASELINE = {
 def _collect_fairness_warnings(plan: Plan, results: Results) -> list[str]:
     """Return warnings about runs that differ from the baseline's run in more than the method.
 
-    There is one warning for each entry and difference. It names the seeds of the runs, and the
-    cells of the grid unless the seeds are the same in every cell.
+    Runs of an entry with the same difference share a warning. It names the seeds of these runs, and
+    also the cells of the grid unless all cells have the difference with the same seeds.
     """
     cells_by_entry: dict[str, set[str]] = {}
-    seeds_by_text: dict[tuple[str, str], dict[str, list[int]]] = {}
+    seeds_by_text: dict[tuple[str, str], dict[str, list[int]]] = {}  # (entry, text): cell: seeds
     for (name, baseline_name), labels in plan.comparisons.items():
         group = plan.groups[name]
         baseline = plan.groups[baseline_name]
@@ -350,11 +350,10 @@ def _collect_fairness_warnings(plan: Plan, results: Results) -> list[str]:
     lines = []
     for (entry, text), seeds_by_cell in seeds_by_text.items():
         seeds_of_cells = list(seeds_by_cell.values())
-        is_same_in_all_cells = seeds_by_cell.keys() == cells_by_entry[
-            entry
-        ] and seeds_of_cells.count(seeds_of_cells[0]) == len(seeds_of_cells)
-        if is_same_in_all_cells:
-            detail = _format_seeds(seeds_of_cells[0])
+        has_all_cells = seeds_by_cell.keys() == cells_by_entry[entry]
+        first_seeds = seeds_of_cells[0]
+        if has_all_cells and all(seeds == first_seeds for seeds in seeds_of_cells):
+            detail = _format_seeds(first_seeds)
         else:
             details = []
             for cell, seeds in seeds_by_cell.items():
@@ -429,9 +428,9 @@ def template(path: Path, **settings: Any) -> Any:
 def table_rows(report: Mapping[str, Any], data: str, metric: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of the table of a data set and metric.
 
-    A row has the group's ``entry``, ``labels``, ``mean``, ``sd`` and ``values``, and ``compared``,
-    the comparison with a baseline. There is one row for each baseline that a group is compared
-    with. The ``compared`` of a group without a baseline is None.
+    A row has the ``entry``, ``labels``, ``mean``, ``sd`` and ``values`` of a group. Under
+    ``compared`` it has the comparison with a baseline, or None for a group without comparison. A
+    group that is compared with several baselines has a row for each of them.
     """
     for name, group in report["groups"].items():
         values = group["metrics"].get(data, {}).get(metric)

@@ -1,9 +1,10 @@
 """Tuning of one setting in `contaccum compare`: the best value for each group, on dev data.
 
-Every group starts with the same values. While its best value is the smallest or the largest of
-those tried, one more value is tried beyond it (see `contaccum.tuning.ladder`). The next values
-depend on the scores alone, so the same command tries the same values again. The data that the final
-runs are scored on are not used here.
+A group has the runs of one method or variant in one cell of the grid. Every group starts with the
+same values. While the best value of a group is the smallest or the largest one that was tried, one
+more value is tried beyond it (see `contaccum.tuning.ladder`). The next values depend only on the
+scores, so the same command tries the same values again. The data on which the final runs are scored
+are not used here.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Ladder(NamedTuple):
     Attributes:
         key: the name of the setting.
         values: the values that every group tries, as text.
-        factor: the ratio between the last value and a value beyond it.
+        factor: the ratio between the smallest or largest value and a value beyond it.
         max_values: the largest number of values that a group tries.
         seeds: the seeds of the runs of each value.
     """
@@ -48,10 +49,11 @@ def read_ladder(
     max_values: int,
     seeds: Sequence[int] | None,
 ) -> Ladder:
-    """Parse the options ``--tune key=value,value``, ``--tune_factor`` and so on.
+    """Parse ``--tune key=value,value`` and check the other options of tuning.
 
     Args:
-        text: the argument of ``--tune``.
+        plan: the plan of the comparison.
+        text: the argument of ``--tune``; None if it is missing.
         factor, max_values: see `Ladder`.
         seeds: the seeds of the runs of each value; None: the first seed of the plan.
 
@@ -65,6 +67,7 @@ def read_ladder(
         )
     key, _, value_text = text.partition("=")
     try:
+        # By number, so that 1e-4 and 0.0001 count once.
         values = {float(value): value for value in value_text.split(",")}
     except ValueError:
         values = {}
@@ -100,7 +103,8 @@ class _Candidate(NamedTuple):
 
     Attributes:
         group: the name of the group that is tuned.
-        tuning_group: the group with the value.
+        value: the value, as text.
+        tuning_group: the group with the value added to its options and to its name.
     """
 
     group: str
@@ -116,8 +120,10 @@ def tune_groups(
     A round has the runs that every group needs next, so that they can run at the same time.
 
     Args:
-        train: does the runs of a plan that are missing, and returns {name of the run: result} and
-            {name of the run: why it failed}.
+        plan: the plan of the comparison.
+        ladder: the setting and its values.
+        train: a function that does the missing runs of a plan, and returns {name of the run:
+            result} and {name of the run: why it failed}.
     """
     tuning = TuningResult({}, {}, {})
     for group in select_tunable_groups(plan, ladder.key):
@@ -133,19 +139,20 @@ def tune_groups(
         results, failed = train(plan._replace(seeds=ladder.seeds, groups=groups))
         for run_name, reason in failed.items():
             tuning.failed[f"tune/{run_name}"] = reason
-        for name, value, group in candidates:
+        for name, value, tuning_group in candidates:
             tuning.scores[name][value] = None
             runs = []
             for seed in ladder.seeds:
-                if group.run_name(seed) in results:
-                    runs.append(results[group.run_name(seed)])
+                run_name = tuning_group.run_name(seed)
+                if run_name in results:
+                    runs.append(results[run_name])
             if len(runs) == len(ladder.seeds):
                 tuning.scores[name][value] = _average_score(runs)
                 tuning.query_scores[name][value] = _average_query_scores(runs)
 
 
 def _select_candidates(plan: Plan, ladder: Ladder, tuning: TuningResult) -> list[_Candidate]:
-    """Return the values that every group has to try next; empty at the end of the tuning."""
+    """Return the values to try next in all groups; empty if all ladders are complete."""
     candidates = []
     for name, scores in tuning.scores.items():
         for value in next_values(ladder.values, ladder.factor, ladder.max_values, scores):
@@ -178,9 +185,9 @@ def summarize_tuning(
 ) -> dict[str, Any]:
     """Return the part of report.json on the tuning.
 
-    It has the ladder, all values that were ``tried``, the dev data, and for each group the scores,
-    the ``chosen`` value, and under ``worst`` the comparison of the chosen value with the value that
-    has the lowest score.
+    It has the ladder, all values that were ``tried`` and the dev data. For each group it has the
+    scores, the ``chosen`` value, the name of the ``final`` group with this value, and under
+    ``worst`` the comparison of the chosen value with the value that has the lowest score.
 
     Args:
         sets: the descriptions of the dev data sets.

@@ -1,4 +1,4 @@
-"""`contaccum fit`: from question-passage pairs to a trained retriever, and whether it is better."""
+"""`contaccum fit`: train a retriever on question-passage pairs, and test if it became better."""
 
 from contaccum.fitting.pipeline import fit
 from contaccum.fitting.result import FitResult

@@ -1,4 +1,9 @@
-"""The steps before training: encoding of the corpus, and the scores of BM25 and the base model."""
+"""The steps before training: encoding of the corpus, and the scores of BM25 and the base model.
+
+The base model is the model before training. Its document embeddings are written to a store once,
+and every later search with the base model reads the store. A trial is a short training of the
+search for settings. Trials are scored on a pool of the dev documents if there are many of them.
+"""
 
 from __future__ import annotations
 
@@ -24,26 +29,26 @@ from contaccum.tuning.baselines import Baselines
 from contaccum.tuning.budget import Budget, format_duration
 
 MAX_TRIAL_DOCUMENTS = 2000
-"""A larger corpus of dev is reduced for trials, because each trial encodes it again."""
+"""A dev corpus with more documents is reduced to a pool, because each trial encodes it again."""
 
 NUM_MEASURED_DOCUMENTS = 64
 """Number of documents on which the time of encoding is measured."""
 
-_POOL_DEPTH = 10  # top documents of each run in the pool; nDCG@10 depends on no others
+_POOL_DEPTH = 10  # top documents of each query in a run; nDCG@10 depends on no others
 _WARM_UP_DOCUMENTS = 4
-_MAX_SHARE_OF_BUDGET = 0.75  # for encoding before and after the search
+_MAX_SHARE_OF_BUDGET = 0.75  # of the time left, for encoding before and after the search
 _ROWS_PER_SHARD = 2000  # a killed process loses at most one shard
 
 
 def measure_seconds_per_document(encoder: DualEncoder, folder: FitFolder, batch_size: int) -> float:
-    """Return the time that the encoding of a document takes, measured on a part of the corpus."""
+    """Return the seconds to encode one document, measured on the first documents of the corpus."""
     documents = read_texts(folder.data / CORPUS_FILE, "document", RecordReport())
     texts = [document.passage for document in islice(documents, NUM_MEASURED_DOCUMENTS)]
     return measure_seconds_per_text(encoder, texts, batch_size)
 
 
 def measure_seconds_per_text(encoder: DualEncoder, texts: list[str], batch_size: int) -> float:
-    """Return the time that the encoding of a document takes, measured on these documents."""
+    """Return the seconds to encode one document, as a mean over these documents."""
     # The first batch is slower than all others, because it allocates memory.
     encode_texts(encoder, texts[:_WARM_UP_DOCUMENTS], "document", batch_size)
     started = time.perf_counter()
@@ -52,25 +57,28 @@ def measure_seconds_per_text(encoder: DualEncoder, texts: list[str], batch_size:
 
 
 def estimate_trial_documents(split: Split) -> int:
-    """Return the number of documents of the dev set for trials.
+    """Return the number of documents of the dev set for trials, or an upper estimate of it.
 
-    A large dev set is reduced to the judged documents and the top documents of two runs.
+    A large dev set is reduced to the pool of `pool_documents`: for each query its judged documents
+    (about one) and the top documents of BM25 and of the base model.
     """
     num_documents = split.documents["dev"]
-    if num_documents > MAX_TRIAL_DOCUMENTS:
-        num_documents = min(num_documents, split.dev * (2 * _POOL_DEPTH + 1))
-    return num_documents
+    if num_documents <= MAX_TRIAL_DOCUMENTS:
+        return num_documents
+    documents_per_query = 2 * _POOL_DEPTH + 1
+    return min(num_documents, split.dev * documents_per_query)
 
 
 def require_encoding_time(
     budget: Budget, split: Split, seconds_per_document: float, guard_seconds: float = 0.0
 ) -> None:
-    """Check, before it starts, that the encoding of all documents leaves time for the search.
+    """Check before the encoding that the encoding of all documents leaves time for the search.
 
-    The base model encodes the corpus, and the trained model encodes the documents of test.
+    The base model encodes the whole corpus (``split.documents["train"]`` documents), and the
+    trained model encodes the documents of test.
 
     Args:
-        guard_seconds: the time that the scores on guard sets take.
+        guard_seconds: the seconds that the scores on the guard sets take.
 
     Raises:
         ConfigError: if the budget is too short.
@@ -93,7 +101,7 @@ def require_encoding_time(
 def encode_corpus(
     encoder: DualEncoder, model_name: str, corpus: Path, store: Path, batch_size: int
 ) -> None:
-    """Encode a corpus into a store; a store that is complete is not changed."""
+    """Write the embeddings of a corpus to a store; a complete store is not changed."""
     corpus_encoder = CorpusEncoder(
         encoder, model_name, corpus, store, batch_size=batch_size, shard_size=_ROWS_PER_SHARD
     )
@@ -114,7 +122,7 @@ def load_evaluator(data: Path, store: Path, batch_size: int) -> RetrievalEvaluat
 def score_on_dev(encoder: DualEncoder, folder: FitFolder, batch_size: int) -> Baselines:
     """Score the base model and BM25 on dev, and write the smaller dev set for trials.
 
-    Scores that an earlier start of the command has written are read.
+    If an earlier start of the command has written the scores, they are read instead.
     """
     if folder.baselines_file.is_file():
         return Baselines(**read_json(folder.baselines_file))
@@ -138,7 +146,10 @@ def score_on_dev(encoder: DualEncoder, folder: FitFolder, batch_size: int) -> Ba
 def pool_documents(dataset: BeirDataset, runs: list[Run]) -> set[str]:
     """Return the ids of the judged documents and of the top documents of each run and query.
 
-    The system that made a run has the same nDCG@10 on these documents as on all documents.
+    The system that made a run has the same nDCG@10 on this pool as on the whole corpus.
+
+    Args:
+        runs: {query id: {document id: score}} for each system.
     """
     pool: set[str] = set()
     for judgements in dataset.qrels.values():
@@ -151,7 +162,7 @@ def pool_documents(dataset: BeirDataset, runs: list[Run]) -> set[str]:
 
 
 def get_trial_dev_set(folder: FitFolder) -> Path:
-    """Return the folder of the dev set on which trials are scored."""
+    """Return the folder of the dev set on which trials are scored: the pool if there is one."""
     if folder.dev_pool.is_dir():
         return folder.dev_pool
     return folder.data / "dev"

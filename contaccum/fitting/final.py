@@ -1,4 +1,8 @@
-"""The final training at the chosen settings, its test, and the queries whose scores changed."""
+"""The final training at the chosen settings, its test, and the queries whose scores changed.
+
+Settings are chosen by short trainings, the trials. The final training uses the settings of the best
+trial. It scores several checkpoints on dev, and the best checkpoint becomes the trained model.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +30,20 @@ from contaccum.tuning.result import TunedSettings, to_yaml_values
 from contaccum.tuning.trial import count_updates
 
 MAX_SHOWN_QUERIES = 10
-"""The number of queries with the largest gains, and with the largest losses, in the record."""
+"""The record shows so many queries with the largest gains, and as many with the largest losses."""
 
-_NUM_EVALUATIONS = 4  # on dev during the training; the best of so many checkpoints is kept
+_NUM_EVALUATIONS = 4  # evaluations on dev during the training, each with a checkpoint
 _SHOWN_METRICS = ("NDCG@10", "MRR@10", "Recall@100")
 _DEV_METRIC = "eval_ndcg@10"
-_NUM_TOP_DOCUMENTS = 3  # of each query in the record
+_NUM_TOP_DOCUMENTS = 3  # retrieved documents that the record shows for a query
 _EVALUATION_OVERHEAD = 1.3  # time of a training with checkpoints, relative to a trial
 
 
 def write_final_config(folder: FitFolder, tuned: TunedSettings, seconds_left: float) -> int | None:
     """Write the config of the final training, unless an earlier start has written it.
+
+    The options of the chosen trial are completed with checkpoints. If the time is short, they are
+    also limited to fewer updates.
 
     Args:
         seconds_left: the time that the training may take.
@@ -48,6 +55,7 @@ def write_final_config(folder: FitFolder, tuned: TunedSettings, seconds_left: fl
         return None
     options = dict(tuned.options)
     options["output_dir"] = [str(folder.retrained_model)]
+    # Any evaluation strategy other than "no" is valid here, where only updates are counted.
     run_options = {**options, "eval_strategy": ["epoch"]}
     _, data_args, args = config.parse(to_command_line(run_options))
     num_updates = count_updates(len(config.load_data(data_args, args).dataset), args)
@@ -73,7 +81,10 @@ def write_final_config(folder: FitFolder, tuned: TunedSettings, seconds_left: fl
 
 
 def _estimate_possible_updates(tuned: TunedSettings, seconds_left: float) -> int:
-    """Return the number of updates that the time is enough for, by the time of the chosen trial."""
+    """Return the number of updates that fit into the time, judged by the chosen trial.
+
+    It is at least `_NUM_EVALUATIONS`, so that there is an update before each evaluation.
+    """
     [trial] = [record for record in tuned.trials if record["trial"] == tuned.choice.trial]
     seconds_per_update = trial["seconds"] / trial["updates"] * _EVALUATION_OVERHEAD
     return max(_NUM_EVALUATIONS, int(seconds_left / seconds_per_update))
@@ -82,12 +93,12 @@ def _estimate_possible_updates(tuned: TunedSettings, seconds_left: float) -> int
 def train_final(
     config_file: Path, model_folder: Path, overrides: Mapping[str, str] | None = None
 ) -> None:
-    """Train with a config into a folder.
+    """Train by a config file, and write the model to a folder.
 
     A training that was killed is resumed; a training that has finished is not repeated.
 
     Args:
-        overrides: {option of the config: another value}.
+        overrides: {option: value} that replace values of the config.
     """
     if read_run_record(model_folder).get("finished"):
         return
@@ -135,17 +146,19 @@ def search_test_set(
     """Search the test set with BM25, with the base model and with the trained model.
 
     Args:
-        evaluator: the evaluator of the test set, with document embeddings by the base model.
-        is_query_side: True if the trained model uses the document embeddings of the base model;
-            otherwise it encodes the documents.
+        evaluator: the evaluator of the test set. Its ``documents`` are the document embeddings by
+            the base model.
+        is_query_side: True if only the query encoder was trained, so that the trained model
+            searches in the document embeddings of the base model. Otherwise the trained model
+            encodes the documents.
 
     Returns:
-        {"bm25", "base" and "trained": result}.
+        {system: result} with the systems "bm25", "base" and "trained".
     """
     runs = {"bm25": evaluator.search_bm25(), "base": evaluator.search(base)}
     if not is_query_side:
-        evaluator.documents = None
-    runs["trained"] = evaluator.search(trained, show_progress=evaluator.documents is None)
+        evaluator.documents = None  # the search then encodes the documents with its model
+    runs["trained"] = evaluator.search(trained, show_progress=not is_query_side)
     results = {}
     for system, run in runs.items():
         means = evaluator.score_run(run)
@@ -154,14 +167,14 @@ def search_test_set(
 
 
 def select_shown_metrics(means: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that a report shows, under the names that it shows."""
+    """Return {name in a report, such as "NDCG@10": mean} of the metrics that a report shows."""
     return {name: means[name.lower()] for name in _SHOWN_METRICS}
 
 
 def compare_queries(
     dataset: BeirDataset, base: SystemResult, trained: SystemResult
 ) -> dict[str, Any]:
-    """Return the queries with the largest gains and losses, and the numbers of all of them.
+    """Return the queries with the largest gains and losses, and the number of gains and losses.
 
     Args:
         dataset: the test set.
@@ -207,7 +220,7 @@ def _describe_query(
 
 
 def _get_top_documents(dataset: BeirDataset, query_id: str, run: Run) -> list[dict[str, Any]]:
-    """Return the texts of a query's top documents, and whether each of them is relevant."""
+    """Return the texts of a query's top documents, each with a mark whether it is relevant."""
     scores = run.get(query_id, {})
     ranking = sorted(scores, key=lambda document_id: -scores[document_id])
     top_documents = []

@@ -20,12 +20,12 @@ class FitFolder:
 
     @property
     def record_file(self) -> Path:
-        """The JSON record: first the request, at the end all results."""
+        """The JSON record: the request at the start of the fit, all results at its end."""
         return self.path / "fit.json"
 
     @property
     def used_time_file(self) -> Path:
-        """The time of the budget that is used."""
+        """The seconds of the budget that all starts of the command have used so far."""
         return self.path / "used_time.json"
 
     @property
@@ -35,12 +35,12 @@ class FitFolder:
 
     @property
     def store(self) -> Path:
-        """The embeddings of corpus.jsonl by the base model."""
+        """The store of the document embeddings of corpus.jsonl by the base model."""
         return self.path / "store"
 
     @property
     def baselines_file(self) -> Path:
-        """The scores on dev before training."""
+        """The scores of BM25 and of the base model on dev."""
         return self.path / "baselines.json"
 
     @property
@@ -50,7 +50,7 @@ class FitFolder:
 
     @property
     def tuning(self) -> Path:
-        """The trials and the choice."""
+        """The folder of the search: its trials and the chosen settings."""
         return self.path / "tuning"
 
     @property
@@ -60,7 +60,7 @@ class FitFolder:
 
     @property
     def model(self) -> Path:
-        """The trained model; if the fit has a guard, the chosen model."""
+        """The trained model; if the fit has a guard, it is merged with the base model."""
         return self.path / "model"
 
     @property
@@ -70,12 +70,12 @@ class FitFolder:
 
     @property
     def guard_scores_file(self) -> Path:
-        """The scores of each weight on dev and on the guard sets."""
+        """The scores of the merged model at each weight, on dev and on the guard sets."""
         return self.path / "guard_scores.json"
 
     @property
     def guard_file(self) -> Path:
-        """The weight that was chosen by the guard sets."""
+        """The weight of the trained model that was chosen by these scores."""
         return self.path / "guard.json"
 
     @property
@@ -85,12 +85,12 @@ class FitFolder:
 
     @property
     def folds(self) -> Path:
-        """The scores of the other splits of a small data set."""
+        """The scores of the further splits (folds) of a small data set."""
         return self.path / "folds"
 
     @property
     def report(self) -> Path:
-        """The HTML page."""
+        """The HTML report."""
         return self.path / "report.html"
 
     def open(self, request: dict[str, Any]) -> None:
@@ -107,8 +107,8 @@ class FitFolder:
         if has_record and self.data.is_dir():
             self._check_record(read_json(self.record_file), request)
             return
-        # Nothing is lost before the data are split. So a call whose data were refused can be
-        # repeated with corrected data, which are another request.
+        # A record without split data is of a call that ended before it computed anything. It is
+        # overwritten, so that a call with refused data can be repeated with corrected data.
         if not has_record and self.path.is_dir() and any(self.path.iterdir()):
             raise ConfigError(f"{self.path}: holds other files; name another output folder")
         write_json(self.record_file, {"request": request})

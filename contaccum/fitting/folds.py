@@ -1,8 +1,10 @@
-"""Further splits of a small data set, whose single test set would have too few queries.
+"""Folds: further splits of a small data set, whose single test set would have too few queries.
 
-The model is trained and tested on every split with the settings that were chosen on the dev set of
-the first split. The queries of that dev set are left out of the other test sets, because the
-settings fit them too well. The user gets the model of the first split.
+As in cross-validation, each fold has other test queries, and the test queries of all folds together
+decide the verdict. Fold 0 is the first split. The settings are chosen on its dev set, and the user
+gets its model. On each further fold a model is trained with the same settings, tested and removed.
+Dev queries of fold 0 may be test queries of another fold. They are left out there, because the
+settings were chosen by them.
 """
 
 from __future__ import annotations
@@ -33,15 +35,15 @@ FoldScores = dict[str, dict[str, float]]
 
 
 class Fold:
-    """A further split of the same data.
+    """A further split of the same data, its training and its test.
 
     Args:
         source: the user's pairs.
         folder: the output folder of the fit.
-        number: the number of the split, from 1; 0 is the first split.
+        number: the number of the fold, from 1.
         method: the chosen training method.
-        weight: the weight of the trained model that the guard of the fit has chosen; None: there is
-            no guard.
+        weight: the weight at which the trained model is merged with the base model, which the
+            guard of the fit has chosen. None: there is no guard, so nothing is merged.
     """
 
     def __init__(
@@ -62,11 +64,13 @@ class Fold:
 
     @property
     def is_done(self) -> bool:
-        """True if an earlier start of the command has scored this split."""
+        """True if an earlier start of the command has scored this fold."""
         return self._scores_file.is_file()
 
     def score(self, base: DualEncoder, args: ContAccumTrainingArguments) -> FoldScores:
-        """Train on the split and test; the trained model is removed afterwards.
+        """Train and test on the fold, and return the scores of its test queries.
+
+        The split and the trained model are removed afterwards.
 
         Args:
             base: the base model.
@@ -82,7 +86,7 @@ class Fold:
         return scores
 
     def _train(self, base: DualEncoder, args: ContAccumTrainingArguments) -> None:
-        """Hold out this split, encode its corpus, and train at the chosen settings."""
+        """Split the data, encode the corpus, and train at the chosen settings."""
         data = self._folder / "data"
         store = self._folder / "store"
         corpus = data / CORPUS_FILE
@@ -90,6 +94,7 @@ class Fold:
             if args.process_index == 0:
                 self._source.hold_out(data, self._number)
                 encode_corpus(base, "base", corpus, store, args.per_device_eval_batch_size)
+        # The config of the final training names data of fold 0, which this fold replaces.
         overrides = {"train_data": str(data / TRAIN_FILE), "eval_data": str(data / "dev")}
         if self._is_query_side:
             overrides["passage_store"] = str(store)
@@ -108,18 +113,20 @@ class Fold:
         return Path(settings["train_data"]).name == MINED_FILE
 
     def _test(self, base: DualEncoder, args: ContAccumTrainingArguments) -> FoldScores:
-        """Return the scores of the test queries on which the settings were not chosen."""
+        """Return the scores of the test queries that are not dev queries of fold 0."""
         test_set = self._folder / "data" / "test"
         store = self._folder / "store"
         evaluator = load_evaluator(test_set, store, args.per_device_eval_batch_size)
         trained = load_at_weight(base, self._folder / "model", self._weight)
         results = search_test_set(evaluator, base, trained, self._is_query_side)
+        # The folder dev has a single BEIR split, which is called "test".
         dev = load_beir_folder(self._fit_folder.data / "dev", "test")
         dev_queries = {normalise(query) for query in dev.queries.values()}
         scores: FoldScores = {system: {} for system in SYSTEMS}
         for system in SYSTEMS:
             for query_id, score in results[system].query_scores.items():
                 if normalise(evaluator.dataset.queries[query_id]) not in dev_queries:
+                    # Folds may use the same query ids, so the fold's number is added.
                     scores[system][f"{self._number}/{query_id}"] = score
         return scores
 
@@ -127,11 +134,11 @@ class Fold:
 def pool_scores(
     first_results: Mapping[str, SystemResult], fold_scores: Sequence[FoldScores]
 ) -> FoldScores:
-    """Return the scores of the queries of all splits.
+    """Return the scores of the test queries of all folds.
 
     Args:
-        first_results: {system: its result on the test set of the first split}.
-        fold_scores: the scores on the other splits.
+        first_results: {system: its result on the test set of fold 0}.
+        fold_scores: the scores on each further fold.
     """
     pooled: FoldScores = {}
     for system in SYSTEMS:

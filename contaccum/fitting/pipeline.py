@@ -2,6 +2,10 @@
 
 Every stage writes its result below the output folder. A later start of the same call skips the
 stages that are finished, so a process that was killed continues where it stopped.
+
+Terms: the base model is the model before training. A trial is a short training of the search. A
+fold is one of several splits of a small data set into train, dev and test; fold 0 is the split on
+which the search runs. A guard is other data on which the model must not become much worse.
 """
 
 from __future__ import annotations
@@ -55,8 +59,8 @@ from contaccum.tuning.tune import tune
 
 DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
-_FINAL_TRAINING_FACTOR = 1.6  # its time relative to the longest trial, with all checkpoints
-_TEST_TIME_FACTOR = 1.3  # reserved time relative to the expected time of the test
+_FINAL_TRAINING_FACTOR = 1.6  # time of the final training with its checkpoints, in trials
+_TEST_TIME_FACTOR = 1.3  # reserved time relative to the estimated time
 _LOADING_SECONDS = 10.0  # reserved for loading the models and writing the report
 
 
@@ -95,7 +99,8 @@ def fit(
             base model so that it loses at most ``guard_loss`` nDCG@10 on each of them.
         guard_loss: see ``guard``.
         print_line: is called with each line for the user.
-        settings: options of `contaccum train`, which are not searched then.
+        settings: options of `contaccum train`, such as ``learning_rate=1e-5``. The search does not
+            vary them.
 
     Raises:
         UserError: for data, a model, settings or a folder that cannot be used, and for a budget
@@ -176,7 +181,7 @@ class Fit:
             baselines, test_seconds, guard_seconds = self._score_baselines(base, split)
         self._print_line(baselines.format_line(self._model))
 
-        # Search. Every further split of a small data set needs a training and a test as well.
+        # Search. Each fold needs time for its own final training and its own test.
         reserved_seconds = num_folds * test_seconds + guard_seconds
         time_for_trials = TimeForTrials(
             self._budget,
@@ -185,10 +190,10 @@ class Fit:
         )
         tuned = self._search(options, time_for_trials, baselines)
 
-        # Train.
+        # Train, and with a guard merge the trained model with the base model.
         self._train(tuned, (self._budget.left() - reserved_seconds) / num_folds)
         if self._guard is not None:
-            self._choose_weight(self._guard, base)
+            self._choose_merge_weight(self._guard, base)
         fold_scores = self._score_other_folds(base, tuned, num_folds, test_seconds)
 
         # Verdict and report.
@@ -219,7 +224,7 @@ class Fit:
             self._print_line(bad_records_line)
 
     def _print_split(self, split: Split, num_folds: int) -> None:
-        """Print the sizes of the split, and what to know about it."""
+        """Print the sizes of the split, and the number of folds or the warnings about the split."""
         self._print_line(split.summary())
         if num_folds > 1:
             self._print_line(
@@ -231,7 +236,10 @@ class Fit:
             self._print_line(f"note: {warning}")
 
     def _load_base_model(self, options: Options) -> DualEncoder:
-        """Load the model as it is before training."""
+        """Load the model as it is before training.
+
+        The method does not change the base model, so the options are those of the simplest method.
+        """
         run_options = adapt_options(options, "grad_accum", None)
         model_args, _, args = config.parse(to_command_line(run_options))
         return load_encoder(model_args, args)
@@ -240,7 +248,8 @@ class Fit:
         """Encode the corpus, and score the base model and BM25 on dev.
 
         Returns:
-            The scores, and the seconds to reserve for a test and for the guard sets.
+            The scores, the seconds to reserve for the test of one fold, and the seconds to reserve
+            for the scores on the guard sets.
         """
         batch_size = self._args.per_device_eval_batch_size
         with self._measure("baselines"):
@@ -264,7 +273,7 @@ class Fit:
     def _search(
         self, options: Options, time_for_trials: TimeForTrials, baselines: Baselines
     ) -> TunedSettings:
-        """Search settings on dev.
+        """Search settings on dev, which is a BEIR folder with a single split called ``test``.
 
         If an earlier start has written the config of the final training, its settings are kept.
         """
@@ -291,7 +300,7 @@ class Fit:
         """Train at the chosen settings.
 
         Args:
-            seconds: the time that the training may take.
+            seconds: the time that the training may take. It is cut to fewer updates if needed.
         """
         with self._measure("training"):
             with self._first_process_first("writing the config"):
@@ -309,8 +318,8 @@ class Fit:
                 model_folder = self._folder.trained_model
             train_final(self._folder.config_file, model_folder)
 
-    def _choose_weight(self, guard: Guard, base: DualEncoder) -> None:
-        """Choose a model between the base model and the trained model."""
+    def _choose_merge_weight(self, guard: Guard, base: DualEncoder) -> None:
+        """Merge the base model and the trained model at the weight that the guard allows."""
         with self._measure("guard"), self._first_process_first("choosing a weight"):
             if self._is_first_process:
                 guard.choose(
@@ -324,15 +333,17 @@ class Fit:
     def _score_other_folds(
         self, base: DualEncoder, tuned: TunedSettings, num_folds: int, test_seconds: float
     ) -> list[FoldScores]:
-        """Train and test on the other splits, as many as there is time for."""
+        """Train and test on the folds after fold 0, as many as there is time for."""
         fold_scores = []
         guard_record = read_guard_record(self._folder)
-        weight = None if guard_record is None else guard_record["weight"]
+        merge_weight = None if guard_record is None else guard_record["weight"]
         method = tuned.choice.settings["method"]
         with self._measure("other splits"):
             for number in range(1, num_folds):
-                fold = Fold(self._source, self._folder, number, method, weight)
-                needed = 2 * test_seconds + self._stage_seconds["training"]
+                fold = Fold(self._source, self._folder, number, method, merge_weight)
+                # One test is that of this fold, the other that of fold 0, which runs at the end.
+                needed = self._stage_seconds["training"] + 2 * test_seconds
+                # All processes must take the same branch, so the first process decides.
                 has_time = share(self._budget.left() > needed)
                 if not has_time and not fold.is_done:
                     self._print_line(
@@ -411,7 +422,7 @@ class Fit:
         return model_name(self._model)
 
     def _first_process_first(self, description: str) -> AbstractContextManager[None]:
-        """Return a context that the first process of all runs before the other processes do."""
+        """Return a context in which the other processes wait until the first one has left it."""
         context: AbstractContextManager[None] = self._args.main_process_first(
             local=False, desc=description
         )

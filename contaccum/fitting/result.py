@@ -1,4 +1,4 @@
-"""The result of a fit, and its record, which the report shows."""
+"""The result of a fit, and fit.json, its record with all data that the HTML report shows."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from contaccum.tuning.baselines import Baselines
 from contaccum.tuning.choice import Choice
 from contaccum.tuning.result import TunedSettings
 
+# Warning for weight 0 of the guard: the merged model is then the base model.
 _BASE_IS_KEPT = (
     "the model in the folder model is the base model: no weight above 0 is better on dev and loses "
     "little enough on every guard set"
@@ -62,7 +63,7 @@ class FitResult:
 
 
 def read_result(folder: FitFolder) -> FitResult:
-    """Read the result from the record, which the first process has written."""
+    """Read the result from the record, as all processes do after the first one has written it."""
     record = read_json(folder.record_file)
     values = {field.name: record["verdict"][field.name] for field in fields(Verdict)}
     return FitResult(Verdict(**values), folder, record["warnings"])
@@ -79,18 +80,18 @@ def make_record(
     results: Mapping[str, SystemResult],
     verdict: Verdict,
 ) -> dict[str, Any]:
-    """Return the record of a fit, without the times.
+    """Return the content of fit.json, without the times of the stages.
 
     Args:
         source: the pairs.
         base_name: the name of the base model.
         folder: the output folder.
-        split: the sizes of the held-out sets.
+        split: the sizes of the train, dev and test sets.
         baselines: the scores on dev before training.
-        tuned: the trials and the choice.
+        tuned: the trials of the search, and the chosen settings.
         test_set: the test set.
-        results: {"bm25", "base" and "trained": result on the test set}.
-        verdict: the verdict.
+        results: {system: result on the test set} with the systems "bm25", "base" and "trained".
+        verdict: the comparison of the trained model with the base model.
     """
     guard_record = read_guard_record(folder)
     if guard_record is None:
@@ -130,10 +131,11 @@ def _collect_guarded_warnings(
 ) -> list[str]:
     """Return the warnings of a fit with a guard, one line each.
 
-    The verdict is about the chosen weight, so it is compared with the scores of this weight on dev.
+    The verdict is about the model that was merged at the chosen weight. So the warnings compare the
+    verdict with the dev scores of this model, and not with those of the trial.
     """
     if guard_record["weight"] == 0:
-        # Dev and test cannot disagree about the base model.
+        # The base model is compared with itself, so dev and test cannot disagree.
         return [*choice.warnings, *guard_record["warnings"], _BASE_IS_KEPT]
     chosen_row = find_chosen_row(guard_record)
     difference = {name: chosen_row[name] for name in ("difference", "low", "high")}

@@ -1,4 +1,7 @@
-"""The settings of a fit: those that the user may give, and those that the search starts from."""
+"""The settings of a fit: the check of the user's settings, and the start of the search.
+
+A setting is an option of `contaccum train`, such as ``learning_rate``.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,11 @@ SET_BY_FIT = frozenset(
 def check_settings(data: Path, model: str, settings: Options) -> ContAccumTrainingArguments:
     """Check the settings of the user before anything is read or written.
 
+    The settings are parsed as for a training. Paths that do not exist yet are replaced by "unused".
+
     Returns:
-        The arguments of a run, for the device, the process index and the batch sizes.
+        The parsed arguments of a training. `contaccum fit` reads the device, the process index and
+        the batch sizes from them.
 
     Raises:
         ConfigError: for an unknown option, an option that `contaccum fit` sets itself, values that
@@ -99,6 +105,7 @@ def make_start_options(folder: FitFolder, model: str, settings: Options) -> dict
         proposed["query_max_length"] = proposal.query_max_length
         proposed["passage_max_length"] = proposal.passage_max_length
     if "gradient_accumulation_steps" in settings:
+        # The proposed batch size could contradict the number of steps that the user gave.
         del proposed["total_train_batch_size"]
     options = {key: [str(value)] for key, value in proposed.items()}
     for key, values in settings.items():

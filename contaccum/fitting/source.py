@@ -30,7 +30,7 @@ MAX_FOLDS = 5
 
 @dataclass(frozen=True)
 class DataSource:
-    """Question-passage pairs, or a folder in which they are split already.
+    """Question-passage pairs, or a folder in which the pairs are split already.
 
     Attributes:
         path: pairs in any format of docs/data.md, or a folder that `contaccum split` wrote.
@@ -49,7 +49,7 @@ class DataSource:
     test: float | None = None
 
     def make_record(self) -> dict[str, Any]:
-        """Return everything that decides the split, with hashes of the files.
+        """Return everything that decides the split, with hashes of the files, as a JSON record.
 
         Raises:
             ConfigError: for a file that cannot be read.
@@ -69,13 +69,14 @@ class DataSource:
         return (self.path / RECORD_FILE).is_file()
 
     def hold_out(self, folder: Path, fold: int = 0) -> str | None:
-        """Write the split to a folder, unless the folder exists.
+        """Split the pairs into train, dev and test in a folder, unless the folder exists.
 
         Args:
-            fold: the number of the split; the test sets of two folds have no query in common.
+            fold: the number of the split, from 0. The test sets of two folds have no query in
+                common.
 
         Returns:
-            A line about the records that were left out; None if there were none.
+            A line for the user about records that were bad or left out; None if there is none.
 
         Raises:
             UserError: for data that cannot be read or split.
@@ -121,9 +122,12 @@ class DataSource:
                     shutil.copyfile(part, new_folder / name)
 
     def count_folds(self, split: Split) -> int:
-        """Return the number of splits that are needed to have enough test queries.
+        """Return the number of folds that together have enough test queries, at most `MAX_FOLDS`.
 
-        It is 1 if the first split has enough, or if the data allow only one split.
+        It is 1 if the first split has enough test queries, or if the data allow only one split.
+
+        Args:
+            split: the first split.
         """
         is_fixed = self.is_split or split.test == 0 or split.held_out_by == "query"
         if split.test >= FEW_TEST_QUERIES or is_fixed or has_test_set(self.path):
@@ -135,5 +139,5 @@ class DataSource:
 
 
 def has_test_set(path: Path) -> bool:
-    """Return True if the data are a BEIR folder with a test set, which is kept."""
+    """Return True if the data are a BEIR folder with a test set of its own, which is then used."""
     return any(path.glob("qrels/test.tsv*"))

@@ -1,4 +1,7 @@
-"""The verdict whether the trained model is better than the base model, by a test set read once."""
+"""The verdict: the test whether the trained model is better than the base model.
+
+The test set is used for the verdict only, and never to choose settings.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ class Verdict:
 
     @property
     def advice(self) -> str:
-        """A sentence that says what to do; empty if the trained model is better."""
+        """A sentence with advice for the user; empty if the trained model is better."""
         return _ADVICE[self.word]
 
     def __str__(self) -> str:
@@ -118,10 +121,11 @@ def compute_verdict(
 
 
 def collect_warnings(verdict: Verdict, choice: Choice) -> list[str]:
-    """Return warnings that belong to a verdict, one line each.
+    """Return the warnings of the choice, then warnings about the verdict, one line each.
 
     Args:
-        choice: the settings that were chosen on dev, whose own warnings come first.
+        verdict: the comparison with the base model on test.
+        choice: the chosen settings, with the comparison with the base model on dev.
     """
     warnings = list(choice.warnings)
     dev = choice.against_base

@@ -1,4 +1,4 @@
-"""The scores on dev before training: those of BM25 and of the base model."""
+"""The scores on dev before training: the scores of BM25 and of the base model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Baselines(NamedTuple):
 
     @property
     def is_base_too_weak(self) -> bool:
-        """True if the base model's document embeddings are too bad to train a query encoder on."""
+        """True if the base model's document embeddings are too bad to train a query encoder."""
         return self.base < USELESS_SHARE_OF_BM25 * self.bm25
 
 
@@ -43,6 +43,7 @@ def score_baselines(
     """Score the base model and BM25 on dev.
 
     Args:
+        encoder: the base model.
         store: a folder of document embeddings by the base model; None: the documents are encoded.
     """
     if store is not None:

@@ -46,7 +46,8 @@ class Budget:
 
     Args:
         seconds: the whole budget.
-        file: `save` writes the time that was used so far to it, for the next start of the command.
+        file: the file of the used time. `save` writes it, and the next start of the command reads
+            it.
     """
 
     def __init__(self, seconds: float, file: Path) -> None:
@@ -77,7 +78,8 @@ class TimeForTrials:
     Attributes:
         budget: the budget of the whole command.
         reserve: the seconds that are reserved for the steps after the search.
-        final_runs: the number of trials whose time is reserved for the final training.
+        final_runs: the time that is reserved for the final training, as a multiple of the time of
+            the best trial.
     """
 
     budget: Budget
@@ -88,6 +90,7 @@ class TimeForTrials:
         """Return the seconds that are left for trials; negative if there are none.
 
         Args:
-            trial_seconds: the time of the trial whose settings are used for the final training.
+            trial_seconds: the time of the best trial, with whose settings the final training would
+                run.
         """
         return self.budget.left() - self.reserve - self.final_runs * trial_seconds

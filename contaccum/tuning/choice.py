@@ -1,8 +1,8 @@
 """The choice of the best value or trial by noisy scores on dev data.
 
-The highest of a few noisy scores is often high by chance. Therefore a curve is fitted through each
-score and the scores of neighbouring values, and the value at which the curve is highest is chosen:
-a learning rate among good ones is preferred to a single high score. `contaccum tune`,
+The highest of a few noisy scores is often high by chance. Therefore each score is smoothed with the
+scores of neighbouring values, and the value with the highest smoothed score is chosen. A learning
+rate whose neighbours also score well is so preferred to a single high score. `contaccum tune`,
 `contaccum fit` and `contaccum compare --tune` choose in this way.
 """
 
@@ -19,16 +19,16 @@ from contaccum.evaluation.metrics import paired_bootstrap
 from contaccum.tuning.trial import QueryScores
 
 NEIGHBOUR_FACTOR = 10.0
-"""Values that differ by this factor or more are not neighbours: they do not smooth each other."""
+"""Two values are neighbours and smooth each other if they differ by less than this factor."""
 
-_MIN_POINTS = 4  # a parabola passes through all points if there are fewer
+_MIN_POINTS = 4  # with fewer points, a parabola passes through all of them and smooths nothing
 
 Settings = dict[str, Any]
 """{key of `contaccum train`: value}, as in the JSON records."""
 
 
 def smooth(scores: Mapping[float, float]) -> dict[float, float]:
-    """Replace each score by the height of a curve through the score and its neighbours.
+    """Replace each score by the height of a curve fitted to the score and its neighbours.
 
     The curve is a parabola in the logarithm of the value, fitted by weighted least squares. The
     weight of a neighbour falls linearly with the logarithm of the factor between the two values,
@@ -41,11 +41,11 @@ def smooth(scores: Mapping[float, float]) -> dict[float, float]:
     Returns:
         {value: height of the curve at the value}, in the order of ``scores``.
     """
-    positions = np.log(list(scores))
+    log_values = np.log(list(scores))
     heights = np.array(list(scores.values()))
     smoothed = {}
     for value, score in scores.items():
-        offsets = positions - np.log(value)
+        offsets = log_values - np.log(value)
         weights = np.clip(1.0 - np.abs(offsets) / np.log(NEIGHBOUR_FACTOR), 0.0, None)
         is_neighbour = weights > 0.0
         if is_neighbour.sum() < _MIN_POINTS:
@@ -55,7 +55,8 @@ def smooth(scores: Mapping[float, float]) -> dict[float, float]:
         coefficients = np.polyfit(
             offsets[is_neighbour], heights[is_neighbour], deg=2, w=np.sqrt(weights[is_neighbour])
         )
-        height_at_value = coefficients[-1]  # the offset of the value is 0
+        # polyfit returns the constant term last. It is the height at offset 0, where the value is.
+        height_at_value = coefficients[-1]
         smoothed[value] = float(height_at_value)
     return smoothed
 
@@ -63,11 +64,17 @@ def smooth(scores: Mapping[float, float]) -> dict[float, float]:
 def find_best_value(scores: Mapping[float, float]) -> float:
     """Return the value with the highest smoothed score.
 
-    Of values with equal smoothed scores, one that is not at an end is preferred, then the smallest.
+    Of values with equal smoothed scores, a value that is neither the smallest nor the largest of
+    ``scores`` is preferred, then the smaller value.
     """
     smoothed = smooth(scores)
     ends = (min(scores), max(scores))
-    return max(sorted(scores), key=lambda value: (round(smoothed[value], 12), value not in ends))
+
+    def get_rank(value: float) -> tuple[float, bool]:
+        rounded_score = round(smoothed[value], 12)  # differences below are rounding errors
+        return rounded_score, value not in ends
+
+    return max(sorted(scores), key=get_rank)  # of equal ranks, `max` returns the first
 
 
 def compare_scores(
@@ -88,6 +95,7 @@ class FinishedTrial(NamedTuple):
     """A trial that was scored, was stopped, or failed.
 
     Attributes:
+        number: the number of the trial in the journal.
         settings: {key: value} of the settings that were searched.
         score: the mean score on dev; None if the trial was stopped halfway or failed.
         query_scores: {query id: score}.
@@ -109,7 +117,7 @@ class FinishedTrial(NamedTuple):
 
     @property
     def settings_except_rate(self) -> tuple[tuple[str, str], ...]:
-        """All settings except the learning rate; trials that share them lie on one curve."""
+        """All settings except the learning rate, which are equal for the trials of one curve."""
         settings = dict(self.settings)
         settings.pop("learning_rate", None)
         return tuple(sorted((key, str(value)) for key, value in settings.items()))
@@ -120,10 +128,10 @@ class Choice(NamedTuple):
 
     Attributes:
         settings: {key: value}.
-        trial: the number of the trial.
-        score: the mean score on dev.
-        against_base: the difference to the score of the base model, with its interval.
-        warnings: lines for the user, where the dev data do not support the choice.
+        trial: the number of the trial with these settings.
+        score: its mean score on dev.
+        against_base: the comparison with the base model, as `compare_scores` returns it.
+        warnings: lines for the user about weak evidence for the choice.
     """
 
     settings: Settings
@@ -134,12 +142,13 @@ class Choice(NamedTuple):
 
 
 def choose_trial(trials: Sequence[FinishedTrial], base_scores: QueryScores) -> Choice:
-    """Choose the settings of a trial.
+    """Choose the settings of the best trial.
 
-    Trials that differ only by the learning rate form a group, in which `find_best_value` chooses.
-    Among the chosen trials, that of the largest group is preferred. Another trial is chosen only if
-    the 95% interval of its difference to the preferred trial lies above 0, or if its group has as
-    many trials and a higher curve.
+    Trials that differ only by the learning rate form a curve, score against learning rate, and
+    `find_best_value` chooses the best trial of each curve. Of these candidates, the one on the
+    curve with most trials is preferred, because more trials support its score. Another candidate
+    replaces it only if the 95% interval of the difference between the two lies above 0, or if its
+    curve has as many trials and is higher.
 
     Args:
         base_scores: {query id: score of the base model}.
@@ -156,9 +165,10 @@ def choose_trial(trials: Sequence[FinishedTrial], base_scores: QueryScores) -> C
     chosen = candidates[0]
     for candidate in candidates[1:]:
         difference = compare_scores(candidate.trial.query_scores, chosen.trial.query_scores)
-        has_equal_support = candidate.num_trials == chosen.num_trials
-        is_higher = has_equal_support and candidate.height > chosen.height
-        if difference["low"] > 0.0 or is_higher:
+        has_as_many_trials = candidate.num_trials == chosen.num_trials
+        is_higher = has_as_many_trials and candidate.height > chosen.height
+        is_significantly_better = difference["low"] > 0.0
+        if is_significantly_better or is_higher:
             chosen = candidate
 
     trial = chosen.trial
@@ -173,10 +183,11 @@ def choose_trial(trials: Sequence[FinishedTrial], base_scores: QueryScores) -> C
 
 
 class _BestOfCurve(NamedTuple):
-    """The trial at the highest point of a curve.
+    """The best trial of a curve.
 
     Attributes:
-        height: the height of the curve there.
+        trial: the trial.
+        height: the smoothed score at the trial.
         num_trials: the number of trials on the curve.
     """
 
@@ -196,8 +207,12 @@ def _find_best_of_curves(trials: Sequence[FinishedTrial]) -> list[_BestOfCurve]:
 
 
 def _find_best_of_curve(curve: Sequence[FinishedTrial]) -> _BestOfCurve:
-    """Return the best of the trials that differ only by the learning rate."""
+    """Return the best of the trials that differ only by the learning rate.
+
+    All trials have a score; ``or 0.0`` is only for the type checker.
+    """
     if "learning_rate" not in curve[0].settings:
+        # The user gave the rate, so the trials have the same settings.
         mean = statistics.fmean(trial.score or 0.0 for trial in curve)
         return _BestOfCurve(curve[0], mean, len(curve))
     trials_by_rate = {}

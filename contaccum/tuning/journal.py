@@ -15,14 +15,17 @@ from contaccum.tuning.choice import FinishedTrial
 JOURNAL = "trials.jsonl"
 
 _STUDY_NAME = "contaccum"
-_PRUNING_P_VALUE = 0.01  # of Wilcoxon's signed-rank test against the best trial, halfway
+# A trial is stopped halfway if Wilcoxon's signed-rank test over the queries shows, with a smaller
+# p-value, that it is worse than the best trial was halfway.
+_PRUNING_P_VALUE = 0.01
 
 
 def open_study(folder: Path) -> optuna.Study:
     """Open the journal in a folder, or create it.
 
     Trials that a killed search has not finished are marked as failed. Their settings are tried
-    again: the search computes a rung of a ladder anew, and other settings are put into the queue.
+    again: the search proposes an unfinished rung of a ladder again by itself, and other settings
+    are put into the queue of the study.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / JOURNAL
@@ -48,9 +51,9 @@ def open_study(folder: Path) -> optuna.Study:
 
 
 def read_finished_trials(study: optuna.Study) -> list[FinishedTrial]:
-    """Return the trials that were scored, stopped or failed, in their order.
+    """Return the trials that were scored, stopped or failed, in the order in which they ran.
 
-    A trial that a kill interrupted has no recorded time, and is left out.
+    A trial that was interrupted when the search was killed has no recorded time. It is left out.
     """
     states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
     finished = []
@@ -76,7 +79,7 @@ def _to_finished_trial(trial: FrozenTrial) -> FinishedTrial:
 
 
 def _drop_incomplete_line(file: Path) -> None:
-    """Remove the last line of a journal if a kill has cut it short."""
+    """Remove the last line of a journal if it is incomplete, because the search was killed."""
     content = file.read_bytes()
     if content and not content.endswith(b"\n"):
         file.write_bytes(content[: content.rfind(b"\n") + 1])

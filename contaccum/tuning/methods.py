@@ -1,4 +1,9 @@
-"""The methods of a search: the methods to try, their start values, and the options of a run."""
+"""The methods of a search: the methods to try, their start values, and the options of a run.
+
+Methods are contaccum (a bank of embeddings of earlier batches), grad_cache (one large batch),
+grad_accum (micro-batches without a bank) and query_side (only the query encoder is trained, against
+stored document embeddings of the base model).
+"""
 
 from __future__ import annotations
 
@@ -25,19 +30,21 @@ _MAX_QUERY_SIDE_MICRO_BATCH = 32
 
 
 def select_methods(
-    options: Options, fixed_keys: Collection[str], has_store: bool, is_fresh: bool
+    options: Options, fixed_keys: Collection[str], has_store: bool, is_base_weak: bool
 ) -> list[str]:
     """Return the methods to try; the method of the config is the first one.
 
     Args:
-        fixed_keys: the options that are not searched; if ``method`` is one, no other is tried.
-        has_store: True if there is a store of documents for query-side training.
-        is_fresh: True if the base model is too weak for its documents to teach a query encoder.
+        fixed_keys: the options that the search does not vary. If ``method`` is among them, only
+            the method of ``options`` is tried.
+        has_store: True if there is a store of document embeddings for query-side training.
+        is_base_weak: True if the base model scores far below BM25. A query encoder cannot be
+            trained against the document embeddings of such a model.
     """
     if "method" in fixed_keys:
         return list(options["method"])
     methods = list(METHODS)
-    if is_fresh or not has_store:
+    if is_base_weak or not has_store:
         methods.remove("query_side")
     config_method = options.get("method", [""])[0]
     if config_method in methods:
@@ -51,21 +58,25 @@ def compute_starts(
     options: Options,
     args: ContAccumTrainingArguments,
     encoder: DualEncoder,
-    is_fresh: bool,
+    is_base_weak: bool,
 ) -> dict[str, dict[str, float]]:
-    """Return {method: {"learning_rate" and "temperature": value at which its search starts}}.
+    """Return the learning rate and temperature at which the search starts, for each method.
 
     Args:
         options: the options that the search starts from.
         args: the parsed ``options``.
         encoder: the base model.
-        is_fresh: True if the base model was not trained for retrieval yet.
+        is_base_weak: True if the base model scores far below BM25, as a model does that was not
+            trained for retrieval yet.
+
+    Returns:
+        {method: {"learning_rate": value, "temperature": value}}.
     """
     width = _get_hidden_size(encoder)
     temperature = args.temperature or DEFAULT_TEMPERATURE[get_metric(encoder, args.similarity)]
     starts = {}
     for method in methods:
-        learning_rate = compute_start_rate(method, width, "lora_r" in options, is_fresh)
+        learning_rate = compute_start_rate(method, width, "lora_r" in options, is_base_weak)
         if "learning_rate" in options and [method] == options.get("method"):
             learning_rate = args.learning_rate
         starts[method] = {"learning_rate": learning_rate, "temperature": temperature}
@@ -88,8 +99,8 @@ def adapt_options(
 
     Args:
         store: the folder or URL of the document embeddings for query-side training.
-        mined: the training data with mined hard negatives. They replace the training data of
-            options whose ``num_hard_negatives`` is not 0.
+        mined: a file of the training data with hard negatives that BM25 mined. It replaces the
+            training data of ``options`` if their ``num_hard_negatives`` is not 0.
     """
     adapted = _drop_unused_options(options, method)
     adapted["method"] = [method]
@@ -103,7 +114,7 @@ def adapt_options(
     if method == "query_side":
         batch_size = int(adapted.get("total_train_batch_size", [_DEFAULT_QUERY_SIDE_BATCH_SIZE])[0])
         adapted["passage_store"] = [str(store)]
-        adapted["missing"] = ["add"]
+        adapted["missing"] = ["add"]  # passages that the store lacks are encoded and added
         adapted["total_train_batch_size"] = [str(batch_size)]
         adapted["per_device_train_batch_size"] = [str(_find_micro_batch_size(batch_size))]
     return adapted

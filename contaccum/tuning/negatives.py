@@ -20,19 +20,19 @@ _RELATIVE_MARGIN = 0.05
 
 
 def mine_once(train_data: list[str], corpus: str | None, file: Path, **options: Any) -> Path | None:
-    """Write the training pairs with one hard negative each, found by BM25.
+    """Mine one hard negative per training pair with BM25, and write the pairs with them to a file.
 
-    A file that an earlier start of the command has written is kept.
+    If an earlier start of the command has written the file, it is not written again.
 
     Args:
-        train_data: the training data, as the option of `contaccum train`.
+        train_data: the value of the option ``train_data`` of `contaccum train`.
         corpus: the documents to search for negatives; None: the positives of the training data.
         file: the file to write.
         options: further options of the training data, such as ``data_columns``.
 
     Returns:
-        The file; None if there are several training sets, more than `MAX_SCORES` scores to
-        compute, or no negatives.
+        The file. None if there are several training sets, if BM25 would have to compute more than
+        `MAX_SCORES` scores, or if it finds no negatives.
 
     Raises:
         DataError: for data that cannot be read.

@@ -1,4 +1,8 @@
-"""The ladders of learning rates, which a search tries before it searches all settings together."""
+"""The ladders of learning rates, which a search tries before it searches all settings together.
+
+Each method has a ladder of its own. Its rungs are learning rates as multiples of the start rate of
+the method, such as 1, 3 and 1/3; see `contaccum.tuning.ladder`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ class Rung(NamedTuple):
     """A learning rate on the ladder of a method.
 
     Attributes:
+        method: the name of the method.
         multiple: the learning rate as a multiple of the start rate of the method.
     """
 
@@ -36,10 +41,9 @@ def find_next_rung(methods: Sequence[str], finished: Sequence[FinishedTrial]) ->
     for method, scores in ladders.items():
         if not scores:
             return Rung(method, FIRST_RATES[0])
-        best_scores[method] = max(
-            (score for score in scores.values() if score is not None), default=0.0
-        )
-    first_values = [format_value(rate) for rate in FIRST_RATES]
+        scored = [score for score in scores.values() if score is not None]
+        best_scores[method] = max(scored, default=0.0)
+    first_values = [format_value(multiple) for multiple in FIRST_RATES]
     for method in sorted(ladders, key=lambda name: -best_scores[name]):
         values = next_values(first_values, RATE_FACTOR, MAX_RATES, ladders[method])
         if values:

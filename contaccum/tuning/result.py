@@ -17,7 +17,7 @@ TUNED_CONFIG = "tuned.yaml"
 TUNED_RECORD = "tuned.json"
 
 ConfigValue = str | int | float | bool
-"""The value of an option in a YAML file."""
+"""The value of an option in a YAML file, where numbers and booleans are not texts."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class TunedSettings:
         options: all options of a run with these settings, for `contaccum train`.
         base: nDCG@10 of the base model on dev.
         bm25: nDCG@10 of BM25 on dev.
-        trials: a record of each trial: number, settings, score, seconds, updates and note.
+        trials: the JSON record of each trial; see `Search.make_records`.
     """
 
     choice: Choice
@@ -78,9 +78,9 @@ def read_tuned(output: Path) -> TunedSettings:
 
 
 def to_yaml_values(options: Options) -> dict[str, ConfigValue | list[ConfigValue]]:
-    """Return options with numbers and booleans in place of their texts.
+    """Return options whose texts are converted to numbers and booleans where possible.
 
-    An option with one value becomes a scalar, other options become lists.
+    An option with one value becomes this value, other options become lists.
     """
     content: dict[str, ConfigValue | list[ConfigValue]] = {}
     for key, texts in options.items():

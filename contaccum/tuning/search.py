@@ -1,8 +1,11 @@
 """The search: trials of settings within a budget of time, and the choice of the best settings.
 
-First each method is tried at a ladder of learning rates. Then Optuna's TPE sampler searches all
-settings together. Finished trials are stored in a journal, so that a search can continue after a
-kill.
+A trial is one training with some settings, scored on dev data. First each method is tried at a few
+learning rates, which are called the rungs of its ladder. Then Optuna's TPE sampler searches all
+settings together. Trials are stored in a journal, so that a search can continue after a kill.
+
+A trial may be too slow for the budget. The trials of its method are then cut to fewer updates, or
+the method is left out. A trial that is significantly worse than the best one is stopped halfway.
 """
 
 from __future__ import annotations
@@ -32,9 +35,10 @@ MAX_TRIALS = 40
 MIN_UPDATES = 8
 """The smallest number of updates of a trial; the score of a shorter trial says nothing."""
 
-_LADDER_KEYS = {"method", "learning_rate"}
+_LADDER_KEYS = {"method", "learning_rate"}  # the settings that the ladders vary
 _NO_TIME = "no time is left for this trial"
-_TOO_SLOW = "too slow for the budget"  # begins the note of a trial in the journal
+_TOO_SLOW = "too slow for the budget"  # start of the journal's note on a method that is left out
+_LOADING_MARGIN = 1.2  # suggested time for trials, relative to the time of their updates
 _MIN_SHARE_OF_UPDATES = 0.25  # a method whose trials would be cut to fewer is left out
 _MAX_SHARE_OF_TIME = 1 / 6  # of the time that is left; trials that take longer are cut
 
@@ -57,8 +61,9 @@ class Search:
     In distributed training the first process decides what is tried, and all processes train.
 
     Args:
-        options: the options of every trial, which the settings of a trial are added to.
-        starts: {method: {key of a `Span`: value at which its search starts}} of the methods to try.
+        options: the options that all trials have; each trial adds its settings to them.
+        starts: {method: {key: value}}. The methods are those to try. The values are those at which
+            the search of a learning rate or temperature starts; see `Span`.
         space: {key: setting} of the settings to search.
         adapt_options: is called with options and a method, and returns the options of a run by the
             method: it adds what the method needs and drops what the method does not use.
@@ -97,7 +102,7 @@ class Search:
         self._running_trial: optuna.Trial | None = None
         self._is_first_process = rank() == 0
         if not self._is_first_process:
-            return
+            return  # the other processes have no journal
         self._study = open_study(folder)
         for earlier_trial in self._study.trials:
             if "cut_to" in earlier_trial.user_attrs:
@@ -118,6 +123,7 @@ class Search:
             trial_plan = share(trial_plan)
             if trial_plan is None:
                 break
+            # `share` exchanges JSON, which turns the plan into a list.
             result = self._run_trial(TrialPlan(*trial_plan))
             if self._is_first_process:
                 self._record(result)
@@ -150,7 +156,8 @@ class Search:
 
     def _plan_next_trial(self) -> TrialPlan | None:
         """Return the trial to run next; None if the search has ended."""
-        # A trial that was cut is still running here: it is planned again, with fewer updates.
+        # After a trial was cut, it is still the running trial and is planned again, with fewer
+        # updates. Otherwise a new trial is created.
         while self._running_trial is None:
             if len(self._finished_trials()) >= MAX_TRIALS or not self._has_time():
                 return None
@@ -172,6 +179,7 @@ class Search:
         if method in self._max_updates:
             options["max_steps"] = [str(self._max_updates[method])]
         elif self._estimate_seconds(method) is None:
+            # The first trial of a method decides if its trials are cut.
             max_seconds *= _MAX_SHARE_OF_TIME
         return TrialPlan(options, max_seconds)
 
@@ -179,6 +187,7 @@ class Search:
         """Create the next trial in the study; None if nothing is left to search."""
         finished = self._finished_trials()
         # Each trial has a seed of its own, so that a search after a kill makes the same proposals.
+        # The sampler needs no random trials at the start, because the ladders come first.
         self._study.sampler = optuna.samplers.TPESampler(
             seed=self._seed + len(finished), n_startup_trials=0
         )
@@ -189,6 +198,7 @@ class Search:
         space = self._space
         rung = self._find_next_rung(list(starts), finished)
         if rung is not None:
+            # The study's next trial gets these values of Optuna's parameters.
             parameters = {
                 name_method_parameter(starts): rung.method,
                 name_span_parameter("learning_rate", rung.method): rung.multiple,
@@ -196,7 +206,7 @@ class Search:
             self._study.enqueue_trial(parameters)
             space = {key: setting for key, setting in self._space.items() if key in _LADDER_KEYS}
         elif set(self._space) <= _LADDER_KEYS:
-            return None
+            return None  # the ladders have tried everything
         trial = self._study.ask()
         if rung is not None:
             trial.set_user_attr("rung", format_value(rung.multiple))
@@ -206,13 +216,13 @@ class Search:
     def _find_next_rung(
         self, methods: Sequence[str], finished: Sequence[FinishedTrial]
     ) -> Rung | None:
-        """Return the method and the learning rate to try next; None after the ladders."""
+        """Return the method and the learning rate to try next; None if all ladders are complete."""
         if "learning_rate" in self._space:
             return find_next_rung(methods, finished)
         return find_untried_method(methods, finished)
 
     def _run_trial(self, trial_plan: TrialPlan) -> Outcome | TooSlow | UserError:
-        """Train and score on every process; return an error that only concerns this trial."""
+        """Train and score on every process; return an error that may concern only this trial."""
         try:
             return run_trial(
                 trial_plan.options,
@@ -225,10 +235,15 @@ class Search:
             return error
 
     def _is_hopeless(self, scores: QueryScores) -> bool:
-        """Return True if the running trial is significantly worse than the best one was halfway."""
+        """Return True if the running trial is significantly worse than the best one was halfway.
+
+        Args:
+            scores: the scores of the running trial halfway.
+        """
         is_hopeless = False
         if self._is_first_process:
             assert self._running_trial is not None
+            # The pruner compares two trials query by query, so each query has a step of its own.
             for step, query in enumerate(sorted(self._base_scores)):
                 self._running_trial.report(scores[query], step)
             is_hopeless = self._running_trial.should_prune()
@@ -294,8 +309,9 @@ class Search:
             )
             return
         min_seconds = slow.seconds_per_update * MIN_UPDATES
+        seconds_of_search = _LOADING_MARGIN * min_seconds / _MAX_SHARE_OF_TIME
         budget = self._time.budget
-        needed = budget.used() + self._time.reserve + 1.2 * min_seconds / _MAX_SHARE_OF_TIME
+        needed = budget.used() + self._time.reserve + seconds_of_search
         budget.save()
         raise ConfigError(
             f"the budget of {format_duration(budget.seconds)} is too short: {MIN_UPDATES} updates "
@@ -334,7 +350,10 @@ class Search:
         )
 
     def _time_left(self) -> float:
-        """Return the seconds left for trials, after the final training at the best settings."""
+        """Return the seconds left for trials, without the time of the final training.
+
+        The final training is expected to take as long as the best trial so far.
+        """
         best = _find_best(self._finished_trials())
         return self._time.left(best.seconds if best is not None else 0.0)
 

@@ -1,4 +1,4 @@
-"""The search space of `contaccum tune` and `contaccum fit`: settings, values and their order.
+"""The search space of `contaccum tune` and `contaccum fit`: the settings and their possible values.
 
 The methods are tried first, at several learning rates, because a wrong learning rate costs most.
 Then all settings are searched together, around the best ones so far.
@@ -15,7 +15,11 @@ from contaccum.tuning.choice import Settings
 
 
 class Choices(NamedTuple):
-    """A setting with a few possible values."""
+    """A setting with a few possible values.
+
+    Attributes:
+        meaning: an explanation of the values for readers of `SPACE`.
+    """
 
     values: tuple[Any, ...]
     meaning: str
@@ -26,6 +30,7 @@ class Span(NamedTuple):
 
     Attributes:
         low, high: the limits, as multiples of the value at which the search starts.
+        meaning: an explanation of the limits for readers of `SPACE`.
     """
 
     low: float
@@ -37,16 +42,16 @@ Setting = Choices | Span
 
 
 FIRST_RATES = (1.0, 3.0, 1 / 3)
-"""The learning rates that a method tries first, as multiples of its start rate."""
+"""The learning rates that are tried first with a method, as multiples of its start rate."""
 
 RATE_FACTOR = 3.0
-"""The factor between a rate at an end of those tried and the next rate beyond it."""
+"""The factor between the smallest or largest rate that was tried and the next rate beyond it."""
 
 MAX_RATES = 5
-"""The largest number of rates that a method tries before the other settings are searched."""
+"""The largest number of rates tried with a method before all settings are searched together."""
 
 METHODS = ("query_side", "contaccum", "grad_cache")
-"""The methods, in the order of trial. query_side is tried only if there is a store of documents."""
+"""The methods, in the order in which they are tried; query_side needs a store of documents."""
 
 SPACE: Mapping[str, Setting] = {
     "method": Choices(METHODS, "queries against all documents; a bank; one batch and no bank"),
@@ -59,26 +64,30 @@ SPACE: Mapping[str, Setting] = {
 """All settings that are searched; a setting that the user gives is removed from the search."""
 
 START_RATES = {"query_side": 1.6e-4, "contaccum": 1e-4, "grad_cache": 1e-4}
-"""{method: start rate} for full training of a pretrained encoder with 384 hidden dimensions."""
+"""{method: start rate}: the learning rate at which the search of a method starts.
+
+These rates are for full training of a pretrained retriever with 384 hidden dimensions.
+`compute_start_rate` adapts them to other encoders.
+"""
 
 _START_RATE_WIDTH = 384  # a wider encoder needs a smaller rate, about in proportion
 _ADAPTER_FACTOR = 10.0  # LoRA adapters need larger rates
-_FRESH_WEIGHTS_FACTOR = 5.0
+_WEAK_BASE_FACTOR = 5.0  # an encoder that cannot retrieve yet needs larger rates
 
 
-def compute_start_rate(method: str, width: int, has_adapter: bool, is_fresh: bool) -> float:
+def compute_start_rate(method: str, width: int, has_adapter: bool, is_base_weak: bool) -> float:
     """Return the learning rate at which the search of a method starts.
 
     Args:
         width: the number of dimensions of the encoder's hidden states.
         has_adapter: True if a LoRA adapter is trained.
-        is_fresh: True if the encoder was not trained for retrieval yet.
+        is_base_weak: True if the encoder scores far below BM25 before training.
     """
     rate = START_RATES[method] * _START_RATE_WIDTH / width
     if has_adapter:
         rate *= _ADAPTER_FACTOR
-    if is_fresh:
-        rate *= _FRESH_WEIGHTS_FACTOR
+    if is_base_weak:
+        rate *= _WEAK_BASE_FACTOR
     return rate
 
 
@@ -88,8 +97,9 @@ def make_space(
     """Return the settings to search, with the values that are possible for the training data.
 
     Args:
-        num_pairs: the size of the training data; an update has at most half of the pairs.
-        micro_batch_size: the number of pairs of an update is a multiple of it.
+        num_pairs: the number of training pairs. Batch sizes above half of it are left out.
+        micro_batch_size: the number of pairs of a micro-batch. Batch sizes that are not multiples
+            of it are left out.
         fixed_keys: the settings that are not searched.
     """
     space = {key: setting for key, setting in SPACE.items() if key not in fixed_keys}
@@ -145,13 +155,13 @@ def suggest(
         if key == "method":
             continue
         if key == "num_hard_negatives" and method == "query_side":
-            continue  # query_side contrasts a query with all documents
+            continue  # query_side uses all documents as negatives already
         if isinstance(setting, Choices):
             values[key] = trial.suggest_categorical(key, setting.values)
         else:
             multiple = trial.suggest_float(
                 name_span_parameter(key, method), setting.low, setting.high, log=True
             )
-            value = starts[method][key] * multiple
+            value = starts[method][key] * multiple  # the span is relative to the start value
             values[key] = float(f"{value:.2g}")
     return values

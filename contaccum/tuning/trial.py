@@ -1,6 +1,7 @@
-"""One trial of a search: a run that is scored on dev halfway and at its end.
+"""One trial of a search: a training with some settings, scored on dev halfway and at its end.
 
-The model of a trial is not saved.
+A trial is given up after two updates if it would take too long, and halfway if its scores are bad.
+Only the scores of a trial are used; its model is not saved.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ _OPTIONS_OF_TRIAL: Options = {
     "logging_strategy": ["no"],
 }
 
-_MEASURED_UPDATES = 2  # the time of the whole trial is estimated after so many updates
+_MEASURED_UPDATES = 2  # the time of all updates is estimated from the time of the first ones
 
 
 class TooSlow(Exception):
-    """The error of a trial that would take longer than it may.
+    """The error of a trial that would take longer than ``max_seconds`` of `run_trial`.
 
     Attributes:
-        updates: the number of updates that the time is enough for; may be 0.
+        updates: the number of updates that are possible in ``max_seconds``; may be 0.
         seconds: the estimated time of all updates.
         seconds_per_update: the measured time of an update.
     """
@@ -67,9 +68,9 @@ class Outcome(NamedTuple):
 
     Attributes:
         query_scores: the scores at the end of training; None if the trial was stopped halfway.
-        score: the mean of ``query_scores``.
+        score: the mean of ``query_scores``; None if the trial was stopped halfway.
         seconds: the time of the whole trial: loading, training and scoring.
-        updates: the number of updates of the complete trial.
+        updates: the number of updates that the trial has if it is not stopped.
     """
 
     query_scores: QueryScores | None
@@ -100,7 +101,8 @@ def run_trial(
         UserError: for settings, data or a model that cannot be used.
     """
     started = time.perf_counter()
-    # The documents of an earlier trial; a query-side trainer sets those of its own store.
+    # An earlier trial may have left document embeddings here. A query-side trainer sets the
+    # embeddings of its own store, and in other trials the evaluator encodes the documents.
     evaluator.documents = None
     all_options = {**options, **_OPTIONS_OF_TRIAL, "output_dir": [str(folder)]}
     model_args, data_args, args = parse(to_command_line(all_options))
@@ -179,7 +181,7 @@ class _TrialMonitor(TrainerCallback):
         if state.global_step != _MEASURED_UPDATES:
             return
         elapsed = time.perf_counter() - self._started
-        # The time of the first process, so that all processes make the same decision.
+        # All processes use the time of the first process, so that they make the same decision.
         seconds_per_update = share(elapsed / state.global_step)
         seconds = seconds_per_update * self._num_updates
         if seconds > self._max_seconds:

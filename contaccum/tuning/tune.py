@@ -1,4 +1,8 @@
-"""`contaccum tune`: from a config to the settings with the best score on dev, within a budget."""
+"""`contaccum tune`: from a config to the settings with the best score on dev, within a budget.
+
+`tune` prepares a `Search` and writes its result. The base model is the model before training. Each
+trial trains it anew with other settings.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,8 @@ STORE_FOLDER = "passage_store"
 SEARCH_FOLDER = "search"
 BUDGET_FILE = "used_time.json"
 
-# Settings of a config that decide what a run writes, but not its result. Trials set their own.
+# Settings of a config that decide what a run writes and when, but not how it trains. Each trial
+# sets them itself.
 _OUTPUT_SETTINGS = (
     "output_dir",
     "overwrite_output_dir",
@@ -77,9 +82,10 @@ def tune(
     Args:
         options: options of `contaccum train`, with ``model``, ``train_data`` and ``eval_data``. The
             search starts from them.
-        fixed_keys: the options that are not searched.
+        fixed_keys: the options that the search does not vary.
         time: the time that the search may take, over all calls.
-        output: the folder for `TUNED_CONFIG`, `TUNED_RECORD` and the journal.
+        output: the folder for the config `TUNED_CONFIG`, the record `TUNED_RECORD` and the journal
+            of the trials.
         print_line: is called with each line for the user.
         baselines: the scores on dev before training; None: they are computed and printed.
 
@@ -95,9 +101,9 @@ def tune(
     if baselines is None:
         baselines = score_baselines(encoder, evaluator, store)
         print_line(baselines.format_line(model_args.model))
-    is_weak = baselines.is_base_too_weak
-    methods = select_methods(search_options, fixed_keys, store is not None, is_weak)
-    starts = compute_starts(methods, search_options, args, encoder, is_weak)
+    is_base_weak = baselines.is_base_too_weak
+    methods = select_methods(search_options, fixed_keys, store is not None, is_base_weak)
+    starts = compute_starts(methods, search_options, args, encoder, is_base_weak)
     del encoder  # each trial loads the model again
     if len(methods) == 1:
         search_options["method"] = methods
@@ -106,7 +112,7 @@ def tune(
     mined = _mine_negatives(options, space, methods, data_args, args, output)
 
     search = Search(
-        options={**search_options, "eval_strategy": ["epoch"]},
+        options={**search_options, "eval_strategy": ["epoch"]},  # a trial replaces it by steps
         starts=starts,
         space=space,
         adapt_options=partial(adapt_options, store=store, mined=mined),
@@ -132,7 +138,7 @@ def tune(
 
 
 def _make_search_options(options: Options) -> dict[str, list[str]]:
-    """Return the options without those that each trial sets for itself."""
+    """Return the options without the options that each trial sets itself."""
     dropped_keys = {*_OUTPUT_SETTINGS, *QUERY_SIDE_SETTINGS}
     return {key: list(values) for key, values in options.items() if key not in dropped_keys}
 
@@ -148,7 +154,7 @@ def _make_base_options(options: Options, output: Path) -> Options:
     for key, values in options.items():
         if key not in _ADAPTER_SETTINGS and key not in BANK_SETTINGS:
             base_options[key] = values
-    # A method that needs only the training data; nothing is trained with these options.
+    # Nothing is trained with these options. This method needs no bank and no store.
     base_options["method"] = ["grad_accum"]
     base_options["output_dir"] = [str(output / SEARCH_FOLDER)]
     return base_options
@@ -181,10 +187,11 @@ def _prepare_store(
 ) -> AnyPath | None:
     """Return the folder or URL of the document embeddings for query-side training.
 
-    It is ``passage_store`` if that is set. Otherwise ``corpus`` is encoded once, by the base model.
+    The option ``passage_store`` names it. Without this option, the base model encodes the documents
+    of the option ``corpus`` once.
 
     Returns:
-        None if neither is set.
+        None if neither option is set.
     """
     if "passage_store" in options:
         return options["passage_store"][0]
@@ -211,7 +218,8 @@ def _mine_negatives(
 ) -> Path | None:
     """Mine a hard negative for each query, if the search may use one.
 
-    Without negatives, their number is removed from the space.
+    If no negatives are available to the search, the setting ``num_hard_negatives`` is removed from
+    ``space``.
 
     Returns:
         The file of the training data with mined negatives. None if the data have negatives, their
