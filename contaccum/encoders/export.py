@@ -35,7 +35,7 @@ from contaccum.data.records import passage_text
 from contaccum.encoders import adapters
 from contaccum.encoders.onnx_files import load_onnx, require_onnx, write_onnx
 from contaccum.encoders.serving_guide import render_serving_guide
-from contaccum.encoders.settings import get_max_length
+from contaccum.encoders.settings import require_max_length
 from contaccum.encoders.towers import get_tower, is_tied
 from contaccum.errors import ConfigError, UserError, check_choice
 from contaccum.files import AnyPath, atomic_folder, provenance, read_json, write_json, write_text
@@ -134,6 +134,9 @@ def export_model(
     if adapters.has_adapter(model):
         adapters.merge_adapter(model)
     plain_models = make_plain_models(model)
+    for subfolder, plain_model in plain_models.items():
+        for task in get_folder_tasks(subfolder):
+            require_max_length(plain_model, task)
     texts = load_check_texts()
     # The plain models share their modules with the model, and `write_plain_model` changes the
     # dtype of the weights. So the model encodes the texts before anything is written.
@@ -252,7 +255,7 @@ def write_plain_model(
 
     # A server has one maximum length for all texts. 0 stands for a model without a limit.
     tasks = get_folder_tasks(subfolder)
-    max_length = max(get_max_length(plain_model, task) or 0 for task in tasks)
+    max_length = max(require_max_length(plain_model, task) for task in tasks)
     transformer: Any = plain_model[0]
     classic_keys = {"max_seq_length": max_length, "do_lower_case": transformer.do_lower_case}
     transformer_config = folder / "sentence_bert_config.json"

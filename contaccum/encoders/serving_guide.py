@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
 
-from contaccum.encoders.settings import get_max_length, get_prompt
+from contaccum.encoders.settings import get_prompt, require_max_length
 
 _TEMPLATE = "SERVING.md.j2"
 _FIRST_PORT = 8080
@@ -100,8 +100,8 @@ def describe_folder(
         is_normalized=isinstance(modules[-1], Normalize),
         has_dense=any(isinstance(module, Dense) for module in modules),
         pools_prompt=pooling.include_prompt,
-        query_length=get_max_length(plain_model, "query") or 0,
-        document_length=get_max_length(plain_model, "document") or 0,
+        query_length=require_max_length(plain_model, "query"),
+        document_length=require_max_length(plain_model, "document"),
     )
 
 

@@ -19,6 +19,7 @@ from contaccum.errors import ConfigError
 
 _MIN_TOKENS = 3
 """The special tokens at the start and end of a text, and one token between them."""
+_NO_MAX_LENGTH = 10**9  # a tokenizer without a maximum length has a larger number
 _DROPOUT_ATTRIBUTES = ("attention_dropout", "dropout_prob", "dropout_p")
 """Attributes in which attention modules store a dropout probability, without a dropout module."""
 
@@ -86,6 +87,26 @@ def get_max_length(model: SentenceTransformer, task: str) -> int | None:
     transformer = next(get_tower(model, task).children())
     length = getattr(transformer, f"{task}_length", None)
     return length or getattr(transformer, "max_seq_length", None)
+
+
+def require_max_length(model: SentenceTransformer, task: str) -> int:
+    """Return the number of tokens at which texts are truncated, at most the backbone's positions.
+
+    Args:
+        task: "query" or "document".
+
+    Raises:
+        ConfigError: if the model has no maximum length.
+    """
+    transformer = next(get_tower(model, task).children())
+    max_length = min(get_max_length(model, task) or sys.maxsize, get_max_positions(transformer))
+    # Tokenizers without a maximum length have a huge number instead.
+    if max_length >= _NO_MAX_LENGTH:
+        raise ConfigError(
+            f"this model has no maximum length for a {task}, and servers need one: set "
+            "max_seq_length of the model, and save it again"
+        )
+    return max_length
 
 
 def get_max_positions(transformer: Any) -> int:

@@ -23,6 +23,7 @@ from contaccum.encoders import export
 from contaccum.encoders.adapters import add_adapter
 from contaccum.encoders.export import export_model, make_plain_models
 from contaccum.encoders.query_tower import train_query_tower_alone
+from contaccum.encoders.settings import require_max_length
 from contaccum.errors import ConfigError, UserError
 
 TEXTS = ["red apple tree", "a house by the water " * 20, "x"]
@@ -248,3 +249,15 @@ def test_a_module_that_servers_do_not_have_is_refused():
     model.append(torch.nn.LayerNorm(16))
     with pytest.raises(ConfigError, match="the module LayerNorm, and embedding servers run only"):
         make_plain_models(model)
+
+
+def test_a_model_without_a_maximum_length_is_refused(tmp_path):
+    model = tiny_encoder()
+    model[0].query_length = None
+    model[0].document_length = None
+    model.max_seq_length = 10**30  # the number of a tokenizer without a limit
+    assert require_max_length(model, "query") == 64  # the positions of the backbone
+    model[0].config.max_position_embeddings = None
+    with pytest.raises(ConfigError, match="this model has no maximum length for a query"):
+        export_model(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
