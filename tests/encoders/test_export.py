@@ -257,7 +257,7 @@ def test_a_model_without_a_maximum_length_is_refused(tmp_path):
     model[0].document_length = None
     model.max_seq_length = 10**30  # the number of a tokenizer without a limit
     assert require_max_length(model, "query") == 64  # the positions of the backbone
-    model[0].config.max_position_embeddings = None
+    model[0].config.max_position_embeddings = -1  # no limit, as in XLNet
     with pytest.raises(ConfigError, match="this model has no maximum length for a query"):
         export_model(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
