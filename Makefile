@@ -42,7 +42,7 @@ $(VENV)-lowest/.installed: pyproject.toml Makefile | $(DEV)
 test-lowest: $(DEV) $(VENV)-lowest/.installed
 	PYTHONPATH=$(abspath $(VENV)-lowest) $(ONE_THREAD) $(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS) \
 		tests/losses/test_contaccum_loss.py tests/encoders/test_dual_encoder.py tests/test_loops.py tests/encoders/test_adapters.py \
-		tests/training/test_updates.py --deselect tests/encoders/test_adapters.py::test_what_is_not_installed_is_named
+		tests/training/test_updates.py --deselect tests/encoders/test_adapters.py::test_missing_packages_are_named_in_the_error
 
 # Test with the newest versions that pyproject.toml allows, without the pins.
 test-newest:
