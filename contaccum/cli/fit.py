@@ -75,19 +75,7 @@ def _make_parser() -> Parser:
         metavar="PATH",
         help="documents; dev and test are searched in all of them",
     )
-    parser.add_argument(
-        "--budget",
-        default="30m",
-        metavar="TIME",
-        help="wall-clock time, such as 90s, 30m or 2h; default: %(default)s",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("runs/fit"),
-        metavar="DIR",
-        help="folder of all results; default: %(default)s",
-    )
+    parser.add_budget_options(Path("runs/fit"))
     parser.add_data_options()
     parser.add_held_out_options()
     parser.add_argument(

@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection, Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from contaccum.errors import ConfigError, suggest_options, translate_arguments
@@ -73,6 +74,22 @@ class Parser(argparse.ArgumentParser):
             nargs="+",
             metavar="ROLE=NAME",
             help="column names in the data, such as query=question positive=answer",
+        )
+
+    def add_budget_options(self, output: Path) -> None:
+        """Add ``--budget`` and ``--output``, whose default is ``output``."""
+        self.add_argument(
+            "--budget",
+            default="30m",
+            metavar="TIME",
+            help="wall-clock time, such as 90s, 30m or 2h; default: %(default)s",
+        )
+        self.add_argument(
+            "--output",
+            type=Path,
+            default=output,
+            metavar="DIR",
+            help="folder of all results; default: %(default)s",
         )
 
     def add_held_out_options(self) -> None:

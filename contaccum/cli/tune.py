@@ -60,19 +60,7 @@ def _make_parser() -> Parser:
         "searched.",
         usage="contaccum tune CONFIG.yaml ... [OPTIONS] [--key value ...]",
     )
-    parser.add_argument(
-        "--budget",
-        default="30m",
-        metavar="TIME",
-        help="wall-clock time, such as 90s, 30m or 2h; default: %(default)s",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("runs/tune"),
-        metavar="DIR",
-        help="folder of all results; default: %(default)s",
-    )
+    parser.add_budget_options(Path("runs/tune"))
     return parser
 
 

@@ -125,7 +125,7 @@ def export_model(
 
     Raises:
         ConfigError: for a folder that exists, an unknown dtype, a module that servers do not have,
-            or ONNX packages that are not installed.
+            a model without a maximum length, or ONNX packages that are not installed.
         UserError: if embeddings of a float32 export differ from the model's; nothing is written
             then.
     """
