@@ -76,9 +76,21 @@ def run_jobs(
     finally:
         for _, process in running:
             # This closes stdin of the process. The process then ends itself, by
-            # `_exit_with_parent` in contaccum.comparison.run.
+            # `exit_with_parent`.
             process.communicate()
     return failed
+
+
+def exit_with_parent() -> None:
+    """Wait until the parent process ends, and then end this process.
+
+    A process that `run_jobs` starts calls this in a daemon thread.
+
+    The stdin of this process is a pipe from the parent, which never writes to it. The pipe closes
+    when the parent ends for any reason, and then the read returns.
+    """
+    os.read(0, 1)
+    os._exit(130)
 
 
 def _count_cores() -> int:

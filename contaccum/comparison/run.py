@@ -24,7 +24,7 @@ from transformers.trainer_utils import IntervalStrategy
 from contaccum import __version__
 from contaccum.comparison.options import to_command_line
 from contaccum.comparison.plan import Group, Plan
-from contaccum.comparison.processes import RESULT_FILE, Job, run_jobs
+from contaccum.comparison.processes import RESULT_FILE, Job, exit_with_parent, run_jobs
 from contaccum.comparison.summary import METRICS
 from contaccum.data import BeirDataset
 from contaccum.errors import ConfigError
@@ -314,19 +314,9 @@ def _fingerprint_data_order(args: ContAccumTrainingArguments, training_data: Any
     return fingerprint(training_data.fingerprint, args.order_seed, batch_size)
 
 
-def _exit_with_parent() -> None:
-    """Wait until the parent process ends, and then end this process.
-
-    The stdin of this process is a pipe from the parent, which never writes to it. The pipe closes
-    when the parent ends for any reason, and then the read returns.
-    """
-    os.read(0, 1)
-    os._exit(130)
-
-
 def _main(job_file: str) -> None:
     """Do the run of a job file, and write its result."""
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     job = read_json(job_file)
     write_json(Path(job["folder"], RESULT_FILE), run_job(job))
 

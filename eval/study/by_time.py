@@ -1,0 +1,58 @@
+"""Study by time: each method gets the same training time, on a whole pretrained model.
+
+    python eval/study/split_pairs.py contaccum/data/scifact runs/study/scifact --dev 0.19 --by_query
+    python eval/study/by_time.py scifact --model MODEL --folder runs/study
+
+The plan is configs/study/by_time.yaml; docs/time_study.md explains it. FOLDER/DATA is a BEIR folder
+with the splits train, dev and test over one corpus. The time of an update of each entry is measured
+first. Each entry is trained with the first seed at several learning rates, and with all seeds at
+the rate that dev chooses. Every finished run is a file OUTPUT/DATA/ENTRY-RATE-SEED.json, and the
+same command skips the runs that have one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from contaccum.errors import UserError
+from time_study.plan import read_plan
+from time_study.schedule import Study
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data", nargs="+", help="names of data sets of the plan")
+    parser.add_argument("--model", required=True, help="the model to fine-tune")
+    parser.add_argument("--folder", type=Path, required=True, help="parent of the data folders")
+    parser.add_argument("--plan", type=Path, default=ROOT / "configs" / "study" / "by_time.yaml")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "by_time")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Do all runs of the data sets that have no result yet."""
+    args = parse_arguments()
+    plan = read_plan(args.plan)
+    # The processes of the runs import `time_study` from the folder of this program.
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    )
+    for data in args.data:
+        Study(plan, data, args.folder.resolve(), args.model, args.output, args.jobs).run()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        print(f"by_time: error: {error}", file=sys.stderr)
+        sys.exit(2)

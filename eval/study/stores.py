@@ -1,0 +1,86 @@
+"""Stores of embeddings for query-side training in the studies.
+
+A study encodes the corpus once with the model before training. The stores that training uses are
+parts of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from contaccum import DualEncoder
+from contaccum.data.beir import BeirDataset
+from contaccum.retrieval.corpus import CorpusEncoder
+from contaccum.retrieval.documents import StoreDocuments
+from contaccum.retrieval.encode import encoding_identity
+from contaccum.retrieval.store import EmbeddingStore, StoreWriter
+
+
+def make_stores(
+    model_folder: str | Path,
+    data: Path,
+    folder: Path,
+    train: BeirDataset,
+    eval_sets: Mapping[str, BeirDataset],
+) -> dict[str, Path]:
+    """Encode the corpus once, and copy parts of it into the stores for training.
+
+    Args:
+        model_folder: the model before training.
+        data: BEIR folder with the corpus.
+        folder: parent folder of the stores. A finished store is used again.
+        train: the split of the training pairs.
+        eval_sets: {split: data} of the held-out queries.
+
+    Returns:
+        Folders of the stores: `haystack` is the whole corpus, `corpus` leaves out documents that
+        are relevant to held-out queries only, and `train` has the documents of training pairs.
+    """
+    model = DualEncoder.from_pretrained(str(model_folder), device="cpu")
+    haystack = folder / "haystack"
+    CorpusEncoder(model, data.name, data, haystack).encode()
+
+    train_documents = collect_positives(train)
+    held_out = set()
+    for eval_set in eval_sets.values():
+        held_out |= collect_positives(eval_set)
+    excluded = held_out - train_documents
+    corpus_documents = [name for name in train.corpus if name not in excluded]
+    copy_embeddings(haystack, folder / "corpus", model, train, corpus_documents)
+    copy_embeddings(haystack, folder / "train", model, train, sorted(train_documents))
+    return {"haystack": haystack, "corpus": folder / "corpus", "train": folder / "train"}
+
+
+def collect_positives(dataset: BeirDataset) -> set[str]:
+    """Return the ids of all relevant documents."""
+    positives = set()
+    for grades in dataset.qrels.values():
+        for document_id, grade in grades.items():
+            if grade > 0:
+                positives.add(document_id)
+    return positives
+
+
+def copy_embeddings(
+    source: Path,
+    folder: Path,
+    model: DualEncoder,
+    dataset: BeirDataset,
+    document_ids: Sequence[str],
+) -> None:
+    """Write a store of ``document_ids``, with embeddings from the store in ``source``."""
+    documents = StoreDocuments(EmbeddingStore.open(source))
+
+    def look_up(texts: list[str]) -> np.ndarray:
+        _, embeddings = documents.find_embeddings(texts)
+        return embeddings
+
+    passages = []
+    for document_id in document_ids:
+        document = dataset.corpus[document_id]
+        passages.append((document_id, document["title"], document["text"]))
+    identity = encoding_identity(model, "document", "float32", "float32", 50_000)
+    StoreWriter(folder, identity, {"model_name": "part of the corpus"}).fill(passages, look_up)

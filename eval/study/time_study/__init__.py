@@ -1,0 +1,1 @@
+"""The study by time: its plan, its runs, and its tables."""

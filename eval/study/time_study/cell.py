@@ -1,0 +1,82 @@
+"""One run of the study by time: a process that trains and scores a model.
+
+    python -m time_study.cell JOB.json
+
+The job is written by `time_study.schedule`. The result is written in one step at the end.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from contaccum.comparison.processes import exit_with_parent
+from contaccum.files import provenance, read_json, write_json
+from contaccum.training.log import TRAIN_LOG, read_log
+from time_study.clock import UpdateClock
+from time_study.scoring import QueryScores, Scorer, average
+from time_study.trainers import TRAINERS, get_trained_model
+
+CURVE_SHARES = (0.25, 0.5)
+"""Shares of the updates after which a run with a curve is scored, besides its end."""
+
+
+def run_cell(job: dict[str, Any]) -> dict[str, Any]:
+    """Train and score the model of a cell, and return its record."""
+    code_record = provenance()  # read before training, because the checkout may change meanwhile
+    folder = Path(job["settings"]["output_dir"])
+    trainer = TRAINERS[job["trainer"]](job["settings"])
+    scorer = Scorer(job["data_folder"], job["haystack"])
+    scored_updates = []
+    if job["has_curve"]:
+        scored_updates = [round(share * job["updates"]) for share in CURVE_SHARES]
+    score = partial(_score_average, scorer, trainer)
+    clock = UpdateClock(trainer.model, scored_updates, score)
+    trainer.add_callback(clock)
+    trainer.train()
+    query_scores = scorer.score(get_trained_model(trainer))
+    return {
+        **{key: job[key] for key in ("data", "entry", "rate", "seed", "updates", "identity")},
+        "pairs": sum(record["pairs"] for record in read_log(folder / TRAIN_LOG)),
+        "cpu_seconds": round(sum(clock.seconds), 2),
+        "median_cpu_seconds": round(statistics.median(clock.seconds), 4),
+        "encoder_passes": sum(clock.passes),
+        "scores": average(query_scores),
+        "curve": clock.curve,
+        "query_scores": _drop_query_ids(query_scores),
+        **code_record,
+    }
+
+
+def _score_average(scorer: Scorer, trainer: Any) -> dict[str, float]:
+    return average(scorer.score(trainer.model))
+
+
+def _drop_query_ids(scores: QueryScores) -> dict[str, list[float]]:
+    """Return {split: scores in the order of the judgements' file}, which is shorter."""
+    return {split: list(by_query.values()) for split, by_query in scores.items()}
+
+
+def time_updates(job: dict[str, Any]) -> dict[str, Any]:
+    """Measure the updates of an entry, and return CPU seconds and encoder passes of each."""
+    trainer = TRAINERS[job["trainer"]](job["settings"])
+    clock = UpdateClock(trainer.model)
+    trainer.add_callback(clock)
+    trainer.train()
+    return {"seconds": clock.seconds[1:], "passes": clock.passes[1:]}
+
+
+def main(job_file: str) -> None:
+    """Do the work of a job and write its result."""
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    job = read_json(job_file)
+    work = {"cell": run_cell, "timing": time_updates}[job["kind"]]
+    write_json(Path(job["result"]), work(job))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

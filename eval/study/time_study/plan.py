@@ -1,0 +1,123 @@
+"""The plan of the study by time, from a YAML file.
+
+An entry is a training method with its settings. A cell is one run: an entry on a data set with a
+learning rate and a seed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from contaccum.errors import ConfigError
+
+Setting = str | int | float | bool
+Settings = dict[str, Setting]
+"""{key of `contaccum train`: value}."""
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """A data set of the study.
+
+    Attributes:
+        max_length: maximum number of tokens of a text.
+        bank_size: size of both banks.
+        updates: number of updates of contaccum. They take the time that all entries get.
+    """
+
+    max_length: int
+    bank_size: int
+    updates: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A training method with its settings.
+
+    Attributes:
+        settings: training settings in addition to those of the plan.
+        timed_settings: settings with which the time of an update is measured; None: ``settings``.
+            They compute the same update with less memory.
+        has_bank: the entry has banks of the data set's size.
+        store: name of the store that query-side training uses; None for other methods.
+        budget: "time": as many updates as fit into the time; "updates": as many as contaccum has.
+        rate_of: name of the entry whose learning rate is used; None: the entry has its own.
+        data: data sets of the entry; None: all.
+        trainer: "contaccum", or the name of another trainer in `time_study.trainers`.
+    """
+
+    settings: Settings
+    timed_settings: Settings | None = None
+    has_bank: bool = False
+    store: str | None = None
+    budget: Literal["time", "updates"] = "time"
+    rate_of: str | None = None
+    data: list[str] | None = None
+    trainer: str = "contaccum"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole plan; see configs/study/by_time.yaml.
+
+    Attributes:
+        seeds: seeds of the final runs. Learning rates are chosen with the first one.
+        learning_rates: learning rates that each entry tries first.
+        rate_factor: ratio between the best rate at an end and the next rate beyond it.
+        max_rates: largest number of rates of an entry.
+        settings: training settings of all entries.
+        data: {name: data set}.
+        entries: {name: entry}.
+    """
+
+    seeds: list[int]
+    learning_rates: list[str]
+    rate_factor: float
+    max_rates: int
+    settings: Settings
+    data: dict[str, DataPlan]
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+    def get_entries(self, data: str) -> dict[str, Entry]:
+        """Return the entries of a data set."""
+        return {
+            name: entry
+            for name, entry in self.entries.items()
+            if entry.data is None or data in entry.data
+        }
+
+    def make_settings(self, data: str, entry: Entry, *, is_timed: bool = False) -> Settings:
+        """Return the settings of an entry on a data set, without rate, seed and updates."""
+        entry_settings = entry.settings
+        if is_timed and entry.timed_settings is not None:
+            entry_settings = entry.timed_settings
+        settings = {**self.settings, **entry_settings}
+        if entry.has_bank:
+            settings["bank_size"] = self.data[data].bank_size
+        return settings
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Read a plan.
+
+    Raises:
+        ConfigError: for unknown keys, or an entry that refers to a missing entry or data set.
+    """
+    content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    try:
+        content["data"] = {name: DataPlan(**keys) for name, keys in content["data"].items()}
+        content["entries"] = {name: Entry(**keys) for name, keys in content["entries"].items()}
+        plan = Plan(**content)
+    except TypeError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    for name, entry in plan.entries.items():
+        if entry.rate_of is not None and entry.rate_of not in plan.entries:
+            raise ConfigError(f"{path}: {name}: rate_of: there is no entry {entry.rate_of}")
+        for data in entry.data or []:
+            if data not in plan.data:
+                raise ConfigError(f"{path}: {name}: data: there is no data set {data}")
+    return plan
