@@ -17,9 +17,10 @@ import os
 import sys
 from pathlib import Path
 
-from contaccum.errors import UserError
 from time_study.plan import read_plan
 from time_study.schedule import Study
+
+from contaccum.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 

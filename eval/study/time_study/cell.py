@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from contaccum.comparison.processes import exit_with_parent
 from contaccum.files import provenance, read_json, write_json
 from contaccum.training.log import TRAIN_LOG, read_log
@@ -73,6 +75,7 @@ def time_updates(job: dict[str, Any]) -> dict[str, Any]:
 def main(job_file: str) -> None:
     """Do the work of a job and write its result."""
     threading.Thread(target=exit_with_parent, daemon=True).start()
+    torch.set_num_threads(1)  # so that CPU time is the time on a machine without other load
     job = read_json(job_file)
     work = {"cell": run_cell, "timing": time_updates}[job["kind"]]
     write_json(Path(job["result"]), work(job))

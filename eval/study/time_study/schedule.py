@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sentence_transformers import SentenceTransformer
+from stores import make_stores
 
 from contaccum import DualEncoder
 from contaccum.comparison.processes import run_jobs
@@ -20,7 +21,6 @@ from contaccum.data import load_beir_folder
 from contaccum.errors import ConfigError
 from contaccum.files import provenance, read_json, write_json
 from contaccum.tuning.ladder import choose_value, next_values
-from stores import make_stores
 from time_study.plan import Entry, Plan, Settings
 from time_study.scoring import SPLITS, Scorer, average
 
