@@ -8,6 +8,7 @@ several sets. Only results on the same data are compared.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -27,6 +28,28 @@ _KIND_NAMES = {"query": "queries", "document": "documents"}
 # Differences are rounded, so that scores that differ in the last bits are ties, and equal changes
 # are ordered by query.
 _DIGITS_OF_DIFFERENCES = 9
+
+
+def fill_page(page: str, tables: Mapping[str, str]) -> str:
+    """Return a page of the documentation with its tables.
+
+    A table stands between the comments ``<!-- table: NAME -->`` and ``<!-- end of table -->``.
+
+    Args:
+        page: the page; what stands between the comments is replaced.
+        tables: {name of a table: its Markdown}.
+
+    Raises:
+        ValueError: the page has no place for a table.
+    """
+    for name, table in tables.items():
+        start = f"<!-- table: {name} -->\n"
+        pattern = re.compile(re.escape(start) + r".*?(?=<!-- end of table -->)", re.DOTALL)
+        if pattern.search(page) is None:
+            raise ValueError(f"the page has no place for the table {name!r}")
+        content = f"{start}\n{table}\n\n"
+        page = pattern.sub(lambda match, content=content: content, page)
+    return page
 
 
 def markdown_table(header: Sequence[str], cells: Sequence[Sequence[Any]]) -> str:

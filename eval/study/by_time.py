@@ -35,6 +35,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, required=True, help="parent of the data folders")
     parser.add_argument("--plan", type=Path, default=ROOT / "configs" / "study" / "by_time.yaml")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "by_time")
+    parser.add_argument("--entries", nargs="+", help="entries to run; default: all of the plan")
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
     return parser.parse_args()
 
@@ -48,7 +49,9 @@ def main() -> None:
         [str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
     )
     for data in args.data:
-        Study(plan, data, args.folder.resolve(), args.model, args.output, args.jobs).run()
+        Study(
+            plan, data, args.folder.resolve(), args.model, args.output, args.jobs, args.entries
+        ).run()
 
 
 if __name__ == "__main__":

@@ -20,11 +20,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
+from stores import make_stores
 
 from contaccum import DualEncoder
 from contaccum.data import load_beir_folder
@@ -33,8 +32,7 @@ from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import provenance, write_json
 from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.documents import StoreDocuments
-from contaccum.retrieval.encode import encoding_identity
-from contaccum.retrieval.store import EmbeddingStore, StoreWriter
+from contaccum.retrieval.store import EmbeddingStore
 
 METRIC = "ndcg@10"
 PAIRS_PER_UPDATE = 128
@@ -95,7 +93,8 @@ def main() -> None:
     args = parse_arguments()
     eval_sets = {split: load_beir_folder(args.data, split) for split in ("dev", "test")}
     train = load_beir_folder(args.data, "train")
-    stores = make_stores(args, train, eval_sets)
+    folder = args.work / "stores" / args.name
+    stores = make_stores(args.model, args.data, folder, train, eval_sets)
     evaluate_baselines(args, eval_sets, stores["haystack"])
     for name in args.arms:
         arm = ARMS[name]
@@ -105,61 +104,6 @@ def main() -> None:
         for seed in args.seeds[1:]:
             run_experiment(args, name, best_rate, seed, eval_sets, stores)
     print_table(args)
-
-
-def make_stores(
-    args: argparse.Namespace, train: BeirDataset, eval_sets: dict[str, BeirDataset]
-) -> dict[str, Path]:
-    """Encode the corpus once, and copy parts of it into the stores for training.
-
-    Returns:
-        Folders of the stores: `haystack` is the whole corpus, `corpus` leaves out documents that
-        are relevant to dev or test queries only, and `train` has the documents of training pairs.
-    """
-    model = DualEncoder.from_pretrained(args.model, device="cpu")
-    folder = args.work / "stores" / args.name
-    haystack = folder / "haystack"
-    CorpusEncoder(model, args.name, args.data, haystack).encode()
-
-    train_documents = collect_positives(train)
-    held_out = collect_positives(eval_sets["dev"]) | collect_positives(eval_sets["test"])
-    excluded = held_out - train_documents
-    corpus_documents = [name for name in train.corpus if name not in excluded]
-    copy_embeddings(haystack, folder / "corpus", model, train, corpus_documents)
-    copy_embeddings(haystack, folder / "train", model, train, sorted(train_documents))
-    return {"haystack": haystack, "corpus": folder / "corpus", "train": folder / "train"}
-
-
-def collect_positives(dataset: BeirDataset) -> set[str]:
-    """Return the ids of all relevant documents."""
-    positives = set()
-    for grades in dataset.qrels.values():
-        for document_id, grade in grades.items():
-            if grade > 0:
-                positives.add(document_id)
-    return positives
-
-
-def copy_embeddings(
-    source: Path,
-    folder: Path,
-    model: DualEncoder,
-    dataset: BeirDataset,
-    document_ids: Sequence[str],
-) -> None:
-    """Write a store of ``document_ids``, with embeddings from the store in ``source``."""
-    documents = StoreDocuments(EmbeddingStore.open(source))
-
-    def look_up(texts: list[str]) -> np.ndarray:
-        _, embeddings = documents.find_embeddings(texts)
-        return embeddings
-
-    passages = []
-    for document_id in document_ids:
-        document = dataset.corpus[document_id]
-        passages.append((document_id, document["title"], document["text"]))
-    identity = encoding_identity(model, "document", "float32", "float32", 50_000)
-    StoreWriter(folder, identity, {"model_name": "part of the corpus"}).fill(passages, look_up)
 
 
 def run_experiment(

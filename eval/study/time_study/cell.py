@@ -18,7 +18,6 @@ import torch
 
 from contaccum.comparison.processes import exit_with_parent
 from contaccum.files import provenance, read_json, write_json
-from contaccum.training.log import TRAIN_LOG, read_log
 from time_study.clock import UpdateClock
 from time_study.scoring import QueryScores, Scorer, average
 from time_study.trainers import TRAINERS, get_trained_model
@@ -30,7 +29,6 @@ CURVE_SHARES = (0.25, 0.5)
 def run_cell(job: dict[str, Any]) -> dict[str, Any]:
     """Train and score the model of a cell, and return its record."""
     code_record = provenance()  # read before training, because the checkout may change meanwhile
-    folder = Path(job["settings"]["output_dir"])
     trainer = TRAINERS[job["trainer"]](job["settings"])
     scorer = Scorer(job["data_folder"], job["haystack"])
     scored_updates = []
@@ -43,7 +41,6 @@ def run_cell(job: dict[str, Any]) -> dict[str, Any]:
     query_scores = scorer.score(get_trained_model(trainer))
     return {
         **{key: job[key] for key in ("data", "entry", "rate", "seed", "updates", "identity")},
-        "pairs": sum(record["pairs"] for record in read_log(folder / TRAIN_LOG)),
         "cpu_seconds": round(sum(clock.seconds), 2),
         "median_cpu_seconds": round(statistics.median(clock.seconds), 4),
         "encoder_passes": sum(clock.passes),
@@ -72,13 +69,16 @@ def time_updates(job: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": clock.seconds[1:], "passes": clock.passes[1:]}
 
 
+WORK = {"cell": run_cell, "timing": time_updates}
+"""{kind of a job: the function that does it}"""
+
+
 def main(job_file: str) -> None:
     """Do the work of a job and write its result."""
     threading.Thread(target=exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)  # so that CPU time is the time on a machine without other load
     job = read_json(job_file)
-    work = {"cell": run_cell, "timing": time_updates}[job["kind"]]
-    write_json(Path(job["result"]), work(job))
+    write_json(Path(job["result"]), WORK[job["kind"]](job))
 
 
 if __name__ == "__main__":

@@ -43,9 +43,13 @@ class Entry:
         timed_settings: settings with which the time of an update is measured; None: ``settings``.
             They compute the same update with less memory.
         has_bank: the entry has banks of the data set's size.
+        has_mined_negatives: each pair has a hard negative, which the base model mined.
+        has_guide: false negatives are masked by the scores of the base model.
         store: name of the store that query-side training uses; None for other methods.
         budget: "time": as many updates as fit into the time; "updates": as many as contaccum has.
         rate_of: name of the entry whose learning rate is used; None: the entry has its own.
+        compared_with: name of the entry that a significance test compares this entry with; None:
+            no test.
         data: data sets of the entry; None: all.
         trainer: "contaccum", or the name of another trainer in `time_study.trainers`.
     """
@@ -53,9 +57,12 @@ class Entry:
     settings: Settings
     timed_settings: Settings | None = None
     has_bank: bool = False
+    has_mined_negatives: bool = False
+    has_guide: bool = False
     store: str | None = None
     budget: Literal["time", "updates"] = "time"
     rate_of: str | None = None
+    compared_with: str | None = None
     data: list[str] | None = None
     trainer: str = "contaccum"
 
@@ -115,8 +122,10 @@ def read_plan(path: str | Path) -> Plan:
     except TypeError as error:
         raise ConfigError(f"{path}: {error}") from error
     for name, entry in plan.entries.items():
-        if entry.rate_of is not None and entry.rate_of not in plan.entries:
-            raise ConfigError(f"{path}: {name}: rate_of: there is no entry {entry.rate_of}")
+        for key in ("rate_of", "compared_with"):
+            other = getattr(entry, key)
+            if other is not None and other not in plan.entries:
+                raise ConfigError(f"{path}: {name}: {key}: there is no entry {other}")
         for data in entry.data or []:
             if data not in plan.data:
                 raise ConfigError(f"{path}: {name}: data: there is no data set {data}")

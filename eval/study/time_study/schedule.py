@@ -5,10 +5,12 @@ Every finished cell is a JSON file, and a cell with a file is not run again.
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
+import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +22,17 @@ from contaccum.comparison.processes import run_jobs
 from contaccum.data import load_beir_folder
 from contaccum.errors import ConfigError
 from contaccum.files import provenance, read_json, write_json
-from contaccum.tuning.ladder import choose_value, next_values
+from contaccum.retrieval.store import EmbeddingStore
+from contaccum.tuning.ladder import next_values
 from time_study.plan import Entry, Plan, Settings
+from time_study.results import Results
 from time_study.scoring import SPLITS, Scorer, average
 
 TIMED_UPDATES = 4  # of which the first is a warm-up and does not count
 TIMING_ROUNDS = 2
 CURVE_SEED_INDEX = 1  # the first seed's runs are trained before the rate is chosen
+
+MINING_RULES = ("--num_negatives", "1", "--relative_margin", "0.05")
 
 
 class Cell(NamedTuple):
@@ -52,17 +58,28 @@ class Study:
         model: the model to fine-tune, a folder or hub name.
         output: parent folder of the results; the data set has a folder of its own in it.
         jobs: number of runs at the same time.
+        names: names of the entries to run; None: all entries of the data set.
     """
 
     def __init__(
-        self, plan: Plan, data: str, folder: Path, model: str, output: Path, jobs: int
+        self,
+        plan: Plan,
+        data: str,
+        folder: Path,
+        model: str,
+        output: Path,
+        jobs: int,
+        names: Sequence[str] | None = None,
     ) -> None:
         self.plan = plan
         self.data = data
         self.entries = plan.get_entries(data)
+        if names is not None:
+            self.entries = {name: self.entries[name] for name in names if name in self.entries}
         self.beir_folder = folder / data
         self.work = folder / "by_time" / data
         self.output = output / data
+        self.results = Results(plan, self.output)
         self.jobs = jobs
         train = load_beir_folder(self.beir_folder, "train")
         eval_sets = {split: load_beir_folder(self.beir_folder, split) for split in SPLITS}
@@ -153,29 +170,17 @@ class Study:
         cells = []
         for seed in self.plan.seeds:
             for name in self.entries:
-                cells.append(Cell(name, self.choose_rate(name), seed))
+                cells.append(Cell(name, self._choose_rate(name), seed))
         self._run_cells(cells)
 
-    def choose_rate(self, name: str) -> str:
-        """Return the learning rate of an entry, by the dev scores of the first seed."""
-        rate_of = self.entries[name].rate_of or name
-        rate = choose_value(self._read_dev_scores(rate_of))
+    def _choose_rate(self, name: str) -> str:
+        rate = self.results.choose_rate(name)
         if rate is None:
-            raise ConfigError(f"{self.data}: {rate_of} has no score at any learning rate")
+            raise ConfigError(f"{self.data}: {name} has no score at any learning rate")
         return rate
 
-    def _read_dev_scores(self, name: str) -> dict[str, float | None]:
-        """Return {learning rate: dev score of the first seed} of the finished runs."""
-        scores: dict[str, float | None] = {}
-        seed = self.plan.seeds[0]
-        for file in sorted(self.output.glob(f"{name}-*-{seed}.json")):
-            record = read_json(file)
-            if record["entry"] == name:
-                scores[record["rate"]] = record["scores"]["dev"]
-        return scores
-
     def _next_rates(self, name: str) -> list[str]:
-        scores = self._read_dev_scores(name)
+        scores = self.results.get_dev_scores(name)
         plan = self.plan
         return next_values(plan.learning_rates, plan.rate_factor, plan.max_rates, scores)
 
@@ -184,7 +189,7 @@ class Study:
         updates = self.plan.data[self.data].updates
         if self.entries[name].budget == "updates":
             return updates
-        seconds = read_json(self.output / "seconds.json")["entries"]
+        seconds = self.results.get_seconds()
         budget = updates * seconds["contaccum"]["seconds_per_update"]
         return round(budget / seconds[name]["seconds_per_update"])
 
@@ -268,9 +273,38 @@ class Study:
             "train_data": str(self.beir_folder),
             "output_dir": str(folder / "model"),
         }
+        if entry.has_mined_negatives:
+            paths["train_data"] = str(self._mine_negatives())
+        if entry.has_guide:
+            paths["guide"] = str(self.model)
+        if entry.has_mined_negatives:
+            paths["train_data"] = str(self._mine_negatives())
+        if entry.has_guide:
+            paths["guide"] = str(self.model)
         if entry.store is not None:
             paths["passage_store"] = str(self.stores[entry.store])
         return {**settings, **paths}
+
+    def _mine_negatives(self) -> Path:
+        """Mine a hard negative for each training pair with the base model; return the file.
+
+        Documents that are relevant to held-out queries only are not mined.
+        """
+        file = self.work / "mined.jsonl"
+        if file.exists():
+            return file
+        dataset = load_beir_folder(self.beir_folder, "train")
+        corpus = self.work / "mining_corpus.jsonl"
+        store = EmbeddingStore.open(self.stores["corpus"])
+        with open(corpus, "w", encoding="utf-8") as lines:
+            for document_id in store.ids(range(len(store))):
+                record = {"_id": document_id, **dataset.corpus[document_id]}
+                lines.write(json.dumps(record) + "\n")
+        command = [sys.executable, "-m", "contaccum.cli", "mine", str(self.model)]
+        command += ["--data", str(self.beir_folder), "--split", "train", "--corpus", str(corpus)]
+        command += ["--output", str(file), "--precision", "bfloat16", "--no_progress"]
+        subprocess.run([*command, *MINING_RULES], check=True)
+        return file
 
 
 def _print_line(line: str) -> None:

@@ -1,0 +1,192 @@
+"""Tables, significance tests and picture of the study by time, from its finished runs.
+
+    python eval/study/by_time_report.py
+
+Rewrites the tables of docs/time_study.md, docs/pictures/time_study.png and
+benchmarks/by_time/tests.json. A run that is missing is shown as "not yet run".
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from time_study.plan import Plan, read_plan
+from time_study.results import Results, average_queries, average_runs
+
+from contaccum.evaluation.metrics import add_holm, paired_bootstrap
+from contaccum.evaluation.tables import fill_page, markdown_table
+from contaccum.files import provenance, write_json, write_text
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_RUN = "not yet run"
+DRAWN_ENTRIES = {  # colours of matplotlib
+    "accumulation": "C7",
+    "grad_cache": "C0",
+    "contaccum": "C1",
+    "contaccum_cached": "C3",
+    "query_side_corpus": "C2",
+}
+
+Test = dict[str, Any]
+"""A significance test: data, entries, and the result of `paired_bootstrap`."""
+
+
+def make_tests(plan: Plan, results: dict[str, Results]) -> list[Test]:
+    """Compare each entry with the entry that the plan names, with Holm's correction over all."""
+    tests: list[Test] = []
+    for data, data_results in results.items():
+        for name, entry in plan.get_entries(data).items():
+            other = entry.compared_with
+            if other is None:
+                continue
+            if not (data_results.is_complete(name) and data_results.is_complete(other)):
+                continue
+            scores = average_queries(data_results.get_final_runs(name), "test")
+            other_scores = average_queries(data_results.get_final_runs(other), "test")
+            test = paired_bootstrap(scores, other_scores)
+            tests.append({"data": data, "entry": name, "compared_with": other, **test})
+    add_holm(tests)
+    return tests
+
+
+def make_result_table(plan: Plan, data: str, results: Results, tests: list[Test]) -> str:
+    """Return the table of a data set: one row per entry."""
+    header = ["", "learning rate", "updates", "CPU min", "encoder passes", "dev", "test", "test of"]
+    header[-1] = "difference on test; 95 % interval; p (Holm)"
+    rows: list[list[Any]] = []
+    base = results.get_base()
+    for name, key in (("base model", "scores"), ("BM25", "bm25")):
+        scores = ["", ""] if base is None else [format_score(base[key][s]) for s in ("dev", "test")]
+        rows.append([name, "", "", "", "", *scores, ""])
+    tests_by_entry = {test["entry"]: test for test in tests if test["data"] == data}
+    for name in plan.get_entries(data):
+        runs = results.get_final_runs(name)
+        if len(runs) < len(plan.seeds):
+            rows.append([f"`{name}`", NOT_RUN, "", "", "", "", "", ""])
+            continue
+        seconds = results.get_seconds()[name]
+        updates = runs[0]["updates"]
+        minutes = f"{updates * seconds['seconds_per_update'] / 60:.1f}"
+        passes = f"{updates * seconds['passes_per_update']:,.0f}"
+        if plan.entries[name].trainer == "oracle":
+            minutes = passes = "not counted"
+        dev = average_runs(runs, "dev")
+        test = average_runs(runs, "test")
+        rows.append(
+            [
+                f"`{name}`",
+                results.choose_rate(name),
+                updates,
+                minutes,
+                passes,
+                f"{format_score(dev.mean)} ({format_score(dev.deviation)})",
+                f"{format_score(test.mean)} ({format_score(test.deviation)})",
+                format_test(tests_by_entry.get(name)),
+            ]
+        )
+    return markdown_table(header, rows)
+
+
+def make_rate_table(plan: Plan, data: str, results: Results) -> str:
+    """Return the table of all learning rates that were tried: dev and test of the first seed."""
+    rows = []
+    for name, entry in plan.get_entries(data).items():
+        if entry.rate_of is not None:
+            continue
+        cells = []
+        for rate, record in results.get_ladder(name).items():
+            scores = record["scores"]
+            cells.append(f"{rate}: {format_score(scores['dev'])} / {format_score(scores['test'])}")
+        rows.append([f"`{name}`", "; ".join(cells) or NOT_RUN])
+    return markdown_table(["", "learning rate: dev / test"], rows)
+
+
+def format_score(score: float) -> str:
+    """Return a score x 100."""
+    return f"{100 * score:.1f}"
+
+
+def format_test(test: Test | None) -> str:
+    """Return difference, interval and p of a test; "" if there is none."""
+    if test is None:
+        return ""
+    p_value = "< 0.001" if test["p_holm"] < 0.001 else f"{test['p_holm']:.2g}"
+    interval = f"{100 * test['low']:+.1f} to {100 * test['high']:+.1f}"
+    return f"{100 * test['difference']:+.1f} to `{test['compared_with']}`; {interval}; {p_value}"
+
+
+def draw_figure(plan: Plan, results: dict[str, Results]) -> Figure:
+    """Draw nDCG@10 on test against training time, one panel per data set with finished runs."""
+    drawn = {data: r for data, r in results.items() if r.is_complete("contaccum")}
+    figure = Figure(figsize=(1.0 + 3.6 * max(len(drawn), 1), 3.6), layout="constrained")
+    panels = figure.subplots(1, max(len(drawn), 1), squeeze=False)[0]
+    for (data, data_results), axes in zip(drawn.items(), panels, strict=False):
+        draw_panel(axes, plan, data, data_results)
+    panels[0].set_ylabel("nDCG@10 x 100 on test")
+    panels[0].legend(fontsize=8)
+    return figure
+
+
+def draw_panel(axes: Axes, plan: Plan, data: str, results: Results) -> None:
+    """Draw a line per entry: from the base model through the scores during training to its end.
+
+    The scores during training are those of one seed; the end is the mean over seeds, with a bar
+    from the lowest to the highest seed.
+    """
+    base = results.get_base()
+    seconds = results.get_seconds()
+    for name, color in DRAWN_ENTRIES.items():
+        if name not in plan.get_entries(data) or not results.is_complete(name):
+            continue
+        runs = results.get_final_runs(name)
+        minutes_per_update = seconds[name]["seconds_per_update"] / 60
+        points = []
+        if base is not None:
+            points.append((0.0, 100 * base["scores"]["test"]))
+        for run in runs:
+            for updates, scores in run["curve"].items():
+                points.append((int(updates) * minutes_per_update, 100 * scores["test"]))
+        ends = [100 * run["scores"]["test"] for run in runs]
+        end_minutes = runs[0]["updates"] * minutes_per_update
+        points.append((end_minutes, fmean(ends)))
+        label = name.replace("_", " ")
+        axes.plot(*zip(*points, strict=True), "o-", color=color, label=label, markersize=3)
+        axes.vlines(end_minutes, min(ends), max(ends), color=color)
+    axes.set_title(data)
+    axes.set_xlabel("training time, minutes of one core")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def main() -> None:
+    """Write tables, tests and picture."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--plan", type=Path, default=ROOT / "configs" / "study" / "by_time.yaml")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "by_time")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "time_study.md")
+    parser.add_argument(
+        "--picture", type=Path, default=ROOT / "docs" / "pictures" / "time_study.png"
+    )
+    args = parser.parse_args()
+    plan = read_plan(args.plan)
+    results = {data: Results(plan, args.results / data) for data in plan.data}
+    tests = make_tests(plan, results)
+    tables = {}
+    for data, data_results in results.items():
+        tables[data] = make_result_table(plan, data, data_results, tests)
+        tables[f"{data}, learning rates"] = make_rate_table(plan, data, data_results)
+    page = fill_page(args.page.read_text(encoding="utf-8"), tables)
+    write_text(args.page, page)
+    write_json(args.results / "tests.json", {"metric": "nDCG@10", "tests": tests, **provenance()})
+    draw_figure(plan, results).savefig(args.picture, dpi=150)
+
+
+if __name__ == "__main__":
+    main()

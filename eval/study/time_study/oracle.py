@@ -1,0 +1,83 @@
+"""The limit of contaccum: banks whose entries are encoded again after each update.
+
+Such entries never become outdated, but they cost a forward pass for each entry and update. No
+compensation of drift can be better than this, if it only predicts the present embeddings.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from contaccum import ContAccumLoss
+from contaccum.bank.false_negatives import make_rules
+from contaccum.bank.memory_bank import MemoryBank, score_blocks
+from contaccum.bank.micro_batch import (
+    TextIds,
+    collect_micro_batch,
+    make_pairs,
+    make_queries_and_documents,
+)
+
+Features = dict[str, Tensor]
+
+
+class BankRefresh(TrainerCallback):
+    """Callback that encodes all entries of the banks again after each update.
+
+    Args:
+        loss: the loss of the training, with ``drift_compensation="none"`` and without hard
+            negatives.
+        bank_size: number of pairs in the bank.
+    """
+
+    def __init__(self, loss: ContAccumLoss, bank_size: int) -> None:
+        self._loss = loss
+        self._bank_size = bank_size
+        self._micro_batches: deque[list[Features]] = deque()
+        loss.register_forward_pre_hook(self._store_texts)
+
+    def _store_texts(self, loss: nn.Module, arguments: tuple[Any, ...]) -> None:
+        """Store the tokens of a micro-batch, and drop those that the bank drops."""
+        features = [dict(column) for column in arguments[0]]
+        self._micro_batches.append(features)
+        num_pairs = sum(len(columns[0]["input_ids"]) for columns in self._micro_batches)
+        while num_pairs > self._bank_size:
+            num_pairs -= len(self._micro_batches.popleft()[0]["input_ids"])
+
+    @torch.no_grad()
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Fill the banks with new embeddings of the same texts."""
+        info_nce = self._loss.info_nce
+        assert info_nce is not None and info_nce.bank is not None
+        bank = info_nce.bank
+        ids = self._read_ids(bank)
+        bank.retire_all()
+        rules = make_rules(info_nce.settings, info_nce.positives)
+        for columns, text_ids in zip(self._micro_batches, ids, strict=True):
+            embeddings = [self._loss.model(dict(c))["sentence_embedding"].float() for c in columns]
+            batch = collect_micro_batch(embeddings, text_ids)
+            queries, documents = make_queries_and_documents(
+                batch.embeddings, info_nce.settings.similarity
+            )
+            temperature = info_nce.settings.temperature
+            local = make_pairs(queries, documents, batch, temperature)
+            blocks = score_blocks(local, bank, temperature, rules)
+            bank.append(local, blocks, is_finite=torch.tensor(True))
+
+    def _read_ids(self, bank: MemoryBank) -> list[TextIds]:
+        """Read the ids of the texts of each micro-batch from the bank, oldest first."""
+        sizes = [len(columns[0]["input_ids"]) for columns in self._micro_batches]
+        first = bank.total_enqueued - sum(sizes)
+        ids = []
+        for size in sizes:
+            slots = torch.arange(first, first + size) % bank.num_slots
+            query_ids = bank.query_ids[:, slots].T.clone()
+            passage_ids = bank.document_ids[:, slots, 0].T.clone()
+            ids.append(TextIds(query_ids, passage_ids, None))
+            first += size
+        return ids

@@ -1,0 +1,95 @@
+"""The finished runs of the study by time on one data set, read from their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+from contaccum.files import read_json
+from contaccum.tuning.ladder import choose_value
+from time_study.plan import Plan
+
+Record = dict[str, Any]
+"""The JSON record of a run; see `time_study.cell`."""
+
+
+class Mean(NamedTuple):
+    """The mean of a score over seeds, and its standard deviation (0 for one seed)."""
+
+    mean: float
+    deviation: float
+
+
+class Results:
+    """The runs of a data set.
+
+    Args:
+        plan: the plan of the study.
+        folder: the folder with the files ENTRY-RATE-SEED.json.
+    """
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self.plan = plan
+        self.folder = folder
+
+    def get_base(self) -> Record | None:
+        """Return the scores before training; None if they are missing."""
+        return self._read("base.json")
+
+    def get_seconds(self) -> dict[str, Record]:
+        """Return {entry: its CPU seconds and encoder passes of an update}."""
+        record = self._read("seconds.json")
+        return {} if record is None else record["entries"]
+
+    def _read(self, name: str) -> Record | None:
+        file = self.folder / name
+        return read_json(file) if file.exists() else None
+
+    def get_ladder(self, entry: str) -> dict[str, Record]:
+        """Return {learning rate: run of the first seed}, from the smallest rate."""
+        records = {}
+        for file in self.folder.glob(f"{entry}-*-{self.plan.seeds[0]}.json"):
+            record = read_json(file)
+            if record["entry"] == entry:
+                records[record["rate"]] = record
+        return dict(sorted(records.items(), key=lambda item: float(item[0])))
+
+    def get_dev_scores(self, entry: str) -> dict[str, float | None]:
+        """Return {learning rate: dev score of the first seed}."""
+        ladder = self.get_ladder(entry)
+        return {rate: record["scores"]["dev"] for rate, record in ladder.items()}
+
+    def choose_rate(self, entry: str) -> str | None:
+        """Return the learning rate that dev chooses; None if no run is finished.
+
+        If the plan gives the entry the rate of another one, that entry's rate is returned.
+        """
+        rate_of = self.plan.entries[entry].rate_of or entry
+        return choose_value(self.get_dev_scores(rate_of))
+
+    def get_final_runs(self, entry: str) -> list[Record]:
+        """Return the runs of all seeds at the chosen rate that are finished."""
+        rate = self.choose_rate(entry)
+        runs = []
+        for seed in self.plan.seeds:
+            record = self._read(f"{entry}-{rate}-{seed}.json")
+            if record is not None:
+                runs.append(record)
+        return runs
+
+    def is_complete(self, entry: str) -> bool:
+        """Return True if the runs of all seeds are finished."""
+        return len(self.get_final_runs(entry)) == len(self.plan.seeds)
+
+
+def average_runs(runs: list[Record], split: str) -> Mean:
+    """Return the mean score of runs over seeds."""
+    scores = [run["scores"][split] for run in runs]
+    return Mean(fmean(scores), stdev(scores) if len(scores) > 1 else 0.0)
+
+
+def average_queries(runs: list[Record], split: str) -> list[float]:
+    """Return the score of each query, averaged over seeds."""
+    by_query = zip(*(run["query_scores"][split] for run in runs), strict=True)
+    return [fmean(scores) for scores in by_query]

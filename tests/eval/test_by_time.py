@@ -1,0 +1,341 @@
+"""eval/study/by_time.py on a tiny model: its plan, its runs, its limit and its report."""
+
+import importlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from programs import ROOT
+from small_data import read_lines, write_judged_sentences, write_lines
+
+from contaccum.errors import ConfigError
+from contaccum.files import read_json, write_json
+
+PLAN = ROOT / "configs" / "study" / "by_time.yaml"
+SETTINGS = {
+    "total_train_batch_size": 8,
+    "temperature": 0.05,
+    "dropout": 0.0,
+    "bf16": True,
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+}
+BANK = {"method": "contaccum", "per_device_train_batch_size": 4}
+
+
+@pytest.fixture
+def study(monkeypatch):
+    """Return a function that imports a module of the study."""
+    monkeypatch.syspath_prepend(str(ROOT / "eval" / "study"))
+    return lambda name: importlib.import_module(f"time_study.{name}")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return a folder with the data set `sentences`, with the splits train, dev and test."""
+    data = write_judged_sentences(tmp_path / "sentences")
+    header, *lines = (data / "qrels" / "train.tsv").read_text().splitlines()
+    (data / "qrels" / "dev.tsv").write_text("\n".join([header, *lines[:6], ""]))
+    (data / "qrels" / "train.tsv").write_text("\n".join([header, *lines[6:], ""]))
+    return tmp_path
+
+
+def write_plan(path, entries, **keys):
+    """Write a plan with one data set, and read it."""
+    plan = {
+        "seeds": [0, 1],
+        "learning_rates": ["1e-4", "3e-4"],
+        "rate_factor": 3,
+        "max_rates": 3,
+        "settings": SETTINGS,
+        "data": {"sentences": {"max_length": 32, "bank_size": 8, "updates": 4}},
+        "entries": entries,
+        **keys,
+    }
+    path.write_text(yaml.safe_dump(plan))
+    return path
+
+
+def make_study(study, monkeypatch, folder, model, entries):
+    """Return a study whose runs happen in this process, and the list of their jobs."""
+    schedule = study("schedule")
+    cell = study("cell")
+    done = []
+
+    def run_jobs(jobs, processes, progress, command):
+        for job in jobs:
+            done.append(job)
+            Path(job["folder"]).mkdir(parents=True)
+            work = cell.WORK[job["kind"]]
+            write_json(Path(job["result"]), work(job))
+        return {}
+
+    monkeypatch.setattr(schedule, "run_jobs", run_jobs)
+    plan = study("plan").read_plan(write_plan(folder / "plan.yaml", entries))
+    output = folder / "results"
+    return schedule.Study(plan, "sentences", folder, model, output, jobs=1), done
+
+
+def test_the_plan_of_the_repository_is_valid(study):
+    plan = study("plan").read_plan(PLAN)
+    assert set(plan.data) == {"scifact", "nqg", "medquad"}
+    assert "query_side_train" not in plan.get_entries("nqg")
+    entry = plan.entries["contaccum_cached"]
+    assert plan.make_settings("nqg", entry)["bank_size"] == 1024
+    assert plan.make_settings("nqg", entry)["per_device_train_batch_size"] == 128
+    timed = plan.make_settings("nqg", entry, is_timed=True)
+    assert (timed["method"], timed["per_device_train_batch_size"]) == ("contaccum_cached", 8)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"settings": {}, "rate_of": "missing"}, "rate_of: there is no entry missing"),
+        ({"settings": {}, "compared_with": "missing"}, "compared_with: there is no entry"),
+        ({"settings": {}, "data": ["missing"]}, "there is no data set missing"),
+        ({"settings": {}, "unknown": 1}, "unexpected keyword argument 'unknown'"),
+    ],
+)
+def test_a_plan_with_a_wrong_entry_is_refused(study, tmp_path, entry, message):
+    path = write_plan(tmp_path / "plan.yaml", {"first": entry})
+    with pytest.raises(ConfigError, match=message):
+        study("plan").read_plan(path)
+
+
+def test_every_run_has_a_file_and_is_done_once(study, monkeypatch, folder, tiny_model_path):
+    """Timing, ladder and seeds of two entries; the second start has nothing to do."""
+    entries = {
+        "contaccum": {"has_bank": True, "settings": BANK},
+        "query_side": {
+            "settings": {"method": "query_side", "per_device_train_batch_size": 4},
+            "store": "corpus",
+            "budget": "updates",
+            "compared_with": "contaccum",
+        },
+    }
+    runs, done = make_study(study, monkeypatch, folder, tiny_model_path, entries)
+    runs.run()
+    output = folder / "results" / "sentences"
+    results = study("results").Results(runs.plan, output)
+    for name in entries:
+        rates = list(results.get_dev_scores(name))
+        assert 2 <= len(rates) <= 3
+        assert results.choose_rate(name) in rates
+        assert results.is_complete(name)
+        record = results.get_final_runs(name)[1]
+        assert record["updates"] == 4
+        assert [len(record["query_scores"][split]) for split in ("dev", "test")] == [6, 8]
+        assert set(record["curve"]) == {"1", "2"}
+        assert record["versions"]["contaccum"]
+    seconds = results.get_seconds()
+    # The timed updates have 8, 2 and 8 of the 18 pairs.
+    assert seconds["contaccum"]["passes_per_update"] == 2 * 6
+    assert seconds["query_side"]["passes_per_update"] == 6
+
+    num_done = len(done)
+    again, _ = make_study(study, monkeypatch, folder, tiny_model_path, entries)
+    again.run()
+    assert len(done) == num_done
+
+    record_file = next(output.glob("contaccum-*-1.json"))
+    record = read_json(record_file)
+    record["identity"]["temperature"] = 1.0
+    write_json(record_file, record)
+    with pytest.raises(ConfigError, match="had other settings or data than the plan"):
+        again.run()
+
+
+def test_updates_fit_into_the_time_of_contaccum(study, monkeypatch, folder, tiny_model_path):
+    entries = {
+        "contaccum": {"has_bank": True, "settings": BANK},
+        "slow": {"settings": {"method": "grad_cache", "per_device_train_batch_size": 4}},
+        "same": {"settings": {"method": "grad_accum"}, "budget": "updates"},
+    }
+    runs, _ = make_study(study, monkeypatch, folder, tiny_model_path, entries)
+    seconds = {
+        "contaccum": {"seconds_per_update": 2.0},
+        "slow": {"seconds_per_update": 3.0},
+        "same": {"seconds_per_update": 3.0},
+    }
+    write_json(folder / "results" / "sentences" / "seconds.json", {"entries": seconds})
+    assert {name: runs.count_updates(name) for name in entries} == {
+        "contaccum": 4,
+        "slow": 3,
+        "same": 4,
+    }
+
+
+def test_entries_of_the_oracle_are_encoded_by_the_present_encoder(study, tiny_model_path, folder):
+    """After each update the bank holds present embeddings, and exact log-sums."""
+    settings = {
+        **SETTINGS,
+        **BANK,
+        "bank_size": 16,
+        "drift_compensation": "none",
+        "model": tiny_model_path,
+        "train_data": str(folder / "sentences"),
+        "output_dir": str(folder / "model"),
+        "max_steps": 2,
+        "learning_rate": "0.01",
+        "bf16": False,
+    }
+    trainers = study("trainers")
+    trainer = trainers.make_oracle_trainer(settings)
+    (refresh,) = [c for c in trainer.callback_handler.callbacks if hasattr(c, "_micro_batches")]
+    trainer.train()
+    bank = trainer.loss.info_nce.bank
+    model = trainers.get_trained_model(trainer)
+    with torch.no_grad():
+        columns = [
+            [model(dict(batch[column]))["sentence_embedding"] for batch in refresh._micro_batches]
+            for column in (0, 1)
+        ]
+    queries, passages = (torch.nn.functional.normalize(torch.cat(c), dim=-1) for c in columns)
+    assert bank.in_use == len(queries) == 16
+    first = bank.total_enqueued - 16
+    slots = torch.arange(first, first + 16) % bank.num_slots
+    assert torch.allclose(bank.queries[slots], queries, atol=1e-5)
+    assert torch.allclose(bank.passages[slots], passages, atol=1e-5)
+    logits = queries @ passages.T / 0.05
+    is_own = torch.eye(16, dtype=torch.bool)
+    negatives = logits.masked_fill(is_own, -torch.inf).logsumexp(1)
+    assert torch.allclose(bank.total_log_sums[slots], negatives, atol=1e-3)
+
+
+@pytest.mark.parametrize("has_guide", [False, True])
+def test_the_recipe_of_sentence_transformers_trains(study, tiny_model_path, tmp_path, has_guide):
+    rows = [
+        {"query": f"cat {n}", "positive": f"the cat {n}", "negatives": [f"the dog {n}"]}
+        for n in range(16)
+    ]
+    data = write_lines(tmp_path / "mined.jsonl", rows)
+    settings = {
+        **SETTINGS,
+        "batch_sampler": "no_duplicates",
+        "per_device_train_batch_size": 4,
+        "model": tiny_model_path,
+        "train_data": str(data),
+        "output_dir": str(tmp_path / "model"),
+        "max_steps": 2,
+        "learning_rate": "1e-3",
+        "seed": 0,
+    }
+    if has_guide:
+        settings["guide"] = tiny_model_path
+    trainer = study("trainers").make_sentence_transformers_trainer(settings)
+    clock = study("clock").UpdateClock(trainer.model)
+    trainer.add_callback(clock)
+    before = trainer.model.encode("cat 1", convert_to_tensor=True)
+    trainer.train()
+    after = trainer.model.encode("cat 1", convert_to_tensor=True)
+    assert not torch.allclose(before, after, atol=1e-4)
+    # 8 pairs with a negative are 24 texts, which the cached loss encodes twice.
+    assert clock.passes == [48, 48]
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 2 and all(loss > 0 for loss in losses)
+
+
+def test_mined_negatives_are_no_document_of_held_out_queries(
+    study, monkeypatch, folder, tiny_model_path
+):
+    entries = {"contaccum": {"has_bank": True, "settings": BANK}}
+    runs, _ = make_study(study, monkeypatch, folder, tiny_model_path, entries)
+    texts = {line["_id"]: line["text"] for line in read_lines(folder / "sentences/corpus.jsonl")}
+    held_out = {texts[f"d{row}"] for row in (*range(6), *range(24, 32))}
+    # The scores of a random model are too similar for a margin.
+    monkeypatch.setattr(study("schedule"), "MINING_RULES", ("--num_negatives", "1"))
+    mined = read_lines(runs._mine_negatives())
+    negatives = {negative for line in mined for negative in line["negatives"]}
+    assert negatives
+    assert not negatives & held_out
+
+
+def test_the_report_shows_finished_runs_and_names_missing_ones(study, tmp_path, monkeypatch):
+    """Two entries with known scores: means, difference and p; a third one is not yet run."""
+    entries = {
+        "contaccum": {"settings": {}, "compared_with": "grad_cache"},
+        "grad_cache": {"settings": {}},
+        "later": {"settings": {}, "compared_with": "grad_cache"},
+    }
+    plan_file = write_plan(tmp_path / "plan.yaml", entries)
+    output = tmp_path / "results" / "sentences"
+    scores = {"contaccum": [0.8, 0.9, 0.7, 0.8], "grad_cache": [0.7, 0.8, 0.6, 0.7]}
+    seconds = {}
+    for name, test in scores.items():
+        seconds[name] = {"seconds_per_update": 30.0, "passes_per_update": 256.0}
+        for seed in (0, 1):
+            record = {
+                "entry": name,
+                "rate": "1e-4",
+                "updates": 4,
+                "scores": {"dev": 0.5, "test": sum(test) / 4},
+                "query_scores": {"dev": [0.5], "test": test},
+                "curve": {"2": {"dev": 0.4, "test": 0.6}} if seed == 1 else {},
+            }
+            write_json(output / f"{name}-1e-4-{seed}.json", record)
+    write_json(output / "seconds.json", {"entries": seconds})
+    write_json(
+        output / "base.json",
+        {"scores": {"dev": 0.3, "test": 0.4}, "bm25": {"dev": 0.2, "test": 0.25}},
+    )
+    page = tmp_path / "page.md"
+    places = ("sentences", "sentences, learning rates")
+    page.write_text("".join(f"<!-- table: {p} -->\n<!-- end of table -->\n" for p in places))
+    picture = tmp_path / "picture.png"
+    monkeypatch.setattr(
+        "sys.argv",
+        [
+            "report",
+            "--plan",
+            str(plan_file),
+            "--results",
+            str(tmp_path / "results"),
+            "--page",
+            str(page),
+            "--picture",
+            str(picture),
+        ],
+    )
+    importlib.import_module("by_time_report").main()
+    lines = page.read_text().splitlines()
+    (row,) = [
+        line
+        for line in lines
+        if line.startswith("| `contaccum`")
+        and "256" not in line
+        and "min" not in line
+        and "1,024" in line
+    ]
+    cells = [cell.strip() for cell in row.split("|")]
+    assert cells[2:8] == ["1e-4", "4", "2.0", "1,024", "50.0 (0.0)", "80.0 (0.0)"]
+    assert cells[8].startswith("+10.0 to `grad_cache`; +10.0 to +10.0;")
+    assert sum("not yet run" in line for line in lines) == 2
+    (test,) = json.loads((tmp_path / "results" / "tests.json").read_text())["tests"]
+    assert test["p_holm"] == test["p_value"]
+    assert picture.stat().st_size > 1000
+
+
+def test_the_page_is_that_of_the_finished_runs(study, tmp_path, monkeypatch):
+    """The tables of docs/time_study.md are those that the report program writes."""
+    page = tmp_path / "page.md"
+    shutil.copy(ROOT / "docs" / "time_study.md", page)
+    results = tmp_path / "results"
+    shutil.copytree(ROOT / "benchmarks" / "by_time", results)
+    monkeypatch.setattr(
+        "sys.argv",
+        [
+            "report",
+            "--results",
+            str(results),
+            "--page",
+            str(page),
+            "--picture",
+            str(tmp_path / "p.png"),
+        ],
+    )
+    importlib.import_module("by_time_report").main()
+    assert page.read_text() == (ROOT / "docs" / "time_study.md").read_text()
