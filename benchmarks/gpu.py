@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_parts import host_syncs, loss_exact, update_time
+from gpu_parts import compile as compile_part
+from gpu_parts import decoder, encoding, host_syncs, loss_exact, out_of_memory, query_side, update_time
 from gpu_parts.settings import TINY, NotMeasured, Run, Sizes
 
 from contaccum.files import provenance, write_json
@@ -39,6 +40,11 @@ PARTS: dict[str, Callable[[Run], dict[str, Any]]] = {
     "loss_exact": loss_exact.measure,
     "host_syncs": host_syncs.measure,
     "update_time": update_time.measure,
+    "decoder": decoder.measure,
+    "out_of_memory": out_of_memory.measure,
+    "compile": compile_part.measure,
+    "encoding": encoding.measure,
+    "query_side": query_side.measure,
 }
 
 
@@ -122,7 +128,7 @@ def main() -> int:
     """Run the parts and print which were run and which were not; return the exit code."""
     args = parse_arguments()
     deadline = time.monotonic() + 60 * args.minutes
-    run = Run(args.sizes, torch.device(args.device), deadline)
+    run = Run(args.sizes, torch.device(args.device), deadline, args.tiny)
     not_run = {name: "not in --part" for name in PARTS if name not in args.part}
     has_failed = False
     for name in args.part:
