@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring.encoders import BACKBONES, make_encoder, make_features, make_texts
+from measuring.encoders import BACKBONES, make_encoder, make_features, make_texts, make_words
 
 from contaccum import DualEncoder
 from contaccum.retrieval.corpus import CorpusEncoder
@@ -58,7 +58,7 @@ def measure(run: Run) -> dict[str, Any]:
         model = make_encoder(
             BACKBONES[backbone],
             run.device,
-            num_words=sizes.num_words,
+            words=make_words(sizes.num_words),
             passage_max_length=max_length,
         )
         cases += measure_backbone(backbone, model, num_tokens, sizes, run)

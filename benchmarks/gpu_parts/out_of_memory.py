@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from measuring.encoders import BACKBONES, make_encoder, make_texts
+from measuring.encoders import BACKBONES, make_encoder, make_texts, make_words
 
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments
 from gpu_parts.settings import NotMeasured, Run
@@ -207,7 +207,7 @@ def make_trainer(
     model = make_encoder(
         BACKBONES[sizes.backbone],
         run.device,
-        num_words=sizes.num_words,
+        words=make_words(sizes.num_words),
         normalize=True,
         query_max_length=sizes.query_length,
         passage_max_length=sizes.passage_length,

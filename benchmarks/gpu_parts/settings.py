@@ -80,9 +80,9 @@ class Run:
             torch.cuda.synchronize(self.device)
 
     def free_memory(self) -> None:
-        """Free the memory of objects that are no longer used, so that the next case has it."""
-        gc.collect()
+        """Free the GPU memory of objects that are no longer used, so that the next case has it."""
         if self.is_cuda:
+            gc.collect()
             torch.cuda.empty_cache()
 
     def reset_peak(self) -> None:

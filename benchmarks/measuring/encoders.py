@@ -6,6 +6,7 @@ Random weights and token ids have the cost of real ones, so nothing is downloade
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,9 +69,13 @@ def make_config(shape: Shape, dropout: float = 0.0) -> BertConfig | Qwen3Config:
     return BertConfig(**sizes, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
 
 
-def make_tokenizer(num_words: int = 0) -> BertTokenizer:
-    """Create a tokenizer for the words "w0", "w1" and so on; each of them is one token."""
-    words = [f"w{number}" for number in range(num_words)]
+def make_words(num_words: int) -> list[str]:
+    """Return the words "w0", "w1" and so on."""
+    return [f"w{number}" for number in range(num_words)]
+
+
+def make_tokenizer(words: Sequence[str] = ()) -> BertTokenizer:
+    """Create a tokenizer for some words in lower case; each of them is one token."""
     tokens = [*SPECIAL_TOKENS, *words]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     return BertTokenizer(vocab=vocabulary, model_max_length=512)
@@ -81,7 +86,7 @@ def make_encoder(
     device: torch.device | str,
     tied: bool = True,
     dropout: float = 0.0,
-    num_words: int = 0,
+    words: Sequence[str] = (),
     **options: Any,
 ) -> DualEncoder:
     """Create an encoder with random weights.
@@ -91,13 +96,13 @@ def make_encoder(
         device: device of the encoder.
         tied: True for one tower, False for two.
         dropout: dropout of a backbone that is no decoder.
-        num_words: number of words of the tokenizer; see `make_tokenizer`.
+        words: words of the tokenizer; see `make_tokenizer`.
         **options: further arguments of `DualEncoder.from_backbone`.
     """
     return DualEncoder.from_backbone(
         make_config(shape, dropout),
         tied=tied,
-        tokenizer=make_tokenizer(num_words),
+        tokenizer=make_tokenizer(words),
         device=str(device),
         **options,
     )
@@ -133,11 +138,11 @@ def make_texts(num_texts: int, num_tokens: int, num_words: int, seed: int = 0) -
     Args:
         num_texts: number of texts.
         num_tokens: number of tokens of each text.
-        num_words: number of words of the tokenizer; see `make_tokenizer`.
+        num_words: number of different words; see `make_words`.
         seed: seed of the words.
     """
     generator = random.Random(seed)
-    words = [f"w{number}" for number in range(num_words)]
+    words = make_words(num_words)
     num_words_of_text = num_tokens - _NUM_ADDED_TOKENS
     texts = []
     for _ in range(num_texts):
