@@ -23,7 +23,7 @@ query_side     measures a micro-step of QuerySideLoss with ten million documents
 study_cell     trains on SciFact with the same number of seconds for each method, and scores
 search         measures exact and approximate search with FAISS on the GPU and on the CPU
 
-Each part takes one to three minutes on a fast GPU, and writes OUTPUT/PART.json with its command,
+Each part takes one to four minutes on a fast GPU, and writes OUTPUT/PART.json with its command,
 versions, device and commit. The program prints which parts were run and which were not, and has
 exit code 1 if a check failed. Nothing is downloaded: texts are random or from the package, and
 weights are random. study_cell trains all-MiniLM-L6-v2 if the `demo` extra is installed.
@@ -31,8 +31,12 @@ weights are random. study_cell trains all-MiniLM-L6-v2 if the `demo` extra is in
 
 from __future__ import annotations
 
-import argparse
 import os
+
+# Nothing is downloaded, and a machine without a network must not wait for the hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import argparse
 import platform
 import shlex
 import sys

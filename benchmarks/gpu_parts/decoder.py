@@ -19,7 +19,7 @@ from contaccum import DualEncoder
 from contaccum.errors import ConfigError
 from contaccum.training.config import load_model
 from contaccum.training.options import ModelArguments
-from gpu_parts.settings import NotMeasured, Run
+from gpu_parts.settings import NotMeasured, Run, add_failures, collect_error
 from gpu_parts.turns import UpdateSizes, measure_methods
 
 METHODS = ("grad_accum", "grad_cache", "contaccum", "contaccum_cached")
@@ -47,27 +47,36 @@ TINY = DecoderSizes(
 def measure(run: Run) -> dict[str, Any]:
     """Time updates of all methods, for each adapter and each size of a micro-batch."""
     sizes = TINY if run.is_tiny else DecoderSizes()
-    results: dict[str, Any] = {}
+    adapters: dict[str, Any] = {}
+    failures: list[str] = []
+    missing: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         write_decoder(sizes, Path(folder))
         for adapter in ("lora", "qlora"):
-            try:
-                results[adapter] = measure_adapter(adapter, Path(folder), sizes, run)
-            except (ConfigError, NotMeasured) as error:
-                # ConfigError: bitsandbytes is not installed, or there is no GPU.
-                results[adapter] = {"not_measured": str(error)}
+            with collect_error(failures, adapter):
+                try:
+                    adapters[adapter] = measure_adapter(adapter, Path(folder), sizes, run)
+                    missing += list_missing_cases(adapter, adapters[adapter])
+                except (ConfigError, NotMeasured) as error:
+                    # ConfigError: bitsandbytes is not installed, or there is no GPU.
+                    missing.append(f"{adapter}: {error}")
             run.free_memory()
-    if all("not_measured" in result for result in results.values()):
-        raise NotMeasured(results["lora"]["not_measured"])
-    result = {"sizes": asdict(sizes), "adapters": results}
-    missing = []
-    for adapter, figures in results.items():
-        reasons = [figures.get("not_measured")]
-        reasons += [case.get("not_run") for case in figures.get("micro_batches", {}).values()]
-        missing += [f"{adapter}: {reason}" for reason in reasons if reason]
+    if not adapters:
+        raise NotMeasured("; ".join(failures + missing))
+    result: dict[str, Any] = {"sizes": asdict(sizes), "adapters": adapters}
     if missing:
         result["not_run"] = "; ".join(missing)
+    add_failures(result, failures)
     return result
+
+
+def list_missing_cases(adapter: str, figures: dict[str, Any]) -> list[str]:
+    """Return a text for each case of an adapter that was not measured, or not in all turns."""
+    texts = []
+    for local, case in figures["micro_batches"].items():
+        if "not_run" in case:
+            texts.append(f"{adapter}, n={local}: {case['not_run']}")
+    return texts
 
 
 def write_decoder(sizes: DecoderSizes, folder: Path) -> None:
@@ -112,7 +121,7 @@ def measure_adapter(adapter: str, folder: Path, sizes: DecoderSizes, run: Run) -
                 model, vocabulary, METHODS, update_sizes, run
             )
         except NotMeasured as error:
-            micro_batches[str(local)] = {"not_run": f"n={local}: {error}"}
+            micro_batches[str(local)] = {"not_run": str(error)}
         run.free_memory()
     if not any("methods" in figures for figures in micro_batches.values()):
         raise NotMeasured("the time was over before the first turn; increase --minutes")

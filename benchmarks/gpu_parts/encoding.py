@@ -22,7 +22,7 @@ from measuring.encoders import BACKBONES, make_encoder, make_features, make_text
 from contaccum import DualEncoder
 from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.encode import encode_texts
-from gpu_parts.settings import NotMeasured, Run
+from gpu_parts.settings import NotMeasured, Run, add_failures, collect_error
 
 PRECISIONS = ("float32", "bfloat16")
 
@@ -49,33 +49,35 @@ def measure(run: Run) -> dict[str, Any]:
     """Measure all backbones, precisions and lengths."""
     sizes = TINY if run.is_tiny else EncodingSizes()
     cases: list[dict[str, Any]] = []
+    failures: list[str] = []
     num_cases = len(sizes.tokens) * len(PRECISIONS) * len(sizes.lengths)
     for backbone, num_tokens in sizes.tokens:
         if not run.has_time():
             break
-        torch.manual_seed(0)
-        max_length = max(sizes.lengths)
-        model = make_encoder(
-            BACKBONES[backbone],
-            run.device,
-            words=make_words(sizes.num_words),
-            passage_max_length=max_length,
-        )
-        cases += measure_backbone(backbone, model, num_tokens, sizes, run)
-        del model
+        with collect_error(failures, backbone):
+            for case in measure_backbone(backbone, num_tokens, sizes, run):
+                cases.append(case)
         run.free_memory()
-    if not cases:
+    if not cases and not failures:
         raise NotMeasured("the time was over before the first case; increase --minutes")
     result = {"sizes": asdict(sizes), "cases": cases}
     if len(cases) < num_cases:
-        result["not_run"] = f"{num_cases - len(cases)} of {num_cases} cases: the time was over"
+        result["not_run"] = f"{num_cases - len(cases)} of {num_cases} cases"
+    add_failures(result, failures)
     return result
 
 
 def measure_backbone(
-    backbone: str, model: DualEncoder, num_tokens: int, sizes: EncodingSizes, run: Run
+    backbone: str, num_tokens: int, sizes: EncodingSizes, run: Run
 ) -> Iterator[dict[str, Any]]:
     """Yield the rates of a backbone in each precision, for each length of the texts."""
+    torch.manual_seed(0)
+    model = make_encoder(
+        BACKBONES[backbone],
+        run.device,
+        words=make_words(sizes.num_words),
+        passage_max_length=max(sizes.lengths),
+    )
     for precision in PRECISIONS:
         for length in sizes.lengths:
             if not run.has_time():

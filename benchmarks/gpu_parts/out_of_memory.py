@@ -223,7 +223,7 @@ def make_trainer(
     args = ContAccumTrainingArguments(
         output_dir=folder,
         method=method,
-        per_device_train_batch_size=micro_batch,  # type: ignore[arg-type]  # "auto" is allowed
+        per_device_train_batch_size=micro_batch,
         total_train_batch_size=sizes.pairs,
         max_steps=sizes.updates,
         optim="sgd",

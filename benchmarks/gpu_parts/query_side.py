@@ -22,7 +22,7 @@ from contaccum import QuerySideLoss
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encoding_identity
 from contaccum.retrieval.store import EmbeddingStore
-from gpu_parts.settings import Run
+from gpu_parts.settings import Run, add_failures, collect_error
 from gpu_parts.turns import quartiles
 
 DTYPES = ("float16", "int8")
@@ -62,13 +62,15 @@ def measure(run: Run) -> dict[str, Any]:
     """Check the gradient, and time micro-steps for each type of the store and place in memory."""
     sizes = TINY if run.is_tiny else QuerySideSizes()
     errors = {}
-    stores = {}
+    stores: dict[str, Any] = {}
+    failures: list[str] = []
     for dtype in DTYPES:
         errors[dtype] = check_gradient(dtype, sizes, run)
     for dtype in DTYPES:
         if not run.has_time():
             break
-        stores[dtype] = measure_store(dtype, sizes, run)
+        with collect_error(failures, dtype):
+            stores[dtype] = measure_store(dtype, sizes, run)
         run.free_memory()
     result: dict[str, Any] = {
         "passed": max(errors.values()) <= MAX_ERROR,
@@ -77,13 +79,14 @@ def measure(run: Run) -> dict[str, Any]:
         "limit": MAX_ERROR,
         "stores": stores,
     }
-    reasons = [f"{dtype}: the time was over" for dtype in DTYPES if dtype not in stores]
+    reasons = [f"{dtype} store" for dtype in DTYPES if dtype not in stores]
     for dtype, store in stores.items():
         for place, figures in store["places"].items():
             if "not_measured" in figures:
                 reasons.append(f"{dtype}, {place}: {figures['not_measured']}")
     if reasons:
         result["not_run"] = "; ".join(reasons)
+    add_failures(result, failures)
     return result
 
 

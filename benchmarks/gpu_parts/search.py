@@ -16,7 +16,7 @@ import numpy as np
 from measuring.embeddings import make_clustered_embeddings
 
 from contaccum.retrieval.index import DenseIndex, build_index, find_gpus, search
-from gpu_parts.settings import NotMeasured, Run
+from gpu_parts.settings import NotMeasured, Run, add_failures, collect_error
 from gpu_parts.turns import quartiles
 
 NUM_WARM_UP_TURNS = 1
@@ -76,23 +76,29 @@ def measure_indexes(
         "Flat, CPU": flat_index,
         "Flat, GPU": replace(flat_index, gpus=gpus),
         f"{sizes.factory}, CPU": pq_index,
-        f"{sizes.factory}, GPU": replace(pq_index, faiss_index=copy_to_gpu(pq_index.faiss_index)),
     }
-    cases = {}
+    failures: list[str] = []
+    name_on_gpu = f"{sizes.factory}, GPU"
+    with collect_error(failures, name_on_gpu):
+        indexes[name_on_gpu] = replace(pq_index, faiss_index=copy_to_gpu(pq_index.faiss_index))
+    cases: dict[str, Any] = {}
     exact_rows = None
     for name, index in indexes.items():
         if not run.has_time():
             break
-        cases[name], rows = measure_search(index, queries, sizes)
-        if exact_rows is None:
-            exact_rows = rows
-        cases[name]["recall"] = compute_recall(exact_rows, rows)
-    if not cases:
+        with collect_error(failures, name):
+            figures, rows = measure_search(index, queries, sizes)
+            if exact_rows is None:
+                exact_rows = rows  # the first index is exact
+            figures["recall"] = compute_recall(exact_rows, rows)
+            cases[name] = figures
+    if not cases and not failures:
         raise NotMeasured("the time was over before the first search; increase --minutes")
     result = {"sizes": asdict(sizes), "build_seconds": build_seconds, "cases": cases}
     missing = [name for name in indexes if name not in cases]
     if missing:
-        result["not_run"] = f"{', '.join(missing)}: the time was over"
+        result["not_run"] = "; ".join(missing)
+    add_failures(result, failures)
     return result
 
 

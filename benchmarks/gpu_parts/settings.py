@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -102,3 +106,27 @@ class Run:
 
 class NotMeasured(Exception):
     """A part cannot be measured on this machine; the message gives the reason."""
+
+
+@contextmanager
+def collect_error(failures: list[str], case: str) -> Iterator[None]:
+    """Record an error in a ``with`` block, so that the other cases of a part are still measured.
+
+    Args:
+        failures: list to which the error is added.
+        case: name of the case that is measured in the block.
+    """
+    try:
+        yield
+    except NotMeasured:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        failures.append(f"{case}: {type(error).__name__}: {error}")
+
+
+def add_failures(result: dict[str, Any], failures: list[str]) -> None:
+    """Add the errors of cases to the result of a part, which then counts as failed."""
+    if failures:
+        result["passed"] = False
+        result["failures"] = failures

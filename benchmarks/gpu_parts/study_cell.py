@@ -27,7 +27,7 @@ from contaccum.data.beir import BeirDataset, load_beir_folder
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 from contaccum.training.config import parse
 from contaccum.training.run import load_encoder, load_run_data, make_trainer
-from gpu_parts.settings import NotMeasured, Run
+from gpu_parts.settings import NotMeasured, Run, add_failures, collect_error
 
 METHODS = ("grad_accum", "grad_cache", "contaccum", "contaccum_cached")
 SCIFACT = Path(contaccum.__file__).parent / "data" / "scifact"
@@ -113,6 +113,7 @@ def measure(run: Run) -> dict[str, Any]:
     evaluated = sample(dataset, sizes.eval_queries, sizes.eval_documents)
     evaluator = RetrievalEvaluator(evaluated, [METRIC], batch_size=128)
     methods: dict[str, Any] = {}
+    failures: list[str] = []
     with prepare_model(run, sizes, dataset) as model:
         if run.is_cuda:
             # Two updates that are not measured, because the first of a process are slower on a GPU.
@@ -122,12 +123,13 @@ def measure(run: Run) -> dict[str, Any]:
         for method in METHODS:
             if time.monotonic() + budget > run.deadline:
                 break
-            trainer_model, figures = train(method, model.folder, run, sizes, budget)
-            figures[METRIC] = evaluator(trainer_model)[METRIC]
-            methods[method] = figures
-            del trainer_model
+            with collect_error(failures, method):
+                encoder, figures = train(method, model.folder, run, sizes, budget)
+                figures[METRIC] = evaluator(encoder)[METRIC]
+                methods[method] = figures
+                del encoder
             run.free_memory()
-    if not methods:
+    if not methods and not failures:
         raise NotMeasured("the time was over before the first method; increase --minutes")
     result = {
         "sizes": asdict(sizes),
@@ -139,7 +141,8 @@ def measure(run: Run) -> dict[str, Any]:
     }
     missing = [method for method in METHODS if method not in methods]
     if missing:
-        result["not_run"] = f"{', '.join(missing)}: the time was over"
+        result["not_run"] = ", ".join(missing)
+    add_failures(result, failures)
     return result
 
 

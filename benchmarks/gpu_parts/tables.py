@@ -83,6 +83,9 @@ def make_part_table(part: str, record: Record | None) -> str:
     missing = record["result"].get("not_run")
     if missing:
         content += f"\n\nNot run: {missing}."
+    failures = record["result"].get("failures")
+    if failures:
+        content += f"\n\nFailed: {'; '.join(failures)}."
     return content
 
 
@@ -126,7 +129,7 @@ def make_decoder_table(result: Record) -> str:
     """Return time and memory of an update by adapter, micro-batch and method."""
     rows = []
     for adapter, figures in result["adapters"].items():
-        for local, case in figures.get("micro_batches", {}).items():
+        for local, case in figures["micro_batches"].items():
             if "methods" in case:
                 rows += [[adapter, local, *row] for row in _make_update_rows(case)]
     return make_table(["weights", "n", "method", *_UPDATE_HEADER], rows)

@@ -116,7 +116,7 @@ def use_autocast(model: DualEncoder, precision: str) -> None:
     # Wrap the forward method, as accelerate does. GradCache's second forward pass runs inside
     # backward, where an autocast context of the training loop is not active.
     autocast = torch.autocast(model.device.type, dtype=dtype)
-    model.forward = autocast(model.forward)  # type: ignore[method-assign]
+    model.forward = autocast(model.forward)
 
 
 def make_features(

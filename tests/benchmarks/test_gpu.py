@@ -5,7 +5,9 @@ import importlib
 import io
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,7 +42,12 @@ class DryRun(NamedTuple):
 def run_parts(output: Path, *argv: Any) -> DryRun:
     """Run the program on the CPU with tiny sizes."""
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as stopped:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(printed),
+        pytest.raises(SystemExit) as stopped,
+    ):
+        patch.setenv("HF_HUB_OFFLINE", "1")  # the program sets it, too, but does not remove it
         run_program(PROGRAM, *TINY, "--output", output, *argv)
     records = {path.stem: json.loads(path.read_text()) for path in output.glob("*.json")}
     return DryRun(stopped.value.code, records, printed.getvalue())
@@ -122,7 +129,7 @@ def test_a_decoder_is_measured_with_adapters_at_both_micro_batches(dry_run):
             "contaccum",
             "contaccum_cached",
         }
-    assert "load_in_4bit needs" in adapters["qlora"]["not_measured"]
+    assert "qlora" not in adapters
 
 
 def test_compiled_updates_are_compared_with_eager_ones_at_each_length(dry_run):
@@ -141,6 +148,36 @@ def test_encoding_is_measured_for_each_backbone_precision_and_length(dry_run):
         tokens_per_second = case["encode_texts_per_second"] * case["tokens_per_text"]
         assert case["encode_tokens_per_second"] == pytest.approx(tokens_per_second)
         assert case["forward_texts_per_second"] > 0
+
+
+def test_results_of_a_dry_run_fill_the_tables_of_their_parts(dry_run, part):
+    tables = part("tables")
+    for name, record in dry_run.records.items():
+        table = tables.make_part_table(name, record)
+        assert table.startswith("| " if record["measured"] else "*Not measured: ")
+
+
+def test_an_error_in_one_case_is_recorded_and_the_other_cases_are_measured(
+    part, make_run, monkeypatch, capsys
+):
+    encoding = part("encoding")
+    make_encoder = encoding.make_encoder
+
+    def fail_for_decoders(shape: Any, *args: Any, **options: Any) -> Any:
+        if shape.is_decoder:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return make_encoder(shape, *args, **options)
+
+    monkeypatch.setattr(encoding, "make_encoder", fail_for_decoders)
+    result = encoding.measure(make_run())
+    assert not result["passed"]
+    assert result["failures"] == ["decoder-tiny: OutOfMemoryError: CUDA out of memory"]
+    assert {case["backbone"] for case in result["cases"]} == {"tiny"}
+    assert result["not_run"] == "4 of 8 cases"
+    assert "Traceback" in capsys.readouterr().err
+    assert "Failed: decoder-tiny" in part("tables").make_part_table(
+        "encoding", {"measured": True, "result": result}
+    )
 
 
 def test_texts_for_encoding_have_the_number_of_tokens_that_is_recorded(part):
@@ -244,13 +281,68 @@ def test_recovery_from_a_simulated_memory_error_passes_the_checks(part, make_run
     halving = cases["halving, grad_accum"]
     assert halving["relative_difference"] < 1e-4
     assert "out of memory at a micro-batch of 8" in halving["warnings"][0]
+    assert "| auto, contaccum | 16 | 4 |" in part("tables").make_out_of_memory_table(
+        {"cases": cases}
+    )
 
 
-def test_a_run_that_never_ran_out_of_memory_fails_the_check(part, make_run):
-    out_of_memory = part("out_of_memory")
-    sizes = out_of_memory.TINY
-    trained = out_of_memory.train(make_run(), sizes, "contaccum", sizes.large)
-    assert not out_of_memory.describe(trained, sizes, sizes.large)["passed"]
+@pytest.fixture
+def cuda_calls(part, monkeypatch) -> list[tuple[str, Any]]:
+    """Let a dry run on the CPU take the code path of a GPU; return a list of its calls of CUDA."""
+    calls: list[tuple[str, Any]] = []
+    values = {
+        "synchronize": None,
+        "empty_cache": None,
+        "reset_peak_memory_stats": None,
+        "max_memory_allocated": 3 * 2**30,
+        "set_per_process_memory_fraction": None,
+        "get_device_properties": SimpleNamespace(total_memory=12 * 2**30),
+    }
+
+    def record_calls(name: str, value: Any) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            calls.append((name, args[0] if args else None))
+            return value
+
+        return call
+
+    for name, value in values.items():
+        monkeypatch.setattr(torch.cuda, name, record_calls(name, value))
+    monkeypatch.setattr(part("settings").Run, "is_cuda", True)
+    return calls
+
+
+def test_a_clock_is_read_after_the_gpu_has_finished(part, make_run, cuda_calls, monkeypatch):
+    perf_counter = time.perf_counter
+
+    def read_clock() -> float:
+        cuda_calls.append(("clock", None))
+        return perf_counter()
+
+    monkeypatch.setattr(part("turns").time, "perf_counter", read_clock)
+    result = part("update_time").measure(make_run())
+    names = [name for name, _ in cuda_calls]
+    update = [
+        "synchronize",
+        "reset_peak_memory_stats",
+        "clock",
+        "synchronize",
+        "clock",
+        "max_memory_allocated",
+    ]
+    num_updates = 3 * 3  # methods, and turns with the warm-up
+    assert names == num_updates * update
+    assert result["methods"]["contaccum"]["peak_mb"] == 3 * 2**10
+
+
+def test_runs_that_never_run_out_of_memory_fail_the_checks(part, make_run, cuda_calls):
+    result = part("out_of_memory").measure(make_run())
+    assert not result["passed"]
+    assert [case["passed"] for case in result["cases"].values()] == [False] * 3
+    assert result["cases"]["halving, grad_accum"]["relative_difference"] == 0
+    # Each of the three runs with a limit restores the whole memory.
+    fractions = [value for name, value in cuda_calls if name == "set_per_process_memory_fraction"]
+    assert fractions == [0.25, 1.0] * 3
 
 
 def test_search_compares_all_indexes_with_the_exact_result(part, make_run):
@@ -259,6 +351,7 @@ def test_search_compares_all_indexes_with_the_exact_result(part, make_run):
     recalls = {name: case["recall"] for name, case in result["cases"].items()}
     assert list(recalls) == ["Flat, CPU", "Flat, GPU", "IVF4,PQ4x4np, CPU", "IVF4,PQ4x4np, GPU"]
     assert recalls["Flat, CPU"] == recalls["Flat, GPU"] == 1
+    assert part("tables").make_search_table(result).count("| 1.000 |") == 2
     assert 0 < recalls["IVF4,PQ4x4np, CPU"] == recalls["IVF4,PQ4x4np, GPU"] < 1
 
 
