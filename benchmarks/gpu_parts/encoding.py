@@ -8,6 +8,7 @@ there. The difference of both is what reading, tokenising, copying and writing c
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import time
 from collections.abc import Iterator
@@ -82,15 +83,17 @@ def measure_backbone(
         for length in sizes.lengths:
             if not run.has_time():
                 return
-            num_texts = max(num_tokens // length, 1)
+            # Full batches only, as in the forward passes alone.
+            num_batches = math.ceil(num_tokens / (length * sizes.batch_size))
+            num_texts = num_batches * sizes.batch_size
             texts = make_texts(num_texts, length, sizes.num_words)
             run.reset_peak()
             product = measure_corpus_encoder(model, texts, precision, sizes, run)
-            num_forward_texts, forward_seconds = measure_forward(
-                backbone, model, num_texts, length, precision, sizes, run
+            forward_seconds = measure_forward(
+                backbone, model, num_batches, length, precision, sizes, run
             )
             product_rate = num_texts / product["seconds"]
-            forward_rate = num_forward_texts / forward_seconds
+            forward_rate = num_texts / forward_seconds
             yield {
                 "backbone": backbone,
                 "precision": precision,
@@ -142,16 +145,15 @@ def measure_corpus_encoder(
 def measure_forward(
     backbone: str,
     model: DualEncoder,
-    num_texts: int,
+    num_batches: int,
     length: int,
     precision: str,
     sizes: EncodingSizes,
     run: Run,
-) -> tuple[int, float]:
-    """Run forward passes alone; return the number of texts and the seconds."""
+) -> float:
+    """Run forward passes alone on some batches, and return the seconds."""
     vocabulary = BACKBONES[backbone].vocabulary
     _, features = make_features(vocabulary, sizes.batch_size, length, length, run.device)
-    num_batches = -(-num_texts // sizes.batch_size)  # rounded up
     autocast: Any = nullcontext()
     if precision != "float32":
         autocast = torch.autocast(run.device.type, getattr(torch, precision))
@@ -163,8 +165,7 @@ def measure_forward(
         for _ in range(num_batches):
             model(dict(features))  # a copy, because the model adds its outputs
         run.synchronize()
-        seconds = time.perf_counter() - started
-    return num_batches * sizes.batch_size, seconds
+        return time.perf_counter() - started
 
 
 def measure_tokenizing(model: DualEncoder, texts: list[str], sizes: EncodingSizes) -> float:

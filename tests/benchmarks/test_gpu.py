@@ -308,7 +308,9 @@ def cuda_calls(part, monkeypatch) -> list[tuple[str, Any]]:
 
     for name, value in values.items():
         monkeypatch.setattr(torch.cuda, name, record_calls(name, value))
-    monkeypatch.setattr(part("settings").Run, "is_cuda", True)
+    settings = part("settings")
+    monkeypatch.setattr(settings.Run, "is_cuda", True)
+    monkeypatch.setattr(settings.gc, "collect", lambda: 0)  # slow, and of no use on a CPU
     return calls
 
 
