@@ -4,10 +4,7 @@
     python benchmarks/bench_search.py --rows 100000 --k 100 \\
         --indexes Flat HNSW32@efSearch=64 IVF1024,Flat@nprobe=16
 
-The embeddings are generated. `clusters` centres are drawn from a normal distribution. A document is
-a centre plus a normal vector that is `spread` times as long, and a query is a document plus another
-such vector. All embeddings are normalized. They are clustered because text embeddings are clustered
-as well; with plain normal vectors, every approximate index would have a low recall.
+The embeddings are generated in clusters; see measuring/embeddings.py.
 """
 
 from __future__ import annotations
@@ -21,33 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from measuring.embeddings import make_clustered_embeddings
 
 from contaccum.files import provenance, write_json
 from contaccum.retrieval.index import build_index, check_factory, recall_against_exact, search
 from contaccum.retrieval.searcher import FaissSearcher, Run
-
-BLOCK_SIZE = 65_536  # documents that are generated at once
-
-
-def make_embeddings(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
-    """Generate normalized float32 embeddings of documents (rows, d) and queries (queries, d)."""
-    rng = np.random.default_rng(args.seed)
-    centres = rng.standard_normal((args.clusters, args.dimension), dtype=np.float32)
-
-    def add_noise(vectors: np.ndarray) -> np.ndarray:
-        """Add noise to the vectors in place; return them normalized."""
-        vectors += args.spread * rng.standard_normal(vectors.shape, dtype=np.float32)
-        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-
-    documents = np.empty((args.rows, args.dimension), dtype=np.float32)
-    for start in range(0, args.rows, BLOCK_SIZE):
-        block = documents[start : start + BLOCK_SIZE]
-        block[:] = add_noise(centres[rng.integers(0, args.clusters, len(block))])
-    query_documents = documents[rng.integers(0, args.rows, args.queries)]
-    # Normalized documents are scaled to the length of a centre, so that the noise has the same
-    # share.
-    queries = add_noise(query_documents * np.float32(np.sqrt(args.dimension)))
-    return documents, queries
 
 
 class StubModel:
@@ -194,7 +169,9 @@ def main() -> None:
     )
     add("--output", metavar="FILE.json")
     args = parser.parse_args()
-    documents, queries = make_embeddings(args)
+    documents, queries = make_clustered_embeddings(
+        args.rows, args.queries, args.dimension, args.clusters, args.spread, args.seed
+    )
     result: Any
     if args.indexes:
         result = measure_indexes(args, documents, queries)

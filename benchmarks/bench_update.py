@@ -25,25 +25,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from measuring.encoders import BACKBONES, make_features, use_autocast
+from measuring.encoders import make_encoder as make_random_encoder
 from measuring.memory import peak_memory_mb, reset_peak_memory
-from transformers import BertConfig, BertTokenizer, Qwen3Config
+from measuring.updates import (
+    BANK_METHODS,
+    CACHED_METHODS,
+    METHODS,
+    fill_bank,
+    make_loss,
+    make_optimizer,
+)
 
-from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
+from contaccum import DualEncoder
 from contaccum.encoders.adapters import add_adapter
 from contaccum.files import provenance, write_json
-
-BACKBONES = {  # layers, hidden size, heads, feed-forward size
-    "bert-base": (12, 768, 12, 3072),
-    "minilm": (6, 384, 12, 1536),
-    "tiny": (2, 32, 2, 64),
-    "decoder-100m": (12, 768, 12, 2048),  # Qwen3's architecture
-    "decoder-tiny": (2, 32, 2, 64),
-}
-BANK_METHODS = ("contaccum", "pre_batch", "contaccum_cached")
-CACHED_METHODS = ("grad_cache", "contaccum_cached")
-METHODS = ("in_batch", "grad_accum", *CACHED_METHODS, "contaccum", "pre_batch")
-VOCABULARY = 30522
-PAIRS_PER_FILL_STEP = 1024  # pairs that are enqueued at once to fill a bank
 
 Cell = tuple[int, str, int]  # pairs per update, method, rows of the bank
 
@@ -76,52 +72,16 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_config(backbone: str) -> BertConfig | Qwen3Config:
-    """Return the configuration of a backbone, without dropout."""
-    num_layers, hidden_size, num_heads, intermediate_size = BACKBONES[backbone]
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "num_hidden_layers": num_layers,
-        "hidden_size": hidden_size,
-        "num_attention_heads": num_heads,
-        "intermediate_size": intermediate_size,
-    }
-    if backbone.startswith("decoder"):
-        num_key_value_heads = -(-num_heads // 3)
-        head_dim = hidden_size // num_heads
-        return Qwen3Config(**sizes, num_key_value_heads=num_key_value_heads, head_dim=head_dim)
-    return BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-
-
 def make_encoder(options: argparse.Namespace) -> DualEncoder:
     """Create an encoder with random weights in train mode, under autocast if needed."""
-    words = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-    tokenizer = BertTokenizer(vocab={word: number for number, word in enumerate(words)})
-    model = DualEncoder.from_backbone(
-        make_config(options.backbone),
-        tied=not options.untied,
-        tokenizer=tokenizer,
-        device=options.device,
-    )
+    shape = BACKBONES[options.backbone]
+    model = make_random_encoder(shape, options.device, tied=not options.untied)
     if options.lora_r:
         add_adapter(model, options.lora_r)
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    dtype = getattr(torch, options.precision)
-    if dtype != torch.float32:
-        # Wrap the forward method, as accelerate does. GradCache's second forward pass runs inside
-        # backward, where an autocast context of the training loop is not active.
-        autocast = torch.autocast(torch.device(options.device).type, dtype=dtype)
-        model.forward = autocast(model.forward)
+    use_autocast(model, options.precision)
     return model.train()
-
-
-def make_loss(method: str, model: DualEncoder, local: int, bank_size: int) -> ContAccumLoss:
-    """Create the loss of a method. ``bank_size`` is 0 for methods without a bank."""
-    if method in CACHED_METHODS:
-        return CachedContAccumLoss(model, bank_size=bank_size, mini_batch_size=local)
-    query_bank_size = 0 if method == "pre_batch" else None
-    return ContAccumLoss(model, bank_size=bank_size, query_bank_size=query_bank_size)
 
 
 class Update:
@@ -141,27 +101,18 @@ class Update:
         self.batch_size = total if uses_one_batch else options.local
         self.num_micro_steps = total // self.batch_size
         self.loss = make_loss(method, model, options.local, bank_size).train()
-        if bank_size:
-            self.fill_bank(model.get_embedding_dimension(), bank_size)
-
-    def fill_bank(self, dimension: int, bank_size: int) -> None:
-        """Fill the bank with random embeddings, because most updates of a run have a full bank."""
-        self.loss(self.make_features(), None)  # creates the bank and the probe
-        num_fill_steps = -(-bank_size // PAIRS_PER_FILL_STEP)  # rounded up
-        for _ in range(num_fill_steps):
-            pairs = torch.randn(2, PAIRS_PER_FILL_STEP, dimension, device=self.options.device)
-            self.loss.info_nce(pairs[0], pairs[1])
+        fill_bank(self.loss, self.make_features(), model.get_embedding_dimension())
 
     def make_features(self) -> list[dict[str, Any]]:
-        """Return random token ids of queries and passages, as sentence-transformers passes them."""
-        lengths = {"query": self.options.query_length, "document": self.options.passage_length}
-        features = []
-        for task, length in lengths.items():
-            shape = (self.batch_size, length)
-            token_ids = torch.randint(5, VOCABULARY, shape, device=self.options.device)
-            mask = torch.ones_like(token_ids)
-            features.append({"input_ids": token_ids, "attention_mask": mask, "task": task})
-        return features
+        """Return random token ids of queries and passages."""
+        options = self.options
+        return make_features(
+            BACKBONES[options.backbone].vocabulary,
+            self.batch_size,
+            options.query_length,
+            options.passage_length,
+            options.device,
+        )
 
     def run(self) -> None:
         """Do one update."""
@@ -170,12 +121,6 @@ class Update:
             (loss / self.num_micro_steps).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-
-def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Create AdamW with a learning rate of 0: the usual cost, but weights do not change."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0)
 
 
 def measure_seconds(update: Update) -> float:

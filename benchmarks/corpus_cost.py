@@ -27,8 +27,9 @@ from typing import Any
 import faiss
 import numpy as np
 import torch
-from bench_update import BACKBONES, make_config
-from measuring.cost_tables import NUM_LISTS_PROBED, PQ_FACTORY, fill_page, make_tables
+from measuring.cost_tables import NUM_LISTS_PROBED, PQ_FACTORY, make_tables
+from measuring.encoders import BACKBONES, make_config
+from measuring.pages import fill_page
 from transformers import AutoTokenizer
 
 from contaccum import DualEncoder
@@ -82,7 +83,8 @@ def read_short_passages(num_passages: int, num_words: int) -> list[Passage]:
 
 def measure_encoding(backbone: str, tokenizer: Any, passages: list[Passage]) -> dict[str, Any]:
     """Measure encoding of passages into a float32 store, from texts to files."""
-    config = make_config(backbone)
+    shape = BACKBONES[backbone]
+    config = make_config(shape)
     model = DualEncoder.from_backbone(config, tokenizer=tokenizer, device="cpu")
     texts = [passage.passage for passage in passages]
     num_tokens = sum(map(len, tokenizer(texts, truncation=True, max_length=512)["input_ids"]))
@@ -93,12 +95,11 @@ def measure_encoding(backbone: str, tokenizer: Any, passages: list[Passage]) -> 
         writer = StoreWriter(folder, identity)
         writer.fill(passages, lambda batch: encode_texts(model, batch))
         seconds = time.process_time() - started
-    num_layers, hidden_size, _, _ = BACKBONES[backbone]
     return {
         "passages_per_core_second": len(passages) / seconds,
         "tokens_per_passage": num_tokens / len(passages),
-        "num_layers": num_layers,
-        "hidden_size": hidden_size,
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
     }
 
 

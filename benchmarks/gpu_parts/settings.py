@@ -1,8 +1,15 @@
-"""Settings of all parts of benchmarks/gpu.py: sizes, device and deadline."""
+"""Settings of all parts of benchmarks/gpu.py: sizes, device, deadline and options."""
 
 from __future__ import annotations
 
+import gc
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,7 +18,10 @@ TEMPERATURE = 0.05
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of all parts."""
+    """Sizes of the parts loss_exact, host_syncs and update_time.
+
+    The other parts have sizes of their own, which are in their results.
+    """
 
     pairs: int = 512  # pairs per update
     local: int = 8  # pairs per micro-batch
@@ -41,12 +51,82 @@ TINY = Sizes(
 
 @dataclass(frozen=True)
 class Run:
-    """Settings for the run of a part."""
+    """Settings for the run of a part.
+
+    Attributes:
+        sizes: sizes of the first three parts.
+        device: the device that is measured.
+        deadline: time.monotonic() after which no new turn starts.
+        is_tiny: use tiny sizes in the other parts, too, for a dry run.
+        model: folder of a SentenceTransformer for study_cell; None for the default.
+        method_seconds: seconds of training of each method in study_cell; None for the default.
+    """
 
     sizes: Sizes
     device: torch.device
-    deadline: float  # time.monotonic() after which no new turn starts
+    deadline: float
+    is_tiny: bool = False
+    model: Path | None = None
+    method_seconds: float | None = None
+
+    @property
+    def is_cuda(self) -> bool:
+        """True if the device is a GPU of CUDA."""
+        return self.device.type == "cuda"
+
+    def has_time(self) -> bool:
+        """Return True until the deadline."""
+        return time.monotonic() <= self.deadline
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished its work; a clock must not be read before."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def free_memory(self) -> None:
+        """Free the GPU memory of objects that are no longer used, so that the next case has it."""
+        if self.is_cuda:
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def reset_peak(self) -> None:
+        """Start a new measurement of the peak memory of a GPU."""
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def read_peak_mb(self) -> float | None:
+        """Return the peak of the allocated memory of a GPU in MB (2^20 bytes); None on a CPU.
+
+        The resident memory of the process is no substitute, because it includes all earlier cases.
+        """
+        if not self.is_cuda:
+            return None
+        return torch.cuda.max_memory_allocated(self.device) / 2**20
 
 
 class NotMeasured(Exception):
     """A part cannot be measured on this machine; the message gives the reason."""
+
+
+@contextmanager
+def collect_error(failures: list[str], case: str) -> Iterator[None]:
+    """Record an error in a ``with`` block, so that the other cases of a part are still measured.
+
+    Args:
+        failures: list to which the error is added.
+        case: name of the case that is measured in the block.
+    """
+    try:
+        yield
+    except NotMeasured:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        failures.append(f"{case}: {type(error).__name__}: {error}")
+
+
+def add_failures(result: dict[str, Any], failures: list[str]) -> None:
+    """Add the errors of cases to the result of a part, which then counts as failed."""
+    if failures:
+        result["passed"] = False
+        result["failures"] = failures

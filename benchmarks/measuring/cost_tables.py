@@ -7,10 +7,11 @@ top of this module. Nothing is measured here.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from measuring.pages import format_bytes, format_duration, format_number, make_table
 
 SIZES = (10**6, 10**7, 10**8, 10**9)
 SIZE_NAMES = ("10^6", "10^7", "10^8", "10^9")
@@ -78,22 +79,6 @@ def make_tables(rates: Rates) -> dict[str, str]:
         "exact search": make_search_table(rates),
         "approximate search": make_index_table(rates),
     }
-
-
-def fill_page(page: str, tables: dict[str, str]) -> str:
-    """Return a page with each table between its comments, ``<!-- table: NAME -->`` and the end.
-
-    Raises:
-        ValueError: the page has no place for a table.
-    """
-    for name, table in tables.items():
-        start = f"<!-- table: {name} -->\n"
-        pattern = re.compile(re.escape(start) + r".*?(?=<!-- end of table -->)", re.DOTALL)
-        if pattern.search(page) is None:
-            raise ValueError(f"the page has no place for the table {name!r}")
-        content = f"{start}\n{table}\n\n"
-        page = pattern.sub(lambda match, content=content: content, page)
-    return page
 
 
 def make_measured_table(rates: Rates) -> str:
@@ -271,39 +256,6 @@ def make_cost_cells(compute_seconds: Callable[[int], float], device: Device) -> 
         dollars = seconds / 3600 * device.dollars_per_hour
         cells.append(f"{format_duration(seconds)}, {format_dollars(dollars)}")
     return cells
-
-
-def make_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def format_number(value: float) -> str:
-    """Return a number with two significant digits, such as "0.21", "3.4" or "13,000"."""
-    if value == 0:
-        return "0"
-    num_decimals = 1 - math.floor(math.log10(abs(value)))
-    rounded = round(value, num_decimals)
-    # Rounding may add a digit: 9.96 becomes 10, which needs no decimals.
-    num_decimals = 1 - math.floor(math.log10(abs(rounded)))
-    return f"{rounded:,.{max(0, num_decimals)}f}"
-
-
-def format_duration(seconds: float) -> str:
-    """Return a duration with two significant digits, such as "3.2 min"."""
-    for limit, divisor, unit in ((90, 1, "s"), (5400, 60, "min"), (48 * 3600, 3600, "h")):
-        if seconds < limit:
-            return f"{format_number(seconds / divisor)} {unit}"
-    return f"{format_number(seconds / 86400)} days"
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Return a number of bytes with two significant digits, such as "1.6 GB"."""
-    for limit, divisor, unit in ((1e9, 1e6, "MB"), (1e12, 1e9, "GB")):
-        if num_bytes < limit:
-            return f"{format_number(num_bytes / divisor)} {unit}"
-    return f"{format_number(num_bytes / 1e12)} TB"
 
 
 def format_dollars(dollars: float) -> str:

@@ -37,18 +37,24 @@ def cost_tables(monkeypatch) -> ModuleType:
     return importlib.import_module("measuring.cost_tables")
 
 
-def test_the_tables_of_the_page_are_those_of_the_measured_rates(cost_tables):
+@pytest.fixture
+def pages(monkeypatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("measuring.pages")
+
+
+def test_the_tables_of_the_page_are_those_of_the_measured_rates(cost_tables, pages):
     rates = json.loads((ROOT / "benchmarks" / "corpus_cost.json").read_text())
     tables = cost_tables.make_tables(rates)
     page = PAGE.read_text(encoding="utf-8")
-    assert cost_tables.fill_page(page, tables) == page
+    assert pages.fill_page(page, tables) == page
     for table in tables.values():
         assert table in page
 
 
-def test_a_page_without_a_place_for_a_table_is_refused(cost_tables):
+def test_a_page_without_a_place_for_a_table_is_refused(pages):
     with pytest.raises(ValueError, match="no place for the table 'storing'"):
-        cost_tables.fill_page("# Page\n", {"storing": "| |"})
+        pages.fill_page("# Page\n", {"storing": "| |"})
 
 
 def test_the_program_measures_rates_and_fills_a_page(tiny_model_path, tmp_path):
@@ -117,22 +123,22 @@ def test_index_times_follow_from_lists_and_codes(cost_tables):
     )
 
 
-def test_numbers_have_two_significant_digits_and_units(cost_tables):
-    assert [cost_tables.format_number(value) for value in (0, 0.2149, 9.96, 34.4, 12_960)] == [
+def test_numbers_have_two_significant_digits_and_units(cost_tables, pages):
+    assert [pages.format_number(value) for value in (0, 0.2149, 9.96, 34.4, 12_960)] == [
         "0",
         "0.21",
         "10",
         "34",
         "13,000",
     ]
-    assert [cost_tables.format_duration(value) for value in (0.5, 150, 7200, 864_000)] == [
+    assert [pages.format_duration(value) for value in (0.5, 150, 7200, 864_000)] == [
         "0.50 s",
         "2.5 min",
         "2.0 h",
         "10 days",
     ]
-    assert cost_tables.format_bytes(1.55e12) == "1.6 TB"
-    assert cost_tables.format_bytes(72e6) == "72 MB"
+    assert pages.format_bytes(1.55e12) == "1.6 TB"
+    assert pages.format_bytes(72e6) == "72 MB"
     assert [cost_tables.format_dollars(value) for value in (0.004, 0.34, 1234)] == [
         "< $0.01",
         "$0.34",

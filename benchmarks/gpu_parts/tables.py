@@ -1,0 +1,304 @@
+"""Tables of docs/gpu.md, from the records that benchmarks/gpu.py has written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from measuring.pages import format_bytes, format_duration, format_number, make_table
+
+from contaccum.files import read_json
+
+Record = dict[str, Any]
+
+NOT_RUN = "*Not yet run on a GPU.*"
+_HASH_LENGTH = 8  # characters of a commit's hash that are shown
+
+
+def read_records(folder: Path, parts: Sequence[str]) -> dict[str, Record | None]:
+    """Read the record of each part; None for a part that has not run on a GPU.
+
+    Dry runs do not count.
+    """
+    records: dict[str, Record | None] = {}
+    for part in parts:
+        file = folder / f"{part}.json"
+        records[part] = None
+        if not file.exists():
+            continue
+        record = read_json(file)
+        is_dry_run = record["is_tiny"] or record["device"]["type"] != "cuda"
+        if not is_dry_run:
+            records[part] = record
+    return records
+
+
+def make_tables(records: dict[str, Record | None]) -> dict[str, str]:
+    """Return {name of a table: its Markdown}: a table of all runs, and one for each part."""
+    tables = {"runs": make_runs_table(records)}
+    for part, record in records.items():
+        tables[part] = make_part_table(part, record)
+    return tables
+
+
+def make_runs_table(records: dict[str, Record | None]) -> str:
+    """Return the table of GPU, date, commit and duration of the run of each part."""
+    rows = []
+    for part, record in records.items():
+        name = f"`{part}`"
+        if record is None:
+            rows.append([name, "not yet run", "", "", "", ""])
+            continue
+        commit = record["git_commit"] or "unknown"
+        row = [
+            name,
+            get_outcome(record),
+            record["device"]["name"],
+            record["date"],
+            f"`{commit[:_HASH_LENGTH]}`",
+            format_duration(record["seconds"]),
+        ]
+        rows.append(row)
+    return make_table(["part", "result", "GPU", "date", "commit", "time"], rows)
+
+
+def get_outcome(record: Record) -> str:
+    """Return "measured", "passed", "failed" or "not measured"."""
+    if not record["measured"]:
+        return "not measured"
+    passed = record["result"].get("passed")
+    if passed is None:
+        return "measured"
+    return format_passed(passed)
+
+
+def make_part_table(part: str, record: Record | None) -> str:
+    """Return the table of a part, or a sentence if it has none."""
+    if record is None:
+        return NOT_RUN
+    if not record["measured"]:
+        return f"*Not measured: {record['reason']}*"
+    content = _TABLES[part](record["result"])
+    missing = record["result"].get("not_run")
+    if missing:
+        content += f"\n\nNot run: {missing}."
+    failures = record["result"].get("failures")
+    if failures:
+        content += f"\n\nFailed: {'; '.join(failures)}."
+    return content
+
+
+def make_loss_exact_table(result: Record) -> str:
+    """Return the errors of the gradients in each precision."""
+    rows = []
+    for name, case in result["cases"].items():
+        errors = [f"{error:.0e}" for error in case["relative_errors"].values()]
+        rows.append([name, *errors, f"{case['limit']:.0e}", format_passed(case["passed"])])
+    header = ["precision, drift compensation", "queries", "passages", "negatives", "limit", ""]
+    return make_table(header, rows)
+
+
+def make_host_syncs_table(result: Record) -> str:
+    """Return whether the host waits for the device."""
+    rows = []
+    for name, case in result["cases"].items():
+        outcome = case["error"] or "the host never waits"
+        rows.append([f"`{name}`", str(case["micro_steps"]), outcome])
+    return make_table(["drift compensation", "micro-steps", "result"], rows)
+
+
+def make_update_table(result: Record) -> str:
+    """Return time and memory of an update by method."""
+    return make_table(["method", *_UPDATE_HEADER], _make_update_rows(result))
+
+
+_UPDATE_HEADER = ["seconds per update", "relative to `grad_accum`", "peak memory"]
+
+
+def _make_update_rows(result: Record) -> list[list[str]]:
+    rows = []
+    for method, figures in result["methods"].items():
+        seconds = format_number(figures["seconds"]["median"])
+        ratio = f"{figures['ratio_to_grad_accum']['median']:.2f}"
+        rows.append([f"`{method}`", seconds, ratio, format_mb(figures["peak_mb"])])
+    return rows
+
+
+def make_decoder_table(result: Record) -> str:
+    """Return time and memory of an update by adapter, micro-batch and method."""
+    rows = []
+    for adapter, figures in result["adapters"].items():
+        for local, case in figures["micro_batches"].items():
+            if "methods" in case:
+                rows += [[adapter, local, *row] for row in _make_update_rows(case)]
+    return make_table(["weights", "n", "method", *_UPDATE_HEADER], rows)
+
+
+def make_out_of_memory_table(result: Record) -> str:
+    """Return what the runs did that ran out of memory."""
+    rows = []
+    for name, case in result["cases"].items():
+        pairs = ", ".join(map(str, case["pairs_per_update"]))
+        difference = case["relative_difference"]
+        shown_difference = "-" if difference is None else f"{difference:.0e}"
+        sizes = [str(case["too_large"]), str(case["micro_batch"])]
+        rows.append([name, *sizes, pairs, shown_difference, format_passed(case["passed"])])
+    header = [
+        "case",
+        "micro-batch that does not fit",
+        "micro-batch at the end",
+        "pairs of each update",
+        "difference of the weights",
+        "",
+    ]
+    return make_table(header, rows)
+
+
+def make_compile_table(result: Record) -> str:
+    """Return times and graphs of a compiled encoder by length."""
+    rows = []
+    for case in result["lengths"]:
+        row = [
+            f"{case['query_length']}, {case['passage_length']}",
+            format_number(case["seconds"]["eager"]["median"]),
+            format_number(case["seconds"]["compiled"]["median"]),
+            f"{case['ratio']['median']:.2f}",
+            format_number(case["first_seconds"]["compiled"]),
+            str(case["new_graphs"]),
+        ]
+        rows.append(row)
+    header = [
+        "tokens of queries, passages",
+        "seconds, eager",
+        "seconds, compiled",
+        "relative",
+        "first update, compiled",
+        "graphs compiled",
+    ]
+    return make_table(header, rows)
+
+
+def make_encoding_table(result: Record) -> str:
+    """Return rates of encoding by encoder, precision and length."""
+    rows = []
+    for case in result["cases"]:
+        row = [
+            case["backbone"],
+            case["precision"],
+            str(case["tokens_per_text"]),
+            format_number(case["encode_texts_per_second"]),
+            format_number(case["encode_tokens_per_second"]),
+            format_number(case["forward_texts_per_second"]),
+            f"{case['share_of_forward']:.0%}",
+        ]
+        rows.append(row)
+    header = [
+        "encoder",
+        "precision",
+        "tokens",
+        "texts/s, encode",
+        "tokens/s, encode",
+        "texts/s, forward alone",
+        "encode / forward",
+    ]
+    return make_table(header, rows)
+
+
+def make_query_side_table(result: Record) -> str:
+    """Return times and memory of a micro-step by type and place of the store."""
+    rows = []
+    num_documents = format_number(result["sizes"]["documents"])
+    for dtype, store in result["stores"].items():
+        for place, figures in store["places"].items():
+            if "seconds" not in figures:
+                continue
+            row = [
+                f"{dtype}, {format_bytes(store['store_bytes'])}",
+                {"device": "GPU", "host": "host"}[place],
+                format_number(figures["seconds"]["median"]),
+                format_number(figures["warm_up_seconds"][0]),
+                format_mb(figures["peak_mb"]),
+            ]
+            rows.append(row)
+    header = [
+        f"store of {num_documents} documents",
+        "memory",
+        "seconds per micro-step",
+        "first micro-step",
+        "peak memory",
+    ]
+    errors = []
+    for dtype, error in result["gradient_errors"].items():
+        errors.append(f"{error:.0e} ({dtype})")
+    limit = f"the limit is {result['limit']:.0e}"
+    return f"{make_table(header, rows)}\n\nError of the gradient: {', '.join(errors)}; {limit}."
+
+
+def make_study_cell_table(result: Record) -> str:
+    """Return updates and scores of each method."""
+    rows = [["before training", "", "", f"{100 * result['base_score']:.1f}", ""]]
+    for method, figures in result["methods"].items():
+        row = [
+            f"`{method}`",
+            f"{figures['updates']:,}",
+            format_number(figures["seconds_per_update"]),
+            f"{100 * figures['ndcg@10']:.1f}",
+            format_mb(figures["peak_mb"]),
+        ]
+        rows.append(row)
+    budget = format_number(result["budget_seconds"])
+    header = [
+        f"{result['model']}, {budget} s",
+        "updates",
+        "seconds per update",
+        "nDCG@10",
+        "peak memory",
+    ]
+    table = make_table(header, rows)
+    if not result["has_trained_weights"]:
+        table += "\n\nThe weights were random before training, so the scores mean nothing."
+    return table
+
+
+def make_search_table(result: Record) -> str:
+    """Return times and recall of each index."""
+    rows = []
+    for name, case in result["cases"].items():
+        seconds = format_number(case["seconds"]["median"])
+        rate = format_number(case["queries_per_second"])
+        rows.append([f"`{name}`", seconds, rate, f"{case['recall']:.3f}"])
+    sizes = result["sizes"]
+    header = [
+        f"index of {format_number(sizes['documents'])} documents",
+        f"seconds for {sizes['queries']:,} queries",
+        "queries/s",
+        f"recall@{sizes['k']}",
+    ]
+    return make_table(header, rows)
+
+
+def format_passed(passed: bool) -> str:
+    """Return "passed" or "failed"."""
+    return "passed" if passed else "failed"
+
+
+def format_mb(num_mb: float | str | None) -> str:
+    """Return a number of MB; "-" if the memory was not measured."""
+    if num_mb is None or isinstance(num_mb, str):
+        return "-"
+    return f"{num_mb:,.0f} MB"
+
+
+_TABLES: dict[str, Callable[[Record], str]] = {
+    "loss_exact": make_loss_exact_table,
+    "host_syncs": make_host_syncs_table,
+    "update_time": make_update_table,
+    "decoder": make_decoder_table,
+    "out_of_memory": make_out_of_memory_table,
+    "compile": make_compile_table,
+    "encoding": make_encoding_table,
+    "query_side": make_query_side_table,
+    "study_cell": make_study_cell_table,
+    "search": make_search_table,
+}

@@ -1,0 +1,134 @@
+"""Timed updates of several methods in turns, with seconds, ratios and peak memory by method.
+
+The methods share the model and the optimizer and take turns, so that other load on the machine
+affects all of them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from measuring.encoders import make_features
+from measuring.updates import CACHED_METHODS, fill_bank, make_loss, make_optimizer
+
+from contaccum import ContAccumLoss, DualEncoder
+from gpu_parts.settings import NotMeasured, Run
+
+NUM_WARM_UP_TURNS = 1
+
+
+@dataclass(frozen=True)
+class UpdateSizes:
+    """Sizes of an update."""
+
+    pairs: int  # pairs per update
+    local: int  # pairs per micro-batch
+    bank_size: int
+    query_length: int
+    passage_length: int
+    turns: int  # timed updates of each method
+
+
+def measure_methods(
+    model: DualEncoder, vocabulary: int, methods: Sequence[str], sizes: UpdateSizes, run: Run
+) -> dict[str, Any]:
+    """Time updates of all methods, in a new shuffled order in every turn.
+
+    Args:
+        model: the encoder, in train mode.
+        vocabulary: number of token ids of the encoder.
+        methods: names of the methods, "grad_accum" among them.
+        sizes: sizes of an update.
+        run: device and deadline.
+
+    Raises:
+        NotMeasured: the time was over before the first turn.
+    """
+    losses = {}
+    for method in methods:
+        loss_fn = make_loss(method, model, sizes.local, sizes.bank_size).train()
+        features = make_batch(vocabulary, sizes.local, sizes, run)
+        fill_bank(loss_fn, features, model.get_embedding_dimension())
+        losses[method] = loss_fn
+    optimizer = make_optimizer(model)
+    order = random.Random(0)
+    turns: list[dict[str, dict[str, float | None]]] = []
+    for turn in range(NUM_WARM_UP_TURNS + sizes.turns):
+        if not run.has_time():
+            break
+        figures = {}
+        for method in order.sample(list(methods), len(methods)):
+            figures[method] = run_update(method, losses[method], optimizer, vocabulary, sizes, run)
+        if turn >= NUM_WARM_UP_TURNS:
+            turns.append(figures)
+    if not turns:
+        raise NotMeasured("the time was over before the first turn; increase --minutes")
+    result = {
+        "methods": {method: summarise(method, turns) for method in methods},
+        "turns": len(turns),
+        "warm_up_turns": NUM_WARM_UP_TURNS,
+        "bank_rows_in_use": losses["contaccum"].info_nce.bank.in_use,
+    }
+    if len(turns) < sizes.turns:
+        num_missing = sizes.turns - len(turns)
+        result["not_run"] = f"{num_missing} of {sizes.turns} turns: the time was over"
+    return result
+
+
+def make_batch(
+    vocabulary: int, num_pairs: int, sizes: UpdateSizes, run: Run
+) -> list[dict[str, Any]]:
+    """Return random token ids of some pairs on the device."""
+    return make_features(
+        vocabulary, num_pairs, sizes.query_length, sizes.passage_length, run.device
+    )
+
+
+def run_update(
+    method: str,
+    loss_fn: ContAccumLoss,
+    optimizer: torch.optim.Optimizer,
+    vocabulary: int,
+    sizes: UpdateSizes,
+    run: Run,
+) -> dict[str, float | None]:
+    """Run one update; return its seconds and, on a GPU, its peak memory in MB."""
+    batch_size = sizes.pairs if method in CACHED_METHODS else sizes.local
+    num_batches = sizes.pairs // batch_size
+    batches = [make_batch(vocabulary, batch_size, sizes, run) for _ in range(num_batches)]
+    run.synchronize()
+    run.reset_peak()
+    started = time.perf_counter()
+    for features in batches:
+        (loss_fn(features, None) / num_batches).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    run.synchronize()
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "peak_mb": run.read_peak_mb()}
+
+
+def summarise(method: str, turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return quartiles of a method's seconds and of its ratios to grad_accum in the same turn."""
+    seconds = np.array([turn[method]["seconds"] for turn in turns])
+    baseline_seconds = np.array([turn["grad_accum"]["seconds"] for turn in turns])
+    peaks = [turn[method]["peak_mb"] for turn in turns]
+    return {
+        "seconds": quartiles(seconds),
+        "ratio_to_grad_accum": quartiles(seconds / baseline_seconds),
+        "all_seconds": seconds.tolist(),
+        # The resident memory of the process cannot be assigned to one of the methods.
+        "peak_mb": "not measured on a CPU" if peaks[0] is None else max(peaks),
+    }
+
+
+def quartiles(values: np.ndarray | Sequence[float]) -> dict[str, float]:
+    """Return the lower quartile, the median and the upper quartile."""
+    low, median, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
+    return {"low": low, "median": median, "high": high}

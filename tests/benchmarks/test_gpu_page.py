@@ -1,0 +1,244 @@
+"""docs/gpu.md: its tables are those of the results in benchmarks/gpu."""
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import pytest
+from programs import ROOT, run_program
+
+PAGE = ROOT / "docs" / "gpu.md"
+RESULTS = ROOT / "benchmarks" / "gpu"
+SECONDS = {"low": 0.9, "median": 1.0, "high": 1.1}
+RESULTS_BY_PART: dict[str, dict[str, Any]] = {
+    "loss_exact": {
+        "passed": True,
+        "cases": {
+            "float32, auto": {
+                "relative_errors": {"queries": 1e-7, "passages": 2e-7, "negatives": 3e-7},
+                "limit": 1e-5,
+                "passed": True,
+            }
+        },
+    },
+    "host_syncs": {
+        "passed": False,
+        "cases": {
+            "none": {"micro_steps": 64, "error": None, "passed": True},
+            "auto": {"micro_steps": 64, "error": "called a synchronizing operation"},
+        },
+    },
+    "update_time": {
+        "methods": {
+            "contaccum": {
+                "seconds": SECONDS,
+                "ratio_to_grad_accum": {"median": 1.06},
+                "peak_mb": 2345.6,
+            }
+        }
+    },
+    "decoder": {
+        "adapters": {
+            "lora": {
+                "micro_batches": {
+                    "1": {
+                        "methods": {
+                            "grad_cache": {
+                                "seconds": SECONDS,
+                                "ratio_to_grad_accum": {"median": 1.5},
+                                "peak_mb": 1500.0,
+                            }
+                        }
+                    },
+                    "2": {"not_run": "n=2: the time was over"},
+                }
+            },
+        },
+        "not_run": "qlora: load_in_4bit needs bitsandbytes",
+    },
+    "out_of_memory": {
+        "passed": True,
+        "cases": {
+            "halving, grad_accum": {
+                "too_large": 64,
+                "micro_batch": 32,
+                "pairs_per_update": [256, 256],
+                "relative_difference": 2e-6,
+                "passed": True,
+            },
+            "auto, contaccum": {
+                "too_large": 256,
+                "micro_batch": 32,
+                "pairs_per_update": [256, 256],
+                "relative_difference": None,
+                "passed": True,
+            },
+        },
+    },
+    "compile": {
+        "lengths": [
+            {
+                "query_length": 32,
+                "passage_length": 128,
+                "seconds": {"eager": SECONDS, "compiled": SECONDS},
+                "ratio": {"median": 0.7},
+                "first_seconds": {"compiled": 34.0},
+                "new_graphs": 3,
+            }
+        ]
+    },
+    "encoding": {
+        "cases": [
+            {
+                "backbone": "minilm",
+                "precision": "bfloat16",
+                "tokens_per_text": 128,
+                "encode_texts_per_second": 5000.0,
+                "encode_tokens_per_second": 640_000.0,
+                "forward_texts_per_second": 20_000.0,
+                "share_of_forward": 0.25,
+            }
+        ]
+    },
+    "query_side": {
+        "passed": True,
+        "sizes": {"documents": 10_000_000},
+        "gradient_errors": {"float16": 2e-7},
+        "limit": 1e-5,
+        "stores": {
+            "float16": {
+                "store_bytes": 7.9e9,
+                "places": {
+                    "device": {"seconds": SECONDS, "warm_up_seconds": [30.0], "peak_mb": 16_000.0},
+                    "host": {"not_measured": "the time was over"},
+                },
+            }
+        },
+    },
+    "study_cell": {
+        "budget_seconds": 40.0,
+        "model": "random weights",
+        "has_trained_weights": False,
+        "base_score": 0.0123,
+        "methods": {
+            "contaccum": {
+                "updates": 1200,
+                "seconds_per_update": 0.0333,
+                "ndcg@10": 0.7654,
+                "peak_mb": 900.0,
+            }
+        },
+    },
+    "search": {
+        "sizes": {"documents": 1_000_000, "queries": 1000, "k": 100},
+        "cases": {"Flat, GPU": {"seconds": SECONDS, "queries_per_second": 1000.0, "recall": 1.0}},
+    },
+}
+EXPECTED_ROWS = {
+    "loss_exact": ["| float32, auto | 1e-07 | 2e-07 | 3e-07 | 1e-05 | passed |"],
+    "host_syncs": [
+        "| `none` | 64 | the host never waits |",
+        "| `auto` | 64 | called a synchronizing operation |",
+    ],
+    "update_time": ["| `contaccum` | 1.0 | 1.06 | 2,346 MB |"],
+    "decoder": [
+        "| lora | 1 | `grad_cache` | 1.0 | 1.50 | 1,500 MB |",
+        "Not run: qlora: load_in_4bit needs bitsandbytes.",
+    ],
+    "out_of_memory": [
+        "| halving, grad_accum | 64 | 32 | 256, 256 | 2e-06 | passed |",
+        "| auto, contaccum | 256 | 32 | 256, 256 | - | passed |",
+    ],
+    "compile": ["| 32, 128 | 1.0 | 1.0 | 0.70 | 34 | 3 |"],
+    "encoding": ["| minilm | bfloat16 | 128 | 5,000 | 640,000 | 20,000 | 25% |"],
+    "query_side": [
+        "| store of 10,000,000 documents |",
+        "| float16, 7.9 GB | GPU | 1.0 | 30 | 16,000 MB |",
+        "Error of the gradient: 2e-07 (float16); the limit is 1e-05.",
+    ],
+    "study_cell": [
+        "| before training |  |  | 1.2 |  |",
+        "| `contaccum` | 1,200 | 0.033 | 76.5 | 900 MB |",
+        "so the scores mean nothing",
+    ],
+    "search": ["| `Flat, GPU` | 1.0 | 1,000 | 1.000 |"],
+}
+
+
+@pytest.fixture
+def tables(monkeypatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("gpu_parts.tables")
+
+
+@pytest.fixture
+def fill_page(tables) -> Any:
+    return importlib.import_module("measuring.pages").fill_page
+
+
+def make_record(part: str, **values: Any) -> dict[str, Any]:
+    """Return a record of a part as if it had run on a GPU."""
+    record = {
+        "part": part,
+        "measured": True,
+        "result": RESULTS_BY_PART[part],
+        "seconds": 61.0,
+        "date": "2026-11-24",
+        "git_commit": "0123456789abcdef",
+        "device": {"type": "cuda", "name": "NVIDIA H100"},
+        "is_tiny": False,
+    }
+    return {**record, **values}
+
+
+def test_the_tables_of_the_page_are_those_of_the_committed_results(tables, fill_page):
+    page = PAGE.read_text(encoding="utf-8")
+    contents = tables.make_tables(tables.read_records(RESULTS, list(RESULTS_BY_PART)))
+    assert fill_page(page, contents) == page
+    assert page.count("<!-- table: ") == len(contents) == len(RESULTS_BY_PART) + 1
+
+
+def test_the_program_fills_the_page_with_the_results_of_a_folder(tables, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the program sets it, too, but does not remove it
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.read_text(encoding="utf-8"), encoding="utf-8")
+    files = importlib.import_module("contaccum.files")
+    files.write_json(tmp_path / "results" / "search.json", make_record("search"))
+    with pytest.raises(SystemExit) as stopped:
+        run_program("benchmarks/gpu.py", "--page", page, "--output", tmp_path / "results")
+    assert stopped.value.code == 0
+    content = page.read_text(encoding="utf-8")
+    row = "| `search` | measured | NVIDIA H100 | 2026-11-24 | `01234567` | 61 s |"
+    assert row in content
+    assert EXPECTED_ROWS["search"][0] in content
+
+
+@pytest.mark.parametrize("part", RESULTS_BY_PART)
+def test_the_table_of_a_part_shows_its_figures(tables, part):
+    table = tables.make_part_table(part, make_record(part))
+    for row in EXPECTED_ROWS[part]:
+        assert row in table
+
+
+def test_dry_runs_are_not_shown(tables, tmp_path):
+    files = importlib.import_module("contaccum.files")
+    cpu = {"type": "cpu", "name": "x86_64"}
+    files.write_json(tmp_path / "search.json", make_record("search", device=cpu))
+    files.write_json(tmp_path / "encoding.json", make_record("encoding", is_tiny=True))
+    records = tables.read_records(tmp_path, ["search", "encoding", "compile"])
+    assert records == {"search": None, "encoding": None, "compile": None}
+    contents = tables.make_tables(records)
+    assert contents["search"] == contents["compile"] == "*Not yet run on a GPU.*"
+    assert "| `search` | not yet run |" in contents["runs"]
+
+
+def test_a_part_that_a_gpu_could_not_measure_shows_the_reason(tables):
+    record = make_record("search", measured=False, reason="this FAISS has no GPU")
+    assert tables.make_part_table("search", record) == "*Not measured: this FAISS has no GPU*"
+    assert "| `search` | not measured | NVIDIA H100 |" in tables.make_runs_table({"search": record})
+
+
+def test_a_failed_check_is_shown_as_failed(tables):
+    assert tables.get_outcome(make_record("host_syncs")) == "failed"
+    assert tables.get_outcome(make_record("loss_exact")) == "passed"
+    assert tables.get_outcome(make_record("compile")) == "measured"
