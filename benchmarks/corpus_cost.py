@@ -29,11 +29,11 @@ import numpy as np
 import torch
 from measuring.cost_tables import NUM_LISTS_PROBED, PQ_FACTORY, make_tables
 from measuring.encoders import BACKBONES, make_config
-from measuring.pages import fill_page
 from transformers import AutoTokenizer
 
 from contaccum import DualEncoder
 from contaccum.data import Passage, RecordReport, read_passages
+from contaccum.evaluation.tables import fill_page
 from contaccum.files import provenance, read_json, write_json, write_text
 from contaccum.retrieval.encode import encode_texts, encoding_identity
 from contaccum.retrieval.index import build_index, search

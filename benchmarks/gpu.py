@@ -63,8 +63,8 @@ from gpu_parts import (
 )
 from gpu_parts.settings import TINY, NotMeasured, Run, Sizes
 from gpu_parts.tables import make_tables, read_records
-from measuring.pages import fill_page
 
+from contaccum.evaluation.tables import fill_page
 from contaccum.files import provenance, write_json, write_text
 
 PARTS: dict[str, Callable[[Run], dict[str, Any]]] = {

@@ -3,24 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
-
-
-def fill_page(page: str, tables: dict[str, str]) -> str:
-    """Return a page with each table between its comments, ``<!-- table: NAME -->`` and the end.
-
-    Raises:
-        ValueError: the page has no place for a table.
-    """
-    for name, table in tables.items():
-        start = f"<!-- table: {name} -->\n"
-        pattern = re.compile(re.escape(start) + r".*?(?=<!-- end of table -->)", re.DOTALL)
-        if pattern.search(page) is None:
-            raise ValueError(f"the page has no place for the table {name!r}")
-        content = f"{start}\n{table}\n\n"
-        page = pattern.sub(lambda match, content=content: content, page)
-    return page
 
 
 def make_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -56,8 +56,8 @@ def make_tests(plan: Plan, results: dict[str, Results]) -> list[Test]:
 
 def make_result_table(plan: Plan, data: str, results: Results, tests: list[Test]) -> str:
     """Return the table of a data set: one row per entry."""
-    header = ["", "learning rate", "updates", "CPU min", "encoder passes", "dev", "test", "test of"]
-    header[-1] = "difference on test; 95 % interval; p (Holm)"
+    header = ["", "learning rate", "updates", "CPU min", "encoder passes", "dev", "test"]
+    header.append("difference on test; 95 % interval; p (Holm)")
     rows: list[list[Any]] = []
     base = results.get_base()
     for name, key in (("base model", "scores"), ("BM25", "bm25")):
@@ -128,7 +128,8 @@ def draw_figure(plan: Plan, results: dict[str, Results]) -> Figure:
     for (data, data_results), axes in zip(drawn.items(), panels, strict=False):
         draw_panel(axes, plan, data, data_results)
     panels[0].set_ylabel("nDCG@10 x 100 on test")
-    panels[0].legend(fontsize=8)
+    if drawn:
+        panels[0].legend(fontsize=8)
     return figure
 
 

@@ -7,6 +7,8 @@ from types import ModuleType
 import pytest
 from programs import ROOT, run_program
 
+from contaccum.evaluation.tables import fill_page
+
 PROGRAM = "benchmarks/corpus_cost.py"
 PAGE = ROOT / "docs" / "how_large.md"
 RATES = {
@@ -37,24 +39,18 @@ def cost_tables(monkeypatch) -> ModuleType:
     return importlib.import_module("measuring.cost_tables")
 
 
-@pytest.fixture
-def pages(monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("measuring.pages")
-
-
-def test_the_tables_of_the_page_are_those_of_the_measured_rates(cost_tables, pages):
+def test_the_tables_of_the_page_are_those_of_the_measured_rates(cost_tables):
     rates = json.loads((ROOT / "benchmarks" / "corpus_cost.json").read_text())
     tables = cost_tables.make_tables(rates)
     page = PAGE.read_text(encoding="utf-8")
-    assert pages.fill_page(page, tables) == page
+    assert fill_page(page, tables) == page
     for table in tables.values():
         assert table in page
 
 
-def test_a_page_without_a_place_for_a_table_is_refused(pages):
+def test_a_page_without_a_place_for_a_table_is_refused():
     with pytest.raises(ValueError, match="no place for the table 'storing'"):
-        pages.fill_page("# Page\n", {"storing": "| |"})
+        fill_page("# Page\n", {"storing": "| |"})
 
 
 def test_the_program_measures_rates_and_fills_a_page(tiny_model_path, tmp_path):
@@ -123,7 +119,7 @@ def test_index_times_follow_from_lists_and_codes(cost_tables):
     )
 
 
-def test_numbers_have_two_significant_digits_and_units(cost_tables, pages):
+def test_numbers_have_two_significant_digits_and_units(cost_tables):
     assert [pages.format_number(value) for value in (0, 0.2149, 9.96, 34.4, 12_960)] == [
         "0",
         "0.21",

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from programs import ROOT, run_program
 
+from contaccum.evaluation.tables import fill_page
+
 PAGE = ROOT / "docs" / "gpu.md"
 RESULTS = ROOT / "benchmarks" / "gpu"
 SECONDS = {"low": 0.9, "median": 1.0, "high": 1.1}
@@ -171,11 +173,6 @@ def tables(monkeypatch) -> ModuleType:
     return importlib.import_module("gpu_parts.tables")
 
 
-@pytest.fixture
-def fill_page(tables) -> Any:
-    return importlib.import_module("measuring.pages").fill_page
-
-
 def make_record(part: str, **values: Any) -> dict[str, Any]:
     """Return a record of a part as if it had run on a GPU."""
     record = {
@@ -191,7 +188,7 @@ def make_record(part: str, **values: Any) -> dict[str, Any]:
     return {**record, **values}
 
 
-def test_the_tables_of_the_page_are_those_of_the_committed_results(tables, fill_page):
+def test_the_tables_of_the_page_are_those_of_the_committed_results(tables):
     page = PAGE.read_text(encoding="utf-8")
     contents = tables.make_tables(tables.read_records(RESULTS, list(RESULTS_BY_PART)))
     assert fill_page(page, contents) == page
