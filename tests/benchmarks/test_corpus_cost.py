@@ -39,6 +39,12 @@ def cost_tables(monkeypatch) -> ModuleType:
     return importlib.import_module("measuring.cost_tables")
 
 
+@pytest.fixture
+def pages(monkeypatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("measuring.pages")
+
+
 def test_the_tables_of_the_page_are_those_of_the_measured_rates(cost_tables):
     rates = json.loads((ROOT / "benchmarks" / "corpus_cost.json").read_text())
     tables = cost_tables.make_tables(rates)
@@ -119,7 +125,7 @@ def test_index_times_follow_from_lists_and_codes(cost_tables):
     )
 
 
-def test_numbers_have_two_significant_digits_and_units(cost_tables):
+def test_numbers_have_two_significant_digits_and_units(cost_tables, pages):
     assert [pages.format_number(value) for value in (0, 0.2149, 9.96, 34.4, 12_960)] == [
         "0",
         "0.21",
