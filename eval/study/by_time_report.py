@@ -33,40 +33,54 @@ DRAWN_ENTRIES = {  # colours of matplotlib
 }
 
 Test = dict[str, Any]
-"""A significance test: data, entries, and the result of `paired_bootstrap`."""
+"""A test: data, entry, compared_with, p_holm, and the result of `paired_bootstrap`."""
 
 
 def make_tests(plan: Plan, results: dict[str, Results]) -> list[Test]:
-    """Compare each entry with the entry that the plan names, with Holm's correction over all."""
+    """Compare entries as the plan says, with Holm's correction over all finished comparisons."""
     tests: list[Test] = []
     for data, data_results in results.items():
         for name, entry in plan.get_entries(data).items():
-            other = entry.compared_with
-            if other is None:
-                continue
-            if not (data_results.is_complete(name) and data_results.is_complete(other)):
-                continue
-            scores = average_queries(data_results.get_final_runs(name), "test")
-            other_scores = average_queries(data_results.get_final_runs(other), "test")
-            test = paired_bootstrap(scores, other_scores)
-            tests.append({"data": data, "entry": name, "compared_with": other, **test})
+            for other in entry.compared_with:
+                if not (data_results.is_complete(name) and data_results.is_complete(other)):
+                    continue
+                scores = average_queries(data_results.get_final_runs(name), "test")
+                other_scores = average_queries(data_results.get_final_runs(other), "test")
+                test = paired_bootstrap(scores, other_scores)
+                tests.append({"data": data, "entry": name, "compared_with": other, **test})
     add_holm(tests)
     return tests
 
 
-def make_result_table(plan: Plan, data: str, results: Results, tests: list[Test]) -> str:
+def make_test_table(tests: list[Test]) -> str:
+    """Return the table of all comparisons."""
+    rows = []
+    for test in tests:
+        p_value = "< 0.001" if test["p_holm"] < 0.001 else f"{test['p_holm']:.2g}"
+        rows.append(
+            [
+                test["data"],
+                f"`{test['entry']}` - `{test['compared_with']}`",
+                f"{100 * test['difference']:+.1f}",
+                f"{100 * test['low']:+.1f} to {100 * test['high']:+.1f}",
+                p_value,
+            ]
+        )
+    header = ["data", "entries", "difference", "95 % interval", f"p (Holm of {len(tests)})"]
+    return markdown_table(header, rows)
+
+
+def make_result_table(plan: Plan, data: str, results: Results) -> str:
     """Return the table of a data set: one row per entry."""
-    header = ["", "learning rate", "updates", "CPU min", "encoder passes", "dev", "test"]
-    header.append("difference on test; 95 % interval; p (Holm)")
+    header = ["", "learning rate", "updates", "CPU min", "encoded texts", "seeds", "dev", "test"]
     rows: list[list[Any]] = []
     base = results.get_base()
     for name, key in (("base model", "scores"), ("BM25", "bm25")):
         scores = ["", ""] if base is None else [format_score(base[key][s]) for s in ("dev", "test")]
-        rows.append([name, "", "", "", "", *scores, ""])
-    tests_by_entry = {test["entry"]: test for test in tests if test["data"] == data}
+        rows.append([name, "", "", "", "", "", *scores])
     for name in plan.get_entries(data):
         runs = results.get_final_runs(name)
-        if len(runs) < len(plan.seeds):
+        if not runs:
             rows.append([f"`{name}`", NOT_RUN, "", "", "", "", "", ""])
             continue
         seconds = results.get_seconds()[name]
@@ -84,9 +98,9 @@ def make_result_table(plan: Plan, data: str, results: Results, tests: list[Test]
                 updates,
                 minutes,
                 passes,
+                len(runs),
                 f"{format_score(dev.mean)} ({format_score(dev.deviation)})",
                 f"{format_score(test.mean)} ({format_score(test.deviation)})",
-                format_test(tests_by_entry.get(name)),
             ]
         )
     return markdown_table(header, rows)
@@ -109,15 +123,6 @@ def make_rate_table(plan: Plan, data: str, results: Results) -> str:
 def format_score(score: float) -> str:
     """Return a score x 100."""
     return f"{100 * score:.1f}"
-
-
-def format_test(test: Test | None) -> str:
-    """Return difference, interval and p of a test; "" if there is none."""
-    if test is None:
-        return ""
-    p_value = "< 0.001" if test["p_holm"] < 0.001 else f"{test['p_holm']:.2g}"
-    interval = f"{100 * test['low']:+.1f} to {100 * test['high']:+.1f}"
-    return f"{100 * test['difference']:+.1f} to `{test['compared_with']}`; {interval}; {p_value}"
 
 
 def draw_figure(plan: Plan, results: dict[str, Results]) -> Figure:
@@ -146,18 +151,22 @@ def draw_panel(axes: Axes, plan: Plan, data: str, results: Results) -> None:
             continue
         runs = results.get_final_runs(name)
         minutes_per_update = seconds[name]["seconds_per_update"] / 60
-        points = []
+        minutes = []
+        scores = []
         if base is not None:
-            points.append((0.0, 100 * base["scores"]["test"]))
+            minutes.append(0.0)
+            scores.append(100 * base["scores"]["test"])
         for run in runs:
-            for updates, scores in run["curve"].items():
-                points.append((int(updates) * minutes_per_update, 100 * scores["test"]))
+            for updates, curve_scores in run["curve"].items():
+                minutes.append(int(updates) * minutes_per_update)
+                scores.append(100 * curve_scores["test"])
         ends = [100 * run["scores"]["test"] for run in runs]
-        end_minutes = runs[0]["updates"] * minutes_per_update
-        points.append((end_minutes, fmean(ends)))
+        minutes.append(runs[0]["updates"] * minutes_per_update)
+        scores.append(fmean(ends))
         label = name.replace("_", " ")
-        axes.plot(*zip(*points, strict=True), "o-", color=color, label=label, markersize=3)
-        axes.vlines(end_minutes, min(ends), max(ends), color=color)
+        axes.plot(minutes, scores, "--", color=color, linewidth=1)
+        axes.plot(minutes[-1], scores[-1], "o", color=color, label=label)
+        axes.vlines(minutes[-1], min(ends), max(ends), color=color)
     axes.set_title(data)
     axes.set_xlabel("training time, minutes of one core")
     axes.grid(alpha=0.3)
@@ -179,9 +188,9 @@ def main() -> None:
     plan = read_plan(args.plan)
     results = {data: Results(plan, args.results / data) for data in plan.data}
     tests = make_tests(plan, results)
-    tables = {}
+    tables = {"comparisons": make_test_table(tests)}
     for data, data_results in results.items():
-        tables[data] = make_result_table(plan, data, data_results, tests)
+        tables[data] = make_result_table(plan, data, data_results)
         tables[f"{data}, learning rates"] = make_rate_table(plan, data, data_results)
     page = fill_page(args.page.read_text(encoding="utf-8"), tables)
     write_text(args.page, page)

@@ -11,6 +11,7 @@ import yaml
 from programs import ROOT
 from small_data import read_lines, write_judged_sentences, write_lines
 
+from contaccum.data import read_records
 from contaccum.errors import ConfigError
 from contaccum.files import read_json, write_json
 
@@ -94,8 +95,8 @@ def test_the_plan_of_the_repository_is_valid(study):
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"settings": {}, "rate_of": "missing"}, "rate_of: there is no entry missing"),
-        ({"settings": {}, "compared_with": "missing"}, "compared_with: there is no entry"),
+        ({"settings": {}, "rate_of": "missing"}, "first: there is no entry missing"),
+        ({"settings": {}, "compared_with": ["missing"]}, "first: there is no entry missing"),
         ({"settings": {}, "data": ["missing"]}, "there is no data set missing"),
         ({"settings": {}, "unknown": 1}, "unexpected keyword argument 'unknown'"),
     ],
@@ -114,7 +115,7 @@ def test_every_run_has_a_file_and_is_done_once(study, monkeypatch, folder, tiny_
             "settings": {"method": "query_side", "per_device_train_batch_size": 4},
             "store": "corpus",
             "budget": "updates",
-            "compared_with": "contaccum",
+            "compared_with": ["contaccum"],
         },
     }
     runs, done = make_study(study, monkeypatch, folder, tiny_model_path, entries)
@@ -132,9 +133,9 @@ def test_every_run_has_a_file_and_is_done_once(study, monkeypatch, folder, tiny_
         assert set(record["curve"]) == {"1", "2"}
         assert record["versions"]["contaccum"]
     seconds = results.get_seconds()
-    # The timed updates have 8, 2 and 8 of the 18 pairs.
-    assert seconds["contaccum"]["passes_per_update"] == 2 * 6
-    assert seconds["query_side"]["passes_per_update"] == 6
+    # The timed updates have 8, 2, 8 and 8 of the 18 pairs.
+    assert seconds["contaccum"]["passes_per_update"] == 2 * 6.5
+    assert seconds["query_side"]["passes_per_update"] == 6.5
 
     num_done = len(done)
     again, _ = make_study(study, monkeypatch, folder, tiny_model_path, entries)
@@ -149,6 +150,39 @@ def test_every_run_has_a_file_and_is_done_once(study, monkeypatch, folder, tiny_
         again.run()
 
 
+def test_entries_that_are_added_later_are_timed_beside_contaccum(
+    study, monkeypatch, folder, tiny_model_path
+):
+    """The machine is twice as slow as at the first timing, so the new seconds are halved."""
+    entries = {
+        "contaccum": {"has_bank": True, "settings": BANK},
+        "later": {"settings": {"method": "grad_accum", "per_device_train_batch_size": 4}},
+    }
+    runs, _ = make_study(study, monkeypatch, folder, tiny_model_path, entries)
+    file = folder / "results" / "sentences" / "seconds.json"
+    write_json(file, {"entries": {"contaccum": {"seconds_per_update": 2.0}}})
+    turn = {
+        "contaccum": {"seconds": [4.0], "passes": [8]},
+        "later": {"seconds": [5.0], "passes": [8]},
+    }
+    monkeypatch.setattr(runs, "_run_timing", lambda names: {name: [turn[name]] for name in names})
+    runs.measure_seconds()
+    seconds = read_json(file)["entries"]
+    assert seconds["contaccum"]["seconds_per_update"] == 2.0
+    assert seconds["later"]["seconds_per_update"] == 2.5
+
+
+def test_another_model_or_entry_is_refused(study, monkeypatch, folder, tiny_model_path):
+    entries = {"contaccum": {"has_bank": True, "settings": BANK}}
+    runs, _ = make_study(study, monkeypatch, folder, tiny_model_path, entries)
+    arguments = (runs.plan, "sentences", folder, tiny_model_path, folder / "results", 1)
+    with pytest.raises(ConfigError, match="missing"):
+        study("schedule").Study(*arguments, names=["missing"])
+    write_json(folder / "results" / "sentences" / "base.json", {"model_fingerprint": "other"})
+    with pytest.raises(ConfigError, match="started from another model"):
+        study("schedule").Study(*arguments)
+
+
 def test_updates_fit_into_the_time_of_contaccum(study, monkeypatch, folder, tiny_model_path):
     entries = {
         "contaccum": {"has_bank": True, "settings": BANK},
@@ -158,7 +192,7 @@ def test_updates_fit_into_the_time_of_contaccum(study, monkeypatch, folder, tiny
     runs, _ = make_study(study, monkeypatch, folder, tiny_model_path, entries)
     seconds = {
         "contaccum": {"seconds_per_update": 2.0},
-        "slow": {"seconds_per_update": 3.0},
+        "slow": {"seconds_per_update": 2.1},
         "same": {"seconds_per_update": 3.0},
     }
     write_json(folder / "results" / "sentences" / "seconds.json", {"entries": seconds})
@@ -248,18 +282,18 @@ def test_mined_negatives_are_no_document_of_held_out_queries(
     held_out = {texts[f"d{row}"] for row in (*range(6), *range(24, 32))}
     # The scores of a random model are too similar for a margin.
     monkeypatch.setattr(study("schedule"), "MINING_RULES", ("--num_negatives", "1"))
-    mined = read_lines(runs._mine_negatives())
-    negatives = {negative for line in mined for negative in line["negatives"]}
-    assert negatives
+    records = list(read_records(runs._mine_negatives()))
+    assert all(record.negatives for record in records)
+    negatives = {negative for record in records for negative in record.negatives}
     assert not negatives & held_out
 
 
 def test_the_report_shows_finished_runs_and_names_missing_ones(study, tmp_path, monkeypatch):
     """Two entries with known scores: means, difference and p; a third one is not yet run."""
     entries = {
-        "contaccum": {"settings": {}, "compared_with": "grad_cache"},
+        "contaccum": {"settings": {}, "compared_with": ["grad_cache"]},
         "grad_cache": {"settings": {}},
-        "later": {"settings": {}, "compared_with": "grad_cache"},
+        "later": {"settings": {}, "compared_with": ["grad_cache"]},
     }
     plan_file = write_plan(tmp_path / "plan.yaml", entries)
     output = tmp_path / "results" / "sentences"
@@ -283,7 +317,7 @@ def test_the_report_shows_finished_runs_and_names_missing_ones(study, tmp_path, 
         {"scores": {"dev": 0.3, "test": 0.4}, "bm25": {"dev": 0.2, "test": 0.25}},
     )
     page = tmp_path / "page.md"
-    places = ("sentences", "sentences, learning rates")
+    places = ("comparisons", "sentences", "sentences, learning rates")
     page.write_text("".join(f"<!-- table: {p} -->\n<!-- end of table -->\n" for p in places))
     picture = tmp_path / "picture.png"
     monkeypatch.setattr(
@@ -301,19 +335,12 @@ def test_the_report_shows_finished_runs_and_names_missing_ones(study, tmp_path, 
         ],
     )
     importlib.import_module("by_time_report").main()
-    lines = page.read_text().splitlines()
-    (row,) = [
-        line
-        for line in lines
-        if line.startswith("| `contaccum`")
-        and "256" not in line
-        and "min" not in line
-        and "1,024" in line
-    ]
-    cells = [cell.strip() for cell in row.split("|")]
-    assert cells[2:8] == ["1e-4", "4", "2.0", "1,024", "50.0 (0.0)", "80.0 (0.0)"]
-    assert cells[8].startswith("+10.0 to `grad_cache`; +10.0 to +10.0;")
-    assert sum("not yet run" in line for line in lines) == 2
+    rows = [[cell.strip() for cell in line.split("|")] for line in page.read_text().splitlines()]
+    cells = next(row[2:9] for row in rows if len(row) > 8 and row[1] == "`contaccum`")
+    assert cells == ["1e-4", "4", "2.0", "1,024", "2", "50.0 (0.0)", "80.0 (0.0)"]
+    comparison = next(row for row in rows if len(row) > 2 and " - " in row[2])
+    assert comparison[2:5] == ["`contaccum` - `grad_cache`", "+10.0", "+10.0 to +10.0"]
+    assert sum("not yet run" in row for row in rows) == 2
     (test,) = json.loads((tmp_path / "results" / "tests.json").read_text())["tests"]
     assert test["p_holm"] == test["p_value"]
     assert picture.stat().st_size > 1000

@@ -26,7 +26,7 @@ class DataPlan:
     Attributes:
         max_length: maximum number of tokens of a text.
         bank_size: size of both banks.
-        updates: number of updates of contaccum. They take the time that all entries get.
+        updates: number of updates of contaccum. Their time is the budget of every entry.
     """
 
     max_length: int
@@ -40,16 +40,15 @@ class Entry:
 
     Attributes:
         settings: training settings in addition to those of the plan.
-        timed_settings: settings with which the time of an update is measured; None: ``settings``.
-            They compute the same update with less memory.
+        timed_settings: settings with which the time of an update is measured: those of a method
+            that computes the same update with less memory. None: ``settings``.
         has_bank: the entry has banks of the data set's size.
         has_mined_negatives: each pair has a hard negative, which the base model mined.
         has_guide: false negatives are masked by the scores of the base model.
         store: name of the store that query-side training uses; None for other methods.
         budget: "time": as many updates as fit into the time; "updates": as many as contaccum has.
         rate_of: name of the entry whose learning rate is used; None: the entry has its own.
-        compared_with: name of the entry that a significance test compares this entry with; None:
-            no test.
+        compared_with: names of the entries that this entry is compared with by a test.
         data: data sets of the entry; None: all.
         trainer: "contaccum", or the name of another trainer in `time_study.trainers`.
     """
@@ -62,7 +61,7 @@ class Entry:
     store: str | None = None
     budget: Literal["time", "updates"] = "time"
     rate_of: str | None = None
-    compared_with: str | None = None
+    compared_with: list[str] = field(default_factory=list)
     data: list[str] | None = None
     trainer: str = "contaccum"
 
@@ -74,7 +73,7 @@ class Plan:
     Attributes:
         seeds: seeds of the final runs. Learning rates are chosen with the first one.
         learning_rates: learning rates that each entry tries first.
-        rate_factor: ratio between the best rate at an end and the next rate beyond it.
+        rate_factor: factor between neighbouring learning rates.
         max_rates: largest number of rates of an entry.
         settings: training settings of all entries.
         data: {name: data set}.
@@ -122,10 +121,12 @@ def read_plan(path: str | Path) -> Plan:
     except TypeError as error:
         raise ConfigError(f"{path}: {error}") from error
     for name, entry in plan.entries.items():
-        for key in ("rate_of", "compared_with"):
-            other = getattr(entry, key)
-            if other is not None and other not in plan.entries:
-                raise ConfigError(f"{path}: {name}: {key}: there is no entry {other}")
+        others = list(entry.compared_with)
+        if entry.rate_of is not None:
+            others.append(entry.rate_of)
+        for other in others:
+            if other not in plan.entries:
+                raise ConfigError(f"{path}: {name}: there is no entry {other}")
         for data in entry.data or []:
             if data not in plan.data:
                 raise ConfigError(f"{path}: {name}: data: there is no data set {data}")

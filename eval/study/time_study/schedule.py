@@ -20,19 +20,29 @@ from stores import make_stores
 from contaccum import DualEncoder
 from contaccum.comparison.processes import run_jobs
 from contaccum.data import load_beir_folder
-from contaccum.errors import ConfigError
-from contaccum.files import provenance, read_json, write_json
+from contaccum.errors import ConfigError, check_choice
+from contaccum.files import atomic_folder, fingerprint, provenance, read_json, write_json
+from contaccum.retrieval.encode import model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.tuning.ladder import next_values
 from time_study.plan import Entry, Plan, Settings
 from time_study.results import Results
 from time_study.scoring import SPLITS, Scorer, average
 
-TIMED_UPDATES = 4  # of which the first is a warm-up and does not count
-TIMING_ROUNDS = 2
-CURVE_SEED_INDEX = 1  # the first seed's runs are trained before the rate is chosen
+REFERENCE = "contaccum"
+"""The entry whose time every other entry gets."""
 
-MINING_RULES = ("--num_negatives", "1", "--relative_margin", "0.05")
+TIMED_UPDATES = 5  # the first one is slower and is not counted
+TIMING_TURNS = 2
+
+CURVE_SEED_INDEX = 1
+"""Index of the seed whose runs are also scored during training.
+
+Runs of the first seed include learning rates that are not chosen.
+"""
+
+MINING_RULES = ("--num_negatives", "1", "--relative_margin", "0.05", "--range_max", "100")
+"""Rules of `contaccum mine`: a hard negative has at most 95 % of the positive's score."""
 
 
 class Cell(NamedTuple):
@@ -74,8 +84,10 @@ class Study:
         self.plan = plan
         self.data = data
         self.entries = plan.get_entries(data)
+        for name in names or []:
+            check_choice("--entries", name, self.entries)
         if names is not None:
-            self.entries = {name: self.entries[name] for name in names if name in self.entries}
+            self.entries = {name: self.entries[name] for name in names}
         self.beir_folder = folder / data
         self.work = folder / "by_time" / data
         self.output = output / data
@@ -92,12 +104,24 @@ class Study:
         )
 
     def _save_base_model(self, model: str) -> Path:
-        """Save the model with the length of the data set, so that all programs use this length."""
-        path = self.work / "base"
+        """Save the model with the length of the data set, so that all programs use this length.
+
+        Raises:
+            ConfigError: the finished runs started from another model.
+        """
+        base = SentenceTransformer(model, device="cpu")
+        self.model_fingerprint = model_fingerprint(base)
+        finished = self.results.get_base()
+        if finished is not None and finished["model_fingerprint"] != self.model_fingerprint:
+            raise ConfigError(
+                f"--model {model}: the runs in {self.output} started from another model; give "
+                "another --output"
+            )
+        base.max_seq_length = self.plan.data[self.data].max_length
+        path = self.work / f"base-{base.max_seq_length}-{self.model_fingerprint[:12]}"
         if not path.exists():
-            base = SentenceTransformer(model, device="cpu")
-            base.max_seq_length = self.plan.data[self.data].max_length
-            base.save_pretrained(str(path))
+            with atomic_folder(path) as folder:
+                base.save_pretrained(str(folder))
         return path
 
     def run(self) -> None:
@@ -120,38 +144,50 @@ class Study:
             "bm25": average(bm25),
             "query_scores": {split: list(scores.values()) for split, scores in base.items()},
             "data_fingerprints": self.fingerprints,
+            "model_fingerprint": self.model_fingerprint,
             **provenance(),
         }
         write_json(file, record)
         print(f"{self.data}: base {average(base)}, BM25 {average(bm25)}", flush=True)
 
     def measure_seconds(self) -> None:
-        """Measure the CPU seconds and encoder passes of an update of each entry.
+        """Measure the CPU seconds and encoded texts of an update of each entry.
 
-        The entries take turns in a shuffled order, one at a time.
+        The entries take turns in a shuffled order, one at a time. Entries that are measured later
+        take turns with contaccum, and their seconds are scaled by the ratio of contaccum's earlier
+        seconds to its present ones: other load on the machine then affects both alike.
         """
-        file = self.output / "seconds.json"
-        record = read_json(file) if file.exists() else {"entries": {}}
-        missing = [name for name in self.entries if name not in record["entries"]]
+        measured = self.results.get_seconds()
+        missing = [name for name in self.entries if name not in measured]
         if not missing:
             return
-        order = random.Random(0)
-        jobs = []
-        for turn in range(TIMING_ROUNDS):
-            for name in order.sample(missing, len(missing)):
-                jobs.append(self._make_timing_job(name, turn))
-        self._run_jobs(jobs, processes=1)
+        names = list(dict.fromkeys([REFERENCE, *missing]))
+        turns = self._run_timing(names)
+        scale = 1.0
+        if REFERENCE in measured:
+            scale = measured[REFERENCE]["seconds_per_update"] / _median_seconds(turns[REFERENCE])
         for name in missing:
-            turns = [read_json(job["result"]) for job in jobs if job["entry"] == name]
-            seconds = [value for turn in turns for value in turn["seconds"]]
-            passes = [value for turn in turns for value in turn["passes"]]
-            record["entries"][name] = {
-                "seconds_per_update": round(statistics.median(seconds), 3),
-                "passes_per_update": round(statistics.fmean(passes), 1),
-                "all_seconds": [round(value, 3) for value in seconds],
+            measured[name] = {
+                "seconds_per_update": round(scale * _median_seconds(turns[name]), 3),
+                "passes_per_update": round(_mean_texts(turns[name]), 1),
+                "seconds_of_updates": [turn["seconds"] for turn in turns[name]],
+                "scale": scale,
                 **provenance(),
             }
-        write_json(file, record)
+        write_json(self.output / "seconds.json", {"entries": measured})
+
+    def _run_timing(self, names: Sequence[str]) -> dict[str, list[dict[str, list[float]]]]:
+        """Return {entry: the result of `time_study.cell.time_updates` in each turn}."""
+        order = random.Random(0)
+        jobs = []
+        for turn in range(TIMING_TURNS):
+            for name in order.sample(names, len(names)):
+                jobs.append(self._make_timing_job(name, turn))
+        self._run_jobs(jobs, processes=1)
+        turns: dict[str, list[dict[str, list[float]]]] = {name: [] for name in names}
+        for job in jobs:
+            turns[job["entry"]].append(read_json(job["result"]))
+        return turns
 
     def run_learning_rates(self) -> None:
         """Train each entry with the first seed at every learning rate of its ladder."""
@@ -190,8 +226,8 @@ class Study:
         if self.entries[name].budget == "updates":
             return updates
         seconds = self.results.get_seconds()
-        budget = updates * seconds["contaccum"]["seconds_per_update"]
-        return round(budget / seconds[name]["seconds_per_update"])
+        budget = updates * seconds[REFERENCE]["seconds_per_update"]
+        return int(budget / seconds[name]["seconds_per_update"])
 
     def _run_cells(self, cells: Iterable[Cell]) -> None:
         """Do the runs that have no result yet."""
@@ -243,18 +279,31 @@ class Study:
                 "trainer": entry.trainer,
                 "max_length": self.plan.data[self.data].max_length,
                 "data_fingerprints": self.fingerprints,
+                **self._describe_extras(entry),
             },
         }
 
+    def _describe_extras(self, entry: Entry) -> dict[str, str]:
+        """Describe store, mined negatives and guide of an entry, if it has them."""
+        extras = {}
+        if entry.store is not None:
+            extras["store"] = EmbeddingStore.open(self.stores[entry.store]).fingerprint
+        if entry.has_mined_negatives:
+            mined = self._mine_negatives().read_text(encoding="utf-8")
+            extras["mined_negatives"] = fingerprint(mined)
+        if entry.has_guide:
+            extras["guide"] = self.model_fingerprint
+        return extras
+
     def _make_timing_job(self, name: str, turn: int) -> dict[str, Any]:
-        entry = self.entries[name]
+        entry = self.plan.entries[name]
         folder = self.work / f"timing-{name}-{turn}"
         settings = self.plan.make_settings(self.data, entry, is_timed=True)
         settings["learning_rate"] = self.plan.learning_rates[0]
         settings["max_steps"] = TIMED_UPDATES
         return {
             "kind": "timing",
-            "name": f"{self.data} timing of {name}, turn {turn + 1} of {TIMING_ROUNDS}",
+            "name": f"{self.data} timing of {name}, turn {turn + 1} of {TIMING_TURNS}",
             "folder": str(folder),
             "result": str(folder / "result.json"),
             "entry": name,
@@ -302,9 +351,21 @@ class Study:
                 lines.write(json.dumps(record) + "\n")
         command = [sys.executable, "-m", "contaccum.cli", "mine", str(self.model)]
         command += ["--data", str(self.beir_folder), "--split", "train", "--corpus", str(corpus)]
-        command += ["--output", str(file), "--precision", "bfloat16", "--no_progress"]
+        # Queries without enough negatives are left out of n-tuples.
+        command += ["--output", str(file), "--output_format", "ntuples"]
+        command += ["--precision", "bfloat16", "--no_progress"]
         subprocess.run([*command, *MINING_RULES], check=True)
         return file
+
+
+def _median_seconds(turns: Sequence[dict[str, list[float]]]) -> float:
+    """Return the median over turns of the mean seconds of an update."""
+    return statistics.median(statistics.fmean(turn["seconds"]) for turn in turns)
+
+
+def _mean_texts(turns: Sequence[dict[str, list[float]]]) -> float:
+    """Return the mean number of encoded texts of an update."""
+    return statistics.fmean(value for turn in turns for value in turn["passes"])
 
 
 def _print_line(line: str) -> None:
