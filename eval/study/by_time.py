@@ -6,7 +6,7 @@
 The plan is configs/study/by_time.yaml; docs/time_study.md explains it. FOLDER/DATA is a BEIR folder
 with the splits train, dev and test over one corpus. The time of an update of each entry is measured
 first. Each entry is trained with the first seed at several learning rates, and with all seeds at
-the rate that dev chooses. Every finished run is a file OUTPUT/DATA/ENTRY-RATE-SEED.json, and the
+the rate that the rule of `contaccum tune` chooses by dev scores. Every finished run is a file OUTPUT/DATA/ENTRY-RATE-SEED.json, and the
 same command skips the runs that have one.
 """
 
@@ -32,7 +32,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("data", nargs="+", help="names of data sets of the plan")
     parser.add_argument("--model", required=True, help="the model to fine-tune")
-    parser.add_argument("--folder", type=Path, required=True, help="parent of the data folders")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        required=True,
+        help="parent of the data folders; models, stores and logs go to FOLDER/by_time",
+    )
     parser.add_argument("--plan", type=Path, default=ROOT / "configs" / "study" / "by_time.yaml")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "by_time")
     parser.add_argument("--entries", nargs="+", help="entries to run; default: all of the plan")

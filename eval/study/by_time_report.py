@@ -121,7 +121,7 @@ def make_rate_table(plan: Plan, data: str, results: Results) -> str:
 
 
 def format_score(score: float) -> str:
-    """Return a score x 100."""
+    """Return a score x 100, with one decimal."""
     return f"{100 * score:.1f}"
 
 

@@ -71,7 +71,14 @@ def copy_embeddings(
     dataset: BeirDataset,
     document_ids: Sequence[str],
 ) -> None:
-    """Write a store of ``document_ids``, with embeddings from the store in ``source``."""
+    """Write a store of some documents, with embeddings from another store.
+
+    Args:
+        source: a store that has the documents.
+        folder: the new store; a finished one is used again.
+        model: the model of the embeddings, which the store names.
+        document_ids: distinct ids of documents of ``dataset``.
+    """
     documents = StoreDocuments(EmbeddingStore.open(source))
 
     def look_up(texts: list[str]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""One run of the study by time: a process that trains and scores a model.
+"""One training run of the study by time (a cell), or one timing, in a process of its own.
 
     python -m time_study.cell JOB.json
 
@@ -27,7 +27,11 @@ CURVE_SHARES = (0.25, 0.5)
 
 
 def run_cell(job: dict[str, Any]) -> dict[str, Any]:
-    """Train and score the model of a cell, and return its record."""
+    """Train and score a model, and return the record of the run.
+
+    ``cpu_seconds`` are those of this run. A method that is timed with other settings
+    (``timed_settings`` of the plan) is charged with their time instead.
+    """
     code_record = provenance()  # read before training, because the checkout may change meanwhile
     trainer = TRAINERS[job["trainer"]](job["settings"])
     scorer = Scorer(job["data_folder"], job["haystack"])
@@ -56,12 +60,17 @@ def _score_average(scorer: Scorer, trainer: Any) -> dict[str, float]:
 
 
 def _drop_query_ids(scores: QueryScores) -> dict[str, list[float]]:
-    """Return {split: scores in the order of the judgements' file}, which is shorter."""
+    """Return {split: scores in the order of the judgements' file}, to keep the files small."""
     return {split: list(by_query.values()) for split, by_query in scores.items()}
 
 
 def time_updates(job: dict[str, Any]) -> dict[str, Any]:
-    """Measure the updates of an entry, and return CPU seconds and encoder passes of each."""
+    """Measure the updates of an entry.
+
+    Returns:
+        ``seconds``, the CPU seconds of each update, and ``passes``, the number of texts in its
+        forward passes. The first update is left out.
+    """
     trainer = TRAINERS[job["trainer"]](job["settings"])
     clock = UpdateClock(trainer.model)
     trainer.add_callback(clock)

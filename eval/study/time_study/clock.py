@@ -54,7 +54,10 @@ class UpdateClock(TrainerCallback):
         self._last_time = time.process_time()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the clock before the first update."""
+        """Start the clock before the first update.
+
+        Every later update starts at the end of the one before, so fetching its batch counts.
+        """
         if not self.seconds:
             self._restart()
 

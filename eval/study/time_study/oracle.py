@@ -1,7 +1,7 @@
-"""The limit of contaccum: banks whose entries are encoded again after each update.
+"""An oracle for contaccum: banks whose entries are encoded again after each update.
 
-Such entries never become outdated, but they cost a forward pass for each entry and update. No
-compensation of drift can be better than this, if it only predicts the present embeddings.
+Such entries never become outdated, but they cost a forward pass for each entry and update. The
+difference to contaccum shows what outdated entries cost.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class BankRefresh(TrainerCallback):
         loss.register_forward_pre_hook(self._store_texts)
 
     def _store_texts(self, loss: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Store the tokens of a micro-batch, and drop those that the bank drops."""
+        """Store the tokens of a micro-batch, and drop the oldest beyond the size of the bank."""
         features = [dict(column) for column in arguments[0]]
         self._micro_batches.append(features)
         num_pairs = sum(len(columns[0]["input_ids"]) for columns in self._micro_batches)
@@ -70,7 +70,10 @@ class BankRefresh(TrainerCallback):
             bank.append(local, blocks, is_finite=torch.tensor(True))
 
     def _read_ids(self, bank: MemoryBank) -> list[TextIds]:
-        """Read the ids of the texts of each micro-batch from the bank, oldest first."""
+        """Read the ids of the texts of each micro-batch from the bank, oldest first.
+
+        The bank still holds them, because `_store_texts` keeps no more pairs than the bank.
+        """
         sizes = [len(columns[0]["input_ids"]) for columns in self._micro_batches]
         first = bank.total_enqueued - sum(sizes)
         ids = []

@@ -38,7 +38,10 @@ class Results:
         return self._read("base.json")
 
     def get_seconds(self) -> dict[str, Record]:
-        """Return {entry: its CPU seconds and encoder passes of an update}."""
+        """Return {entry: record of its timing}.
+
+        A record has ``seconds_per_update`` (CPU) and ``passes_per_update``, the encoded texts.
+        """
         record = self._read("seconds.json")
         return {} if record is None else record["entries"]
 
@@ -47,7 +50,7 @@ class Results:
         return read_json(file) if file.exists() else None
 
     def get_ladder(self, entry: str) -> dict[str, Record]:
-        """Return {learning rate: run of the first seed}, from the smallest rate."""
+        """Return {learning rate: run of the first seed} of all rates that were tried, ascending."""
         records = {}
         for file in self.folder.glob(f"{entry}-*-{self.plan.seeds[0]}.json"):
             record = read_json(file)

@@ -10,6 +10,7 @@ import torch
 
 from contaccum import DualEncoder
 from contaccum.data import load_beir_folder
+from contaccum.errors import DataError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.store import EmbeddingStore
@@ -29,12 +30,18 @@ class Scorer:
     Args:
         data: a BEIR folder with the splits dev and test, which have no query in common.
         store: embeddings of all documents, if the documents are not trained.
+
+    Raises:
+        DataError: dev and test share a query.
     """
 
     def __init__(self, data: str | Path, store: str | Path | None = None) -> None:
         parts = [load_beir_folder(data, split) for split in SPLITS]
         self.query_ids = {part.split: list(part.qrels) for part in parts}
         dev, test = parts
+        common = set(dev.qrels) & set(test.qrels)
+        if common:
+            raise DataError(f"{data}: dev and test share queries, such as {min(common)}")
         both = replace(
             dev, queries={**dev.queries, **test.queries}, qrels={**dev.qrels, **test.qrels}
         )

@@ -45,7 +45,8 @@ def make_sentence_transformers_trainer(settings: Settings) -> Any:
     """Return sentence-transformers' own trainer, with a cached loss and mined negatives.
 
     Args:
-        settings: settings as for `contaccum train`, without a method. ``train_data`` is a file of
+        settings: settings as for `contaccum train`, without a method; those that are named below are
+            translated, and the others have the same names in sentence-transformers. ``train_data`` is a file of
             queries, positives and mined negatives. With ``guide``, the loss is
             CachedGISTEmbedLoss, otherwise CachedMultipleNegativesRankingLoss.
     """
@@ -73,7 +74,7 @@ def make_sentence_transformers_trainer(settings: Settings) -> Any:
             temperature=temperature,
             mini_batch_size=micro_batch_size,
         )
-    # The rest are settings of sentence-transformers, with the same names in `contaccum train`.
+    # The batch is the whole update: the loss itself splits it into micro-batches.
     own["per_device_train_batch_size"] = own.pop("total_train_batch_size")
     own["learning_rate"] = float(own["learning_rate"])
     own["use_cpu"] = True
@@ -89,5 +90,5 @@ TRAINERS: dict[str, Callable[[Settings], Any]] = {
 
 
 def get_trained_model(trainer: Any) -> DualEncoder:
-    """Return the model of a trainer, without the mixed precision of training."""
+    """Return the model of a trainer, without the trainer's autocast around its forward method."""
     return trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
