@@ -6,8 +6,8 @@
 The plan is configs/study/by_time.yaml; docs/time_study.md explains it. FOLDER/DATA is a BEIR folder
 with the splits train, dev and test over one corpus. The time of an update of each entry is measured
 first. Each entry is trained with the first seed at several learning rates, and with all seeds at
-the rate that the rule of `contaccum tune` chooses by dev scores. Every finished run is a file OUTPUT/DATA/ENTRY-RATE-SEED.json, and the
-same command skips the runs that have one.
+the rate that the rule of `contaccum tune` chooses by dev scores. Every finished run is a file
+OUTPUT/DATA/ENTRY-RATE-SEED.json, and the same command skips the runs that have one.
 """
 
 from __future__ import annotations

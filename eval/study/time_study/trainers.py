@@ -45,10 +45,10 @@ def make_sentence_transformers_trainer(settings: Settings) -> Any:
     """Return sentence-transformers' own trainer, with a cached loss and mined negatives.
 
     Args:
-        settings: settings as for `contaccum train`, without a method; those that are named below are
-            translated, and the others have the same names in sentence-transformers. ``train_data`` is a file of
-            queries, positives and mined negatives. With ``guide``, the loss is
-            CachedGISTEmbedLoss, otherwise CachedMultipleNegativesRankingLoss.
+        settings: settings as for `contaccum train`, without a method. Those that are named below
+            are translated; the others have the same names in sentence-transformers.
+            ``train_data`` is a file of queries, positives and mined negatives. With ``guide``, the
+            loss is CachedGISTEmbedLoss, otherwise CachedMultipleNegativesRankingLoss.
     """
     own = dict(settings)
     model = DualEncoder.from_pretrained(str(own.pop("model")), device="cpu")
