@@ -83,10 +83,10 @@ def make_result_table(plan: Plan, data: str, results: Results) -> str:
         if not runs:
             rows.append([f"`{name}`", NOT_RUN, "", "", "", "", "", ""])
             continue
-        seconds = results.get_seconds()[name]
+        timing = results.get_timing(name)
         updates = runs[0]["updates"]
-        minutes = f"{updates * seconds['seconds_per_update'] / 60:.1f}"
-        passes = f"{updates * seconds['passes_per_update']:,.0f}"
+        minutes = f"{updates * timing['seconds_per_update'] / 60:.1f}"
+        passes = f"{updates * timing['passes_per_update']:,.0f}"
         if plan.entries[name].trainer == "oracle":
             minutes = passes = "not counted"
         dev = average_runs(runs, "dev")
@@ -145,12 +145,11 @@ def draw_panel(axes: Axes, plan: Plan, data: str, results: Results) -> None:
     from the lowest to the highest seed.
     """
     base = results.get_base()
-    seconds = results.get_seconds()
     for name, color in DRAWN_ENTRIES.items():
         if name not in plan.get_entries(data) or not results.is_complete(name):
             continue
         runs = results.get_final_runs(name)
-        minutes_per_update = seconds[name]["seconds_per_update"] / 60
+        minutes_per_update = results.get_timing(name)["seconds_per_update"] / 60
         minutes = []
         scores = []
         if base is not None:

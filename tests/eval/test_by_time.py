@@ -132,7 +132,7 @@ def test_every_run_has_a_file_and_is_done_once(study, monkeypatch, folder, tiny_
         assert [len(record["query_scores"][split]) for split in ("dev", "test")] == [6, 8]
         assert set(record["curve"]) == {"1", "2"}
         assert record["versions"]["contaccum"]
-    seconds = results.get_seconds()
+    seconds = results.get_timings()
     # The timed updates have 8, 2, 8 and 8 of the 18 pairs.
     assert seconds["contaccum"]["passes_per_update"] == 2 * 6.5
     assert seconds["query_side"]["passes_per_update"] == 6.5

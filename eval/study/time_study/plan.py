@@ -42,6 +42,7 @@ class Entry:
         settings: training settings in addition to those of the plan.
         timed_settings: settings with which the time of an update is measured: those of a method
             that computes the same update with less memory. None: ``settings``.
+        timed_as: name of the entry whose updates take the same time; None: they are measured.
         has_bank: the entry has banks of the data set's size.
         has_mined_negatives: each pair has a hard negative, which the base model mined.
         has_guide: false negatives are masked by the scores of the base model.
@@ -55,6 +56,7 @@ class Entry:
 
     settings: Settings
     timed_settings: Settings | None = None
+    timed_as: str | None = None
     has_bank: bool = False
     has_mined_negatives: bool = False
     has_guide: bool = False
@@ -121,11 +123,8 @@ def read_plan(path: str | Path) -> Plan:
     except TypeError as error:
         raise ConfigError(f"{path}: {error}") from error
     for name, entry in plan.entries.items():
-        others = list(entry.compared_with)
-        if entry.rate_of is not None:
-            others.append(entry.rate_of)
-        for other in others:
-            if other not in plan.entries:
+        for other in (entry.rate_of, entry.timed_as, *entry.compared_with):
+            if other is not None and other not in plan.entries:
                 raise ConfigError(f"{path}: {name}: there is no entry {other}")
         for data in entry.data or []:
             if data not in plan.data:

@@ -37,7 +37,12 @@ class Results:
         """Return the scores before training; None if they are missing."""
         return self._read("base.json")
 
-    def get_seconds(self) -> dict[str, Record]:
+    def get_timing(self, entry: str) -> Record:
+        """Return the timing of an entry, or of the entry that it is timed as; see `get_timings`."""
+        timed_as = self.plan.entries[entry].timed_as or entry
+        return self.get_timings()[timed_as]
+
+    def get_timings(self) -> dict[str, Record]:
         """Return {entry: record of its timing}.
 
         A record has ``seconds_per_update`` (CPU) and ``passes_per_update``, the encoded texts.

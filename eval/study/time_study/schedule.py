@@ -157,8 +157,11 @@ class Study:
         take turns with contaccum, and their seconds are scaled by the ratio of contaccum's earlier
         seconds to its present ones: other load on the machine then affects both alike.
         """
-        measured = self.results.get_seconds()
-        missing = [name for name in self.entries if name not in measured]
+        measured = self.results.get_timings()
+        missing = []
+        for name, entry in self.entries.items():
+            if (entry.timed_as or name) not in measured:
+                missing.append(entry.timed_as or name)
         if not missing:
             return
         names = list(dict.fromkeys([REFERENCE, *missing]))
@@ -225,9 +228,8 @@ class Study:
         updates = self.plan.data[self.data].updates
         if self.entries[name].budget == "updates":
             return updates
-        seconds = self.results.get_seconds()
-        budget = updates * seconds[REFERENCE]["seconds_per_update"]
-        return int(budget / seconds[name]["seconds_per_update"])
+        budget = updates * self.results.get_timing(REFERENCE)["seconds_per_update"]
+        return int(budget / self.results.get_timing(name)["seconds_per_update"])
 
     def _run_cells(self, cells: Iterable[Cell]) -> None:
         """Do the runs that have no result yet."""
