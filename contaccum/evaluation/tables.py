@@ -8,7 +8,6 @@ several sets. Only results on the same data are compared.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -43,12 +42,12 @@ def fill_page(page: str, tables: Mapping[str, str]) -> str:
         ValueError: the page has no place for a table.
     """
     for name, table in tables.items():
-        start = f"<!-- table: {name} -->\n"
-        pattern = re.compile(re.escape(start) + r".*?(?=<!-- end of table -->)", re.DOTALL)
-        if pattern.search(page) is None:
+        start_comment = f"<!-- table: {name} -->\n"
+        start = page.find(start_comment)
+        end = page.find("<!-- end of table -->", start)
+        if start < 0 or end < 0:
             raise ValueError(f"the page has no place for the table {name!r}")
-        content = f"{start}\n{table}\n\n"
-        page = pattern.sub(lambda match, content=content: content, page)
+        page = f"{page[:start]}{start_comment}\n{table}\n\n{page[end:]}"
     return page
 
 

@@ -8,8 +8,8 @@ may read its own part of the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,11 +20,40 @@ from contaccum.data.records import quoted
 from contaccum.data.sampling import text_ids
 from contaccum.errors import DataError
 from contaccum.files import fingerprint, redact
+from contaccum.retrieval.quantization import INT8_MIDDLE, INT8_STEPS, QuantizedEmbeddings
 from contaccum.retrieval.store import EmbeddingStore
 
 ROWS_PER_BLOCK = 8192
 _MAX_SHARE_OF_FREE_MEMORY = 0.5  # blocks stay on a GPU if they need less of its free memory
 _MIN_LENGTH = 1e-12  # keeps 1 / length finite for a document whose embedding is zero
+
+
+class _EncodedBlock(NamedTuple):
+    """Consecutive documents in the number type of the store, on a device.
+
+    They are decoded where they are used: an int8 block needs a quarter of the memory of a float32
+    block.
+
+    Attributes:
+        first: number of the block's first document.
+        values: (b, d), float32, float16 or int8.
+        ranges: (2, d), the range of each dimension with int8, as in `QuantizedEmbeddings`.
+        scales: (b,), 1 / the length of each document; None with dot product.
+    """
+
+    first: int
+    values: Tensor
+    ranges: Tensor | None
+    scales: Tensor | None
+
+    def decode(self) -> DocumentBlock:
+        """Return the documents as float32."""
+        values = self.values
+        if self.ranges is not None:
+            minimum, maximum = self.ranges
+            step_size = (maximum - minimum) / INT8_STEPS
+            values = minimum + (values.float() + INT8_MIDDLE) * step_size
+        return DocumentBlock(self.first, values.float(), self.scales)
 
 
 class StoreDocuments:
@@ -45,7 +74,7 @@ class StoreDocuments:
         self._set_text_ids(store.text_ids())
         self._inverse_norms: Tensor | None = None
         # The key is (device, part, num_parts), the arguments of `blocks`.
-        self._blocks_on_device: dict[tuple[torch.device, int, int], list[DocumentBlock]] = {}
+        self._blocks_on_device: dict[tuple[torch.device, int, int], list[_EncodedBlock]] = {}
 
     def _set_text_ids(self, ids: np.ndarray) -> None:
         self._text_ids = ids
@@ -145,9 +174,10 @@ class StoreDocuments:
     def blocks(
         self, device: torch.device, part: int = 0, num_parts: int = 1
     ) -> Iterator[DocumentBlock]:
-        """Yield blocks of documents on a device.
+        """Yield blocks of documents on a device, as float32.
 
-        The blocks stay on a GPU for later calls if it has enough free memory.
+        The blocks stay on a GPU for later calls if it has enough free memory. There and on the way
+        to it, they have the number type of the store.
 
         Args:
             device: device of the blocks.
@@ -157,24 +187,30 @@ class StoreDocuments:
         key = (device, part, num_parts)
         if key not in self._blocks_on_device and self._fits(device, num_parts):
             self._blocks_on_device[key] = list(self._read_blocks(device, part, num_parts))
+        encoded_blocks: Iterable[_EncodedBlock]
         if key in self._blocks_on_device:
-            yield from self._blocks_on_device[key]
+            encoded_blocks = self._blocks_on_device[key]
         else:
-            yield from self._read_blocks(device, part, num_parts)
+            encoded_blocks = self._read_blocks(device, part, num_parts)
+        for block in encoded_blocks:
+            yield block.decode()
 
     def _read_blocks(
         self, device: torch.device, part: int, num_parts: int
-    ) -> Iterator[DocumentBlock]:
+    ) -> Iterator[_EncodedBlock]:
         inverse_norms = self._get_inverse_norms()
-        for block_number, (first_row, embeddings) in enumerate(self._read_arrays()):
+        for block_number, (first_row, embeddings) in enumerate(self._read_embeddings()):
             if block_number % num_parts != part:
                 continue
             scales = None
             if inverse_norms is not None:
                 end_row = first_row + len(embeddings)
                 scales = inverse_norms[first_row:end_row].to(device)
-            documents = torch.from_numpy(embeddings).to(device, non_blocking=True)
-            yield DocumentBlock(first_row, documents, scales)
+            ranges = None
+            if embeddings.ranges is not None:
+                ranges = torch.from_numpy(embeddings.ranges).to(device)
+            values = torch.from_numpy(embeddings.values).to(device)
+            yield _EncodedBlock(first_row, values, ranges, scales)
 
     def _read_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return the stored embeddings of rows, int64 (k,), as float32 (k, d)."""
@@ -184,11 +220,13 @@ class StoreDocuments:
         embeddings[is_appended] = self._appended[rows[is_appended] - len(self.store)]
         return embeddings
 
-    def _read_arrays(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the first row and the embeddings, float32 (b, d), of each block."""
+    def _read_embeddings(self) -> Iterator[tuple[int, QuantizedEmbeddings]]:
+        """Yield the first row and the embeddings, (b, d), of each block."""
         yield from self.store.blocks(ROWS_PER_BLOCK)
-        for first in range(0, len(self._appended), ROWS_PER_BLOCK):
-            yield len(self.store) + first, self._appended[first : first + ROWS_PER_BLOCK]
+        appended = QuantizedEmbeddings.quantize(self._appended, "float32")
+        for first in range(0, len(appended), ROWS_PER_BLOCK):
+            rows = slice(first, first + ROWS_PER_BLOCK)
+            yield len(self.store) + first, appended.select(rows)
 
     def _get_inverse_norms(self) -> Tensor | None:
         """Return 1 / L2 norm of every document, (N,); None with dot product.
@@ -199,8 +237,8 @@ class StoreDocuments:
             return None
         if self._inverse_norms is None:
             parts = []
-            for _, embeddings in self._read_arrays():
-                norms = torch.from_numpy(embeddings).norm(dim=1)
+            for _, embeddings in self._read_embeddings():
+                norms = torch.from_numpy(embeddings[:]).norm(dim=1)
                 parts.append(1 / norms.clamp_min(_MIN_LENGTH))
             self._inverse_norms = torch.cat(parts)
         return self._inverse_norms
@@ -210,8 +248,8 @@ class StoreDocuments:
         if device.type != "cuda":
             return False
         free_bytes, _ = torch.cuda.mem_get_info(device)
-        needed_bytes = 4 * len(self) * self.dimension / num_parts
-        return needed_bytes < _MAX_SHARE_OF_FREE_MEMORY * free_bytes
+        num_bytes = sum(embeddings.num_bytes for _, embeddings in self._read_embeddings())
+        return num_bytes / num_parts < _MAX_SHARE_OF_FREE_MEMORY * free_bytes
 
 
 class PositiveRows:

@@ -13,8 +13,8 @@ import numpy as np
 
 from contaccum.errors import ConfigError
 
-_INT8_STEPS = 255
-_INT8_MIDDLE = 128.5  # moves int8 codes, -128 to 127, to the middles of the steps: 0.5 to 255.5
+INT8_STEPS = 255
+INT8_MIDDLE = 128.5  # moves int8 codes, -128 to 127, to the middles of the steps: 0.5 to 255.5
 
 
 @dataclass
@@ -68,6 +68,16 @@ class QuantizedEmbeddings:
     def __len__(self) -> int:
         return self.shape[0]
 
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes of the values."""
+        return self.values.nbytes
+
+    def select(self, rows: slice) -> QuantizedEmbeddings:
+        """Return the embeddings of these rows, not decoded."""
+        values = self.values[rows]
+        return QuantizedEmbeddings(values, self.dtype, (len(values), self.shape[1]), self.ranges)
+
     def __getitem__(self, rows: int | slice | Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the embeddings of these rows as float32, decoded."""
         values = self.values[rows]
@@ -77,8 +87,8 @@ class QuantizedEmbeddings:
         if self.ranges is None:
             return values.astype(np.float32, copy=False)
         minimum, maximum = self.ranges
-        step_size = (maximum - minimum) / _INT8_STEPS
-        return minimum + (values.astype(np.float32) + _INT8_MIDDLE) * step_size
+        step_size = (maximum - minimum) / INT8_STEPS
+        return minimum + (values.astype(np.float32) + INT8_MIDDLE) * step_size
 
 
 def check_binary_dimension(dtype: str, dimension: int) -> None:

@@ -162,20 +162,19 @@ class EmbeddingStore:
             parts.append(np.load(self._get_file(shard_number, TEXTS_FILE), allow_pickle=False))
         return np.concatenate(parts)
 
-    def blocks(self, size: int) -> Iterator[tuple[int, np.ndarray]]:
+    def blocks(self, size: int) -> Iterator[tuple[int, QuantizedEmbeddings]]:
         """Yield all embeddings in consecutive blocks of at most ``size`` rows.
 
-        A block never crosses the border of a shard. Blocks of a float32 store are views of the
-        mapped file.
+        A block never crosses the border of a shard. Its values are a view of the mapped file.
 
         Yields:
-            The number of the block's first row, and its embeddings, float32 (n, d).
+            The number of the block's first row, and its embeddings, (n, d), not decoded.
         """
         for shard_number in range(self.num_shards):
             embeddings = self._get_embeddings(shard_number)
             shard_start = shard_number * self.shard_size
             for first in range(0, len(embeddings), size):
-                yield shard_start + first, embeddings[first : first + size]
+                yield shard_start + first, embeddings.select(slice(first, first + size))
 
     @property
     def num_shards(self) -> int:

@@ -202,6 +202,23 @@ def test_added_documents_stand_behind_those_of_the_store(tmp_path):
     assert torch.allclose(taken, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("stays_on_device", [False, True])
+def test_blocks_are_decoded_where_they_are_used(tmp_path, monkeypatch, dtype, stays_on_device):
+    """Blocks equal the store's own decoding; those that stay on a device keep its number type."""
+    documents = StoreDocuments(write_store(tmp_path, tiny_encoder(), dtype=dtype))
+    monkeypatch.setattr(documents, "_fits", lambda device, num_parts: stays_on_device)
+    for _ in range(2):
+        blocks = list(documents.blocks(torch.device("cpu")))
+        decoded = torch.cat([block.documents for block in blocks])
+        assert decoded.dtype == torch.float32
+        assert torch.equal(decoded, torch.from_numpy(documents.store[:]))
+    kept = [block.values for blocks in documents._blocks_on_device.values() for block in blocks]
+    assert {values.dtype for values in kept} == (
+        {getattr(torch, dtype)} if stays_on_device else set()
+    )
+
+
 def _id(text: str) -> int:
     from contaccum.data.sampling import text_ids
 
