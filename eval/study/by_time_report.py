@@ -134,7 +134,7 @@ def draw_figure(plan: Plan, results: dict[str, Results]) -> Figure:
         draw_panel(axes, plan, data, data_results)
     panels[0].set_ylabel("nDCG@10 x 100 on test")
     if drawn:
-        panels[0].legend(fontsize=8)
+        panels[0].legend(fontsize=8, loc="lower right")
     return figure
 
 
