@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from query_side import evaluate
 from sentence_transformers.util import batch_to_device
-from stores import collect_positives
+from time_study.stores import collect_positives
 from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import get_linear_schedule_with_warmup

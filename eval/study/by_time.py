@@ -3,7 +3,7 @@
     python eval/study/split_pairs.py contaccum/data/scifact runs/study/scifact --dev 0.19 --by_query
     python eval/study/by_time.py scifact --model MODEL --folder runs/study
 
-The plan is configs/study/by_time.yaml; docs/time_study.md explains it. FOLDER/DATA is a BEIR folder
+The plan is eval/study/by_time.yaml; docs/time_study.md explains it. FOLDER/DATA is a BEIR folder
 with the splits train, dev and test over one corpus. The time of an update of each entry is measured
 first. Each entry is trained with the first seed at several learning rates, and with all seeds at
 the rate that the rule of `contaccum tune` chooses by dev scores. Every finished run is a file
@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
         required=True,
         help="parent of the data folders; models, stores and logs go to FOLDER/by_time",
     )
-    parser.add_argument("--plan", type=Path, default=ROOT / "configs" / "study" / "by_time.yaml")
+    parser.add_argument("--plan", type=Path, default=ROOT / "eval" / "study" / "by_time.yaml")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "by_time")
     parser.add_argument("--entries", nargs="+", help="entries to run; default: all of the plan")
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")

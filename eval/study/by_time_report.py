@@ -177,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--plan", type=Path, default=ROOT / "configs" / "study" / "by_time.yaml")
+    parser.add_argument("--plan", type=Path, default=ROOT / "eval" / "study" / "by_time.yaml")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "by_time")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "time_study.md")
     parser.add_argument(

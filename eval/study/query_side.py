@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stores import make_stores
+from time_study.stores import make_stores
 
 from contaccum import DualEncoder
 from contaccum.data import load_beir_folder

@@ -15,7 +15,7 @@ from contaccum.data import read_records
 from contaccum.errors import ConfigError
 from contaccum.files import read_json, write_json
 
-PLAN = ROOT / "configs" / "study" / "by_time.yaml"
+PLAN = ROOT / "eval" / "study" / "by_time.yaml"
 SETTINGS = {
     "total_train_batch_size": 8,
     "temperature": 0.05,

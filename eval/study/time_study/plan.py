@@ -70,7 +70,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole plan; see configs/study/by_time.yaml.
+    """The whole plan; see eval/study/by_time.yaml.
 
     Attributes:
         seeds: seeds of the final runs. Learning rates are chosen with the first one.

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sentence_transformers import SentenceTransformer
-from stores import make_stores
 
 from contaccum import DualEncoder
 from contaccum.comparison.processes import run_jobs
@@ -28,6 +27,7 @@ from contaccum.tuning.ladder import next_values
 from time_study.plan import Entry, Plan, Settings
 from time_study.results import Results
 from time_study.scoring import SPLITS, Scorer, average
+from time_study.stores import make_stores
 
 REFERENCE = "contaccum"
 """The entry whose time every other entry gets."""
