@@ -20,7 +20,7 @@ from contaccum.data.records import quoted
 from contaccum.data.sampling import text_ids
 from contaccum.errors import DataError
 from contaccum.files import fingerprint, redact
-from contaccum.retrieval.quantization import INT8_MIDDLE, INT8_STEPS, QuantizedEmbeddings
+from contaccum.retrieval.quantization import QuantizedEmbeddings, decode_int8
 from contaccum.retrieval.store import EmbeddingStore
 
 ROWS_PER_BLOCK = 8192
@@ -50,9 +50,7 @@ class _EncodedBlock(NamedTuple):
         """Return the documents as float32."""
         values = self.values
         if self.ranges is not None:
-            minimum, maximum = self.ranges
-            step_size = (maximum - minimum) / INT8_STEPS
-            values = minimum + (values.float() + INT8_MIDDLE) * step_size
+            values = decode_int8(values.float(), self.ranges)
         return DocumentBlock(self.first, values.float(), self.scales)
 
 
@@ -248,8 +246,10 @@ class StoreDocuments:
         if device.type != "cuda":
             return False
         free_bytes, _ = torch.cuda.mem_get_info(device)
-        num_bytes = sum(embeddings.num_bytes for _, embeddings in self._read_embeddings())
-        return num_bytes / num_parts < _MAX_SHARE_OF_FREE_MEMORY * free_bytes
+        # From the number type and not from the blocks, because each micro-step may come here.
+        bytes_per_value = np.dtype(self.store.dtype).itemsize
+        needed_bytes = bytes_per_value * len(self) * self.dimension / num_parts
+        return needed_bytes < _MAX_SHARE_OF_FREE_MEMORY * free_bytes
 
 
 class PositiveRows:

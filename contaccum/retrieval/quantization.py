@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from contaccum.errors import ConfigError
 
-INT8_STEPS = 255
-INT8_MIDDLE = 128.5  # moves int8 codes, -128 to 127, to the middles of the steps: 0.5 to 255.5
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_Array = TypeVar("_Array", np.ndarray, "Tensor")
+
+_INT8_STEPS = 255
+_INT8_MIDDLE = 128.5  # moves int8 codes, -128 to 127, to the middles of the steps: 0.5 to 255.5
 
 
 @dataclass
@@ -68,11 +74,6 @@ class QuantizedEmbeddings:
     def __len__(self) -> int:
         return self.shape[0]
 
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes of the values."""
-        return self.values.nbytes
-
     def select(self, rows: slice) -> QuantizedEmbeddings:
         """Return the embeddings of these rows, not decoded."""
         values = self.values[rows]
@@ -86,9 +87,19 @@ class QuantizedEmbeddings:
             return 2 * bits.astype(np.float32) - 1
         if self.ranges is None:
             return values.astype(np.float32, copy=False)
-        minimum, maximum = self.ranges
-        step_size = (maximum - minimum) / INT8_STEPS
-        return minimum + (values.astype(np.float32) + INT8_MIDDLE) * step_size
+        return decode_int8(values.astype(np.float32), self.ranges)
+
+
+def decode_int8(codes: _Array, ranges: _Array) -> _Array:
+    """Return the middles of the steps of int8 codes; see `QuantizedEmbeddings`.
+
+    Args:
+        codes: (n, d), the codes as float32.
+        ranges: (2, d), the minimum and the maximum of each dimension.
+    """
+    minimum, maximum = ranges
+    step_size = (maximum - minimum) / _INT8_STEPS
+    return minimum + (codes + _INT8_MIDDLE) * step_size
 
 
 def check_binary_dimension(dtype: str, dimension: int) -> None:

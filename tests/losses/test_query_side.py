@@ -219,6 +219,17 @@ def test_blocks_are_decoded_where_they_are_used(tmp_path, monkeypatch, dtype, st
     )
 
 
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("float32", 4), ("float16", 2), ("int8", 1)])
+def test_blocks_stay_on_a_gpu_if_they_need_half_of_its_memory(
+    tmp_path, monkeypatch, dtype, num_bytes
+):
+    documents = StoreDocuments(write_store(tmp_path, tiny_encoder(), dtype=dtype))
+    needed = num_bytes * len(documents) * documents.dimension
+    for free, fits in ((2 * needed + 1, True), (2 * needed, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, free))
+        assert documents._fits(torch.device("cuda"), 1) is fits
+
+
 def _id(text: str) -> int:
     from contaccum.data.sampling import text_ids
 
