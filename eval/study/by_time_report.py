@@ -30,6 +30,7 @@ DRAWN_ENTRIES = {  # colours of matplotlib
     "contaccum": "C1",
     "contaccum_cached": "C3",
     "query_side_corpus": "C2",
+    "contaccum_then_query_side": "C4",
 }
 
 Test = dict[str, Any]
@@ -83,10 +84,10 @@ def make_result_table(plan: Plan, data: str, results: Results) -> str:
         if not runs:
             rows.append([f"`{name}`", NOT_RUN, "", "", "", "", "", ""])
             continue
-        timing = results.get_timing(name)
         updates = runs[0]["updates"]
-        minutes = f"{updates * timing['seconds_per_update'] / 60:.1f}"
-        passes = f"{updates * timing['passes_per_update']:,.0f}"
+        cost = results.get_cost(name, updates)
+        minutes = f"{cost.minutes:.1f}"
+        passes = f"{cost.texts:,.0f}"
         if plan.entries[name].trainer == "oracle":
             minutes = passes = "not counted"
         dev = average_runs(runs, "dev")
@@ -160,7 +161,7 @@ def draw_panel(axes: Axes, plan: Plan, data: str, results: Results) -> None:
                 minutes.append(int(updates) * minutes_per_update)
                 scores.append(100 * curve_scores["test"])
         ends = [100 * run["scores"]["test"] for run in runs]
-        minutes.append(runs[0]["updates"] * minutes_per_update)
+        minutes.append(results.get_cost(name, runs[0]["updates"]).minutes)
         scores.append(fmean(ends))
         label = name.replace("_", " ")
         axes.plot(minutes, scores, "--", color=color, linewidth=1)

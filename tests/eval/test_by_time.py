@@ -11,9 +11,12 @@ import yaml
 from programs import ROOT
 from small_data import read_lines, write_judged_sentences, write_lines
 
+from contaccum import DualEncoder
 from contaccum.data import read_records
 from contaccum.errors import ConfigError
 from contaccum.files import read_json, write_json
+from contaccum.retrieval.documents import StoreDocuments
+from contaccum.retrieval.store import EmbeddingStore
 
 PLAN = ROOT / "eval" / "study" / "by_time.yaml"
 SETTINGS = {
@@ -148,6 +151,49 @@ def test_every_run_has_a_file_and_is_done_once(study, monkeypatch, folder, tiny_
     write_json(record_file, record)
     with pytest.raises(ConfigError, match="had other settings or data than the plan"):
         again.run()
+
+
+def test_a_second_stage_trains_queries_against_the_new_documents(
+    study, monkeypatch, folder, tiny_model_path
+):
+    """Four updates of contaccum take 8 s; four of the second stage 2 s, so three fit before."""
+    entries = {
+        "contaccum": {"has_bank": True, "settings": BANK},
+        "query_side": {
+            "settings": {"method": "query_side", "per_device_train_batch_size": 4},
+            "store": "corpus",
+            "budget": "updates",
+        },
+        "both": {
+            "has_bank": True,
+            "settings": BANK,
+            "timed_as": "contaccum",
+            "rate_of": "contaccum",
+            "second_stage": "query_side",
+        },
+    }
+    runs, done = make_study(study, monkeypatch, folder, tiny_model_path, entries)
+    seconds = {
+        "contaccum": {"seconds_per_update": 2.0, "passes_per_update": 16},
+        "query_side": {"seconds_per_update": 0.5, "passes_per_update": 8},
+    }
+    write_json(folder / "results" / "sentences" / "seconds.json", {"entries": seconds})
+    runs.run()
+    results = runs.results
+    (record, _) = results.get_final_runs("both")
+    assert record["updates"] == 3
+    assert results.get_cost("both", 3) == (8.0 / 60, 3 * 16 + 4 * 8)
+    job = next(job for job in done if job["entry"] == "both")
+    first = DualEncoder.from_pretrained(f"{job['folder']}/first_model", device="cpu")
+    stores = f"{job['folder']}/stores"
+    documents = StoreDocuments(EmbeddingStore.open(f"{stores}/haystack"))
+    texts = [line["text"] for line in read_lines(folder / "sentences" / "corpus.jsonl")]
+    _, stored = documents.find_embeddings(texts)
+    assert abs(stored - first.encode_document(texts)).max() < 1e-5
+    base = DualEncoder.from_pretrained(tiny_model_path, device="cpu")
+    assert abs(stored - base.encode_document(texts)).max() > 1e-3
+    second = record["identity"]["second_stage_learning_rate"]
+    assert second == results.choose_rate("query_side")
 
 
 def test_entries_that_are_added_later_are_timed_beside_contaccum(

@@ -7,7 +7,6 @@ The job is written by `time_study.schedule`. The result is written in one step a
 
 from __future__ import annotations
 
-import statistics
 import sys
 import threading
 from functools import partial
@@ -20,6 +19,7 @@ from contaccum.comparison.processes import exit_with_parent
 from contaccum.files import provenance, read_json, write_json
 from time_study.clock import UpdateClock
 from time_study.scoring import QueryScores, Scorer, average
+from time_study.second_stage import make_second_stage
 from time_study.trainers import TRAINERS, get_trained_model
 
 CURVE_SHARES = (0.25, 0.5)
@@ -42,12 +42,22 @@ def run_cell(job: dict[str, Any]) -> dict[str, Any]:
     clock = UpdateClock(trainer.model, scored_updates, score)
     trainer.add_callback(clock)
     trainer.train()
+    seconds = sum(clock.seconds)
+    passes = sum(clock.passes)
+    if job["second_stage"] is not None:
+        trainer, scorer = make_second_stage(
+            get_trained_model(trainer), job["second_stage"], Path(job["folder"])
+        )
+        second_clock = UpdateClock(trainer.model)
+        trainer.add_callback(second_clock)
+        trainer.train()
+        seconds += sum(second_clock.seconds)
+        passes += sum(second_clock.passes)
     query_scores = scorer.score(get_trained_model(trainer))
     return {
         **{key: job[key] for key in ("data", "entry", "rate", "seed", "updates", "identity")},
-        "cpu_seconds": round(sum(clock.seconds), 2),
-        "median_cpu_seconds": round(statistics.median(clock.seconds), 4),
-        "encoder_passes": sum(clock.passes),
+        "cpu_seconds": round(seconds, 2),
+        "encoder_passes": passes,
         "scores": average(query_scores),
         "curve": clock.curve,
         "query_scores": _drop_query_ids(query_scores),

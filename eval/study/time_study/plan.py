@@ -47,6 +47,9 @@ class Entry:
         has_mined_negatives: each pair has a hard negative, which the base model mined.
         has_guide: false negatives are masked by the scores of the base model.
         store: name of the store that query-side training uses; None for other methods.
+        second_stage: name of an entry of query-side training. Its updates, with its chosen learning
+            rate, follow after the corpus has been encoded by the trained model. None: no second
+            stage.
         budget: "time": as many updates as fit into the time; "updates": as many as contaccum has.
         rate_of: name of the entry whose learning rate is used; None: the entry has its own.
         compared_with: names of the entries that this entry is compared with by a test.
@@ -61,6 +64,7 @@ class Entry:
     has_mined_negatives: bool = False
     has_guide: bool = False
     store: str | None = None
+    second_stage: str | None = None
     budget: Literal["time", "updates"] = "time"
     rate_of: str | None = None
     compared_with: list[str] = field(default_factory=list)
@@ -123,7 +127,7 @@ def read_plan(path: str | Path) -> Plan:
     except TypeError as error:
         raise ConfigError(f"{path}: {error}") from error
     for name, entry in plan.entries.items():
-        for other in (entry.rate_of, entry.timed_as, *entry.compared_with):
+        for other in (entry.rate_of, entry.timed_as, entry.second_stage, *entry.compared_with):
             if other is not None and other not in plan.entries:
                 raise ConfigError(f"{path}: {name}: there is no entry {other}")
         for data in entry.data or []:

@@ -21,6 +21,18 @@ class Mean(NamedTuple):
     deviation: float
 
 
+class Cost(NamedTuple):
+    """The cost of training one model.
+
+    Attributes:
+        minutes: CPU minutes of one core.
+        texts: number of encoded texts; a text that is encoded twice counts twice.
+    """
+
+    minutes: float
+    texts: float
+
+
 class Results:
     """The runs of a data set.
 
@@ -49,6 +61,19 @@ class Results:
         """
         record = self._read("seconds.json")
         return {} if record is None else record["entries"]
+
+    def get_cost(self, entry: str, updates: int) -> Cost:
+        """Return the cost of a run with this number of updates, in both stages if it has two."""
+        timing = self.get_timing(entry)
+        cost = Cost(
+            updates * timing["seconds_per_update"] / 60, updates * timing["passes_per_update"]
+        )
+        second_stage = self.plan.entries[entry].second_stage
+        if second_stage is None:
+            return cost
+        second_runs = self.get_final_runs(second_stage)
+        second = self.get_cost(second_stage, second_runs[0]["updates"])
+        return Cost(cost.minutes + second.minutes, cost.texts + second.texts)
 
     def _read(self, name: str) -> Record | None:
         file = self.folder / name

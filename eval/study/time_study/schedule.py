@@ -224,12 +224,17 @@ class Study:
         return next_values(plan.learning_rates, plan.rate_factor, plan.max_rates, scores)
 
     def count_updates(self, name: str) -> int:
-        """Return the number of updates of an entry's runs."""
+        """Return the number of updates of an entry's runs, in their first stage."""
         updates = self.plan.data[self.data].updates
-        if self.entries[name].budget == "updates":
+        entry = self.plan.entries[name]
+        if entry.budget == "updates":
             return updates
-        budget = updates * self.results.get_timing(REFERENCE)["seconds_per_update"]
-        return int(budget / self.results.get_timing(name)["seconds_per_update"])
+        seconds = updates * self.results.get_timing(REFERENCE)["seconds_per_update"]
+        if entry.second_stage is not None:
+            second_updates = self.count_updates(entry.second_stage)
+            timing = self.results.get_timing(entry.second_stage)
+            seconds -= second_updates * timing["seconds_per_update"]
+        return int(seconds / self.results.get_timing(name)["seconds_per_update"])
 
     def _run_cells(self, cells: Iterable[Cell]) -> None:
         """Do the runs that have no result yet."""
@@ -256,11 +261,13 @@ class Study:
     def _make_job(self, cell: Cell) -> dict[str, Any]:
         """Return the job of a cell, as `time_study.cell` reads it."""
         entry = self.entries[cell.entry]
-        updates = self.count_updates(cell.entry)
-        settings = self.plan.make_settings(self.data, entry)
-        settings["learning_rate"] = cell.rate
-        settings["seed"] = cell.seed
-        settings["max_steps"] = updates
+        settings = self._make_settings(cell.entry, cell.rate, cell.seed)
+        second_stage = None
+        second_settings: Settings = {}
+        if entry.second_stage is not None:
+            rate = self._choose_rate(entry.second_stage)
+            second_settings = self._make_settings(entry.second_stage, rate, cell.seed)
+            second_stage = {**second_settings, "train_data": str(self.beir_folder)}
         return {
             "kind": "cell",
             "name": f"{self.data} {cell.name}",
@@ -270,7 +277,8 @@ class Study:
             "entry": cell.entry,
             "rate": cell.rate,
             "seed": cell.seed,
-            "updates": updates,
+            "updates": settings["max_steps"],
+            "second_stage": second_stage,
             "has_curve": cell.seed == self.plan.seeds[CURVE_SEED_INDEX],
             "trainer": entry.trainer,
             "data_folder": str(self.beir_folder),
@@ -282,8 +290,17 @@ class Study:
                 "max_length": self.plan.data[self.data].max_length,
                 "data_fingerprints": self.fingerprints,
                 **self._describe_extras(entry),
+                **{f"second_stage_{key}": value for key, value in second_settings.items()},
             },
         }
+
+    def _make_settings(self, name: str, rate: str, seed: int) -> Settings:
+        """Return the settings of an entry's run, without paths."""
+        settings = self.plan.make_settings(self.data, self.plan.entries[name])
+        settings["learning_rate"] = rate
+        settings["seed"] = seed
+        settings["max_steps"] = self.count_updates(name)
+        return settings
 
     def _describe_extras(self, entry: Entry) -> dict[str, str]:
         """Describe store, mined negatives and guide of an entry, if it has them."""
@@ -324,10 +341,6 @@ class Study:
             "train_data": str(self.beir_folder),
             "output_dir": str(folder / "model"),
         }
-        if entry.has_mined_negatives:
-            paths["train_data"] = str(self._mine_negatives())
-        if entry.has_guide:
-            paths["guide"] = str(self.model)
         if entry.has_mined_negatives:
             paths["train_data"] = str(self._mine_negatives())
         if entry.has_guide:
