@@ -33,6 +33,7 @@ from torch import nn
 from contaccum.data.beir import load_beir_folder, shipped_scifact
 from contaccum.data.records import passage_text
 from contaccum.encoders import adapters
+from contaccum.encoders.agreement import LEAST_COSINE, compute_cosines
 from contaccum.encoders.onnx_files import load_onnx, require_onnx, write_onnx
 from contaccum.encoders.serving_guide import render_serving_guide
 from contaccum.encoders.settings import require_max_length
@@ -45,11 +46,6 @@ Task = Literal["query", "document"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SERVING_GUIDE = "SERVING.md"
 RECORD_FILE = "export.json"
-LEAST_COSINE = 0.9999
-"""Smallest cosine between an exported embedding and the model's that a float32 export may have.
-
-Exports in bfloat16 and float16 are not refused, because rounding the weights changes embeddings.
-"""
 
 _NUM_CHECK_TEXTS = 50  # of each task
 _CHECK_BATCH = 8
@@ -152,7 +148,7 @@ def export_model(
             if onnx:
                 write_onnx(plain_model, tower_folder)
             checks += check_folder(tower_folder, subfolder, texts, expected, has_onnx=onnx)
-        if dtype == "float32":
+        if dtype == "float32":  # rounding the weights to another dtype changes embeddings
             _require_equal_embeddings(checks)
         guide = render_serving_guide(plain_models, folder, dtype, onnx, model_name)
         write_text(new_folder / SERVING_GUIDE, guide)
@@ -323,17 +319,11 @@ def check_folder(
     for weights, exported_model in models.items():
         for task in get_folder_tasks(subfolder):
             embeddings = encode_check_texts(exported_model, task, texts[task])
-            cosines = _compute_cosines(embeddings, expected[task])
+            cosines = compute_cosines(embeddings, expected[task])
             least = float(cosines.min())
             mean = float(cosines.mean())
             checks.append(CosineCheck(subfolder, task, weights, len(cosines), least, mean))
     return checks
-
-
-def _compute_cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return the cosines (n,) between the rows of two arrays (n, d) at the same position."""
-    norms = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
-    return (left * right).sum(axis=1) / np.maximum(norms, 1e-12)
 
 
 def _require_equal_embeddings(checks: Sequence[CosineCheck]) -> None:

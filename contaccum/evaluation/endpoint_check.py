@@ -21,6 +21,7 @@ import numpy as np
 from sentence_transformers import SentenceTransformer
 
 from contaccum.data import BeirDataset
+from contaccum.encoders.agreement import LEAST_COSINE, compute_cosines
 from contaccum.encoders.settings import get_prompt
 from contaccum.encoders.towers import is_tied
 from contaccum.errors import ConfigError, UserError
@@ -34,9 +35,6 @@ from contaccum.retrieval.encode import Kind, encode_texts
 from contaccum.retrieval.searcher import get_passage_texts
 
 logger = logging.getLogger(__name__)
-
-LEAST_COSINE = 0.9999
-"""Smallest cosine of two embeddings that agree."""
 
 _SAMPLE_SIZE = 32  # texts of each kind
 _NUM_LONGEST = 8  # of these, to show where servers truncate
@@ -320,7 +318,7 @@ def _score_hypothesis(
     row: JsonObject = {"name": hypothesis.name}
     for kind, kind_texts in texts.items():
         embeddings = encode_texts(variant, kind_texts, kind, batch_size, precision)
-        row[kind] = float(_get_cosines(embeddings, served[kind]).mean())
+        row[kind] = float(compute_cosines(embeddings, served[kind]).mean())
     return row
 
 
@@ -331,7 +329,7 @@ def _compare_embeddings(trained: np.ndarray, served: np.ndarray) -> JsonObject:
         trained: the model's embeddings, (n, d).
         served: the servers' embeddings, (n, d).
     """
-    cosines = _get_cosines(trained, served)
+    cosines = compute_cosines(trained, served)
     trained_norms = np.linalg.norm(trained.astype(np.float64), axis=1)
     served_norms = np.linalg.norm(served.astype(np.float64), axis=1)
     ratios = served_norms / np.maximum(trained_norms, 1e-12)
@@ -346,14 +344,6 @@ def _compare_embeddings(trained: np.ndarray, served: np.ndarray) -> JsonObject:
         "has_equal_norms": has_equal_norms,
         "agrees": has_equal_norms and least_cosine >= LEAST_COSINE,
     }
-
-
-def _get_cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Return the cosines between the rows of two arrays (n, d) at the same position, (n,)."""
-    first = first.astype(np.float64)
-    second = second.astype(np.float64)
-    norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
-    return (first * second).sum(axis=1) / np.maximum(norms, 1e-12)
 
 
 def _find_norm_cause(comparison: JsonObject) -> str | None:

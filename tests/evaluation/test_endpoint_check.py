@@ -16,11 +16,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import set_seed
 
 from contaccum import DualEncoder
+from contaccum.encoders.agreement import LEAST_COSINE
 from contaccum.encoders.settings import set_max_lengths
 from contaccum.errors import ConfigError
 from contaccum.evaluation import endpoint_causes
 from contaccum.evaluation.endpoint_check import (
-    LEAST_COSINE,
     ServedModel,
     choose_sample,
     compare_sample,
