@@ -2,8 +2,8 @@
 
     python eval/study/by_time_report.py
 
-Rewrites the tables of docs/time_study.md, docs/pictures/time_study.png and
-benchmarks/by_time/tests.json. A run that is missing is shown as "not yet run".
+Rewrites the tables of docs/time_study.md, its two pictures and benchmarks/by_time/tests.json. A run
+that is missing is shown as "not yet run".
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ DRAWN_ENTRIES = {  # colours of matplotlib
     "query_side_corpus": "C2",
     "contaccum_then_query_side": "C4",
 }
+AXIS_LABELS = {"minutes": "training time, minutes of one core", "texts": "encoded texts"}
+"""{field of `Cost`: label of the axis}."""
 
 Test = dict[str, Any]
 """A test: data, entry, compared_with, p_holm, and the result of `paired_bootstrap`."""
@@ -126,20 +128,24 @@ def format_score(score: float) -> str:
     return f"{100 * score:.1f}"
 
 
-def draw_figure(plan: Plan, results: dict[str, Results]) -> Figure:
-    """Draw nDCG@10 on test against training time, one panel per data set with finished runs."""
+def draw_figure(plan: Plan, results: dict[str, Results], cost: str) -> Figure:
+    """Draw nDCG@10 on test against the cost of training, one panel per finished data set.
+
+    Args:
+        cost: name of a field of `Cost`, one of `AXIS_LABELS`.
+    """
     drawn = {data: r for data, r in results.items() if r.is_complete("contaccum")}
     figure = Figure(figsize=(1.0 + 3.6 * max(len(drawn), 1), 3.6), layout="constrained")
     panels = figure.subplots(1, max(len(drawn), 1), squeeze=False)[0]
     for (data, data_results), axes in zip(drawn.items(), panels, strict=False):
-        draw_panel(axes, plan, data, data_results)
+        draw_panel(axes, plan, data, data_results, cost)
     panels[0].set_ylabel("nDCG@10 x 100 on test")
     if drawn:
         panels[0].legend(fontsize=8, loc="lower right")
     return figure
 
 
-def draw_panel(axes: Axes, plan: Plan, data: str, results: Results) -> None:
+def draw_panel(axes: Axes, plan: Plan, data: str, results: Results, cost: str) -> None:
     """Draw a line per entry: from the base model through the scores during training to its end.
 
     The scores during training are those of one seed; the end is the mean over seeds, with a bar
@@ -150,25 +156,24 @@ def draw_panel(axes: Axes, plan: Plan, data: str, results: Results) -> None:
         if name not in plan.get_entries(data) or not results.is_complete(name):
             continue
         runs = results.get_final_runs(name)
-        minutes_per_update = results.get_timing(name)["seconds_per_update"] / 60
-        minutes = []
+        costs = []
         scores = []
         if base is not None:
-            minutes.append(0.0)
+            costs.append(0.0)
             scores.append(100 * base["scores"]["test"])
         for run in runs:
             for updates, curve_scores in run["curve"].items():
-                minutes.append(int(updates) * minutes_per_update)
+                costs.append(getattr(results.get_cost_of_updates(name, int(updates)), cost))
                 scores.append(100 * curve_scores["test"])
         ends = [100 * run["scores"]["test"] for run in runs]
-        minutes.append(results.get_cost(name, runs[0]["updates"]).minutes)
+        costs.append(getattr(results.get_cost(name, runs[0]["updates"]), cost))
         scores.append(fmean(ends))
         label = name.replace("_", " ")
-        axes.plot(minutes, scores, "--", color=color, linewidth=1)
-        axes.plot(minutes[-1], scores[-1], "o", color=color, label=label)
-        axes.vlines(minutes[-1], min(ends), max(ends), color=color)
+        axes.plot(costs, scores, "--", color=color, linewidth=1)
+        axes.plot(costs[-1], scores[-1], "o", color=color, label=label)
+        axes.vlines(costs[-1], min(ends), max(ends), color=color)
     axes.set_title(data)
-    axes.set_xlabel("training time, minutes of one core")
+    axes.set_xlabel(AXIS_LABELS[cost])
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -181,9 +186,7 @@ def main() -> None:
     parser.add_argument("--plan", type=Path, default=ROOT / "eval" / "study" / "by_time.yaml")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "by_time")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "time_study.md")
-    parser.add_argument(
-        "--picture", type=Path, default=ROOT / "docs" / "pictures" / "time_study.png"
-    )
+    parser.add_argument("--pictures", type=Path, default=ROOT / "docs" / "pictures")
     args = parser.parse_args()
     plan = read_plan(args.plan)
     results = {data: Results(plan, args.results / data) for data in plan.data}
@@ -195,7 +198,8 @@ def main() -> None:
     page = fill_page(args.page.read_text(encoding="utf-8"), tables)
     write_text(args.page, page)
     write_json(args.results / "tests.json", {"metric": "nDCG@10", "tests": tests, **provenance()})
-    draw_figure(plan, results).savefig(args.picture, dpi=150)
+    draw_figure(plan, results, "minutes").savefig(args.pictures / "time_study.png", dpi=150)
+    draw_figure(plan, results, "texts").savefig(args.pictures / "time_study_texts.png", dpi=150)
 
 
 if __name__ == "__main__":

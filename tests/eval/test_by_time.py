@@ -365,7 +365,6 @@ def test_the_report_shows_finished_runs_and_names_missing_ones(study, tmp_path, 
     page = tmp_path / "page.md"
     places = ("comparisons", "sentences", "sentences, learning rates")
     page.write_text("".join(f"<!-- table: {p} -->\n<!-- end of table -->\n" for p in places))
-    picture = tmp_path / "picture.png"
     monkeypatch.setattr(
         "sys.argv",
         [
@@ -376,8 +375,8 @@ def test_the_report_shows_finished_runs_and_names_missing_ones(study, tmp_path, 
             str(tmp_path / "results"),
             "--page",
             str(page),
-            "--picture",
-            str(picture),
+            "--pictures",
+            str(tmp_path),
         ],
     )
     importlib.import_module("by_time_report").main()
@@ -389,7 +388,8 @@ def test_the_report_shows_finished_runs_and_names_missing_ones(study, tmp_path, 
     assert sum("not yet run" in row for row in rows) == 2
     (test,) = json.loads((tmp_path / "results" / "tests.json").read_text())["tests"]
     assert test["p_holm"] == test["p_value"]
-    assert picture.stat().st_size > 1000
+    for name in ("time_study.png", "time_study_texts.png"):
+        assert (tmp_path / name).stat().st_size > 1000
 
 
 def test_the_page_is_that_of_the_finished_runs(study, tmp_path, monkeypatch):
@@ -406,8 +406,8 @@ def test_the_page_is_that_of_the_finished_runs(study, tmp_path, monkeypatch):
             str(results),
             "--page",
             str(page),
-            "--picture",
-            str(tmp_path / "p.png"),
+            "--pictures",
+            str(tmp_path),
         ],
     )
     importlib.import_module("by_time_report").main()

@@ -63,17 +63,20 @@ class Results:
         return {} if record is None else record["entries"]
 
     def get_cost(self, entry: str, updates: int) -> Cost:
-        """Return the cost of a run with this number of updates, in both stages if it has two."""
-        timing = self.get_timing(entry)
-        cost = Cost(
-            updates * timing["seconds_per_update"] / 60, updates * timing["passes_per_update"]
-        )
+        """Return the cost of a run with this number of updates, and of its second stage, if any."""
+        cost = self.get_cost_of_updates(entry, updates)
         second_stage = self.plan.entries[entry].second_stage
         if second_stage is None:
             return cost
         second_runs = self.get_final_runs(second_stage)
-        second = self.get_cost(second_stage, second_runs[0]["updates"])
+        second = self.get_cost_of_updates(second_stage, second_runs[0]["updates"])
         return Cost(cost.minutes + second.minutes, cost.texts + second.texts)
+
+    def get_cost_of_updates(self, entry: str, updates: int) -> Cost:
+        """Return the cost of a number of updates of an entry."""
+        timing = self.get_timing(entry)
+        minutes = updates * timing["seconds_per_update"] / 60
+        return Cost(minutes, updates * timing["passes_per_update"])
 
     def _read(self, name: str) -> Record | None:
         file = self.folder / name
