@@ -109,6 +109,33 @@ def make_result_table(plan: Plan, data: str, results: Results) -> str:
     return markdown_table(header, rows)
 
 
+def make_known_table(plan: Plan, data: str, results: Results) -> str | None:
+    """Return the test scores of queries with known documents and of the other queries.
+
+    A document is known if it belongs to a training pair. None if all queries are of one kind.
+    """
+    base = results.get_base()
+    if base is None:
+        return None
+    is_known = base["has_known_document"]["test"]
+    num_known = sum(is_known)
+    if num_known in (0, len(is_known)):
+        return None
+    query_scores = {"base model": base["query_scores"]["test"]}
+    for name in plan.get_entries(data):
+        runs = results.get_final_runs(name)
+        if runs:
+            query_scores[f"`{name}`"] = average_queries(runs, "test")
+    rows = []
+    for name, scores in query_scores.items():
+        known = [score for score, flag in zip(scores, is_known, strict=True) if flag]
+        new = [score for score, flag in zip(scores, is_known, strict=True) if not flag]
+        rows.append([name, format_score(fmean(known)), format_score(fmean(new))])
+    num_new = len(is_known) - num_known
+    header = ["", f"{num_known} queries with known documents", f"{num_new} other queries"]
+    return markdown_table(header, rows)
+
+
 def make_rate_table(plan: Plan, data: str, results: Results) -> str:
     """Return the table of all learning rates that were tried: dev and test of the first seed."""
     rows = []
@@ -195,6 +222,9 @@ def main() -> None:
     for data, data_results in results.items():
         tables[data] = make_result_table(plan, data, data_results)
         tables[f"{data}, learning rates"] = make_rate_table(plan, data, data_results)
+        known_table = make_known_table(plan, data, data_results)
+        if known_table is not None:
+            tables[f"{data}, known documents"] = known_table
     page = fill_page(args.page.read_text(encoding="utf-8"), tables)
     write_text(args.page, page)
     write_json(args.results / "tests.json", {"metric": "nDCG@10", "tests": tests, **provenance()})

@@ -360,10 +360,15 @@ def test_the_report_shows_finished_runs_and_names_missing_ones(study, tmp_path, 
     write_json(output / "seconds.json", {"entries": seconds})
     write_json(
         output / "base.json",
-        {"scores": {"dev": 0.3, "test": 0.4}, "bm25": {"dev": 0.2, "test": 0.25}},
+        {
+            "scores": {"dev": 0.3, "test": 0.4},
+            "bm25": {"dev": 0.2, "test": 0.25},
+            "query_scores": {"test": [0.1, 0.2, 0.6, 0.7]},
+            "has_known_document": {"test": [True, True, False, False]},
+        },
     )
     page = tmp_path / "page.md"
-    places = ("comparisons", "sentences", "sentences, learning rates")
+    places = ("comparisons", "sentences", "sentences, learning rates", "sentences, known documents")
     page.write_text("".join(f"<!-- table: {p} -->\n<!-- end of table -->\n" for p in places))
     monkeypatch.setattr(
         "sys.argv",
@@ -383,6 +388,8 @@ def test_the_report_shows_finished_runs_and_names_missing_ones(study, tmp_path, 
     rows = [[cell.strip() for cell in line.split("|")] for line in page.read_text().splitlines()]
     cells = next(row[2:9] for row in rows if len(row) > 8 and row[1] == "`contaccum`")
     assert cells == ["1e-4", "4", "2.0", "1,024", "2", "50.0 (0.0)", "80.0 (0.0)"]
+    (known,) = (row[2:4] for row in rows if row[1:2] == ["`contaccum`"] and len(row) == 5)
+    assert known == ["85.0", "75.0"]
     comparison = next(row for row in rows if len(row) > 2 and " - " in row[2])
     assert comparison[2:5] == ["`contaccum` - `grad_cache`", "+10.0", "+10.0 to +10.0"]
     assert sum("not yet run" in row for row in rows) == 2

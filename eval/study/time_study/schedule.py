@@ -27,7 +27,7 @@ from contaccum.tuning.ladder import next_values
 from time_study.plan import Entry, Plan, Settings
 from time_study.results import Results
 from time_study.scoring import SPLITS, Scorer, average
-from time_study.stores import make_stores
+from time_study.stores import find_known_queries, make_stores
 
 REFERENCE = "contaccum"
 """The entry whose time every other entry gets."""
@@ -98,6 +98,9 @@ class Study:
         self.fingerprints = {"train": train.fingerprint}
         for split, eval_set in eval_sets.items():
             self.fingerprints[split] = eval_set.fingerprint
+        self.has_known_document = {}
+        for split, eval_set in eval_sets.items():
+            self.has_known_document[split] = find_known_queries(eval_set, train)
         self.model = self._save_base_model(model)
         self.stores = make_stores(
             self.model, self.beir_folder, self.work / "stores", train, eval_sets
@@ -143,6 +146,7 @@ class Study:
             "scores": average(base),
             "bm25": average(bm25),
             "query_scores": {split: list(scores.values()) for split, scores in base.items()},
+            "has_known_document": self.has_known_document,
             "data_fingerprints": self.fingerprints,
             "model_fingerprint": self.model_fingerprint,
             **provenance(),

@@ -64,6 +64,16 @@ def collect_positives(dataset: BeirDataset) -> set[str]:
     return positives
 
 
+def find_known_queries(eval_set: BeirDataset, train: BeirDataset) -> list[bool]:
+    """Return for each query whether one of its relevant documents belongs to a training pair."""
+    known_documents = collect_positives(train)
+    is_known = []
+    for grades in eval_set.qrels.values():
+        relevant = {document_id for document_id, grade in grades.items() if grade > 0}
+        is_known.append(bool(relevant & known_documents))
+    return is_known
+
+
 def copy_embeddings(
     source: Path,
     folder: Path,
