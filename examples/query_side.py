@@ -19,7 +19,7 @@ parser.add_argument("--model", default="sentence-transformers/all-MiniLM-L6-v2")
 parser.add_argument("--data", type=Path, required=True, help="training pairs, or a BEIR folder")
 parser.add_argument("--corpus", type=Path, help="documents to search; default: the BEIR folder")
 parser.add_argument("--output_dir", default="runs/query_side")
-parser.add_argument("--learning_rate", type=float, default=1.6e-4)
+parser.add_argument("--learning_rate", type=float, default=3e-4)
 parser.add_argument("--max_steps", type=int, default=24, help="number of updates of 128 pairs")
 options = parser.parse_args()
 

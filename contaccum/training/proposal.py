@@ -153,7 +153,7 @@ def propose(
         micro_batch=MICRO_BATCH,
         accumulation_steps=max(1, min(max_steps, max_steps_of_data)),
         bank_size=_propose_bank_size(len(passage_ids)),
-        learning_rate="5.0e-5" if "minilm" in model.lower() else "2.0e-5",
+        learning_rate="1.0e-4" if "minilm" in model.lower() else "2.0e-5",
         temperature=0.05,
     )
 
