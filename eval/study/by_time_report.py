@@ -1,4 +1,4 @@
-"""Tables, significance tests and picture of the study by time, from its finished runs.
+"""Tables, significance tests and pictures of the study by time, from its finished runs.
 
     python eval/study/by_time_report.py
 
@@ -92,13 +92,15 @@ def make_result_table(plan: Plan, data: str, results: Results) -> str:
         passes = f"{cost.texts:,.0f}"
         if plan.entries[name].trainer == "oracle":
             minutes = passes = "not counted"
+        second_updates = results.count_second_updates(name)
+        shown_updates = f"{updates} + {second_updates}" if second_updates else str(updates)
         dev = average_runs(runs, "dev")
         test = average_runs(runs, "test")
         rows.append(
             [
                 f"`{name}`",
                 results.choose_rate(name),
-                updates,
+                shown_updates,
                 minutes,
                 passes,
                 len(runs),
@@ -206,7 +208,7 @@ def draw_panel(axes: Axes, plan: Plan, data: str, results: Results, cost: str) -
 
 
 def main() -> None:
-    """Write tables, tests and picture."""
+    """Write tables, tests and pictures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

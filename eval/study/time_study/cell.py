@@ -29,8 +29,8 @@ CURVE_SHARES = (0.25, 0.5)
 def run_cell(job: dict[str, Any]) -> dict[str, Any]:
     """Train and score a model, and return the record of the run.
 
-    ``cpu_seconds`` are those of this run. A method that is timed with other settings
-    (``timed_settings`` of the plan) is charged with their time instead.
+    ``cpu_seconds`` and ``encoder_passes`` are those of this run, for information: the report
+    charges each update with the time and the texts that were measured before the runs.
     """
     code_record = provenance()  # read before training, because the checkout may change meanwhile
     trainer = TRAINERS[job["trainer"]](job["settings"])

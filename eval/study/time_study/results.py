@@ -22,7 +22,7 @@ class Mean(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """The cost of training one model.
+    """The cost of training one model, without encoding the corpus and without mining.
 
     Attributes:
         minutes: CPU minutes of one core.
@@ -68,9 +68,13 @@ class Results:
         second_stage = self.plan.entries[entry].second_stage
         if second_stage is None:
             return cost
-        second_runs = self.get_final_runs(second_stage)
-        second = self.get_cost_of_updates(second_stage, second_runs[0]["updates"])
+        second = self.get_cost_of_updates(second_stage, self.count_second_updates(entry))
         return Cost(cost.minutes + second.minutes, cost.texts + second.texts)
+
+    def count_second_updates(self, entry: str) -> int:
+        """Return the number of updates of an entry's second stage; 0 if it has none."""
+        second_stage = self.plan.entries[entry].second_stage
+        return 0 if second_stage is None else self.get_final_runs(second_stage)[0]["updates"]
 
     def get_cost_of_updates(self, entry: str, updates: int) -> Cost:
         """Return the cost of a number of updates of an entry."""

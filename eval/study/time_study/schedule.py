@@ -30,7 +30,7 @@ from time_study.scoring import SPLITS, Scorer, average
 from time_study.stores import find_known_queries, make_stores
 
 REFERENCE = "contaccum"
-"""The entry whose time every other entry gets."""
+"""The entry whose training time is the budget of every entry."""
 
 TIMED_UPDATES = 5  # the first one is slower and is not counted
 TIMING_TURNS = 2
@@ -162,14 +162,10 @@ class Study:
         seconds to its present ones: other load on the machine then affects both alike.
         """
         measured = self.results.get_timings()
-        missing = []
-        for name, entry in self.entries.items():
-            if (entry.timed_as or name) not in measured:
-                missing.append(entry.timed_as or name)
+        missing = [name for name in self._list_timed_entries() if name not in measured]
         if not missing:
             return
-        names = list(dict.fromkeys([REFERENCE, *missing]))
-        turns = self._run_timing(names)
+        turns = self._run_timing(list(dict.fromkeys([REFERENCE, *missing])))
         scale = 1.0
         if REFERENCE in measured:
             scale = measured[REFERENCE]["seconds_per_update"] / _median_seconds(turns[REFERENCE])
@@ -182,6 +178,15 @@ class Study:
                 **provenance(),
             }
         write_json(self.output / "seconds.json", {"entries": measured})
+
+    def _list_timed_entries(self) -> list[str]:
+        """Return the names of the entries whose seconds are needed, each once."""
+        names = [REFERENCE]
+        for name, entry in self.entries.items():
+            names.append(entry.timed_as or name)
+            if entry.second_stage is not None:
+                names.append(entry.second_stage)
+        return list(dict.fromkeys(names))
 
     def _run_timing(self, names: Sequence[str]) -> dict[str, list[dict[str, list[float]]]]:
         """Return {entry: the result of `time_study.cell.time_updates` in each turn}."""
@@ -229,16 +234,20 @@ class Study:
 
     def count_updates(self, name: str) -> int:
         """Return the number of updates of an entry's runs, in their first stage."""
-        updates = self.plan.data[self.data].updates
+        planned_updates = self.plan.data[self.data].updates
         entry = self.plan.entries[name]
         if entry.budget == "updates":
-            return updates
-        seconds = updates * self.results.get_timing(REFERENCE)["seconds_per_update"]
+            return planned_updates
+        seconds = planned_updates * self.results.get_timing(REFERENCE)["seconds_per_update"]
         if entry.second_stage is not None:
             second_updates = self.count_updates(entry.second_stage)
             timing = self.results.get_timing(entry.second_stage)
             seconds -= second_updates * timing["seconds_per_update"]
-        return int(seconds / self.results.get_timing(name)["seconds_per_update"])
+        updates = seconds / self.results.get_timing(name)["seconds_per_update"]
+        count = int(round(updates, 6))  # a rounding error must not cost an update
+        if count < 1:
+            raise ConfigError(f"{self.data}: {name}: the time is too short for one update")
+        return count
 
     def _run_cells(self, cells: Iterable[Cell]) -> None:
         """Do the runs that have no result yet."""
@@ -307,7 +316,10 @@ class Study:
         return settings
 
     def _describe_extras(self, entry: Entry) -> dict[str, str]:
-        """Describe store, mined negatives and guide of an entry, if it has them."""
+        """Return fingerprints of store, mined negatives and guide of an entry, if it has them.
+
+        Negatives that are missing are mined.
+        """
         extras = {}
         if entry.store is not None:
             extras["store"] = EmbeddingStore.open(self.stores[entry.store]).fingerprint
@@ -356,9 +368,9 @@ class Study:
     def _mine_negatives(self) -> Path:
         """Mine a hard negative for each training pair with the base model; return the file.
 
-        Documents that are relevant to held-out queries only are not mined.
+        Only documents of the store `corpus` are mined. Pairs without a negative are left out.
         """
-        file = self.work / "mined.jsonl"
+        file = self.work / f"mined-{self.model.name}.jsonl"
         if file.exists():
             return file
         dataset = load_beir_folder(self.beir_folder, "train")
