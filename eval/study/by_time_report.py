@@ -164,13 +164,13 @@ def draw_figure(plan: Plan, results: dict[str, Results], cost: str) -> Figure:
         cost: name of a field of `Cost`, one of `AXIS_LABELS`.
     """
     drawn = {data: r for data, r in results.items() if r.is_complete("contaccum")}
-    figure = Figure(figsize=(1.0 + 3.6 * max(len(drawn), 1), 3.6), layout="constrained")
+    figure = Figure(figsize=(1.0 + 3.6 * max(len(drawn), 1), 4.2), layout="constrained")
     panels = figure.subplots(1, max(len(drawn), 1), squeeze=False)[0]
     for (data, data_results), axes in zip(drawn.items(), panels, strict=False):
         draw_panel(axes, plan, data, data_results, cost)
     panels[0].set_ylabel("nDCG@10 x 100 on test")
-    if drawn:
-        panels[0].legend(fontsize=8, loc="lower right")
+    handles, labels = panels[-1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(3, 2 * len(panels)))
     return figure
 
 
