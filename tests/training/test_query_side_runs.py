@@ -116,6 +116,26 @@ def test_a_corpus_is_encoded_once_into_the_output_folder(root, tmp_path, monkeyp
     assert run_train(root, tmp_path / "run", **again) == 0
 
 
+def test_queries_are_trained_after_both_towers(root, tmp_path):
+    """The store of the second run has the documents of the first one, and is the index."""
+    assert run_train(root, tmp_path / "both", method="contaccum", bank_size=16) == 0
+    corpus = root / "beir/corpus.jsonl"
+    assert run_train(root, tmp_path / "mine", model=tmp_path / "both", corpus=corpus) == 0
+    both = DualEncoder.from_pretrained(tmp_path / "both", device="cpu")
+    mine = DualEncoder.from_pretrained(tmp_path / "mine", device="cpu")
+    base = DualEncoder.from_pretrained(root / "model", device="cpu")
+    stored = np.load(tmp_path / "mine" / STORE_FOLDER / "shard-00000/embeddings.npy")
+    assert np.abs(stored - encode_texts(both, TEXTS)).max() < 1e-6
+    assert np.abs(stored - encode_texts(base, TEXTS)).max() > 1e-3
+    assert (encode_texts(mine, TEXTS) == encode_texts(both, TEXTS)).all()
+    queries = list(QUERIES.values())
+    difference = encode_texts(mine, queries, "query") - encode_texts(both, queries, "query")
+    assert np.abs(difference).max() > 1e-3
+    search = ["--store", tmp_path / "mine" / STORE_FOLDER, "--queries", root / "beir"]
+    search += ["--output", tmp_path / "x.trec"]
+    assert main(["search", str(tmp_path / "mine"), *map(str, search), "--no_progress"]) == 0
+
+
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(root, tmp_path):
     settings = {
         "passage_store": root / "store",
