@@ -16,7 +16,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from time_study.plan import Plan, read_plan
-from time_study.results import Results, average_queries, average_runs
+from time_study.results import Record, Results, average_queries, average_runs
 
 from contaccum.evaluation.metrics import add_holm, paired_bootstrap
 from contaccum.evaluation.tables import fill_page, markdown_table
@@ -94,8 +94,6 @@ def make_result_table(plan: Plan, data: str, results: Results) -> str:
             minutes = passes = "not counted"
         second_updates = results.count_second_updates(name)
         shown_updates = f"{updates} + {second_updates}" if second_updates else str(updates)
-        dev = average_runs(runs, "dev")
-        test = average_runs(runs, "test")
         rows.append(
             [
                 f"`{name}`",
@@ -104,8 +102,8 @@ def make_result_table(plan: Plan, data: str, results: Results) -> str:
                 minutes,
                 passes,
                 len(runs),
-                f"{format_score(dev.mean)} ({format_score(dev.deviation)})",
-                f"{format_score(test.mean)} ({format_score(test.deviation)})",
+                format_mean(runs, "dev"),
+                format_mean(runs, "test"),
             ]
         )
     return markdown_table(header, rows)
@@ -150,6 +148,14 @@ def make_rate_table(plan: Plan, data: str, results: Results) -> str:
             cells.append(f"{rate}: {format_score(scores['dev'])} / {format_score(scores['test'])}")
         rows.append([f"`{name}`", "; ".join(cells) or NOT_RUN])
     return markdown_table(["", "learning rate: dev / test"], rows)
+
+
+def format_mean(runs: list[Record], split: str) -> str:
+    """Return the mean score of runs; with several runs, with the standard deviation in brackets."""
+    score = average_runs(runs, split)
+    if len(runs) == 1:
+        return format_score(score.mean)
+    return f"{format_score(score.mean)} ({format_score(score.deviation)})"
 
 
 def format_score(score: float) -> str:
