@@ -29,6 +29,11 @@ SETTINGS = {
     "disable_tqdm": True,
 }
 BANK = {"method": "contaccum", "per_device_train_batch_size": 4}
+QUERY_SIDE = {
+    "settings": {"method": "query_side", "per_device_train_batch_size": 4},
+    "store": "corpus",
+    "budget": "updates",
+}
 
 
 @pytest.fixture
@@ -114,12 +119,7 @@ def test_every_run_has_a_file_and_is_done_once(study, monkeypatch, folder, tiny_
     """Timing, ladder and seeds of two entries; the second start has nothing to do."""
     entries = {
         "contaccum": {"has_bank": True, "settings": BANK},
-        "query_side": {
-            "settings": {"method": "query_side", "per_device_train_batch_size": 4},
-            "store": "corpus",
-            "budget": "updates",
-            "compared_with": ["contaccum"],
-        },
+        "query_side": {**QUERY_SIDE, "compared_with": ["contaccum"]},
     }
     runs, done = make_study(study, monkeypatch, folder, tiny_model_path, entries)
     runs.run()
@@ -159,11 +159,7 @@ def test_a_second_stage_trains_queries_against_the_new_documents(
     """Four updates of contaccum take 8 s; four of the second stage 2 s, so three fit before."""
     entries = {
         "contaccum": {"has_bank": True, "settings": BANK},
-        "query_side": {
-            "settings": {"method": "query_side", "per_device_train_batch_size": 4},
-            "store": "corpus",
-            "budget": "updates",
-        },
+        "query_side": QUERY_SIDE,
         "both": {
             "has_bank": True,
             "settings": BANK,

@@ -18,7 +18,7 @@ import torch
 from contaccum.comparison.processes import exit_with_parent
 from contaccum.files import provenance, read_json, write_json
 from time_study.clock import UpdateClock
-from time_study.scoring import QueryScores, Scorer, average
+from time_study.scoring import Scorer, average, drop_query_ids
 from time_study.second_stage import make_second_stage
 from time_study.trainers import TRAINERS, get_trained_model
 
@@ -60,18 +60,13 @@ def run_cell(job: dict[str, Any]) -> dict[str, Any]:
         "encoder_passes": passes,
         "scores": average(query_scores),
         "curve": clock.curve,
-        "query_scores": _drop_query_ids(query_scores),
+        "query_scores": drop_query_ids(query_scores),
         **code_record,
     }
 
 
 def _score_average(scorer: Scorer, trainer: Any) -> dict[str, float]:
     return average(scorer.score(trainer.model))
-
-
-def _drop_query_ids(scores: QueryScores) -> dict[str, list[float]]:
-    """Return {split: scores in the order of the judgements' file}, to keep the files small."""
-    return {split: list(by_query.values()) for split, by_query in scores.items()}
 
 
 def time_updates(job: dict[str, Any]) -> dict[str, Any]:

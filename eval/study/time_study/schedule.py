@@ -26,7 +26,7 @@ from contaccum.retrieval.store import EmbeddingStore
 from contaccum.tuning.ladder import next_values
 from time_study.plan import Entry, Plan, Settings
 from time_study.results import Results
-from time_study.scoring import SPLITS, Scorer, average
+from time_study.scoring import SPLITS, Scorer, average, drop_query_ids
 from time_study.stores import find_known_queries, make_stores
 
 REFERENCE = "contaccum"
@@ -145,7 +145,7 @@ class Study:
         record = {
             "scores": average(base),
             "bm25": average(bm25),
-            "query_scores": {split: list(scores.values()) for split, scores in base.items()},
+            "query_scores": drop_query_ids(base),
             "has_known_document": self.has_known_document,
             "data_fingerprints": self.fingerprints,
             "model_fingerprint": self.model_fingerprint,

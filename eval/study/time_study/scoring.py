@@ -74,3 +74,8 @@ class Scorer:
 def average(scores: QueryScores) -> dict[str, float]:
     """Return {split: mean over the queries}."""
     return {split: fmean(by_query.values()) for split, by_query in scores.items()}
+
+
+def drop_query_ids(scores: QueryScores) -> dict[str, list[float]]:
+    """Return {split: scores in the order of the judgements' file}, to keep the files small."""
+    return {split: list(by_query.values()) for split, by_query in scores.items()}

@@ -58,9 +58,7 @@ def collect_positives(dataset: BeirDataset) -> set[str]:
     """Return the ids of all relevant documents."""
     positives = set()
     for grades in dataset.qrels.values():
-        for document_id, grade in grades.items():
-            if grade > 0:
-                positives.add(document_id)
+        positives |= _get_relevant_documents(grades)
     return positives
 
 
@@ -69,9 +67,13 @@ def find_known_queries(eval_set: BeirDataset, train: BeirDataset) -> list[bool]:
     known_documents = collect_positives(train)
     is_known = []
     for grades in eval_set.qrels.values():
-        relevant = {document_id for document_id, grade in grades.items() if grade > 0}
-        is_known.append(bool(relevant & known_documents))
+        is_known.append(bool(_get_relevant_documents(grades) & known_documents))
     return is_known
+
+
+def _get_relevant_documents(grades: Mapping[str, int]) -> set[str]:
+    """Return the ids of the relevant documents of a query, from {document id: grade}."""
+    return {document_id for document_id, grade in grades.items() if grade > 0}
 
 
 def copy_embeddings(
