@@ -23,7 +23,6 @@ SETTINGS = {
     "total_train_batch_size": 8,
     "temperature": 0.05,
     "dropout": 0.0,
-    "bf16": True,
     "save_strategy": "no",
     "logging_steps": 1,
     "disable_tqdm": True,
@@ -61,7 +60,7 @@ def write_plan(path, entries, **keys):
         "rate_factor": 3,
         "max_rates": 3,
         "settings": SETTINGS,
-        "data": {"sentences": {"max_length": 32, "bank_size": 8, "updates": 4}},
+        "data": {"sentences": {"max_length": 32, "bank_size": 8, "updates": 4, "bf16": True}},
         "entries": entries,
         **keys,
     }
@@ -91,7 +90,7 @@ def make_study(study, monkeypatch, folder, model, entries):
 
 def test_the_plan_of_the_repository_is_valid(study):
     plan = study("plan").read_plan(PLAN)
-    assert set(plan.data) == {"scifact", "nqg", "medquad"}
+    assert set(plan.data) == {"scifact", "nqg", "medquad", "scifact_float32"}
     assert "query_side_train" not in plan.get_entries("nqg")
     entry = plan.entries["contaccum_cached"]
     assert plan.make_settings("nqg", entry)["bank_size"] == 1024

@@ -34,7 +34,7 @@ def run_cell(job: dict[str, Any]) -> dict[str, Any]:
     """
     code_record = provenance()  # read before training, because the checkout may change meanwhile
     trainer = TRAINERS[job["trainer"]](job["settings"])
-    scorer = Scorer(job["data_folder"], job["haystack"])
+    scorer = Scorer(job["data_folder"], job["haystack"], bf16=job["settings"]["bf16"])
     scored_updates = []
     if job["has_curve"]:
         scored_updates = [round(share * job["updates"]) for share in CURVE_SHARES]

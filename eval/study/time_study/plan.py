@@ -27,11 +27,15 @@ class DataPlan:
         max_length: maximum number of tokens of a text.
         bank_size: size of both banks.
         updates: number of updates of contaccum. Their time is the budget of every entry.
+        bf16: train and score in bfloat16, which only some processors compute fast.
+        folder: name of the BEIR folder; None: the name of the data set.
     """
 
     max_length: int
     bank_size: int
     updates: int
+    bf16: bool
+    folder: str | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ class Plan:
         entry_settings = entry.settings
         if is_timed and entry.timed_settings is not None:
             entry_settings = entry.timed_settings
-        settings = {**self.settings, **entry_settings}
+        settings = {**self.settings, **entry_settings, "bf16": self.data[data].bf16}
         if entry.has_bank:
             settings["bank_size"] = self.data[data].bank_size
         return settings

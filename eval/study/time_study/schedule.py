@@ -88,7 +88,9 @@ class Study:
             check_choice("--entries", name, self.entries)
         if names is not None:
             self.entries = {name: self.entries[name] for name in names}
-        self.beir_folder = folder / data
+        data_plan = plan.data[data]
+        self.beir_folder = folder / (data_plan.folder or data)
+        self.bf16 = data_plan.bf16
         self.work = folder / "by_time" / data
         self.output = output / data
         self.results = Results(plan, self.output)
@@ -139,7 +141,7 @@ class Study:
         file = self.output / "base.json"
         if file.exists():
             return
-        scorer = Scorer(self.beir_folder)
+        scorer = Scorer(self.beir_folder, bf16=self.bf16)
         base = scorer.score(DualEncoder.from_pretrained(str(self.model), device="cpu"))
         bm25 = scorer.score_bm25()
         record = {
@@ -384,7 +386,8 @@ class Study:
         command += ["--data", str(self.beir_folder), "--split", "train", "--corpus", str(corpus)]
         # Queries without enough negatives are left out of n-tuples.
         command += ["--output", str(file), "--output_format", "ntuples"]
-        command += ["--precision", "bfloat16", "--no_progress"]
+        precision = "bfloat16" if self.bf16 else "float32"
+        command += ["--precision", precision, "--no_progress"]
         subprocess.run([*command, *MINING_RULES], check=True)
         return file
 

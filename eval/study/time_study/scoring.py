@@ -30,12 +30,14 @@ class Scorer:
     Args:
         data: a BEIR folder with the splits dev and test, which have no query in common.
         store: embeddings of all documents, if the documents are not trained.
+        bf16: compute in bfloat16, if the model is trained in bfloat16.
 
     Raises:
         DataError: dev and test share a query.
     """
 
-    def __init__(self, data: str | Path, store: str | Path | None = None) -> None:
+    def __init__(self, data: str | Path, store: str | Path | None = None, *, bf16: bool) -> None:
+        self._bf16 = bf16
         parts = [load_beir_folder(data, split) for split in SPLITS]
         self.query_ids = {part.split: list(part.qrels) for part in parts}
         dev, test = parts
@@ -50,10 +52,10 @@ class Scorer:
             self._evaluator.documents = StoreDocuments(EmbeddingStore.open(store))
 
     def score(self, model: DualEncoder) -> QueryScores:
-        """Score a model in bfloat16, the precision of training."""
+        """Score a model in the precision of its training."""
         was_training = model.training
         model.eval()
-        with torch.autocast(model.device.type, torch.bfloat16):
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=self._bf16):
             self._evaluator.score(model)
         model.train(was_training)
         return self._split_scores()

@@ -40,4 +40,4 @@ def make_second_stage(model: DualEncoder, settings: Settings, folder: Path) -> t
             "output_dir": str(folder / "second_model"),
         }
     )
-    return trainer, Scorer(data, stores["haystack"])
+    return trainer, Scorer(data, stores["haystack"], bf16=bool(settings["bf16"]))
