@@ -137,17 +137,28 @@ class DriftCompensation(nn.Module):
     ) -> None:
         """Move the means by the mean shift of the probe, and set the age limit with ``"auto"``.
 
-        The age limit is the age at which the residual of the passages becomes too large.
+        The age limit is the age at which the residual of the passages becomes too large. Embeddings
+        that are not finite are ignored, because means that are not finite would never recover.
 
         Args:
             queries, passages: (S, d), current embeddings of the probe's texts.
             clock: the update clock of the loss.
             is_shared: True if all ranks share one bank.
+
+        Raises:
+            ValueError: if the number of texts differs from that of the first call.
         """
         probe = self.probe
         is_first = probe is None
         if probe is None:
             probe = self._make_probe(queries.shape, queries.dtype, queries.device)
+        num_pairs = probe.embeddings.shape[2]
+        if len(queries) != num_pairs:
+            raise ValueError(
+                f"the probe had {num_pairs} pairs, got {len(queries)}: pass the same texts again"
+            )
+        if not (queries.isfinite().all() and passages.isfinite().all()):
+            return
         shifts = probe.observe(queries, passages, clock.num_updates, clock.num_pairs)
         if self.query_mean is not None and self.passage_mean is not None:
             self.query_mean.mean += shifts[0]

@@ -73,12 +73,11 @@ class BankedInfoNCE(BankedModule):
 
     where w_j is w for banked columns and 1 for local ones. Banked columns add negatives to the
     gradients of queries. Banked rows add queries to the gradients of passages, so that the gradient
-    norms of the two towers stay balanced. If nothing drifts and the bank holds exactly the rest of
-    the batch, the gradient accumulated over an update equals that of the full batch.
+    norms of the two towers stay balanced. If nothing drifts, and in each micro-step the bank holds
+    exactly the other micro-batches of the batch, the mean of their gradients is that of the batch.
 
-    No value is copied to the host, which would have to wait for the device. So NaN or infinite
-    embeddings raise no error: the loss and its gradients are not finite either, the pairs are
-    stored as invalid, and ``last["enqueued"]`` is 0.
+    The host never waits for the device. So NaN or infinite embeddings raise no error: the loss and
+    its gradients are not finite, the pairs are stored as invalid, and ``last["enqueued"]`` is 0.
 
     Args:
         bank_size: maximum number of bank rows m; see `MemoryBank`. 0 is plain InfoNCE.
@@ -397,13 +396,14 @@ class BankedInfoNCE(BankedModule):
     def end_pending_update(self) -> None:
         """End the update if an optimizer step has been taken since the last micro-step.
 
-        If no update and no probe came in 4 x bank_size pairs, steps are probably not detected: log
-        a warning once, and treat all entries as aged.
+        If none was taken, and there is no probe, in max(4 x bank_size, 4,096, two updates) pairs,
+        steps are probably not detected: log a warning once, and treat all entries as aged.
         """
         clock = self.clock
         if clock.pop_pending_step():
             self.end_update()
-        patience = max(4 * self.settings.bank_size, MIN_PAIRS_BEFORE_WARNING)
+        two_updates = 2 * (self.settings.pairs_per_update or 0)
+        patience = max(4 * self.settings.bank_size, MIN_PAIRS_BEFORE_WARNING, two_updates)
         has_probe = self.compensation.probe is not None
         if self.bank is None or has_probe or clock.num_updates > 0 or clock.num_pairs < patience:
             return
@@ -431,7 +431,7 @@ class BankedInfoNCE(BankedModule):
             queries, passages: (S, d), encoded without dropout by the current encoder.
 
         Raises:
-            ValueError: for fewer than two pairs.
+            ValueError: for fewer than two pairs, or another number of pairs than in the first call.
         """
         check_embeddings(queries, passages, may_be_empty=self._is_shared)
         probe = [queries.detach(), passages.detach()]

@@ -23,6 +23,7 @@ def run(argv: Sequence[str]) -> int:
     args, training_arguments = _make_parser().parse_known(argv)
 
     from contaccum.comparison.options import all_options
+    from contaccum.data.fields import parse_columns
     from contaccum.fitting.folder import FitFolder
     from contaccum.fitting.guard import Guard
     from contaccum.fitting.pipeline import Fit
@@ -35,10 +36,11 @@ def run(argv: Sequence[str]) -> int:
         path=Path(args.data),
         corpus=args.corpus,
         data_format=args.data_format,
-        columns=args.data_columns,
+        columns=parse_columns(args.data_columns) or None,
         on_bad_record=args.on_bad_record,
         dev=args.dev,
         test=args.test,
+        min_score=args.min_score,
     )
     budget = parse_duration(args.budget)
     folder = FitFolder(args.output)
@@ -77,6 +79,12 @@ def _make_parser() -> Parser:
     )
     parser.add_budget_options(Path("runs/fit"))
     parser.add_data_options()
+    parser.add_argument(
+        "--min_score",
+        type=float,
+        metavar="SCORE",
+        help="least score or label of a pair that is a match, for scored pairs",
+    )
     parser.add_held_out_options()
     parser.add_argument(
         "--guard",

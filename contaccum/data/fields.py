@@ -82,6 +82,15 @@ _SCORED_PAIR_QUERIES = ("sentence1", "messages")
 """
 
 
+_NO_MATCH_LABELS = (0, "0", "0.0")
+"""Labels of pairs without match; 0 equals 0.0 and False."""
+
+_MIN_SCORE_REMEDY = (
+    "set the least score of a match: {path: ..., min_score: 1}, or with contaccum fit: "
+    "--min_score 1"
+)
+
+
 class Record(NamedTuple):
     """A query and its passages, in the order of the file.
 
@@ -221,16 +230,16 @@ class RecordParser:
         """Return False for a pair whose score is below `min_score`.
 
         Raises:
-            Fault: for a pair with a score, if no `min_score` is set, in a format with scored pairs.
+            Fault: if no `min_score` is set, for a pair with a score in a format with scored pairs,
+                and in all formats for a pair with the label 0.
         """
         score = get_first_value(record, self._names["score"])
         if self._min_score is not None:
             return parse_number(score) >= self._min_score
         if score is not None and query_field in _SCORED_PAIR_QUERIES:
-            raise Fault(
-                "a pair with a score",
-                "set the least score of a match: {path: ..., min_score: 1}",
-            )
+            raise Fault("a pair with a score", _MIN_SCORE_REMEDY)
+        if record.get("label") in _NO_MATCH_LABELS:
+            raise Fault("a pair with label 0", _MIN_SCORE_REMEDY)
         return True
 
     def _parse_negatives(self, record: Mapping[str, Any]) -> list[_ScoredText]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,8 @@ class Split:
             are positives of dev or test.
         settings: the `SplitSettings`.
         fingerprint: sha256, in hex, of all records and of the settings.
+        available: number of queries in groups that are small enough to be held out; 0 in a folder
+            of an earlier version, which did not count them.
     """
 
     train: int
@@ -126,6 +128,7 @@ class Split:
     negatives_left_out: int
     settings: dict[str, Any]
     fingerprint: str
+    available: int = 0
 
     def summary(self) -> str:
         """Return one line: the numbers of queries held out and left to train on."""
@@ -143,7 +146,7 @@ class Split:
         if self.test < FEW_TEST_QUERIES:
             warnings.append(
                 f"{self.test} test queries are few: only large differences exceed the noise. "
-                "Compare on several folds (--fold 1, 2, ...)"
+                "`contaccum split` holds out other queries with --fold 1, 2, ..."
             )
         if self.left_out:
             warnings.append(
@@ -205,16 +208,13 @@ def split_data(
 
     with atomic_folder(output) as folder:
         negatives_left_out = split_files.write_train(folder / TRAIN_FILE, parts)
-        corpus_size = split_files.write_training_corpus(
-            folder / CORPUS_FILE, parts, corpus_documents or (), published_test
-        )
-        documents = _write_held_out(folder, parts, published_test, corpus_documents, settings)
+        documents = _write_documents(folder, parts, published_test, corpus_documents, settings)
         split = Split(
             train=_count_queries(parts["train"]),
             dev=_count_queries(parts["dev"]),
             test=len(published_test.qrels) if published_test else _count_queries(parts["test"]),
             records=len(parts["train"]),
-            documents={"train": corpus_size, **documents},
+            documents=documents,
             groups=len(grouping.queries_of_group),
             largest_group=max(grouping.queries_of_group.values()),
             near_duplicates=grouping.num_near_duplicates,
@@ -223,6 +223,7 @@ def split_data(
             negatives_left_out=negatives_left_out,
             settings=asdict(settings),
             fingerprint=_compute_fingerprint(records, settings, corpus),
+            available=_count_available(grouping, _list_small_groups(grouping, sizes, settings)),
         )
         write_json(folder / RECORD_FILE, {**asdict(split), **provenance()})
     return split
@@ -247,15 +248,18 @@ def _read_corpus(
     return None if corpus is None else split_files.read_haystack(corpus, report)
 
 
-def _write_held_out(
+def _write_documents(
     folder: Path,
     parts: dict[str, list[Record]],
     published_test: BeirDataset | None,
     corpus_documents: Sequence[Passage] | None,
     settings: SplitSettings,
 ) -> dict[str, int]:
-    """Write the folders ``dev`` and ``test``; return the size of their haystacks."""
-    documents: dict[str, int] = {}
+    """Write corpus.jsonl and the folders dev and test; return the numbers of documents by side."""
+    num_documents = split_files.write_training_corpus(
+        folder / CORPUS_FILE, parts, corpus_documents or (), published_test
+    )
+    documents = {"train": num_documents}
     for side in ("dev", "test"):
         if side == "test" and published_test is not None:
             documents[side] = split_files.copy_test(published_test, folder / side)
@@ -272,9 +276,9 @@ def read_split(folder: AnyPath) -> Split:
     file = Path(folder) / RECORD_FILE
     content = read_json(file)
     try:
-        return Split(**{name: content[name] for name in Split.__dataclass_fields__})
-    except KeyError as error:
-        raise DataError(f"{file}: lacks {error}; split the data again") from error
+        return Split(**{f.name: content[f.name] for f in fields(Split) if f.name in content})
+    except TypeError as error:  # a count without a default is missing
+        raise DataError(f"{file}: {error}; split the data again") from error
 
 
 def choose_sides(
@@ -304,8 +308,8 @@ def choose_sides(
         DataError: if too many queries are in large groups.
         ConfigError: for a fold number that is too large.
     """
-    small_groups = _list_small_groups(grouping, max(sizes.values()), settings.seed)
-    num_available = sum(grouping.queries_of_group[group] for group in small_groups)
+    small_groups = _list_small_groups(grouping, sizes, settings)
+    num_available = _count_available(grouping, small_groups)
     num_held_out = sizes["dev"] + sizes["test"]
     if num_available < num_held_out:
         raise DataError(
@@ -334,23 +338,31 @@ def choose_sides(
     return sides
 
 
-def _list_small_groups(grouping: Grouping, largest_size: int, seed: int) -> list[int]:
+def _list_small_groups(
+    grouping: Grouping, sizes: dict[str, int], settings: SplitSettings
+) -> list[int]:
     """Return the groups that may be held out, in a random order that depends on the seed.
 
     A group with more than a quarter of the queries of dev or test would decide the score.
 
     Args:
         grouping: the groups. Those that are linked with the published test set are left out.
-        largest_size: number of queries of dev or of test, whichever is larger.
-        seed: seed of the order, which is that of a hash of seed and group.
+        sizes: number of queries of "dev" and "test".
+        settings: the order is that of a hash of their seed and the group.
     """
-    largest_small_group = max(1, largest_size // 4)
+    largest_small_group = max(1, max(sizes.values()) // 4)
     small_groups = []
     for group, num_queries in grouping.queries_of_group.items():
         if group not in grouping.groups_of_test and num_queries <= largest_small_group:
             small_groups.append(group)
+    seed = settings.seed
     small_groups.sort(key=lambda group: hash_text(f"{seed}:{grouping.key_of_group[group]}"))
     return small_groups
+
+
+def _count_available(grouping: Grouping, small_groups: Sequence[int]) -> int:
+    """Return the number of queries that may be held out."""
+    return sum(grouping.queries_of_group[group] for group in small_groups)
 
 
 def _choose_sizes(

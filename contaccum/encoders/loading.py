@@ -11,7 +11,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,16 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors import SafetensorError
 from sentence_transformers.sentence_transformer.modules import Transformer
-from sentence_transformers.util import import_from_string
+from sentence_transformers.util import import_from_string, is_sentence_transformer_model
 from torch import nn
 from transformers import AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from contaccum.encoders import adapters
 from contaccum.errors import ConfigError, UserError
 from contaccum.files import AnyPath, read_json
+
+_ORGANISATION = "sentence-transformers"
+"""sentence-transformers looks for a name without an organisation in its own one, too."""
 
 _LIBRARY_PREFIX = "sentence_transformers."
 _ROUTER_CONFIGS = ("router_config.json", "config.json")
@@ -90,12 +93,8 @@ def require_model(name: str) -> None:
     is_path = name.startswith((".", "/")) or name.count("/") > 1
     if is_path or os.path.exists(name):
         raise UserError(f"{name}: no such model folder")
-    repositories = [name]
-    # sentence-transformers looks for a name without an organisation in its own one, too.
-    if "/" not in name:
-        repositories.append(f"sentence-transformers/{name}")
     try:
-        for repository in repositories:
+        for repository in _list_repositories(name):
             if try_to_load_from_cache(repository, "config.json"):
                 return
         HfApi().model_info(name, timeout=5)
@@ -107,6 +106,26 @@ def require_model(name: str) -> None:
         raise UserError(
             f"{name}: there is no such folder, and the model hub cannot be reached ({error})"
         ) from error
+
+
+def _list_repositories(name: str) -> list[str]:
+    """Return the repositories of the hub that a name can mean."""
+    return [name] if "/" in name else [name, f"{_ORGANISATION}/{name}"]
+
+
+def is_sentence_transformer(name: str) -> bool:
+    """Return True for a SentenceTransformer, a folder or a name on the hub.
+
+    False for a transformers backbone, and if the hub cannot be reached: loading the model fails
+    next, with a clearer message.
+    """
+    if os.path.isdir(name):
+        return is_sentence_transformer_model(name)
+    for repository in _list_repositories(name):
+        with suppress(Exception):
+            if is_sentence_transformer_model(repository):
+                return True
+    return False
 
 
 def _require_adapter_bases(path: str) -> None:

@@ -85,9 +85,20 @@ def _estimate_possible_updates(tuned: TunedSettings, seconds_left: float) -> int
 
     It is at least `_NUM_EVALUATIONS`, so that there is an update before each evaluation.
     """
-    [trial] = [record for record in tuned.trials if record["trial"] == tuned.choice.trial]
+    trial = get_chosen_trial(tuned)
     seconds_per_update = trial["seconds"] / trial["updates"] * _EVALUATION_OVERHEAD
     return max(_NUM_EVALUATIONS, int(seconds_left / seconds_per_update))
+
+
+def get_chosen_trial(tuned: TunedSettings) -> dict[str, Any]:
+    """Return the record of the trial whose settings were chosen."""
+    [trial] = [record for record in tuned.trials if record["trial"] == tuned.choice.trial]
+    return trial
+
+
+def is_trained(model_folder: Path) -> bool:
+    """Return True if the training of the model in a folder has finished."""
+    return bool(read_run_record(model_folder).get("finished"))
 
 
 def train_final(
@@ -100,7 +111,7 @@ def train_final(
     Args:
         overrides: {option: value} that replace values of the config.
     """
-    if read_run_record(model_folder).get("finished"):
+    if is_trained(model_folder):
         return
     options = {"output_dir": str(model_folder), "resume_from_checkpoint": "auto"}
     options.update(overrides or {})
@@ -112,6 +123,16 @@ def train_final(
     if args.process_index == 0:
         for checkpoint in model_folder.glob("checkpoint-*"):
             shutil.rmtree(checkpoint)
+
+
+def load_trained(folder: Path, base: DualEncoder) -> DualEncoder:
+    """Load a model that was trained from the base model, on the same device.
+
+    Code that comes with the model is trusted if that of the base model is.
+    """
+    return DualEncoder.from_pretrained(
+        str(folder), device=str(base.device), trust_remote_code=base.trust_remote_code
+    )
 
 
 def read_best_dev_score(model_folder: Path) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,14 +104,19 @@ class FitFolder:
             ConfigError: if the folder has a finished fit, a fit of another request, or other files.
         """
         request = redact(request)
-        has_record = self.record_file.is_file()
-        if has_record and self.data.is_dir():
-            self._check_record(read_json(self.record_file), request)
+        if not self.record_file.is_file():
+            if self.path.is_dir() and any(self.path.iterdir()):
+                raise ConfigError(f"{self.path}: holds other files; name another output folder")
+            write_json(self.record_file, {"request": request})
             return
-        # A record without split data is of a call that ended before it computed anything. It is
-        # overwritten, so that a call with refused data can be repeated with corrected data.
-        if not has_record and self.path.is_dir() and any(self.path.iterdir()):
-            raise ConfigError(f"{self.path}: holds other files; name another output folder")
+        record = read_json(self.record_file)
+        if self.store.exists():
+            self._check_record(record, request)
+            return
+        # The earlier call ended before it encoded anything. If its data, model or settings were
+        # refused, it can be repeated with corrected ones.
+        if record.get("request") != request and self.data.is_dir():
+            shutil.rmtree(self.data)
         write_json(self.record_file, {"request": request})
 
     def remove_request(self) -> None:

@@ -27,6 +27,7 @@ from contaccum.fitting.baselines import (
     get_trial_dev_set,
     measure_seconds_per_text,
 )
+from contaccum.fitting.final import load_trained
 from contaccum.fitting.folder import FitFolder
 from contaccum.merging.choice import (
     DEFAULT_WEIGHTS,
@@ -134,7 +135,7 @@ class Guard:
         folder = self._folder
         if folder.guard_file.is_file():
             return
-        trained = DualEncoder.from_pretrained(str(folder.trained_model), device=str(base.device))
+        trained = load_trained(folder.trained_model, base)
         interpolation = WeightInterpolation(base, trained)
         settings = ScoringSettings(batch_size, show_progress=show_progress)
         scorer = WeightScorer(interpolation, settings, folder.guard_scores_file, print_line)
@@ -193,7 +194,7 @@ def load_at_weight(base: DualEncoder, trained_folder: Path, weight: float | None
         weight: the weight of the trained model: 0 returns the base model itself; None returns the
             trained model itself.
     """
-    trained = DualEncoder.from_pretrained(str(trained_folder), device=str(base.device))
+    trained = load_trained(trained_folder, base)
     if weight is None:
         return trained
     if weight == 0:

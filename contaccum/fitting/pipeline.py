@@ -13,16 +13,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
-from typing import Any, Literal
+from typing import NamedTuple
 
 from contaccum.comparison.options import Options, to_command_line
 from contaccum.data.beir import BeirDataset
 from contaccum.data.split import CORPUS_FILE, Split, read_split
 from contaccum.distributed import share
 from contaccum.encoders.dual_encoder import DualEncoder
+from contaccum.encoders.loading import require_model
 from contaccum.errors import UserError
-from contaccum.files import AnyPath, redact, write_json, write_text
+from contaccum.files import redact, write_json, write_text
 from contaccum.fitting.baselines import (
     encode_corpus,
     estimate_trial_documents,
@@ -34,6 +34,9 @@ from contaccum.fitting.baselines import (
 )
 from contaccum.fitting.final import (
     SystemResult,
+    get_chosen_trial,
+    is_trained,
+    load_trained,
     search_test_set,
     train_final,
     write_final_config,
@@ -46,87 +49,37 @@ from contaccum.fitting.result import FitResult, make_record, read_result
 from contaccum.fitting.settings import check_settings, make_start_options
 from contaccum.fitting.source import DataSource
 from contaccum.fitting.verdict import Verdict, compute_verdict
-from contaccum.merging.choice import DEFAULT_GUARD_LOSS
 from contaccum.report.fit_page import build_fit_page
 from contaccum.report.sources import model_name
 from contaccum.training import config
 from contaccum.training.run import load_encoder
 from contaccum.tuning.baselines import Baselines
-from contaccum.tuning.budget import Budget, TimeForTrials, parse_duration
+from contaccum.tuning.budget import Budget, TimeForTrials
 from contaccum.tuning.methods import adapt_options
 from contaccum.tuning.result import TunedSettings, read_tuned
 from contaccum.tuning.tune import tune
 
-DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-
 _FINAL_TRAINING_FACTOR = 1.6  # time of the final training with its checkpoints, in trials
-_TEST_TIME_FACTOR = 1.3  # reserved time relative to the estimated time
+_SAFETY_FACTOR = 1.3  # reserved time relative to the estimated time
 _LOADING_SECONDS = 10.0  # reserved for loading the models and writing the report
 
 
-def fit(
-    data: AnyPath,
-    model: str = DEFAULT_MODEL,
-    budget: str = "30m",
-    output: AnyPath = "runs/fit",
-    *,
-    corpus: AnyPath | None = None,
-    data_format: str | None = None,
-    data_columns: Sequence[str] | None = None,
-    on_bad_record: Literal["stop", "skip"] = "stop",
-    dev: float | None = None,
-    test: float | None = None,
-    guard: Sequence[AnyPath] | None = None,
-    guard_loss: float = DEFAULT_GUARD_LOSS,
-    print_line: Callable[[str], None] = print,
-    **settings: Any,
-) -> FitResult:
-    """Train a retriever on question-passage pairs, and compare it with the base model.
+class _TimeEstimates(NamedTuple):
+    """Seconds to reserve for the stages after the search.
 
-    The base model is the model before training. A call with the same arguments continues a call
-    that was killed.
-
-    Args:
-        data: pairs in any format of docs/data.md, or a folder that `contaccum split` wrote.
-        model: the folder or hub name of a SentenceTransformer or a transformers backbone.
-        budget: the wall time of the whole call, such as "90s", "30m" or "2h".
-        output: the folder for everything that is written.
-        corpus: the documents in which dev and test queries are searched; None: the held-out
-            passages and a sample of the others.
-        data_format, data_columns, on_bad_record: how ``data`` are read, as in `contaccum train`.
-        dev, test: the sizes of the held-out sets: a number of queries, or a share below 1.
-        guard: BEIR folders or public names of other data. The trained model is then merged with the
-            base model so that it loses at most ``guard_loss`` nDCG@10 on each of them.
-        guard_loss: see ``guard``.
-        print_line: is called with each line for the user.
-        settings: options of `contaccum train`, such as ``learning_rate=1e-5``. The search does not
-            vary them.
-
-    Raises:
-        UserError: for data, a model, settings or a folder that cannot be used, and for a budget
-            that is too short.
+    Attributes:
+        corpus: for encoding the corpus of another fold.
+        test: for the test of one fold.
+        guard: for the scores on the guard sets.
     """
-    options: dict[str, list[str]] = {}
-    for key, value in settings.items():
-        values = value if isinstance(value, (list, tuple)) else [value]
-        options[key] = [str(item) for item in values]
-    source = DataSource(
-        path=Path(data),
-        corpus=None if corpus is None else Path(corpus),
-        data_format=data_format,
-        columns=None if data_columns is None else list(data_columns),
-        on_bad_record=on_bad_record,
-        dev=dev,
-        test=test,
-    )
-    folder = FitFolder(Path(output))
-    seconds = parse_duration(budget)
-    guard_sets = Guard(guard, guard_loss, folder) if guard else None
-    return Fit(source, model, options, seconds, folder, print_line, guard_sets).run()
+
+    corpus: float
+    test: float
+    guard: float
 
 
 class Fit:
-    """One call of `fit`.
+    """One call of `contaccum.fit`.
 
     Args:
         source: the pairs.
@@ -138,7 +91,7 @@ class Fit:
         guard: other data on which the model is to keep its quality; None: no other data.
 
     Raises:
-        ConfigError: for settings that cannot be used.
+        UserError: for settings that cannot be used, or if there is no such model.
     """
 
     def __init__(
@@ -158,6 +111,7 @@ class Fit:
         self._seconds = seconds
         self._folder = folder
         self._args = check_settings(source.path, model, settings)
+        require_model(model)
         self._is_first_process = self._args.process_index == 0
         self._print_line = print_line if self._is_first_process else _print_nothing
         self._stage_seconds: dict[str, float] = {}
@@ -175,14 +129,17 @@ class Fit:
         self._print_split(split, num_folds)
 
         # Baselines.
-        options = make_start_options(self._folder, self._model, self._settings)
+        options = make_start_options(
+            self._folder, self._model, self._settings, self._args.world_size
+        )
         base = self._load_base_model(options)
         with self._first_process_first("scoring the baselines"):
-            baselines, test_seconds, guard_seconds = self._score_baselines(base, split)
+            baselines, estimates = self._score_baselines(base, split)
         self._print_line(baselines.format_line(self._model))
 
-        # Search. Each fold needs time for its own final training and its own test.
-        reserved_seconds = num_folds * test_seconds + guard_seconds
+        # Search. Each fold needs time for its own encoding, final training and test.
+        fold_seconds = estimates.corpus + estimates.test
+        reserved_seconds = estimates.test + (num_folds - 1) * fold_seconds + estimates.guard
         time_for_trials = TimeForTrials(
             self._budget,
             reserve=reserved_seconds,
@@ -194,7 +151,7 @@ class Fit:
         self._train(tuned, (self._budget.left() - reserved_seconds) / num_folds)
         if self._guard is not None:
             self._choose_merge_weight(self._guard, base)
-        fold_scores = self._score_other_folds(base, tuned, num_folds, test_seconds)
+        fold_scores = self._score_other_folds(base, tuned, num_folds, estimates)
 
         # Verdict and report.
         with self._first_process_first("testing and writing the report"):
@@ -202,7 +159,7 @@ class Fit:
                 test_set, results = self._search_test_set(base, tuned)
                 verdict = self._compute_verdict(results, fold_scores)
                 self._write_report(split, baselines, tuned, test_set, results, verdict)
-        result = read_result(self._folder)
+        result = read_result(self._folder, base.trust_remote_code)
         self._print_result(result)
         return result
 
@@ -244,13 +201,8 @@ class Fit:
         model_args, _, args = config.parse(to_command_line(run_options))
         return load_encoder(model_args, args)
 
-    def _score_baselines(self, base: DualEncoder, split: Split) -> tuple[Baselines, float, float]:
-        """Encode the corpus, and score the base model and BM25 on dev.
-
-        Returns:
-            The scores, the seconds to reserve for the test of one fold, and the seconds to reserve
-            for the scores on the guard sets.
-        """
+    def _score_baselines(self, base: DualEncoder, split: Split) -> tuple[Baselines, _TimeEstimates]:
+        """Encode the corpus, and score the base model and BM25 on dev."""
         batch_size = self._args.per_device_eval_batch_size
         with self._measure("baselines"):
             document_seconds = measure_seconds_per_document(base, self._folder, batch_size)
@@ -266,9 +218,14 @@ class Fit:
                 corpus = self._folder.data / CORPUS_FILE
                 encode_corpus(base, self._model_name, corpus, self._folder.store, batch_size)
             baselines = score_on_dev(base, self._folder, batch_size)
-        encoding_seconds = document_seconds * split.documents["test"]
-        test_seconds = _TEST_TIME_FACTOR * encoding_seconds + _LOADING_SECONDS
-        return baselines, test_seconds, _TEST_TIME_FACTOR * guard_seconds
+        test_seconds = document_seconds * split.documents["test"]
+        corpus_seconds = document_seconds * split.documents["train"]
+        estimates = _TimeEstimates(
+            corpus=_SAFETY_FACTOR * corpus_seconds,
+            test=_SAFETY_FACTOR * test_seconds + _LOADING_SECONDS,
+            guard=_SAFETY_FACTOR * guard_seconds,
+        )
+        return baselines, estimates
 
     def _search(
         self, options: Options, time_for_trials: TimeForTrials, baselines: Baselines
@@ -316,6 +273,7 @@ class Fit:
             model_folder = self._folder.model
             if self._guard is not None:
                 model_folder = self._folder.trained_model
+            self._was_trained_before = is_trained(model_folder)
             train_final(self._folder.config_file, model_folder)
 
     def _choose_merge_weight(self, guard: Guard, base: DualEncoder) -> None:
@@ -331,18 +289,21 @@ class Fit:
                 )
 
     def _score_other_folds(
-        self, base: DualEncoder, tuned: TunedSettings, num_folds: int, test_seconds: float
+        self, base: DualEncoder, tuned: TunedSettings, num_folds: int, estimates: _TimeEstimates
     ) -> list[FoldScores]:
         """Train and test on the folds after fold 0, as many as there is time for."""
         fold_scores = []
         guard_record = read_guard_record(self._folder)
         merge_weight = None if guard_record is None else guard_record["weight"]
         method = tuned.choice.settings["method"]
+        training_seconds = self._stage_seconds["training"]
+        if self._was_trained_before:  # then this start has not measured the training
+            training_seconds = _FINAL_TRAINING_FACTOR * get_chosen_trial(tuned)["seconds"]
         with self._measure("other splits"):
             for number in range(1, num_folds):
                 fold = Fold(self._source, self._folder, number, method, merge_weight)
                 # One test is that of this fold, the other that of fold 0, which runs at the end.
-                needed = self._stage_seconds["training"] + 2 * test_seconds
+                needed = estimates.corpus + training_seconds + 2 * estimates.test
                 # All processes must take the same branch, so the first process decides.
                 has_time = share(self._budget.left() > needed)
                 if not has_time and not fold.is_done:
@@ -362,9 +323,7 @@ class Fit:
         with self._measure("test"):
             batch_size = self._args.per_device_eval_batch_size
             evaluator = load_evaluator(self._folder.data / "test", self._folder.store, batch_size)
-            trained = DualEncoder.from_pretrained(
-                str(self._folder.model), device=str(self._args.device)
-            )
+            trained = load_trained(self._folder.model, base)
             is_query_side = tuned.choice.settings["method"] == "query_side"
             results = search_test_set(evaluator, base, trained, is_query_side)
         return evaluator.dataset, results

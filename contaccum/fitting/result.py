@@ -45,11 +45,13 @@ class FitResult:
         verdict: the comparison with the base model; `str` returns the line that was printed.
         folder: the output folder, with the paths of all its files.
         warnings: warnings about the verdict, one line each.
+        trust_remote_code: True if code that comes with the base model was trusted.
     """
 
     verdict: Verdict
     folder: FitFolder
     warnings: list[str]
+    trust_remote_code: bool = False
 
     @property
     def report(self) -> Path:
@@ -59,14 +61,16 @@ class FitResult:
     @cached_property
     def model(self) -> DualEncoder:
         """The trained model, which is loaded at the first access."""
-        return DualEncoder.from_pretrained(str(self.folder.model))
+        return DualEncoder.from_pretrained(
+            str(self.folder.model), trust_remote_code=self.trust_remote_code
+        )
 
 
-def read_result(folder: FitFolder) -> FitResult:
+def read_result(folder: FitFolder, trust_remote_code: bool) -> FitResult:
     """Read the result from the record, as all processes do after the first one has written it."""
     record = read_json(folder.record_file)
     values = {field.name: record["verdict"][field.name] for field in fields(Verdict)}
-    return FitResult(Verdict(**values), folder, record["warnings"])
+    return FitResult(Verdict(**values), folder, record["warnings"], trust_remote_code)
 
 
 def make_record(

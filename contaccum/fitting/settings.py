@@ -5,12 +5,12 @@ A setting is an option of `contaccum train`, such as ``learning_rate``.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-
-from sentence_transformers.util import is_sentence_transformer_model
 
 from contaccum.comparison.options import Options, to_command_line
 from contaccum.data.split import TRAIN_FILE
+from contaccum.encoders.loading import is_sentence_transformer
 from contaccum.errors import ConfigError
 from contaccum.files import redact
 from contaccum.fitting.folder import FitFolder
@@ -36,11 +36,23 @@ SET_BY_FIT = frozenset(
         "save_steps",
         "save_total_limit",
         "load_best_model_at_end",
+        "metric_for_best_model",
+        "greater_is_better",
+        "similarity",
         "passage_store",
         "missing",
     ]
 )
-"""Options of `contaccum train` that the user cannot give, because `contaccum fit` sets them."""
+"""Options of `contaccum train` that the user cannot give, because `contaccum fit` sets them.
+
+All scores of a fit are nDCG@10 with the similarity of the model.
+"""
+
+_RANK_TIMEOUT = "86400"
+"""Seconds after which a process that waits for another one gives up: a day.
+
+The first process encodes the corpus alone, which can take longer than PyTorch's half hour.
+"""
 
 
 def check_settings(data: Path, model: str, settings: Options) -> ContAccumTrainingArguments:
@@ -63,14 +75,24 @@ def check_settings(data: Path, model: str, settings: Options) -> ContAccumTraini
             "a credential among the settings, which are written to files: put it into the "
             "environment"
         )
-    options = {"model": [model], "train_data": [str(data)], "output_dir": ["unused"], **settings}
-    method = settings.get("method", ["grad_accum"])[0]
-    run_options = adapt_options(options, method, Path("unused"))
+    options = {
+        "model": [model],
+        "train_data": [str(data)],
+        "output_dir": ["unused"],
+        "ddp_timeout": [_RANK_TIMEOUT],
+        **settings,
+    }
+    methods = settings.get("method", ["grad_accum"])
+    if len(methods) != 1:
+        raise ConfigError("method: give one method, or drop the option to search for the best one")
+    run_options = adapt_options(options, methods[0], Path("unused"))
     _, _, training_args = config.parse(to_command_line(run_options))
     return training_args
 
 
-def make_start_options(folder: FitFolder, model: str, settings: Options) -> dict[str, list[str]]:
+def make_start_options(
+    folder: FitFolder, model: str, settings: Options, num_processes: int
+) -> dict[str, list[str]]:
     """Return the options that the search starts from.
 
     They are the options that `contaccum new` proposes for the data, overridden by the user's
@@ -79,17 +101,22 @@ def make_start_options(folder: FitFolder, model: str, settings: Options) -> dict
 
     Args:
         settings: the options that the user gave.
+        num_processes: number of processes that train together.
     """
     train_data = str(folder.data / TRAIN_FILE)
     proposal = propose(train_data, model)
+    micro_batch = proposal.micro_batch
+    if "per_device_train_batch_size" in settings:
+        micro_batch = int(settings["per_device_train_batch_size"][0])
+    pairs_per_update = proposal.micro_batch * proposal.accumulation_steps
     proposed = {
         "model": model,
         "train_data": train_data,
         "output_dir": folder.retrained_model,
         "bank_size": proposal.bank_size,
         "temperature": proposal.temperature,
-        "per_device_train_batch_size": proposal.micro_batch,
-        "total_train_batch_size": proposal.micro_batch * proposal.accumulation_steps,
+        "per_device_train_batch_size": micro_batch,
+        "total_train_batch_size": _round_up(pairs_per_update, micro_batch * num_processes),
         "num_train_epochs": 3,
         "lr_scheduler_type": "linear",
         "warmup_steps": 0.1,
@@ -101,7 +128,7 @@ def make_start_options(folder: FitFolder, model: str, settings: Options) -> dict
         proposed["query_prompt"] = proposal.query_prompt
     if proposal.passage_prompt:
         proposed["passage_prompt"] = proposal.passage_prompt
-    if not is_sentence_transformer_model(model):
+    if not is_sentence_transformer(model):
         proposed["query_max_length"] = proposal.query_max_length
         proposed["passage_max_length"] = proposal.passage_max_length
     if "gradient_accumulation_steps" in settings:
@@ -111,3 +138,8 @@ def make_start_options(folder: FitFolder, model: str, settings: Options) -> dict
     for key, values in settings.items():
         options[key] = list(values)
     return options
+
+
+def _round_up(number: int, divisor: int) -> int:
+    """Return the smallest multiple of the divisor that is not below the number."""
+    return math.ceil(number / divisor) * divisor

@@ -38,15 +38,17 @@ class DataSource:
             passages and a sample of the others.
         data_format, columns, on_bad_record: how the pairs are read, as in `contaccum train`.
         dev, test: the sizes of the held-out sets; see `SplitSettings`.
+        min_score: the least score or label of a pair that is a match; see `read_records`.
     """
 
     path: Path
     corpus: Path | None = None
     data_format: str | None = None
-    columns: list[str] | None = None
+    columns: dict[str, str] | None = None
     on_bad_record: Literal["stop", "skip"] = "stop"
     dev: float | None = None
     test: float | None = None
+    min_score: float | None = None
 
     def make_record(self) -> dict[str, Any]:
         """Return everything that decides the split, with hashes of the files, as a JSON record.
@@ -87,7 +89,7 @@ class DataSource:
             self._copy_split(folder)
             return None
         report = RecordReport(self.on_bad_record)
-        pairs = Source(self.path, self.data_format, columns=self.columns)
+        pairs = Source(self.path, self.data_format, columns=self.columns, min_score=self.min_score)
         settings = SplitSettings(self.dev, self.test, fold=fold)
         split_data(pairs, folder, settings, self.corpus, report)
         if not report.reported:
@@ -101,7 +103,7 @@ class DataSource:
             ConfigError: if options are set that only apply to data which are not split yet.
             DataError: if a part of the split is missing.
         """
-        for name in ("corpus", "dev", "test", "data_format", "columns"):
+        for name in ("corpus", "dev", "test", "data_format", "columns", "min_score"):
             if getattr(self, name) is not None:
                 raise ConfigError(
                     f"{name} is set, but {self.path} is a split already: drop it, or give the pairs"
@@ -132,10 +134,9 @@ class DataSource:
         is_fixed = self.is_split or split.test == 0 or split.held_out_by == "query"
         if split.test >= FEW_TEST_QUERIES or is_fixed or has_test_set(self.path):
             return 1
-        num_queries = split.train + split.dev + split.test
         needed = math.ceil(FEW_TEST_QUERIES / split.test)
-        possible = num_queries // split.test
-        return min(MAX_FOLDS, needed, possible)
+        possible = split.available // split.test
+        return max(1, min(MAX_FOLDS, needed, possible))
 
 
 def has_test_set(path: Path) -> bool:

@@ -74,7 +74,7 @@ class Verdict:
             f"BM25 {self.bm25:.3f}"
         )
         if self.word != BETTER:
-            line += ": keep the base model"
+            line += "; keep the base model"
         return line
 
     def record(self) -> dict[str, Any]:

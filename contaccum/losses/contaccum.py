@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -133,7 +134,7 @@ class ContAccumLoss(BankedTextLoss):
         directions: Sequence[str] = ("query_to_doc",),
         partition_mode: PartitionMode = "joint",
     ) -> None:
-        if not scale > 0:
+        if not 0 < scale < math.inf:
             raise ConfigError(f"scale must be a positive number, got {scale!r}")
         if similarity_fct not in (cos_sim, dot_score):
             name = getattr(similarity_fct, "__name__", similarity_fct)
@@ -302,13 +303,23 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
                 "CachedContAccumLoss cannot split the texts of a StaticEmbedding into "
                 "mini-batches: use ContAccumLoss"
             )
-        if mini_batch_num_tokens is not None and mini_batch_num_tokens < 1:
-            raise ConfigError(
-                f"mini_batch_num_tokens must be at least 1, got {mini_batch_num_tokens}"
-            )
+        sizes = {
+            "mini_batch_size": mini_batch_size,
+            "mini_batch_num_tokens": mini_batch_num_tokens,
+        }
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise ConfigError(f"{name} must be at least 1, got {size}")
         self.mini_batch_size = mini_batch_size
         self.mini_batch_num_tokens = mini_batch_num_tokens
         self.show_progress_bar = show_progress_bar
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """Return the settings that sentence-transformers writes into the model card."""
+        config = super().get_config_dict()
+        config["mini_batch_size"] = self.mini_batch_size
+        config["mini_batch_num_tokens"] = self.mini_batch_num_tokens
+        return config
 
     def forward(
         self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None

@@ -134,20 +134,22 @@ class TextProbe:
             rank_index = rank()
         first = len(self.parts) * rank_index // self._num_ranks
         end = len(self.parts) * (rank_index + 1) // self._num_ranks
-        has_parts = end > first
-        # The forward passes of FSDP are collectives, so a rank without parts encodes one part and
-        # drops its embeddings.
-        parts = self.parts[first : max(end, first + 1)]
+        own_parts = self.parts[first:end]
+        # The forward passes of FSDP are collectives, so all ranks encode equally many parts. Ranks
+        # with fewer parts of their own encode the first part again and drop these embeddings.
+        most_parts = math.ceil(len(self.parts) / self._num_ranks)
+        extra_parts = [self.parts[0]] * (most_parts - len(own_parts))
         columns = []
         with without_dropout(model), torch.no_grad():
             for index, current_features in enumerate(features[:2]):
                 outputs = []
-                for part in parts:
+                for part in [*own_parts, *extra_parts]:
                     outputs.append(_encode_stored_texts(model, part[index], current_features))
-                embeddings = torch.cat(outputs)
-                if not has_parts:
-                    embeddings = embeddings[:0]
-                columns.append(embeddings)
+                own_outputs = outputs[: len(own_parts)]
+                if own_outputs:
+                    columns.append(torch.cat(own_outputs))
+                else:
+                    columns.append(outputs[0][:0])
         return columns
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -319,9 +321,25 @@ def _encode_stored_texts(
             features[key] = value.to(device)
         else:
             features[key] = value.item()  # `copy_first_texts` makes tensors of numbers
-    # MatryoshkaLoss may have replaced the model's forward method by one that cuts the embeddings.
-    # Call the original method, so that the probe has the full size and is cut to each size later.
-    encode = model
-    if isinstance(model.forward, ForwardDecorator):
-        encode = model.forward.fn
-    return encode(features)["sentence_embedding"].detach().clone()
+    with _original_forward(model):
+        # The model is called, and not its forward method, because FSDP gathers weights in a hook.
+        output = model(features)
+    return output["sentence_embedding"].detach().clone()
+
+
+@contextmanager
+def _original_forward(model: nn.Module) -> Iterator[None]:
+    """Restore the model's forward method, which MatryoshkaLoss may have replaced, in a context.
+
+    MatryoshkaLoss replaces it by one that cuts the embeddings. The probe has the full size, and is
+    cut to each size later.
+    """
+    decorated = model.forward
+    if not isinstance(decorated, ForwardDecorator):
+        yield
+        return
+    model.forward = decorated.fn
+    try:
+        yield
+    finally:
+        model.forward = decorated

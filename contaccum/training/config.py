@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from sentence_transformers.util import is_sentence_transformer_model
 from transformers import HfArgumentParser
 
 from contaccum.data import TrainingSets, load_training_sets
 from contaccum.encoders import adapters
 from contaccum.encoders.dual_encoder import DualEncoder
-from contaccum.encoders.loading import require_model
+from contaccum.encoders.loading import is_sentence_transformer, require_model
 from contaccum.encoders.query_tower import add_query_adapter, untie
 from contaccum.encoders.settings import configure, set_max_lengths
 from contaccum.encoders.towers import is_tied
@@ -383,11 +381,7 @@ def load_model(
     if is_moved_later:
         options["device"] = "cpu"
     require_model(model_args.model)
-    is_sentence_transformer = False
-    # If the hub cannot be reached, loading the model fails next with a clearer message.
-    with suppress(Exception):
-        is_sentence_transformer = is_sentence_transformer_model(model_args.model)
-    if is_sentence_transformer:
+    if is_sentence_transformer(model_args.model):
         model = _load_sentence_transformer(model_args, options)
     else:
         for name in _BACKBONE_OPTIONS:

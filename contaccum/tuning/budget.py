@@ -13,12 +13,14 @@ from contaccum.files import read_json, write_json
 _UNIT_SECONDS = {"h": 3600, "m": 60, "s": 1}
 
 
-def parse_duration(text: str) -> float:
-    """Return the seconds of "90s", "30m", "2h" or "1h30m".
+def parse_duration(text: str | float) -> float:
+    """Return the seconds of "90s", "30m", "2h" or "1h30m"; a number is a number of seconds.
 
     Raises:
         ConfigError: for any other text, and for a duration of 0.
     """
+    if not isinstance(text, str):
+        text = f"{text}s"
     parts = re.fullmatch(r"(?:([0-9.]+)h)?(?:([0-9.]+)m)?(?:([0-9.]+)s)?", text.strip().lower())
     seconds = 0.0
     if parts is not None:

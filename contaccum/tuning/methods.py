@@ -15,6 +15,7 @@ from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.files import AnyPath
 from contaccum.retrieval.encode import get_metric
 from contaccum.training.arguments import (
+    BANK_METHODS,
     BANK_SETTINGS,
     DEFAULT_TEMPERATURE,
     NON_QUERY_SIDE_SETTINGS,
@@ -123,7 +124,7 @@ def adapt_options(
 def _drop_unused_options(options: Mapping[str, Sequence[str]], method: str) -> dict[str, list[str]]:
     """Return the options that a method uses."""
     unused = set(QUERY_SIDE_SETTINGS)
-    if method != "contaccum":
+    if method not in BANK_METHODS:
         unused.update(BANK_SETTINGS)
     if method == "query_side":
         unused.update(NON_QUERY_SIDE_SETTINGS)

@@ -63,10 +63,11 @@ SPACE: Mapping[str, Setting] = {
 }
 """All settings that are searched; a setting that the user gives is removed from the search."""
 
-START_RATES = {"query_side": 1.6e-4, "contaccum": 1e-4, "grad_cache": 1e-4}
-"""{method: start rate}: the learning rate at which the search of a method starts.
+QUERY_SIDE_START_RATE = 1.6e-4
+START_RATE = 1e-4
+"""The learning rate at which the search of a method starts, except query_side.
 
-These rates are for full training of a pretrained retriever with 384 hidden dimensions.
+Both rates are for full training of a pretrained retriever with 384 hidden dimensions.
 `compute_start_rate` adapts them to other encoders.
 """
 
@@ -83,7 +84,8 @@ def compute_start_rate(method: str, width: int, has_adapter: bool, is_base_weak:
         has_adapter: True if a LoRA adapter is trained.
         is_base_weak: True if the encoder scores far below BM25 before training.
     """
-    rate = START_RATES[method] * _START_RATE_WIDTH / width
+    rate = QUERY_SIDE_START_RATE if method == "query_side" else START_RATE
+    rate *= _START_RATE_WIDTH / width
     if has_adapter:
         rate *= _ADAPTER_FACTOR
     if is_base_weak:
@@ -92,14 +94,14 @@ def compute_start_rate(method: str, width: int, has_adapter: bool, is_base_weak:
 
 
 def make_space(
-    num_pairs: int, micro_batch_size: int, fixed_keys: Collection[str]
+    num_pairs: int, pairs_per_step: int, fixed_keys: Collection[str]
 ) -> dict[str, Setting]:
     """Return the settings to search, with the values that are possible for the training data.
 
     Args:
         num_pairs: the number of training pairs. Batch sizes above half of it are left out.
-        micro_batch_size: the number of pairs of a micro-batch. Batch sizes that are not multiples
-            of it are left out.
+        pairs_per_step: the number of pairs of the micro-batches of all processes. Batch sizes that
+            are not multiples of it are left out.
         fixed_keys: the settings that are not searched.
     """
     space = {key: setting for key, setting in SPACE.items() if key not in fixed_keys}
@@ -107,7 +109,7 @@ def make_space(
     if isinstance(batch_sizes, Choices):
         possible = []
         for size in batch_sizes.values:
-            if size <= num_pairs / 2 and size % micro_batch_size == 0:
+            if size <= num_pairs / 2 and size % pairs_per_step == 0:
                 possible.append(size)
         space["total_train_batch_size"] = batch_sizes._replace(values=tuple(possible))
         if len(possible) < 2:

@@ -108,7 +108,7 @@ def tune(
     if len(methods) == 1:
         search_options["method"] = methods
     num_pairs = len(config.load_data(data_args, args).dataset)
-    space = make_space(num_pairs, args.per_device_train_batch_size, fixed_keys)
+    space = make_space(num_pairs, args.per_device_train_batch_size * args.world_size, fixed_keys)
     mined = _mine_negatives(options, space, methods, data_args, args, output)
 
     search = Search(

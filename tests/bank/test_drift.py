@@ -183,6 +183,29 @@ def test_auto_retires_entries_only_while_their_residual_is_too_large():
     assert in_use[-1] == 1024
 
 
+def test_a_probe_that_is_not_finite_is_ignored():
+    losses = []
+    for is_finite in (True, False):
+        loss_fn = BankedInfoNCE(bank_size=64)
+        texts = randn(8, D, seed=1)
+        loss_fn.observe_probe(texts, texts)
+        loss_fn(randn(32, D, seed=2), randn(32, D, seed=3))
+        if not is_finite:
+            broken = texts.clone()
+            broken[3, 2] = torch.inf
+            loss_fn.observe_probe(texts, broken)
+        loss_fn.observe_probe(texts, texts + 0.1)
+        losses.append(loss_fn(randn(32, D, seed=4), randn(32, D, seed=5)).item())
+    assert losses[0] == losses[1]
+
+
+def test_a_probe_has_the_same_texts_each_time():
+    loss_fn = BankedInfoNCE(bank_size=64)
+    loss_fn.observe_probe(randn(8, D, seed=1), randn(8, D, seed=2))
+    with pytest.raises(ValueError, match="the probe had 8 pairs, got 6"):
+        loss_fn.observe_probe(randn(6, D, seed=1), randn(6, D, seed=2))
+
+
 @pytest.mark.parametrize("drift_compensation", ["mean", "none"])
 def test_a_probe_retires_nothing_without_auto(drift_compensation):
     loss_fn = BankedInfoNCE(bank_size=64, drift_compensation=drift_compensation)

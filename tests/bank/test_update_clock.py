@@ -237,6 +237,16 @@ def test_a_copy_of_a_loss_counts_its_own_updates():
     assert count_updates(copied_loss_fn) == 5
 
 
+def test_a_long_first_update_is_no_reason_for_a_warning(caplog):
+    model = make_encoder()
+    loss_fn = BankedInfoNCE(bank_size=64, pairs_per_update=4096)
+    with caplog.at_level(logging.WARNING):
+        [micro_batches] = draw_updates(1, micro_steps=33, n=128)
+        for queries, passages in micro_batches:
+            loss_fn(model(queries), model(passages)).backward()
+    assert not caplog.records
+
+
 def test_without_a_detected_step_one_warning_is_logged_and_entries_are_aged(caplog):
     model = make_encoder()
     loss_fn = BankedInfoNCE(bank_size=256)

@@ -306,6 +306,17 @@ def test_records_of_other_trainers_are_read(tmp_path, record):
     assert parsed == Record(f"{system}q", [f"{system}p"], [f"{system}m", f"{system}n"])
 
 
+@pytest.mark.parametrize("label", [0, "0", False])
+def test_a_pair_with_label_0_is_no_match(tmp_path, label):
+    pairs = [{"query": "q1", "positive": "p1", "label": 1}]
+    pairs.append({"query": "q2", "positive": "p2", "label": label})
+    path = put(tmp_path / "a.jsonl", lines(pairs))
+    with pytest.raises(DataError, match=r":2: a pair with label 0: .*min_score: 1"):
+        read(path)
+    parsed_records, _ = read(path, min_score=1)
+    assert [record.query for record in parsed_records] == ["q1"]
+
+
 @pytest.mark.parametrize("label", ["score", "label"])
 def test_pairs_with_a_low_score_are_left_out_and_counted(tmp_path, label):
     pairs = [{"sentence1": f"q{score}", "sentence2": "p", label: score} for score in (0, 0.5, 1)]

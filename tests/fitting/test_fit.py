@@ -22,13 +22,14 @@ from tiny_models import tiny_encoder
 import contaccum
 from contaccum.cli import main
 from contaccum.data.beir import load_beir_folder
+from contaccum.data.split import read_split
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.fitting import folds, pipeline
 from contaccum.fitting.baselines import pool_documents
 from contaccum.fitting.folder import FitFolder
 from contaccum.fitting.result import FitResult
-from contaccum.fitting.settings import check_settings
+from contaccum.fitting.settings import check_settings, make_start_options
 from contaccum.fitting.source import DataSource
 
 HALF = len(WORDS) // 2
@@ -270,7 +271,7 @@ def test_fit_that_was_killed_continues_to_the_same_verdict(
 
 
 def test_other_call_in_the_folder_of_an_unfinished_fit_is_refused(root, tmp_path, monkeypatch):
-    kill_in_stage(monkeypatch, "encode_corpus", after=False)
+    kill_in_stage(monkeypatch, "encode_corpus", after=True)
     options = {
         "model": str(root / "fresh"),
         "output": tmp_path / "out",
@@ -301,6 +302,8 @@ def test_score_on_pooled_documents_equals_the_score_on_all_documents(root, train
     ("options", "message"),
     [
         (["--eval_data", "x"], "eval_data is set by contaccum fit itself: drop it"),
+        (["--similarity", "dot"], "similarity is set by contaccum fit itself: drop it"),
+        (["--method"], "method: give one method"),
         (["--learnin_rate", "1"], "learning_rate"),
         (["--budget", "soon"], "budget=soon"),
         (["--budget", "0.01s"], "the budget of 0 seconds is too short"),
@@ -340,6 +343,64 @@ def test_refused_data_can_be_corrected_and_used_in_the_same_folder(root, tmp_pat
     with pytest.raises(Killed):
         contaccum.fit(data, **options)
     assert (tmp_path / "out" / "data").is_dir()
+
+
+def test_refused_model_can_be_corrected_in_the_same_folder(root, tmp_path, monkeypatch):
+    options = {"output": tmp_path / "out", "use_cpu": True}
+    with pytest.raises(UserError, match="no such model folder"):
+        contaccum.fit(root / "pairs.jsonl", model=tmp_path / "missing", **options)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="broken"):  # found after dev and test were held out
+        contaccum.fit(root / "pairs.jsonl", model=broken, **options)
+    kill_in_stage(monkeypatch, "encode_corpus", after=False)
+    with pytest.raises(Killed):
+        contaccum.fit(root / "more.jsonl", model=root / "fresh", budget=600, **options)
+    split = json.loads((tmp_path / "out" / "data" / "split.json").read_text())
+    assert split["train"] + split["dev"] + split["test"] == 160  # those of more.jsonl
+
+
+def test_a_popular_passage_leaves_fewer_splits(tmp_path):
+    """Half of the queries share a passage, so they stay in train, and the others are two splits."""
+    pairs = make_translations(200, 0)
+    for pair in pairs[:100]:
+        pair["positive"] = "the same passage"
+    source = DataSource(write_lines(tmp_path / "pairs.jsonl", pairs))
+    source.hold_out(tmp_path / "0")
+    split = read_split(tmp_path / "0")
+    assert (split.test, split.available) == (40, 100)
+    assert source.count_folds(split) == 2
+    source.hold_out(tmp_path / "1", fold=1)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "num_processes", "pairs_per_update"),
+    [(None, 1, 16), (32, 1, 32), (None, 3, 24)],
+)
+def test_proposed_batch_size_suits_the_micro_batch_and_the_processes(
+    root, tmp_path, micro_batch, num_processes, pairs_per_update
+):
+    folder = FitFolder(tmp_path / "out")
+    DataSource(root / "pairs.jsonl").hold_out(folder.data)
+    settings = {}
+    if micro_batch is not None:
+        settings["per_device_train_batch_size"] = [str(micro_batch)]
+    options = make_start_options(folder, str(root / "fresh"), settings, num_processes)
+    assert options["total_train_batch_size"] == [str(pairs_per_update)]
+
+
+def test_pairs_below_the_least_score_are_left_out(tmp_path):
+    pairs = make_translations(40, 0)
+    for pair in pairs:
+        pair["label"] = 1
+    pairs[0]["label"] = 0
+    data = write_lines(tmp_path / "pairs.jsonl", pairs)
+    with pytest.raises(UserError, match=r":1: a pair with label 0: .*--min_score 1"):
+        DataSource(data).hold_out(tmp_path / "split")
+    line = DataSource(data, min_score=1).hold_out(tmp_path / "split")
+    assert "1 score below min_score" in line
+    assert read_split(tmp_path / "split").records == 27  # of 39, without 4 for dev and 8 for test
 
 
 def test_time_of_holding_out_counts_for_the_budget(root, tmp_path, monkeypatch):

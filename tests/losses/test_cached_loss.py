@@ -114,6 +114,14 @@ def test_models_and_settings_that_cannot_work_are_refused(model, tiny_tokenizer)
         CachedContAccumLoss(static_model)
     with pytest.raises(ConfigError, match="mini_batch_num_tokens must be at least 1"):
         CachedContAccumLoss(model, mini_batch_num_tokens=0)
+    with pytest.raises(ConfigError, match="mini_batch_size must be at least 1, got 0"):
+        CachedContAccumLoss(model, mini_batch_size=0)
+
+
+def test_the_model_card_names_the_size_of_mini_batches(model):
+    config = CachedContAccumLoss(model, mini_batch_size=4).get_config_dict()
+    assert (config["mini_batch_size"], config["mini_batch_num_tokens"]) == (4, None)
+    assert "bank_size" in config
 
 
 def test_updates_of_few_trained_parameters_count():

@@ -14,7 +14,7 @@ from sentence_transformers.sentence_transformer.losses import (
     MatryoshkaLoss,
     MultipleNegativesRankingLoss,
 )
-from sentence_transformers.sentence_transformer.losses.matryoshka import shrink
+from sentence_transformers.sentence_transformer.losses.matryoshka import ForwardDecorator, shrink
 from sentence_transformers.util import cos_sim, dot_score, euclidean_sim
 from tiny_models import tiny_encoder
 from torch import Tensor, nn
@@ -344,6 +344,43 @@ def test_probing_uses_no_random_number_and_restores_the_modes_of_modules():
     queries, passages = restored.encode(model, columns)
     assert torch.equal(first[0], queries)
     assert torch.equal(first[1], passages)
+
+
+def test_ranks_encode_equally_many_parts_of_the_probe_and_return_their_own(model, monkeypatch):
+    """The parts of three ranks, resumed on two: the second rank has two parts, the first one."""
+    parts = []
+    for part in range(3):
+        columns = [model.preprocess(sentences(3, 2 * part + i), task="query") for i in (0, 1)]
+        parts.append([copy_first_texts(column, 3) for column in columns])
+    expected = TextProbe(shared=False, parts=parts).encode(model, columns)
+    monkeypatch.setattr(probe, "world_size", lambda: 2)
+    calls = []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    own = []
+    for rank in (0, 1):
+        monkeypatch.setattr(probe, "rank", lambda rank=rank: rank)
+        own.append(TextProbe(shared=True, parts=parts).encode(model, columns))
+        assert len(calls) == 4  # two parts of two columns
+        calls.clear()
+    assert [len(queries) for queries, _ in own] == [3, 6]
+    for column in (0, 1):
+        assert torch.equal(torch.cat([own[0][column], own[1][column]]), expected[column])
+
+
+def test_the_probe_of_a_matryoshka_model_runs_the_hooks_of_the_model(model):
+    """FSDP gathers the weights in a hook before the forward method."""
+    columns = [model.preprocess(sentences(16, seed), task="query") for seed in (0, 1)]
+    text_probe = TextProbe(shared=False)
+    text_probe.collect(columns)
+    decorated = ForwardDecorator(model.forward)
+    decorated.set_dim(8)
+    model.forward = decorated
+    calls = []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    queries, _ = text_probe.encode(model, columns)
+    assert queries.shape == (PROBE_PAIRS, 16)
+    assert len(calls) == 2
+    assert model.forward is decorated
 
 
 def test_a_probe_is_not_collected_from_texts_that_cannot_be_separated():

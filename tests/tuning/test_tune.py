@@ -19,11 +19,14 @@ from contaccum.comparison.options import Options
 from contaccum.data import load_beir_folder
 from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
+from contaccum.training.arguments import BANK_METHODS
+from contaccum.training.options import METHODS
 from contaccum.tuning import search as search_module
 from contaccum.tuning.budget import Budget, format_duration, parse_duration
 from contaccum.tuning.choice import FinishedTrial, choose_trial
 from contaccum.tuning.journal import JOURNAL
 from contaccum.tuning.methods import adapt_options
+from contaccum.tuning.space import compute_start_rate
 from contaccum.tuning.trial import Outcome, QueryScores, TooSlow, run_trial
 
 NUM_QUERIES = 24
@@ -313,6 +316,15 @@ def test_durations_are_parsed_and_formatted():
     for text in ("", "30", "-3m", "1.2.3m"):
         with pytest.raises(ConfigError, match="write a time"):
             parse_duration(text)
+
+
+def test_every_method_has_a_start_rate_and_methods_with_a_bank_keep_its_settings():
+    options = {"bank_size": ["64"], "temperature": ["0.05"]}
+    for method in METHODS:
+        assert compute_start_rate(method, 384, has_adapter=False, is_base_weak=False) > 0
+        adapted = adapt_options(options, method, "store")
+        assert ("bank_size" in adapted) == (method in BANK_METHODS)
+        assert adapted["temperature"] == ["0.05"]
 
 
 def make_trial(number: int, scores: Sequence[float] | None, **settings: Any) -> FinishedTrial:
