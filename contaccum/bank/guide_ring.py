@@ -45,17 +45,19 @@ class GuideRing(nn.Module):
             ceilings=self.ceilings[:num_slots],
         )
 
-    def write(self, local: GuideEmbeddings, rows: slice, slots: Tensor, num_documents: int) -> None:
+    def write(
+        self, local: GuideEmbeddings, positions: slice, slots: Tensor, num_documents: int
+    ) -> None:
         """Write pairs of a micro-batch to the ring buffer.
 
         Args:
             local: guide embeddings of the micro-batch.
-            rows: the pairs of the micro-batch to write.
+            positions: the pairs of the micro-batch to write.
             slots: int64, the slots to write to, one for each of these pairs.
             num_documents: number of documents per pair to write.
         """
-        documents = local.documents[rows, :num_documents]
+        documents = local.documents[positions, :num_documents]
         self.documents[slots, :num_documents] = documents.to(self.documents)
         if len(self.queries) > 0:
-            self.queries[slots] = local.queries[rows].to(self.queries)
-            self.ceilings[slots] = local.ceilings[rows].to(self.ceilings)
+            self.queries[slots] = local.queries[positions].to(self.queries)
+            self.ceilings[slots] = local.ceilings[positions].to(self.ceilings)

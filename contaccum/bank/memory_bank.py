@@ -5,18 +5,17 @@ no gradient, so one number per query is enough, its log-sum
 
     L_i = logsumexp of s(i, j) / temperature over the banked negatives j of query i.
 
-`MemoryBank` keeps L_i exact without computing any score again. The ring buffer consists of 32 to
-64 blocks. A table holds the logsumexp of each banked query over the documents of each block, and
-L_i is the logsumexp over the blocks. Every logit in the table was computed by the loss anyway: a
-new query is scored against the old documents as a local row, and an old query is scored against the
-new documents as a banked row. The ring buffer overwrites a whole block at a time, so removing
-documents means resetting one row of the table. Nothing is ever subtracted, which would lose
-precision, and no value is copied from the device to the host.
+`MemoryBank` keeps L_i exact without computing any score again. The ring buffer consists of 32 to 64
+blocks, or of fewer pairs than that. A table holds the logsumexp of each banked query over the
+documents of each block, and L_i is the logsumexp over the blocks. Every logit in the table was
+computed by the loss anyway: a new query is scored against the old documents as a local row, and an
+old query is scored against the new documents as a banked row. Old pairs retire a whole block at a
+time, so removing documents means resetting one row of the table. Nothing is ever subtracted, which
+would lose precision, and no value is copied from the device to the host.
 
 The bank stores embeddings as they are: it normalises nothing and encodes no text.
 
-Source: Kim, Lee and Kang, NeurIPS 2024 (arXiv 2406.12356), section 3.2; the table of log-sums is
-ours.
+Source: Kim, Lee and Kang, NeurIPS 2024 (arXiv 2406.12356), section 3.2; the table is ours.
 """
 
 from __future__ import annotations
@@ -40,17 +39,20 @@ from contaccum.bank.logits import (
 from contaccum.bank.micro_batch import TextIds, collect_micro_batch, join_documents, make_pairs
 from contaccum.bank.settings import check_bank_sizes
 
-BLOCKS_PER_BANK = 32  # the smallest number; fewer if bank_size is below 32
+MIN_BLOCKS = 32  # a bank with fewer pairs has one block per pair
 
 PAIRS_PER_MEAN = 64
-"""Number of consecutive pairs (a run), at most, that share one stored mean of the query tower."""
+"""Maximum length of a run: consecutive pairs that share one stored mean of the query tower.
+
+`contaccum.bank.compensation` computes from it how far banked queries have drifted.
+"""
 
 
 class MemoryBank(nn.Module):
-    """Ring buffer of the last ``bank_size`` pairs, overwritten a block at a time.
+    """Ring buffer of the last ``bank_size`` pairs, which retire a block at a time.
 
     The number of pairs in a block is the largest power of two that is at most ``bank_size`` / 32,
-    and at least 1. A full bank uses at most ``bank_size`` rows and at least 31/32 of them. It uses
+    and at least 1. A full bank has at most ``bank_size`` pairs and at least 31/32 of them. It has
     all of them if ``bank_size`` and the sizes of all micro-batches are multiples of the block size.
 
     Pairs are numbered from the start of training, and pair i is stored in slot i % num_slots. A
@@ -68,7 +70,7 @@ class MemoryBank(nn.Module):
 
     Attributes:
         total_enqueued: number of pairs enqueued since the start of training.
-        oldest_in_use: number of the oldest pair in use.
+        oldest_in_use: pairs with smaller numbers have retired, or will not be stored.
 
     Raises:
         ConfigError (a ValueError): for sizes out of range.
@@ -99,14 +101,12 @@ class MemoryBank(nn.Module):
         self.bank_size = bank_size
         self.dim = dim
         self.temperature = temperature
-        max_block_size = max(bank_size // BLOCKS_PER_BANK, 1)
+        max_block_size = max(bank_size // MIN_BLOCKS, 1)
         self.block_size = 1 << (max_block_size.bit_length() - 1)  # rounded down to a power of two
         self.num_blocks = _divide_rounding_up(bank_size, self.block_size)
         self.num_slots = self.num_blocks * self.block_size
         self.pairs_per_mean = min(self.block_size, PAIRS_PER_MEAN)
-        num_queries = self.num_slots
-        if query_bank_size == 0:
-            num_queries = 0
+        num_queries = 0 if query_bank_size == 0 else self.num_slots
         num_documents = 1 + hard_negatives
 
         def add_buffer(name: str, shape: tuple[int, ...], value: float, dtype: torch.dtype) -> None:
@@ -141,7 +141,7 @@ class MemoryBank(nn.Module):
 
     @property
     def fill(self) -> int:
-        """The number of pairs that are not overwritten, retired pairs included."""
+        """The number of the last pairs that the bank has room for, retired pairs included."""
         return min(self.total_enqueued, self.bank_size)
 
     @property
@@ -179,7 +179,7 @@ class MemoryBank(nn.Module):
 
     @property
     def log_sums(self) -> Tensor:
-        """Logsumexp (m,) of each banked query's logits over all banked negatives in use."""
+        """Logsumexp (num_used_slots,) of each query's logits over all banked negatives in use."""
         return self.total_log_sums[: self.num_used_slots]
 
     def ensure_shape(self, dim: int, hard_negatives: int, guide_dim: int | None = None) -> None:
@@ -214,9 +214,7 @@ class MemoryBank(nn.Module):
             self.guide.documents = pad(self.guide.documents, (0, 0, 0, missing))
 
     def _ensure_guide_dim(self, guide_dim: int) -> None:
-        stored_dim = 0
-        if self.guide is not None:
-            stored_dim = self.guide.documents.shape[2]
+        stored_dim = 0 if self.guide is None else self.guide.documents.shape[2]
         if guide_dim == stored_dim:
             return
         if self.total_enqueued > 0:
@@ -239,7 +237,7 @@ class MemoryBank(nn.Module):
         passage_ids: Tensor | None = None,
         negative_ids: Tensor | None = None,
     ) -> None:
-        """Append pairs without computing a loss.
+        """Append pairs without a loss, scored as they are: no drift compensation, no margin.
 
         Args:
             queries, passages: (n, d).
@@ -287,8 +285,8 @@ class MemoryBank(nn.Module):
         num_scored_slots = self.num_used_slots
         end = self.total_enqueued + len(local.queries)
         self.retire(max(first_in_use, end - self.bank_size))
-        # Number of the first pair to store: the first new pair that has not retired already.
-        first = min(max(self.total_enqueued, self.oldest_in_use), end)
+        first = max(self.total_enqueued, self.oldest_in_use)  # skip new pairs that have retired
+        first = min(first, end)  # all of them may have retired
         if self.has_queries:
             self._extend_log_sums(local, blocks, is_finite, first, end, num_scored_slots)
         self._write_pairs(local, is_finite, first, end)
@@ -315,7 +313,7 @@ class MemoryBank(nn.Module):
 
         # New queries over old documents, except in blocks that have been retired since scoring.
         new_sums = self.block_log_sums.new_full((self.num_blocks, len(local.queries)), MASKED)
-        is_block_in_use = self.valid.unflatten(0, (self.num_blocks, -1)).flatten(1).any(1)
+        is_block_in_use = self.valid.view(self.num_blocks, -1).any(1)
         is_scored_block_in_use = is_block_in_use[:num_scored_blocks, None]
         new_sums[:num_scored_blocks] = torch.where(
             is_scored_block_in_use, blocks.against_bank_sums.T, MASKED
@@ -325,40 +323,43 @@ class MemoryBank(nn.Module):
         in_batch[:, :, 0].fill_diagonal_(MASKED)  # a row's own positive is not a negative
         from_bank = blocks.from_bank[:, :, :num_documents]
         old_queries = slice(0, num_scored_slots)
-        for block, rows in self._split_into_blocks(first, end):
+        for block, positions in self._split_into_blocks(first, end):
             # New queries over the new documents of this block.
-            local_sums = in_batch[:, rows].flatten(1).logsumexp(1)
+            local_sums = in_batch[:, positions].flatten(1).logsumexp(1)
             new_sums[block] = torch.logaddexp(new_sums[block], local_sums)
             # Old queries over the new documents of this block.
-            banked_sums = from_bank[:, rows].flatten(1).logsumexp(1)
+            banked_sums = from_bank[:, positions].flatten(1).logsumexp(1)
             banked_sums = torch.where(is_finite, banked_sums, MASKED)
             block_sums = torch.logaddexp(self.block_log_sums[block, old_queries], banked_sums)
             self.block_log_sums[block, old_queries] = block_sums
             total_sums = torch.logaddexp(self.total_log_sums[old_queries], banked_sums)
             self.total_log_sums[old_queries] = total_sums
 
-        stored_rows = slice(first - self.total_enqueued, None)
+        positions = slice(first - self.total_enqueued, None)
         slots = self._get_slots(first, end)
-        stored_sums = torch.where(is_finite, new_sums[:, stored_rows], MASKED)
+        stored_sums = torch.where(is_finite, new_sums[:, positions], MASKED)
         self.block_log_sums[:, slots] = stored_sums
         self.total_log_sums[slots] = stored_sums.logsumexp(0)
 
     def _write_pairs(self, local: Pairs, is_finite: Tensor, first: int, end: int) -> None:
-        rows = slice(first - self.total_enqueued, None)
+        """Write the new pairs with the numbers ``first`` to ``end`` - 1 into their slots."""
+        positions = slice(first - self.total_enqueued, None)
         slots = self._get_slots(first, end)
         num_documents = min(local.documents.shape[1], self.documents.shape[1])
-        documents = local.documents[rows, :num_documents]
+        documents = local.documents[positions, :num_documents]
         self.documents[slots, :num_documents] = torch.where(is_finite, documents, 0)
-        self.query_ids[:, slots] = local.query_ids[:, rows]
+        self.query_ids[:, slots] = local.query_ids[:, positions]
         self.document_ids[:, slots] = NO_ID
-        self.document_ids[:, slots, :num_documents] = local.document_ids[:, rows, :num_documents]
+        document_ids = local.document_ids[:, positions, :num_documents]
+        self.document_ids[:, slots, :num_documents] = document_ids
         self.valid[slots] = False
-        self.valid[slots, :num_documents] = local.valid[rows, :num_documents] & is_finite
+        self.valid[slots, :num_documents] = local.valid[positions, :num_documents] & is_finite
         if self.has_queries:
-            self.queries[slots] = torch.where(is_finite, local.queries[rows], 0)
-            self.positive_logits[slots] = torch.where(is_finite, local.positive_logits[rows], 0)
+            self.queries[slots] = torch.where(is_finite, local.queries[positions], 0)
+            positive_logits = local.positive_logits[positions]
+            self.positive_logits[slots] = torch.where(is_finite, positive_logits, 0)
         if self.guide is not None and local.guide is not None:
-            self.guide.write(local.guide, rows, slots, num_documents)
+            self.guide.write(local.guide, positions, slots, num_documents)
 
     def _write_query_mean(self, query_mean: Tensor, first: int, end: int) -> None:
         """Store the mean for every run (see `PAIRS_PER_MEAN`) whose first pair is new."""
@@ -404,21 +405,21 @@ class MemoryBank(nn.Module):
         """Split the new pairs with the numbers ``first`` to ``end`` - 1 at the bounds of blocks.
 
         Yields:
-            The index of a block, and the rows of the micro-batch whose documents belong to it.
+            The index of a block, and the positions in the micro-batch that belong to it.
         """
         while first < end:
             block = first // self.block_size
             end_of_block = min(end, (block + 1) * self.block_size)
-            rows = slice(first - self.total_enqueued, end_of_block - self.total_enqueued)
-            yield block % self.num_blocks, rows
+            positions = slice(first - self.total_enqueued, end_of_block - self.total_enqueued)
+            yield block % self.num_blocks, positions
             first = end_of_block
 
     def get_extra_state(self) -> Tensor:
-        """Return the counters, int64, on the CPU; reading them never waits for a device."""
+        """Return bank_size (checked when a state is loaded) and the counters, int64, on the CPU."""
         return torch.tensor([self.bank_size, self.total_enqueued, self.oldest_in_use])
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Restore the counters that `get_extra_state` returned."""
+        """Restore the counters; `BankedModule` compares the bank_size."""
         _, self.total_enqueued, self.oldest_in_use = state.tolist()
 
 

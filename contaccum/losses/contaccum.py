@@ -48,7 +48,7 @@ class ContAccumLoss(BankedTextLoss):
     """InfoNCE with memory banks of past queries and passages, for small batches.
 
     It replaces MultipleNegativesRankingLoss where memory allows only small batches: each
-    micro-batch has the thousands of passages in the bank as negatives, not only its own.
+    micro-batch has up to ``bank_size`` passages of the bank as negatives, not only its own.
 
     Args:
         model: a SentenceTransformer: one encoder for both queries and passages, or a Router with an
@@ -77,8 +77,9 @@ class ContAccumLoss(BankedTextLoss):
 
     Inputs:
         (anchor, positive) pairs or (anchor, positive, negative_1, ..., negative_n) n-tuples;
-        labels: none, or the teacher's scores of the positive and the n negatives, one row per
-            anchor, (micro-batch, 1 + n).
+        labels: None, the ids of the texts, the teacher's scores of the positive and the n
+            negatives, (micro-batch, 1 + n), or ids and scores; see
+            `contaccum.losses.distillation.split_labels`.
 
     Relations:
         - With ``bank_size=0`` and a batch without duplicates, the loss equals
@@ -86,12 +87,12 @@ class ContAccumLoss(BankedTextLoss):
           hardness.
         - With ``bank_size=0`` and a ``guide``, the loss equals `GISTEmbedLoss` with
           ``contrast_anchors=False`` and ``contrast_positives=False``.
-        - In eval mode, and without gradients, the loss uses the batch alone, without the bank.
+        - In eval mode or without gradients, the loss uses the batch alone, without the bank.
         - It works inside `MatryoshkaLoss`, where each dimension has a bank of its own. It does not
           work inside ``AdaptiveLayerLoss``, which calls the loss once per layer on the same
           micro-batch.
-        - A loss of your own may call `compute_loss_from_embeddings`. This loss then gets no texts:
-          the caller has to pass their ids, and to call ``info_nce.observe_probe`` after updates, so
+        - A loss of your own may call `compute_loss_from_embeddings`. `ContAccumLoss` then sees no
+          texts: the caller has to pass their ids, and to call ``info_nce.observe_probe`` after updates, so
           that the drift of the encoder is measured (docs/drift.md).
 
     Example:
@@ -212,7 +213,7 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
 
     1. Encode the whole batch without gradients, ``mini_batch_size`` texts at a time.
     2. Compute the loss, and its gradients with respect to the embeddings.
-    3. Encode each mini-batch again, and propagate those gradients through the model.
+    3. In backward, encode each mini-batch again, and propagate those gradients through the model.
 
     The bank adds negatives to step 2, but no activations.
 

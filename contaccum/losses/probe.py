@@ -53,11 +53,11 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 class TextProbe:
-    """The first ``PROBE_PAIRS`` training pairs, stored as features.
+    """The first training pairs, at least ``PROBE_PAIRS``, stored as features.
 
     The pairs are collected over as many micro-batches as needed. A part holds the pairs that one
-    rank contributed from one micro-batch. If ranks share a bank, every rank contributes the same
-    number of pairs and stores all parts; to encode the probe, the ranks divide the parts among
+    rank contributed from one micro-batch. If ranks share a bank, every rank contributes up to the
+    same number of pairs and stores all parts; to encode the probe, the ranks divide the parts among
     themselves. Only tensors and numbers are stored; other features of a column, such as the
     ``task`` for a Router, are copied from the current micro-batch.
 
@@ -243,7 +243,8 @@ class EncoderProbe:
         self, features: list[dict[str, Any]], clock: UpdateClock | None, is_shared: bool
     ) -> bool:
         """Collect texts; return True for the micro-batch that completes the probe."""
-        # Without texts after the first micro-step, the probe is off: it could not be collected.
+        # Collecting starts before the first micro-step, when there is no clock yet. If there are no
+        # texts later, they could not be separated, and the probe stays off.
         if self.texts is None and clock is None:
             self.texts = TextProbe(is_shared)
         if self.texts is None or self.texts.is_complete:
