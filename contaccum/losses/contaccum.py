@@ -92,8 +92,8 @@ class ContAccumLoss(BankedTextLoss):
           work inside ``AdaptiveLayerLoss``, which calls the loss once per layer on the same
           micro-batch.
         - A loss of your own may call `compute_loss_from_embeddings`. `ContAccumLoss` then sees no
-          texts: the caller has to pass their ids, and to call ``info_nce.observe_probe`` after updates, so
-          that the drift of the encoder is measured (docs/drift.md).
+          texts: the caller has to pass their ids, and to call ``info_nce.observe_probe`` after
+          updates, so that the drift of the encoder is measured (docs/drift.md).
 
     Example:
         ```python
