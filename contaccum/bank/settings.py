@@ -26,6 +26,9 @@ GuideMarginStrategy = Literal["absolute", "relative"]
 HardnessMode = Literal["in_batch_negatives", "hard_negatives", "all_negatives"]
 PartitionMode = Literal["joint", "per_direction"]
 
+DEFAULT_TEMPERATURE = {"cos": 0.05, "dot": 1.0}
+"""{similarity: temperature} where none is given."""
+
 DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 """Similarity directions, named ``<rows>_to_<columns>``, as in MultipleNegativesRankingLoss.
 

@@ -44,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
                 "folders only; encode to a folder, or use write_parquet (docs/encoding.md)"
             )
     require_texts(args.corpus, args.kind, args.on_bad_record)
-    check_folder(args.output)
+    check_folder(args.output, args.overwrite)
     state = start_ranks(args)
     rank = state.process_index
     num_ranks = state.num_processes

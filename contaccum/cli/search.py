@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from contaccum.retrieval.store import EmbeddingStore
 
 
+_QUERIES_PER_LOOKUP = 4096  # queries whose documents' ids are read together, shard by shard
+
+
 class _Results(NamedTuple):
     """Results of a search for n queries."""
 
@@ -228,12 +231,12 @@ def _load_queries(args: argparse.Namespace, store: EmbeddingStore) -> tuple[list
 
 def _read_query_texts(args: argparse.Namespace, report: Any) -> dict[str, str]:
     """Return {query id: text} of the queries' file or folder."""
-    from contaccum.data import load_beir_folder
+    from contaccum.data.beir import read_split_queries
     from contaccum.retrieval.encode import read_texts
 
     path = Path(args.queries)
     if args.split:
-        return load_beir_folder(path, args.split, report=report).queries
+        return read_split_queries(path, args.split, report)
     return {query.id: query.passage for query in read_texts(path, "query", report)}
 
 
@@ -319,7 +322,13 @@ def _get_hits(
     Args:
         scores, rows: (n, k), as `contaccum.retrieval.index.search` returns them.
     """
-    for query_scores, query_rows in zip(scores, rows, strict=True):
+    import numpy as np
+
+    for start in range(0, len(rows), _QUERIES_PER_LOOKUP):
+        group = slice(start, start + _QUERIES_PER_LOOKUP)
         # If an approximate index returns fewer than k documents, the row is filled with -1.
-        document_ids = store.ids(query_rows[query_rows >= 0])
-        yield dict(zip(document_ids, query_scores.tolist(), strict=False))
+        found_rows = np.unique(rows[group][rows[group] >= 0])
+        id_of_row = dict(zip(found_rows.tolist(), store.ids(found_rows), strict=True))
+        for query_scores, query_rows in zip(scores[group], rows[group], strict=True):
+            document_ids = [id_of_row[row] for row in query_rows.tolist() if row >= 0]
+            yield dict(zip(document_ids, query_scores.tolist(), strict=False))

@@ -37,6 +37,7 @@ from contaccum.data.records import (
 from contaccum.errors import DataError
 from contaccum.files import AnyPath, Fingerprint
 
+QRELS_HEADER = "query-id\tcorpus-id\tscore\n"
 _QRELS_HEADERS = ("query-id\t", "query_id\t", "queryid\t", "qid\t")
 
 
@@ -108,6 +109,17 @@ def load_beir_folder(
         path=folder,
         report=report,
     )
+
+
+def read_split_queries(folder: Path, split: str, report: RecordReport) -> dict[str, str]:
+    """Return {query id: text} of the queries with judgements in a split; no corpus is read.
+
+    Raises:
+        DataError: as `load_beir_folder` does.
+    """
+    all_queries = _read_texts_by_id(find_beir_file(folder, "queries.jsonl"), report)
+    qrels = _read_qrels(find_qrels_file(folder, split), report, all_queries, None)
+    return {query_id: all_queries[query_id]["text"] for query_id in qrels}
 
 
 def _compute_fingerprint(
@@ -208,15 +220,16 @@ def _read_qrels(
     path: Path,
     report: RecordReport,
     queries: Mapping[str, dict[str, str]],
-    corpus: Mapping[str, dict[str, str]],
+    corpus: Mapping[str, dict[str, str]] | None,
 ) -> dict[str, dict[str, int]]:
+    """Read the judgements of a split; without a corpus, any document may be judged."""
     qrels: dict[str, dict[str, int]] = {}
 
     def parse_judgement(line: str) -> _Judgement:
         query_id, document_id, grade = split_cells(line, 3)
         if query_id not in queries:
             raise Fault("unknown query", quoted(query_id))
-        if document_id not in corpus:
+        if corpus is not None and document_id not in corpus:
             raise Fault("unknown document", quoted(document_id))
         if document_id in qrels.get(query_id, {}):
             raise Fault(

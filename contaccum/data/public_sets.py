@@ -13,10 +13,11 @@ import re
 import urllib.request
 import zipfile
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from contaccum.data.beir import find_beir_file, find_qrels_file, shipped_scifact
+from contaccum.data.beir import QRELS_HEADER, find_beir_file, find_qrels_file, shipped_scifact
 from contaccum.data.records import one_line, quoted
 from contaccum.errors import DataError, UserError, closest
 from contaccum.files import AnyPath, atomic_folder, cache_folder, read_json, write_text
@@ -127,7 +128,8 @@ def _convert_set(name: str, split: str, error_message: str) -> Path:
             _write_json_lines(part / "corpus.jsonl", content.corpus)
             _write_json_lines(part / "queries.jsonl", content.queries)
             qrels_lines = ("\t".join(map(str, row)) + "\n" for row in content.qrels)
-            write_text(part / "qrels" / f"{split}.tsv", qrels_lines)
+            # BEIR's own loader drops the first line.
+            write_text(part / "qrels" / f"{split}.tsv", chain([QRELS_HEADER], qrels_lines))
     except UserError:
         raise
     except Exception as error:  # the libraries and the network have no common exception class

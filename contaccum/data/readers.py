@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -302,7 +303,9 @@ def _parse_text_triple(line: str) -> Record:
     return Record(query, [positive.strip()], [negative.strip()])
 
 
-def read_passages(path: AnyPath, report: RecordReport) -> Iterator[Passage]:
+def read_passages(
+    path: AnyPath, report: RecordReport, may_be_blank: bool = False
+) -> Iterator[Passage]:
     """Yield every passage of a corpus, in the order of the file. Repeated ids are not refused.
 
     Args:
@@ -314,12 +317,15 @@ def read_passages(path: AnyPath, report: RecordReport) -> Iterator[Passage]:
             - lines of `id<TAB>text`, plain or gzip, without quoting, as MS MARCO publishes them;
             - a parquet file or a Hugging Face dataset with these columns.
         report: receives the counts of used and bad records.
+        may_be_blank: True to yield passages without title and text, which published sets have;
+            False: they are bad records.
 
     Raises:
         DataError: for a corpus that cannot be read, or a bad record under "stop".
     """
     source = _make_corpus_source(path)
-    return parse_rows(source.path, source.rows(), _parse_passage, report)
+    parse = partial(_parse_passage, may_be_blank=may_be_blank)
+    return parse_rows(source.path, source.rows(), parse, report)
 
 
 def _make_corpus_source(path: AnyPath) -> Source:
@@ -361,7 +367,7 @@ def _has_header(path: Path, head: bytes) -> bool:
     return not names.isdisjoint(_PASSAGE_TEXT_FIELDS)
 
 
-def _parse_passage(row: str | Mapping[str, Any]) -> Passage:
+def _parse_passage(row: str | Mapping[str, Any], may_be_blank: bool) -> Passage:
     """Parse a row of a corpus: a mapping, or a line `id<TAB>text`."""
     if isinstance(row, str):
         passage_id, text = split_cells(row, 2)
@@ -373,6 +379,6 @@ def _parse_passage(row: str | Mapping[str, Any]) -> Passage:
         expected = ", ".join(_PASSAGE_ID_FIELDS)
         raise Fault("missing id", f"its fields are {fields}; ids are in one of {expected}")
     passage = Passage(parse_id(identifier, "id"), parse_title(row), text)
-    if not passage.passage:
+    if not passage.passage and not may_be_blank:
         raise Fault("empty passage", quoted(passage.id))
     return passage

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from contaccum.data.beir import BeirDataset, get_positives
+from contaccum.data.beir import QRELS_HEADER, BeirDataset, get_positives
 from contaccum.data.fields import Record
 from contaccum.data.near_duplicates import normalise
 from contaccum.data.readers import Passage, read_passages
@@ -228,7 +228,7 @@ def _write_beir_files(
     for query_id, text in queries.items():
         query_lines.append(json.dumps({"_id": query_id, "text": text}) + "\n")
     write_text(folder / "queries.jsonl", query_lines)
-    write_text(folder / "qrels" / "test.tsv", ["query-id\tcorpus-id\tscore\n", *qrels_lines])
+    write_text(folder / "qrels" / "test.tsv", [QRELS_HEADER, *qrels_lines])
 
 
 def copy_test(test: BeirDataset, folder: Path) -> int:

@@ -10,6 +10,7 @@ scope; tables belong to `tables`.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ from contaccum.evaluation.metrics import (
     warn_of_ignored_judgements,
 )
 from contaccum.evaluation.results import EvaluationResult, JsonObject, Run
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -79,8 +82,8 @@ def score_beir_run(
 ) -> EvaluationResult:
     """Score the run of any system.
 
-    Judged queries without results count as zero. Results of other queries, and results below the
-    largest cut-off, are ignored.
+    Judged queries without results count as zero. Results of other queries, documents with the id of
+    their query, and results below the largest cut-off are ignored.
 
     Args:
         dataset: the data set.
@@ -95,13 +98,20 @@ def score_beir_run(
     best_hits: Run = {}
     for query_id in dataset.qrels:
         if query_id in run:
-            best_hits[query_id] = dict(sort_as_trec_eval(run[query_id])[:max_k])
+            hits = {name: score for name, score in run[query_id].items() if name != query_id}
+            best_hits[query_id] = dict(sort_as_trec_eval(hits)[:max_k])
     if not best_hits:
         raise DataError(
             f"{name}: has results for none of {dataset.name}'s judged queries (check that the run "
             "and the data have the same query ids)"
         )
     warn_of_ignored_judgements(dataset.qrels, dataset.name)
+    most_hits = max(len(hits) for hits in best_hits.values())
+    if most_hits < min(max_k, len(dataset.corpus)):
+        logger.warning(
+            f"{name}: has at most {most_hits} results for a query of {dataset.name}: metrics at "
+            "larger cut-offs count all other documents as not found"
+        )
     metrics, per_query = score_run(dataset.qrels, best_hits, k_values)
     data = describe_data(dataset)
     data["queries_without_results"] = len(dataset.qrels) - len(best_hits)

@@ -13,6 +13,7 @@ their positives in the store.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from contaccum.bank.full_softmax import compute_full_softmax_loss
+from contaccum.bank.settings import DEFAULT_TEMPERATURE
 from contaccum.data.sampling import LABELS, first_texts, get_samplings, text_ids
 from contaccum.distributed import rank, world_size
 from contaccum.encoders.query_tower import train_query_tower_alone
@@ -65,7 +67,8 @@ class QuerySideLoss(nn.Module):
             instead of a copy, call `contaccum.encoders.query_tower.add_query_adapter` first.
         store: an `EmbeddingStore`, the path or URL of its folder (``contaccum encode`` writes one)
             or `StoreDocuments`.
-        scale: 1 / temperature. The similarity function is that of the store.
+        scale: 1 / temperature. None: 20 for a store with cosine similarity, 1 for dot product. The
+            similarity function is that of the store.
 
     Raises:
         ConfigError (a ValueError): for a store that was encoded with another model, prompt or
@@ -102,10 +105,10 @@ class QuerySideLoss(nn.Module):
         self,
         model: SentenceTransformer,
         store: EmbeddingStore | StoreDocuments | AnyPath,
-        scale: float = 20.0,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
-        if not scale > 0:
+        if scale is not None and not 0 < scale < math.inf:
             raise ConfigError(f"scale must be a positive number, got {scale!r}")
         if not isinstance(store, (EmbeddingStore, StoreDocuments)):
             store = EmbeddingStore.open(store)
@@ -115,7 +118,7 @@ class QuerySideLoss(nn.Module):
         self.documents: StoreDocuments = store
         train_query_tower_alone(model)
         self.model = model
-        self.scale = scale
+        self.scale = scale or 1.0 / DEFAULT_TEMPERATURE[store.similarity]
         self._num_micro_steps = 0
 
     def forward(
@@ -251,8 +254,8 @@ class QuerySideCollator(SentenceTransformerDataCollator):
             )
         columns = [name for name in features[0] if name not in LABELS]
         query_column, positive_column = columns[:2]
-        queries = [str(row[query_column]) for row in features]
-        positives = [str(row[positive_column]) for row in features]
+        queries = [str(row[query_column]).strip() for row in features]
+        positives = [str(row[positive_column]).strip() for row in features]
         labels = self.positives.label_batch(queries, positives)
         query_rows = []
         for row, label in zip(features, labels, strict=True):
@@ -293,7 +296,10 @@ def hash_pairs(dataset: Any) -> np.ndarray:
 
 
 def iterate_pairs(dataset: Any) -> Iterator[tuple[str, list[str]]]:
-    """Yield the query of each row, in order, with its positives in all epochs."""
+    """Yield the query of each row, in order, with its positives in all epochs.
+
+    White space at their ends is removed, as from the texts of a store.
+    """
     samplings = get_samplings(dataset)
     if samplings:
         # A data set that is sampled by epoch stores row numbers in the column "query", and a
@@ -305,7 +311,7 @@ def iterate_pairs(dataset: Any) -> Iterator[tuple[str, list[str]]]:
     for texts in first_texts(dataset):
         queries, positives = list(texts.values())[:2]
         for query, positive in zip(queries, positives, strict=True):
-            yield str(query), [str(positive)]
+            yield str(query).strip(), [str(positive).strip()]
 
 
 def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:

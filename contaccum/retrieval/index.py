@@ -84,8 +84,8 @@ def build_index(
             exactness for speed or memory and run on the CPU.
         metric: "cos" or "dot". With "cos", normalised copies are compared; the array of the
             caller does not change.
-        ids: N document ids for an array. Documents with equal scores are ordered by id,
-            ascending; without ids, by row.
+        ids: N document ids for an array; None: the row numbers. Documents with equal scores are
+            ordered by id, descending, as by trec_eval.
         parameters: FAISS search parameters, such as "nprobe=32" or "efSearch=128"; None: one
             eighth of the lists of an inverted file, FAISS's default for others.
 
@@ -221,7 +221,7 @@ def search(
 
     Returns:
         Scores, float32 (n, min(k, N)), and rows, int64 (n, min(k, N)), of each query's documents:
-        by score, descending, and for equal scores by id, ascending. An approximate index may find
+        by score, and for equal scores by id, both descending. An approximate index may find
         fewer documents, and a part may have fewer; then the last entries are row -1 with score
         -inf.
 
@@ -253,7 +253,9 @@ def search(
 def order_ties_by_id(
     ids: Callable[[np.ndarray], Sequence[str] | np.ndarray], scores: np.ndarray, rows: np.ndarray
 ) -> None:
-    """Order documents with equal scores by id, ascending, in place.
+    """Order documents with equal scores by id, descending, in place.
+
+    This is the order of trec_eval, so metrics do not depend on how many documents are kept.
 
     Args:
         ids: function that returns the ids of some rows.
@@ -267,9 +269,8 @@ def order_ties_by_id(
         tied = np.flatnonzero(starts_tie | continues_tie)
         # The line may have several ties, so that the documents are sorted by score and then by id.
         tied_scores = scores[line, tied].tolist()
-        tied_ids = ids(rows[line, tied])
-        sort_keys = [(-score, key) for score, key in zip(tied_scores, tied_ids, strict=True)]
-        order = sorted(range(len(sort_keys)), key=sort_keys.__getitem__)
+        sort_keys = list(zip(tied_scores, ids(rows[line, tied]), strict=True))
+        order = sorted(range(len(sort_keys)), key=sort_keys.__getitem__, reverse=True)
         rows[line, tied] = rows[line, tied[order]]
 
 

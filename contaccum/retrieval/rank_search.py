@@ -63,7 +63,7 @@ def search_with_all_ranks(
     Returns:
         On rank 0, the scores, float32 (n, min(k, N)), and the documents' row numbers in the store,
         int64 (n, min(k, N)). The documents of a query are in descending order of their scores, and
-        with equal scores in ascending order of their ids. None on other ranks.
+        with equal scores of their ids. None on other ranks.
 
     Raises:
         UserError: a vector holds NaN or infinity.

@@ -46,7 +46,7 @@ STORED = ("float32", "float16", "int8", "binary")
 _MAX_MAPPED_SHARDS = 64
 # Remedies in error messages.
 _CONTINUE = "run the same contaccum encode again, and it continues"
-_REPLACE = "choose another --output, or replace the store with --overwrite"
+_REPLACE = "name another folder, or remove this store; contaccum encode does so with --overwrite"
 # Keys of store.json that decide the rows of a store, in the order in which they are hashed.
 _FINGERPRINT_KEYS = (
     "kind",
@@ -270,7 +270,7 @@ class StoreWriter:
         overwrite: bool = False,
     ) -> None:
         self.folder = open_folder(folder)
-        metadata = check_folder(folder)
+        metadata = check_folder(folder, overwrite)
         if metadata is not None and overwrite:
             remove_store(self.folder)
             metadata = None
@@ -410,11 +410,12 @@ class StoreWriter:
         return DataError(f"{self.folder}: holds embeddings of another corpus ({_REPLACE})")
 
 
-def check_folder(path: files.AnyPath) -> dict[str, Any] | None:
+def check_folder(path: files.AnyPath, overwrite: bool = False) -> dict[str, Any] | None:
     """Check that a store can be written to a folder. Nothing is written.
 
     Args:
         path: a path, or a URL.
+        overwrite: True if a store that is there will be removed, whatever its version.
 
     Returns:
         The content of store.json of a store that is there; None for a new or empty folder.
@@ -426,7 +427,7 @@ def check_folder(path: files.AnyPath) -> dict[str, Any] | None:
     """
     folder = open_folder(path)
     if folder.exists(STORE_FILE):
-        return read_metadata(folder)
+        return read_metadata(folder, any_version=overwrite)
     # A process that was killed before it wrote store.json may have left hidden files.
     if folder.list_names():
         raise UserError(f"{folder}: exists and is not a store of embeddings (name a new folder)")

@@ -48,18 +48,19 @@ def remove_store(folder: StoreFolder) -> None:
     folder.remove(STORE_FILE)
 
 
-def read_metadata(folder: StoreFolder) -> dict[str, Any]:
-    """Return the content of store.json.
+def read_metadata(folder: StoreFolder, any_version: bool = False) -> dict[str, Any]:
+    """Return the content of store.json; with ``any_version``, also of another version.
 
     Raises:
         DataError: the file is broken, is not of a store, or is of another version of the format.
     """
     metadata = folder.read_json(STORE_FILE)
     stored_format = {key: metadata.get(key) for key in FORMAT}
-    if stored_format != FORMAT:
+    is_store = stored_format["format"] == FORMAT["format"]
+    if stored_format != FORMAT and not (any_version and is_store):
         raise DataError(
             f"{folder}/{STORE_FILE}: has {stored_format}, expected {FORMAT} (encode the corpus "
-            "again with this version of contaccum)"
+            "again with this version of contaccum and --overwrite)"
         )
     return metadata
 

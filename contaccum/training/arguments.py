@@ -19,7 +19,7 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import SaveStrategy
 
-from contaccum.bank.settings import LossOptions, LossSettings
+from contaccum.bank.settings import DEFAULT_TEMPERATURE, LossOptions, LossSettings
 from contaccum.errors import ConfigError, check_choice
 from contaccum.files import redact
 from contaccum.losses.distillation import Distillation
@@ -34,7 +34,6 @@ BANK_METHODS = ("contaccum", "pre_batch", "contaccum_cached")
 """Methods with a bank of past embeddings."""
 CACHED_METHODS = ("grad_cache", "contaccum_cached")
 """Methods with a gradient cache: the pairs of an update are one batch, which is encoded twice."""
-DEFAULT_TEMPERATURE = {"cos": 0.05, "dot": 1.0}
 MIN_DEEPSPEED = "0.19.8"
 """The tested version. Earlier versions apply infinite or NaN updates in bfloat16."""
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from accelerate import PartialState
 from datasets import IterableDataset
 from sentence_transformers import SentenceTransformer
 
@@ -132,17 +133,19 @@ def _open_store(args: ContAccumTrainingArguments, model: SentenceTransformer) ->
     if args.passage_store is not None:
         return EmbeddingStore.open(args.passage_store)
     folder = Path(str(args.output_dir)) / STORE_FOLDER
-    with args.main_process_first(desc="encoding the corpus"):
-        if args.process_index == 0:
-            base_model = getattr(model.model_card_data, "base_model", None)
-            encoder = CorpusEncoder(
-                model,
-                str(base_model or "the model of this run"),
-                Path(str(args.corpus)),
-                folder,
-                batch_size=args.per_device_eval_batch_size,
-            )
-            encoder.encode(show_progress=not args.disable_tqdm)
+    base_model = getattr(model.model_card_data, "base_model", None)
+    # The first process creates the store. Then all of them encode, each its own shards.
+    with args.main_process_first(local=False, desc="creating the store"):
+        encoder = CorpusEncoder(
+            model,
+            str(base_model or "the model of this run"),
+            Path(str(args.corpus)),
+            folder,
+            batch_size=args.per_device_eval_batch_size,
+        )
+    show_progress = not args.disable_tqdm and args.process_index == 0
+    encoder.encode(args.process_index, args.world_size, show_progress)
+    PartialState().wait_for_everyone()
     return EmbeddingStore.open(folder)
 
 

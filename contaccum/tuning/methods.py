@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from contaccum.bank.settings import DEFAULT_TEMPERATURE
 from contaccum.comparison.options import Options
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.files import AnyPath
@@ -17,7 +18,6 @@ from contaccum.retrieval.encode import get_metric
 from contaccum.training.arguments import (
     BANK_METHODS,
     BANK_SETTINGS,
-    DEFAULT_TEMPERATURE,
     NON_QUERY_SIDE_SETTINGS,
     QUERY_SIDE_SETTINGS,
     ContAccumTrainingArguments,

@@ -130,6 +130,15 @@ def test_two_processes_write_the_store_of_one_process(root, store_folder, tmp_pa
     assert "written:" in done.stdout
 
 
+def test_a_document_without_text_is_encoded_and_a_query_without_text_is_refused(root, tmp_path):
+    """Published sets have such documents, and an evaluation in memory scores with them."""
+    lines = ['{"_id": "d0", "text": "a text"}', '{"_id": "d1", "title": "", "text": ""}']
+    (root / "blank.jsonl").write_text("\n".join(lines))
+    encode(root, tmp_path / "documents", corpus="blank.jsonl")
+    assert EmbeddingStore.open(tmp_path / "documents").ids([0, 1]) == ["d0", "d1"]
+    encode(root, tmp_path / "queries", "--kind", "query", corpus="blank.jsonl", expect=2)
+
+
 def test_repeated_ids_are_refused(root, tmp_path, monkeypatch):
     """Ids are checked in blocks. The repetition is in another block or in the same block."""
     lines = (root / "beir" / "corpus.jsonl").read_text().splitlines()

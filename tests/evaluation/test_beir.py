@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_data import write_judged_places
+from small_data import write_beir, write_judged_places
+from tiny_models import tiny_encoder
 
 from contaccum import DualEncoder
 from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, load_beir_folder
@@ -116,6 +117,25 @@ def test_data_without_ignored_judgements_are_not_warned_of(model, places, caplog
     assert "ignored_judgements" not in describe_data(places)
 
 
+def test_a_run_with_fewer_results_than_the_largest_cut_off_is_warned_of(places, caplog):
+    score_beir_run(places, {"q0": {"cat-tree": 1.0, "dog-tree": 0.5}}, (1, 5), "r")
+    (warning,) = get_package_warnings(caplog)
+    assert warning.startswith(f"r: has at most 2 results for a query of {places.name}: metrics at")
+
+
+def test_documents_with_equal_scores_score_the_same_at_each_number_of_results(tmp_path):
+    """Two equal documents: trec_eval puts the larger id first, so a search must keep this one."""
+    documents = {"a": ("", "the same text"), "b": ("", "the same text")}
+    (tmp_path / "twins").mkdir()
+    write_beir(tmp_path / "twins", documents, {"q": "a text"}, [("q", "b", 1)], "test")
+    data = load_beir_folder(tmp_path / "twins")
+    metrics = [
+        evaluate_beir(tiny_encoder(), data, k_values, show_progress=False).metrics["NDCG@1"]
+        for k_values in ((1,), (1, 2))
+    ]
+    assert metrics == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("similarity", ["cos", "dot"])
 def test_a_run_has_the_largest_inner_products_of_all_pairs(model, places, similarity):
     result = evaluate_beir(model, places, (1, 5), similarity=similarity, show_progress=False)
@@ -139,6 +159,8 @@ def test_a_models_run_scores_as_the_model_and_missing_queries_count_as_zero(mode
     same_result = score_beir_run(places, run, (1, 5), "r")
     assert same_result.metrics == result.metrics
     assert same_result.data["queries_without_results"] == 0
+    with_own_ids = {query: {query: 9.0, **hits} for query, hits in result.run.items()}
+    assert score_beir_run(places, with_own_ids, (1, 5), "r").metrics == result.metrics
     result_of_one_query = score_beir_run(places, {"q0": result.run["q0"]}, (1, 5), "r")
     expected = result.per_query["q0"]["P@5"] / 6
     assert result_of_one_query.metrics["P@5"] == pytest.approx(expected)

@@ -236,6 +236,19 @@ def _id(text: str) -> int:
     return int(text_ids([text])[0])
 
 
+def test_white_space_around_a_positive_and_the_default_scale(tmp_path):
+    model = tiny_encoder()
+    store = write_store(tmp_path, model)
+    loss = QuerySideLoss(model, store)
+    assert loss.scale == {"cos": 20.0, "dot": 1.0}[loss.documents.similarity]
+    rows = []
+    for text in (DOCUMENTS[3], f" {DOCUMENTS[3]}\n"):
+        data = Dataset.from_dict({"query": ["the cat"], "positive": [text]})
+        collator = QuerySideCollator.of_dataset(model, loss.documents, data)
+        rows.append(collator([data[0]])["label"].tolist())
+    assert rows[0] == rows[1]
+
+
 def test_a_positive_that_the_store_lacks_is_named(tmp_path):
     model = tiny_encoder()
     loss = QuerySideLoss(model, write_store(tmp_path, model))

@@ -126,7 +126,7 @@ def test_equal_scores_at_place_k_are_ordered_by_id(root):
     num_ties_across_ranks = 0
     for row, query_id in enumerate(queries_store.ids(range(NUM_QUERIES))):
         scores = store[:] @ queries[row]
-        ranking = sorted(range(len(ids)), key=lambda n: (-scores[n], ids[n]))
+        ranking = sorted(range(len(ids)), key=lambda n: (scores[n], ids[n]), reverse=True)
         assert set(hits[query_id]) == {ids[n] for n in ranking[:20]}
         tied_rows = np.flatnonzero(scores == scores[ranking[19]])
         is_cut = scores[ranking[20]] == scores[ranking[19]]

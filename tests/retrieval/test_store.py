@@ -159,6 +159,10 @@ def test_a_store_of_another_identity_is_refused_and_left_alone(tmp_path, changes
 
 def test_overwrite_removes_the_old_store(tmp_path):
     folder = write_store(tmp_path / "s")
+    old_format = json.loads((folder / "store.json").read_text()) | {"version": 0}
+    (folder / "store.json").write_text(json.dumps(old_format))
+    with pytest.raises(DataError, match="--overwrite"):
+        open_writer(folder)
     open_writer(folder, overwrite=True, dtype="float16")
     assert [path.name for path in folder.iterdir()] == ["store.json"]
 
