@@ -7,6 +7,7 @@ in its second epoch would repeat the order of the first. Its other samplers are 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -39,15 +40,23 @@ class EpochBatchSampler(DefaultBatchSampler):
 class _HashedRows:
     """Data set for `NoDuplicatesBatchSampler` of N rows with a hash in place of each of c texts.
 
-    The sampler compares the values of rows only, and hashes take less memory than texts.
+    The sampler compares the values of rows only, and hashes take less memory than texts. A missing
+    text (None) equals no other one.
     """
 
     column_names = ()
 
     def __init__(self, dataset: Any) -> None:
         hashes_by_batch = []
+        missing_numbers = count()
         for texts_by_column in first_texts(dataset):
-            hashes = [text_ids(texts) for texts in texts_by_column.values()]
+            hashes = []
+            for texts in texts_by_column.values():
+                distinct = [
+                    f"missing text {next(missing_numbers)}" if text is None else text
+                    for text in texts
+                ]
+                hashes.append(text_ids(distinct))
             hashes_by_batch.append(np.column_stack(hashes))
         self._hashes = np.concatenate(hashes_by_batch)
 

@@ -58,7 +58,7 @@ def write_final_config(folder: FitFolder, tuned: TunedSettings, seconds_left: fl
     # Any evaluation strategy other than "no" is valid here, where only updates are counted.
     run_options = {**options, "eval_strategy": ["epoch"]}
     _, data_args, args = config.parse(to_command_line(run_options))
-    num_updates = count_updates(len(config.load_data(data_args, args).dataset), args)
+    num_updates = count_updates(config.load_data(data_args, args).dataset, args)
     possible_updates = _estimate_possible_updates(tuned, seconds_left)
     is_cut = possible_updates < num_updates
     if is_cut:

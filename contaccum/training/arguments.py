@@ -180,6 +180,7 @@ class ContAccumTrainingArguments(
             "per_device_train_batch_size",
             "gradient_accumulation_steps",
             "refresh_negatives_every",
+            "early_stopping_patience",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -86,6 +86,12 @@ class MicroBatchLimit:
         self._rank = rank
         self._can_halve = can_halve
 
+    def restore(self, rows: int | None) -> None:
+        """Set the limit of a checkpoint, from which the run resumes; None for no limit."""
+        self.rows = rows
+        if rows is not None:
+            set_mini_batch_size(self._loss, rows)
+
     def halve(self, rows: int, update: int, reason: str) -> None:
         """Set the limit to half of ``rows``, for the rest of the run.
 
@@ -179,9 +185,13 @@ def make_longest_rows(dataset: Any, num_rows: int) -> list[Row]:
     longest: dict[str, list[str]] = {}
     for batch in first_texts(dataset):
         for column, texts in batch.items():
-            new_texts = [text or "" for text in texts]
+            new_texts = [str(text) for text in texts if text]
             candidates = longest.get(column, []) + new_texts
             longest[column] = heapq.nlargest(num_rows, candidates, key=len)
+    positives = list(longest.values())[1]
+    for column, longest_texts in longest.items():
+        if not longest_texts:  # negatives that are mined or filled in later, from passages
+            longest[column] = positives
     rows: list[Row] = []
     for index in range(num_rows):
         row = {column: texts[index % len(texts)] for column, texts in longest.items()}
@@ -219,6 +229,7 @@ def find_micro_batch(
         UserError: if the smallest micro-batch does not fit.
     """
     random_states = RandomStates.capture()
+    model.train()  # with dropout and gradient checkpointing, as in training
     num_pairs = args.per_device_train_batch_size * args.gradient_accumulation_steps
     rows = make_longest_rows(dataset, num_pairs)
     sizes = [size for size in range(smallest, num_pairs + 1) if num_pairs % size == 0]

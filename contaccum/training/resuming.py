@@ -56,6 +56,10 @@ not be valid.
 """
 
 
+_LENGTH_SETTINGS = ("max_steps", "num_train_epochs", "early_stopping_patience")
+"""Arguments that decide when a run ends."""
+
+
 @dataclass(frozen=True)
 class ResumePoint:
     """A checkpoint that a run resumes from.
@@ -64,11 +68,13 @@ class ResumePoint:
         folder: the checkpoint.
         marker: the content of its marker, from `RunDescription.make_marker`.
         state: the state of transformers' trainer, which the checkpoint contains.
+        is_newest: True if the user asked for the newest checkpoint and no newer one is damaged.
     """
 
     folder: Path
     marker: Mapping[str, Any]
     state: TrainerState
+    is_newest: bool
 
     @property
     def run_id(self) -> str | None:
@@ -85,11 +91,23 @@ class ResumePoint:
         num_updates = round((epoch - num_passes) * self.state.max_steps)
         return num_passes, num_updates * batches_per_update
 
-    def find_final_model(self, args: ContAccumTrainingArguments) -> str | None:
-        """Return the folder of the final model if the run ended at this checkpoint, else None.
+    def find_final_model(
+        self, args: ContAccumTrainingArguments, user_arguments: Mapping[str, Any]
+    ) -> str | None:
+        """Return the folder of the final model if the run has ended, else None.
 
-        Without this check, transformers would train another update after the end.
+        Without this check, transformers would train another update after the end. The newest
+        checkpoint may be older than the end, because only the best ones are kept.
+
+        Args:
+            args: the arguments of the run.
+            user_arguments: the arguments as the user wrote them.
         """
+        record = read_run_record(str(args.output_dir))
+        is_finished = bool(self.is_newest and record.get("finished"))
+        for name in _LENGTH_SETTINGS:
+            if record.get("arguments", {}).get(name) != user_arguments.get(name):
+                is_finished = False  # the run is to be longer or shorter now
         # stateful_callbacks may be a list by its type, but TrainerState makes it a dictionary.
         callbacks = cast(dict[str, dict], self.state.stateful_callbacks)
         attributes = callbacks.get("EvaluationCallback", {}).get("attributes", {})
@@ -99,13 +117,20 @@ class ResumePoint:
             reason = "it stopped early. Raise early_stopping_patience to train on"
         elif 0 < args.max_steps <= self.state.global_step:
             reason = f"it has reached max_steps={args.max_steps}. Raise max_steps to train on"
+        elif is_finished and self.state.global_step < record["updates"]:
+            reason = "it is finished. Raise max_steps or num_train_epochs to train on"
         else:
             return None
-        logger.warning(f"this run ended after update {self.state.global_step}: {reason}")
+        logger.warning(
+            f"this run has ended; its newest checkpoint is of update {self.state.global_step}: "
+            f"{reason}"
+        )
         if args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             best = self.state.best_model_checkpoint
             if find_defect_for_run(Path(best), self.run_id) is None:
                 return best
+        if is_finished and (Path(str(args.output_dir)) / "modules.json").is_file():
+            return str(args.output_dir)
         return str(self.folder)
 
 
@@ -220,7 +245,7 @@ def choose_checkpoint(
     if args.process_index == 0:
         print(f"resuming from         {path} (after {marker['update']:,} updates)", flush=True)
     state = TrainerState.load_from_json(str(path / "trainer_state.json"))
-    return ResumePoint(path, marker, state)
+    return ResumePoint(path, marker, state, request in ("last", "auto") and not skipped)
 
 
 def _find_requested(

@@ -46,7 +46,7 @@ class RunDescription:
         evaluator: Any,
     ) -> None:
         self._args = args
-        self._user_arguments = user_arguments
+        self.user_arguments = user_arguments
         self._model = model
         self._guide = get_guide(loss)
         self._documents = get_store_documents(loss)
@@ -97,7 +97,7 @@ class RunDescription:
             record["documents"] = self._documents.describe()
         if hasattr(self._evaluator, "describe"):
             record["evaluation"] = self._evaluator.describe()
-        return {**record, "arguments": self._user_arguments, **provenance()}
+        return {**record, "arguments": self.user_arguments, **provenance()}
 
     def make_marker(
         self, run_id: str | None, num_updates: int, rows_fit: int | None
@@ -126,7 +126,7 @@ class RunDescription:
         args = self._args
         settings: dict[str, Any] = {}
         for name in RESUME_SETTINGS:
-            settings[name] = self._user_arguments.get(name)
+            settings[name] = self.user_arguments.get(name)
         # A run whose ranks share one bank may resume on another number of ranks, where this
         # argument may have another value.
         del settings["gather_across_devices"]

@@ -234,7 +234,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             if args.has_auto_micro_batch:
                 # The result depends on the micro-batch size, so a run searches for it only once.
                 self.updates.set_micro_batch_size(point.marker["micro_batch"])
-            final_model = point.find_final_model(args)
+            final_model = point.find_final_model(args, self.description.user_arguments)
             if final_model is not None:  # the run had ended, and there is nothing left to train
                 self.state = point.state
                 self._load_from_checkpoint(final_model)
@@ -278,7 +278,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self.updates.start_update(self.state.global_step + 1)
         if self._resume_point is not None:
             resuming.drop_unusable_best(self.state, self.run_id)
-            self.updates.limit.rows = self._resume_point.marker["rows_fit"]  # None: no limit
+            self.updates.limit.restore(self._resume_point.marker["rows_fit"])
             checkpoint.load_states(self._resume_point.folder, self._state_parts())
         elif loss_factory.get_store_documents(self.loss) and self.is_world_process_zero():
             query_side.warn_if_documents_are_weak(self.evaluator, self.model)
@@ -348,16 +348,16 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 loss = super().training_step(model, dict(inputs))
         finally:
             self.current_gradient_accumulation_steps = num_steps
-        if isinstance(self.loss, ContAccumLoss) and self.loss.last:
+        bank_loss = loss_factory.unwrap_matryoshka(self.loss)
+        if isinstance(bank_loss, ContAccumLoss) and bank_loss.last:
             # The log gets the loss of the micro-batch's own queries, without the rows of banked
             # queries, which older encoders computed. A loss that is not finite must stay visible.
-            local_loss = self.loss.last["local_loss"].to(loss) * share / num_steps
+            local_loss = bank_loss.last["local_loss"].to(loss) * share / num_steps
             loss = torch.where(torch.isfinite(loss), local_loss, loss)
         return loss
 
     def _count_pairs(self, inputs: train_data.Batch) -> int:
-        query_features = self.collect_features(inputs)[0][0]
-        return count_texts(query_features) or 0
+        return count_texts(self.collect_features(inputs)[0][0]) or 0
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         # Private: the only place where the norm over all ranks is known before the optimizer steps.

@@ -9,6 +9,7 @@ micro-step.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -152,8 +153,15 @@ class Updates:
         self.current = Update(number)
 
     def set_micro_batch_size(self, num_pairs: int) -> None:
-        """Use micro-batches of ``num_pairs`` pairs from now on."""
-        self._args.set_micro_batch_size(num_pairs)
+        """Use micro-batches of ``num_pairs`` pairs from now on.
+
+        A run that is resumed on more ranks has fewer pairs per update on each of them, so the
+        micro-batches may have to be smaller.
+        """
+        args = self._args
+        pairs_per_update = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        num_pairs = math.gcd(num_pairs, pairs_per_update)
+        args.set_micro_batch_size(num_pairs)
         set_mini_batch_size(self._loss, num_pairs)
 
     def find_micro_batch_size(

@@ -33,6 +33,7 @@ from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.config import parse
 from contaccum.training.run import load_encoder, load_run_data, make_trainer
+from contaccum.training.train_data import count_rows
 
 QueryScores = dict[str, float]
 """{query id: its score by the evaluator's primary metric}"""
@@ -107,7 +108,7 @@ def run_trial(
     all_options = {**options, **_OPTIONS_OF_TRIAL, "output_dir": [str(folder)]}
     model_args, data_args, args = parse(to_command_line(all_options))
     data = load_run_data(data_args, args)._replace(evaluator=evaluator)
-    num_updates = count_updates(len(data.training.dataset), args)
+    num_updates = count_updates(data.training.dataset, args)
     args.eval_strategy = IntervalStrategy.STEPS
     args.eval_steps = math.ceil(num_updates / 2)
     monitor = _TrialMonitor(evaluator, num_updates, max_seconds, is_hopeless)
@@ -144,10 +145,12 @@ def _hide_progress_bars() -> Iterator[None]:
             transformers.utils.logging.enable_progress_bar()
 
 
-def count_updates(num_rows: int, args: ContAccumTrainingArguments) -> int:
-    """Return the number of updates of a run on a data set with a number of rows."""
+def count_updates(dataset: Any, args: ContAccumTrainingArguments) -> int:
+    """Return the number of updates of a run on a training set, or a dictionary of training sets."""
     if args.max_steps > 0:
         return int(args.max_steps)
+    num_rows = count_rows(dataset)
+    assert num_rows is not None  # streams have no length, but they need max_steps
     assert args.total_train_batch_size is not None  # computed when the arguments are created
     updates_per_epoch = math.ceil(num_rows / args.total_train_batch_size)
     return max(1, math.ceil(updates_per_epoch * args.num_train_epochs))

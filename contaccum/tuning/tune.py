@@ -6,16 +6,20 @@ trial trains it anew with other settings.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from contaccum.comparison.options import Options, to_command_line
+from contaccum.data import TrainingSets
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.files import AnyPath
+from contaccum.files import AnyPath, read_json, write_json
 from contaccum.retrieval.corpus import CorpusEncoder
+from contaccum.retrieval.encode import model_fingerprint
 from contaccum.training import config
 from contaccum.training.arguments import (
     BANK_SETTINGS,
@@ -24,6 +28,7 @@ from contaccum.training.arguments import (
 )
 from contaccum.training.options import DataArguments
 from contaccum.training.run import load_encoder
+from contaccum.training.train_data import count_rows
 from contaccum.tuning.baselines import Baselines, score_baselines
 from contaccum.tuning.budget import TimeForTrials
 from contaccum.tuning.choice import Settings
@@ -56,6 +61,9 @@ _OUTPUT_SETTINGS = (
     "logging_steps",
     "push_to_hub",
 )
+
+REQUEST_FILE = "request.json"
+"""File in the output folder with everything that decides the results of the search."""
 
 _ADAPTER_SETTINGS = (
     "lora_r",
@@ -97,6 +105,10 @@ def tune(
     model_args, data_args, args = config.parse(to_command_line(base_options))
     evaluator = _load_evaluator(data_args, args)
     encoder = load_encoder(model_args, args)
+    training = config.load_data(data_args, args)
+    fixed_options = {**search_options, "fixed": sorted(fixed_keys)}
+    request = _make_request(fixed_options, encoder, training, evaluator)
+    _require_same_search(output / REQUEST_FILE, request, args.process_index == 0)
     store = _prepare_store(options, args, encoder, output)
     if baselines is None:
         baselines = score_baselines(encoder, evaluator, store)
@@ -107,8 +119,8 @@ def tune(
     del encoder  # each trial loads the model again
     if len(methods) == 1:
         search_options["method"] = methods
-    num_pairs = len(config.load_data(data_args, args).dataset)
-    space = make_space(num_pairs, args.per_device_train_batch_size * args.world_size, fixed_keys)
+    pairs_per_step = args.per_device_train_batch_size * args.world_size
+    space = make_space(count_rows(training.dataset) or 0, pairs_per_step, fixed_keys)
     mined = _mine_negatives(options, space, methods, data_args, args, output)
 
     search = Search(
@@ -125,16 +137,44 @@ def tune(
     )
     choice = search.run()
     run_options = {**search_options, **_to_options(choice.settings)}
-    tuned = TunedSettings(
-        choice=choice,
-        options=adapt_options(run_options, choice.settings["method"], store, mined),
-        base=baselines.base,
-        bm25=baselines.bm25,
-        trials=search.make_records(),
-    )
+    final_options = adapt_options(run_options, choice.settings["method"], store, mined)
+    trials = search.make_records()
+    tuned = TunedSettings(choice, final_options, baselines.base, baselines.bm25, trials)
     if args.process_index == 0:
         write_tuned(tuned, output, num_queries=len(baselines.query_scores))
     return tuned
+
+
+def _make_request(
+    options: Options, encoder: DualEncoder, training: TrainingSets, evaluator: RetrievalEvaluator
+) -> dict[str, Any]:
+    """Return everything that decides the results of a search, except the time."""
+    return {
+        "options": options,
+        "model": model_fingerprint(encoder),
+        "training data": training.fingerprint,
+        "dev data": evaluator.dataset.fingerprint,
+    }
+
+
+def _require_same_search(file: Path, request: dict[str, Any], is_first_process: bool) -> None:
+    """Write the request of a search, or check that an earlier start had the same.
+
+    Raises:
+        ConfigError: if the file is of another search.
+    """
+    if file.is_file():
+        earlier_request = read_json(file)
+        # Through JSON, as the earlier request was.
+        request = json.loads(json.dumps(request))
+        changed = [name for name, value in request.items() if earlier_request.get(name) != value]
+        if changed:
+            raise ConfigError(
+                f"{file.parent}: contains a search with other {' and '.join(changed)}; name "
+                "another --output, or remove this one"
+            )
+    elif is_first_process:
+        write_json(file, request)
 
 
 def _make_search_options(options: Options) -> dict[str, list[str]]:

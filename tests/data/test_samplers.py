@@ -50,6 +50,14 @@ def test_the_order_depends_on_seed_and_epoch_alone(name):
     assert {len(batch) for batch in dropping} == {8} and len(list(dropping)) == len(dropping) == 25
 
 
+@pytest.mark.parametrize("name", ["no_duplicates", "no_duplicates_hashed"])
+def test_missing_negatives_are_no_duplicates(name):
+    """Negatives that are mined or filled in later are None. All rows fit into full batches."""
+    dataset = rows(80, pool_size=10_000).remove_columns("negative")
+    dataset = dataset.add_column("negative", [None] * 80)
+    assert [len(batch) for batch in make_sampler(name, dataset)] == [8] * 10
+
+
 def test_no_text_is_twice_in_a_batch():
     """A row that would repeat a text is moved to a later batch, not dropped."""
     dataset = rows(400, pool_size=300)

@@ -68,6 +68,7 @@ AUTO = {"per_device_train_batch_size": "auto"}
             ["distill_temperature=2.0", "distill=margin_mse"],
         ),
         ({"early_stopping_patience": 2}, ["early_stopping_patience", "eval_strategy=no"]),
+        ({"early_stopping_patience": 0}, ["early_stopping_patience must be at least 1, got 0"]),
         ({"report_to": "tensorbord"}, ["report_to=tensorbord", "not installed"]),
     ],
 )

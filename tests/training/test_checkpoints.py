@@ -132,7 +132,10 @@ def test_auto_starts_a_run_resumes_it_and_stops_at_its_end(tmp_path, caplog):
     third = make_trainer(tmp_path, max_steps=2, **SAVE_EVERY_UPDATE)
     with caplog.at_level(logging.WARNING):
         third.train(resume_from_checkpoint="auto")
-    assert "this run ended after update 2" in caplog.text
+    assert (
+        "this run has ended; its newest checkpoint is of update 2: it has reached max_steps=2"
+        in caplog.text
+    )
     assert third.state.global_step == 2
     assert have_same_weights(third, second)
 

@@ -166,6 +166,29 @@ def test_early_stopping_counts_evaluations_across_restarts(tmp_path, caplog):
     assert patient.state.global_step == patient.state.best_global_step == 5
 
 
+@pytest.mark.parametrize("loads_best", [True, False])
+def test_a_finished_run_whose_newest_checkpoint_is_its_best_is_not_trained_again(
+    tmp_path, loads_best
+):
+    """With save_strategy=best there is no checkpoint of the end."""
+    settings = {**EVALUATE, "save_strategy": "best", "load_best_model_at_end": loads_best}
+    settings["max_steps"] = 4
+    scores = FixedScores(SCORES)
+    straight = make_trainer(tmp_path, 72, evaluator=scores, **settings)
+    straight.train()
+    straight.save_model(str(tmp_path))
+    assert max(path.name for path in tmp_path.glob("checkpoint-*")) == "checkpoint-2"
+    again = make_trainer(tmp_path, 72, evaluator=FixedScores(SCORES), **settings)
+    again.train(resume_from_checkpoint="last")
+    assert again.evaluator.evaluated_updates == []
+    assert all(map(torch.equal, straight.model.parameters(), again.model.parameters()))
+    longer = make_trainer(
+        tmp_path, 72, evaluator=FixedScores(SCORES), **{**settings, "max_steps": 5}
+    )
+    longer.train(resume_from_checkpoint="last")
+    assert longer.state.global_step == 5
+
+
 def test_the_time_of_an_evaluation_is_not_counted_as_training(tmp_path, monkeypatch):
     clock = time.perf_counter
     delay = 0.0

@@ -362,6 +362,9 @@ def test_matryoshka_dims_train_like_a_wrapped_loss_with_a_bank_for_each_size(tmp
     wrapped = make_trainer(tmp_path / "wrapped", model=model, loss=loss)
     wrapped.train()
     assert list_differences(get_state(straight), get_state(wrapped)) == []
+    # The loss of the log is that of the full size, and not the sum over the sizes.
+    last_loss = read_log(tmp_path / "wrapped", "train_log.jsonl")[-1]["loss"]
+    assert last_loss < 1.5 * float(bank_loss.last["local_loss"])
     with pytest.raises(ConfigError, match="have 16 dimensions"):
         make_trainer(tmp_path / "more", matryoshka_dims=[32])
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from tiny_models import tiny_encoder
 from tiny_runs import (
@@ -122,6 +123,15 @@ def test_a_gradient_cache_encodes_fewer_rows_and_its_update_stays_the_same(tmp_p
     assert (weights[0] - weights[1]).abs().max() < 1e-6
 
 
+def test_a_resumed_run_with_a_gradient_cache_keeps_its_limit(tmp_path):
+    trainer = make_trainer(tmp_path, method="grad_cache", **SAVE_EVERY_UPDATE)
+    simulate_out_of_memory(trainer, "passages", {1}, max_rows=2)
+    trainer.train()
+    resumed = make_trainer(tmp_path, method="grad_cache", **SAVE_EVERY_UPDATE)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.loss.mini_batch_size == resumed.updates.limit.rows == 2
+
+
 def test_if_the_smallest_micro_batch_does_not_fit_the_error_names_remedies(tmp_path):
     trainer = make_trainer(tmp_path / "a")
     simulate_out_of_memory(trainer, "queries", EVERY_CALL, max_rows=0)
@@ -159,6 +169,30 @@ def test_auto_finds_the_largest_micro_batch_without_changing_the_training(stage,
     resumed.train(resume_from_checkpoint=str(tmp_path / "auto" / "checkpoint-2"))
     assert resumed.args.per_device_train_batch_size == 4
     assert list_differences(get_state(fixed), get_state(resumed)) == []
+
+
+def test_a_size_that_auto_found_is_lowered_if_a_rank_has_fewer_pairs_per_update(tmp_path):
+    """A run of one rank found 8 of 24 pairs; resumed on two ranks, each rank has 12 pairs."""
+    trainer = make_trainer(tmp_path, **AUTO)
+    trainer.updates.set_micro_batch_size(8)
+    assert trainer.args.per_device_train_batch_size == 4
+    assert trainer.args.gradient_accumulation_steps == 3
+
+
+def test_auto_measures_memory_in_training_mode_and_with_texts_for_missing_negatives(
+    tmp_path, monkeypatch
+):
+    trainer = make_trainer(tmp_path, **AUTO)
+    trainer.model.eval()
+    modes = []
+    monkeypatch.setattr(
+        out_of_memory, "try_micro_batch", lambda *_: modes.append(trainer.model.training)
+    )
+    trainer.get_train_dataloader()
+    assert modes and all(modes)
+    columns = {"query": ["a", "b c"], "positive": ["d e f", "g"], "negative_1": [None, None]}
+    rows = out_of_memory.make_longest_rows(Dataset.from_dict(columns), 1)
+    assert rows == [{"query": "b c", "positive": "d e f", "negative_1": "d e f"}]
 
 
 def test_auto_finds_how_many_pairs_a_gradient_cache_encodes_at_once(tmp_path):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from datasets import Dataset, DatasetDict
 from sample_texts import sentences
 from small_data import write_beir, write_lines
 from tiny_models import tiny_encoder
@@ -20,6 +21,7 @@ from contaccum.data import load_beir_folder
 from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.training.arguments import BANK_METHODS
+from contaccum.training.config import parse
 from contaccum.training.options import METHODS
 from contaccum.tuning import search as search_module
 from contaccum.tuning.budget import Budget, format_duration, parse_duration
@@ -27,7 +29,7 @@ from contaccum.tuning.choice import FinishedTrial, choose_trial
 from contaccum.tuning.journal import JOURNAL
 from contaccum.tuning.methods import adapt_options
 from contaccum.tuning.space import compute_start_rate
-from contaccum.tuning.trial import Outcome, QueryScores, TooSlow, run_trial
+from contaccum.tuning.trial import Outcome, QueryScores, TooSlow, count_updates, run_trial
 
 NUM_QUERIES = 24
 
@@ -325,6 +327,30 @@ def test_every_method_has_a_start_rate_and_methods_with_a_bank_keep_its_settings
         adapted = adapt_options(options, method, "store")
         assert ("bank_size" in adapted) == (method in BANK_METHODS)
         assert adapted["temperature"] == ["0.05"]
+
+
+def test_folder_of_another_search_is_refused(root, tmp_path, monkeypatch, capsys):
+    scores = iter(range(100))
+    monkeypatch.setattr(search_module, "run_trial", lambda *_, **__: make_outcome(next(scores)))
+    options = ["--budget", "60s", "--learning_rate", "1e-3", "--method", "contaccum"]
+    assert tune(root, tmp_path, *options) == 0
+    assert tune(root, tmp_path, *options) == 0  # the same search continues
+    assert tune(root, tmp_path, *options, "--seed", "7") == 2
+    assert "contains a search with other options; name another --output" in capsys.readouterr().err
+    pairs = (root / "pairs.jsonl").read_text()
+    write_lines(tmp_path / "other.jsonl", [*map(json.loads, pairs.splitlines()[:20])])
+    assert tune(root, tmp_path, *options, "--train_data", str(tmp_path / "other.jsonl")) == 2
+    assert "with other options and training data" in capsys.readouterr().err
+
+
+def test_updates_of_several_sets_are_those_of_all_their_rows(root, tmp_path):
+    options = ["--model", str(root / "model"), "--total_train_batch_size", "8"]
+    options += ["--per_device_train_batch_size", "4", "--num_train_epochs", "2"]
+    options += ["--train_data", str(root / "pairs.jsonl"), "--output_dir", str(tmp_path)]
+    _, _, args = parse([*options, "--use_cpu", "true"])
+    rows = Dataset.from_dict({"query": ["q"] * 24})
+    assert count_updates(rows, args) == 6
+    assert count_updates(DatasetDict(a=rows, b=rows), args) == 12
 
 
 def make_trial(number: int, scores: Sequence[float] | None, **settings: Any) -> FinishedTrial:
