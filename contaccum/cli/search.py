@@ -194,7 +194,11 @@ def _load_queries(args: argparse.Namespace, store: EmbeddingStore) -> tuple[list
         UserError: if the queries cannot be used, or were encoded by another model than the store.
     """
     from contaccum.data import RecordReport
-    from contaccum.retrieval.encode import encode_texts, model_fingerprint
+    from contaccum.retrieval.encode import (
+        encode_texts,
+        model_fingerprint,
+        tokenisation_fingerprint,
+    )
     from contaccum.retrieval.folders import is_url
     from contaccum.retrieval.store import EmbeddingStore
     from contaccum.retrieval.store_files import STORE_FILE
@@ -218,6 +222,11 @@ def _load_queries(args: argparse.Namespace, store: EmbeddingStore) -> tuple[list
         raise DataError(f"{args.queries}: has no query (correct the file, or name another one)")
     model = load_model(args.model, args)
     _check_stores(args, store, model_fingerprint(model, "document"), queries_kind="query")
+    if store.metadata["tokenisation"] != tokenisation_fingerprint(model, "document"):
+        raise DataError(
+            f"{args.store}: was encoded with another prompt, length or pooling of documents: use "
+            "the same settings, or encode the documents again"
+        )
     embeddings = encode_texts(
         model,
         list(texts.values()),

@@ -195,6 +195,10 @@ def require_free_folder(args: ContAccumTrainingArguments) -> None:
     has_model = bool(record) and (folder / "modules.json").is_file()
     checkpoints = find_checkpoints(folder)
     would_overwrite = request is None
+    if request not in (None, "last", "auto") and find_defect(Path(request)) is None:
+        # A run keeps its id when it resumes, so a checkpoint of another run would replace this one.
+        run_id = read_marker(Path(request)).get("run_id")
+        would_overwrite = bool(record) and record.get("run_id") != run_id
     if request == "auto" and find_newest_checkpoint(folder)[0] is None:
         # "auto" would start a new run here. That is allowed if the latest run has not finished: it
         # was killed before its first checkpoint. If there is a model nevertheless, it is from an

@@ -13,6 +13,7 @@ from pathlib import Path
 from contaccum.bank.settings import DEFAULT_TEMPERATURE
 from contaccum.comparison.options import Options
 from contaccum.encoders.dual_encoder import DualEncoder
+from contaccum.errors import ConfigError
 from contaccum.files import AnyPath
 from contaccum.retrieval.encode import get_metric
 from contaccum.training.arguments import (
@@ -41,8 +42,13 @@ def select_methods(
         has_store: True if there is a store of document embeddings for query-side training.
         is_base_weak: True if the base model scores far below BM25. A query encoder cannot be
             trained against the document embeddings of such a model.
+
+    Raises:
+        ConfigError: if only query_side is to be tried, and there is no store.
     """
     if "method" in fixed_keys:
+        if options["method"] == ["query_side"] and not has_store:
+            raise ConfigError("method=query_side needs documents: set corpus or passage_store")
         return list(options["method"])
     methods = list(METHODS)
     if is_base_weak or not has_store:

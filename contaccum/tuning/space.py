@@ -63,6 +63,12 @@ SPACE: Mapping[str, Setting] = {
 }
 """All settings that are searched; a setting that the user gives is removed from the search."""
 
+_DECIDES = {
+    "gradient_accumulation_steps": "total_train_batch_size",
+    "max_steps": "num_train_epochs",
+}
+"""{setting: the searched setting that would have no effect, or replace it, if it is given}"""
+
 QUERY_SIDE_START_RATE = 1.6e-4
 START_RATE = 1e-4
 """The learning rate at which the search of a method starts, except query_side.
@@ -104,7 +110,11 @@ def make_space(
             are not multiples of it are left out.
         fixed_keys: the settings that are not searched.
     """
-    space = {key: setting for key, setting in SPACE.items() if key not in fixed_keys}
+    fixed = set(fixed_keys)
+    for key, decided_key in _DECIDES.items():
+        if key in fixed:
+            fixed.add(decided_key)
+    space = {key: setting for key, setting in SPACE.items() if key not in fixed}
     batch_sizes = space.get("total_train_batch_size")
     if isinstance(batch_sizes, Choices):
         possible = []

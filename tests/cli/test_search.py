@@ -149,6 +149,14 @@ def test_index_file_is_written_once_and_used_again(root, tmp_path):
     assert record["index_parameters"] == "nprobe=2"
 
 
+def test_a_model_that_cuts_its_embeddings_does_not_search_uncut_ones(root, tmp_path, capsys):
+    model = DualEncoder.from_pretrained(str(root / "encoder"), device="cpu", truncate_dim=8)
+    model.save_pretrained(str(tmp_path / "cut"))
+    assert run(root, tmp_path / "run.trec", model=str(tmp_path / "cut")) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "was encoded with another prompt, length or pooling of documents" in error
+
+
 @pytest.mark.parametrize(
     ("options", "model", "message"),
     [

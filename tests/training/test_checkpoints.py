@@ -21,7 +21,7 @@ from tiny_runs import (
     read_log,
 )
 
-from contaccum.errors import UserError
+from contaccum.errors import ConfigError, UserError
 from contaccum.training import checkpoint
 from contaccum.training.checkpoint import (
     BANK_FILE,
@@ -31,6 +31,7 @@ from contaccum.training.checkpoint import (
     remove_oldest,
     write_marker,
 )
+from contaccum.training.resuming import require_free_folder
 
 
 @pytest.fixture
@@ -120,6 +121,19 @@ def test_the_newest_complete_checkpoint_is_resumed(run, finished, caplog, capsys
     again = make_trainer(finished, **RUN_SETTINGS, **SAVE_EVERY_UPDATE)
     with pytest.raises(UserError, match=r"no checkpoint to resume from .*scheduler\.pt is missing"):
         again.train(resume_from_checkpoint=str(finished / "checkpoint-8"))
+
+
+def test_a_checkpoint_of_another_run_does_not_replace_a_finished_run(tmp_path):
+    for name in ("a", "b"):
+        trainer = make_trainer(tmp_path / name, max_steps=1, **SAVE_EVERY_UPDATE)
+        trainer.train()
+        trainer.save_model(str(tmp_path / name))
+    settings = {"resume_from_checkpoint": str(tmp_path / "a" / "checkpoint-1")}
+    for name in ("a", "new"):
+        require_free_folder(make_trainer(tmp_path / name, max_steps=1, **settings).args)
+    other = make_trainer(tmp_path / "b", max_steps=1, **settings)
+    with pytest.raises(ConfigError, match="contains a finished run"):
+        require_free_folder(other.args)
 
 
 def test_auto_starts_a_run_resumes_it_and_stops_at_its_end(tmp_path, caplog):

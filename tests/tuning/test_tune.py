@@ -28,7 +28,7 @@ from contaccum.tuning.budget import Budget, format_duration, parse_duration
 from contaccum.tuning.choice import FinishedTrial, choose_trial
 from contaccum.tuning.journal import JOURNAL
 from contaccum.tuning.methods import adapt_options
-from contaccum.tuning.space import compute_start_rate
+from contaccum.tuning.space import compute_start_rate, make_space
 from contaccum.tuning.trial import Outcome, QueryScores, TooSlow, count_updates, run_trial
 
 NUM_QUERIES = 24
@@ -341,6 +341,14 @@ def test_folder_of_another_search_is_refused(root, tmp_path, monkeypatch, capsys
     write_lines(tmp_path / "other.jsonl", [*map(json.loads, pairs.splitlines()[:20])])
     assert tune(root, tmp_path, *options, "--train_data", str(tmp_path / "other.jsonl")) == 2
     assert "with other options and training data" in capsys.readouterr().err
+
+
+def test_settings_that_decide_others_are_not_searched(root, tmp_path, capsys):
+    assert "num_train_epochs" in make_space(1000, 8, [])
+    space = make_space(1000, 8, ["max_steps", "gradient_accumulation_steps"])
+    assert {"num_train_epochs", "total_train_batch_size"}.isdisjoint(space)
+    assert tune(root, tmp_path, "--method", "query_side") == 2
+    assert "method=query_side needs documents: set corpus" in capsys.readouterr().err
 
 
 def test_updates_of_several_sets_are_those_of_all_their_rows(root, tmp_path):
