@@ -14,7 +14,7 @@ from datasets import Dataset
 from sample_texts import sentences
 from sentence_transformers import util
 from small_data import read_lines, write_beir, write_beir_to_mine, write_lines, write_pairs_to_mine
-from transformers import BertForSequenceClassification
+from transformers import BertForMaskedLM, BertForSequenceClassification
 
 from contaccum import DualEncoder
 from contaccum.data import load_training_data
@@ -58,6 +58,15 @@ def cross_encoder(tiny_config, tiny_tokenizer, tmp_path_factory) -> Any:
     ).save_pretrained(path)
     tiny_tokenizer.save_pretrained(path)
     return load_cross_encoder(str(path), "cpu")
+
+
+def test_an_encoder_without_a_trained_head_is_no_cross_encoder(
+    tiny_config, tiny_tokenizer, tmp_path
+):
+    BertForMaskedLM(tiny_config).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="is not a cross-encoder that was trained"):
+        load_cross_encoder(str(tmp_path), "cpu")
 
 
 def mine(model: Any, data: Any, **settings: Any) -> Any:

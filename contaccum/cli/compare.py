@@ -143,6 +143,7 @@ def _add_run_options(parser: Parser) -> None:
     parser.add_argument(
         "--grid",
         nargs="+",
+        action="extend",
         default=[],
         metavar="key=v,v",
         help="train every method with each combination of these values",

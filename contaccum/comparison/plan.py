@@ -171,10 +171,16 @@ def _make_entries(methods: Sequence[str], variants: Sequence[Sequence[str]]) -> 
 
 
 def _parse_grid(grid: Sequence[str]) -> dict[str, list[str]]:
-    """Return {setting: its distinct values}; raise `ConfigError` for a setting without values."""
-    values = {}
+    """Return {setting: its distinct values}.
+
+    Raises:
+        ConfigError: for a setting without values, or given twice.
+    """
+    values: dict[str, list[str]] = {}
     for text in grid:
         key, _, value_text = text.partition("=")
+        if key in values:
+            raise ConfigError(f"--grid {key}: is given twice; write {key}=value,value")
         values[key] = list(dict.fromkeys(value_text.split(",")))
         if not all(values[key]):
             raise ConfigError(f"--grid {key}: write key=value,value")

@@ -156,7 +156,15 @@ def _select_candidates(plan: Plan, ladder: Ladder, tuning: TuningResult) -> list
     candidates = []
     for name, scores in tuning.scores.items():
         for value in next_values(ladder.values, ladder.factor, ladder.max_values, scores):
-            tuning_group = add_setting(plan.groups[name], ladder.key, value)
+            try:
+                tuning_group = add_setting(plan.groups[name], ladder.key, value)
+            except ConfigError:
+                if value in ladder.values:
+                    raise
+                # A value beyond those of the user may be impossible, such as half a hard negative.
+                # Without a score it ends the ladder.
+                scores[value] = None
+                continue
             candidates.append(_Candidate(name, value, tuning_group))
     return candidates
 

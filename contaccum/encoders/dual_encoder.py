@@ -39,7 +39,7 @@ from contaccum.files import AnyPath
 
 _QUERY_MAX_LENGTH = 32
 _PASSAGE_MAX_LENGTH = 256
-_SIMILARITY_NAMES: dict[str, Literal["dot", "cosine"]] = {"dot": "dot", "cos": "cosine"}
+SIMILARITY_NAMES: dict[str, Literal["dot", "cosine"]] = {"dot": "dot", "cos": "cosine"}
 """Name of a similarity in contaccum -> name in sentence-transformers."""
 
 
@@ -111,7 +111,7 @@ class DualEncoder(SentenceTransformer):
         """
         check_choice("pooling", pooling, (None, "cls", "mean", "lasttoken"))
         check_choice("dtype", dtype, ("float32", "bfloat16", "float16"))
-        check_choice("similarity", similarity, (None, *_SIMILARITY_NAMES))
+        check_choice("similarity", similarity, (None, *SIMILARITY_NAMES))
         settings = {"dtype": getattr(torch, dtype), **(model_kwargs or {})}
         transformer = load_transformer(name, tokenizer, settings, trust_remote_code)
         if transformer.tokenizer is None:
@@ -131,7 +131,7 @@ class DualEncoder(SentenceTransformer):
         model = cls(
             modules=_make_modules(transformer, pooling, normalize, tied),
             prompts={"query": query_prompt or "", "document": passage_prompt or ""},
-            similarity_fn_name=_SIMILARITY_NAMES[similarity],
+            similarity_fn_name=SIMILARITY_NAMES[similarity],
             device=device,
             trust_remote_code=trust_remote_code,
         )
@@ -175,13 +175,13 @@ class DualEncoder(SentenceTransformer):
         """
         adapters.put_adapter(self, adapter_config, adapter_name)
 
-    def save_pretrained(self, path: str, *args: Any, **kwargs: Any) -> None:
-        """Save the model, as `SentenceTransformer.save_pretrained` does.
+    def save(self, path: str, *args: Any, **kwargs: Any) -> None:
+        """Save the model, as `SentenceTransformer.save` does; `save_pretrained` calls this method.
 
         If the model has an adapter, the adapter and the name or folder of its base are saved.
         """
         with adapters.saving(self, path):
-            super().save_pretrained(path, *args, **kwargs)
+            super().save(path, *args, **kwargs)
 
     @property
     def tied(self) -> bool:

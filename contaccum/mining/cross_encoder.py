@@ -105,9 +105,11 @@ def load_cross_encoder(
         cross_encoder = CrossEncoder(path, device=device, trust_remote_code=trust_remote_code)
     config = cross_encoder.model.config
     # sentence-transformers adds a random head to an encoder without a classification head, and its
-    # scores are noise. The architecture of a model with a head is named "...ForSequence...".
-    architectures = config.architectures or ["For"]
-    has_trained_head = any("For" in architecture for architecture in architectures)
+    # scores are noise. The architecture of a model with a head has this name.
+    has_trained_head = any(
+        architecture.endswith("ForSequenceClassification")
+        for architecture in config.architectures or []
+    )
     if config.num_labels != 1 or not has_trained_head:
         raise UserError(
             f"{name}: is not a cross-encoder that was trained to give a pair of texts one score"

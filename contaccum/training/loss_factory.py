@@ -24,6 +24,7 @@ from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
 
 from contaccum.data.sampling import LABELS, get_samplings
+from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
 from contaccum.encoders.towers import is_tied
 from contaccum.errors import ConfigError
 from contaccum.losses.contaccum import CachedContAccumLoss, ContAccumLoss
@@ -70,6 +71,9 @@ def make_loss(
     settings["scale"] = 1.0 / settings.pop("temperature")
     similarity = settings.pop("similarity")
     settings["similarity_fct"] = cos_sim if similarity == "cos" else dot_score
+    if args.similarity is not None:
+        # The saved model must be searched with the similarity that it was trained with.
+        model.similarity_fn_name = SIMILARITY_NAMES[similarity]
     loss: ContAccumLoss
     if args.has_gradient_cache:
         mini_batch_size = args.pairs_per_micro_batch

@@ -110,6 +110,7 @@ def test_command_line_overrides_config_files(tmp_path):
         ({"options": ["--bank_sise", "3"]}, "unknown key 'bank_sise'.* did you mean 'bank_size'"),
         ({"options": ["--seed", "3"]}, "seed: a comparison sets it .* use --methods, --seeds"),
         ({"grid": ["bank_size"]}, "write key=value,value"),
+        ({"grid": ["bank_size=8", "bank_size=16"]}, "--grid bank_size: is given twice"),
         ({"grid": ["bank_size=8,many"]}, "contaccum_bank_size-many: .*invalid int"),
         ({"methods": ["contacum"]}, "contacum.*did you mean 'contaccum'"),
         ({"methods": []}, "nothing to compare"),

@@ -130,6 +130,23 @@ def test_every_group_is_tuned_by_its_own_scores_in_common_rounds(plan):
     assert chosen == {"grad_accum": "2e-3", **dict.fromkeys(banked_groups, "0.0005")}
 
 
+def test_an_impossible_value_beyond_the_users_ends_a_ladder(plan):
+    """Half a warm-up update is impossible; the best value 1 is the smallest one."""
+
+    def train(plan: Plan) -> tuple[dict[str, Any], dict[str, str]]:
+        results = {}
+        for group in plan.groups.values():
+            score = 1.0 / group.arguments.training.gradient_accumulation_steps
+            for seed in plan.seeds:
+                evaluations = {"a": make_evaluation([score, score])}
+                results[group.run_name(seed)] = {"evaluations": evaluations}
+        return results, {}
+
+    ladder = read_ladder(plan, "gradient_accumulation_steps=1,2", 2.0, 5, [1])
+    result = tune_groups(plan, ladder, train)
+    assert result.scores["grad_accum"] == {"1": 1.0, "2": 0.5, "0.5": None}
+
+
 def test_final_plan_has_the_chosen_values(plan):
     chosen = {
         "grad_accum": "2e-3",

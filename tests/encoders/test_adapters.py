@@ -88,6 +88,12 @@ def test_saved_adapters_encode_identically_and_share_one_base(
     assert all(torch.equal(a, b) for a, b in zip(frozen_weights, base_weights, strict=True))
     model.save_pretrained(str(tmp_path / "out"))
     assert not list((tmp_path / "out").rglob("model.safetensors"))
+    model.save(str(tmp_path / "saved"))  # the other name of the same method
+    names = [
+        {str(path.relative_to(tmp_path / folder)) for path in (tmp_path / folder).rglob("*")}
+        for folder in ("out", "saved")
+    ]
+    assert names[0] == names[1]
     monkeypatch.chdir(tmp_path)
     for cls in (SentenceTransformer, DualEncoder.from_pretrained):
         loaded: Any = cls("out", device="cpu")

@@ -29,7 +29,7 @@ from tiny_runs import (
 )
 from torch import Tensor
 
-from contaccum import ContAccumLoss, ContAccumTrainer
+from contaccum import ContAccumLoss, ContAccumTrainer, DualEncoder
 from contaccum.errors import ConfigError, UserError
 from contaccum.training.arguments import BANK_METHODS
 from contaccum.training.log import RUN_RECORD, CollapseWatch
@@ -154,6 +154,14 @@ def test_every_method_trains_logs_and_masks_false_negatives(method, tied, tmp_pa
     resume_settings = masking.description.get_resume_settings()
     assert resume_settings["size of the guide"] == guide_size
     assert log[0]["masked"] < read_log(tmp_path / "masking")[0]["masked"] < 1
+
+
+def test_a_model_is_saved_with_the_similarity_of_its_training(tmp_path):
+    trainer = make_trainer(tmp_path, similarity="dot", max_steps=1)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "model"))
+    saved = DualEncoder.from_pretrained(tmp_path / "model", device="cpu")
+    assert saved.similarity_fn_name == "dot"
 
 
 @pytest.mark.parametrize("method", ["grad_accum", "contaccum", "grad_cache"])
