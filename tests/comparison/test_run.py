@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +22,9 @@ from contaccum.comparison.run import (
 from contaccum.training.config import load_data
 
 
-def test_all_methods_start_from_the_same_weights_and_data_order(tokens, data_folder, tmp_path):
-    """tests/training/test_data_order.py checks that an order has the same pairs in each update."""
-    evaluation = {
+@pytest.fixture
+def evaluation(data_folder) -> dict[str, Any]:
+    return {
         "data": [str(data_folder / "beir")],
         "split": "test",
         "updates": None,
@@ -32,6 +33,26 @@ def test_all_methods_start_from_the_same_weights_and_data_order(tokens, data_fol
         "corpus": None,
         "batch_size": 32,
     }
+
+
+def test_a_run_of_another_model_in_the_same_folder_has_another_identity(
+    tokens, tiny_model_path, evaluation, tmp_path
+):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_path, model)
+    options = read_options([], [*tokens, f"--model={model}"])
+    plan = make_plan(options, ["contaccum"], [], [], [3])
+    sets = describe_evaluation_sets(evaluation)
+    [job] = make_jobs(plan, evaluation, sets, tmp_path)
+    [same_job] = make_jobs(plan, evaluation, sets, tmp_path)
+    assert job["identity"] == same_job["identity"]
+    (model / "config.json").write_text((model / "config.json").read_text() + " ")
+    [other_job] = make_jobs(plan, evaluation, sets, tmp_path)
+    assert job["identity"] != other_job["identity"]
+
+
+def test_all_methods_start_from_the_same_weights_and_data_order(tokens, evaluation, tmp_path):
+    """tests/training/test_data_order.py checks that an order has the same pairs in each update."""
     plan = make_plan(read_options([], tokens), ["in_batch", "contaccum"], [], [], [3])
     jobs = make_jobs(plan, evaluation, describe_evaluation_sets(evaluation), tmp_path)
     results = [run_job(job) for job in jobs]
