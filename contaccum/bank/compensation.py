@@ -148,6 +148,8 @@ class DriftCompensation(nn.Module):
         Raises:
             ValueError: if the number of texts differs from that of the first call.
         """
+        if not (queries.isfinite().all() and passages.isfinite().all()):
+            return
         probe = self.probe
         is_first = probe is None
         if probe is None:
@@ -157,8 +159,6 @@ class DriftCompensation(nn.Module):
             raise ValueError(
                 f"the probe had {num_pairs} pairs, got {len(queries)}: pass the same texts again"
             )
-        if not (queries.isfinite().all() and passages.isfinite().all()):
-            return
         shifts = probe.observe(queries, passages, clock.num_updates, clock.num_pairs)
         if self.query_mean is not None and self.passage_mean is not None:
             self.query_mean.mean += shifts[0]
