@@ -12,6 +12,7 @@ returned.
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -26,6 +27,13 @@ LAYOUT_LENGTH = 16
 The layout has the number of rows n, which all tensors share. Then it has for each tensor the bytes
 per number, the number of dimensions, and the shape without n. Zeros fill the rest. For tensors
 (3, 6) and (3,) of 8 bytes it is [3, 8, 2, 6, 8, 1, 0, ...].
+"""
+
+RANK_TIMEOUT = timedelta(days=1)
+"""Time after which a rank that waits for another rank gives up, in the commands of contaccum.
+
+One rank may have much more work, such as encoding a corpus alone, and PyTorch's own time is half an
+hour. If a rank fails, torchrun stops the other ranks at once.
 """
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Collection, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,12 +20,6 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 
 _HELP_POSITION = 34
 """Column at which help texts start."""
-
-_RANK_TIMEOUT = timedelta(days=1)
-"""Time after which a rank that waits for another rank gives up.
-
-If a rank fails, torchrun stops the other ranks at once.
-"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -261,6 +254,8 @@ def start_ranks(args: argparse.Namespace) -> PartialState:
     import torch
     from accelerate import PartialState
 
+    from contaccum.distributed import RANK_TIMEOUT
+
     # Without cpu=True on a machine without accelerator, PartialState would report a single process
     # for all ranks.
     use_cpu = args.device == "cpu" or not torch.accelerator.is_available()
@@ -274,8 +269,7 @@ def start_ranks(args: argparse.Namespace) -> PartialState:
                 f"{num_devices}: start at most {num_devices} with --nproc_per_node, or use "
                 "--device cpu"
             )
-    # Ranks wait for each other in collectives. The time-out is long, because some have more work.
-    state = PartialState(cpu=use_cpu, timeout=_RANK_TIMEOUT)
+    state = PartialState(cpu=use_cpu, timeout=RANK_TIMEOUT)
     args.device = args.device or str(state.device)
     return state
 

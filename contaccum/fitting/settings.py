@@ -10,6 +10,7 @@ from pathlib import Path
 
 from contaccum.comparison.options import Options, to_command_line
 from contaccum.data.split import TRAIN_FILE
+from contaccum.distributed import RANK_TIMEOUT
 from contaccum.encoders.loading import is_sentence_transformer
 from contaccum.errors import ConfigError
 from contaccum.files import redact
@@ -48,12 +49,6 @@ SET_BY_FIT = frozenset(
 All scores of a fit are nDCG@10 with the similarity of the model.
 """
 
-_RANK_TIMEOUT = "86400"
-"""Seconds after which a process that waits for another one gives up: a day.
-
-The first process encodes the corpus alone, which can take longer than PyTorch's half hour.
-"""
-
 
 def check_settings(data: Path, model: str, settings: Options) -> ContAccumTrainingArguments:
     """Check the settings of the user before anything is read or written.
@@ -79,7 +74,7 @@ def check_settings(data: Path, model: str, settings: Options) -> ContAccumTraini
         "model": [model],
         "train_data": [str(data)],
         "output_dir": ["unused"],
-        "ddp_timeout": [_RANK_TIMEOUT],
+        "ddp_timeout": [str(int(RANK_TIMEOUT.total_seconds()))],
         **settings,
     }
     methods = settings.get("method", ["grad_accum"])
