@@ -57,7 +57,7 @@ def describe_micro_step(
     num_banked_columns = 0
     num_bank_rows = 0
     num_masked = (blocks.in_batch <= MASKED_THRESHOLD).sum()
-    num_negatives = torch.tensor(n * num_documents - 1, device=local.valid.device)
+    num_negatives = local.valid.new_full((), n * num_documents - 1, dtype=torch.int64)
     if bank is not None:
         num_banked_columns = bank.in_use * bank.documents.shape[1]
         if bank.has_queries:

@@ -11,7 +11,7 @@ documents of each block, and L_i is the logsumexp over the blocks. Every logit i
 computed by the loss anyway: a new query is scored against the old documents as a local row, and an
 old query is scored against the new documents as a banked row. Old pairs retire a whole block at a
 time, so removing documents means resetting one row of the table. Nothing is ever subtracted, which
-would lose precision, and no value is copied from the device to the host.
+would lose precision, and the host never waits for a GPU (to assign a number by index would wait).
 
 The bank stores embeddings as they are: it normalises nothing and encodes no text.
 
@@ -349,10 +349,10 @@ class MemoryBank(nn.Module):
         documents = local.documents[positions, :num_documents]
         self.documents[slots, :num_documents] = torch.where(is_finite, documents, 0)
         self.query_ids[:, slots] = local.query_ids[:, positions]
-        self.document_ids[:, slots] = NO_ID
+        self.document_ids.index_fill_(1, slots, NO_ID)
         document_ids = local.document_ids[:, positions, :num_documents]
         self.document_ids[:, slots, :num_documents] = document_ids
-        self.valid[slots] = False
+        self.valid.index_fill_(0, slots, False)
         self.valid[slots, :num_documents] = local.valid[positions, :num_documents] & is_finite
         if self.has_queries:
             self.queries[slots] = torch.where(is_finite, local.queries[positions], 0)

@@ -14,6 +14,7 @@ from sentence_transformers.sentence_transformer.losses import MultipleNegativesR
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from contaccum import BankedInfoNCE
@@ -297,6 +298,24 @@ class HostReadDetector(TorchDispatchMode):
         return result
 
 
+class HostWriteDetector(TorchFunctionMode):
+    """Mode that refuses a copy of a number from the host, for which the host waits on a GPU.
+
+    `HostReadDetector` cannot see these copies, because they happen before an operation starts.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        assert function not in (torch.tensor, torch.as_tensor), "a copy from the host"
+        if function is Tensor.__setitem__:
+            _, index, value = args
+            indices = index if isinstance(index, tuple) else (index,)
+            if any(isinstance(i, Tensor) for i in indices):
+                assert isinstance(value, Tensor), "a number from the host, assigned by index"
+        return function(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("ids", ["none", "ids", "table"])
 @pytest.mark.parametrize(
     "settings",
@@ -313,7 +332,7 @@ class HostReadDetector(TorchDispatchMode):
     ],
     ids=["default", "fresh", "margin and guide", "directions and hardness"],
 )
-def test_a_micro_step_reads_nothing_on_the_host_and_needs_no_float64(settings, ids):
+def test_a_micro_step_copies_nothing_from_or_to_the_host_and_needs_no_float64(settings, ids):
     loss_fn = BankedInfoNCE(bank_size=70, similarity="cos", temperature=0.05, **settings)
     if ids == "table":
         loss_fn.positives = PositivesTable(torch.arange(9), torch.arange(9))
@@ -324,12 +343,14 @@ def test_a_micro_step_reads_nothing_on_the_host_and_needs_no_float64(settings, i
         guide = []
         if "false_negative_margin" in settings:
             guide = [x.detach()[..., :5] for x in inputs]
-        with HostReadDetector():
+        with HostReadDetector(), HostWriteDetector():
             call_loss(loss_fn, inputs, batch_ids, guide).backward()
             if step % 4 == 3:
                 loss_fn.end_update()
     with pytest.raises(AssertionError, match="would make the host wait"), HostReadDetector():
         torch.ones(1).item()
+    with pytest.raises(AssertionError, match="assigned by index"), HostWriteDetector():
+        torch.ones(2)[torch.arange(1)] = 0.0
 
 
 def test_float32_stays_exact_when_a_dominant_passage_leaves_the_bank():
