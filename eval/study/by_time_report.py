@@ -126,13 +126,23 @@ def make_known_table(plan: Plan, data: str, results: Results) -> str | None:
         runs = results.get_final_runs(name)
         if runs:
             query_scores[f"`{name}`"] = average_queries(runs, "test")
+    base_scores = query_scores["base model"]
+    base_new = [score for score, flag in zip(base_scores, is_known, strict=True) if not flag]
     rows = []
     for name, scores in query_scores.items():
         known = [score for score, flag in zip(scores, is_known, strict=True) if flag]
         new = [score for score, flag in zip(scores, is_known, strict=True) if not flag]
-        rows.append([name, format_score(fmean(known)), format_score(fmean(new))])
+        change = ""
+        if name != "base model":
+            change = format_difference(paired_bootstrap(new, base_new))
+        rows.append([name, format_score(fmean(known)), format_score(fmean(new)), change])
     num_new = len(is_known) - num_known
-    header = ["", f"{num_known} queries with known documents", f"{num_new} other queries"]
+    header = [
+        "",
+        f"{num_known} queries with known documents",
+        f"{num_new} other queries",
+        "other queries, minus base model",
+    ]
     return markdown_table(header, rows)
 
 
@@ -158,55 +168,74 @@ def format_mean(runs: list[Record], split: str) -> str:
     return f"{format_score(score.mean)} ({format_score(score.deviation)})"
 
 
+def format_difference(test: Test) -> str:
+    """Return a difference x 100 with its 95 % interval in brackets."""
+    low, high = 100 * test["low"], 100 * test["high"]
+    return f"{100 * test['difference']:+.1f} ({low:+.1f} to {high:+.1f})"
+
+
 def format_score(score: float) -> str:
     """Return a score x 100, with one decimal."""
     return f"{100 * score:.1f}"
 
 
 def draw_figure(plan: Plan, results: dict[str, Results], cost: str) -> Figure:
-    """Draw nDCG@10 on test against the cost of training, one panel per finished data set.
+    """Draw nDCG@10 on test against the cost of training, one panel per data set with finished runs.
+
+    A table of variants of another data set has no panel.
 
     Args:
         cost: name of a field of `Cost`, one of `AXIS_LABELS`.
     """
-    drawn = {data: r for data, r in results.items() if r.is_complete("contaccum")}
+    drawn = {}
+    for data, data_results in results.items():
+        is_variant = plan.data[data].folder is not None
+        if not is_variant and data_results.is_complete("contaccum"):
+            drawn[data] = data_results
     figure = Figure(figsize=(1.0 + 3.6 * max(len(drawn), 1), 4.2), layout="constrained")
     panels = figure.subplots(1, max(len(drawn), 1), squeeze=False)[0]
     for (data, data_results), axes in zip(drawn.items(), panels, strict=False):
         draw_panel(axes, plan, data, data_results, cost)
     panels[0].set_ylabel("nDCG@10 x 100 on test")
-    handles, labels = panels[-1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(3, 2 * len(panels)))
+    handles = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles[label] = handle
+    figure.legend(
+        list(handles.values()),
+        list(handles),
+        loc="outside lower center",
+        ncols=min(3, 2 * len(panels)),
+    )
     return figure
 
 
 def draw_panel(axes: Axes, plan: Plan, data: str, results: Results, cost: str) -> None:
-    """Draw a line per entry: from the base model through the scores during training to its end.
+    """Draw each entry.
 
-    The scores during training are those of one seed; the end is the mean over seeds, with a bar
-    from the lowest to the highest seed.
+    A dot is the mean over seeds, with a bar from the lowest to the highest seed. A dashed line
+    goes from the base model through the scores of one seed during training to the end of this seed.
     """
     base = results.get_base()
     for name, color in DRAWN_ENTRIES.items():
         if name not in plan.get_entries(data) or not results.is_complete(name):
             continue
         runs = results.get_final_runs(name)
-        costs = []
-        scores = []
-        if base is not None:
-            costs.append(0.0)
-            scores.append(100 * base["scores"]["test"])
+        end_cost = getattr(results.get_cost(name, runs[0]["updates"]), cost)
+        ends = [100 * run["scores"]["test"] for run in runs]
         for run in runs:
+            if not run["curve"] or base is None:
+                continue
+            costs = [0.0]
+            scores = [100 * base["scores"]["test"]]
             for updates, curve_scores in run["curve"].items():
                 costs.append(getattr(results.get_cost_of_updates(name, int(updates)), cost))
                 scores.append(100 * curve_scores["test"])
-        ends = [100 * run["scores"]["test"] for run in runs]
-        costs.append(getattr(results.get_cost(name, runs[0]["updates"]), cost))
-        scores.append(fmean(ends))
-        label = name.replace("_", " ")
-        axes.plot(costs, scores, "--", color=color, linewidth=1)
-        axes.plot(costs[-1], scores[-1], "o", color=color, label=label)
-        axes.vlines(costs[-1], min(ends), max(ends), color=color)
+            costs.append(end_cost)
+            scores.append(100 * run["scores"]["test"])
+            axes.plot(costs, scores, "--", color=color, linewidth=1)
+        axes.plot(end_cost, fmean(ends), "o", color=color, label=name.replace("_", " "))
+        axes.vlines(end_cost, min(ends), max(ends), color=color)
     axes.set_title(data)
     axes.set_xlabel(AXIS_LABELS[cost])
     axes.grid(alpha=0.3)

@@ -134,10 +134,11 @@ def test_every_run_has_a_file_and_is_done_once(study, monkeypatch, folder, tiny_
         assert [len(record["query_scores"][split]) for split in ("dev", "test")] == [6, 8]
         assert set(record["curve"]) == {"1", "2"}
         assert record["versions"]["contaccum"]
+        assert len(record["bank_fill"]) == (4 if name == "contaccum" else 0)
     seconds = results.get_timings()
-    # The timed updates have 8, 2, 8 and 8 of the 18 pairs.
-    assert seconds["contaccum"]["passes_per_update"] == 2 * 6.5
-    assert seconds["query_side"]["passes_per_update"] == 6.5
+    # The two updates that are counted have 8 and 2 of the 18 pairs.
+    assert seconds["contaccum"]["passes_per_update"] == 2 * 5
+    assert seconds["query_side"]["passes_per_update"] == 5
 
     num_done = len(done)
     again, _ = make_study(study, monkeypatch, folder, tiny_model_path, entries)
@@ -187,6 +188,8 @@ def test_a_second_stage_trains_queries_against_the_new_documents(
     assert abs(stored - first.encode_document(texts)).max() < 1e-5
     base = DualEncoder.from_pretrained(tiny_model_path, device="cpu")
     assert abs(stored - base.encode_document(texts)).max() > 1e-3
+    curve = read_json(runs.output / f"both-{record['rate']}-1.json")["curve"]
+    assert set(curve) == {"1", "2", "3"}  # the last one is the end of the first stage
     second = record["identity"]["second_stage_learning_rate"]
     assert second == results.choose_rate("query_side")
 
@@ -383,8 +386,9 @@ def test_the_report_shows_finished_runs_and_names_missing_ones(study, tmp_path, 
     rows = [[cell.strip() for cell in line.split("|")] for line in page.read_text().splitlines()]
     cells = next(row[2:9] for row in rows if len(row) > 8 and row[1] == "`contaccum`")
     assert cells == ["1e-4", "4", "2.0", "1,024", "2", "50.0 (0.0)", "80.0 (0.0)"]
-    (known,) = (row[2:4] for row in rows if row[1:2] == ["`contaccum`"] and len(row) == 5)
-    assert known == ["85.0", "75.0"]
+    (known,) = (row[2:5] for row in rows if row[1:2] == ["`contaccum`"] and len(row) == 6)
+    assert known[:2] == ["85.0", "75.0"]
+    assert known[2].startswith("+10.0 (")
     comparison = next(row for row in rows if len(row) > 2 and " - " in row[2])
     assert comparison[2:5] == ["`contaccum` - `grad_cache`", "+10.0", "+10.0 to +10.0"]
     assert sum("not yet run" in row for row in rows) == 2

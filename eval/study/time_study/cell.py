@@ -7,6 +7,7 @@ The job is written by `time_study.schedule`. The result is written in one step a
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from functools import partial
@@ -17,6 +18,7 @@ import torch
 
 from contaccum.comparison.processes import exit_with_parent
 from contaccum.files import provenance, read_json, write_json
+from contaccum.training.log import TRAIN_LOG
 from time_study.clock import UpdateClock
 from time_study.scoring import Scorer, average, drop_query_ids
 from time_study.second_stage import make_second_stage
@@ -31,6 +33,7 @@ def run_cell(job: dict[str, Any]) -> dict[str, Any]:
 
     ``cpu_seconds`` and ``encoder_passes`` are those of this run, for information: the report
     charges each update with the time and the texts that were measured before the runs.
+    ``bank_fill`` is the number of bank entries in use in each update of the first stage.
     """
     code_record = provenance()  # read before training, because the checkout may change meanwhile
     trainer = TRAINERS[job["trainer"]](job["settings"])
@@ -38,6 +41,8 @@ def run_cell(job: dict[str, Any]) -> dict[str, Any]:
     scored_updates = []
     if job["has_curve"]:
         scored_updates = [round(share * job["updates"]) for share in CURVE_SHARES]
+        if job["second_stage"] is not None:
+            scored_updates.append(job["updates"])
     score = partial(_score_average, scorer, trainer)
     clock = UpdateClock(trainer.model, scored_updates, score)
     trainer.add_callback(clock)
@@ -60,6 +65,7 @@ def run_cell(job: dict[str, Any]) -> dict[str, Any]:
         "encoder_passes": passes,
         "scores": average(query_scores),
         "curve": clock.curve,
+        "bank_fill": _read_bank_fill(Path(job["settings"]["output_dir"], TRAIN_LOG)),
         "query_scores": drop_query_ids(query_scores),
         **code_record,
     }
@@ -67,6 +73,15 @@ def run_cell(job: dict[str, Any]) -> dict[str, Any]:
 
 def _score_average(scorer: Scorer, trainer: Any) -> dict[str, float]:
     return average(scorer.score(trainer.model))
+
+
+def _read_bank_fill(train_log: Path) -> list[int]:
+    """Return the number of bank entries in use in each update; none for methods without a bank."""
+    if not train_log.exists():  # sentence-transformers' own trainer writes no such log
+        return []
+    with open(train_log, encoding="utf-8") as lines:
+        updates = [json.loads(line) for line in lines]
+    return [update["bank_fill"] for update in updates if update.get("bank_fill")]
 
 
 def time_updates(job: dict[str, Any]) -> dict[str, Any]:

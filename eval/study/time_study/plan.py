@@ -47,7 +47,7 @@ class Entry:
         timed_settings: settings with which the time of an update is measured: those of a method
             that computes the same update with less memory. None: ``settings``.
         timed_as: name of the entry whose updates take the same time; None: they are measured.
-        has_bank: the entry has banks of the data set's size.
+        has_bank: the entry has banks, of the data set's size unless ``settings`` has another one.
         has_mined_negatives: each pair has a hard negative, which the base model mined.
         has_guide: false negatives are masked by the scores of the base model.
         store: name of the store that query-side training uses; None for other methods.
@@ -113,7 +113,7 @@ class Plan:
             entry_settings = entry.timed_settings
         settings = {**self.settings, **entry_settings, "bf16": self.data[data].bf16}
         if entry.has_bank:
-            settings["bank_size"] = self.data[data].bank_size
+            settings.setdefault("bank_size", self.data[data].bank_size)
         return settings
 
 
