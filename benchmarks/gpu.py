@@ -1,16 +1,21 @@
-"""Measure contaccum on a GPU, in short independent parts.
+r"""Measure contaccum on a GPU, in short independent parts.
 
-    python benchmarks/gpu.py --minutes 9                        # all parts, as far as the time goes
     python benchmarks/gpu.py --part loss_exact host_syncs
-    python benchmarks/gpu.py --part update_time --minutes 8 --local 8 --bank_size 8192
+    python benchmarks/gpu.py --part update_time --bank_size 8192    # other sizes: in runs/gpu
     python benchmarks/gpu.py --part study_cell --seconds 60 --model models/all-MiniLM-L6-v2
     python benchmarks/gpu.py --device cpu --tiny --output /tmp/gpu    # a dry run
     python benchmarks/gpu.py --page docs/gpu.md                 # fill the tables of docs/gpu.md
 
+All parts are planned to fit into two calls:
+
+    python benchmarks/gpu.py --minutes 8 --part loss_exact host_syncs update_time decoder \
+        out_of_memory compile
+    python benchmarks/gpu.py --minutes 8 --part search encoding query_side study_cell
+
 loss_exact     compares gradients of BankedInfoNCE with a dense float64 loss of the whole batch, if
                the bank contains exactly the rest of the batch; also with autocast and a gradient
                scaler
-host_syncs     checks that a micro-step of the loss does not make the host wait for the device
+host_syncs     lists the places where a micro-step of the loss makes the host wait for the device
 update_time    measures seconds and peak memory of an update, with the sizes of BERT-base
 decoder        measures the same for a 0.6B decoder with adapters, on weights in bfloat16 (LoRA) and
                in 4 bits (QLoRA, needs bitsandbytes), with micro-batches of one pair and of two
@@ -24,78 +29,58 @@ study_cell     trains on SciFact with the same number of seconds for each method
 search         measures exact and approximate search with FAISS on the GPU and on the CPU
 
 Each part takes one to four minutes on a fast GPU, and writes OUTPUT/PART.json with its command,
-versions, device and commit. The program prints which parts were run and which were not, and has
-exit code 1 if a check failed. Nothing is downloaded: texts are random or from the package, and
-weights are random. study_cell trains all-MiniLM-L6-v2 if the `demo` extra is installed.
+versions, device and commit. Until a part is complete, the cases that it has finished are in
+OUTPUT/PART.partial.json. The program prints which parts were run and which were not, and has exit
+code 1 if a check or a part failed. A part whose packages are missing is not measured. Nothing is
+downloaded: texts are random or from the package, and weights are random. study_cell trains
+all-MiniLM-L6-v2 if the `demo` extra is installed.
 """
+
+# ruff: noqa: E402  # The time and the environment must be read and set before the other imports.
 
 from __future__ import annotations
 
 import os
+import time
 
+# The imports take many of the seconds of --minutes.
+STARTED = time.monotonic()
 # Nothing is downloaded, and a machine without a network must not wait for the hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import argparse
-import platform
-import shlex
+import importlib
 import sys
-import time
 import traceback
-from collections.abc import Callable
-from dataclasses import asdict, replace
-from datetime import UTC, datetime
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_parts import compile as compile_part
-from gpu_parts import (
-    decoder,
-    encoding,
-    host_syncs,
-    loss_exact,
-    out_of_memory,
-    query_side,
-    search,
-    study_cell,
-    update_time,
-)
-from gpu_parts.settings import TINY, NotMeasured, Run, Sizes
-from gpu_parts.tables import make_tables, read_records
+from gpu_parts.records import Record, describe_run, read_records, write_record
+from gpu_parts.settings import TINY, NotMeasured, Run, Sizes, format_error, format_reason
+from gpu_parts.tables import make_tables
 
 from contaccum.evaluation.tables import fill_page
-from contaccum.files import provenance, write_json, write_text
+from contaccum.files import write_text
 
-PARTS: dict[str, Callable[[Run], dict[str, Any]]] = {
-    "loss_exact": loss_exact.measure,
-    "host_syncs": host_syncs.measure,
-    "update_time": update_time.measure,
-    "decoder": decoder.measure,
-    "out_of_memory": out_of_memory.measure,
-    "compile": compile_part.measure,
-    "encoding": encoding.measure,
-    "query_side": query_side.measure,
-    "study_cell": study_cell.measure,
-    "search": search.measure,
-}
+# Each part is the module of this name in gpu_parts. It is imported when it runs, because some parts
+# need packages that others do not need.
+PARTS = (
+    "loss_exact",
+    "host_syncs",
+    "update_time",
+    "decoder",
+    "out_of_memory",
+    "compile",
+    "encoding",
+    "query_side",
+    "study_cell",
+    "search",
+)
 RESULTS = Path(__file__).parent / "gpu"  # the results that docs/gpu.md shows
-DRY_RUN_RESULTS = Path("runs/gpu")
-
-
-def describe_device(device: torch.device) -> dict[str, Any]:
-    """Describe the device for a record."""
-    if device.type != "cuda":
-        return {"type": device.type, "name": platform.processor(), "cpus": os.cpu_count()}
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "type": device.type,
-        "name": properties.name,
-        "memory_mb": properties.total_memory // 2**20,
-        "capability": f"{properties.major}.{properties.minor}",
-        "cuda": torch.version.cuda,
-        "cpus": os.cpu_count(),
-    }
+OTHER_RESULTS = Path("runs/gpu")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -108,15 +93,16 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--part",
         nargs="+",
-        choices=list(PARTS),
-        default=list(PARTS),
+        choices=PARTS,
+        default=PARTS,
         help="parts to run; default: all",
     )
     add("--minutes", type=float, default=10, help="start no new part or turn after this time")
     add(
         "--output",
         type=Path,
-        help="folder of the PART.json files; default: benchmarks/gpu, and runs/gpu for a dry run",
+        help="folder of the PART.json files; default: benchmarks/gpu; runs/gpu for a dry run and "
+        "with other sizes",
     )
     add("--device", help="default: cuda if there is a GPU, else cpu")
     add("--tiny", action="store_true", help="tiny sizes, for a dry run")
@@ -140,9 +126,6 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.device is None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.output is None:
-        is_dry_run = args.tiny or not args.device.startswith("cuda")
-        args.output = DRY_RUN_RESULTS if is_dry_run and args.page is None else RESULTS
     args.sizes = TINY if args.tiny else Sizes()
     for name in ("pairs", "local", "bank_size", "turns", "precision"):
         value = getattr(args, name)
@@ -150,7 +133,26 @@ def parse_arguments() -> argparse.Namespace:
             args.sizes = replace(args.sizes, **{name: value})
     if args.sizes.pairs % args.sizes.local or args.sizes.pairs == args.sizes.local:
         parser.error("--pairs must be a multiple of --local, at least twice as large")
+    if args.page is None:
+        check_device(args.device, parser)
+    if args.output is None:
+        is_for_page = args.device.startswith("cuda") and args.sizes == Sizes()
+        args.output = RESULTS if is_for_page or args.page is not None else OTHER_RESULTS
     return args
+
+
+def check_device(device_name: str, parser: argparse.ArgumentParser) -> None:
+    """End the program if the parts would not all use the same GPU."""
+    device = torch.device(device_name)
+    if device.type != "cuda":
+        return
+    if device.index:
+        parser.error(
+            f"--device {device_name}: the trainers use the first visible GPU; set "
+            f"CUDA_VISIBLE_DEVICES={device.index} and leave --device out"
+        )
+    if torch.cuda.device_count() > 1:
+        parser.error("several GPUs are visible; set CUDA_VISIBLE_DEVICES to one of their numbers")
 
 
 def make_run(args: argparse.Namespace) -> Run:
@@ -159,62 +161,82 @@ def make_run(args: argparse.Namespace) -> Run:
     if device.type == "cuda" and device.index is None:
         # Some functions of torch.cuda refuse a device without a number.
         device = torch.device("cuda", torch.cuda.current_device())
-    deadline = time.monotonic() + 60 * args.minutes
+    # float32 is compared with float64 and with bfloat16, and some machines turn TF32 on.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    deadline = STARTED + 60 * args.minutes
     return Run(args.sizes, device, deadline, args.tiny, args.model, args.seconds)
 
 
-def run_part(name: str, run: Run, output: Path) -> dict[str, Any]:
+def run_part(name: str, run: Run, run_entries: Record, output: Path) -> Record:
     """Run a part and write its record; return the record.
 
-    A part that cannot be measured leaves an earlier record of the part as it is.
+    No error of a part ends the program, because the other parts must run nevertheless.
+
+    Args:
+        name: name of the part.
+        run: settings.
+        run_entries: the result of `describe_run`.
+        output: folder of the records.
     """
     started = time.monotonic()
-    record: dict[str, Any] = {"part": name, "measured": True}
+    record: Record = {"part": name, "measured": False, "is_partial": False, **run_entries}
+
+    def save(result: dict[str, Any], is_partial: bool = True) -> None:
+        seconds = time.monotonic() - started
+        record.update(measured=True, is_partial=is_partial, result=result, seconds=seconds)
+        write_record(record, output)
+
     try:
-        record["result"] = PARTS[name](run)
+        module = importlib.import_module(f"gpu_parts.{name}")
+        save(module.measure(replace(run, save_partial=save)), is_partial=False)
     except NotMeasured as error:
-        record["measured"] = False
-        record["reason"] = str(error)
-    except Exception as error:  # such as out of memory: the other parts must run nevertheless
-        traceback.print_exc()
-        record["measured"] = False
-        record["reason"] = f"{type(error).__name__}: {error}"
-        record["failed"] = True
-    record["seconds"] = time.monotonic() - started
-    record["date"] = datetime.now(UTC).date().isoformat()
-    record["command"] = shlex.join(["python", *sys.argv])
-    record["device"] = describe_device(run.device)
-    record["sizes"] = asdict(run.sizes)
-    record["is_tiny"] = run.is_tiny
-    record.update(provenance())
-    file = output / f"{name}.json"
-    if record["measured"] or not file.exists():
-        write_json(file, record)
-    run.free_memory()
+        record["reason"] = format_reason(error)
+    except ModuleNotFoundError as error:
+        record["reason"] = f"{error.name} is not installed" if error.name else format_reason(error)
+    except Exception as error:
+        add_error(record, error)
+    try:
+        if "reason" in record:
+            record["seconds"] = time.monotonic() - started
+            write_record(record, output)
+        run.free_memory()
+    except Exception as error:  # such as a full disk, or an earlier error of the GPU
+        add_error(record, error)
     return record
 
 
-def run_parts(names: list[str], run: Run, output: Path, minutes: float) -> bool:
+def add_error(record: Record, error: Exception) -> None:
+    """Print an error and add it to a record, unless the record contains a reason already."""
+    traceback.print_exception(error)
+    record["failed"] = True
+    record.setdefault("reason", format_error(error))
+
+
+def run_parts(names: Sequence[str], run: Run, output: Path, minutes: float) -> bool:
     """Run parts and print which were run and which were not; return whether one has failed."""
-    not_run = {name: "not in --part" for name in PARTS if name not in names}
+    run_entries = describe_run(run)  # at the start, because a GPU may no longer answer later
+    notes = {name: "NOT RUN: not in --part" for name in PARTS if name not in names}
     has_failed = False
     for name in names:
         if not run.has_time():
-            not_run[name] = f"the {minutes:g} minutes were over"
+            notes[name] = f"NOT RUN: the {minutes:g} minutes were over"
             continue
-        record = run_part(name, run, output)
-        if not record["measured"]:
-            not_run[name] = record["reason"]
-            has_failed = has_failed or record.get("failed", False)
-            continue
-        passed = record["result"].get("passed")
-        has_failed = has_failed or passed is False
-        outcome = {None: "measured", True: "passed", False: "FAILED"}[passed]
-        print(f"{name}: {outcome} in {record['seconds']:.1f} s, {output / name}.json", flush=True)
-        if record["result"].get("not_run"):
-            not_run[name] = record["result"]["not_run"]
-    for name, reason in not_run.items():
-        print(f"{name}: NOT RUN: {reason}")
+        record = run_part(name, run, run_entries, output)
+        if record.get("failed"):
+            has_failed = True
+            notes[name] = f"FAILED: {record['reason']}"
+        elif "reason" in record:
+            notes[name] = f"NOT RUN: {record['reason']}"
+        elif record["result"].get("not_run"):
+            notes[name] = f"NOT RUN: {record['result']['not_run']}"
+        if record["measured"] and not record["is_partial"]:
+            passed = record["result"].get("passed")
+            has_failed = has_failed or passed is False
+            outcome = {None: "measured", True: "passed", False: "FAILED"}[passed]
+            seconds = f"{record['seconds']:.1f} s"
+            print(f"{name}: {outcome} in {seconds}, {output / name}.json", flush=True)
+    for name, note in notes.items():
+        print(f"{name}: {note}")
     return has_failed
 
 
@@ -222,7 +244,7 @@ def main() -> int:
     """Run parts, or fill a page with results; return the exit code."""
     args = parse_arguments()
     if args.page is not None:
-        tables = make_tables(read_records(args.output, list(PARTS)))
+        tables = make_tables(read_records(args.output, PARTS))
         page = args.page.read_text(encoding="utf-8")
         write_text(args.page, fill_page(page, tables))
         return 0

@@ -4,13 +4,19 @@ The option ``torch_compile`` of `contaccum train` compiles the encoder in the sa
 calls `torch.compile` with the arguments that are used here. A compiled graph is valid for certain
 inputs, for example for one sequence length or for all of them; for other inputs the encoder is
 compiled again. Real batches differ in their length, so this part goes through several lengths.
+torch keeps compiled code on the disk, so the part begins with empty folders for it.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.utils import TorchDynamoPlugin
@@ -45,6 +51,26 @@ TINY = CompileSizes("tiny", "eager", 8, 4, 16, ((4, 8), (5, 9)), 2)
 def measure(run: Run) -> dict[str, Any]:
     """Time updates with and without compiling in turns, for several lengths."""
     sizes = TINY if run.is_tiny else CompileSizes()
+    with use_empty_caches():
+        return measure_lengths(sizes, run)
+
+
+@contextmanager
+def use_empty_caches() -> Iterator[None]:
+    """Use new folders for compiled code, so that each run of the part has to compile."""
+    # The compiler's worker processes may still write when the folder is removed.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        # Triton has a cache besides that of inductor, and a variable of its own for it.
+        folders = {
+            "TORCHINDUCTOR_CACHE_DIR": folder,
+            "TRITON_CACHE_DIR": os.path.join(folder, "triton"),
+        }
+        with patch.dict(os.environ, folders):
+            yield
+
+
+def measure_lengths(sizes: CompileSizes, run: Run) -> dict[str, Any]:
+    """Time updates with and without compiling, one length after the other."""
     torch.manual_seed(0)
     model = make_encoder(BACKBONES[sizes.backbone], run.device)
     use_autocast(model, "bfloat16")
@@ -58,6 +84,7 @@ def measure(run: Run) -> dict[str, Any]:
     losses["compiled"].model = compiled_model
     optimizer = make_optimizer(model)
     results: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"sizes": asdict(sizes), "lengths": results}
     for query_length, passage_length in sizes.lengths:
         if not run.has_time():
             break
@@ -65,17 +92,12 @@ def measure(run: Run) -> dict[str, Any]:
             sizes.pairs, sizes.local, sizes.bank_size, query_length, passage_length, sizes.turns
         )
         results.append(measure_length(model, losses, optimizer, update_sizes, run))
+        run.save_partial(result)
     if not results:
         raise NotMeasured("the time was over before the first length; increase --minutes")
-    num_graph_breaks = sum(counters["graph_break"].values())
-    difference = compare_embeddings(model, compiled_model, sizes, run)
+    result["graph_breaks"] = sum(counters["graph_break"].values())
+    result["embedding_difference"] = compare_embeddings(model, compiled_model, sizes, run)
     torch._dynamo.reset()  # the compiled graphs hold memory
-    result = {
-        "sizes": asdict(sizes),
-        "lengths": results,
-        "embedding_difference": difference,
-        "graph_breaks": num_graph_breaks,
-    }
     num_missing = len(sizes.lengths) - len(results)
     if num_missing > 0:
         result["not_run"] = f"{num_missing} of {len(sizes.lengths)} lengths: the time was over"

@@ -8,6 +8,7 @@ to bfloat16. Micro-batches have one pair or two, as on a small GPU.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from contaccum import DualEncoder
 from contaccum.errors import ConfigError
 from contaccum.training.config import load_model
 from contaccum.training.options import ModelArguments
-from gpu_parts.settings import NotMeasured, Run, add_failures, collect_error
+from gpu_parts.settings import NotMeasured, Run, add_failures, collect_error, format_reason
 from gpu_parts.turns import UpdateSizes, measure_methods
 
 METHODS = ("grad_accum", "grad_cache", "contaccum", "contaccum_cached")
@@ -50,20 +51,23 @@ def measure(run: Run) -> dict[str, Any]:
     adapters: dict[str, Any] = {}
     failures: list[str] = []
     missing: list[str] = []
+    result: dict[str, Any] = {"sizes": asdict(sizes), "adapters": adapters}
     with tempfile.TemporaryDirectory() as folder:
         write_decoder(sizes, Path(folder))
         for adapter in ("lora", "qlora"):
             with collect_error(failures, adapter):
                 try:
-                    adapters[adapter] = measure_adapter(adapter, Path(folder), sizes, run)
+                    for figures in measure_adapter(adapter, Path(folder), sizes, run):
+                        adapters[adapter] = figures
+                        add_failures(result, failures)
+                        run.save_partial(result)
                     missing += list_missing_cases(adapter, adapters[adapter])
                 except (ConfigError, NotMeasured) as error:
                     # ConfigError: bitsandbytes is not installed, or there is no GPU.
-                    missing.append(f"{adapter}: {error}")
+                    missing.append(f"{adapter}: {format_reason(error)}")
             run.free_memory()
     if not adapters:
         raise NotMeasured("; ".join(failures + missing))
-    result: dict[str, Any] = {"sizes": asdict(sizes), "adapters": adapters}
     if missing:
         result["not_run"] = "; ".join(missing)
     add_failures(result, failures)
@@ -100,12 +104,27 @@ def load_decoder(adapter: str, folder: Path, sizes: DecoderSizes, run: Run) -> D
     return model.train()
 
 
-def measure_adapter(adapter: str, folder: Path, sizes: DecoderSizes, run: Run) -> dict[str, Any]:
-    """Time updates of all methods with an adapter, for each size of a micro-batch."""
+def measure_adapter(
+    adapter: str, folder: Path, sizes: DecoderSizes, run: Run
+) -> Iterator[dict[str, Any]]:
+    """Time updates of all methods with an adapter, for each size of a micro-batch.
+
+    Yields:
+        The figures of the adapter so far, after each size of a micro-batch.
+
+    Raises:
+        NotMeasured: the time was over before the first turn.
+    """
     run.reset_peak()
     model = load_decoder(adapter, folder, sizes, run)
-    load_peak_mb = run.read_peak_mb()
-    micro_batches = {}
+    micro_batches: dict[str, Any] = {}
+    trained = [p.numel() for p in model.parameters() if p.requires_grad]
+    figures = {
+        "weights_mb": count_weight_bytes(model) / 2**20,
+        "trained_weights": sum(trained),
+        "load_peak_mb": run.read_peak_mb(),
+        "micro_batches": micro_batches,
+    }
     for local in sizes.micro_batches:
         update_sizes = UpdateSizes(
             sizes.pairs,
@@ -122,16 +141,11 @@ def measure_adapter(adapter: str, folder: Path, sizes: DecoderSizes, run: Run) -
             )
         except NotMeasured as error:
             micro_batches[str(local)] = {"not_run": str(error)}
+        else:
+            yield figures
         run.free_memory()
-    if not any("methods" in figures for figures in micro_batches.values()):
+    if not any("methods" in case for case in micro_batches.values()):
         raise NotMeasured("the time was over before the first turn; increase --minutes")
-    trained = [p.numel() for p in model.parameters() if p.requires_grad]
-    return {
-        "weights_mb": count_weight_bytes(model) / 2**20,
-        "trained_weights": sum(trained),
-        "load_peak_mb": load_peak_mb,
-        "micro_batches": micro_batches,
-    }
 
 
 def count_weight_bytes(model: DualEncoder) -> int:

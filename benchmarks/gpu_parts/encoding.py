@@ -26,24 +26,24 @@ from contaccum.retrieval.encode import encode_texts
 from gpu_parts.settings import NotMeasured, Run, add_failures, collect_error
 
 PRECISIONS = ("float32", "bfloat16")
+_NUM_TRIAL_BATCHES = 2  # forward passes that tell how many take long enough
 
 
 @dataclass(frozen=True)
 class EncodingSizes:
     """Sizes of this part."""
 
-    # Number of tokens to encode in each case, by backbone. A slow backbone gets fewer.
-    tokens: tuple[tuple[str, int], ...] = (
-        ("minilm", 1_000_000),
-        ("bert-base", 400_000),
-        ("decoder-0.6b", 100_000),
-    )
+    backbones: tuple[str, ...] = ("minilm", "bert-base", "decoder-0.6b")
     lengths: tuple[int, ...] = (32, 128, 512)  # tokens of a text
     batch_size: int = 128  # texts per forward pass
     num_words: int = 20_000  # vocabulary
+    forward_seconds: float = 2.0  # of the timed forward passes of a case, at least
+    max_batches: int = 2000  # forward passes of a case, at most
+    # Of the corpus of a case, at most, because a tokeniser is slower than a small encoder on a GPU.
+    max_tokens: int = 2_000_000
 
 
-TINY = EncodingSizes((("tiny", 40), ("decoder-tiny", 40)), (4, 8), 4, 50)
+TINY = EncodingSizes(("tiny", "decoder-tiny"), (4, 8), 4, 50, 0.0, 3, 40)
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -51,26 +51,26 @@ def measure(run: Run) -> dict[str, Any]:
     sizes = TINY if run.is_tiny else EncodingSizes()
     cases: list[dict[str, Any]] = []
     failures: list[str] = []
-    num_cases = len(sizes.tokens) * len(PRECISIONS) * len(sizes.lengths)
-    for backbone, num_tokens in sizes.tokens:
+    result: dict[str, Any] = {"sizes": asdict(sizes), "cases": cases}
+    num_cases = len(sizes.backbones) * len(PRECISIONS) * len(sizes.lengths)
+    for backbone in sizes.backbones:
         if not run.has_time():
             break
         with collect_error(failures, backbone):
-            for case in measure_backbone(backbone, num_tokens, sizes, run):
+            for case in measure_backbone(backbone, sizes, run):
                 cases.append(case)
+                add_failures(result, failures)
+                run.save_partial(result)
         run.free_memory()
     if not cases and not failures:
         raise NotMeasured("the time was over before the first case; increase --minutes")
-    result = {"sizes": asdict(sizes), "cases": cases}
     if len(cases) < num_cases:
         result["not_run"] = f"{num_cases - len(cases)} of {num_cases} cases"
     add_failures(result, failures)
     return result
 
 
-def measure_backbone(
-    backbone: str, num_tokens: int, sizes: EncodingSizes, run: Run
-) -> Iterator[dict[str, Any]]:
+def measure_backbone(backbone: str, sizes: EncodingSizes, run: Run) -> Iterator[dict[str, Any]]:
     """Yield the rates of a backbone in each precision, for each length of the texts."""
     torch.manual_seed(0)
     model = make_encoder(
@@ -83,17 +83,15 @@ def measure_backbone(
         for length in sizes.lengths:
             if not run.has_time():
                 return
-            # Full batches only, as in the forward passes alone.
-            num_batches = math.ceil(num_tokens / (length * sizes.batch_size))
-            num_texts = num_batches * sizes.batch_size
-            texts = make_texts(num_texts, length, sizes.num_words)
             run.reset_peak()
+            forward = measure_forward(backbone, model, length, precision, sizes, run)
+            forward_rate = sizes.batch_size / forward["seconds_per_batch"]
+            # Full batches only, as in the forward passes alone.
+            max_batches = max(1, sizes.max_tokens // (length * sizes.batch_size))
+            num_texts = min(forward["batches"], max_batches) * sizes.batch_size
+            texts = make_texts(num_texts, length, sizes.num_words)
             product = measure_corpus_encoder(model, texts, precision, sizes, run)
-            forward_seconds = measure_forward(
-                backbone, model, num_batches, length, precision, sizes, run
-            )
             product_rate = num_texts / product["seconds"]
-            forward_rate = num_texts / forward_seconds
             yield {
                 "backbone": backbone,
                 "precision": precision,
@@ -101,6 +99,7 @@ def measure_backbone(
                 "texts": num_texts,
                 "encode_texts_per_second": product_rate,
                 "encode_tokens_per_second": product_rate * length,
+                "forward_batches": forward["batches"],
                 "forward_texts_per_second": forward_rate,
                 "forward_tokens_per_second": forward_rate * length,
                 "share_of_forward": product_rate / forward_rate,
@@ -145,27 +144,37 @@ def measure_corpus_encoder(
 def measure_forward(
     backbone: str,
     model: DualEncoder,
-    num_batches: int,
     length: int,
     precision: str,
     sizes: EncodingSizes,
     run: Run,
-) -> float:
-    """Run forward passes alone on some batches, and return the seconds."""
+) -> dict[str, Any]:
+    """Run forward passes alone; return their number and the seconds of one.
+
+    The number is chosen so that they take long enough for a stable time.
+    """
     vocabulary = BACKBONES[backbone].vocabulary
     _, features = make_features(vocabulary, sizes.batch_size, length, length, run.device)
     autocast: Any = nullcontext()
     if precision != "float32":
         autocast = torch.autocast(run.device.type, getattr(torch, precision))
     model.eval()
-    with torch.inference_mode(), autocast:
-        model(dict(features))  # the first forward pass is slower
+
+    def run_batches(num_batches: int) -> float:
         run.synchronize()
         started = time.perf_counter()
         for _ in range(num_batches):
             model(dict(features))  # a copy, because the model adds its outputs
         run.synchronize()
         return time.perf_counter() - started
+
+    with torch.inference_mode(), autocast:
+        run_batches(1)  # the first forward pass is slower
+        expected_seconds = run_batches(_NUM_TRIAL_BATCHES) / _NUM_TRIAL_BATCHES
+        num_batches = math.ceil(sizes.forward_seconds / expected_seconds)
+        num_batches = min(max(num_batches, _NUM_TRIAL_BATCHES), sizes.max_batches)
+        seconds = run_batches(num_batches)
+    return {"batches": num_batches, "seconds_per_batch": seconds / num_batches}
 
 
 def measure_tokenizing(model: DualEncoder, texts: list[str], sizes: EncodingSizes) -> float:

@@ -68,34 +68,39 @@ def measure_indexes(
         copy_to_gpu: function that copies a FAISS index to a GPU.
     """
     documents, queries = make_clustered_embeddings(sizes.documents, sizes.queries, sizes.dimension)
-    flat_index = replace(build_index(documents, metric="dot"), gpus=())
-    started = time.perf_counter()
-    pq_index = build_index(documents, sizes.factory, "dot", parameters=sizes.parameters)
-    build_seconds = time.perf_counter() - started
-    indexes = {
-        "Flat, CPU": flat_index,
-        "Flat, GPU": replace(flat_index, gpus=gpus),
-        f"{sizes.factory}, CPU": pq_index,
-    }
     failures: list[str] = []
-    name_on_gpu = f"{sizes.factory}, GPU"
-    with collect_error(failures, name_on_gpu):
-        indexes[name_on_gpu] = replace(pq_index, faiss_index=copy_to_gpu(pq_index.faiss_index))
     cases: dict[str, Any] = {}
-    exact_rows = None
-    for name, index in indexes.items():
+    rows_by_name: dict[str, np.ndarray] = {}
+    result: dict[str, Any] = {"sizes": asdict(sizes), "cases": cases}
+
+    def measure_case(name: str, index: DenseIndex) -> None:
         if not run.has_time():
-            break
+            return
         with collect_error(failures, name):
-            figures, rows = measure_search(index, queries, sizes)
-            if exact_rows is None:
-                exact_rows = rows  # the first index is exact
-            figures["recall"] = compute_recall(exact_rows, rows)
+            figures, rows_by_name[name] = measure_search(index, queries, sizes)
+            exact_rows = next(iter(rows_by_name.values()))  # the first index is exact
+            figures["recall"] = compute_recall(exact_rows, rows_by_name[name])
             cases[name] = figures
+        add_failures(result, failures)
+        run.save_partial(result)
+
+    flat_index = replace(build_index(documents, metric="dot"), gpus=())
+    names = ["Flat, CPU", "Flat, GPU", f"{sizes.factory}, CPU", f"{sizes.factory}, GPU"]
+    measure_case(names[0], flat_index)
+    measure_case(names[1], replace(flat_index, gpus=gpus))
+    if run.has_time():
+        started = time.perf_counter()
+        pq_index = build_index(documents, sizes.factory, "dot", parameters=sizes.parameters)
+        result["build_seconds"] = time.perf_counter() - started
+        measure_case(names[2], pq_index)
+        with collect_error(failures, names[3]):
+            started = time.perf_counter()
+            faiss_index = copy_to_gpu(pq_index.faiss_index)
+            result["copy_seconds"] = time.perf_counter() - started
+            measure_case(names[3], replace(pq_index, faiss_index=faiss_index))
     if not cases and not failures:
         raise NotMeasured("the time was over before the first search; increase --minutes")
-    result = {"sizes": asdict(sizes), "build_seconds": build_seconds, "cases": cases}
-    missing = [name for name in indexes if name not in cases]
+    missing = [name for name in names if name not in cases]
     if missing:
         result["not_run"] = "; ".join(missing)
     add_failures(result, failures)

@@ -1,11 +1,11 @@
-"""Settings of all parts of benchmarks/gpu.py: sizes, device, deadline and options."""
+"""Settings of all parts of benchmarks/gpu.py, and what they share to report errors."""
 
 from __future__ import annotations
 
 import gc
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 TEMPERATURE = 0.05
+PARTS_WITH_SIZES = ("loss_exact", "host_syncs", "update_time")
+_MAX_REASON_LENGTH = 200  # characters of an error that a record and a page show
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the parts loss_exact, host_syncs and update_time.
+    """Sizes of the parts in `PARTS_WITH_SIZES`.
 
     The other parts have sizes of their own, which are in their results.
     """
@@ -49,6 +51,10 @@ TINY = Sizes(
 )
 
 
+def discard(result: dict[str, Any]) -> None:
+    """Do nothing with a result."""
+
+
 @dataclass(frozen=True)
 class Run:
     """Settings for the run of a part.
@@ -60,6 +66,8 @@ class Run:
         is_tiny: use tiny sizes in the other parts, too, for a dry run.
         model: folder of a SentenceTransformer for study_cell; None for the default.
         method_seconds: seconds of training of each method in study_cell; None for the default.
+        save_partial: function that writes the result of the cases that a part has finished, so that
+            they are kept if the program is killed.
     """
 
     sizes: Sizes
@@ -68,6 +76,7 @@ class Run:
     is_tiny: bool = False
     model: Path | None = None
     method_seconds: float | None = None
+    save_partial: Callable[[dict[str, Any]], None] = discard
 
     @property
     def is_cuda(self) -> bool:
@@ -108,6 +117,19 @@ class NotMeasured(Exception):
     """A part cannot be measured on this machine; the message gives the reason."""
 
 
+def format_reason(reason: object) -> str:
+    """Return a reason as one line, shortened if it is long, because tables and lists show it."""
+    line = " ".join(str(reason).split())
+    if len(line) > _MAX_REASON_LENGTH:
+        line = line[: _MAX_REASON_LENGTH - 3] + "..."
+    return line
+
+
+def format_error(error: Exception) -> str:
+    """Return type and message of an error as one line; see `format_reason`."""
+    return format_reason(f"{type(error).__name__}: {error}")
+
+
 @contextmanager
 def collect_error(failures: list[str], case: str) -> Iterator[None]:
     """Record an error in a ``with`` block, so that the other cases of a part are still measured.
@@ -122,7 +144,7 @@ def collect_error(failures: list[str], case: str) -> Iterator[None]:
         raise
     except Exception as error:
         traceback.print_exc()
-        failures.append(f"{case}: {type(error).__name__}: {error}")
+        failures.append(f"{case}: {format_error(error)}")
 
 
 def add_failures(result: dict[str, Any], failures: list[str]) -> None:

@@ -120,6 +120,14 @@ def measure(run: Run) -> dict[str, Any]:
             for method in ("grad_accum", "contaccum_cached"):
                 train(method, model.folder, run, sizes, 0.0)
         base_score = evaluator(load_base_model(model.folder, run, sizes))[METRIC]
+        result = {
+            "sizes": asdict(sizes),
+            "budget_seconds": budget,
+            "model": model.name,
+            "has_trained_weights": model.has_trained_weights,
+            "base_score": base_score,
+            "methods": methods,
+        }
         for method in METHODS:
             if time.monotonic() + budget > run.deadline:
                 break
@@ -128,17 +136,11 @@ def measure(run: Run) -> dict[str, Any]:
                 figures[METRIC] = evaluator(encoder)[METRIC]
                 methods[method] = figures
                 del encoder
+                add_failures(result, failures)
+                run.save_partial(result)
             run.free_memory()
     if not methods and not failures:
         raise NotMeasured("the time was over before the first method; increase --minutes")
-    result = {
-        "sizes": asdict(sizes),
-        "budget_seconds": budget,
-        "model": model.name,
-        "has_trained_weights": model.has_trained_weights,
-        "base_score": base_score,
-        "methods": methods,
-    }
     missing = [method for method in METHODS if method not in methods]
     if missing:
         result["not_run"] = ", ".join(missing)
@@ -232,6 +234,8 @@ def train(
         trainer = make_trainer(encoder, model_args, args, data, callbacks=[clock])
         run.reset_peak()
         trainer.train()
+    # Without the autocast of training, because the model before training is also scored without it.
+    encoder = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     figures = {
         "updates": clock.num_updates,
         "seconds": clock.seconds,

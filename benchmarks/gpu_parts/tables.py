@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
-from measuring.pages import format_bytes, format_duration, format_number, make_table
+from measuring import pages
+from measuring.pages import format_bytes, format_duration, make_table
 
-from contaccum.files import read_json
-
-Record = dict[str, Any]
+from gpu_parts.records import Record
 
 NOT_RUN = "*Not yet run on a GPU.*"
 _HASH_LENGTH = 8  # characters of a commit's hash that are shown
 
-
-def read_records(folder: Path, parts: Sequence[str]) -> dict[str, Record | None]:
-    """Read the record of each part; None for a part that has not run on a GPU.
-
-    Dry runs do not count.
-    """
-    records: dict[str, Record | None] = {}
-    for part in parts:
-        file = folder / f"{part}.json"
-        records[part] = None
-        if not file.exists():
-            continue
-        record = read_json(file)
-        is_dry_run = record["is_tiny"] or record["device"]["type"] != "cuda"
-        if not is_dry_run:
-            records[part] = record
-    return records
+Number = float | str
+"""A number, or the text "nan", "inf" or "-inf"; see `gpu_parts.records.replace_non_finite`."""
 
 
 def make_tables(records: dict[str, Record | None]) -> dict[str, str]:
@@ -64,10 +46,14 @@ def make_runs_table(records: dict[str, Record | None]) -> str:
 
 
 def get_outcome(record: Record) -> str:
-    """Return "measured", "passed", "failed" or "not measured"."""
+    """Return "measured", "passed", "failed", "partial" or "not measured"."""
+    if record.get("failed"):
+        return "failed"
     if not record["measured"]:
         return "not measured"
     passed = record["result"].get("passed")
+    if record["is_partial"] and passed is not False:
+        return "partial"
     if passed is None:
         return "measured"
     return format_passed(passed)
@@ -77,8 +63,10 @@ def make_part_table(part: str, record: Record | None) -> str:
     """Return the table of a part, or a sentence if it has none."""
     if record is None:
         return NOT_RUN
+    reason = record.get("reason")
     if not record["measured"]:
-        return f"*Not measured: {record['reason']}*"
+        outcome = "Failed" if record.get("failed") else "Not measured"
+        return f"*{outcome}: {reason}*"
     content = _TABLES[part](record["result"])
     missing = record["result"].get("not_run")
     if missing:
@@ -86,6 +74,8 @@ def make_part_table(part: str, record: Record | None) -> str:
     failures = record["result"].get("failures")
     if failures:
         content += f"\n\nFailed: {'; '.join(failures)}."
+    if record["is_partial"]:
+        content += f"\n\nThe part ended before it was complete: {reason or 'it was killed'}."
     return content
 
 
@@ -93,17 +83,19 @@ def make_loss_exact_table(result: Record) -> str:
     """Return the errors of the gradients in each precision."""
     rows = []
     for name, case in result["cases"].items():
-        errors = [f"{error:.0e}" for error in case["relative_errors"].values()]
+        errors = [format_error(error) for error in case["relative_errors"].values()]
         rows.append([name, *errors, f"{case['limit']:.0e}", format_passed(case["passed"])])
     header = ["precision, drift compensation", "queries", "passages", "negatives", "limit", ""]
     return make_table(header, rows)
 
 
 def make_host_syncs_table(result: Record) -> str:
-    """Return whether the host waits for the device."""
+    """Return the places where the host waits for the device."""
     rows = []
     for name, case in result["cases"].items():
-        outcome = case["error"] or "the host never waits"
+        outcome = "the host never waits"
+        if case["waits"]:
+            outcome = "waits at " + ", ".join(f"`{place}`" for place in case["waits"])
         rows.append([f"`{name}`", str(case["micro_steps"]), outcome])
     return make_table(["drift compensation", "micro-steps", "result"], rows)
 
@@ -120,7 +112,7 @@ def _make_update_rows(result: Record) -> list[list[str]]:
     rows = []
     for method, figures in result["methods"].items():
         seconds = format_number(figures["seconds"]["median"])
-        ratio = f"{figures['ratio_to_grad_accum']['median']:.2f}"
+        ratio = format_ratio(figures["ratio_to_grad_accum"]["median"])
         rows.append([f"`{method}`", seconds, ratio, format_mb(figures["peak_mb"])])
     return rows
 
@@ -141,7 +133,7 @@ def make_out_of_memory_table(result: Record) -> str:
     for name, case in result["cases"].items():
         pairs = ", ".join(map(str, case["pairs_per_update"]))
         difference = case["relative_difference"]
-        shown_difference = "-" if difference is None else f"{difference:.0e}"
+        shown_difference = "-" if difference is None else format_error(difference)
         sizes = [str(case["too_large"]), str(case["micro_batch"])]
         rows.append([name, *sizes, pairs, shown_difference, format_passed(case["passed"])])
     header = [
@@ -163,7 +155,7 @@ def make_compile_table(result: Record) -> str:
             f"{case['query_length']}, {case['passage_length']}",
             format_number(case["seconds"]["eager"]["median"]),
             format_number(case["seconds"]["compiled"]["median"]),
-            f"{case['ratio']['median']:.2f}",
+            format_ratio(case["ratio"]["median"]),
             format_number(case["first_seconds"]["compiled"]),
             str(case["new_graphs"]),
         ]
@@ -206,7 +198,7 @@ def make_encoding_table(result: Record) -> str:
 
 
 def make_query_side_table(result: Record) -> str:
-    """Return times and memory of a micro-step by type and place of the store."""
+    """Return times and memory of a micro-step by type of the store and place of the documents."""
     rows = []
     num_documents = format_number(result["sizes"]["documents"])
     for dtype, store in result["stores"].items():
@@ -215,7 +207,7 @@ def make_query_side_table(result: Record) -> str:
                 continue
             row = [
                 f"{dtype}, {format_bytes(store['store_bytes'])}",
-                {"device": "GPU", "host": "host"}[place],
+                format_place(place, figures["is_in_gpu_memory"]),
                 format_number(figures["seconds"]["median"]),
                 format_number(figures["warm_up_seconds"][0]),
                 format_mb(figures["peak_mb"]),
@@ -223,27 +215,36 @@ def make_query_side_table(result: Record) -> str:
             rows.append(row)
     header = [
         f"store of {num_documents} documents",
-        "memory",
+        "documents in the memory of",
         "seconds per micro-step",
         "first micro-step",
         "peak memory",
     ]
     errors = []
     for dtype, error in result["gradient_errors"].items():
-        errors.append(f"{error:.0e} ({dtype})")
+        errors.append(f"{format_error(error)} ({dtype})")
     limit = f"the limit is {result['limit']:.0e}"
     return f"{make_table(header, rows)}\n\nError of the gradient: {', '.join(errors)}; {limit}."
 
 
+def format_place(place: str, is_in_gpu_memory: bool) -> str:
+    """Return where the documents of a store were."""
+    if is_in_gpu_memory:
+        return "GPU"
+    if place == "device":
+        return "host, because they did not fit into the GPU's"
+    return "host"
+
+
 def make_study_cell_table(result: Record) -> str:
     """Return updates and scores of each method."""
-    rows = [["before training", "", "", f"{100 * result['base_score']:.1f}", ""]]
+    rows = [["before training", "", "", format_score(result["base_score"]), ""]]
     for method, figures in result["methods"].items():
         row = [
             f"`{method}`",
             f"{figures['updates']:,}",
             format_number(figures["seconds_per_update"]),
-            f"{100 * figures['ndcg@10']:.1f}",
+            format_score(figures["ndcg@10"]),
             format_mb(figures["peak_mb"]),
         ]
         rows.append(row)
@@ -275,12 +276,36 @@ def make_search_table(result: Record) -> str:
         "queries/s",
         f"recall@{sizes['k']}",
     ]
-    return make_table(header, rows)
+    table = make_table(header, rows)
+    if "copy_seconds" in result:
+        seconds = format_number(result["copy_seconds"])
+        table += f"\n\nCopying `{sizes['factory']}` to the GPU took {seconds} s."
+    return table
 
 
 def format_passed(passed: bool) -> str:
     """Return "passed" or "failed"."""
     return "passed" if passed else "failed"
+
+
+def format_number(value: Number) -> str:
+    """Return a number with two significant digits."""
+    return value if isinstance(value, str) else pages.format_number(value)
+
+
+def format_error(error: Number) -> str:
+    """Return a relative error with one digit and a power of ten."""
+    return error if isinstance(error, str) else f"{error:.0e}"
+
+
+def format_ratio(ratio: Number) -> str:
+    """Return a ratio with two decimals."""
+    return ratio if isinstance(ratio, str) else f"{ratio:.2f}"
+
+
+def format_score(score: Number) -> str:
+    """Return a score as a percentage with one decimal."""
+    return score if isinstance(score, str) else f"{100 * score:.1f}"
 
 
 def format_mb(num_mb: float | str | None) -> str:

@@ -2,20 +2,17 @@
 
 import contextlib
 import importlib
-import io
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from programs import ROOT, run_program
+from gpu_program import PROGRAM, DryRun, run_parts
 
-PROGRAM = "benchmarks/gpu.py"
-TINY = ("--device", "cpu", "--tiny")
 PARTS = (
     "loss_exact",
     "host_syncs",
@@ -31,52 +28,10 @@ PARTS = (
 GPU_ONLY = ("host_syncs", "out_of_memory", "search")
 
 
-class DryRun(NamedTuple):
-    """A run of the program: its exit code, its records by part, and what it printed."""
-
-    code: int
-    records: dict[str, Any]
-    printed: str
-
-
-def run_parts(output: Path, *argv: Any) -> DryRun:
-    """Run the program on the CPU with tiny sizes."""
-    printed = io.StringIO()
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(printed),
-        pytest.raises(SystemExit) as stopped,
-    ):
-        patch.setenv("HF_HUB_OFFLINE", "1")  # the program sets it, too, but does not remove it
-        run_program(PROGRAM, *TINY, "--output", output, *argv)
-    records = {path.stem: json.loads(path.read_text()) for path in output.glob("*.json")}
-    return DryRun(stopped.value.code, records, printed.getvalue())
-
-
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory) -> DryRun:
     """A run of all parts."""
     return run_parts(tmp_path_factory.mktemp("gpu"))
-
-
-@pytest.fixture
-def part(monkeypatch):
-    """Return a function that imports a module of the parts by its name."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return lambda name: importlib.import_module(f"gpu_parts.{name}")
-
-
-@pytest.fixture
-def make_run(part):
-    """Return a function that makes the settings of a dry run."""
-    settings = part("settings")
-
-    def make(deadline: float | None = None) -> Any:
-        if deadline is None:
-            deadline = time.monotonic() + 60
-        return settings.Run(settings.TINY, torch.device("cpu"), deadline, is_tiny=True)
-
-    return make
 
 
 def test_every_part_writes_a_record_or_prints_why_it_was_not_run(dry_run):
@@ -85,6 +40,7 @@ def test_every_part_writes_a_record_or_prints_why_it_was_not_run(dry_run):
     for name, record in dry_run.records.items():
         assert f"{PROGRAM} --device cpu --tiny" in record["command"]
         assert record["versions"]["torch"] == torch.__version__
+        assert "peft" in record["versions"]
         assert record["device"]["type"] == "cpu"
         assert record["is_tiny"]
         assert "git_commit" in record
@@ -148,6 +104,20 @@ def test_encoding_is_measured_for_each_backbone_precision_and_length(dry_run):
         tokens_per_second = case["encode_texts_per_second"] * case["tokens_per_text"]
         assert case["encode_tokens_per_second"] == pytest.approx(tokens_per_second)
         assert case["forward_texts_per_second"] > 0
+        # A dry run has the smallest number of batches, unless the texts have too many tokens.
+        assert case["forward_batches"] == 2
+        assert case["texts"] == {4: 8, 8: 4}[case["tokens_per_text"]]
+
+
+def test_the_number_of_forward_passes_depends_on_their_time(part, make_run):
+    encoding = part("encoding")
+    model = encoding.make_encoder(encoding.BACKBONES["tiny"], "cpu")
+    nums_batches = []
+    for seconds in (0.0, 1e9):
+        sizes = replace(encoding.TINY, forward_seconds=seconds)
+        forward = encoding.measure_forward("tiny", model, 4, "float32", sizes, make_run())
+        nums_batches.append(forward["batches"])
+    assert nums_batches == [2, encoding.TINY.max_batches]
 
 
 def test_results_of_a_dry_run_fill_the_tables_of_their_parts(dry_run, part):
@@ -176,7 +146,7 @@ def test_an_error_in_one_case_is_recorded_and_the_other_cases_are_measured(
     assert result["not_run"] == "4 of 8 cases"
     assert "Traceback" in capsys.readouterr().err
     assert "Failed: decoder-tiny" in part("tables").make_part_table(
-        "encoding", {"measured": True, "result": result}
+        "encoding", {"measured": True, "is_partial": False, "result": result}
     )
 
 
@@ -237,6 +207,28 @@ def test_study_cell_trains_and_scores_every_method(dry_run):
         assert 0 <= figures["ndcg@10"] <= 1
 
 
+def test_trained_models_are_scored_without_the_autocast_of_training(part, make_run, monkeypatch):
+    study_cell = part("study_cell")
+    make_options = study_cell.make_options
+
+    def make_bfloat16_options(*args: Any) -> list[str]:
+        return [*make_options(*args), "--bf16=true"]
+
+    monkeypatch.setattr(study_cell, "make_options", make_bfloat16_options)
+    run = make_run()
+    dataset = study_cell.load_beir_folder(study_cell.SCIFACT, "test")
+    precisions = []
+    with study_cell.prepare_model(run, study_cell.TINY, dataset) as model:
+        base = study_cell.load_base_model(model.folder, run, study_cell.TINY)
+        trained, _ = study_cell.train("contaccum", model.folder, run, study_cell.TINY, 0.0)
+    for encoder in (base, trained):
+        encoder[0].register_forward_hook(
+            lambda *args: precisions.append(torch.is_autocast_enabled("cpu"))
+        )
+        encoder.encode_document(["a text"])
+    assert precisions == [False, False]
+
+
 def test_a_time_budget_ends_training_at_the_first_update_after_it(part, make_run, monkeypatch):
     study_cell = part("study_cell")
     clock = iter([100.0, 104.0, 108.0, 112.0])
@@ -284,6 +276,11 @@ def test_recovery_from_a_simulated_memory_error_passes_the_checks(part, make_run
     assert "| auto, contaccum | 16 | 4 |" in part("tables").make_out_of_memory_table(
         {"cases": cases}
     )
+
+
+def test_no_check_of_memory_errors_starts_after_the_deadline(part, make_run):
+    out_of_memory = part("out_of_memory")
+    assert out_of_memory.check_recovery(make_run(deadline=0), out_of_memory.TINY, None) == {}
 
 
 @pytest.fixture
@@ -349,10 +346,15 @@ def test_runs_that_never_run_out_of_memory_fail_the_checks(part, make_run, cuda_
 
 def test_search_compares_all_indexes_with_the_exact_result(part, make_run):
     search = part("search")
-    result = search.measure_indexes(make_run(), search.TINY, (), lambda index: index)
+    nums_saved = []
+    run = replace(make_run(), save_partial=lambda result: nums_saved.append(len(result["cases"])))
+    result = search.measure_indexes(run, search.TINY, (), lambda index: index)
+    assert nums_saved == [1, 2, 3, 4]
     recalls = {name: case["recall"] for name, case in result["cases"].items()}
     assert list(recalls) == ["Flat, CPU", "Flat, GPU", "IVF4,PQ4x4np, CPU", "IVF4,PQ4x4np, GPU"]
     assert recalls["Flat, CPU"] == recalls["Flat, GPU"] == 1
+    assert result["build_seconds"] > 0
+    assert result["copy_seconds"] > 0
     assert part("tables").make_search_table(result).count("| 1.000 |") == 2
     assert 0 < recalls["IVF4,PQ4x4np, CPU"] == recalls["IVF4,PQ4x4np, GPU"] < 1
 
@@ -384,6 +386,7 @@ def test_an_error_of_a_part_is_recorded_and_the_next_part_runs(part, tmp_path, m
     run = run_parts(tmp_path, "--part", "loss_exact", "update_time")
     assert run.code == 1
     assert run.records["loss_exact"]["reason"] == "TypeError: no such function on this device"
+    assert "loss_exact: FAILED: TypeError: no such function on this device" in run.printed
     assert run.records["update_time"]["measured"]
     assert "Traceback" in capsys.readouterr().err
 

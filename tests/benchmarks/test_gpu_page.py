@@ -1,6 +1,7 @@
 """docs/gpu.md: its tables are those of the results in benchmarks/gpu."""
 
-import importlib
+from collections.abc import Callable
+from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
@@ -26,8 +27,8 @@ RESULTS_BY_PART: dict[str, dict[str, Any]] = {
     "host_syncs": {
         "passed": False,
         "cases": {
-            "none": {"micro_steps": 64, "error": None, "passed": True},
-            "auto": {"micro_steps": 64, "error": "called a synchronizing operation"},
+            "none": {"micro_steps": 64, "waits": [], "passed": True},
+            "auto": {"micro_steps": 64, "waits": ["a.py:7", "b.py:9"], "passed": False},
         },
     },
     "update_time": {
@@ -111,10 +112,26 @@ RESULTS_BY_PART: dict[str, dict[str, Any]] = {
             "float16": {
                 "store_bytes": 7.9e9,
                 "places": {
-                    "device": {"seconds": SECONDS, "warm_up_seconds": [30.0], "peak_mb": 16_000.0},
+                    "device": {
+                        "seconds": SECONDS,
+                        "warm_up_seconds": [30.0],
+                        "is_in_gpu_memory": True,
+                        "peak_mb": 16_000.0,
+                    },
                     "host": {"not_measured": "the time was over"},
                 },
-            }
+            },
+            "int8": {
+                "store_bytes": 4.1e9,
+                "places": {
+                    "device": {
+                        "seconds": SECONDS,
+                        "warm_up_seconds": [30.0],
+                        "is_in_gpu_memory": False,
+                        "peak_mb": 900.0,
+                    },
+                },
+            },
         },
     },
     "study_cell": {
@@ -132,7 +149,8 @@ RESULTS_BY_PART: dict[str, dict[str, Any]] = {
         },
     },
     "search": {
-        "sizes": {"documents": 1_000_000, "queries": 1000, "k": 100},
+        "sizes": {"documents": 1_000_000, "queries": 1000, "k": 100, "factory": "IVF4096"},
+        "copy_seconds": 0.25,
         "cases": {"Flat, GPU": {"seconds": SECONDS, "queries_per_second": 1000.0, "recall": 1.0}},
     },
 }
@@ -140,7 +158,7 @@ EXPECTED_ROWS = {
     "loss_exact": ["| float32, auto | 1e-07 | 2e-07 | 3e-07 | 1e-05 | passed |"],
     "host_syncs": [
         "| `none` | 64 | the host never waits |",
-        "| `auto` | 64 | called a synchronizing operation |",
+        "| `auto` | 64 | waits at `a.py:7`, `b.py:9` |",
     ],
     "update_time": ["| `contaccum` | 1.0 | 1.06 | 2,346 MB |"],
     "decoder": [
@@ -156,6 +174,7 @@ EXPECTED_ROWS = {
     "query_side": [
         "| store of 10,000,000 documents |",
         "| float16, 7.9 GB | GPU | 1.0 | 30 | 16,000 MB |",
+        "| int8, 4.1 GB | host, because they did not fit into the GPU's | 1.0 | 30 | 900 MB |",
         "Error of the gradient: 2e-07 (float16); the limit is 1e-05.",
     ],
     "study_cell": [
@@ -163,44 +182,60 @@ EXPECTED_ROWS = {
         "| `contaccum` | 1,200 | 0.033 | 76.5 | 900 MB |",
         "so the scores mean nothing",
     ],
-    "search": ["| `Flat, GPU` | 1.0 | 1,000 | 1.000 |"],
+    "search": [
+        "| `Flat, GPU` | 1.0 | 1,000 | 1.000 |",
+        "Copying `IVF4096` to the GPU took 0.25 s.",
+    ],
 }
 
 
 @pytest.fixture
-def tables(monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("gpu_parts.tables")
+def tables(part) -> ModuleType:
+    return part("tables")
 
 
-def make_record(part: str, **values: Any) -> dict[str, Any]:
-    """Return a record of a part as if it had run on a GPU."""
-    record = {
-        "part": part,
-        "measured": True,
-        "result": RESULTS_BY_PART[part],
-        "seconds": 61.0,
-        "date": "2026-11-24",
-        "git_commit": "0123456789abcdef",
-        "device": {"type": "cuda", "name": "NVIDIA H100"},
-        "is_tiny": False,
-    }
-    return {**record, **values}
+@pytest.fixture
+def records(part) -> ModuleType:
+    return part("records")
 
 
-def test_the_tables_of_the_page_are_those_of_the_committed_results(tables):
+@pytest.fixture
+def make_record(part) -> Callable[..., dict[str, Any]]:
+    """Return a function that makes a record of a part as if it had run on a GPU."""
+    sizes = asdict(part("settings").Sizes())
+
+    def make(part_name: str, **values: Any) -> dict[str, Any]:
+        record = {
+            "part": part_name,
+            "measured": True,
+            "is_partial": False,
+            "result": RESULTS_BY_PART[part_name],
+            "seconds": 61.0,
+            "date": "2026-11-24",
+            "git_commit": "0123456789abcdef",
+            "device": {"type": "cuda", "name": "NVIDIA H100"},
+            "sizes": sizes,
+            "is_tiny": False,
+        }
+        return {**record, **values}
+
+    return make
+
+
+def test_the_tables_of_the_page_are_those_of_the_committed_results(tables, records):
     page = PAGE.read_text(encoding="utf-8")
-    contents = tables.make_tables(tables.read_records(RESULTS, list(RESULTS_BY_PART)))
+    contents = tables.make_tables(records.read_records(RESULTS, list(RESULTS_BY_PART)))
     assert fill_page(page, contents) == page
     assert page.count("<!-- table: ") == len(contents) == len(RESULTS_BY_PART) + 1
 
 
-def test_the_program_fills_the_page_with_the_results_of_a_folder(tables, tmp_path, monkeypatch):
+def test_the_program_fills_the_page_with_the_results_of_a_folder(
+    records, make_record, tmp_path, monkeypatch
+):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the program sets it, too, but does not remove it
     page = tmp_path / "page.md"
     page.write_text(PAGE.read_text(encoding="utf-8"), encoding="utf-8")
-    files = importlib.import_module("contaccum.files")
-    files.write_json(tmp_path / "results" / "search.json", make_record("search"))
+    records.write_record(make_record("search"), tmp_path / "results")
     with pytest.raises(SystemExit) as stopped:
         run_program("benchmarks/gpu.py", "--page", page, "--output", tmp_path / "results")
     assert stopped.value.code == 0
@@ -210,32 +245,83 @@ def test_the_program_fills_the_page_with_the_results_of_a_folder(tables, tmp_pat
     assert EXPECTED_ROWS["search"][0] in content
 
 
-@pytest.mark.parametrize("part", RESULTS_BY_PART)
-def test_the_table_of_a_part_shows_its_figures(tables, part):
-    table = tables.make_part_table(part, make_record(part))
-    for row in EXPECTED_ROWS[part]:
+@pytest.mark.parametrize("part_name", RESULTS_BY_PART)
+def test_the_table_of_a_part_shows_its_figures(tables, make_record, part_name):
+    table = tables.make_part_table(part_name, make_record(part_name))
+    for row in EXPECTED_ROWS[part_name]:
         assert row in table
 
 
-def test_dry_runs_are_not_shown(tables, tmp_path):
-    files = importlib.import_module("contaccum.files")
+def test_dry_runs_are_not_shown(tables, records, make_record, tmp_path):
     cpu = {"type": "cpu", "name": "x86_64"}
-    files.write_json(tmp_path / "search.json", make_record("search", device=cpu))
-    files.write_json(tmp_path / "encoding.json", make_record("encoding", is_tiny=True))
-    records = tables.read_records(tmp_path, ["search", "encoding", "compile"])
-    assert records == {"search": None, "encoding": None, "compile": None}
-    contents = tables.make_tables(records)
+    records.write_record(make_record("search", device=cpu), tmp_path)
+    records.write_record(make_record("encoding", is_tiny=True), tmp_path)
+    shown = records.read_records(tmp_path, ["search", "encoding", "compile"])
+    assert shown == {"search": None, "encoding": None, "compile": None}
+    contents = tables.make_tables(shown)
     assert contents["search"] == contents["compile"] == "*Not yet run on a GPU.*"
     assert "| `search` | not yet run |" in contents["runs"]
 
 
-def test_a_part_that_a_gpu_could_not_measure_shows_the_reason(tables):
+def test_runs_with_other_sizes_are_shown_only_for_parts_with_sizes_of_their_own(
+    records, make_record, tmp_path
+):
+    sizes = {**make_record("update_time")["sizes"], "bank_size": 8192}
+    for name in ("loss_exact", "update_time", "decoder"):
+        records.write_record(make_record(name, sizes=sizes), tmp_path)
+    shown = records.read_records(tmp_path, ["loss_exact", "update_time", "decoder"])
+    assert [name for name, record in shown.items() if record is not None] == ["decoder"]
+
+
+def test_a_part_that_a_gpu_could_not_measure_shows_the_reason(tables, make_record):
     record = make_record("search", measured=False, reason="this FAISS has no GPU")
     assert tables.make_part_table("search", record) == "*Not measured: this FAISS has no GPU*"
     assert "| `search` | not measured | NVIDIA H100 |" in tables.make_runs_table({"search": record})
 
 
-def test_a_failed_check_is_shown_as_failed(tables):
+def test_a_failed_check_is_shown_as_failed(tables, make_record):
     assert tables.get_outcome(make_record("host_syncs")) == "failed"
     assert tables.get_outcome(make_record("loss_exact")) == "passed"
     assert tables.get_outcome(make_record("compile")) == "measured"
+
+
+def test_a_part_that_ended_with_an_error_is_shown_as_failed(tables, make_record):
+    record = make_record("search", measured=False, failed=True, reason="TypeError: no index")
+    assert tables.make_part_table("search", record) == "*Failed: TypeError: no index*"
+    assert tables.get_outcome(record) == "failed"
+
+
+def test_partial_results_are_shown_if_there_is_no_complete_one(
+    tables, records, make_record, tmp_path
+):
+    failed = make_record("encoding", measured=False, failed=True, reason="RuntimeError: no memory")
+    records.write_record(failed, tmp_path)
+    records.write_record(make_record("encoding", is_partial=True), tmp_path)
+    partial = records.read_records(tmp_path, ["encoding"])["encoding"]
+    assert tables.get_outcome(partial) == "partial"
+    table = tables.make_part_table("encoding", partial)
+    assert EXPECTED_ROWS["encoding"][0] in table
+    assert "The part ended before it was complete: it was killed." in table
+    # A complete result removes the partial one.
+    records.write_record(make_record("encoding"), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["encoding.json"]
+    records.write_record(make_record("encoding", is_partial=True), tmp_path)
+    assert not records.read_records(tmp_path, ["encoding"])["encoding"]["is_partial"]
+
+
+def test_numbers_that_are_not_finite_are_written_and_shown_as_text(
+    tables, records, make_record, tmp_path
+):
+    nan = float("nan")
+    errors = {"queries": nan, "passages": float("inf"), "negatives": 3e-7}
+    case = {"relative_errors": errors, "limit": 1e-5, "passed": False}
+    exact = {"passed": False, "cases": {"float32, auto": case}}
+    study = {**RESULTS_BY_PART["study_cell"], "base_score": nan}
+    query_side = {**RESULTS_BY_PART["query_side"], "gradient_errors": {"int8": nan}}
+    results = {"loss_exact": exact, "study_cell": study, "query_side": query_side}
+    for name, result in results.items():
+        records.write_record(make_record(name, result=result), tmp_path)
+    contents = tables.make_tables(records.read_records(tmp_path, list(results)))
+    assert "| float32, auto | nan | inf | 3e-07 | 1e-05 | failed |" in contents["loss_exact"]
+    assert "| before training |  |  | nan |  |" in contents["study_cell"]
+    assert "Error of the gradient: nan (int8)" in contents["query_side"]
