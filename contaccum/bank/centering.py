@@ -8,14 +8,15 @@ pushes. In a micro-batch against a bank they do not, because banked documents ge
 sum of the gradients that remains, the remainder, drives new embeddings away from old ones.
 
 `GradientCentering` removes the remainder of the whole update, although it gets the micro-batches
-one after another. Let R be the sum of the centred gradients of the update's earlier micro-batches,
-g_1 ... g_r the gradients of the current micro-batch, and f its number of pairs, divided by the
-number of pairs from this micro-batch to the end of the update. Then
+one after another. The loss of a micro-batch is a mean over its n pairs, and has the weight n in the
+update. Let R be the weighted sum of the centred gradients of the update's earlier micro-batches,
+g_1 ... g_r the gradients of the current micro-batch, S = R + n (g_1 + ... + g_r), and f its number
+of pairs, divided by the number of pairs from this micro-batch to the end of the update. Then
 
-    centred g_i = g_i - f (R + g_1 + ... + g_r) / r,    R <- (1 - f) (R + g_1 + ... + g_r).
+    centred g_i = g_i - f S / (n r),    R <- (1 - f) S.
 
-The last micro-batch of an update has f = 1, so the centred gradients of the update sum to zero. The
-state is one vector R per tower. docs/drift.md has the measurements.
+The last micro-batch of an update has f = 1, so the weighted sum of the centred gradients of the
+update is zero. The state is one vector R per tower. docs/drift.md has the measurements.
 """
 
 from __future__ import annotations
@@ -93,9 +94,9 @@ class GradientCentering:
             if is_only_row_of_update:
                 continue
             old_remainder = self._remainders.get(tower, torch.zeros_like(rows[0]))
-            remainder = old_remainder + rows.sum(0)
+            remainder = old_remainder + n * rows.sum(0)
             is_finite = remainder.isfinite().all()
-            correction = torch.where(is_finite, remainder * (fraction / len(rows)), 0.0)
+            correction = torch.where(is_finite, remainder * (fraction / (n * len(rows))), 0.0)
             centred[tower] = gradients[tower] - correction
             new_remainder = torch.where(is_finite, remainder * (1 - fraction), old_remainder)
             self._remainders[tower] = new_remainder

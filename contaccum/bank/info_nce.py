@@ -74,7 +74,7 @@ class BankedInfoNCE(BankedModule):
     where w_j is w for banked columns and 1 for local ones. Banked columns add negatives to the
     gradients of queries. Banked rows add queries to the gradients of passages, so that the gradient
     norms of the two towers stay balanced. If nothing drifts, and in each micro-step the bank holds
-    exactly the other micro-batches of the batch, the mean of their gradients is that of the batch.
+    the rest of the batch, the mean gradient, weighted by numbers of pairs, is that of the batch.
 
     The host never waits for the device. So NaN or infinite embeddings raise no error: the loss and
     its gradients are not finite, the pairs are stored as invalid, and ``last["enqueued"]`` is 0.

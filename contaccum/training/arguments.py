@@ -13,16 +13,15 @@ from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
 import torch
-from accelerate.utils import compare_versions, is_deepspeed_available
 from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers.integrations import get_available_reporting_integrations
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import SaveStrategy
 
 from contaccum.bank.settings import DEFAULT_TEMPERATURE, LossOptions, LossSettings
 from contaccum.errors import ConfigError, check_choice
 from contaccum.files import redact
 from contaccum.losses.distillation import Distillation
+from contaccum.training.engines import configure_deepspeed, require_deepspeed
 from contaccum.training.options import (
     DEFAULT_BANK_SIZE,
     LossArguments,
@@ -34,8 +33,6 @@ BANK_METHODS = ("contaccum", "pre_batch", "contaccum_cached")
 """Methods with a bank of past embeddings."""
 CACHED_METHODS = ("grad_cache", "contaccum_cached")
 """Methods with a gradient cache: the pairs of an update are one batch, which is encoded twice."""
-MIN_DEEPSPEED = "0.19.8"
-"""The tested version. Earlier versions apply infinite or NaN updates in bfloat16."""
 
 _METHODS_WITH_SETTING = {
     "bank_size": BANK_METHODS,
@@ -127,15 +124,22 @@ class ContAccumTrainingArguments(
         self._check_choices()
         self._check_sizes()
         self._check_combinations()
+        self._check_best_model()
         self._check_engine()
-        self._check_query_side()
+        self._check_method()
         if not torch.accelerator.is_available():
             self.use_cpu = True  # otherwise transformers refuses bf16 without a GPU
         super().__post_init__()  # it determines the device and the number of ranks
         self._check_machine()
         self._make_sizes_consistent()
         if self.deepspeed_plugin is not None:
-            self._configure_deepspeed()
+            configure_deepspeed(
+                self.deepspeed_plugin,
+                self.per_device_train_batch_size,
+                self.gradient_accumulation_steps,
+                self.world_size,
+                self.max_grad_norm,
+            )
         if self.has_bank and self.bank_size is None:
             self.bank_size = DEFAULT_BANK_SIZE
         if self.method == "pre_batch":
@@ -227,6 +231,24 @@ class ContAccumTrainingArguments(
         refuse_without_effect(self, DISTILL_SETTINGS[1:], "distill")
         refuse_without_effect(self, ["hardness_strength"], "hardness_mode")
 
+    def _check_best_model(self) -> None:
+        """Refuse ``load_best_model_at_end`` if some evaluated models have no checkpoint."""
+        save_strategy = get_name(self.save_strategy)
+        eval_strategy = get_name(self.eval_strategy)
+        if not self.load_best_model_at_end or save_strategy == "best":
+            return
+        settings = f"save_strategy={save_strategy} and eval_strategy={eval_strategy}"
+        are_equal = save_strategy == eval_strategy
+        if are_equal and save_strategy == "steps":
+            eval_steps = self.eval_steps or self.logging_steps  # as in transformers
+            settings = f"save_steps={self.save_steps:g} and eval_steps={eval_steps:g}"
+            are_equal = self.save_steps == eval_steps
+        if not are_equal:
+            raise ConfigError(
+                f"load_best_model_at_end with {settings}: the best model may have no checkpoint. "
+                "Set save_strategy=best, or equal strategies and steps"
+            )
+
     def _check_engine(self) -> None:
         """Refuse settings that FSDP or DeepSpeed cannot work with."""
         engine = self._get_requested_engine()
@@ -251,41 +273,34 @@ class ContAccumTrainingArguments(
                 "fp16=true with deepspeed: DeepSpeed scales the loss itself, so that the logged "
                 "gradient norms would be scaled too. Set bf16=true"
             )
-        if not (is_deepspeed_available() and compare_versions("deepspeed", ">=", MIN_DEEPSPEED)):
-            raise ConfigError(
-                f"deepspeed needs DeepSpeed {MIN_DEEPSPEED} or later: pip install "
-                f"'deepspeed>={MIN_DEEPSPEED}', or set fsdp=true instead"
-            )
+        require_deepspeed()
 
-    def _check_query_side(self) -> None:
-        """Check the settings of query-side training, and refuse them for other methods."""
-        setting_fields = self.__dataclass_fields__
+    def _check_method(self) -> None:
+        """Refuse settings that the method does not use, and check those of query-side training."""
         if self.method != "query_side":
-            for name in QUERY_SIDE_SETTINGS:
-                value = getattr(self, name)
-                if value != _get_default(setting_fields[name]):
-                    raise ConfigError(
-                        f"{name}={value} with method={self.method}: only method=query_side has it. "
-                        f"Drop {name}"
-                    )
+            self._refuse_set(QUERY_SIDE_SETTINGS, "only method=query_side has it. Drop it")
+            if not self.has_bank and self.bank_size is None:
+                reason = "it has no effect without a bank. Drop it, or set bank_size=0 too"
+                self._refuse_set(BANK_SETTINGS, reason)
             return
         if (self.passage_store is None) == (self.corpus is None):
             raise ConfigError(
                 "method=query_side: set passage_store (written by contaccum encode) or corpus (a "
                 "file or folder to encode), one of them"
             )
-        for name in NON_QUERY_SIDE_SETTINGS:
-            value = getattr(self, name)
-            if value != _get_default(setting_fields[name]):
-                raise ConfigError(
-                    f"method=query_side with {name}={value}: query-side training contrasts every "
-                    f"query with all documents of a store, and has no such setting. Drop {name}"
-                )
+        self._refuse_set(NON_QUERY_SIDE_SETTINGS, "the method has no such setting. Drop it")
         engine = self._get_requested_engine()
         if engine is not None:
             raise ConfigError(
                 f"method=query_side with {engine}: it is not supported. Drop {engine}"
             )
+
+    def _refuse_set(self, names: Iterable[str], reason: str) -> None:
+        """Raise `ConfigError` for a setting that does not have its default value."""
+        for name in names:
+            value = getattr(self, name)
+            if value != _get_default(self.__dataclass_fields__[name]):
+                raise ConfigError(f"method={self.method} with {name}={value}: {reason}")
 
     def _get_requested_engine(self) -> str | None:
         """Return "deepspeed" or "fsdp" if the arguments or `accelerate launch` have enabled it."""
@@ -309,11 +324,11 @@ class ContAccumTrainingArguments(
             raise ConfigError("FSDP version 1 is not supported: set version: 2 in fsdp_config")
         if self.fp16 and self.device.type == "cpu":
             raise ConfigError("fp16=true needs an accelerator. On a CPU set bf16=true")
-        if self.has_bank and self.n_gpu > 1:
+        if self.n_gpu > 1:
             raise ConfigError(
-                f"method={self.method} in one process with {self.n_gpu} GPUs: DataParallel would "
-                "lose the bank. Start one process per GPU with torchrun, or make only one GPU "
-                "visible with CUDA_VISIBLE_DEVICES"
+                f"one process with {self.n_gpu} GPUs: DataParallel would multiply the pairs per "
+                "update and lose the bank. Start one process per GPU with torchrun, or make only "
+                "one GPU visible with CUDA_VISIBLE_DEVICES"
             )
 
     def _make_sizes_consistent(self) -> None:
@@ -349,23 +364,6 @@ class ContAccumTrainingArguments(
             self._pairs_encoded_at_once = micro_batch
             self.per_device_train_batch_size = micro_batch * num_steps
             self.gradient_accumulation_steps = 1
-
-    def _configure_deepspeed(self) -> None:
-        """Set the batch sizes, and the options for saving full models, in DeepSpeed's config."""
-        plugin: Any = self.deepspeed_plugin  # transformers declares no type for it
-        stage = plugin.hf_ds_config.get_value("zero_optimization.stage")
-        if stage not in (1, 2, 3):
-            raise ConfigError(f"deepspeed with zero_optimization.stage={stage}: set 1, 2 or 3")
-        config = plugin.deepspeed_config
-        config.setdefault("gradient_clipping", self.max_grad_norm)
-        # transformers has set these sizes before `_make_sizes_consistent` changed them.
-        config["train_micro_batch_size_per_gpu"] = self.per_device_train_batch_size
-        config["gradient_accumulation_steps"] = self.gradient_accumulation_steps
-        config["train_batch_size"] = self.total_train_batch_size
-        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-        # While this global config is set, transformers loads models in shards. Such a model cannot
-        # run before DeepSpeed's engine exists, but the trainer runs the model before that.
-        unset_hf_deepspeed_config()
 
     def set_micro_batch_size(self, num_pairs: int) -> None:
         """Set the pairs per micro-batch; the pairs per update stay the same."""

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -32,6 +32,7 @@ from contaccum.errors import ConfigError
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.training import log
 from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.loss_factory import iter_bank_losses, list_losses
 from contaccum.training.random_states import RandomStates
 from contaccum.training.resources import peak_memory_mb, reset_peak_memory
 from contaccum.training.updates import Updates
@@ -106,12 +107,13 @@ class UpdateLogCallback(TrainerCallback):
 
     Args:
         updates: the updates of the run.
-        bank_losses: every ContAccumLoss in the training loss.
+        loss: the training loss, or a dictionary with one loss for each data set.
     """
 
-    def __init__(self, updates: Updates, bank_losses: Sequence[ContAccumLoss]) -> None:
+    def __init__(self, updates: Updates, loss: Any) -> None:
         self._updates = updates
-        self._bank_losses = bank_losses
+        self._bank_losses = list(iter_bank_losses(loss))
+        self._has_local_loss = all(isinstance(part, ContAccumLoss) for part in list_losses(loss))
         self._collapse_watch = log.CollapseWatch()
         self._last_record: log.Record = {}
 
@@ -124,7 +126,12 @@ class UpdateLogCallback(TrainerCallback):
         record["bank_fill"] = sum(int(loss.last.get("bank_fill", 0)) for loss in losses)
         if losses:
             record |= _measure_loss(losses[0])
-            for warning in self._collapse_watch.observe(record):
+            observed = dict(record)
+            if not self._has_local_loss:
+                # The loss has rows of banked queries or other terms, so it may be above the loss of
+                # a random guess.
+                observed["loss"] = None
+            for warning in self._collapse_watch.observe(observed):
                 logger.warning(warning)
         self._last_record = record | self._updates.current.log_entries
         if state.is_world_process_zero:
@@ -182,25 +189,48 @@ def _measure_loss(loss: ContAccumLoss) -> dict[str, float]:
 
 
 def choose_metric(args: ContAccumTrainingArguments, evaluator: Any, has_eval_dataset: bool) -> None:
-    """Set ``metric_for_best_model`` to the evaluator's main metric, unless the user has set one.
+    """Set ``metric_for_best_model`` if the run needs a metric and the user has set none.
 
-    transformers' default is "loss", which exists only with an evaluation data set.
+    It becomes the main metric of the evaluator, or the loss if there is only an evaluation data
+    set. transformers' default is "loss", which exists only with an evaluation data set.
+
+    Args:
+        args: the arguments of the run, which are changed.
+        evaluator: an evaluator of contaccum or sentence-transformers, or None.
+        has_eval_dataset: whether the loss of an evaluation data set is computed.
 
     Raises:
-        ConfigError: for a metric that the evaluator does not compute.
+        ConfigError: for a metric that the evaluator does not compute, or if the main metric of the
+            evaluator is not known yet.
     """
-    metrics = getattr(evaluator, "metrics", ())
-    if not (args.needs_best_checkpoint and metrics):
+    if not args.needs_best_checkpoint:
         return
     metric = str(args.metric_for_best_model).removeprefix("eval_")
-    if metric == "None" or (metric == "loss" and not has_eval_dataset):
-        args.metric_for_best_model = f"eval_{evaluator.primary_metric}"
-        args.greater_is_better = True
-    elif "@" in metric and metric not in metrics:
+    metrics = getattr(evaluator, "metrics", ())  # only evaluators of contaccum list their metrics
+    is_unset = metric == "None" or (metric == "loss" and not has_eval_dataset)
+    if not is_unset:
+        if metrics and "@" in metric and metric not in metrics:
+            raise ConfigError(
+                f"metric_for_best_model={metric}: the evaluator computes {', '.join(metrics)}. Set "
+                "one of them"
+            )
+        return
+    if evaluator is None:
+        args.metric_for_best_model = "loss"
+        args.greater_is_better = False
+        return
+    primary_metric = getattr(evaluator, "primary_metric", None)
+    if primary_metric is None:
         raise ConfigError(
-            f"metric_for_best_model={metric}: the evaluator computes {', '.join(metrics)}. Set one "
-            "of them"
+            f"metric_for_best_model is not set, and {type(evaluator).__name__} chooses its main "
+            "metric only in its first evaluation. Set metric_for_best_model to one of its metrics"
         )
+    # An evaluator of sentence-transformers puts its name before its metrics when it is called.
+    name = getattr(evaluator, "name", "")
+    if name and not metrics and not primary_metric.startswith(f"{name}_"):
+        primary_metric = f"{name}_{primary_metric}"
+    args.metric_for_best_model = f"eval_{primary_metric}"
+    args.greater_is_better = getattr(evaluator, "greater_is_better", True)
 
 
 class EvaluationCallback(EarlyStoppingCallback):

@@ -170,18 +170,35 @@ def load_states(folder: Path, parts: Iterable[StatePart]) -> None:
 # Removing ----------------------------------------------------------------------------------------
 
 
-@contextmanager
-def disable_removal(args: ContAccumTrainingArguments) -> Iterator[None]:
-    """Keep transformers from removing checkpoints within a ``with`` block.
+class CheckpointLimit:
+    """The limit ``save_total_limit`` of a run, which is applied here and not by transformers.
 
-    ``remove_oldest`` applies ``save_total_limit`` afterwards, when the new checkpoint is complete.
+    transformers would remove older checkpoints before the new one is complete, and at the end also
+    folders that the user has made, such as checkpoint-6-copy. Within a ``with`` block,
+    ``args.save_total_limit`` is None, so that transformers removes nothing.
+
+    Args:
+        args: the arguments of the run.
+        folder: the folder with the checkpoints.
+        run_id: id of the run.
     """
-    limit = args.save_total_limit
-    args.save_total_limit = None
-    try:
-        yield
-    finally:
-        args.save_total_limit = limit
+
+    def __init__(self, args: ContAccumTrainingArguments, folder: str, run_id: str | None) -> None:
+        self._args = args
+        self._folder = folder
+        self._run_id = run_id
+        self._limit = args.save_total_limit
+
+    def __enter__(self) -> None:
+        self._args.save_total_limit = None
+
+    def __exit__(self, *_: object) -> None:
+        self._args.save_total_limit = self._limit
+
+    def apply(self, best: str | None, has_ended: bool = False) -> None:
+        """Remove the oldest checkpoints if this rank writes; see `remove_oldest`."""
+        if self._args.should_save:
+            remove_oldest(self._folder, self._run_id, self._limit, best, has_ended)
 
 
 def remove_replaced(args: ContAccumTrainingArguments, run_id: str | None, update: int) -> None:
@@ -221,16 +238,24 @@ def remove_replaced(args: ContAccumTrainingArguments, run_id: str | None, update
             ) from error
 
 
-def remove_oldest(folder: str, run_id: str | None, limit: int | None, best: str | None) -> None:
+def remove_oldest(
+    folder: str,
+    run_id: str | None,
+    limit: int | None,
+    best: str | None,
+    has_ended: bool = False,
+) -> None:
     """Remove checkpoints until ``limit`` remain, first those that this run cannot use.
 
-    The newest checkpoint of the run and the best one always remain.
+    The best checkpoint always remains. The newest one remains too while the run is training,
+    because it may have to resume from it.
 
     Args:
         folder: the folder with the checkpoints.
         run_id: id of this run.
         limit: ``save_total_limit``; None removes nothing.
         best: folder of the best checkpoint so far, if there is one.
+        has_ended: whether the training has ended.
     """
     if limit is None or limit < 1:
         return
@@ -241,10 +266,10 @@ def remove_oldest(folder: str, run_id: str | None, limit: int | None, best: str 
         find_checkpoints(folder),
         key=lambda path: find_defect_for_run(path, run_id) is not None,
     )
-    removable = []  # all but the newest and the best
-    for path in checkpoints[1:]:
-        if not best or path != Path(best):
-            removable.append(path)
+    protected = set() if best and has_ended else set(checkpoints[:1])
+    if best:
+        protected.add(Path(best))
+    removable = [path for path in checkpoints if path not in protected]
     num_protected = len(checkpoints) - len(removable)
     num_not_removed = max(limit - num_protected, 0)
     for path in removable[num_not_removed:]:

@@ -1,4 +1,4 @@
-"""Full weights of models that an engine (FSDP, DeepSpeed's ZeRO) shards: saving and loading.
+"""Engines that shard a model over ranks (FSDP, DeepSpeed's ZeRO): their setup, and full weights.
 
 With FSDP or ZeRO-3, each rank keeps only a part (a shard) of each weight, while saved models hold
 full weights. With ZeRO-1 and ZeRO-2, only gradients and optimizer states are sharded.
@@ -13,14 +13,62 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import compare_versions, is_deepspeed_available
 from sentence_transformers import SentenceTransformer
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from contaccum.encoders.adapters import has_adapter
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.towers import is_tied
 from contaccum.errors import ConfigError, UserError
+
+MIN_DEEPSPEED = "0.19.8"
+"""The tested version. Earlier versions apply infinite or NaN updates in bfloat16."""
+
+
+def require_deepspeed() -> None:
+    """Raise `ConfigError` if DeepSpeed is not installed, or is older than `MIN_DEEPSPEED`."""
+    if not (is_deepspeed_available() and compare_versions("deepspeed", ">=", MIN_DEEPSPEED)):
+        raise ConfigError(
+            f"deepspeed needs DeepSpeed {MIN_DEEPSPEED} or later: pip install "
+            f"'deepspeed>={MIN_DEEPSPEED}', or set fsdp=true instead"
+        )
+
+
+def configure_deepspeed(
+    plugin: Any,
+    micro_batch_size: int,
+    accumulation_steps: int,
+    num_ranks: int,
+    max_grad_norm: float,
+) -> None:
+    """Set the batch sizes, and the options for saving full models, in DeepSpeed's config.
+
+    Args:
+        plugin: the DeepSpeedPlugin of the training arguments.
+        micro_batch_size: pairs of a micro-batch on one rank.
+        accumulation_steps: micro-batches of an update.
+        num_ranks: number of ranks, each of which has such micro-batches.
+        max_grad_norm: the gradient norm to clip at, unless the config has one.
+
+    Raises:
+        ConfigError: for a config without a ZeRO stage of 1, 2 or 3.
+    """
+    stage = plugin.hf_ds_config.get_value("zero_optimization.stage")
+    if stage not in (1, 2, 3):
+        raise ConfigError(f"deepspeed with zero_optimization.stage={stage}: set 1, 2 or 3")
+    config = plugin.deepspeed_config
+    config.setdefault("gradient_clipping", max_grad_norm)
+    # transformers has set other sizes, from the training arguments as the user wrote them.
+    config["train_micro_batch_size_per_gpu"] = micro_batch_size
+    config["gradient_accumulation_steps"] = accumulation_steps
+    config["train_batch_size"] = micro_batch_size * accumulation_steps * num_ranks
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    # While this global config is set, transformers loads models in shards. Such a model cannot run
+    # before DeepSpeed's engine exists, but the trainer runs the model before that.
+    unset_hf_deepspeed_config()
 
 
 def describe_engine(accelerator: Accelerator) -> str | None:

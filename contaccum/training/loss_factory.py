@@ -8,7 +8,7 @@ second their positives, and further columns hard negatives.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -90,17 +90,41 @@ def unwrap_matryoshka(loss: Any) -> Any:
     return loss.loss if isinstance(loss, MatryoshkaLoss) else loss
 
 
-def iter_bank_losses(loss: Any) -> Iterator[ContAccumLoss]:
-    """Yield every ContAccumLoss in a training loss, including one inside a MatryoshkaLoss.
+def list_losses(loss: Any) -> list[Any]:
+    """Return the losses of all data sets, without a MatryoshkaLoss around them.
 
     Args:
         loss: the training loss, or a dictionary with one loss for each data set.
     """
-    losses = loss.values() if isinstance(loss, dict) else [loss]
-    for loss_of_set in losses:
+    losses = list(loss.values()) if isinstance(loss, dict) else [loss]
+    return [unwrap_matryoshka(loss_of_set) for loss_of_set in losses]
+
+
+def get_batch_loss(loss: Any, batch: Mapping[str, Any]) -> Any:
+    """Return the loss that a batch is trained with, without a MatryoshkaLoss around it.
+
+    Args:
+        loss: the training loss, or a dictionary with one loss for each data set.
+        batch: a collated batch; with several data sets, it names its own as ``dataset_name``.
+    """
+    if isinstance(loss, dict):
+        loss = loss[batch["dataset_name"]]
+    return unwrap_matryoshka(loss)
+
+
+def iter_bank_losses(loss: Any) -> Iterator[ContAccumLoss]:
+    """Yield every ContAccumLoss in a training loss once, including one inside a MatryoshkaLoss.
+
+    Args:
+        loss: the training loss, or a dictionary with one loss for each data set.
+    """
+    bank_losses: list[ContAccumLoss] = []
+    for loss_of_set in list_losses(loss):
         for module in loss_of_set.modules():
-            if isinstance(module, ContAccumLoss):
-                yield module
+            # Several data sets may share a loss.
+            if isinstance(module, ContAccumLoss) and module not in bank_losses:
+                bank_losses.append(module)
+    yield from bank_losses
 
 
 def get_guide(loss: Any) -> Guide | None:

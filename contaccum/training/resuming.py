@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from transformers import TrainerState
 
+from contaccum.encoders.adapters import find_adapter_bases
 from contaccum.errors import ConfigError, UserError
 from contaccum.training.arguments import (
     LOSS_SETTINGS,
@@ -96,42 +97,81 @@ class ResumePoint:
     ) -> str | None:
         """Return the folder of the final model if the run has ended, else None.
 
-        Without this check, transformers would train another update after the end. The newest
-        checkpoint may be older than the end, because only the best ones are kept.
+        Without this check, transformers would train another update after the end. The final model
+        is the first of these that can be loaded: the best checkpoint (with
+        ``load_best_model_at_end``), the saved model in ``output_dir``, or this checkpoint, if it is
+        of the last update. If there is none of them, the run trains its last updates again.
 
         Args:
             args: the arguments of the run.
             user_arguments: the arguments as the user wrote them.
         """
-        record = read_run_record(str(args.output_dir))
-        is_finished = bool(self.is_newest and record.get("finished"))
-        for name in _LENGTH_SETTINGS:
-            if record.get("arguments", {}).get(name) != user_arguments.get(name):
-                is_finished = False  # the run is to be longer or shorter now
+        output_dir = Path(str(args.output_dir))
+        record = read_run_record(output_dir)
+        is_finished = self.is_newest and _has_finished(record, user_arguments)
+        reason = self._explain_end(args)
+        is_last_update = reason is not None
+        if reason is None and is_finished and self.state.global_step < record["updates"]:
+            # Only the best checkpoints are kept, and the run went on after this one.
+            reason = "it is finished. Raise max_steps or num_train_epochs to train on"
+        if reason is None:
+            return None
+        final_model = self._find_best_checkpoint(args)
+        if final_model is None and is_finished and self._holds_same_model(output_dir):
+            final_model = output_dir
+        if final_model is None and is_last_update:
+            final_model = self.folder
+        if final_model is None:
+            return None
+        logger.warning(
+            f"this run has ended; its newest checkpoint is of update {self.state.global_step}: "
+            f"{reason}"
+        )
+        return str(final_model)
+
+    def _explain_end(self, args: ContAccumTrainingArguments) -> str | None:
+        """Return why the run ends with the update of this checkpoint; None if it does not."""
         # stateful_callbacks may be a list by its type, but TrainerState makes it a dictionary.
         callbacks = cast(dict[str, dict], self.state.stateful_callbacks)
         attributes = callbacks.get("EvaluationCallback", {}).get("attributes", {})
         evaluations_without_gain = attributes.get("early_stopping_patience_counter", 0)
         patience = args.early_stopping_patience
         if patience is not None and evaluations_without_gain >= patience:
-            reason = "it stopped early. Raise early_stopping_patience to train on"
-        elif 0 < args.max_steps <= self.state.global_step:
-            reason = f"it has reached max_steps={args.max_steps}. Raise max_steps to train on"
-        elif is_finished and self.state.global_step < record["updates"]:
-            reason = "it is finished. Raise max_steps or num_train_epochs to train on"
-        else:
+            return "it stopped early. Raise early_stopping_patience to train on"
+        if 0 < args.max_steps <= self.state.global_step:
+            return f"it has reached max_steps={args.max_steps}. Raise max_steps to train on"
+        return None
+
+    def _find_best_checkpoint(self, args: ContAccumTrainingArguments) -> Path | None:
+        """Return the best checkpoint if the run loads it at its end and can use it, else None."""
+        best = self.state.best_model_checkpoint
+        if not args.load_best_model_at_end or best is None:
             return None
-        logger.warning(
-            f"this run has ended; its newest checkpoint is of update {self.state.global_step}: "
-            f"{reason}"
-        )
-        if args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
-            best = self.state.best_model_checkpoint
-            if find_defect_for_run(Path(best), self.run_id) is None:
-                return best
-        if is_finished and (Path(str(args.output_dir)) / "modules.json").is_file():
-            return str(args.output_dir)
-        return str(self.folder)
+        is_usable = find_defect_for_run(Path(best), self.run_id) is None
+        return Path(best) if is_usable else None
+
+    def _holds_same_model(self, folder: Path) -> bool:
+        """Return True if a folder holds a saved model that the run's model can load."""
+        if not (folder / "modules.json").is_file():
+            return False
+        # With merge_adapter, the saved model has no adapter, but the run's model has one.
+        return bool(find_adapter_bases(folder)) == bool(find_adapter_bases(self.folder))
+
+
+def _has_finished(record: Mapping[str, Any], user_arguments: Mapping[str, Any]) -> bool:
+    """Return True if a run has finished and is not to be longer or shorter now.
+
+    Args:
+        record: the content of ``run.json``.
+        user_arguments: the arguments of the present start as the user wrote them.
+    """
+    if not record.get("finished"):
+        return False
+    recorded_arguments = record.get("arguments", {})
+    for name in _LENGTH_SETTINGS:
+        if recorded_arguments.get(name) != user_arguments.get(name):
+            return False
+    return True
 
 
 def drop_unusable_best(state: TrainerState, run_id: str | None) -> None:
@@ -148,7 +188,11 @@ def drop_unusable_best(state: TrainerState, run_id: str | None) -> None:
             f"the best checkpoint so far, {best}, cannot be used: {defect}. The final model will "
             "be the best of the later evaluations"
         )
+        # transformers would take the folder for the best checkpoint again as long as it exists and
+        # no later evaluation is better.
         state.best_model_checkpoint = None
+        state.best_global_step = None
+        state.best_metric = None
 
 
 def parse_resume_request(value: str | bool | None) -> str | None:
@@ -194,17 +238,7 @@ def require_free_folder(args: ContAccumTrainingArguments) -> None:
     record = read_run_record(folder)
     has_model = bool(record) and (folder / "modules.json").is_file()
     checkpoints = find_checkpoints(folder)
-    would_overwrite = request is None
-    if request not in (None, "last", "auto") and find_defect(Path(request)) is None:
-        # A run keeps its id when it resumes, so a checkpoint of another run would replace this one.
-        run_id = read_marker(Path(request)).get("run_id")
-        would_overwrite = bool(record) and record.get("run_id") != run_id
-    if request == "auto" and find_newest_checkpoint(folder)[0] is None:
-        # "auto" would start a new run here. That is allowed if the latest run has not finished: it
-        # was killed before its first checkpoint. If there is a model nevertheless, it is from an
-        # older run, which the user has already allowed the latest run to overwrite.
-        would_overwrite = has_model and record.get("finished", True)
-    if not would_overwrite:
+    if not _would_overwrite(folder, request, record, has_model):
         return
     if has_model:
         reason = "the folder contains a finished run, which this run would overwrite"
@@ -216,6 +250,34 @@ def require_free_folder(args: ContAccumTrainingArguments) -> None:
         f"{folder}: {reason}. Set resume_from_checkpoint=last to continue it, "
         "overwrite_output_dir=true to replace it, or another output_dir"
     )
+
+
+def _would_overwrite(
+    folder: Path, request: str | None, record: Mapping[str, Any], has_model: bool
+) -> bool:
+    """Return True if a run in this folder would overwrite a run that may be there.
+
+    Args:
+        folder: ``output_dir``.
+        request: the result of `parse_resume_request`.
+        record: the content of ``run.json`` in the folder; {} without one.
+        has_model: whether the folder holds a saved model.
+    """
+    if request is None:
+        return True
+    if request == "last":
+        return False
+    if request == "auto":
+        if find_newest_checkpoint(folder)[0] is not None:
+            return False  # the run in the folder is resumed
+        # "auto" would start a new run here. That is allowed if the latest run has not finished: it
+        # was killed before its first checkpoint. If there is a model nevertheless, it is from an
+        # older run, which the user has already allowed the latest run to overwrite.
+        return has_model and record.get("finished", True)
+    if find_defect(Path(request)) is not None:
+        return False  # `choose_checkpoint` refuses this checkpoint
+    # A run keeps its id when it resumes, so a checkpoint of another run would replace this one.
+    return bool(record) and record.get("run_id") != read_marker(Path(request)).get("run_id")
 
 
 def choose_checkpoint(

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from contaccum.data.samplers import RESUMABLE_SAMPLERS
 from contaccum.data.sampling import first_texts
+from contaccum.errors import DataError
 from contaccum.files import Fingerprint
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 
@@ -52,6 +53,26 @@ def collate_first_rows(
             columns, _ = collect_features(collate([row]))
             features += columns
     return features
+
+
+def drop_incomplete_update(batches: list[Batch], num_updates: int) -> list[Batch]:
+    """Drop the micro-batches at the end of a pass over a stream that are no whole update.
+
+    transformers would give them the weight of a whole update, and add them to the next update.
+
+    Args:
+        batches: the micro-batches that were left in the pass.
+        num_updates: number of updates done so far.
+
+    Raises:
+        DataError: if the first pass ends before the first update is complete.
+    """
+    if num_updates == 0:
+        raise DataError(
+            f"the stream ends after {len(batches)} micro-batches, which is less than one update: "
+            "lower gradient_accumulation_steps or total_train_batch_size, or give more data"
+        )
+    return []
 
 
 def count_rows(dataset: Any) -> int | None:

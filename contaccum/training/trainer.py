@@ -181,7 +181,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         # the callbacks of transformers print them and send them to trackers.
         self.callback_handler.callbacks[:0] = [
             callbacks.RunCallback(self._start_run, self._set_epoch, self._refresh_negatives),
-            callbacks.UpdateLogCallback(self.updates, list(self.bank_losses())),
+            callbacks.UpdateLogCallback(self.updates, self.loss),
         ]
         if self.args.eval_strategy != "no":
             callbacks.choose_metric(self.args, self.evaluator, self.eval_dataset is not None)
@@ -242,8 +242,12 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             if self.is_deepspeed_enabled:
                 engines.refuse_unsafe_files(point.folder)
         report_full_disk = resources.report_full_disk(str(args.output_dir))
-        with report_full_disk, out_of_memory.report_out_of_memory(), self.signals:
-            return super().train(folder, trial, ignore_keys_for_eval)
+        limit = checkpoint.CheckpointLimit(args, self._get_output_dir(trial), self.run_id)
+        self._checkpoint_limit = limit
+        with report_full_disk, out_of_memory.report_out_of_memory(), self.signals, limit:
+            output = super().train(folder, trial, ignore_keys_for_eval)
+        limit.apply(self.state.best_model_checkpoint, has_ended=True)
+        return output
 
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader whose order depends only on seed and epoch, so that runs can resume."""
@@ -319,6 +323,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     ) -> tuple[list[Any], Any]:
         """Fetch the micro-batches of an update, as in transformers, and count their pairs."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if isinstance(self.train_dataset, IterableDataset) and len(batches) < num_batches:
+            batches = train_data.drop_incomplete_update(batches, self.state.global_step)
         self.updates.count_expected_pairs(batches)
         return batches, num_items
 
@@ -332,27 +338,23 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         return self.updates.run_micro_batch(model, inputs, self.micro_step, self.optimizer)
 
     def micro_step(
-        self, model: nn.Module, inputs: train_data.Batch, share: float, is_last: bool
+        self, model: nn.Module, inputs: train_data.Batch, weight: float, is_last: bool
     ) -> Tensor:
-        """Run forward and backward for a micro-batch or a part of it; return its loss for the log.
-
-        ``inputs`` holds the fraction ``share`` of the micro-batch's rows. ``is_last`` is True for
-        the last part of the newest micro-batch. Before that, ranks must not reduce gradients.
-        """
+        """Run forward and backward for a micro-batch or a part of it; see `updates.MicroStep`."""
         num_steps = self.current_gradient_accumulation_steps
-        # transformers divides the loss by this number, so this multiplies the loss by ``share``.
-        self.current_gradient_accumulation_steps = num_steps / share  # type: ignore[assignment]  # int
+        # transformers divides the loss by this number, so this multiplies the loss by ``weight``.
+        self.current_gradient_accumulation_steps = 1 / weight  # type: ignore[assignment]  # int
         synchronisation = nullcontext() if is_last else self.accelerator.no_sync(model)
         try:
             with synchronisation:
                 loss = super().training_step(model, dict(inputs))
         finally:
             self.current_gradient_accumulation_steps = num_steps
-        bank_loss = loss_factory.unwrap_matryoshka(self.loss)
+        bank_loss = loss_factory.get_batch_loss(self.loss, inputs)
         if isinstance(bank_loss, ContAccumLoss) and bank_loss.last:
             # The log gets the loss of the micro-batch's own queries, without the rows of banked
             # queries, which older encoders computed. A loss that is not finite must stay visible.
-            local_loss = bank_loss.last["local_loss"].to(loss) * share / num_steps
+            local_loss = bank_loss.last["local_loss"].to(loss) * weight
             loss = torch.where(torch.isfinite(loss), local_loss, loss)
         return loss
 
@@ -405,16 +407,13 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         return saving.upload_model(self.model, self.args, save, is_first, commit_message, kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # Private: older checkpoints may be removed only after the marker makes this one complete,
-        # so transformers must not remove them itself, as it does at the end of this method.
+        # Private: transformers' method saves neither the bank nor the marker.
         args = self.args
-        run_folder = self._get_output_dir(trial)
         num_updates = self.state.global_step
-        folder = Path(run_folder) / f"checkpoint-{num_updates}"
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{num_updates}"
         with checkpoint.remove_on_failure(folder, args.should_save):
             self.accelerator.wait_for_everyone()
-            with checkpoint.disable_removal(args):
-                super()._save_checkpoint(model, trial)
+            super()._save_checkpoint(model, trial)
             parts = [] if args.save_only_model else list(self._state_parts())
             states = checkpoint.collect_states(parts)
             self.accelerator.wait_for_everyone()
@@ -423,8 +422,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 rows_fit = self.updates.limit.rows
                 marker = self.description.make_marker(self.run_id, num_updates, rows_fit)
                 checkpoint.write_marker(folder, marker)
-                best = self.state.best_model_checkpoint
-                checkpoint.remove_oldest(run_folder, self.run_id, args.save_total_limit, best)
+                # The marker makes this checkpoint complete. Only now may older ones be removed.
+                self._checkpoint_limit.apply(self.state.best_model_checkpoint)
         self.accelerator.wait_for_everyone()
 
     def _state_parts(self) -> Iterator[checkpoint.StatePart]:

@@ -51,13 +51,13 @@ class HasParameterGroups(Protocol):
 class MicroStep(Protocol):
     """A function that runs forward and backward for a micro-batch or a part of it.
 
-    ``share`` is the fraction of the micro-batch's rows that ``inputs`` holds. ``is_last`` is True
-    for the last part of the newest micro-batch. In all other micro-steps the ranks must not reduce
-    their gradients, because another part follows. The function returns the loss divided by the
-    number of micro-batches, so that the sum over an update is the update's loss.
+    ``weight`` is the fraction of the update's pairs that ``inputs`` holds. ``is_last`` is True for
+    the last part of the newest micro-batch. In all other micro-steps the ranks must not reduce
+    their gradients, because another part follows. The function returns the loss multiplied by
+    ``weight``, so that the sum over an update is the update's loss.
     """
 
-    def __call__(self, model: nn.Module, inputs: Batch, share: float, is_last: bool) -> Tensor: ...
+    def __call__(self, model: nn.Module, inputs: Batch, weight: float, is_last: bool) -> Tensor: ...
 
 
 def iter_parameters(optimizer: HasParameterGroups) -> Iterator[nn.Parameter]:
@@ -94,6 +94,7 @@ class Update:
         learning_rate: learning rate of the first parameter group in this update.
         log_entries: further entries for the update's line in the log.
         num_pairs: number of pairs in ``micro_batches``.
+        expected_batches: number of micro-batches of the whole update.
         expected_pairs: number of pairs in all micro-batches of the update, by data set.
     """
 
@@ -106,6 +107,7 @@ class Update:
     learning_rate: float | None = None
     log_entries: Record = field(default_factory=dict)
     num_pairs: int = 0
+    expected_batches: int = 0
     expected_pairs: Counter[str | None] = field(default_factory=Counter)
 
     def clear_losses(self) -> None:
@@ -181,6 +183,7 @@ class Updates:
 
     def count_expected_pairs(self, batches: list[Batch]) -> None:
         """Count the pairs in all micro-batches of the current update, before it is trained."""
+        self.current.expected_batches = len(batches)
         for inputs in batches:
             name = inputs.get("dataset_name")
             self.current.expected_pairs[name] += self._count_pairs(inputs)
@@ -199,7 +202,7 @@ class Updates:
         had already added to the bank are then in the bank twice.
 
         Returns:
-            The loss of the micro-batch divided by the number of micro-batches, of shape ().
+            The loss of the micro-batch, multiplied by its share of the update's pairs, of shape ().
 
         Raises:
             UserError: if memory runs out and no smaller micro-batch is possible.
@@ -265,15 +268,27 @@ class Updates:
         batch_loss = torch.zeros((), device=self._args.device)
         for index in range(first, len(update.micro_batches)):
             parts = split_rows(update.micro_batches[index], max_rows)
+            batch_weight = self._compute_weight(update.micro_batches[index])
             is_newest_batch = index == len(update.micro_batches) - 1
             batch_loss = torch.zeros((), device=self._args.device)
             for part_number, (part, share) in enumerate(parts, start=1):
                 is_last = is_newest_batch and part_number == len(parts)
-                part_loss = micro_step(model, part, share, is_last)
+                part_loss = micro_step(model, part, share * batch_weight, is_last)
                 update.losses.append(part_loss)
                 update.micro_batch_of_loss.append(index)
                 batch_loss = batch_loss + part_loss
         return batch_loss
+
+    def _compute_weight(self, inputs: Batch) -> float:
+        """Return the share of the current update's pairs that a micro-batch has.
+
+        The losses are means over pairs. With these weights, each pair of the update has the same
+        weight, also if the last micro-batch of an epoch is short.
+        """
+        num_pairs = self.current.expected_pairs.total()
+        if num_pairs == 0:  # the features do not show how many pairs there are
+            return 1 / self.current.expected_batches
+        return self._count_pairs(inputs) / num_pairs
 
     def _set_pairs_of_losses(self) -> None:
         """Set in each ContAccumLoss the number of pairs that it receives in this update.

@@ -12,6 +12,15 @@ from contaccum.training.arguments import LOSS_SETTINGS
 from contaccum.training.loss_factory import make_loss
 
 AUTO = {"per_device_train_batch_size": "auto"}
+EVALUATE = {"eval_strategy": "steps", "eval_steps": 2}
+LOAD_BEST = {**EVALUATE, "load_best_model_at_end": True}
+SETTINGS_OF_A_BANK = {
+    "query_bank_size": 0,
+    "bank_hard_negatives": False,
+    "bank_weight": 0.5,
+    "normalize_by": "all",
+    "drift_compensation": "none",
+}
 
 
 @pytest.mark.parametrize(
@@ -70,6 +79,18 @@ AUTO = {"per_device_train_batch_size": "auto"}
         ({"early_stopping_patience": 2}, ["early_stopping_patience", "eval_strategy=no"]),
         ({"early_stopping_patience": 0}, ["early_stopping_patience must be at least 1, got 0"]),
         ({"report_to": "tensorbord"}, ["report_to=tensorbord", "not installed"]),
+        (
+            {**LOAD_BEST, "save_strategy": "steps", "save_steps": 4},
+            ["load_best_model_at_end", "save_steps=4", "eval_steps=2", "save_strategy=best"],
+        ),
+        (
+            {**LOAD_BEST, "save_strategy": "epoch"},
+            ["load_best_model_at_end", "save_strategy=epoch", "eval_strategy=steps"],
+        ),
+        (
+            {**LOAD_BEST, "eval_steps": None, "logging_steps": 5, "save_strategy": "steps"},
+            ["load_best_model_at_end", "save_steps=500", "eval_steps=5"],
+        ),
     ],
 )
 def test_invalid_settings_are_refused_and_named(settings, named, tmp_path):
@@ -77,6 +98,37 @@ def test_invalid_settings_are_refused_and_named(settings, named, tmp_path):
         ContAccumTrainingArguments(output_dir=str(tmp_path), **settings)
     for part in named:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "saving",
+    [
+        {"save_strategy": "best"},
+        {"save_strategy": "steps", "save_steps": 2},
+        {"save_strategy": "epoch", "eval_strategy": "epoch"},
+    ],
+)
+def test_the_best_model_can_be_loaded_if_every_best_model_is_saved(saving, tmp_path):
+    args = ContAccumTrainingArguments(output_dir=str(tmp_path), **{**LOAD_BEST, **saving})
+    assert args.needs_best_checkpoint
+
+
+@pytest.mark.parametrize("method", ["in_batch", "grad_accum", "grad_cache"])
+@pytest.mark.parametrize("name", SETTINGS_OF_A_BANK)
+def test_a_setting_of_a_bank_is_refused_for_a_method_without_one(method, name, tmp_path):
+    settings = {"output_dir": str(tmp_path), "method": method, name: SETTINGS_OF_A_BANK[name]}
+    message = f"method={method} with {name}={settings[name]}: it has no effect without a bank"
+    with pytest.raises(ConfigError, match=message):
+        ContAccumTrainingArguments(**settings)
+    # For a config that several methods share; docs/paper.md has such commands.
+    ContAccumTrainingArguments(**settings, bank_size=0)
+
+
+@pytest.mark.parametrize("method", ["grad_accum", "grad_cache", "contaccum"])
+def test_several_gpus_in_one_process_are_refused(method, tmp_path, monkeypatch):
+    monkeypatch.setattr(ContAccumTrainingArguments, "n_gpu", 2)
+    with pytest.raises(ConfigError, match=r"one process with 2 GPUs: .* torchrun"):
+        ContAccumTrainingArguments(output_dir=str(tmp_path), method=method)
 
 
 def test_engines_that_the_environment_sets_are_refused(tmp_path, monkeypatch):

@@ -52,6 +52,15 @@ def list_updates(folder: Path) -> list[int]:
     return [line["update"] for line in read_log(folder)]
 
 
+def make_checkpoints_of_two_runs(folder: Path) -> None:
+    """Make checkpoints 1 to 3 of the run "this run", and 8 and 9 of another run."""
+    for update in (1, 2, 3, 8, 9):
+        path = folder / f"checkpoint-{update}"
+        path.mkdir()
+        run_id = "this run" if update <= 3 else "other run"
+        write_marker(path, {"run_id": run_id, "update": update})
+
+
 def have_same_weights(first: Any, second: Any) -> bool:
     """Return whether the models of two trainers have the same weights."""
     return all(map(torch.equal, first.model.parameters(), second.model.parameters()))
@@ -180,13 +189,27 @@ def test_last_without_a_checkpoint_is_refused(tmp_path):
 )
 def test_the_limit_keeps_the_newest_and_the_best_checkpoint(limit, best, remaining, tmp_path):
     """Checkpoints of another run (8 and 9) are removed first."""
-    for update in (1, 2, 3, 8, 9):
-        folder = tmp_path / f"checkpoint-{update}"
-        folder.mkdir()
-        run_id = "this run" if update <= 3 else "other run"
-        write_marker(folder, {"run_id": run_id, "update": update})
+    make_checkpoints_of_two_runs(tmp_path)
     best_folder = None if best is None else str(tmp_path / best)
     remove_oldest(str(tmp_path), "this run", limit, best_folder)
+    assert list_checkpoint_names(tmp_path) == [f"checkpoint-{update}" for update in remaining]
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "remaining"),
+    [
+        (None, "checkpoint-1", [1, 2, 3, 8, 9]),
+        (1, "checkpoint-1", [1]),
+        (2, "checkpoint-1", [1, 3]),
+        (1, None, [3]),
+    ],
+)
+def test_at_the_end_of_training_the_best_checkpoint_remains_before_the_newest(
+    limit, best, remaining, tmp_path
+):
+    make_checkpoints_of_two_runs(tmp_path)
+    best_folder = None if best is None else str(tmp_path / best)
+    remove_oldest(str(tmp_path), "this run", limit, best_folder, has_ended=True)
     assert list_checkpoint_names(tmp_path) == [f"checkpoint-{update}" for update in remaining]
 
 

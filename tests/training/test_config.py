@@ -52,7 +52,7 @@ def test_later_files_and_the_command_line_override(tmp_path):
         (
             "save_strategy: epoch\nload_best_model_at_end: true",
             [],
-            "save and eval strategy to match",
+            "load_best_model_at_end with save_strategy=epoch and eval_strategy=no",
         ),
     ],
 )

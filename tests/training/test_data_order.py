@@ -16,6 +16,7 @@ from tiny_runs import SAVE_EVERY_UPDATE, assert_resumes, make_pairs, make_traine
 
 from contaccum.data import load_training_data, load_training_sets, parse_training_sets
 from contaccum.data.sampling import get_samplings
+from contaccum.errors import DataError
 
 SIZES = {"large": 31, "small": 9, "other": 5}
 
@@ -108,15 +109,23 @@ def test_a_stream_resumes_bit_for_bit_in_any_of_its_passes(rows, tmp_path):
 
     settings = {"max_steps": 7, "gradient_accumulation_steps": 2}
     _, texts = assert_resumes_with_texts(stream, tmp_path, 1, 3, 4, 6, **settings)
-    num_batches = -(-rows // 4)
+    num_batches = 2 * (rows // 8)  # only whole updates of two micro-batches of four pairs
     passes = [
         [row for batch in texts[start : start + num_batches] for row in batch]
         for start in (0, num_batches)
     ]
-    # Each pass has every row, in a different order.
-    assert (
-        sorted(passes[0]) == sorted(passes[1]) and passes[0] != passes[1] and len(passes[0]) == rows
-    )
+    for pass_texts in passes:
+        assert len(set(pass_texts)) == len(pass_texts) == 8 * (rows // 8)
+    assert passes[0] != passes[1]  # another order
+    assert len(texts) == 14  # two micro-batches in each of the 7 updates
+
+
+def test_a_stream_without_a_whole_update_is_refused(tmp_path):
+    stream = make_pairs(7).to_iterable_dataset()
+    trainer = make_trainer(tmp_path, stream, max_steps=2, gradient_accumulation_steps=2)
+    trainer.train()
+    with pytest.raises(DataError, match="less than one update"):
+        make_trainer(tmp_path, stream, max_steps=2, gradient_accumulation_steps=3).train()
 
 
 def test_a_longer_run_on_a_stream_continues_at_the_next_row(tmp_path):

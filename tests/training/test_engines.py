@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from tiny_runs import read_log
 
 from contaccum.errors import UserError
-from contaccum.training.arguments import MIN_DEEPSPEED
-from contaccum.training.engines import refuse_unsafe_files
+from contaccum.training.engines import MIN_DEEPSPEED, refuse_unsafe_files
 
 pytestmark = pytest.mark.long
 needs_deepspeed = pytest.mark.skipif(

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sample_texts import sentences
-from tiny_runs import get_state, list_differences, make_trainer, read_log
+from sentence_transformers.sentence_transformer.evaluation import SentenceEvaluator
+from tiny_runs import get_state, list_differences, make_pairs, make_trainer, read_log
 
 from contaccum.data import BeirDataset, RecordReport
 from contaccum.errors import ConfigError
@@ -135,6 +136,33 @@ def test_the_best_checkpoint_remains_and_is_loaded_at_the_end(tmp_path):
     assert any(not torch.equal(best[key], last[key]) for key in shared)
 
 
+def test_with_a_limit_of_one_the_best_checkpoint_and_folders_of_the_user_remain(tmp_path):
+    evaluator = FixedScores({1: 0.2, 2: 0.7, 3: 0.1})
+    trainer = make_trainer(tmp_path, evaluator=evaluator, save_total_limit=1, **LOAD_BEST)
+    copied_folder = tmp_path / "checkpoint-1-copy"
+    copied_folder.mkdir()
+    trainer.train()
+    names = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert names == ["checkpoint-1-copy", "checkpoint-2"]
+    assert trainer.args.save_total_limit == 1
+
+
+def test_a_best_checkpoint_of_another_run_does_not_become_the_best_again(tmp_path):
+    settings = {**LOAD_BEST, "max_steps": 3}
+    make_trainer(tmp_path / "run", evaluator=FixedScores(SCORES), **settings).train()
+    make_trainer(tmp_path / "other", save_strategy="steps", save_steps=1, max_steps=2).train()
+    # Checkpoint 2 is the best one; replace it by another run's.
+    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
+    shutil.copytree(tmp_path / "other" / "checkpoint-2", tmp_path / "run" / "checkpoint-2")
+    resumed = make_trainer(
+        tmp_path / "run", evaluator=FixedScores(SCORES), **{**LOAD_BEST, "max_steps": 4}
+    )
+    resumed.train(resume_from_checkpoint="last")
+    # The score after update 4 is lower than that of the lost checkpoint, but it is the best left.
+    assert resumed.state.best_model_checkpoint == str(tmp_path / "run" / "checkpoint-4")
+    assert resumed.state.best_metric == SCORES[4]
+
+
 def test_early_stopping_counts_evaluations_across_restarts(tmp_path, caplog):
     straight = make_trainer(tmp_path, 72, evaluator=FixedScores(SCORES), **STOP_EARLY)
     with caplog.at_level(logging.WARNING):
@@ -214,6 +242,52 @@ def test_the_default_metric_is_the_evaluators_main_metric(tmp_path, save_strateg
     trainer = make_trainer(tmp_path, evaluator=FixedScores(SCORES), **settings)
     assert trainer.args.metric_for_best_model == "eval_ndcg@10"
     assert trainer.args.greater_is_better
+
+
+def test_early_stopping_without_an_evaluator_watches_the_loss(tmp_path):
+    settings = {**EVALUATE, "early_stopping_patience": 1, "eval_dataset": make_pairs(8)}
+    trainer = make_trainer(tmp_path, learning_rate=0.0, **settings)
+    trainer.train()
+    assert trainer.args.metric_for_best_model == "loss"
+    assert not trainer.args.greater_is_better
+    assert trainer.state.global_step == 2  # the loss does not change
+
+
+class PlainEvaluator(SentenceEvaluator):
+    """An evaluator as those of sentence-transformers: it does not list its metrics."""
+
+    def __init__(self, primary_metric: str | None, name: str = "") -> None:
+        super().__init__()
+        self.primary_metric = primary_metric  # type: ignore[assignment]  # declared as None
+        self.name = name
+
+    def __call__(
+        self, model: Any, output_path: Any = None, epoch: float = -1, steps: int = -1
+    ) -> dict[str, float]:
+        return self.prefix_name_to_metrics({"accuracy": 0.5}, self.name)
+
+
+@pytest.mark.parametrize(("name", "metric"), [("", "eval_accuracy"), ("dev", "eval_dev_accuracy")])
+def test_early_stopping_watches_the_main_metric_of_any_evaluator(name, metric, tmp_path):
+    trainer = make_trainer(
+        tmp_path,
+        evaluator=PlainEvaluator("accuracy", name),
+        early_stopping_patience=1,
+        **EVALUATE,
+    )
+    trainer.train()
+    assert trainer.args.metric_for_best_model == metric
+    assert trainer.state.global_step == 2
+
+
+@pytest.mark.parametrize(
+    "settings", [{"early_stopping_patience": 1}, {"save_strategy": "best"}], ids=["stop", "best"]
+)
+def test_an_evaluator_without_a_main_metric_needs_a_metric_before_training(settings, tmp_path):
+    settings = {"evaluator": PlainEvaluator(None), **EVALUATE, **settings}
+    with pytest.raises(ConfigError, match="metric_for_best_model is not set, and PlainEvaluator"):
+        make_trainer(tmp_path, **settings)
+    make_trainer(tmp_path, metric_for_best_model="accuracy", **settings)
 
 
 def test_a_metric_that_the_evaluator_does_not_compute_is_refused(tmp_path):

@@ -23,7 +23,9 @@ from tiny_runs import (
     make_pairs,
     make_trainer,
     read_log,
+    record_texts,
 )
+from transformers import TrainerCallback
 
 from contaccum.errors import UserError
 from contaccum.training import out_of_memory
@@ -62,6 +64,47 @@ def simulate_out_of_memory(trainer: Any, stage: str, calls: set[int], max_rows: 
 
     trainer.model.register_forward_pre_hook(before_forward)
     trainer.model.register_forward_hook(after_forward)
+
+
+@pytest.mark.parametrize("method", ["grad_accum", "contaccum"])
+def test_each_pair_has_the_same_weight_if_the_last_micro_batch_is_short(method, tmp_path):
+    """13 pairs in micro-batches of 4, 4, 4 and 1, against the losses weighted by hand."""
+    trainer = make_trainer(
+        tmp_path,
+        make_pairs(13, negatives=1),
+        method=method,
+        gradient_accumulation_steps=4,
+        center_gradients="none",
+        learning_rate=0.0,
+        max_grad_norm=0.0,
+    )
+    batches: list[Any] = []
+    record_texts(trainer, batches.append)
+    gradients: dict[str, torch.Tensor] = {}
+
+    class RecordGradients(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            for name, parameter in trainer.model.named_parameters():
+                if parameter.grad is not None:
+                    gradients[name] = parameter.grad.clone()
+
+    trainer.add_callback(RecordGradients())
+    trainer.train()
+    assert [len(batch["query_input_ids"]) for batch in batches] == [4, 4, 4, 1]
+    reference = make_trainer(tmp_path / "reference", 13, method=method, center_gradients="none")
+    reference.model.train()
+    total = torch.zeros(())
+    logged_loss = 0.0
+    for batch in batches:
+        weight = len(batch["query_input_ids"]) / 13
+        loss = reference.loss(*reference.collect_features(dict(batch)))
+        total = total + weight * loss
+        logged_loss += weight * float(reference.loss.last["local_loss"])  # without banked rows
+    total.backward()
+    for name, parameter in reference.model.named_parameters():
+        if parameter.grad is not None:
+            assert torch.allclose(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6), name
+    assert math.isclose(read_log(tmp_path)[0]["loss"], logged_loss, rel_tol=1e-5)
 
 
 @pytest.mark.parametrize("stage", ["queries", "passages", "backward"])
