@@ -21,7 +21,14 @@ def run(argv: Sequence[str]) -> int:
     # The folder and the packages are checked before a large model is loaded.
     check_new_folder(args.folder, args.dtype, args.onnx)
     model = load_model(args.model, args)
-    result = export_model(model, args.folder, args.dtype, args.onnx, model_name=args.model)
+    result = export_model(
+        model,
+        args.folder,
+        args.dtype,
+        args.onnx,
+        model_name=args.model,
+        trust_remote_code=args.trust_remote_code,
+    )
     for check in result.checks:
         print(
             f"{check.num_texts} {check.task} texts, {check.weights} of folder {check.folder!r}: "

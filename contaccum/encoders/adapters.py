@@ -9,6 +9,7 @@ base, not its weights. peft applies the adapters in a forward pass.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from contaccum.errors import ConfigError, UserError, closest
 from contaccum.files import AnyPath, read_json, write_json
 
+logger = logging.getLogger(__name__)
+
 _TRANSFORMER_TYPE = fullname(Transformer)
 _MODEL_TYPE = fullname(SentenceTransformer)
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -40,6 +43,7 @@ _BACKBONE_FILES = (
     "pytorch_model.bin*",
     "pytorch_model-*",
 )
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
 _DESCRIBED_ATTRIBUTES = ("base_model_name_or_path", "r", "lora_alpha", "lora_dropout")
 """Attributes of an adapter's config in `describe_adapters`."""
 
@@ -148,27 +152,48 @@ def make_adapter_trainable(model: nn.Module) -> None:
 def merge_adapter(model: nn.Module) -> None:
     """Add the adapters to the frozen weights, so that the model has no adapters any more.
 
-    Each tower then has its own weights.
+    Each tower then has its own weights. The sums are computed in float32, and rounded to the dtype
+    of the base. bfloat16 and float16 lose a part of a small update, and a warning is logged. Call
+    ``model.float()`` first to keep the whole update.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    transformers = [module for module in model.modules() if isinstance(module, Transformer)]
-    for transformer in transformers:
-        if not getattr(transformer.model, "peft_config", None):
-            # This tower has no adapter, only the other one.
-            continue
+    adapted_transformers = []  # the transformers of one tower or of both
+    for module in model.modules():
+        if isinstance(module, Transformer) and getattr(module.model, "peft_config", None):
+            adapted_transformers.append(module)
+    dtypes = {transformer.model.dtype for transformer in adapted_transformers}
+    if not dtypes.isdisjoint(_HALF_DTYPES):
+        logger.warning(
+            "the merged weights are rounded to bfloat16 or float16, the dtype of the base, which "
+            "loses a part of a small update. To keep it, save the model with its adapter, and run "
+            "`contaccum export`, which merges in float32"
+        )
+    for transformer in adapted_transformers:
         # A copy, because another tower may share the base.
         backbone = copy.deepcopy(transformer.model)
         transformer.model = backbone
         for name, layer in list(backbone.named_modules()):
             if isinstance(layer, BaseTunerLayer):
-                layer.merge(safe_merge=True)
+                _merge_layer(layer)
                 backbone.set_submodule(name, layer.get_base_layer())
         backbone.delete_adapter(list(backbone.peft_config))
         # This private attribute maps the names of adapter weights to the names in the file.
         # With it, transformers would save the merged weights under wrong names.
         vars(backbone).pop("_weight_conversions", None)
         backbone.requires_grad_(True)
+
+
+def _merge_layer(layer: Any) -> None:
+    """Add the adapter of one layer, a peft layer, to the weights of its base layer."""
+    base_layer = layer.get_base_layer()
+    dtype = base_layer.weight.dtype
+    if dtype in _HALF_DTYPES:
+        # peft adds in the dtype of the weights, so it would round the adapter's part and the sum.
+        base_layer.float()
+    layer.merge(safe_merge=True)
+    if dtype in _HALF_DTYPES:
+        base_layer.to(dtype)
 
 
 def get_backbones(model: nn.Module) -> list[Any]:
@@ -286,15 +311,19 @@ def saving(model: nn.Module, folder: AnyPath) -> Iterator[None]:
         ConfigError: if the base of an adapter is not saved in its folder.
     """
     folder = Path(folder)
-    base_folders = {Path(config.base_model_name_or_path) for config in _get_adapter_configs(model)}
-    for base in base_folders:
-        # `put_adapter` makes the path of a base folder absolute; other bases are on the hub.
-        if base.is_absolute() and not (base / "config.json").is_file():
+    base_folders = []
+    for config in _get_adapter_configs(model):
+        base = Path(config.base_model_name_or_path)
+        if not base.is_absolute():
+            # `put_adapter` makes the path of a base folder absolute. This is a name on the hub.
+            continue
+        if not (base / "config.json").is_file():
             raise ConfigError(
                 f"an adapter is saved without its base, which is not in {base}: "
                 "call merge_adapter first"
             )
-    _remove_stale_files(folder, has_adapter(model), base_folders)
+        base_folders.append(base)
+    remove_stale_files(folder, has_adapter(model), base_folders)
     yield
     if not has_adapter(model):
         return
@@ -307,20 +336,22 @@ def saving(model: nn.Module, folder: AnyPath) -> Iterator[None]:
         write_json(config_file, {**read_json(config_file), "model_kwargs": {"dtype": dtype}})
 
 
-def _remove_stale_files(folder: Path, is_adapted: bool, base_folders: set[Path]) -> None:
+def remove_stale_files(folder: Path, is_adapted: bool, base_folders: Sequence[Path] = ()) -> None:
     """Remove the files of a model that was saved in the folder before.
 
     An old adapter beside new full weights would be loaded with them. Old full weights beside a new
     adapter would be loaded as its base, so they are kept only if they are its base.
 
     Args:
+        folder: the folder of a model. The folders of its towers are cleaned too.
         is_adapted: True if the model to be saved has an adapter.
-        base_folders: folders (or names on the hub) of the bases of its adapters.
+        base_folders: folders of the bases of its adapters; bases on the hub have none.
     """
     resolved_bases = {base.resolve() for base in base_folders}
     for module_folder in (folder, *folder.glob(_TOWER_FOLDERS)):
         patterns: tuple[str, ...] = _ADAPTER_FILES
-        if is_adapted and module_folder.resolve() not in resolved_bases:
+        is_base = module_folder.resolve() in resolved_bases
+        if is_adapted and not is_base:
             patterns = (*_ADAPTER_FILES, *_BACKBONE_FILES)
         for pattern in patterns:
             for file in list(module_folder.glob(pattern)):

@@ -3,7 +3,7 @@
 A tied model uses the same weights for queries and documents, and becomes one folder. A model with
 two towers has an encoder for each in a Router, which servers cannot load: it becomes the two
 folders ``query`` and ``document``. Each exported folder holds a plain model, which is a
-SentenceTransformer without a Router. Adapters are merged into the weights.
+SentenceTransformer without a Router. Adapters are merged into the weights in float32.
 
 Each folder is loaded again after it was written. Its embeddings of the check texts, which are 50
 queries and 50 passages of SciFact, are compared with those of the trained model.
@@ -107,10 +107,13 @@ def export_model(
     dtype: str = "float32",
     onnx: bool = False,
     model_name: str = "",
+    trust_remote_code: bool = False,
 ) -> Export:
     """Write a model as plain SentenceTransformer folders, and compare them with the model.
 
-    The model itself is changed: its adapters are merged, and its weights get the dtype.
+    The model itself is changed: its adapters are merged, and its weights get the dtype. For a
+    float32 export, and for a model with adapters, the weights are first converted to float32. The
+    exported folders are then compared with the model in float32.
 
     Args:
         model: a SentenceTransformer, tied or with two towers.
@@ -118,27 +121,26 @@ def export_model(
         dtype: dtype of the weights: "float32", "bfloat16" or "float16".
         onnx: also write ``onnx/model.onnx``, which holds the backbone for servers that run ONNX.
         model_name: name of the model in the record and in the guide.
+        trust_remote_code: allow code that comes with the model. It is also written to the folder,
+            and run when the folder is loaded for the comparison.
 
     Raises:
         ConfigError: for a folder that exists, an unknown dtype, a module that servers do not have,
-            a model without a maximum length, or ONNX packages that are not installed.
+            a model without a maximum length or with ``truncate_dim``, code that is not trusted, or
+            ONNX packages that are not installed.
         UserError: if embeddings of a float32 export differ from the model's; nothing is written
             then.
     """
     folder = Path(folder)
     check_new_folder(folder, dtype, onnx)
-    if adapters.has_adapter(model):
-        adapters.merge_adapter(model)
+    if not trust_remote_code:
+        _refuse_remote_code(model)
     plain_models = make_plain_models(model)
     for subfolder, plain_model in plain_models.items():
         for task in get_folder_tasks(subfolder):
             require_max_length(plain_model, task)
     texts = load_check_texts()
-    # The plain models share their modules with the model, and `write_plain_model` changes the
-    # dtype of the weights. So the model encodes the texts before anything is written.
-    expected = {}
-    for task in texts:
-        expected[task] = encode_check_texts(model, task, texts[task])
+    expected = _encode_and_merge(model, texts, dtype)
 
     with atomic_folder(folder) as new_folder:
         checks: list[CosineCheck] = []
@@ -147,7 +149,9 @@ def export_model(
             write_plain_model(plain_model, subfolder, tower_folder, DTYPES[dtype])
             if onnx:
                 write_onnx(plain_model, tower_folder)
-            checks += check_folder(tower_folder, subfolder, texts, expected, has_onnx=onnx)
+            checks += check_folder(
+                tower_folder, subfolder, texts, expected, onnx, trust_remote_code
+            )
         if dtype == "float32":  # rounding the weights to another dtype changes embeddings
             _require_equal_embeddings(checks)
         guide = render_serving_guide(plain_models, folder, dtype, onnx, model_name)
@@ -163,6 +167,28 @@ def export_model(
     return Export(folder, checks)
 
 
+def _encode_and_merge(
+    model: SentenceTransformer, texts: Mapping[Task, Sequence[str]], dtype: str
+) -> dict[Task, np.ndarray]:
+    """Return the model's embeddings of the check texts, {task: (n, d)}, and merge its adapters.
+
+    The plain models of the model share its modules, so their adapters are merged too.
+    """
+    has_adapter = adapters.has_adapter(model)
+    if dtype == "float32" or has_adapter:
+        # A backbone in bfloat16 rounds the hidden states of every layer, so its embeddings would
+        # differ from those of the same weights in float32. It would also round the merged weights.
+        model.float()
+    # Merging changes the weights, and `write_plain_model` changes their dtype. So the model encodes
+    # the texts before both.
+    expected = {}
+    for task in texts:
+        expected[task] = encode_check_texts(model, task, texts[task])
+    if has_adapter:
+        adapters.merge_adapter(model)
+    return expected
+
+
 def check_new_folder(folder: Path, dtype: str, onnx: bool) -> None:
     """Raise `ConfigError` for a folder or settings that `export_model` refuses."""
     check_choice("dtype", dtype, DTYPES)
@@ -170,6 +196,16 @@ def check_new_folder(folder: Path, dtype: str, onnx: bool) -> None:
         raise ConfigError(f"{folder}: exists already; name a new folder")
     if onnx:
         require_onnx(dtype)
+
+
+def _refuse_remote_code(model: SentenceTransformer) -> None:
+    """Raise `ConfigError` for a model whose backbone is code that comes with the model."""
+    for backbone in adapters.get_backbones(model):
+        if backbone.is_remote_code():
+            raise ConfigError(
+                f"export: the backbone {type(backbone).__name__} is code that comes with the model "
+                "and runs again in the check of the exported folder: set trust_remote_code"
+            )
 
 
 def make_plain_models(model: SentenceTransformer) -> dict[str, SentenceTransformer]:
@@ -180,8 +216,18 @@ def make_plain_models(model: SentenceTransformer) -> dict[str, SentenceTransform
     with a Normalize module, so that an index by inner product ranks as the model does.
 
     Raises:
-        ConfigError: for a module that embedding servers do not have.
+        ConfigError: for a module that embedding servers do not have, or a model that truncates its
+            embeddings.
     """
+    num_dimensions = model.truncate_dim
+    if num_dimensions is not None:
+        # Truncated embeddings do not have length 1, and servers do not truncate.
+        raise ConfigError(
+            f"export: the model has truncate_dim={num_dimensions}, and embedding servers return "
+            "all dimensions: set truncate_dim to null in config_sentence_transformers.json and "
+            f"export again; then keep the first {num_dimensions} dimensions of each served "
+            "embedding, and normalise them if the model compares by cosine"
+        )
     if is_tied(model):
         return {".": _make_plain_model(model, get_tower(model, "document"))}
     return {
@@ -208,7 +254,6 @@ def _make_plain_model(model: SentenceTransformer, tower: nn.Module) -> SentenceT
         prompts=prompts,
         default_prompt_name=model.default_prompt_name,
         similarity_fn_name=model.similarity_fn_name,
-        truncate_dim=model.truncate_dim,
         device=str(model.device),
     )
 
@@ -301,6 +346,7 @@ def check_folder(
     texts: Mapping[Task, Sequence[str]],
     expected: Mapping[Task, np.ndarray],
     has_onnx: bool,
+    trust_remote_code: bool = False,
 ) -> list[CosineCheck]:
     """Load an exported folder, and compare its embeddings with the model's.
 
@@ -310,11 +356,12 @@ def check_folder(
         texts: {task: n texts}.
         expected: {task: the trained model's embeddings of these texts, (n, d)}.
         has_onnx: whether the ONNX file is compared as well.
+        trust_remote_code: allow code in the folder.
     """
-    loaded = SentenceTransformer(str(folder), device="cpu")
+    loaded = SentenceTransformer(str(folder), device="cpu", trust_remote_code=trust_remote_code)
     models = {"safetensors": loaded}
     if has_onnx:
-        models["onnx"] = load_onnx(folder)
+        models["onnx"] = load_onnx(folder, trust_remote_code)
     checks = []
     for weights, exported_model in models.items():
         for task in get_folder_tasks(subfolder):

@@ -117,9 +117,9 @@ class _OnnxModel(nn.Module):
         return BaseModelOutput(last_hidden_state=torch.from_numpy(hidden_states))
 
 
-def load_onnx(folder: Path) -> SentenceTransformer:
+def load_onnx(folder: Path, trust_remote_code: bool = False) -> SentenceTransformer:
     """Load an exported folder as a model whose backbone is run from the ONNX file."""
-    model = SentenceTransformer(str(folder), device="cpu")
+    model = SentenceTransformer(str(folder), device="cpu", trust_remote_code=trust_remote_code)
     transformer: Any = model[0]
     transformer.model = _OnnxModel(transformer.model, folder / ONNX_FILE)
     return model

@@ -36,6 +36,7 @@ class ServedFolder:
         path: path of the folder in the commands of the guide.
         port: port of the folder's server in these commands.
         backbone: class name of the backbone.
+        has_remote_code: whether the backbone is code that comes with the model.
         pooling: name of the pooling in sentence-transformers.
         tei_pooling, llama_pooling: name of the pooling in text-embeddings-inference and in
             llama.cpp; None if the server does not have this pooling.
@@ -51,6 +52,7 @@ class ServedFolder:
     path: str
     port: int
     backbone: str
+    has_remote_code: bool
     pooling: str
     tei_pooling: str | None
     llama_pooling: str | None
@@ -94,6 +96,7 @@ def describe_folder(
         path=str(path / name) if name != "." else str(path),
         port=port,
         backbone=type(transformer.model).__name__,
+        has_remote_code=transformer.model.is_remote_code(),
         pooling=mode,
         tei_pooling=_TEI_POOLINGS.get(mode),
         llama_pooling=_LLAMA_POOLINGS.get(mode),

@@ -21,6 +21,7 @@ from contaccum.encoders import adapters
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import is_sentence_transformer, require_model
 from contaccum.encoders.query_tower import add_query_adapter, untie
+from contaccum.encoders.saved_adapters import replace_saved_adapter
 from contaccum.encoders.settings import configure, set_max_lengths
 from contaccum.encoders.towers import is_tied
 from contaccum.errors import (
@@ -436,9 +437,9 @@ def load_guide(model_args: ModelArguments, device: str | None = None) -> DualEnc
 def merge_saved_adapter(folder: str, model_args: ModelArguments) -> None:
     """Replace a saved model with adapters by the full model with the adapters' weights added.
 
-    The weights have the precision of the base model as it is loaded here.
+    The weights are rounded to the dtype of the base model; see `adapters.merge_adapter`.
     """
     trusted = model_args.trust_remote_code
     model = DualEncoder.from_pretrained(folder, device="cpu", trust_remote_code=trusted)
     adapters.merge_adapter(model)
-    model.save_pretrained(folder, create_model_card=False)  # training has written the card
+    replace_saved_adapter(folder, model)

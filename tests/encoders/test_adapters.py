@@ -1,5 +1,7 @@
 """LoRA adapters: frozen base weights, a shared base for two towers, saving and loading."""
 
+import copy
+import errno
 import json
 import shutil
 import sys
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
 from sample_texts import sentences
 from sentence_transformers import SentenceTransformer
 from tiny_models import qwen3_config
@@ -23,6 +26,7 @@ from contaccum.encoders.adapters import (
     make_4bit_kwargs,
     merge_adapter,
 )
+from contaccum.encoders.saved_adapters import MERGED_FOLDER, replace_saved_adapter
 from contaccum.errors import ConfigError, UserError
 from contaccum.retrieval.encode import model_fingerprint
 
@@ -134,6 +138,51 @@ def test_merged_model_has_no_adapter_and_encodes_equally(tied, bases, tmp_path):
     assert not list(tmp_path.rglob("adapter*"))
     merged = SentenceTransformer(str(tmp_path), device="cpu")
     assert not has_adapter(merged)
+    assert np.abs(encode_texts(merged) - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_merged_weights_on_a_half_precision_base_are_rounded_once(bases, dtype, caplog):
+    """In the dtype of the base, peft would round the adapter's part and then the sum."""
+    model = make_adapted_encoder(bases / "bert", dtype=dtype)
+    expected = {}
+    for name, layer in get_backbones(model)[0].named_modules():
+        if isinstance(layer, BaseTunerLayer):
+            weight = layer.get_base_layer().weight.detach().float()
+            expected[name] = weight + layer.get_delta_weight("default").detach()
+    in_float32 = copy.deepcopy(model).float()
+    merge_adapter(in_float32)
+    assert "rounded" not in caplog.text
+    merge_adapter(model)
+    assert "the merged weights are rounded to bfloat16 or float16" in caplog.text
+    for name, weight in expected.items():
+        rounded = weight.to(getattr(torch, dtype))
+        assert torch.equal(get_backbones(model)[0].get_submodule(name).weight, rounded)
+        assert torch.equal(get_backbones(in_float32)[0].get_submodule(name).weight, weight)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_adapter_stays_until_the_merged_model_is_written(bases, tmp_path, tied, monkeypatch):
+    model = make_adapted_encoder(bases / "bert", tied)
+    model.save_pretrained(str(tmp_path))
+    expected = encode_texts(model)
+    merge_adapter(model)
+
+    def fill_disk(self, path, *args, **kwargs):
+        (Path(path) / "model.safetensors").write_bytes(b"the first bytes")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SentenceTransformer, "save", fill_disk)
+        with pytest.raises(UserError, match="free space"):
+            replace_saved_adapter(tmp_path, model)
+    loaded = DualEncoder.from_pretrained(tmp_path, device="cpu")
+    assert has_adapter(loaded)
+    assert np.array_equal(encode_texts(loaded), expected)
+    replace_saved_adapter(tmp_path, model)
+    assert not list(tmp_path.rglob("adapter*"))
+    assert not (tmp_path / MERGED_FOLDER).exists()
+    merged = SentenceTransformer(str(tmp_path), device="cpu")
     assert np.abs(encode_texts(merged) - expected).max() < 1e-5
 
 

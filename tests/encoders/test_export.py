@@ -135,6 +135,56 @@ def test_an_adapter_is_merged_into_the_weights(tmp_path):
     np.testing.assert_allclose(exported, expected, atol=1e-5)
 
 
+def test_an_adapter_on_a_bfloat16_base_is_merged_without_rounding(tmp_path):
+    """In bfloat16, most of this small update would be rounded away."""
+    tiny_encoder(dtype="bfloat16").save_pretrained(str(tmp_path / "base"))
+    model = DualEncoder.from_pretrained(tmp_path / "base", device="cpu")
+    add_adapter(model, r=2)
+    before = copy.deepcopy(model).float().encode_document(TEXTS)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(0, 1e-4)
+    expected = copy.deepcopy(model).float().encode_document(TEXTS)
+    export_model(model, tmp_path / "out")
+    exported = encode_exported(tmp_path / "out", "document")
+    size_of_update = np.abs(expected - before).max()
+    assert np.abs(exported - expected).max() < 0.1 * size_of_update
+
+
+def test_a_bfloat16_model_is_compared_in_float32(tmp_path):
+    """Deep models would fail the check if they encoded the texts in bfloat16."""
+    result = export_model(tiny_encoder(dtype="bfloat16"), tmp_path / "out")
+    assert result.least_cosine > 1 - 1e-10
+
+
+def test_a_model_with_its_own_code_is_exported_if_the_code_is_trusted(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder = tmp_path / "model"
+    tiny_encoder().save_pretrained(str(folder))
+    (folder / "own_code.py").write_text(
+        "from transformers import BertConfig, BertModel\n"
+        "class OwnConfig(BertConfig):\n    model_type = 'own'\n"
+        "class OwnModel(BertModel):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config["model_type"] = "own"
+    config["auto_map"] = {"AutoConfig": "own_code.OwnConfig", "AutoModel": "own_code.OwnModel"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(["export", str(folder), str(tmp_path / "out"), "--trust_remote_code"]) == 0
+    assert (tmp_path / "out" / "own_code.py").is_file()
+    assert "--trust-remote-code" in (tmp_path / "out" / "SERVING.md").read_text()
+    model = DualEncoder.from_pretrained(folder, device="cpu", trust_remote_code=True)
+    with pytest.raises(
+        ConfigError, match=r"the backbone OwnModel is code .* set trust_remote_code"
+    ):
+        export_model(model, tmp_path / "untrusted")
+    assert not (tmp_path / "untrusted").exists()
+
+
 def test_a_decoder_keeps_its_eos_and_its_prompt(tmp_path):
     model = tiny_decoder()
     expected = normalize(model.encode_query(TEXTS))
@@ -248,6 +298,13 @@ def test_a_module_that_servers_do_not_have_is_refused():
     model = tiny_encoder()
     model.append(torch.nn.LayerNorm(16))
     with pytest.raises(ConfigError, match="the module LayerNorm, and embedding servers run only"):
+        make_plain_models(model)
+
+
+def test_a_model_with_truncated_embeddings_is_refused():
+    model = tiny_encoder()
+    model.truncate_dim = 8
+    with pytest.raises(ConfigError, match=r"truncate_dim=8, .* keep the first 8 dimensions"):
         make_plain_models(model)
 
 

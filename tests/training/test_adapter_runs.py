@@ -1,6 +1,7 @@
 """Training of adapters: unchanged base weights, resuming, further training, merging."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,24 @@ def test_the_command_line_trains_continues_and_merges_an_adapter(
     assert "merge_adapter with model as output_dir" in capsys.readouterr().err
     assert train(second, merge_adapter="true", **again) == 2
     assert "merge_adapter=True without lora_r" in capsys.readouterr().err
+
+
+def test_a_finished_run_with_a_merged_adapter_is_resumed_with_the_same_result(train, tmp_path):
+    """The merged model in output_dir has no adapter that the run could load."""
+    output = tmp_path / "merged"
+    settings = {"lora_r": 2, "merge_adapter": "true", "pooling": "mean", "max_steps": 3}
+    settings |= {"save_strategy": "steps", "save_steps": 1, "resume_from_checkpoint": "auto"}
+    assert train(output, **settings) == 0
+    weights = (output / "model.safetensors").read_bytes()
+    # The checkpoint of the last update is loaded, and merged again.
+    assert train(output, **settings) == 0
+    assert (output / "model.safetensors").read_bytes() == weights
+    assert len(read_log(output)) == 3
+    # Without that checkpoint, as with save_strategy=best, the last update is trained again.
+    shutil.rmtree(output / "checkpoint-3")
+    assert train(output, **settings) == 0
+    assert (output / "model.safetensors").read_bytes() == weights
+    assert len(read_log(output)) == 3
 
 
 def test_adapters_of_tied_and_untied_models_and_beside_their_base(places, train, tmp_path):
