@@ -30,6 +30,7 @@ from contaccum.mining import (
     write_mined,
 )
 from contaccum.mining.rules import select_candidates
+from contaccum.tuning.negatives import mine_once
 
 
 @pytest.fixture(scope="module")
@@ -283,11 +284,11 @@ def test_written_negatives_are_read_back_as_training_data(
     expected = [
         (
             data.queries[q],
-            data.documents[positive].passage,
+            data.documents[positives[0]].passage,
             {data.documents[row].passage for row in negatives.rows[q]},
         )
-        for q, rows in enumerate(data.positives)
-        for positive in rows[: 1 if output_format in ("dpr", "tevatron") else data.pair_counts[q]]
+        for q, records in enumerate(data.record_positives)
+        for positives in records[: 1 if output_format in ("dpr", "tevatron") else None]
     ]
     read = [
         (row["query"], row["positive"], {row["negative_1"], row["negative_2"]}) for row in training
@@ -343,6 +344,42 @@ def test_queries_with_too_few_negatives_are_counted(model, tmp_path):
     assert not list(tmp_path.glob("none*"))
 
 
+RECORDS = [
+    {"query": "the cat", "positive": ["the cat sat", "one cat", "a cat"]},
+    {"query": "the dog", "positive": ["the dog sat", "one dog"]},
+    {"query": "the dog", "positive": "two dogs"},
+    {"query": "the bird", "positive": "the bird sat"},
+]
+
+
+def test_training_on_mined_pairs_has_the_rows_and_known_positives_of_the_source(tmp_path):
+    """The scores of all positives are written too."""
+    source = write_lines(tmp_path / "source.jsonl", RECORDS)
+    mined = mine(None, source, num_negatives=1)
+    path, _ = write_mined(mined, tmp_path / "mined.jsonl")
+    # A record with one positive has a list too, so that the column has one type.
+    assert {type(line["positive"]) for line in read_lines(path)} == {list}
+    mined_once = mine_once([str(source)], None, tmp_path / "once.jsonl")
+    before = load_training_data(source)
+    for file in (path, mined_once):
+        after = load_training_data(file, num_hard_negatives=1)
+        assert list(after.transform.pairs()) == list(before.transform.pairs())
+        assert after.known_positives.tolist() == before.known_positives.tolist()
+    scores = [line["positive_score"] for line in read_lines(path)]
+    dog_scores = scores[1] + scores[2]
+    assert [len(values) for values in scores] == [3, 2, 1, 1]
+    assert dog_scores == mined.positive_scores[1].tolist()
+
+
+def test_ntuples_have_a_line_for_each_positive(tmp_path):
+    mined = mine(None, RECORDS, num_negatives=1)
+    lines = read_lines(write_mined(mined, tmp_path / "n.jsonl", "ntuples")[0])
+    positives = [text for record in RECORDS for text in np.atleast_1d(record["positive"])]
+    assert [line["positive"] for line in lines] == positives
+    assert all(set(line) == {"query", "positive", "negative_1", "scores"} for line in lines)
+    assert [line["scores"][0] for line in lines] == np.concatenate(mined.positive_scores).tolist()
+
+
 def test_an_unusable_output_is_refused(tmp_path):
     (tmp_path / "there.jsonl").write_text("mine")
     for name, output_format, words in [
@@ -373,7 +410,11 @@ def test_the_pool_of_pairs_is_their_distinct_positives(tmp_path):
         ["b"],
         ["d", "a", "c"],
     ]
-    assert data.pair_counts == [2, 1, 1]
+    assert [[passages(data, rows) for rows in records] for records in data.record_positives] == [
+        [["a"], ["c"]],
+        [["b"]],
+        [["d"]],
+    ]
     assert [passages(data, rows) for rows in data.excluded] == [
         ["a", "c", "d"],
         ["b"],
@@ -383,7 +424,6 @@ def test_the_pool_of_pairs_is_their_distinct_positives(tmp_path):
 
 
 def test_further_positives_of_a_record_are_excluded(tmp_path):
-    """Only the first positive of a record makes a pair."""
     record = {"question": "q", "positive_ctxs": [{"title": "T", "text": x} for x in "ab"]}
     (tmp_path / "d.json").write_text(json.dumps([record]))
     for source, expected in (
@@ -392,7 +432,7 @@ def test_further_positives_of_a_record_are_excluded(tmp_path):
     ):
         data = load_mining_data(source)
         assert passages(data, data.positives[0]) == list(expected)
-        assert data.pair_counts == [1] and data.excluded == [[0, 1]]
+        assert data.record_positives == [[[0, 1]]] and data.excluded == [[0, 1]]
 
 
 DOCUMENTS = {

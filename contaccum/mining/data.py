@@ -43,9 +43,10 @@ class MiningData:
             negatives; the rest are positives that are not in the pool.
         pool_size: number of passages in the pool.
         positives: for each query the rows of its known positives: first the positives of its own
-            pairs, then all other positives that the data have for the same query text.
-        pair_counts: for each query the number of its own pairs: that many rows at the start of its
-            `positives` are their positives.
+            records, then all other positives that the data have for the same query text.
+        record_positives: for each query and each of its own records the rows of the record's
+            positives, for example [[0, 4], [2]] for a query with two records. Equal records are
+            kept once. Each judgement of a BEIR or MS MARCO folder counts as a record.
         excluded: for each query the pool rows that must not become its negatives, because they are
             a known positive, share a text or id with one, or repeat the query.
         record: path, format, fingerprint and counts of the data, for reports.
@@ -56,7 +57,7 @@ class MiningData:
     documents: list[Passage]
     pool_size: int
     positives: list[list[int]]
-    pair_counts: list[int]
+    record_positives: list[list[list[int]]]
     excluded: list[list[int]]
     record: JsonObject = field(repr=False, compare=False)
 
@@ -74,11 +75,11 @@ class _KnownPositives:
     """The positives of all queries of a source.
 
     Attributes:
-        of_pairs: the positives of a query's own pairs, by the query's id and text.
+        of_records: the positives of each record of a query, by the query's id and text.
         of_text: all positives of the queries with the same text key; see `_compute_text_key`.
     """
 
-    of_pairs: dict[tuple[str | None, str], list[Passage]]
+    of_records: dict[tuple[str | None, str], list[list[Passage]]]
     of_text: dict[bytes, list[Passage]]
 
     def iter_passages(self) -> Iterator[Passage]:
@@ -105,8 +106,7 @@ def load_mining_data(
 
     Args:
         source: training data in any format that `read_records` reads; or records in memory, each a
-            mapping with "query" (a text) and "positive" (a text, or a list of texts, the first of
-            which makes the pair).
+            mapping with "query" (a text) and "positive" (a text, or a list of texts).
         corpus: a file of passages, or a BEIR folder, as `read_passages` reads them.
         data_format, split, columns, min_score: see `read_records`.
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
@@ -147,9 +147,10 @@ def load_mining_data(
                 _JudgedQuery(None, row.query, _make_passages(row.positives)) for row in records
             )
     content = Fingerprint()
-    # A record makes one pair, with its first positive; each relevance judgement makes a pair.
-    pairs_per_record = None if record["format"] in ("beir", "msmarco") else 1
-    known_positives = _collect_positives(queries, pairs_per_record, content)
+    # By default, training makes a row of each judgement of these formats, and a row of each record
+    # of the others (`positives` in docs/data.md). Training on mined data makes the same rows.
+    splits_records = record["format"] in ("beir", "msmarco")
+    known_positives = _collect_positives(queries, splits_records, content)
     if corpus is not None:
         pool = list(read_passages(corpus, report))
     for passage in pool or ():
@@ -191,23 +192,23 @@ def _make_passages(texts: Iterable[str]) -> list[Passage]:
 
 
 def _collect_positives(
-    queries: Iterable[_JudgedQuery], pairs_per_record: int | None, content: Fingerprint
+    queries: Iterable[_JudgedQuery], splits_records: bool, content: Fingerprint
 ) -> _KnownPositives:
     """Collect the positives of all queries.
 
     Args:
         queries: records of the source.
-        pairs_per_record: number of a record's positives that make pairs, from the first on; None:
-            all.
+        splits_records: True to make a record of each positive.
         content: a fingerprint, to which all texts are added.
     """
-    collected = _KnownPositives(of_pairs=defaultdict(list), of_text=defaultdict(list))
+    collected = _KnownPositives(of_records=defaultdict(list), of_text=defaultdict(list))
     for query in queries:
         # Some of BEIR's published sets judge empty documents as relevant.
         positives = [passage for passage in query.positives if passage.passage]
         if not positives:
             continue
-        collected.of_pairs[query.query_id, query.text] += positives[:pairs_per_record]
+        records = [[passage] for passage in positives] if splits_records else [positives]
+        collected.of_records[query.query_id, query.text] += records
         collected.of_text[_compute_text_key(query.text)] += positives
         content.add(query.text, *(passage.passage for passage in positives))
     return collected
@@ -233,7 +234,7 @@ def _build_mining_data(
     pool_size = len(documents)
     if pool_size == 0:
         raise DataError(f"{record['path']}: no passage is left to mine in (correct the data)")
-    if not known_positives.of_pairs:
+    if not known_positives.of_records:
         raise DataError(f"{record['path']}: no query has a positive (correct the data)")
     excluded_by_query = _find_excluded_rows(list(documents.values()), known_positives)
     for passage in known_positives.iter_passages():
@@ -241,17 +242,20 @@ def _build_mining_data(
     row_by_text = {text_key: row for row, text_key in enumerate(documents)}
 
     data = MiningData([], [], list(documents.values()), pool_size, [], [], [], record)
-    for number, (query, pair_positives) in enumerate(known_positives.of_pairs.items()):
+    num_pairs = 0
+    for number, (query, records) in enumerate(known_positives.of_records.items()):
         query_id, text = query
         text_key = _compute_text_key(text)
-        all_positives = [*pair_positives, *known_positives.of_text[text_key]]
+        own_positives = list(chain.from_iterable(records))
+        all_positives = [*own_positives, *known_positives.of_text[text_key]]
         data.query_ids.append(query_id or f"query-{number}")
         data.queries.append(text)
         data.positives.append(_find_rows(all_positives, row_by_text))
-        data.pair_counts.append(len(_find_rows(pair_positives, row_by_text)))
+        data.record_positives.append(_find_rows_of_records(records, row_by_text))
         data.excluded.append(sorted(excluded_by_query[text_key]))
+        num_pairs += len(_find_rows(own_positives, row_by_text))
     record["queries"] = len(data.queries)
-    record["pairs"] = sum(data.pair_counts)
+    record["pairs"] = num_pairs
     record["passages"] = pool_size
     return data
 
@@ -287,6 +291,17 @@ def _find_rows(passages: Iterable[Passage], row_by_text: Mapping[bytes, int]) ->
     """Return the distinct rows of some passages, in their order."""
     rows = [row_by_text[_compute_text_key(passage.passage)] for passage in passages]
     return list(dict.fromkeys(rows))
+
+
+def _find_rows_of_records(
+    records: Iterable[list[Passage]], row_by_text: Mapping[bytes, int]
+) -> list[list[int]]:
+    """Return the rows of each record's positives, without records that are equal to others."""
+    distinct_records = {}
+    for positives in records:
+        rows = _find_rows(positives, row_by_text)
+        distinct_records[tuple(rows)] = rows
+    return list(distinct_records.values())
 
 
 def _compute_text_key(text: str) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,14 +25,19 @@ class _ScoredPassage(NamedTuple):
 class _MinedQuery(NamedTuple):
     """A query with its known positives and mined negatives.
 
-    The first `num_pairs` positives are those of the query's own training pairs. The others are
-    known from other records with the same query text.
+    Attributes:
+        query_id: id of the query.
+        text: text of the query.
+        positives: all known positives, also those of other queries with the same text.
+        record_positives: the positives of each of the query's own records.
+        negatives: the mined negatives, best first.
+        has_all_negatives: True if no negative is missing.
     """
 
     query_id: str
     text: str
     positives: list[_ScoredPassage]
-    num_pairs: int
+    record_positives: list[list[_ScoredPassage]]
     negatives: list[_ScoredPassage]
     has_all_negatives: bool
 
@@ -44,10 +50,11 @@ def write_mined(
 ) -> tuple[Path, Path]:
     """Write negatives to `path`, and a report to `path` + ".report.json".
 
-    A file is written completely or not at all. "pairs" and "ntuples" have a record for each pair,
-    "dpr" and "tevatron" a record for each query with all its known positives. docs/mining.md lists
-    the fields. Queries with too few negatives are written with the negatives they have, but
-    "ntuples" leaves them out.
+    A file is written completely or not at all. "pairs" has a record for each record of the data,
+    with all its positives; "ntuples" a record for each pair of query and positive; "dpr" and
+    "tevatron" a record for each query with all its known positives. docs/mining.md lists the
+    fields. Queries with too few negatives are written with the negatives they have, but "ntuples"
+    leaves them out.
 
     Args:
         mined: the negatives.
@@ -64,6 +71,8 @@ def write_mined(
     """
     path = check_output(path, output_format)
     format_records = _FORMATTERS[output_format]
+    if output_format == "pairs" and not _has_several_positives(mined):
+        format_records = _format_single_pairs
     lines = []
     for query in range(len(mined.rows)):
         for record in format_records(_collect_query(mined, query)):
@@ -103,11 +112,16 @@ def _collect_query(mined: MinedNegatives, query: int) -> _MinedQuery:
         pairs = zip(rows, scores, strict=True)
         return [_ScoredPassage(data.documents[row], score) for row, score in pairs]
 
+    positives = make_scored(data.positives[query], mined.positive_scores[query].tolist())
+    positive_by_row = dict(zip(data.positives[query], positives, strict=True))
+    record_positives = []
+    for rows in data.record_positives[query]:
+        record_positives.append([positive_by_row[row] for row in rows])
     return _MinedQuery(
         query_id=data.query_ids[query],
         text=data.queries[query],
-        positives=make_scored(data.positives[query], mined.positive_scores[query].tolist()),
-        num_pairs=data.pair_counts[query],
+        positives=positives,
+        record_positives=record_positives,
         negatives=make_scored(
             mined.rows[query][has_negative].tolist(), mined.scores[query][has_negative].tolist()
         ),
@@ -146,30 +160,48 @@ def _format_passages(passages: list[_ScoredPassage], id_field: str) -> list[Json
     return records
 
 
+def _has_several_positives(mined: MinedNegatives) -> bool:
+    """Return True if any record of the data has several positives."""
+    records = chain.from_iterable(mined.data.record_positives)
+    return any(len(rows) > 1 for rows in records)
+
+
 def _format_pairs(query: _MinedQuery) -> list[JsonObject]:
-    """Return a record for each pair of a query, with lists of negatives and scores."""
+    """Return a record for each record of a query, with lists of passages and scores."""
     records = []
-    for passage, score in query.positives[: query.num_pairs]:
+    for positives in query.record_positives:
         record = {
             "query": query.text,
-            "positive": passage.passage,
+            "positive": [positive.passage.passage for positive in positives],
             "negatives": [negative.passage.passage for negative in query.negatives],
-            "positive_score": score,
+            "positive_score": [positive.score for positive in positives],
             "negative_scores": [negative.score for negative in query.negatives],
         }
         records.append(record)
     return records
 
 
+def _format_single_pairs(query: _MinedQuery) -> list[JsonObject]:
+    """Return the records of `_format_pairs` with one positive each, which is no list.
+
+    A file has either only lists or no lists, so that each of its columns has one type.
+    """
+    records = _format_pairs(query)
+    for record in records:
+        [record["positive"]] = record["positive"]
+        [record["positive_score"]] = record["positive_score"]
+    return records
+
+
 def _format_ntuples(query: _MinedQuery) -> list[JsonObject]:
-    """Return a record for each pair of a query, with a field for each negative.
+    """Return a record for each pair of a query and a positive, with a field for each negative.
 
     A query with too few negatives has no records: all records must have the same fields.
     """
     if not query.has_all_negatives:
         return []
     records = []
-    for passage, score in query.positives[: query.num_pairs]:
+    for passage, score in dict.fromkeys(chain.from_iterable(query.record_positives)):
         record: JsonObject = {"query": query.text, "positive": passage.passage}
         for number, negative in enumerate(query.negatives, start=1):
             record[f"negative_{number}"] = negative.passage.passage

@@ -20,7 +20,10 @@ _RELATIVE_MARGIN = 0.05
 
 
 def mine_once(train_data: list[str], corpus: str | None, file: Path, **options: Any) -> Path | None:
-    """Mine one hard negative per training pair with BM25, and write the pairs with them to a file.
+    """Mine one hard negative per query with BM25, and write the training data with them to a file.
+
+    The file has the records of the training data with all their positives, so training on it masks
+    the same known positives.
 
     If an earlier start of the command has written the file, it is not written again.
 
