@@ -7,6 +7,7 @@ reads them, into the same cache.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,22 +29,22 @@ def run(argv: Sequence[str]) -> int:
 
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    from contaccum.data import parse_columns
+    from contaccum.data import parse_columns, parse_training_sets
     from contaccum.training.proposal import propose
 
     columns = parse_columns(args.data_columns)
-    proposal = propose(
-        args.data,
-        args.model,
-        columns=columns,
-        split=args.split,
-        on_bad_record=args.on_bad_record,
-    )
+    defaults = {"data_format": args.data_format, "split": args.split, "columns": columns}
+    # A list with one set, because --data names a single set.
+    [source] = parse_training_sets([args.data], defaults).values()
+    proposal = propose(source.pop("path"), args.model, on_bad_record=args.on_bad_record, **source)
+    is_json = args.data.lstrip().startswith("{")
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True
     )
     text = templates.get_template("config.yaml.j2").render(
         proposal=proposal,
+        train_data=[json.loads(args.data)] if is_json else args.data,
+        data_format=args.data_format,
         columns=columns,
         split=args.split,
         on_bad_record=args.on_bad_record,
@@ -71,12 +72,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--data", required=True, metavar="DATA", help="training data in any format of docs/data.md"
     )
-    parser.add_argument(
-        "--data_columns",
-        nargs="+",
-        metavar="ROLE=NAME",
-        help="column names in the data, such as query=question positive=answer",
-    )
+    parser.add_data_options()
     parser.add_argument(
         "--split",
         default="train",

@@ -25,6 +25,7 @@ from contaccum.data.records import (
     Rows,
     one_line,
     parse_id,
+    parse_nullable_text,
     parse_rows,
     parse_text,
     parse_title,
@@ -200,7 +201,10 @@ def _read_texts_by_id(
         identifier = parse_id(record.get("_id"), "_id")
         if identifier in text_by_id:
             raise Fault("duplicate _id", quoted(identifier))
-        text = parse_text(record.get("text"), "text", may_be_blank)
+        if may_be_blank:
+            text = parse_nullable_text(record, ["text"], "text")
+        else:
+            text = parse_text(record.get("text"), "text")
         return identifier, {"title": parse_title(record), "text": text}
 
     for identifier, texts in parse_rows(path, read_json_lines(path), parse_record, report):

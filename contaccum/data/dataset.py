@@ -32,8 +32,8 @@ from contaccum.files import AnyPath, fingerprint
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
-_DEFAULT_TRIPLES = 30
-"""Default number of negatives to read per MS MARCO query and to sample from.
+MSMARCO_NEGATIVES = 30
+"""Default number of negatives to read per query of an MS MARCO folder.
 
 The published triples have hundreds of negatives per query, whose texts would all be in the cache.
 """
@@ -193,7 +193,7 @@ def _count_msmarco_negatives(num_hard_negatives: int, negatives_from: int | None
     """Return how many negatives of each MS MARCO query are read."""
     if num_hard_negatives == 0:
         return 0
-    return negatives_from or max(_DEFAULT_TRIPLES, num_hard_negatives)
+    return negatives_from or max(MSMARCO_NEGATIVES, num_hard_negatives)
 
 
 def _name_columns(num_hard_negatives: int) -> list[str]:

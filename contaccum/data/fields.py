@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from contaccum.data.records import (
     Fault,
     get_first_value,
+    parse_nullable_text,
     parse_number,
     parse_text,
     parse_title,
@@ -81,6 +82,12 @@ _SCORED_PAIR_QUERIES = ("sentence1", "messages")
 `sentence1` is the field of sentence-transformers' scored pairs, `messages` that of ms-swift.
 """
 
+
+_PASSAGE_ID_FIELDS = ("id", "docid")
+"""Fields of a passage object that hold its id in the corpus."""
+
+_PASSAGE_FIELDS = (*_PASSAGE_ID_FIELDS, "title", "text", "score")
+"""Fields of a passage object that are read."""
 
 _NO_MATCH_LABELS = (0, "0", "0.0")
 """Labels of pairs without match; 0 equals 0.0 and False."""
@@ -162,6 +169,9 @@ class RecordParser:
         corpus: texts of the passages that records name by id; None: records hold texts.
         min_score: least score of a pair that is a match; None: scores of pairs are not read.
         needs_scores: True if a record without teacher scores cannot be used.
+
+    Attributes:
+        unseen_columns: the field names of `columns` that no record has had so far.
     """
 
     def __init__(
@@ -175,6 +185,7 @@ class RecordParser:
         self._min_score = min_score
         self._needs_scores = needs_scores
         self._has_negatives_column = "negatives" in columns
+        self.unseen_columns = set(columns.values())
         self._chosen: _ChosenFields | None = None
         # A column that `columns` gives a role is not used for another role, even if its name is a
         # usual name there.
@@ -192,6 +203,7 @@ class RecordParser:
         Raises:
             Fault: for a field that is missing, empty or of another type.
         """
+        self.unseen_columns.difference_update(record)
         if self._chosen is None:
             self._chosen = _ChosenFields(
                 self._choose_field("query", record), self._choose_field("positive", record)
@@ -271,17 +283,18 @@ class RecordParser:
 
         Args:
             value: a text, an object {"title", "text"}, messages, an id or an object {"id"} of the
-                corpus, or a list of these.
+                corpus, or a list of these. Objects may also be given as an object of lists:
+                {"title": [...], "text": [...]}.
             field_name: name of the field.
             title: title of a passage that is a text.
 
         Raises:
             Fault: for a value of another form.
         """
-        # Arrow stores some lists of objects as an object of lists.
-        if isinstance(value, dict) and isinstance(value.get("text"), list):
-            value = value["text"]
-        items = value if isinstance(value, list) else [value]
+        if _is_object_of_lists(value):
+            items = _split_object_of_lists(value, field_name, title)
+        else:
+            items = value if isinstance(value, list) else [value]
         return [self._parse_passage(item, field_name, title) for item in items]
 
     def _parse_passage(self, item: Any, field_name: str, title: str) -> _ScoredText:
@@ -289,18 +302,28 @@ class RecordParser:
         if passage_id is not None:
             text = self._look_up(passage_id)
         elif isinstance(item, dict) and item:
-            item_text = parse_text(item.get("text"), f"{field_name} text")
+            item_text = parse_nullable_text(item, ["text"], f"{field_name} text")
             text = passage_text(parse_title(item), item_text)
+            if not text:
+                raise Fault(f"empty {field_name} text")
         else:
             text = passage_text(title, _parse_text_or_messages(item, field_name))
         score = item.get("score") if isinstance(item, dict) else None
         return _ScoredText(text, score)
 
     def _get_passage_id(self, item: Any, field_name: str) -> Any:
-        """Return the id that names a passage of the corpus; None for a passage with a text."""
+        """Return the id of a passage whose text is in the corpus, or None.
+
+        - An object is such a passage if it has an id and no text. Without a corpus, an object with
+          a title is the passage itself, even if it has no text.
+        - A text or a number is an id if the records refer to a corpus, or if the name of the field
+          ends in "_ids".
+        """
         if isinstance(item, dict):
-            has_text = item.get("text") is not None
-            return None if has_text else item.get("id")
+            is_title_only = self._corpus is None and parse_title(item).strip() != ""
+            if item.get("text") is not None or is_title_only:
+                return None
+            return get_first_value(item, _PASSAGE_ID_FIELDS)
         holds_ids = self._corpus is not None or field_name.endswith("_ids")
         if holds_ids and isinstance(item, (str, int)):
             return item
@@ -346,6 +369,46 @@ class RecordParser:
         if not isinstance(values, list):
             values = [values]
         return values if len(values) == len(passages) else [None]
+
+
+def _is_object_of_lists(value: Any) -> bool:
+    """Return True for {"id": [...], "title": [...], "text": [...]}: the fields of several passages.
+
+    `datasets` stores a feature of the type ``Sequence({...})`` in this way.
+    """
+    if not isinstance(value, dict):
+        return False
+    return any(isinstance(value.get(name), list) for name in (*_PASSAGE_ID_FIELDS, "text"))
+
+
+def _split_object_of_lists(
+    passages: Mapping[str, Any], field_name: str, title: str
+) -> list[dict[str, Any]]:
+    """Return an object for each passage of an object of lists.
+
+    Args:
+        passages: {name of a field: list of its values}. A value that is not a list is the value of
+            all passages.
+        field_name: name of the field that holds the passages, for messages.
+        title: title of the passages if they have no field "title".
+
+    Raises:
+        Fault: for lists of different lengths.
+    """
+    lists = {}
+    common_fields: dict[str, Any] = {"title": title}
+    for name in _PASSAGE_FIELDS:
+        value = passages.get(name)
+        if isinstance(value, list):
+            lists[name] = value
+        elif value is not None:
+            common_fields[name] = value
+    if len({len(values) for values in lists.values()}) > 1:
+        raise Fault(f"{field_name} has lists of different lengths", f"found {quoted(passages)}")
+    objects = []
+    for values in zip(*lists.values(), strict=True):
+        objects.append({**common_fields, **dict(zip(lists, values, strict=True))})
+    return objects
 
 
 def _parse_text_or_messages(value: Any, field_name: str) -> str:

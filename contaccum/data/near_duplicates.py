@@ -16,6 +16,7 @@ import unicodedata
 import zlib
 from collections.abc import Sequence
 
+import numpy as np
 from datasketch import MinHash, MinHashLSH
 from scipy.cluster.hierarchy import DisjointSet
 from tqdm import tqdm
@@ -26,6 +27,9 @@ LEAST_OVERLAP = 0.7
 _GRAM_LENGTH = 5
 _NUM_HASHES = 128
 _CANDIDATE_OVERLAP = 0.6  # lower than LEAST_OVERLAP, so that few near-duplicates are missed
+# A text is not stored if this many stored texts have at least this overlap with it.
+_NUM_REPRESENTATIVES = 10
+_REPRESENTATIVE_OVERLAP = 0.9
 
 
 def normalise(text: str) -> str:
@@ -38,32 +42,44 @@ def join_near_duplicates(
 ) -> int:
     """Merge the groups of texts that are near-duplicates.
 
-    Memory holds about 7 KB for each text.
+    The texts are taken in alphabetical order, so that the result does not depend on the order of
+    the argument. Each text is compared with the texts that have been stored before it, and then
+    stored for the comparison with later texts. A text is not stored if ten stored texts have an
+    estimated similarity of at least 0.9 with it: these represent it. Without this rule, the time
+    would be quadratic in the number of texts that are made from one template.
+
+    What the rule may miss: a later text that is a near-duplicate of the text that is not stored,
+    but of none of the ten that represent it. The Jaccard distance (1 - similarity) is a metric, so
+    the similarity of such a pair is below 0.8, apart from the error of the estimates. Measured once
+    on 17,189 questions and answers of MedQuAD: the rule changed none of the 936 groups.
+
+    Memory holds about 7 KB for each stored text.
 
     Args:
         texts: the texts.
-        groups: disjoint sets of the texts' indices. Texts of the same group are not compared.
+        groups: disjoint sets of the texts' indices, which are merged in place.
         show_progress: True for a progress bar.
 
     Returns:
-        The number of texts that were merged with an earlier text.
+        The number of texts that were merged with a text before them in alphabetical order.
     """
     num_merged = 0
     buckets = MinHashLSH(threshold=_CANDIDATE_OVERLAP, num_perm=_NUM_HASHES)
-    signatures: list[MinHash] = []
-    progress = tqdm(texts, desc="near-duplicates", unit=" texts", disable=not show_progress)
-    for index, text in enumerate(progress):
-        signature = _signature(text)
+    hash_values = np.zeros((len(texts), _NUM_HASHES), dtype=np.uint64)
+    order = sorted(range(len(texts)), key=lambda index: texts[index])
+    for index in tqdm(order, desc="near-duplicates", unit=" texts", disable=not show_progress):
+        signature = _signature(texts[index])
+        # MinHash.jaccard takes one pair of texts and is much slower for many.
+        candidates = np.array(buckets.query(signature), dtype=np.int64)
+        overlaps = (hash_values[candidates] == signature.hashvalues).mean(axis=1)
         is_merged = False
-        for candidate in buckets.query(signature):
-            if groups.connected(index, candidate):
-                continue
-            if signature.jaccard(signatures[candidate]) >= LEAST_OVERLAP:
-                groups.merge(index, candidate)
-                is_merged = True
+        for candidate in candidates[overlaps >= LEAST_OVERLAP].tolist():
+            is_merged |= groups.merge(index, candidate)
         num_merged += is_merged
-        signatures.append(signature)
-        buckets.insert(index, signature, check_duplication=False)
+        num_representatives = (overlaps >= _REPRESENTATIVE_OVERLAP).sum()
+        if num_representatives < _NUM_REPRESENTATIVES:
+            hash_values[index] = signature.hashvalues
+            buckets.insert(index, signature, check_duplication=False)
     return num_merged
 
 

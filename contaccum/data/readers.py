@@ -35,6 +35,7 @@ from contaccum.data.records import (
     get_first_value,
     one_line,
     parse_id,
+    parse_nullable_text,
     parse_rows,
     parse_text,
     parse_title,
@@ -51,9 +52,12 @@ from contaccum.data.text_lookup import TextLookup
 from contaccum.errors import ConfigError, DataError, check_choice
 from contaccum.files import AnyPath, fingerprint
 
-_CACHE_VERSION = 6
+_CACHE_VERSION = 7
 """Version of the readers and the cache. Increase it when either changes, so that cached records of
 an older version are not used."""
+
+_TABLE_FORMATS: tuple[DataFormat, ...] = ("csv", "parquet", "hub")
+"""Formats in which every row has all columns."""
 
 # Field names of a corpus, the usual one first.
 _PASSAGE_ID_FIELDS = ("_id", "id", "docid", "doc_id", "pid", "passage_id")
@@ -196,11 +200,23 @@ class Source:
                 texts = ((passage.id, passage.passage) for passage in passages)
                 corpus = TextLookup(self.corpus, texts)
             parser = RecordParser(self.columns, corpus, self.min_score, self.needs_scores)
+            is_table = self.data_format in _TABLE_FORMATS
             for record in parse_rows(self.path, self.rows(), parser.parse, report):
+                if is_table:  # the first row has all columns, so a wrong name is refused at once
+                    self._refuse_unseen_columns(parser)
                 if record is None:
                     report.leave_out(self.path, "score below min_score")
                 else:
                     yield record
+            self._refuse_unseen_columns(parser)
+
+    def _refuse_unseen_columns(self, parser: RecordParser) -> None:
+        """Raise `DataError` if a name in `columns` is not a field of any record read so far."""
+        for role, name in self.columns.items():
+            if name in parser.unseen_columns:
+                message = f"no record has the field {quoted(name)}"
+                remedy = f"correct {role}={name} in data_columns, or leave it out"
+                raise DataError(one_line(f"{self.path}: {message} ({remedy})"))
 
     def rows(self) -> Rows:
         """Return the unparsed rows of a file or dataset.
@@ -329,10 +345,11 @@ def read_passages(
 
 
 def _make_corpus_source(path: AnyPath) -> Source:
-    """Return a source whose rows are the passages of a corpus.
+    """Return a source whose `rows` are the passages of a corpus.
 
-    A corpus has no format name of its own. It gets the name of the training format whose files are
-    split into rows in the same way: "pairs" for jsonl, "msmarco" for lines of `id<TAB>text`.
+    `Source` only has names for the formats of training data. A corpus is given the name that makes
+    `Source.rows` read the right kind of rows: with "pairs", a row is a JSON object; with "csv", a
+    row of a table; with "msmarco", an unparsed line, here `id<TAB>text`.
     """
     path = Path(path)
     if is_beir_folder(path):
@@ -358,13 +375,26 @@ def _has_header(path: Path, head: bytes) -> bool:
       id column and a text column.
     - The first line of another file is a header if it names a text column. A table without an id
       column then fails with "missing id"; its header is not read as a passage.
+
+    Raises:
+        DataError: for a header whose first column is an id column, without a text column.
     """
     if re.match(rb"[0-9]+\t", head):
         return False
-    names = set(parse_header(head).names)
-    if path.name.startswith("collection.tsv") and names.isdisjoint(_PASSAGE_ID_FIELDS):
+    names = parse_header(head).names
+    has_id = not set(names).isdisjoint(_PASSAGE_ID_FIELDS)
+    has_text = not set(names).isdisjoint(_PASSAGE_TEXT_FIELDS)
+    if names and names[0] in _PASSAGE_ID_FIELDS and not has_text:
+        expected = ", ".join(_PASSAGE_TEXT_FIELDS)
+        raise DataError(
+            one_line(
+                f"{path}:1: unknown text column: the columns are "
+                f"{quoted(', '.join(names), 200)} (rename the text column to one of {expected})"
+            )
+        )
+    if path.name.startswith("collection.tsv") and not has_id:
         return False
-    return not names.isdisjoint(_PASSAGE_TEXT_FIELDS)
+    return has_text
 
 
 def _parse_passage(row: str | Mapping[str, Any], may_be_blank: bool) -> Passage:
@@ -372,7 +402,7 @@ def _parse_passage(row: str | Mapping[str, Any], may_be_blank: bool) -> Passage:
     if isinstance(row, str):
         passage_id, text = split_cells(row, 2)
         row = {"id": passage_id, "text": text}
-    text = parse_text(get_first_value(row, _PASSAGE_TEXT_FIELDS), "text", may_be_blank=True)
+    text = parse_nullable_text(row, _PASSAGE_TEXT_FIELDS, "text")
     identifier = get_first_value(row, _PASSAGE_ID_FIELDS)
     if identifier is None:
         fields = quoted(", ".join(row), 200)

@@ -226,6 +226,26 @@ def parse_title(record: Mapping[str, Any], field_name: str = "title") -> str:
     return parse_text(record[field_name], field_name, may_be_blank=True)
 
 
+def parse_nullable_text(record: Mapping[str, Any], names: Sequence[str], field_name: str) -> str:
+    """Return the text in the first of some fields that is not null; "" if all of them are null.
+
+    A blank cell of a table is null.
+
+    Args:
+        record: the record.
+        names: names of the fields.
+        field_name: name of the text, for messages.
+
+    Raises:
+        Fault: if the record has none of the fields, or for a value that is not a text.
+    """
+    value = get_first_value(record, names)
+    is_null = value is None and any(name in record for name in names)
+    if is_null:
+        return ""
+    return parse_text(value, field_name, may_be_blank=True)
+
+
 def parse_id(value: object, field_name: str) -> str:
     """Return an id, which is a text or an integer, as a text; raises `Fault` for other values."""
     if type(value) is int:  # a bool is an int too, but no id

@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.data import split_files
-from contaccum.data.beir import BeirDataset, load_beir_folder
+from contaccum.data.beir import BeirDataset
 from contaccum.data.fields import Record
 from contaccum.data.grouping import Grouping, choose_held_out_by, group_records
 from contaccum.data.near_duplicates import normalise
 from contaccum.data.readers import Passage, Source
 from contaccum.data.records import RecordReport
-from contaccum.data.split_files import hash_text
+from contaccum.data.split_files import WrittenCounts, hash_text
 from contaccum.errors import ConfigError, DataError
 from contaccum.files import AnyPath, Fingerprint, atomic_folder, provenance, read_json, write_json
 
@@ -113,6 +113,8 @@ class Split:
         fingerprint: sha256, in hex, of all records and of the settings.
         available: number of queries in groups that are small enough to be held out; 0 in a folder
             of an earlier version, which did not count them.
+        positives_added: number of positives of dev and test that the given corpus lacks and that
+            were added to the haystacks; 0 in a folder of an earlier version.
     """
 
     train: int
@@ -129,15 +131,21 @@ class Split:
     settings: dict[str, Any]
     fingerprint: str
     available: int = 0
+    positives_added: int = 0
 
     def summary(self) -> str:
-        """Return one line: the numbers of queries held out and left to train on."""
+        """Return one line: the numbers of queries, near-duplicates, and positives added."""
         line = (
             f"held out: {self.dev:,} dev and {self.test:,} test queries, split by "
             f"{self.held_out_by}; {self.train:,} queries to train on"
         )
         if self.near_duplicates:
             line += f" ({self.near_duplicates:,} near-duplicates kept together)"
+        if self.positives_added:
+            line += (
+                f"; {self.positives_added:,} held-out positives are not in the corpus, and were "
+                "added to the documents of dev and test"
+            )
         return line
 
     def warnings(self) -> list[str]:
@@ -197,7 +205,7 @@ def split_data(
     settings = settings or SplitSettings()
     report = report or RecordReport()
     records = list(data.records(report))
-    published_test = _load_published_test(data, report)
+    published_test = split_files.load_published_test(data, report)
     corpus_documents = _read_corpus(corpus, published_test, report)
 
     held_out_by = choose_held_out_by(records, published_test)
@@ -207,23 +215,23 @@ def split_data(
     parts = _assign_records(records, grouping.group_of_record, sides)
 
     with atomic_folder(output) as folder:
-        negatives_left_out = split_files.write_train(folder / TRAIN_FILE, parts)
-        documents = _write_documents(folder, parts, published_test, corpus_documents, settings)
+        counts = _write_sides(folder, parts, published_test, corpus_documents, settings)
         split = Split(
             train=_count_queries(parts["train"]),
             dev=_count_queries(parts["dev"]),
             test=len(published_test.qrels) if published_test else _count_queries(parts["test"]),
             records=len(parts["train"]),
-            documents=documents,
+            documents=counts.documents,
             groups=len(grouping.queries_of_group),
             largest_group=max(grouping.queries_of_group.values()),
             near_duplicates=grouping.num_near_duplicates,
             held_out_by=held_out_by,
             left_out=len(parts["left out"]),
-            negatives_left_out=negatives_left_out,
+            negatives_left_out=counts.negatives_left_out,
             settings=asdict(settings),
             fingerprint=_compute_fingerprint(records, settings, corpus),
             available=_count_available(grouping, _list_small_groups(grouping, sizes, settings)),
+            positives_added=counts.positives_added,
         )
         write_json(folder / RECORD_FILE, {**asdict(split), **provenance()})
     return split
@@ -248,18 +256,21 @@ def _read_corpus(
     return None if corpus is None else split_files.read_haystack(corpus, report)
 
 
-def _write_documents(
+def _write_sides(
     folder: Path,
     parts: dict[str, list[Record]],
     published_test: BeirDataset | None,
     corpus_documents: Sequence[Passage] | None,
     settings: SplitSettings,
-) -> dict[str, int]:
-    """Write corpus.jsonl and the folders dev and test; return the numbers of documents by side."""
+) -> WrittenCounts:
+    """Write train.jsonl, corpus.jsonl and the folders dev and test."""
+    documents_given = corpus_documents or ()
+    negatives_left_out = split_files.write_train(folder / TRAIN_FILE, parts, documents_given)
     num_documents = split_files.write_training_corpus(
-        folder / CORPUS_FILE, parts, corpus_documents or (), published_test
+        folder / CORPUS_FILE, parts, documents_given, published_test
     )
     documents = {"train": num_documents}
+    positives_added = 0
     for side in ("dev", "test"):
         if side == "test" and published_test is not None:
             documents[side] = split_files.copy_test(published_test, folder / side)
@@ -267,8 +278,10 @@ def _write_documents(
         haystack = corpus_documents
         if haystack is None:
             haystack = split_files.sample_haystack(side, parts, settings.haystack, settings.seed)
-        documents[side] = split_files.write_beir(folder / side, parts[side], haystack)
-    return documents
+        size = split_files.write_beir(folder / side, parts[side], haystack)
+        documents[side] = size.documents
+        positives_added += size.added
+    return WrittenCounts(documents, negatives_left_out, positives_added)
 
 
 def read_split(folder: AnyPath) -> Split:
@@ -413,14 +426,6 @@ def _compute_size(share_or_number: float | None, num_queries: int, default: floa
     if share_or_number < 1:
         return max(1, round(share_or_number * num_queries))
     return int(share_or_number)
-
-
-def _load_published_test(data: Source, report: RecordReport) -> BeirDataset | None:
-    """Load the test set that came with the data: the split ``test`` of a BEIR folder, or None."""
-    if data.data_format != "beir" or not any(data.path.glob("qrels/test.tsv*")):
-        return None
-    # A report of its own: `report` has counted the documents with the training records already.
-    return load_beir_folder(data.path, "test", report=RecordReport(report.on_bad_record))
 
 
 def _count_queries(records: Iterable[Record]) -> int:

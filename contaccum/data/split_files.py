@@ -1,7 +1,9 @@
 """Files of a split: ``train.jsonl``, ``corpus.jsonl``, and the BEIR folders of dev and test.
 
 A haystack is the set of documents in which the queries of dev or test are searched. Texts are
-compared after `normalise`, so a text that differs only in case or white space is the same text.
+compared after `normalise`, so a text that differs only in case or white space is the same text. A
+document is a copy of a passage of the records if its title and text together, or its text alone,
+are the same text as the passage: records may hold the texts of documents without their titles.
 `contaccum.data.split` decides which records are on which side.
 """
 
@@ -10,28 +12,43 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from pathlib import Path
+from typing import NamedTuple
 
-from contaccum.data.beir import QRELS_HEADER, BeirDataset, get_positives
+from contaccum.data.beir import QRELS_HEADER, BeirDataset, get_positives, load_beir_folder
 from contaccum.data.fields import Record
 from contaccum.data.near_duplicates import normalise
-from contaccum.data.readers import Passage, read_passages
+from contaccum.data.readers import Passage, Source, read_passages
 from contaccum.data.records import RecordReport, quoted
 from contaccum.errors import DataError
 from contaccum.files import AnyPath, write_text
 
 
-def write_train(path: Path, parts: Mapping[str, Sequence[Record]]) -> int:
+class WrittenCounts(NamedTuple):
+    """Counts of the files of a split; see the attributes of `contaccum.data.split.Split`."""
+
+    documents: dict[str, int]
+    negatives_left_out: int
+    positives_added: int
+
+
+def write_train(
+    path: Path, parts: Mapping[str, Sequence[Record]], documents: Sequence[Passage]
+) -> int:
     """Write the training records, without hard negatives that are positives of held-out queries.
 
     Args:
+        path: the file to write.
         parts: the records of "train", "dev" and "test".
+        documents: the corpus; empty if there is none. Its copies of held-out positives are left out
+            too.
 
     Returns:
         The number of hard negatives that were left out.
     """
-    held_out = _collect_positives(parts["dev"]) | _collect_positives(parts["test"])
+    positives = _collect_positives(parts["dev"]) | _collect_positives(parts["test"])
+    held_out = _add_copies(positives, documents)
     num_left_out = 0
     lines = []
     for record in parts["train"]:
@@ -45,14 +62,15 @@ def write_train(path: Path, parts: Mapping[str, Sequence[Record]]) -> int:
 def write_training_corpus(
     path: Path,
     parts: Mapping[str, Sequence[Record]],
-    documents: Iterable[Passage],
+    documents: Sequence[Passage],
     test: BeirDataset | None,
 ) -> int:
     """Write the documents that training may use as negatives; return their number.
 
     These documents are the positives and hard negatives of the training records, and all
-    ``documents`` except for positives that only dev or test queries have. Of documents that are
-    equal after case and white space, only one is written, a training record's if there is one.
+    ``documents`` except for copies of positives that only dev or test queries have. Of documents
+    that are equal after case and white space, only one is written. Copies of a passage of the
+    training records are not written beside it.
 
     Args:
         path: the file to write.
@@ -65,21 +83,41 @@ def write_training_corpus(
         for query_id in test.qrels:
             held_out.update(normalise(positive) for positive in get_positives(test, query_id))
     # A positive of a training query may be used in training even if it is one of dev or test too.
-    held_out -= _collect_positives(parts["train"])
+    training_positives = _collect_positives(parts["train"])
+    held_out = _add_copies(held_out - training_positives, documents) - training_positives
     training_passages = {}
     written = {}  # {normalised text: document}
     for text, passage in _collect_passages(parts["train"]).items():
         if text not in held_out:
             training_passages[text] = passage
             written[text] = Passage(_make_document_id(text), "", passage)
+    excluded = _add_copies(training_passages.keys(), documents) | held_out
     for document in documents:
         text = normalise(document.passage)
         if text in training_passages and document.passage == training_passages[text]:
             written[text] = document  # replaces the training passage, to keep the corpus's id
-        elif text and text not in held_out:
+        elif text and text not in excluded:
             written.setdefault(text, document)
     write_text(path, map(_format_document, written.values()))
     return len(written)
+
+
+def _get_copied_texts(document: Passage) -> set[str]:
+    """Return the normalised texts of which a document is a copy: with its title, and without it.
+
+    A blank text has no copies.
+    """
+    return {normalise(document.passage), normalise(document.text)} - {""}
+
+
+def _add_copies(texts: Set[str], documents: Iterable[Passage]) -> set[str]:
+    """Return normalised texts together with those of the documents that are copies of them."""
+    copies = {
+        normalise(document.passage)
+        for document in documents
+        if not texts.isdisjoint(_get_copied_texts(document))
+    }
+    return copies | texts
 
 
 def _collect_positives(records: Iterable[Record]) -> set[str]:
@@ -118,6 +156,14 @@ def json_line(record: Record) -> str:
     if record.scores is not None:
         content["scores"] = record.scores
     return json.dumps(content, ensure_ascii=False) + "\n"
+
+
+def load_published_test(data: Source, report: RecordReport) -> BeirDataset | None:
+    """Load the test set that came with the data: the split ``test`` of a BEIR folder, or None."""
+    if data.data_format != "beir" or not any(data.path.glob("qrels/test.tsv*")):
+        return None
+    # A report of its own: `report` has counted the documents with the training records already.
+    return load_beir_folder(data.path, "test", report=RecordReport(report.on_bad_record))
 
 
 def read_haystack(corpus: AnyPath, report: RecordReport) -> list[Passage]:
@@ -169,13 +215,27 @@ def _collect_passages(records: Iterable[Record]) -> dict[str, str]:
     return passages
 
 
-def write_beir(folder: Path, records: Sequence[Record], haystack: Iterable[Passage]) -> int:
-    """Write the records of dev or test to a BEIR folder; return its number of documents.
+class HaystackSize(NamedTuple):
+    """Numbers of documents that were written to a BEIR folder.
+
+    Attributes:
+        documents: number of all documents.
+        added: number of positives that the haystack lacked and that were added to it.
+    """
+
+    documents: int
+    added: int
+
+
+def write_beir(
+    folder: Path, records: Sequence[Record], haystack: Iterable[Passage]
+) -> HaystackSize:
+    """Write the records of dev or test to a BEIR folder.
 
     The split in the folder is called ``test`` for both.
 
-    Every document that equals a positive of a query, after case and white space, is relevant to
-    the query. Positives that are not in the haystack are added to it.
+    Every document that is a copy of a positive of a query is relevant to the query. Positives
+    without a copy in the haystack are added to it.
 
     Args:
         folder: a folder that does not exist.
@@ -189,15 +249,16 @@ def write_beir(folder: Path, records: Sequence[Record], haystack: Iterable[Passa
     ids_of_positive: dict[str, list[str]] = {text: [] for text in positives}
     documents = []
     for document in haystack:
-        text = normalise(document.passage)
-        if text in positives:
+        for text in _get_copied_texts(document) & positives.keys():
             ids_of_positive[text].append(document.id)
         documents.append(document)
+    num_added = 0
     for text, ids in ids_of_positive.items():
         if not ids:
             document = Passage(_make_document_id(text), "", positives[text])
             documents.append(document)
             ids.append(document.id)
+            num_added += 1
 
     queries: dict[str, tuple[str, str]] = {}  # id and text, by the normalised text
     judgements: dict[tuple[str, str], None] = {}  # an ordered set of query id and document id
@@ -212,7 +273,7 @@ def write_beir(folder: Path, records: Sequence[Record], haystack: Iterable[Passa
 
     qrels_lines = [f"{query_id}\t{document_id}\t1\n" for query_id, document_id in judgements]
     _write_beir_files(folder, documents, dict(queries.values()), qrels_lines)
-    return len(documents)
+    return HaystackSize(len(documents), num_added)
 
 
 def _write_beir_files(

@@ -99,7 +99,9 @@ def make_start_options(
         num_processes: number of processes that train together.
     """
     train_data = str(folder.data / TRAIN_FILE)
-    proposal = propose(train_data, model)
+    # With positives="all", an epoch has a row for each positive, so updates may be larger.
+    [positives] = settings.get("positives", [None])
+    proposal = propose(train_data, model, positives=positives)
     micro_batch = proposal.micro_batch
     if "per_device_train_batch_size" in settings:
         micro_batch = int(settings["per_device_train_batch_size"][0])

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from contaccum.data.dataset import MSMARCO_NEGATIVES
 from contaccum.data.readers import Source
 from contaccum.data.records import RecordReport
 from contaccum.data.split import (
@@ -89,7 +90,13 @@ class DataSource:
             self._copy_split(folder)
             return None
         report = RecordReport(self.on_bad_record)
-        pairs = Source(self.path, self.data_format, columns=self.columns, min_score=self.min_score)
+        pairs = Source(
+            self.path,
+            self.data_format,
+            columns=self.columns,
+            num_negatives=MSMARCO_NEGATIVES,
+            min_score=self.min_score,
+        )
         settings = SplitSettings(self.dev, self.test, fold=fold)
         split_data(pairs, folder, settings, self.corpus, report)
         if not report.reported:

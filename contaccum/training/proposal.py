@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,7 +48,9 @@ class Proposal:
     Attributes:
         data: the training data, as `load_training_data` returns them.
         model: folder or name of the model.
-        num_pairs: number of pairs in the data.
+        num_pairs: number of pairs in the data: each positive of a record makes a pair.
+        num_rows: number of rows of an epoch. By default, a record with several positives makes one
+            row, for which one of them is sampled.
         num_queries: number of distinct queries.
         num_passages: number of distinct passages.
         query_max_length: number of tokens that 95% of the queries do not exceed, rounded up to a
@@ -71,6 +73,7 @@ class Proposal:
     data: TrainingData
     model: str
     num_pairs: int
+    num_rows: int
     num_queries: int
     num_passages: int
     query_max_length: int
@@ -92,9 +95,8 @@ def propose(
     data: str | Path,
     model: str,
     *,
-    columns: Mapping[str, str] | None = None,
-    split: str = "train",
     on_bad_record: Any = "stop",
+    **source: Any,
 ) -> Proposal:
     """Read training data, and propose settings for training a model on them.
 
@@ -103,10 +105,9 @@ def propose(
     Args:
         data: a file, folder or data set in any format of docs/data.md.
         model: a folder or hub name.
-        columns: {role: name of the data's column}, such as {"query": "question"}, for columns that
-            are not named by their role.
-        split: the split of a BEIR or MS MARCO folder, or of a Hugging Face data set.
         on_bad_record: "stop" or "skip", for records that cannot be used.
+        source: further arguments of `load_training_data`: data_format, split, columns, corpus,
+            min_score, positives.
 
     Raises:
         UserError: for data that cannot be used.
@@ -117,13 +118,13 @@ def propose(
         data,
         num_hard_negatives=1,  # one column of negatives shows whether the data have any
         negatives_to_come=True,  # so that records without negatives are accepted
-        split=split,
-        columns=columns,
         on_bad_record=on_bad_record,
+        **source,
     )
+    num_rows = len(loaded.dataset)
     query_ids = np.unique(loaded.pairs[:, 0])
     passage_ids = np.unique(loaded.pairs[:, 1])
-    rows = np.random.default_rng(0).permutation(len(loaded.dataset))[:_MAX_SAMPLED_ROWS]
+    rows = np.random.default_rng(0).permutation(num_rows)[:_MAX_SAMPLED_ROWS]
     texts = loaded.transform.first_texts(sorted(rows.tolist()))
     query_prompt, passage_prompt = find_prompts(model)
     tokenizer = _load_tokenizer(model)
@@ -135,11 +136,12 @@ def propose(
     has_prompts = bool(query_prompt or passage_prompt)
     num_pairs = len(loaded.pairs)
     max_steps = MAX_PAIRS_PER_UPDATE // MICRO_BATCH
-    max_steps_of_data = num_pairs // (_MIN_UPDATES_PER_EPOCH * MICRO_BATCH)
+    max_steps_of_data = num_rows // (_MIN_UPDATES_PER_EPOCH * MICRO_BATCH)
     return Proposal(
         data=loaded,
         model=model,
         num_pairs=num_pairs,
+        num_rows=num_rows,
         num_queries=len(query_ids),
         num_passages=len(passage_ids),
         query_max_length=query_length,

@@ -124,6 +124,37 @@ def test_new_adapts_the_config_to_data_and_model(tmp_path, monkeypatch):
     assert data.sets["long"]["columns"] == {"query": "frage"}
 
 
+def test_new_counts_the_rows_of_an_epoch(tmp_path, monkeypatch):
+    """A record with several positives makes one row. An update may have an eighth of the rows."""
+    monkeypatch.chdir(tmp_path)
+    records = []
+    for number in range(100):
+        positives = [f"passage {number} {part}" for part in range(20)]
+        records.append({"query": f"question {number}", "positive": positives})
+    write_lines(tmp_path / "pairs.jsonl", records)
+    assert main(["new", "a", "--data", "pairs.jsonl", "--model", "./missing"]) == 0
+    text = Path("a/config.yaml").read_text()
+    assert "2,000 pairs (pairs), 100 queries, 2,000 passages; 100 rows per epoch" in text
+    assert "gradient_accumulation_steps: 1    # 8 pairs per update, 12 updates per epoch" in text
+
+
+def test_new_accepts_a_set_with_settings(tmp_path, monkeypatch):
+    """The set is in the config as it was given."""
+    monkeypatch.chdir(tmp_path)
+    records = []
+    for number in range(12):
+        records.append({"query_text": f"question {number}", "positive_document_ids": [number]})
+    write_lines(tmp_path / "ids.jsonl", records)
+    corpus = [{"docid": number, "text": f"passage {number}"} for number in range(12)]
+    write_lines(tmp_path / "corpus.jsonl", corpus)
+    data = '{"path": "ids.jsonl", "corpus": "corpus.jsonl"}'
+    argv = ["new", "a", "--data", data, "--data_format", "tevatron", "--model", "./missing"]
+    assert main(argv) == 0
+    _, data_args, _ = parse(["a/config.yaml"])
+    assert data_args.sets["ids"]["corpus"] == "corpus.jsonl"
+    assert data_args.sets["ids"]["data_format"] == "tevatron"
+
+
 def test_option_names_of_other_tools_are_translated_or_suggested(tmp_path, capsys):
     """A name is translated if it can mean one option, and the options are listed if several."""
     (tmp_path / "c.yaml").write_text(

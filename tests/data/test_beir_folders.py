@@ -55,6 +55,16 @@ def make(
     return folder
 
 
+def test_a_document_may_have_a_null_text_and_a_query_may_not(tmp_path):
+    """`contaccum encode` reads the same documents."""
+    corpus = [*CORPUS, '{"_id": "d4", "title": "Four", "text": null}']
+    data = load_beir_folder(make(tmp_path / "documents", corpus=corpus))
+    assert data.corpus["d4"] == {"title": "Four", "text": ""}
+    queries = [*QUERIES, '{"_id": "q4", "text": null}']
+    with pytest.raises(DataError, match=r"queries\.jsonl:4: missing text"):
+        load_beir_folder(make(tmp_path / "queries", queries=queries))
+
+
 def test_contents_equal_those_of_the_files(tmp_path):
     data = load_beir_folder(make(tmp_path / "tiny"))
     assert data.name == "tiny" and data.split == "test" and data.path == tmp_path / "tiny"

@@ -2,6 +2,7 @@
 
 import json
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from contaccum.data import (
     RecordReport,
     load_training_data,
     parse_columns,
+    read_passages,
     read_records,
     sniff_format,
 )
@@ -201,6 +203,111 @@ def test_saved_datasets_are_read_by_split(tmp_path):
     }
     path = put_saved(tmp_path / "squad", [record])
     assert read(path, columns={"positive": "answers"})[0] == [Record("q", ["a1", "a2"], [])]
+
+
+def put_sequences(path: Path, record: dict[str, Any]) -> Path:
+    """Save a record whose passages have the type Sequence({...}) of `datasets`."""
+    from datasets import Dataset, Features, Value
+    from datasets import Sequence as SequenceOf
+
+    passage = {"docid": "string", "title": "string", "text": "string", "score": "float32"}
+    passages = SequenceOf({name: Value(dtype) for name, dtype in passage.items()})
+    features = Features(query=Value("string"), positive_passages=passages, negatives=passages)
+    columns = {name: [value] for name, value in record.items()}
+    Dataset.from_dict(columns, features=features).save_to_disk(str(path))
+    return path
+
+
+def test_passages_as_an_object_of_lists_keep_their_titles_ids_and_scores(tmp_path):
+    def make(ids: list[str], titles: list[Any], texts: list[Any]) -> dict[str, list[Any]]:
+        return {"docid": ids, "title": titles, "text": texts, "score": [0.5] * len(ids)}
+
+    record = {"query": "q", "positive_passages": make(["1"], ["T"], ["p"])}
+    record["negatives"] = make(["2", "3"], ["S", None], ["n1", "n2"])
+    assert read(put_sequences(tmp_path / "texts", record))[0] == [
+        Record("q", ["T p"], ["S n1", "n2"], [0.5] * 3)
+    ]
+    record["positive_passages"] = make(["d1"], [None], [None])
+    record["negatives"] = make(["3", "d2"], [None, None], [None, None])
+    path = put_sequences(tmp_path / "ids", record)
+    corpus = put(tmp_path / "corpus", lines(CORPUS))
+    assert read(path, corpus=corpus)[0] == [Record("q", ["T p"], ["m", "n"], [0.5] * 3)]
+    with pytest.raises(DataError, match=r":1: ids where texts are expected: .*corpus"):
+        read(path)
+
+    uneven = {"query": "q", "positive": {"title": ["T", "S"], "text": ["p"]}}
+    with pytest.raises(DataError, match=r":1: positive has lists of different lengths: found"):
+        read(put(tmp_path / "uneven.jsonl", lines([uneven])))
+    one_title = {"query": "q", "positive": {"title": "T", "text": ["a", "b"]}}
+    path = put(tmp_path / "one_title.jsonl", lines([one_title]))
+    assert read(path)[0] == [Record("q", ["T a", "T b"], [])]
+    squad = {"query": "q", "title": "R", "positive": {"text": ["a"], "answer_start": [0]}}
+    assert read(put(tmp_path / "squad.jsonl", lines([squad])))[0] == [Record("q", ["R a"], [])]
+
+
+@pytest.mark.parametrize("text", ["", " ", None])
+def test_a_passage_may_consist_of_its_title(tmp_path, text):
+    """`contaccum mine` writes such passages in the formats dpr and tevatron."""
+    negatives = [{"title": "S", "text": text}]
+    record = {"query": "q", "positive": {"docid": "1", "title": "T", "text": text}}
+    path = put(tmp_path / "a.jsonl", lines([{**record, "negatives": negatives}]))
+    assert read(path)[0] == [Record("q", ["T"], ["S"])]
+    blank = {"query": "q", "positive": {"title": " ", "text": text}}
+    with pytest.raises(DataError, match=":1: empty positive text"):
+        read(put(tmp_path / "blank.jsonl", lines([blank])))
+    absent = {"query": "q", "positive": {"title": "T"}}
+    with pytest.raises(DataError, match=":1: missing positive text"):
+        read(put(tmp_path / "absent.jsonl", lines([absent])))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.tsv", "id\ttext\ttitle\n1\t\tT\n2\t \t\n"),
+        ("a.jsonl", '{"_id": 1, "title": "T", "text": null}\n{"id": "2", "contents": " "}\n'),
+    ],
+)
+def test_a_null_or_blank_text_is_an_empty_text(tmp_path, name, content):
+    path = put(tmp_path / name, content)
+    passages = list(read_passages(path, RecordReport(), may_be_blank=True))
+    assert [(p.id, p.title, p.passage) for p in passages] == [("1", "T", "T"), ("2", "", "")]
+    with pytest.raises(DataError, match=r":[23]: empty passage: '2'"):
+        list(read_passages(path, RecordReport()))
+
+
+def test_a_passage_without_a_text_field_is_refused(tmp_path):
+    path = put(tmp_path / "a.jsonl", '{"_id": "1", "title": "T"}\n')
+    with pytest.raises(DataError, match=":1: missing text"):
+        list(read_passages(path, RecordReport(), may_be_blank=True))
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "collection.tsv"])
+def test_a_corpus_table_without_a_known_text_column_is_refused(tmp_path, name):
+    path = put(tmp_path / name, "doc_id\tcontent\nd1\thello\n")
+    message = r"tsv:1: unknown text column: .*'doc_id, content' \(rename .* text, passage, contents"
+    with pytest.raises(DataError, match=message):
+        list(read_passages(path, RecordReport()))
+    lines_of_words = put(tmp_path / f"words_{name}", "d1\tcontent\nd2\tid\n")
+    passages = read_passages(lines_of_words, RecordReport())
+    assert [passage.text for passage in passages] == ["content", "id"]
+
+
+@pytest.mark.parametrize("role", ["title", "negatives", "scores"])
+def test_a_mapped_name_that_no_record_has_is_refused(tmp_path, role):
+    """Under "skip" too: it is no fault of a record."""
+    message = rf"no record has the field 'wrong' \(correct {role}=wrong in data_columns"
+    sources = (
+        put(tmp_path / "a.csv", "query,positive,Title\nq,p,T\nq2,p2,T\n"),
+        put_parquet(tmp_path / "a.parquet"),
+        put(tmp_path / "a.jsonl", lines(rows())),
+    )
+    for source in sources:
+        report = RecordReport("skip")
+        records = read_records(source, columns={role: "wrong"}, report=report)
+        with pytest.raises(DataError, match=message):
+            list(records)
+        num_read = len(rows()) if source.suffix == ".jsonl" else 1
+        assert report.seen == num_read
 
 
 @pytest.mark.parametrize(

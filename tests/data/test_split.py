@@ -254,6 +254,80 @@ def test_a_corpus_is_the_haystack(tmp_path):
     }
 
 
+def test_documents_are_held_out_if_the_pairs_have_their_texts_without_titles(tmp_path):
+    """Two documents have each text, under different titles. Negatives have the titles."""
+    records = make_pairs(40)
+    texts = [record["positive"] for record in records]
+    corpus = []
+    for number, text in enumerate(texts):
+        corpus.append({"_id": f"d{number}", "title": f"Page {number}", "text": text})
+        corpus.append({"_id": f"copy{number}", "title": "Another page", "text": text.title()})
+    for number, record in enumerate(records):
+        document = corpus[2 * ((number + 1) % len(records))]
+        record["negatives"] = [f"{document['title']} {document['text']}", f"never {number}"]
+    pairs = write_lines(tmp_path / "pairs.jsonl", records)
+    corpus_file = write_lines(tmp_path / "corpus.jsonl", corpus)
+    split = split_data(Source(pairs), tmp_path / "split", corpus=corpus_file)
+
+    held_out_texts = set()
+    for side in ("dev", "test"):
+        dataset = load_beir_folder(tmp_path / "split" / side, "test")
+        for query_id, judgements in dataset.qrels.items():
+            number = [record["query"] for record in records].index(dataset.queries[query_id])
+            assert judgements == {f"d{number}": 1, f"copy{number}": 1}
+            held_out_texts.add(texts[number])
+    assert (split.documents["dev"], split.documents["test"]) == (80, 80)
+    assert split.positives_added == 0
+    assert "not in the corpus" not in split.summary()
+
+    training_texts = [row["text"] for row in read_lines(tmp_path / "split" / "corpus.jsonl")]
+    rows = read_lines(tmp_path / "split" / "train.jsonl")
+    training_texts += [text for row in rows for text in row["negatives"]]
+    for text in training_texts:
+        assert not any(folded(text).endswith(held_out) for held_out in held_out_texts)
+    # The positives of 28 queries without titles, and negatives that are no document.
+    assert split.train == 28 and split.documents["train"] >= 28 + 28
+
+
+def test_positives_that_the_corpus_lacks_are_counted_in_the_summary(tmp_path, capsys):
+    pairs = write_lines(tmp_path / "pairs.jsonl", make_pairs(40))
+    corpus = write_lines(tmp_path / "corpus.jsonl", [{"_id": "1", "text": "another text"}])
+    argv = ["split", str(pairs), str(tmp_path / "split"), "--corpus", str(corpus), "--no_progress"]
+    assert main(argv) == 0
+    assert "; 12 held-out positives are not in the corpus" in capsys.readouterr().out
+
+
+def test_a_title_without_text_stays_in_the_training_corpus(tmp_path):
+    """The test set of the data judges an empty document, which has no copies."""
+    generator = random.Random(0)
+    documents = {f"d{i}": ("", claim(generator, 30)) for i in range(20)}
+    documents |= {"empty": ("", ""), "title": ("a title without text", "")}
+    queries = {f"q{i}": claim(generator) for i in range(20)}
+    qrels = [(f"q{i}", f"d{i}", 1) for i in range(20)]
+    folder = write_beir(tmp_path / "beir", documents, queries, qrels[:15])
+    lines = "".join(f"q{i}\td{i}\t1\n" for i in range(15, 20)) + "q19\tempty\t1\n"
+    (folder / "qrels" / "test.tsv").write_text(lines)
+    split_data(Source(folder), tmp_path / "split")
+    ids = [row["_id"] for row in read_lines(tmp_path / "split" / "corpus.jsonl")]
+    assert "title" in ids and "empty" not in ids
+
+
+def test_thirty_negatives_of_each_msmarco_query_are_kept(tmp_path):
+    folder = tmp_path / "msmarco"
+    folder.mkdir()
+    generator = random.Random(0)
+    passages = [f"{i}\t{claim(generator, 12)}\n" for i in range(60)]
+    (folder / "collection.tsv").write_text("".join(passages))
+    queries = [f"{i}\t{claim(generator)}\n" for i in range(12)]
+    (folder / "queries.train.tsv").write_text("".join(queries))
+    (folder / "qrels.train.tsv").write_text("".join(f"{i}\t0\t{i}\t1\n" for i in range(12)))
+    triples = [f"{i}\t{i}\t{passage}\n" for i in range(12) for passage in range(12, 60)]
+    (folder / "qidpidtriples.train.full.2.tsv").write_text("".join(triples))
+    assert main(["split", str(folder), str(tmp_path / "split"), "--no_progress"]) == 0
+    rows = read_lines(tmp_path / "split" / "train.jsonl")
+    assert {len(row["negatives"]) for row in rows} == {30}
+
+
 def test_a_beir_folder_keeps_its_test_set(tmp_path):
     """Training records that are linked with a test query are left out."""
     generator = random.Random(0)

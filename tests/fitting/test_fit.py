@@ -390,6 +390,22 @@ def test_proposed_batch_size_suits_the_micro_batch_and_the_processes(
     assert options["total_train_batch_size"] == [str(pairs_per_update)]
 
 
+@pytest.mark.parametrize(
+    ("settings", "pairs_per_update"), [({}, "8"), ({"positives": ["all"]}, "72")]
+)
+def test_proposed_batch_size_suits_the_rows_of_an_epoch(root, tmp_path, settings, pairs_per_update):
+    """Each query has ten positives, and a row has one of them by default."""
+    generator = random.Random(0)
+    pairs = []
+    for pair in make_translations(90, 0):
+        other_positives = [" ".join(generator.choices(WORDS, k=8)) for _ in range(9)]
+        pairs.append({"query": pair["query"], "positive": [pair["positive"], *other_positives]})
+    folder = FitFolder(tmp_path / "out")
+    DataSource(write_lines(tmp_path / "pairs.jsonl", pairs)).hold_out(folder.data)
+    options = make_start_options(folder, str(root / "fresh"), settings, 1)
+    assert options["total_train_batch_size"] == [pairs_per_update]
+
+
 def test_pairs_below_the_least_score_are_left_out(tmp_path):
     pairs = make_translations(40, 0)
     for pair in pairs:

@@ -1,0 +1,62 @@
+"""Near-duplicates: groups of similar texts, in a time that is linear in the number of copies."""
+
+import random
+
+import pytest
+from datasketch import MinHashLSH
+from scipy.cluster.hierarchy import DisjointSet
+
+from contaccum.data.near_duplicates import join_near_duplicates
+
+
+def group(texts: list[str]) -> list[set[str]]:
+    """Return the groups of near-duplicates, sorted by their first text."""
+    groups = DisjointSet(range(len(texts)))
+    join_near_duplicates(texts, groups)
+    return sorted(({texts[index] for index in members} for members in groups.subsets()), key=min)
+
+
+def make_words(generator: random.Random, num_words: int) -> list[str]:
+    return [f"w{generator.randrange(10**6)}" for _ in range(num_words)]
+
+
+def make_changed_texts(num_texts: int) -> list[str]:
+    """Return texts of twenty words: the first one, and copies in each of which a word differs."""
+    generator = random.Random(0)
+    words = make_words(generator, 20)
+    texts = [" ".join(words)]
+    for number in range(num_texts - 1):
+        changed = list(words)
+        changed[number % 20] = make_words(generator, 1)[0]
+        texts.append(" ".join(changed))
+    return texts
+
+
+def test_texts_of_one_template_are_one_group_and_few_of_them_are_stored(monkeypatch):
+    """If all of them were stored, the time would be quadratic in their number."""
+    stored: list[int] = []
+    insert = MinHashLSH.insert
+
+    def count_insert(self: MinHashLSH, key: int, *args: object, **kwargs: object) -> None:
+        stored.append(key)
+        insert(self, key, *args, **kwargs)
+
+    monkeypatch.setattr(MinHashLSH, "insert", count_insert)
+    texts = [
+        "please tell me what the current account balance and the status of the order of the "
+        f"customer with the following number is: {number:04d}"
+        for number in range(300)
+    ]
+    assert group([*texts, "another text"]) == [{"another text"}, set(texts)]
+    assert len(stored) < 60
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_groups_do_not_depend_on_the_order_of_the_texts(seed):
+    generator = random.Random(seed + 1)
+    texts = make_changed_texts(60)
+    texts += [" ".join(make_words(generator, 20)) for _ in range(20)]
+    shuffled = random.Random(seed).sample(texts, len(texts))
+    groups = group(shuffled)
+    assert groups == group(texts)
+    assert sorted(map(len, groups)) == [1] * 20 + [60]
