@@ -92,8 +92,13 @@ def refuse_reserved_keys(keys: Iterable[str]) -> None:
 
 
 def is_used_by(method: str, key: str) -> bool:
-    """Return True if a setting has an effect on a method; only bank methods use bank settings."""
-    return method in BANK_METHODS or key not in BANK_SETTINGS
+    """Return True if a setting has an effect on a method; only bank methods use bank settings.
+
+    Args:
+        method: the method.
+        key: the key of the setting; ``no_`` before it switches a setting off.
+    """
+    return method in BANK_METHODS or key.removeprefix("no_") not in BANK_SETTINGS
 
 
 def to_command_line(options: Options) -> list[str]:

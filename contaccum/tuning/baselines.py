@@ -13,6 +13,9 @@ from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training.query_side import USELESS_SHARE_OF_BM25
 from contaccum.tuning.trial import QueryScores
 
+TRIAL_METRIC = "ndcg@10"
+"""The metric by which a search scores its trials, the base model and BM25."""
+
 
 class Baselines(NamedTuple):
     """The scores on dev before training, nDCG@10.
@@ -44,6 +47,7 @@ def score_baselines(
 
     Args:
         encoder: the base model.
+        evaluator: the evaluator of the dev data; its primary metric is `TRIAL_METRIC`.
         store: a folder of document embeddings by the base model; None: the documents are encoded.
     """
     if store is not None:

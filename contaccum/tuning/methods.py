@@ -135,7 +135,11 @@ def _drop_unused_options(options: Mapping[str, Sequence[str]], method: str) -> d
     if method == "query_side":
         unused.update(NON_QUERY_SIDE_SETTINGS)
         unused.update(("gradient_accumulation_steps", "num_hard_negatives"))
-    return {key: list(values) for key, values in options.items() if key not in unused}
+    used = {}
+    for key, values in options.items():
+        if key.removeprefix("no_") not in unused:  # "no_" switches a setting off
+            used[key] = list(values)
+    return used
 
 
 def _find_micro_batch_size(batch_size: int) -> int:

@@ -53,6 +53,11 @@ def write_tuned(tuned: TunedSettings, output: Path, num_queries: int) -> None:
         f"{difference['high']:+.4f}). It is the best of {len(tuned.trials)} trials, so the score "
         "is too optimistic.\n"
     )
+    if "max_steps" in tuned.choice.settings:
+        comment += (
+            "# max_steps is the length of the trials, which were cut to fit the budget; the length "
+            "was not searched.\n# With a larger --budget, trials are longer.\n"
+        )
     content = {
         **to_yaml_values(tuned.options),
         "eval_strategy": "epoch",

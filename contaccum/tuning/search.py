@@ -5,7 +5,9 @@ learning rates, which are called the rungs of its ladder. Then Optuna's TPE samp
 settings together. Trials are stored in a journal, so that a search can continue after a kill.
 
 A trial may be too slow for the budget. The trials of its method are then cut to fewer updates, or
-the method is left out. A trial that is significantly worse than the best one is stopped halfway.
+the method is left out. The number of updates becomes the setting ``max_steps`` of these trials, so
+that the final training is as long as the trial that was chosen. A trial that is significantly worse
+than the best one is stopped halfway.
 """
 
 from __future__ import annotations
@@ -105,9 +107,9 @@ class Search:
             return  # the other processes have no journal
         self._study = open_study(folder)
         for earlier_trial in self._study.trials:
-            if "cut_to" in earlier_trial.user_attrs:
-                method = earlier_trial.user_attrs["settings"]["method"]
-                self._max_updates[method] = earlier_trial.user_attrs["cut_to"]
+            settings = earlier_trial.user_attrs.get("settings", {})
+            if "max_steps" in settings:
+                self._max_updates[settings["method"]] = settings["max_steps"]
 
     def run(self) -> Choice:
         """Run trials until the time is used, and choose the best settings.
@@ -176,9 +178,7 @@ class Search:
             options[key] = [str(value)]
         options = dict(self._adapt_options(options, method))
         max_seconds = self._time_left()
-        if method in self._max_updates:
-            options["max_steps"] = [str(self._max_updates[method])]
-        elif self._estimate_seconds(method) is None:
+        if "max_steps" not in settings and self._estimate_seconds(method) is None:
             # The first trial of a method decides if its trials are cut.
             max_seconds *= _MAX_SHARE_OF_TIME
         return TrialPlan(options, max_seconds)
@@ -210,7 +210,7 @@ class Search:
         trial = self._study.ask()
         if rung is not None:
             trial.set_user_attr("rung", format_value(rung.multiple))
-        trial.set_user_attr("settings", suggest(trial, starts, space))
+        trial.set_user_attr("settings", suggest(trial, starts, space, self._max_updates))
         return trial
 
     def _find_next_rung(
@@ -297,11 +297,14 @@ class Search:
         if slow.updates >= min_updates:
             self._print_line(
                 f"{method}: a trial is cut to {slow.updates} updates, so that there is time for "
-                "several trials"
+                "several trials; a training with its settings has as many updates"
             )
             self._max_updates[method] = slow.updates
+            settings = dict(self._running_trial.user_attrs["settings"])
+            settings.pop("num_train_epochs", None)  # max_steps replaces it
+            settings["max_steps"] = slow.updates
             # In the journal, so that a search after a kill cuts its trials as well.
-            self._running_trial.set_user_attr("cut_to", slow.updates)
+            self._running_trial.set_user_attr("settings", settings)
             return
         if self._has_score():
             self._fail_trial(

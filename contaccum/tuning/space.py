@@ -145,7 +145,10 @@ def name_span_parameter(key: str, method: str) -> str:
 
 
 def suggest(
-    trial: Trial, starts: Mapping[str, Mapping[str, float]], space: Mapping[str, Setting]
+    trial: Trial,
+    starts: Mapping[str, Mapping[str, float]],
+    space: Mapping[str, Setting],
+    max_updates: Mapping[str, int],
 ) -> Settings:
     """Let Optuna choose a value for each setting of a space.
 
@@ -153,6 +156,8 @@ def suggest(
         starts: {method: {key of a `Span`: value at which its search starts}}. The keys of
             ``starts`` are the methods to choose from.
         space: the settings to choose values for.
+        max_updates: {method: number of updates} of the methods whose trials are cut to fit the
+            budget. It becomes ``max_steps``, and their number of epochs has no value.
 
     Returns:
         {key: value}.
@@ -168,6 +173,8 @@ def suggest(
             continue
         if key == "num_hard_negatives" and method == "query_side":
             continue  # query_side uses all documents as negatives already
+        if key == "num_train_epochs" and method in max_updates:
+            continue
         if isinstance(setting, Choices):
             values[key] = trial.suggest_categorical(key, setting.values)
         else:
@@ -176,4 +183,6 @@ def suggest(
             )
             value = starts[method][key] * multiple  # the span is relative to the start value
             values[key] = float(f"{value:.2g}")
+    if method in max_updates:
+        values["max_steps"] = max_updates[method]
     return values

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from contaccum.comparison.options import Options, to_command_line
+from contaccum.comparison.options import Options, is_used_by, to_command_line
 from contaccum.data import TrainingSets
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
@@ -20,16 +20,16 @@ from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import AnyPath, read_json, write_json
 from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.encode import model_fingerprint
+from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training import config
 from contaccum.training.arguments import (
-    BANK_SETTINGS,
     QUERY_SIDE_SETTINGS,
     ContAccumTrainingArguments,
 )
 from contaccum.training.options import DataArguments
 from contaccum.training.run import load_encoder
 from contaccum.training.train_data import count_rows
-from contaccum.tuning.baselines import Baselines, score_baselines
+from contaccum.tuning.baselines import TRIAL_METRIC, Baselines, score_baselines
 from contaccum.tuning.budget import TimeForTrials
 from contaccum.tuning.choice import Settings
 from contaccum.tuning.methods import adapt_options, compute_starts, select_methods
@@ -107,7 +107,8 @@ def tune(
     encoder = load_encoder(model_args, args)
     training = config.load_data(data_args, args)
     fixed_options = {**search_options, "fixed": sorted(fixed_keys)}
-    request = _make_request(fixed_options, encoder, training, evaluator)
+    passage_store = options.get("passage_store", [None])[0]
+    request = _make_request(fixed_options, encoder, training, evaluator, passage_store)
     _require_same_search(output / REQUEST_FILE, request, args.process_index == 0)
     store = _prepare_store(options, args, encoder, output)
     if baselines is None:
@@ -119,8 +120,7 @@ def tune(
     del encoder  # each trial loads the model again
     if len(methods) == 1:
         search_options["method"] = methods
-    pairs_per_step = args.per_device_train_batch_size * args.world_size
-    space = make_space(count_rows(training.dataset) or 0, pairs_per_step, fixed_keys)
+    space = _make_space(training, args, fixed_keys)
     mined = _mine_negatives(options, space, methods, data_args, args, output)
 
     search = Search(
@@ -136,7 +136,7 @@ def tune(
         print_line=print_line,
     )
     choice = search.run()
-    run_options = {**search_options, **_to_options(choice.settings)}
+    run_options = _make_run_options(search_options, choice.settings)
     final_options = adapt_options(run_options, choice.settings["method"], store, mined)
     trials = search.make_records()
     tuned = TunedSettings(choice, final_options, baselines.base, baselines.bm25, trials)
@@ -146,15 +146,45 @@ def tune(
 
 
 def _make_request(
-    options: Options, encoder: DualEncoder, training: TrainingSets, evaluator: RetrievalEvaluator
+    options: Options,
+    encoder: DualEncoder,
+    training: TrainingSets,
+    evaluator: RetrievalEvaluator,
+    passage_store: str | None,
 ) -> dict[str, Any]:
-    """Return everything that decides the results of a search, except the time."""
+    """Return everything that decides the results of a search, except the time.
+
+    Args:
+        passage_store: the folder or URL of the store that the user gave.
+
+    Raises:
+        UserError: if the store cannot be opened.
+    """
+    store_fingerprint = None
+    if passage_store is not None:
+        store_fingerprint = EmbeddingStore.open(passage_store).fingerprint
     return {
         "options": options,
         "model": model_fingerprint(encoder),
         "training data": training.fingerprint,
         "dev data": evaluator.dataset.fingerprint,
+        "passage store": store_fingerprint,
     }
+
+
+def _make_space(
+    training: TrainingSets, args: ContAccumTrainingArguments, fixed_keys: Sequence[str]
+) -> dict[str, Setting]:
+    """Return the settings to search.
+
+    If the config sets ``max_steps``, the number of epochs has no effect and is not searched.
+    """
+    keys = set(fixed_keys)
+    if args.max_steps > 0:
+        keys.add("max_steps")
+    num_pairs = count_rows(training.dataset) or 0
+    pairs_per_step = args.per_device_train_batch_size * args.world_size
+    return make_space(num_pairs, pairs_per_step, keys)
 
 
 def _require_same_search(file: Path, request: dict[str, Any], is_first_process: bool) -> None:
@@ -183,16 +213,25 @@ def _make_search_options(options: Options) -> dict[str, list[str]]:
     return {key: list(values) for key, values in options.items() if key not in dropped_keys}
 
 
-def _to_options(settings: Settings) -> dict[str, list[str]]:
-    """Return the chosen settings as options of `contaccum train`."""
-    return {key: [str(value)] for key, value in settings.items()}
+def _make_run_options(search_options: Options, settings: Settings) -> Options:
+    """Return the options of a search with the chosen settings.
+
+    If the trials were cut, the settings contain ``max_steps``. The number of epochs is then
+    dropped, because it had no effect in the trials.
+    """
+    run_options = dict(search_options)
+    for key, value in settings.items():
+        run_options[key] = [str(value)]
+    if "max_steps" in settings:
+        run_options.pop("num_train_epochs", None)
+    return run_options
 
 
 def _make_base_options(options: Options, output: Path) -> Options:
     """Return options for loading the base model without an adapter, and the dev data."""
     base_options: dict[str, Sequence[str]] = {"eval_strategy": ["epoch"]}
     for key, values in options.items():
-        if key not in _ADAPTER_SETTINGS and key not in BANK_SETTINGS:
+        if key not in _ADAPTER_SETTINGS and is_used_by("grad_accum", key):
             base_options[key] = values
     # Nothing is trained with these options. This method needs no bank and no store.
     base_options["method"] = ["grad_accum"]
@@ -203,7 +242,10 @@ def _make_base_options(options: Options, output: Path) -> Options:
 def _load_evaluator(
     data_args: DataArguments, args: ContAccumTrainingArguments
 ) -> RetrievalEvaluator:
-    """Return the evaluator of the dev data.
+    """Return the evaluator of the dev data; its primary metric is nDCG@10.
+
+    The option ``metric_for_best_model`` chooses among the checkpoints of one training. Trials and
+    baselines have no checkpoints.
 
     Raises:
         ConfigError: if there are no dev data, or they are not a BEIR folder.
@@ -219,6 +261,7 @@ def _load_evaluator(
             f"eval_data={data_args.eval_data}: tune on a BEIR folder; the search needs the score "
             "of each query"
         )
+    evaluator.primary_metric = TRIAL_METRIC
     return evaluator
 
 

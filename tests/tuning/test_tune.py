@@ -72,6 +72,10 @@ def read_trials(output: Path) -> list[dict[str, Any]]:
     return json.loads((output / "tuned.json").read_text())["trials"]
 
 
+def read_config(output: Path) -> dict[str, Any]:
+    return yaml.safe_load((output / "tuned.yaml").read_text())
+
+
 def make_outcome(score: float, updates: int = 9) -> Outcome:
     """Return the outcome of a trial in which all queries have the same score."""
     return Outcome({f"q{row}": score for row in range(NUM_QUERIES)}, score, 0.1, updates)
@@ -197,6 +201,73 @@ def test_slow_trial_is_cut_and_stays_cut_after_a_kill(root, tmp_path, monkeypatc
     assert "a trial is cut to 30 updates" in capsys.readouterr().out
     assert max_steps == [None, *5 * ["30"]]
     assert [trial["updates"] for trial in read_trials(tmp_path / "out")] == 4 * [30]
+
+
+@pytest.mark.parametrize("is_cut_in_joint_search", [False, True])
+def test_training_by_the_tuned_config_is_as_long_as_the_cut_trials(
+    root, tmp_path, monkeypatch, is_cut_in_joint_search
+):
+    monkeypatch.setattr(search_module, "MAX_TRIALS", 8)
+    num_calls = 0
+
+    def run_slow_trial(options: Options, *_: Any) -> Outcome:
+        nonlocal num_calls
+        num_calls += 1
+        if is_cut_in_joint_search and num_calls == 1:
+            # No trial of the ladder has a score then, so a trial of the joint search is cut.
+            return Outcome(None, None, 0.1, 9)
+        if "max_steps" not in options:
+            raise TooSlow(30, 500.0, 1.0)
+        return make_outcome(float(options["learning_rate"][0]), updates=30)
+
+    monkeypatch.setattr(search_module, "run_trial", run_slow_trial)
+    options = ["--method", "contaccum"]
+    if is_cut_in_joint_search:
+        options += ["--learning_rate", "0.001"]
+    assert tune(root, tmp_path / "out", *options) == 0
+    settings = [trial["settings"] for trial in read_trials(tmp_path / "out")]
+    if is_cut_in_joint_search:
+        assert "max_steps" not in settings.pop(0)
+    assert {trial["max_steps"] for trial in settings} == {30}
+    assert "temperature" in settings[-1]
+    assert not any("num_train_epochs" in trial for trial in settings)
+    config = read_config(tmp_path / "out")
+    assert config["max_steps"] == 30
+    assert "num_train_epochs" not in config
+    comment = "max_steps is the length of the trials, which were cut to fit the budget"
+    assert comment in (tmp_path / "out" / "tuned.yaml").read_text()
+
+
+def test_length_is_not_searched_if_the_config_has_a_number_of_updates(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(search_module, "MAX_TRIALS", 8)
+    monkeypatch.setattr(search_module, "run_trial", lambda *_, **__: make_outcome(0.5))
+    (tmp_path / "steps.yaml").write_text("max_steps: 20\n")
+    arguments = ["tune", str(root / "config.yaml"), str(tmp_path / "steps.yaml")]
+    arguments += ["--method", "contaccum", "--output", str(tmp_path / "out")]
+    assert main(arguments) == 0
+    settings = [trial["settings"] for trial in read_trials(tmp_path / "out")]
+    assert any("temperature" in trial for trial in settings)
+    assert not any("num_train_epochs" in trial for trial in settings)
+    assert read_config(tmp_path / "out")["max_steps"] == 20
+
+
+def test_trials_are_scored_by_ndcg_whatever_metric_chooses_checkpoints(
+    root, tmp_path, monkeypatch, capsys
+):
+    scored_by = []
+
+    def record_metric(options: Options, evaluator: RetrievalEvaluator, *_: Any) -> Outcome:
+        scored_by.append(evaluator.primary_metric)
+        return make_outcome(0.5)
+
+    monkeypatch.setattr(search_module, "MAX_TRIALS", 1)
+    monkeypatch.setattr(search_module, "run_trial", record_metric)
+    assert tune(root, tmp_path / "default") == 0
+    baselines = capsys.readouterr().out.splitlines()[0]
+    assert tune(root, tmp_path / "recall", "--metric_for_best_model", "recall@5") == 0
+    assert capsys.readouterr().out.splitlines()[0] == baselines
+    assert set(scored_by) == {"ndcg@10"}
+    assert read_config(tmp_path / "recall")["metric_for_best_model"] == "recall@5"
 
 
 def test_method_that_is_too_slow_is_left_out(root, tmp_path, monkeypatch, capsys):
@@ -341,6 +412,24 @@ def test_folder_of_another_search_is_refused(root, tmp_path, monkeypatch, capsys
     write_lines(tmp_path / "other.jsonl", [*map(json.loads, pairs.splitlines()[:20])])
     assert tune(root, tmp_path, *options, "--train_data", str(tmp_path / "other.jsonl")) == 2
     assert "with other options and training data" in capsys.readouterr().err
+
+
+def test_search_with_another_passage_store_is_refused(root, tmp_path, monkeypatch, capsys):
+    scores = iter(range(100))
+    monkeypatch.setattr(search_module, "MAX_TRIALS", 2)
+    monkeypatch.setattr(search_module, "run_trial", lambda *_, **__: make_outcome(next(scores)))
+    documents = [{"_id": f"n{row}", "text": text} for row, text in enumerate(sentences(3, 8))]
+    write_lines(tmp_path / "new.jsonl", documents)
+    for name, corpus in (("store", root / "beir"), ("new_store", tmp_path / "new.jsonl")):
+        arguments = ["--corpus", str(corpus), "--output", str(tmp_path / name)]
+        assert main(["encode", str(root / "model"), *arguments]) == 0
+    options = ["--learning_rate", "1e-3", "--method", "query_side", "--passage_store"]
+    output = tmp_path / "out"
+    assert tune(root, output, *options, str(tmp_path / "store")) == 0
+    (tmp_path / "store").rename(tmp_path / "moved")  # the same embeddings at another place
+    assert tune(root, output, *options, str(tmp_path / "moved")) == 0
+    assert tune(root, output, *options, str(tmp_path / "new_store")) == 2
+    assert "contains a search with other passage store; name" in capsys.readouterr().err
 
 
 def test_settings_that_decide_others_are_not_searched(root, tmp_path, capsys):
