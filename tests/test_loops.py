@@ -1,18 +1,23 @@
 """docs/loops.md: each loop, interrupted and resumed, gives the weights of an uninterrupted run."""
 
 import importlib.util
+import os
 import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+import torch.multiprocessing as mp
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from sample_texts import sentences
 from tiny_models import tiny_encoder
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import BatchSampler
 
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
@@ -36,10 +41,19 @@ def extract_code(section: str) -> str:
     return "\n".join(blocks)
 
 
-def run_loop(section: str, model: DualEncoder, dataset: Dataset) -> dict[str, Any]:
-    """Run the code of a section; return its global variables."""
+def extract_shared_code(line: str, changed_line: str) -> str:
+    """Return the code that all loops share, with a changed line."""
+    source = extract_code(SHARED)
+    assert source.count(line) == 1
+    return source.replace(line, changed_line)
+
+
+def run_loop(
+    section: str, model: DualEncoder, dataset: Dataset, shared_code: str | None = None
+) -> dict[str, Any]:
+    """Run the code of a section after the shared code; return its global variables."""
     namespace: dict[str, Any] = {"model": model, "dataset": dataset, "__name__": "page"}
-    source = extract_code(SHARED) + "\n" + extract_code(section)
+    source = (shared_code or extract_code(SHARED)) + "\n" + extract_code(section)
     exec(compile(source, f"docs/loops.md ({section})", "exec"), namespace)
     return namespace
 
@@ -58,6 +72,10 @@ class Interrupted(Exception):
 
 @pytest.fixture(scope="module")
 def dataset() -> Dataset:
+    return make_dataset()
+
+
+def make_dataset() -> Dataset:
     return Dataset.from_dict({"query": sentences(330, 1), "positive": sentences(330, 2, 9)})
 
 
@@ -137,6 +155,82 @@ def test_interrupted_loop_ends_with_the_weights_of_the_plain_loop(
     model = make_model()
     bank = get_bank(run_loop(section, model, dataset))
     assert_all_equal({**model.state_dict(), "banked passages": bank.passages}, expected)
+
+
+@pytest.mark.slow  # twenty updates and a restart, in each of two loops
+@pytest.mark.parametrize("section", ["Accelerate", "sentence-transformers"])
+def test_loop_that_is_killed_while_it_writes_the_bank_continues_from_a_complete_checkpoint(
+    section, make_model, dataset, expected, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    write = safetensors.torch.save_file
+    num_banks = 0
+
+    def write_part_of_second_bank(tensors: dict[str, Tensor], file: Any, *args: Any) -> None:
+        nonlocal num_banks
+        num_banks += "bank" in str(file)
+        if num_banks == 2:
+            Path(file).write_bytes(b"the first bytes")
+            raise Interrupted
+        write(tensors, file, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors.torch, "save_file", write_part_of_second_bank)
+        with pytest.raises(Interrupted):
+            run_loop(section, make_model(), dataset)
+    model = make_model()
+    bank = get_bank(run_loop(section, model, dataset))
+    assert_all_equal({**model.state_dict(), "banked passages": bank.passages}, expected)
+
+
+def run_accelerate_loop_in_group(rank: int, folder: Path, port: int) -> None:
+    """Run ten updates of the Accelerate loop as one of two processes; save what they did."""
+    os.chdir(folder)
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    torch.set_num_threads(1)
+    rates = []
+    register_optimizer_step_pre_hook(
+        lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"])
+    )
+    shared_code = extract_shared_code("CLIP = 20, 4, 1e-3", "CLIP = 10, 4, 1e-3")
+    model = tiny_encoder()
+    assert any("pooler" in name for name, _ in model.named_parameters())
+    namespace = run_loop("Accelerate", model, make_dataset(), shared_code)
+    assert namespace["ranks"] == 2
+    result = {
+        "rates": rates,
+        "weights": model.state_dict(),
+        "bank": namespace["loss_fn"].bank.passages,
+    }
+    torch.save(result, folder / f"{rank}.pt")
+
+
+@pytest.mark.slow  # two processes
+def test_accelerate_loop_of_two_processes_has_the_learning_rates_of_one_process(tmp_path):
+    """DDP also accepts an encoder with a pooler, which gets no gradient."""
+    with socket.socket() as unused:
+        unused.bind(("localhost", 0))
+        port = unused.getsockname()[1]
+    mp.spawn(run_accelerate_loop_in_group, args=(tmp_path, port), nprocs=2)
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    expected_rates = [1e-3 * min(update / 4, (10 - update) / 6) for update in range(10)]
+    for rank in ranks:
+        assert rank["rates"] == pytest.approx(expected_rates)
+        assert_all_equal(rank["weights"], ranks[0]["weights"])
+        assert torch.equal(rank["bank"], ranks[0]["bank"])
+    (checkpoint,) = (tmp_path / "accelerated").iterdir()
+    assert checkpoint.name == "10"
+    for file in ("bank.safetensors", "random_states_0.pkl", "random_states_1.pkl"):
+        assert (checkpoint / file).is_file()
+
+
+def test_drift_is_probed_after_every_update_that_has_more_than_128_pairs():
+    constants: dict[str, Any] = {"model": tiny_encoder(), "dataset": make_dataset()}
+    exec(extract_shared_code("N, K = 8, 2", "N, K = 8, 32"), constants)
+    assert constants["PROBE_EVERY"] == 1
 
 
 def test_trainer_ends_with_the_weights_of_the_plain_loop(make_model, dataset, expected, tmp_path):
