@@ -208,7 +208,7 @@ def run_accelerate_loop_in_group(rank: int, folder: Path, port: int) -> None:
     torch.save(result, folder / f"{rank}.pt")
 
 
-@pytest.mark.slow  # two processes
+@pytest.mark.long  # two processes
 def test_accelerate_loop_of_two_processes_has_the_learning_rates_of_one_process(tmp_path):
     """DDP also accepts an encoder with a pooler, which gets no gradient."""
     with socket.socket() as unused:

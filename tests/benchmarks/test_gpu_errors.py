@@ -127,7 +127,16 @@ def test_a_killed_part_keeps_its_finished_cases(part, tmp_path, monkeypatch):
     assert run.records["loss_exact.partial"]["result"] == {"cases": {"first": 1.5}}
 
 
-@pytest.mark.parametrize("name", ["decoder", "compile", "encoding", "query_side", "study_cell"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decoder",
+        pytest.param("compile", marks=pytest.mark.long),
+        "encoding",
+        "query_side",
+        "study_cell",
+    ],
+)
 def test_a_part_of_several_cases_saves_each_of_them(name, part, make_run, monkeypatch):
     """The part is stopped after its first case."""
     results = []

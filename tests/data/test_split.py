@@ -395,6 +395,7 @@ def test_training_corpus_lacks_what_only_held_out_queries_need(tmp_path):
     assert split.documents["train"] == len(corpus)
 
 
+@pytest.mark.long
 def test_dev_is_held_out_as_the_test_set_of_scifact_is(tmp_path):
     """Its test claims share abstracts with training claims, so dev claims must do so too."""
     split = split_data(Source(SHIPPED), tmp_path / "split")

@@ -153,6 +153,7 @@ def test_every_run_has_a_file_and_is_done_once(study, monkeypatch, folder, tiny_
         again.run()
 
 
+@pytest.mark.long
 def test_a_second_stage_trains_queries_against_the_new_documents(
     study, monkeypatch, folder, tiny_model_path
 ):

@@ -99,6 +99,7 @@ def test_scores_equal_those_of_evaluate_beir_and_of_mtebs_result_files(
     assert result.model_revision == record["model"]["fingerprint"]
 
 
+@pytest.mark.long
 def test_several_tasks_are_compared_and_not_run_twice(evaluate, tmp_path, capsys):
     assert evaluate("--mteb", "SciFact") == 0
     tasks = ["--mteb", "SciFact", "Two", "--passage_max_length", "5"]

@@ -240,8 +240,8 @@ def kill_in_stage(monkeypatch: pytest.MonkeyPatch, name: str, after: bool) -> No
 @pytest.mark.parametrize(
     ("stage", "after"),
     [
-        ("encode_corpus", False),
-        ("score_on_dev", True),
+        pytest.param("encode_corpus", False, marks=pytest.mark.long),
+        pytest.param("score_on_dev", True, marks=pytest.mark.long),
         ("tune", True),
         ("train_final", True),
         ("build_fit_page", False),

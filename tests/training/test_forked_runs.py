@@ -9,8 +9,6 @@ import torch
 from programs import run_forking_script
 
 SCRIPT = Path(__file__).with_name("forked_runs.py")
-SLOW = pytest.mark.slow
-LONG = pytest.mark.long
 
 
 def read_outcome(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
@@ -30,7 +28,8 @@ def assert_same_outcome(expected: Path, actual: Path, num_updates: int) -> None:
     assert [line["update"] for line in expected_log] == list(range(1, num_updates + 1))
 
 
-@pytest.mark.parametrize("num_kills", [pytest.param(1, marks=SLOW), pytest.param(20, marks=LONG)])
+@pytest.mark.long
+@pytest.mark.parametrize("num_kills", [1, 20])
 def test_a_run_killed_at_random_instants_ends_bit_identical(num_kills, tmp_path):
     result = run_forking_script(SCRIPT, str(num_kills), tmp_path)
     assert result["killed"] == num_kills, result
