@@ -215,7 +215,10 @@ class Source:
         for role, name in self.columns.items():
             if name in parser.unseen_columns:
                 message = f"no record has the field {quoted(name)}"
-                remedy = f"correct {role}={name} in data_columns, or leave it out"
+                remedy = (
+                    f"correct {role}={name} in data_columns, or leave it out; one of several sets "
+                    "can have columns of its own"
+                )
                 raise DataError(one_line(f"{self.path}: {message} ({remedy})"))
 
     def rows(self) -> Rows:

@@ -187,13 +187,13 @@ def merge_adapter(model: nn.Module) -> None:
 def _merge_layer(layer: Any) -> None:
     """Add the adapter of one layer, a peft layer, to the weights of its base layer."""
     base_layer = layer.get_base_layer()
-    dtype = base_layer.weight.dtype
-    if dtype in _HALF_DTYPES:
+    half_dtypes = {p.dtype for p in base_layer.parameters() if p.dtype in _HALF_DTYPES}
+    if half_dtypes:
         # peft adds in the dtype of the weights, so it would round the adapter's part and the sum.
         base_layer.float()
     layer.merge(safe_merge=True)
-    if dtype in _HALF_DTYPES:
-        base_layer.to(dtype)
+    if half_dtypes:
+        base_layer.to(half_dtypes.pop())
 
 
 def get_backbones(model: nn.Module) -> list[Any]:

@@ -6,6 +6,7 @@ model, which may be a hundred times larger, is completely on the disk.
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -14,15 +15,15 @@ from sentence_transformers import SentenceTransformer
 from contaccum.encoders.adapters import remove_stale_files
 from contaccum.files import AnyPath, atomic_folder
 
-MERGED_FOLDER = "merged"
+MERGED_FOLDER = ".merged"
 """Subfolder in which the full model is written before it replaces the model with adapters."""
 
 
 def replace_saved_adapter(folder: AnyPath, model: SentenceTransformer) -> None:
     """Save a full model into a folder, in place of a model with adapters.
 
-    If the process is killed, either the model with adapters is in the folder, or the full model is
-    in the subfolder `MERGED_FOLDER`.
+    If the process is killed, either the model with adapters is in the folder, or the complete full
+    model is in the subfolder `MERGED_FOLDER`, which is removed at the end.
 
     Args:
         folder: the folder of the saved model. Files that the full model does not have, such as the
@@ -42,5 +43,16 @@ def replace_saved_adapter(folder: AnyPath, model: SentenceTransformer) -> None:
         if path.is_dir():
             target.mkdir(exist_ok=True)
         else:
-            path.replace(target)
+            _replace_by_copy(path, target)
     shutil.rmtree(merged_folder)
+
+
+def _replace_by_copy(source: Path, target: Path) -> None:
+    """Replace a file in one step by a copy of another, if possible without more disk space."""
+    new_file = target.with_name(f".new-{target.name}")
+    new_file.unlink(missing_ok=True)  # of a process that was killed
+    try:
+        os.link(source, new_file)
+    except OSError:  # the file system has no hard links
+        shutil.copyfile(source, new_file)
+    new_file.replace(target)

@@ -279,7 +279,8 @@ class ContAccumTrainingArguments(
         """Refuse settings that the method does not use, and check those of query-side training."""
         if self.method != "query_side":
             self._refuse_set(QUERY_SIDE_SETTINGS, "only method=query_side has it. Drop it")
-            if not self.has_bank and self.bank_size is None:
+            is_switched_off = 0 in (self.bank_size, self.query_bank_size)
+            if not self.has_bank and not is_switched_off:
                 reason = "it has no effect without a bank. Drop it, or set bank_size=0 too"
                 self._refuse_set(BANK_SETTINGS, reason)
             return

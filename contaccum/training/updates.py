@@ -95,6 +95,7 @@ class Update:
         log_entries: further entries for the update's line in the log.
         num_pairs: number of pairs in ``micro_batches``.
         expected_batches: number of micro-batches of the whole update.
+        has_unknown_batches: whether the number of pairs of some of them is unknown.
         expected_pairs: number of pairs in all micro-batches of the update, by data set.
     """
 
@@ -108,6 +109,7 @@ class Update:
     log_entries: Record = field(default_factory=dict)
     num_pairs: int = 0
     expected_batches: int = 0
+    has_unknown_batches: bool = False
     expected_pairs: Counter[str | None] = field(default_factory=Counter)
 
     def clear_losses(self) -> None:
@@ -186,7 +188,10 @@ class Updates:
         self.current.expected_batches = len(batches)
         for inputs in batches:
             name = inputs.get("dataset_name")
-            self.current.expected_pairs[name] += self._count_pairs(inputs)
+            num_pairs = self._count_pairs(inputs)  # 0 if the features do not show the number
+            self.current.expected_pairs[name] += num_pairs
+            if num_pairs == 0:
+                self.current.has_unknown_batches = True
 
     def run_micro_batch(
         self,
@@ -285,10 +290,9 @@ class Updates:
         The losses are means over pairs. With these weights, each pair of the update has the same
         weight, also if the last micro-batch of an epoch is short.
         """
-        num_pairs = self.current.expected_pairs.total()
-        if num_pairs == 0:  # the features do not show how many pairs there are
+        if self.current.has_unknown_batches:
             return 1 / self.current.expected_batches
-        return self._count_pairs(inputs) / num_pairs
+        return self._count_pairs(inputs) / self.current.expected_pairs.total()
 
     def _set_pairs_of_losses(self) -> None:
         """Set in each ContAccumLoss the number of pairs that it receives in this update.

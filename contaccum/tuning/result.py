@@ -53,7 +53,8 @@ def write_tuned(tuned: TunedSettings, output: Path, num_queries: int) -> None:
         f"{difference['high']:+.4f}). It is the best of {len(tuned.trials)} trials, so the score "
         "is too optimistic.\n"
     )
-    if "max_steps" in tuned.choice.settings:
+    length_of_trials = tuned.choice.settings.get("max_steps")
+    if length_of_trials is not None and tuned.options.get("max_steps") == [str(length_of_trials)]:
         comment += (
             "# max_steps is the length of the trials, which were cut to fit the budget; the length "
             "was not searched.\n# With a larger --budget, trials are longer.\n"

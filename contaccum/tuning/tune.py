@@ -136,7 +136,7 @@ def tune(
         print_line=print_line,
     )
     choice = search.run()
-    run_options = _make_run_options(search_options, choice.settings)
+    run_options = _make_run_options(search_options, choice.settings, fixed_keys)
     final_options = adapt_options(run_options, choice.settings["method"], store, mined)
     trials = search.make_records()
     tuned = TunedSettings(choice, final_options, baselines.base, baselines.bm25, trials)
@@ -213,16 +213,20 @@ def _make_search_options(options: Options) -> dict[str, list[str]]:
     return {key: list(values) for key, values in options.items() if key not in dropped_keys}
 
 
-def _make_run_options(search_options: Options, settings: Settings) -> Options:
+def _make_run_options(
+    search_options: Options, settings: Settings, fixed_keys: Sequence[str]
+) -> Options:
     """Return the options of a search with the chosen settings.
 
     If the trials were cut, the settings contain ``max_steps``. The number of epochs is then
-    dropped, because it had no effect in the trials.
+    dropped, because it had no effect in the trials. But a length that the user has fixed is kept.
     """
-    run_options = dict(search_options)
+    run_options = {**search_options}
+    is_length_fixed = not {"max_steps", "num_train_epochs"}.isdisjoint(fixed_keys)
     for key, value in settings.items():
-        run_options[key] = [str(value)]
-    if "max_steps" in settings:
+        if key != "max_steps" or not is_length_fixed:
+            run_options[key] = [str(value)]
+    if "max_steps" in settings and not is_length_fixed:
         run_options.pop("num_train_epochs", None)
     return run_options
 

@@ -15,7 +15,6 @@ AUTO = {"per_device_train_batch_size": "auto"}
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 2}
 LOAD_BEST = {**EVALUATE, "load_best_model_at_end": True}
 SETTINGS_OF_A_BANK = {
-    "query_bank_size": 0,
     "bank_hard_negatives": False,
     "bank_weight": 0.5,
     "normalize_by": "all",
@@ -122,6 +121,7 @@ def test_a_setting_of_a_bank_is_refused_for_a_method_without_one(method, name, t
         ContAccumTrainingArguments(**settings)
     # For a config that several methods share; docs/paper.md has such commands.
     ContAccumTrainingArguments(**settings, bank_size=0)
+    ContAccumTrainingArguments(**settings, query_bank_size=0)
 
 
 @pytest.mark.parametrize("method", ["grad_accum", "grad_cache", "contaccum"])

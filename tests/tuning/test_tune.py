@@ -24,6 +24,7 @@ from contaccum.training.arguments import BANK_METHODS
 from contaccum.training.config import parse
 from contaccum.training.options import METHODS
 from contaccum.tuning import search as search_module
+from contaccum.tuning import tune as tune_module
 from contaccum.tuning.budget import Budget, format_duration, parse_duration
 from contaccum.tuning.choice import FinishedTrial, choose_trial
 from contaccum.tuning.journal import JOURNAL
@@ -493,3 +494,19 @@ def test_choice_without_significance_has_warnings():
 def test_choice_without_any_score_is_refused():
     with pytest.raises(ConfigError, match="no trial has a score"):
         choose_trial([make_trial(0, None, method="a")], {})
+
+
+@pytest.mark.parametrize(
+    ("fixed_keys", "length"),
+    [
+        ([], {"max_steps": ["50"]}),
+        (["num_train_epochs"], {"num_train_epochs": ["3"]}),
+    ],
+)
+def test_a_training_is_as_long_as_its_cut_trials_unless_the_user_fixed_the_length(
+    fixed_keys, length
+):
+    options = {"learning_rate": ["1e-4"], "num_train_epochs": ["3"]}
+    settings = {"learning_rate": 3e-4, "max_steps": 50}
+    run_options = tune_module._make_run_options(options, settings, fixed_keys)
+    assert run_options == {"learning_rate": ["0.0003"], **length}
