@@ -83,7 +83,7 @@ def make_loss_exact_table(result: Record) -> str:
     """Return the errors of the gradients in each precision."""
     rows = []
     for name, case in result["cases"].items():
-        errors = [format_error(error) for error in case["relative_errors"].values()]
+        errors = [format_relative_error(error) for error in case["relative_errors"].values()]
         rows.append([name, *errors, f"{case['limit']:.0e}", format_passed(case["passed"])])
     header = ["precision, drift compensation", "queries", "passages", "negatives", "limit", ""]
     return make_table(header, rows)
@@ -133,7 +133,7 @@ def make_out_of_memory_table(result: Record) -> str:
     for name, case in result["cases"].items():
         pairs = ", ".join(map(str, case["pairs_per_update"]))
         difference = case["relative_difference"]
-        shown_difference = "-" if difference is None else format_error(difference)
+        shown_difference = "-" if difference is None else format_relative_error(difference)
         sizes = [str(case["too_large"]), str(case["micro_batch"])]
         rows.append([name, *sizes, pairs, shown_difference, format_passed(case["passed"])])
     header = [
@@ -222,7 +222,7 @@ def make_query_side_table(result: Record) -> str:
     ]
     errors = []
     for dtype, error in result["gradient_errors"].items():
-        errors.append(f"{format_error(error)} ({dtype})")
+        errors.append(f"{format_relative_error(error)} ({dtype})")
     limit = f"the limit is {result['limit']:.0e}"
     return f"{make_table(header, rows)}\n\nError of the gradient: {', '.join(errors)}; {limit}."
 
@@ -293,7 +293,7 @@ def format_number(value: Number) -> str:
     return value if isinstance(value, str) else pages.format_number(value)
 
 
-def format_error(error: Number) -> str:
+def format_relative_error(error: Number) -> str:
     """Return a relative error with one digit and a power of ten."""
     return error if isinstance(error, str) else f"{error:.0e}"
 

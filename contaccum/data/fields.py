@@ -203,7 +203,8 @@ class RecordParser:
         Raises:
             Fault: for a field that is missing, empty or of another type.
         """
-        self.unseen_columns.difference_update(record)
+        if self.unseen_columns:
+            self.unseen_columns.difference_update(record)
         if self._chosen is None:
             self._chosen = _ChosenFields(
                 self._choose_field("query", record), self._choose_field("positive", record)

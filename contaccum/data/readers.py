@@ -202,7 +202,8 @@ class Source:
             parser = RecordParser(self.columns, corpus, self.min_score, self.needs_scores)
             is_table = self.data_format in _TABLE_FORMATS
             for record in parse_rows(self.path, self.rows(), parser.parse, report):
-                if is_table:  # the first row has all columns, so a wrong name is refused at once
+                # The first row of a table has all columns, so a wrong name is refused at once.
+                if is_table and parser.unseen_columns:
                     self._refuse_unseen_columns(parser)
                 if record is None:
                     report.leave_out(self.path, "score below min_score")

@@ -107,7 +107,10 @@ def _get_copied_texts(document: Passage) -> set[str]:
 
     A blank text has no copies.
     """
-    return {normalise(document.passage), normalise(document.text)} - {""}
+    texts = {normalise(document.passage)}
+    if document.title:
+        texts.add(normalise(document.text))
+    return texts - {""}
 
 
 def _add_copies(texts: Set[str], documents: Iterable[Passage]) -> set[str]:

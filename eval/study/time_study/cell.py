@@ -7,7 +7,6 @@ The job is written by `time_study.schedule`. The result is written in one step a
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from functools import partial
@@ -18,7 +17,7 @@ import torch
 
 from contaccum.comparison.processes import exit_with_parent
 from contaccum.files import provenance, read_json, write_json
-from contaccum.training.log import TRAIN_LOG
+from contaccum.training.log import TRAIN_LOG, read_log
 from time_study.clock import UpdateClock
 from time_study.scoring import Scorer, average, drop_query_ids
 from time_study.second_stage import make_second_stage
@@ -79,9 +78,7 @@ def _read_bank_fill(train_log: Path) -> list[int]:
     """Return the number of bank entries in use in each update; none for methods without a bank."""
     if not train_log.exists():  # sentence-transformers' own trainer writes no such log
         return []
-    with open(train_log, encoding="utf-8") as lines:
-        updates = [json.loads(line) for line in lines]
-    return [update["bank_fill"] for update in updates if update.get("bank_fill")]
+    return [update["bank_fill"] for update in read_log(train_log) if update.get("bank_fill")]
 
 
 def time_updates(job: dict[str, Any]) -> dict[str, Any]:
