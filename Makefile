@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP_FLAGS ?= --disable-pip-version-check -q
+# Modules are compiled when they are first imported, which most files of the packages never are.
+PIP_FLAGS ?= --disable-pip-version-check --no-compile -q
 CONSTRAINTS ?= constraints.txt
 DEV := $(VENV)/.installed-dev,demo,lightning
 # One thread for torch and one for the tokenizers, in each test process.
@@ -36,7 +37,7 @@ test: $(DEV)
 # and run the tests that depend on them most.
 $(VENV)-lowest/.installed: pyproject.toml Makefile | $(DEV)
 	rm -rf $(@D)
-	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --no-compile --target $(@D) $(LOWEST)
+	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --target $(@D) $(LOWEST)
 	touch $@
 
 test-lowest: $(DEV) $(VENV)-lowest/.installed
@@ -48,8 +49,9 @@ test-lowest: $(DEV) $(VENV)-lowest/.installed
 test-newest:
 	$(MAKE) test VENV=$(VENV)-newest CONSTRAINTS=/dev/null
 
-# Also run the long tests (fuzzing, twenty interruptions, all of SciFact) before an issue is closed.
-test-all: $(DEV)
+# Also run the long tests (fuzzing, twenty interruptions, all of SciFact), and the tests with the
+# lowest versions, before an issue is closed.
+test-all: $(DEV) test-lowest
 	$(ONE_THREAD) $(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
 
 lint: $(DEV)

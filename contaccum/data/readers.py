@@ -60,8 +60,8 @@ _TABLE_FORMATS: tuple[DataFormat, ...] = ("csv", "parquet", "hub")
 """Formats in which every row has all columns."""
 
 # Field names of a corpus, the usual one first.
-_PASSAGE_ID_FIELDS = ("_id", "id", "docid", "doc_id", "pid", "passage_id")
-_PASSAGE_TEXT_FIELDS = ("text", "passage", "contents")
+_CORPUS_ID_FIELDS = ("_id", "id", "docid", "doc_id", "pid", "passage_id")
+_CORPUS_TEXT_FIELDS = ("text", "passage", "contents")
 
 
 class Passage(NamedTuple):
@@ -386,10 +386,10 @@ def _has_header(path: Path, head: bytes) -> bool:
     if re.match(rb"[0-9]+\t", head):
         return False
     names = parse_header(head).names
-    has_id = not set(names).isdisjoint(_PASSAGE_ID_FIELDS)
-    has_text = not set(names).isdisjoint(_PASSAGE_TEXT_FIELDS)
-    if names and names[0] in _PASSAGE_ID_FIELDS and not has_text:
-        expected = ", ".join(_PASSAGE_TEXT_FIELDS)
+    has_id = not set(names).isdisjoint(_CORPUS_ID_FIELDS)
+    has_text = not set(names).isdisjoint(_CORPUS_TEXT_FIELDS)
+    if names and names[0] in _CORPUS_ID_FIELDS and not has_text:
+        expected = ", ".join(_CORPUS_TEXT_FIELDS)
         raise DataError(
             one_line(
                 f"{path}:1: unknown text column: the columns are "
@@ -406,11 +406,11 @@ def _parse_passage(row: str | Mapping[str, Any], may_be_blank: bool) -> Passage:
     if isinstance(row, str):
         passage_id, text = split_cells(row, 2)
         row = {"id": passage_id, "text": text}
-    text = parse_nullable_text(row, _PASSAGE_TEXT_FIELDS, "text")
-    identifier = get_first_value(row, _PASSAGE_ID_FIELDS)
+    text = parse_nullable_text(row, _CORPUS_TEXT_FIELDS, "text")
+    identifier = get_first_value(row, _CORPUS_ID_FIELDS)
     if identifier is None:
         fields = quoted(", ".join(row), 200)
-        expected = ", ".join(_PASSAGE_ID_FIELDS)
+        expected = ", ".join(_CORPUS_ID_FIELDS)
         raise Fault("missing id", f"its fields are {fields}; ids are in one of {expected}")
     passage = Passage(parse_id(identifier, "id"), parse_title(row), text)
     if not passage.passage and not may_be_blank:

@@ -51,6 +51,9 @@ _METRIC_FAMILIES = (*_TREC_MEASURES, "MRR")
 _METRIC_PATTERN = re.compile(rf"(?:eval_)?((?:{'|'.join(_METRIC_FAMILIES).lower()})@[1-9][0-9]*)")
 _FLOAT_TOLERANCE = 1e-12
 
+_MAX_DRAWS = 1_000_000
+"""Most queries that a bootstrap draws at once, which limits its memory."""
+
 
 def score_run(
     qrels: Mapping[str, Mapping[str, int]],
@@ -266,9 +269,11 @@ def paired_bootstrap(
     observed = float(differences.mean())
     generator = np.random.default_rng(seed)
     means = np.empty(resamples)
-    for number in range(resamples):
-        rows = generator.integers(0, n, size=n)
-        means[number] = differences[rows].mean()
+    block_size = max(1, _MAX_DRAWS // n)  # resamples that are drawn at once
+    for start in range(0, resamples, block_size):
+        num_drawn = min(block_size, resamples - start)
+        rows = generator.integers(0, n, size=(num_drawn, n))
+        means[start : start + num_drawn] = differences[rows].mean(axis=1)
     # Sums in another order differ in the last bits. Without a tolerance, some resamples that equal
     # the observed difference would not be counted.
     tolerance = _FLOAT_TOLERANCE * max(1.0, float(np.abs(differences).max()))

@@ -68,6 +68,7 @@ def normalize(embeddings: np.ndarray) -> np.ndarray:
     return embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
 
 
+@pytest.mark.long
 def test_exported_folders_are_loaded_where_contaccum_is_not_installed(tmp_path):
     tied = tiny_encoder()
     two_towers = tiny_encoder(tied=False)

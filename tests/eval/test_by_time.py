@@ -318,6 +318,7 @@ def test_the_recipe_of_sentence_transformers_trains(study, tiny_model_path, tmp_
     assert len(losses) == 2 and all(loss > 0 for loss in losses)
 
 
+@pytest.mark.long
 def test_mined_negatives_are_no_document_of_held_out_queries(
     study, monkeypatch, folder, tiny_model_path
 ):

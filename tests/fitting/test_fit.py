@@ -243,8 +243,8 @@ def kill_in_stage(monkeypatch: pytest.MonkeyPatch, name: str, after: bool) -> No
         pytest.param("encode_corpus", False, marks=pytest.mark.long),
         pytest.param("score_on_dev", True, marks=pytest.mark.long),
         ("tune", True),
-        ("train_final", True),
-        ("build_fit_page", False),
+        pytest.param("train_final", True, marks=pytest.mark.long),
+        pytest.param("build_fit_page", False, marks=pytest.mark.long),
     ],
 )
 def test_fit_that_was_killed_continues_to_the_same_verdict(

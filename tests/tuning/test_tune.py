@@ -323,7 +323,15 @@ class Killed(BaseException):
     """An exception in place of SIGKILL: nothing catches it."""
 
 
-@pytest.mark.parametrize("killed_at", [0, 1, 4, 6])
+@pytest.mark.parametrize(
+    "killed_at",
+    [
+        pytest.param(0, marks=pytest.mark.long),
+        1,
+        pytest.param(4, marks=pytest.mark.long),
+        6,
+    ],
+)
 def test_search_continues_after_a_kill_with_the_same_trials(root, tmp_path, monkeypatch, killed_at):
     monkeypatch.setattr(search_module, "MAX_TRIALS", 7)
     options = ["--method", "contaccum", "--seed", "5"]
@@ -403,6 +411,7 @@ def test_every_method_has_a_start_rate_and_methods_with_a_bank_keep_its_settings
 
 def test_folder_of_another_search_is_refused(root, tmp_path, monkeypatch, capsys):
     scores = iter(range(100))
+    monkeypatch.setattr(search_module, "MAX_TRIALS", 2)
     monkeypatch.setattr(search_module, "run_trial", lambda *_, **__: make_outcome(next(scores)))
     options = ["--budget", "60s", "--learning_rate", "1e-3", "--method", "contaccum"]
     assert tune(root, tmp_path, *options) == 0
