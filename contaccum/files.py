@@ -255,9 +255,28 @@ def _prepare_writing(path: Path) -> Iterator[None]:
         # Other errors may come from files that the block reads, so they are raised unchanged.
         if error.errno not in _WRITE_ERRORS:
             raise
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror}); free space, or name another path"
-        ) from error
+        raise _make_write_error(path, error.strerror) from error
+
+
+@contextmanager
+def refuse_failed_write(path: AnyPath) -> Iterator[None]:
+    """Raise an error of numpy or FAISS, while the block writes to ``path``, as `UserError`.
+
+    If the disk becomes full, numpy may raise an OSError without an error number, and FAISS raises a
+    RuntimeError. `atomic_file` and `atomic_folder` do not recognise these as errors of writing.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        # A message of FAISS starts with a function and a source line, and ends with the reason.
+        reason = str(error).rpartition(": ")[2].strip()
+        raise _make_write_error(path, reason) from error
+
+
+def _make_write_error(path: AnyPath, reason: str | None) -> UserError:
+    return UserError(f"{path}: cannot be written ({reason}); free space, or name another path")
 
 
 def _flush(path: Path) -> None:

@@ -45,7 +45,8 @@ def measure(run: Run) -> dict[str, Any]:
     gpus = find_gpus()
     if not gpus or not hasattr(faiss, "StandardGpuResources"):
         raise NotMeasured(
-            "this FAISS has no GPU: pip uninstall faiss-cpu, then pip install 'contaccum[gpu]'"
+            "this FAISS has no GPU: pip uninstall -y faiss-cpu faiss-gpu, and then "
+            "pip install 'faiss-gpu>=1.15'"
         )
     sizes = TINY if run.is_tiny else SearchSizes()
     resources = faiss.StandardGpuResources()

@@ -153,7 +153,10 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="rows per shard; a killed run loses at most one shard; default: %(default)s",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace a store that is already in the folder"
+        "--overwrite",
+        action="store_true",
+        help="replace a store that is already in the folder, also an unfinished one; without this "
+        "option, an unfinished store is continued",
     )
     args = parser.parse(argv)
     if args.model is None:

@@ -84,7 +84,7 @@ def run(argv: Sequence[str]) -> int:
     sections = [metrics_table]
     for label, record in zip(labels, records, strict=True):
         if record.get("served"):
-            sections.append(tables.served_table(label, record["served"]))
+            sections.append(tables.forms_table(label, record["served"]))
         if record.get("endpoint"):
             sections.append(tables.endpoint_tables(label, record["endpoint"]))
     for comparison in comparisons:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from contaccum.cli.options import get_search_settings, load_model
 from contaccum.errors import ConfigError
-from contaccum.evaluation import beir_sets, endpoint_check, mteb_tasks, results, served_forms
+from contaccum.evaluation import beir_sets, endpoint_check, forms, mteb_tasks, results
 from contaccum.evaluation.beir_sets import EvaluationSet
 from contaccum.evaluation.metrics import metric_names
 
@@ -169,7 +169,7 @@ def _make_model_scorer(
         # a dimension.
         dimension = model.get_embedding_dimension()
         assert dimension is not None
-        served = served_forms.plan_served(
+        form_plan = forms.plan_forms(
             dimension,
             args.dims,
             args.quantize or ["float32"],
@@ -177,8 +177,8 @@ def _make_model_scorer(
             shown_metrics[0],
         )
         for plan in plans:
-            plan["served"] = served
-        score = partial(score, served=served)
+            plan["served"] = form_plan
+        score = partial(score, form_plan=form_plan)
     return Scorer(plans, score, is_repeatable=not args.endpoint)
 
 

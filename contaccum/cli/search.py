@@ -74,6 +74,8 @@ def run(argv: Sequence[str]) -> int:
     query_embeddings: np.ndarray | None = None
     if state.is_main_process:
         require_writable(args.output)
+        if args.index_file is not None and not args.index_file.exists():
+            require_writable(args.index_file)
         query_ids, query_embeddings = _load_queries(args, store)
     query_embeddings = share_queries(query_embeddings, store.shape[1])
     results = _search(args, store, index_settings, query_embeddings, state)
@@ -140,10 +142,10 @@ def _make_parser() -> Parser:
         "index",
         "index_parameters",
         "similarity",
+        # Queries do not depend on this length. It must be that of the documents in the store.
+        "passage_max_length",
         *ENCODING_OPTIONS,
     )
-    # load_model reads this option. The command has no such option, because it encodes only queries.
-    parser.set_defaults(passage_max_length=None)
     parser.add_model("the encoder that wrote the store; leave it out if --queries is a store")
     parser.add_argument(
         "--store",
@@ -224,8 +226,9 @@ def _load_queries(args: argparse.Namespace, store: EmbeddingStore) -> tuple[list
     _check_stores(args, store, model_fingerprint(model, "document"), queries_kind="query")
     if store.metadata["tokenisation"] != tokenisation_fingerprint(model, "document"):
         raise DataError(
-            f"{args.store}: was encoded with another prompt, length or pooling of documents: use "
-            "the same settings, or encode the documents again"
+            f"{args.store}: was encoded with another prompt, length or pooling of documents: pass "
+            "the --passage_max_length of contaccum encode, use the same model settings, or encode "
+            "the documents again"
         )
     embeddings = encode_texts(
         model,

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,11 +37,9 @@ from contaccum.encoders.agreement import LEAST_COSINE, compute_cosines
 from contaccum.encoders.onnx_files import load_onnx, require_onnx, write_onnx
 from contaccum.encoders.serving_guide import render_serving_guide
 from contaccum.encoders.settings import require_max_length
-from contaccum.encoders.towers import get_tower, is_tied
+from contaccum.encoders.towers import Kind, get_tower, is_tied
 from contaccum.errors import ConfigError, UserError, check_choice
 from contaccum.files import AnyPath, atomic_folder, provenance, read_json, write_json, write_text
-
-Task = Literal["query", "document"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SERVING_GUIDE = "SERVING.md"
@@ -76,7 +74,7 @@ class CosineCheck:
     """
 
     folder: str
-    task: Task
+    task: Kind
     weights: str
     num_texts: int
     least: float
@@ -168,8 +166,8 @@ def export_model(
 
 
 def _encode_and_merge(
-    model: SentenceTransformer, texts: Mapping[Task, Sequence[str]], dtype: str
-) -> dict[Task, np.ndarray]:
+    model: SentenceTransformer, texts: Mapping[Kind, Sequence[str]], dtype: str
+) -> dict[Kind, np.ndarray]:
     """Return the model's embeddings of the check texts, {task: (n, d)}, and merge its adapters.
 
     The plain models of the model share its modules, so their adapters are merged too.
@@ -258,7 +256,7 @@ def _make_plain_model(model: SentenceTransformer, tower: nn.Module) -> SentenceT
     )
 
 
-def get_folder_tasks(subfolder: str) -> tuple[Task, ...]:
+def get_folder_tasks(subfolder: str) -> tuple[Kind, ...]:
     """Return the tasks that the model in a subfolder of the export serves."""
     if subfolder == "query":
         return ("query",)
@@ -323,7 +321,7 @@ def _classic_pooling_config(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def load_check_texts() -> dict[Task, list[str]]:
+def load_check_texts() -> dict[Kind, list[str]]:
     """Return the check texts, {task: texts}: claims and abstracts of the shipped SciFact."""
     dataset = load_beir_folder(shipped_scifact(), "test")
     passages = []
@@ -333,7 +331,7 @@ def load_check_texts() -> dict[Task, list[str]]:
     return {"query": queries, "document": passages}
 
 
-def encode_check_texts(model: SentenceTransformer, task: Task, texts: Sequence[str]) -> np.ndarray:
+def encode_check_texts(model: SentenceTransformer, task: Kind, texts: Sequence[str]) -> np.ndarray:
     """Return the embeddings, float32 (n, d), of n texts with the model's prompt for a task."""
     encode = model.encode_query if task == "query" else model.encode_document
     embeddings = encode(list(texts), batch_size=_CHECK_BATCH, convert_to_tensor=True)
@@ -343,8 +341,8 @@ def encode_check_texts(model: SentenceTransformer, task: Task, texts: Sequence[s
 def check_folder(
     folder: Path,
     subfolder: str,
-    texts: Mapping[Task, Sequence[str]],
-    expected: Mapping[Task, np.ndarray],
+    texts: Mapping[Kind, Sequence[str]],
+    expected: Mapping[Kind, np.ndarray],
     has_onnx: bool,
     trust_remote_code: bool = False,
 ) -> list[CosineCheck]:

@@ -7,8 +7,10 @@ model with two towers; see `contaccum.encoders.export`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,9 @@ def render_serving_guide(
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    # Readers may copy a prompt from the guide. Jinja's filter `tojson` would also escape characters
+    # for HTML, such as apostrophes.
+    environment.filters["quote"] = partial(json.dumps, ensure_ascii=False)
     return environment.get_template(_TEMPLATE).render(
         served=served,
         is_tied=len(served) == 1,

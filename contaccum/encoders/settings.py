@@ -66,16 +66,13 @@ def _set_max_length(model: SentenceTransformer, task: str, length: int, option: 
 def get_prompt(model: SentenceTransformer, task: str) -> str:
     """Return the prompt that `encode_query` or `encode_document` puts before each text.
 
+    sentence-transformers gives every model the prompts "query" and "document". They are empty if
+    the model has none, and its other prompts, such as "passage", are then not used.
+
     Args:
         task: "query" or "document".
     """
-    prompt_names = ["query"]
-    if task == "document":
-        prompt_names = ["document", "passage", "corpus"]
-    for name in prompt_names:
-        if name in model.prompts:
-            return model.prompts[name] or ""
-    return model.prompts.get(model.default_prompt_name or "") or ""
+    return model.prompts.get(task) or ""
 
 
 def get_max_length(model: SentenceTransformer, task: str) -> int | None:

@@ -6,9 +6,14 @@ of sentence-transformers that chooses a route by the task, "query" or "document"
 
 from __future__ import annotations
 
+from typing import Literal
+
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Router
 from torch import nn
+
+Kind = Literal["query", "document"]
+"""Kind of texts, and name of the tower that encodes them: a task in sentence-transformers."""
 
 
 def get_tower(model: SentenceTransformer, task: str) -> nn.Module:

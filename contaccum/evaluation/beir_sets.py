@@ -44,7 +44,7 @@ def evaluate_beir(
     model: SentenceTransformer,
     dataset: BeirDataset,
     k_values: Sequence[int] = DEFAULT_K_VALUES,
-    served: Mapping[str, Any] | None = None,
+    form_plan: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> EvaluationResult:
     """Encode the corpus and the queries of a data set, search, and score.
@@ -53,7 +53,7 @@ def evaluate_beir(
         model: a SentenceTransformer.
         dataset: the data set.
         k_values: cut-offs of the metrics. As many documents as the largest are retrieved.
-        served: sizes and types in which the embeddings are scored too; see `plan_served`.
+        form_plan: sizes and types in which the embeddings are scored too; see `plan_forms`.
         settings: settings of `search` and `plan_search`.
 
     Raises:
@@ -64,14 +64,14 @@ def evaluate_beir(
     warn_of_ignored_judgements(dataset.qrels, dataset.name)
     outcome = search(model, dataset.corpus, dataset.queries, max(k_values), **settings)
     record_fields = outcome.record_fields
-    if served:
+    if form_plan:
         # Imported late, because scoring a run needs no FAISS.
-        from contaccum.evaluation.served_forms import score_served
+        from contaccum.evaluation.forms import score_forms
 
         query_embeddings, document_embeddings = outcome.embeddings
         similarity = record_fields["model"]["similarity"]
-        rows = score_served(dataset, query_embeddings, document_embeddings, similarity, **served)
-        record_fields["served"] = {**served, "rows": rows}
+        rows = score_forms(dataset, query_embeddings, document_embeddings, similarity, **form_plan)
+        record_fields["served"] = {**form_plan, "rows": rows}
     metrics, per_query = score_run(dataset.qrels, outcome.run, k_values)
     data = describe_data(dataset)
     return EvaluationResult(metrics, per_query, outcome.run, data, **record_fields)
@@ -98,7 +98,11 @@ def score_beir_run(
     best_hits: Run = {}
     for query_id in dataset.qrels:
         if query_id in run:
-            hits = {name: score for name, score in run[query_id].items() if name != query_id}
+            hits = {
+                document_id: score
+                for document_id, score in run[query_id].items()
+                if document_id != query_id
+            }
             best_hits[query_id] = dict(sort_as_trec_eval(hits)[:max_k])
     if not best_hits:
         raise DataError(
@@ -241,19 +245,23 @@ def plan_search(
     Raises:
         ConfigError: settings cannot work, which would otherwise show only after hours of encoding.
     """
-    from contaccum.retrieval.encode import get_metric, model_fingerprint, tokenisation_fingerprint
+    from contaccum.retrieval.encode import (
+        get_similarity,
+        model_fingerprint,
+        tokenisation_fingerprint,
+    )
     from contaccum.retrieval.index import check_factory
 
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
-    metric = get_metric(model, similarity)
+    similarity = get_similarity(model, similarity)
     dimension = model.get_embedding_dimension()
     assert dimension is not None, "the model gives no embeddings of a fixed dimension"
-    _, index_parameters = check_factory(index, dimension, documents, metric, index_parameters)
+    _, index_parameters = check_factory(index, dimension, documents, similarity, index_parameters)
     return {
         "model": {
             "fingerprint": model_fingerprint(model),
-            "similarity": metric,
+            "similarity": similarity,
             "dimension": dimension,
         },
         "tokenisation": tokenisation_fingerprint(model),

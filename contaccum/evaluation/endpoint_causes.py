@@ -22,8 +22,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 from torch import Tensor, nn
 
 from contaccum.encoders.settings import get_max_length, get_max_positions, get_prompt
-from contaccum.encoders.towers import get_tower
-from contaccum.retrieval.encode import Kind
+from contaccum.encoders.towers import Kind, get_tower
 
 KINDS: tuple[Kind, ...] = ("query", "document")
 _LENGTHS = (32, 64, 128, 256, 384, 512, 1024, 2048, 4096, 8192)

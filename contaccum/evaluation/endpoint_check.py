@@ -23,7 +23,7 @@ from sentence_transformers import SentenceTransformer
 from contaccum.data import BeirDataset
 from contaccum.encoders.agreement import LEAST_COSINE, compute_cosines
 from contaccum.encoders.settings import get_prompt
-from contaccum.encoders.towers import is_tied
+from contaccum.encoders.towers import Kind, is_tied
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.beir_sets import evaluate_beir
 from contaccum.evaluation.endpoint import EmbeddingEndpoint
@@ -31,7 +31,7 @@ from contaccum.evaluation.endpoint_causes import KINDS, Hypothesis, list_hypothe
 from contaccum.evaluation.metrics import paired_bootstrap
 from contaccum.evaluation.results import EvaluationResult, JsonObject
 from contaccum.files import redact
-from contaccum.retrieval.encode import Kind, encode_texts
+from contaccum.retrieval.encode import encode_texts
 from contaccum.retrieval.searcher import get_passage_texts
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ def evaluate_endpoint(
     dataset: BeirDataset,
     k_values: Sequence[int],
     compared_metrics: Sequence[str],
-    served: Mapping[str, Any] | None = None,
+    form_plan: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> EvaluationResult:
     """Evaluate servers on a data set, and compare them with the model.
@@ -158,7 +158,7 @@ def evaluate_endpoint(
         dataset: the data set.
         k_values: cut-offs of the metrics.
         compared_metrics: metrics, such as "NDCG@10", by which servers and model are compared.
-        served: sizes and types in which the servers' embeddings are scored too; see
+        form_plan: sizes and types in which the servers' embeddings are scored too; see
             `evaluate_beir`.
         settings: settings of `search` and `plan_search` for both evaluations.
 
@@ -183,7 +183,7 @@ def evaluate_endpoint(
         model,
         dataset,
         k_values,
-        served,
+        form_plan,
         encode_queries=lambda _, texts: served_model.encode(texts, "query"),
         encode_documents=lambda _, texts: served_model.encode(texts, "document"),
         **settings,

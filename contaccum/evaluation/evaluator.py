@@ -50,8 +50,6 @@ class RetrievalEvaluator(SentenceEvaluator):
             before `sample`.
 
     Attributes:
-        documents: documents whose stored embeddings are used, because only the query tower is
-            trained and they do not change; None: the model encodes the documents in each call.
         query_scores: {query id: score by the primary metric} of the last scoring.
 
     Raises:
@@ -84,8 +82,21 @@ class RetrievalEvaluator(SentenceEvaluator):
         # Typed as Any, because the base class declares it as None.
         self.primary_metric: Any = primary_metric or self.metrics[0]
         self.notes = notes or {}
-        self.documents: StoreDocuments | None = None
+        self.documents = None
         self.query_scores: dict[str, float] = {}
+
+    @property
+    def documents(self) -> StoreDocuments | None:
+        """Documents whose stored embeddings are used, because only the query tower is trained.
+
+        None (the default): the model encodes the documents in each call.
+        """
+        return self._documents
+
+    @documents.setter
+    def documents(self, documents: StoreDocuments | None) -> None:
+        self._documents = documents
+        # The embeddings of the corpus are read from these documents in the next call.
         self._fixed_embeddings: np.ndarray | None = None
 
     def __call__(

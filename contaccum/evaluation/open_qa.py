@@ -126,7 +126,8 @@ def load_passages(
         DataError: the file cannot be used, no passage is left, or an id occurs twice.
     """
     passages: dict[str, Passage] = {}
-    for passage in read_passages(path, report):
+    # `contaccum encode` encodes passages without text, so that a run may contain them.
+    for passage in read_passages(path, report, may_be_blank=True):
         if passage.id in passages:
             raise DataError(
                 f"{path}: id {passage.id!r:.60} occurs again (keep one passage for each id)"

@@ -64,10 +64,10 @@ class EvaluationResult:
         tokenisation: hash of the settings, beside the weights, that decide embeddings; None for a
             run of another system.
         served: types and sizes that the embeddings were scored in too, with a row of scores for
-            each; see `served_forms.score_served`.
+            each; see `forms.score_forms`.
         endpoint: the embedding server whose embeddings were scored in place of the model's, and
             its comparison with the model; see `endpoint_check.evaluate_endpoint`.
-        timing: seconds of encoding, indexing, searching and measuring recall.
+        timing: seconds of encoding, indexing and searching.
         precision: type of autocast, "float32" without autocast, "unknown" for a run.
         created: time of the evaluation, in UTC.
     """

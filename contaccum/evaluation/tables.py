@@ -121,26 +121,26 @@ def sets_table(rows: Sequence[Row], names: Sequence[str]) -> str:
     return markdown_table(["data", "split", "queries", *names], cells)
 
 
-def served_table(label: str, served: Mapping[str, Any]) -> str:
+def forms_table(label: str, scored_forms: Mapping[str, Any]) -> str:
     """Return the Markdown table of a record's ``served``: scores by size and type of embeddings.
 
     Differences are from the first row.
 
     Args:
         label: name of the data set.
-        served: see `served_forms.plan_served` and `served_forms.score_served`.
+        scored_forms: see `forms.plan_forms` and `forms.score_forms`.
     """
     header = [
         "dimensions",
         "type",
-        served["metric"],
+        scored_forms["metric"],
         "difference",
         "95% interval",
         "bytes a document",
         "queries/s",
     ]
     cells: list[list[str | float | None]] = []
-    for row in served["rows"]:
+    for row in scored_forms["rows"]:
         is_first = not cells
         difference = None if is_first else f"{row['difference']:+.4f}"
         interval = None if is_first else _format_interval(row)
@@ -148,7 +148,7 @@ def served_table(label: str, served: Mapping[str, Any]) -> str:
             [
                 row["dimensions"],
                 row["type"],
-                row[served["metric"]],
+                row[scored_forms["metric"]],
                 difference,
                 interval,
                 row["bytes_per_document"],
@@ -157,7 +157,7 @@ def served_table(label: str, served: Mapping[str, Any]) -> str:
         )
     title = (
         f"## {label}: scores by size and type of the embeddings "
-        f"(binary rescored {served['rescore']}x)"
+        f"(binary rescored {scored_forms['rescore']}x)"
     )
     return f"{title}\n\n{markdown_table(header, cells)}"
 

@@ -34,10 +34,11 @@ from contaccum.bank.settings import DEFAULT_TEMPERATURE
 from contaccum.data.sampling import LABELS, first_texts, get_samplings, text_ids
 from contaccum.distributed import rank, world_size
 from contaccum.encoders.query_tower import train_query_tower_alone
+from contaccum.encoders.settings import get_prompt
 from contaccum.errors import ConfigError
 from contaccum.files import AnyPath
 from contaccum.retrieval.documents import PositiveRows, StoreDocuments
-from contaccum.retrieval.encode import get_metric, model_fingerprint, tokenisation_fingerprint
+from contaccum.retrieval.encode import get_similarity, model_fingerprint, tokenisation_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 
 logger = logging.getLogger(__name__)
@@ -232,7 +233,7 @@ class QuerySideCollator(SentenceTransformerDataCollator):
         text_columns = [name for name in dataset.column_names if name not in LABELS]
         query_column = text_columns[0]
         prompts = {}
-        prompt = model.prompts.get("query")
+        prompt = get_prompt(model, "query")
         if prompt:
             prompts[query_column] = prompt
         return cls(
@@ -337,10 +338,10 @@ def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
         raise ConfigError(f"{store.folder}: was encoded by another model, {name}: {remedy}")
     if metadata["tokenisation"] != tokenisation_fingerprint(model, "document"):
         raise ConfigError(
-            f"{store.folder}: was encoded with another prompt, length or pooling of documents: "
-            f"{remedy}"
+            f"{store.folder}: was encoded with another prompt, length or pooling of documents: set "
+            f"the passage_max_length of contaccum encode, or {remedy}"
         )
-    similarity = get_metric(model)
+    similarity = get_similarity(model)
     if metadata["similarity"] != similarity:
         raise ConfigError(
             f"{store.folder}: is compared by {metadata['similarity']}, but this model by "

@@ -24,7 +24,7 @@ from contaccum.errors import DataError
 from contaccum.mining.cross_encoder import CandidateFilter
 from contaccum.mining.data import JsonObject, MiningData, load_mining_data
 from contaccum.mining.rules import SelectionRules, select_candidates
-from contaccum.retrieval.encode import Metric, encode_texts, get_metric
+from contaccum.retrieval.encode import Similarity, encode_texts, get_similarity
 from contaccum.retrieval.exact_search import prepare_vectors
 from contaccum.retrieval.index import build_index, search
 from contaccum.retrieval.searcher import bm25_scores
@@ -125,7 +125,7 @@ def mine_hard_negatives(
     if model is None:
         rankings = _rank_by_bm25(data, k, show_progress)
     else:
-        metric = get_metric(model, similarity)
+        metric = get_similarity(model, similarity)
         settings["method"] = "dense"
         settings["similarity"] = metric
         settings["precision"] = precision
@@ -161,7 +161,7 @@ def _make_candidate_filter(
 
 
 def _rank_by_model(
-    data: MiningData, model: Any, k: int, metric: Metric, encode_options: dict[str, Any]
+    data: MiningData, model: Any, k: int, metric: Similarity, encode_options: dict[str, Any]
 ) -> Iterator[_Ranking]:
     """Yield the k best passages for each query, by the similarity of embeddings."""
     texts = [document.passage for document in data.documents]

@@ -11,10 +11,12 @@ from sentence_transformers import SentenceTransformer
 from tqdm.auto import tqdm
 
 from contaccum.data import RecordReport
+from contaccum.encoders.towers import Kind
+from contaccum.errors import ConfigError, check_choice
 from contaccum.files import AnyPath, redact
-from contaccum.retrieval.encode import Kind, encode_texts, encoding_identity, read_texts
+from contaccum.retrieval.encode import PRECISIONS, encode_texts, encoding_identity, read_texts
 from contaccum.retrieval.quantization import check_binary_dimension
-from contaccum.retrieval.store import StoreWriter
+from contaccum.retrieval.store import STORED, StoreWriter
 
 ROWS_PER_SHARD = 50_000
 
@@ -65,7 +67,8 @@ class CorpusEncoder:
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
 
     Raises:
-        ConfigError: the model's dimension does not fit a binary store.
+        ConfigError: a setting is not one of the allowed values, or the model's dimension does not
+            fit a binary store.
         DataError: the corpus cannot be read.
         UserError: the folder holds another store or something else.
     """
@@ -84,6 +87,10 @@ class CorpusEncoder:
         overwrite: bool = False,
         on_bad_record: Literal["stop", "skip"] = "stop",
     ) -> None:
+        check_choice("dtype", dtype, STORED)
+        check_choice("precision", precision, PRECISIONS)
+        if shard_size < 1:
+            raise ConfigError(f"shard_size must be at least 1, got {shard_size}")
         check_binary_dimension(dtype, model.get_embedding_dimension() or 0)
         self.model = model
         self.corpus = corpus
@@ -116,6 +123,6 @@ class CorpusEncoder:
             )
 
         passages = read_texts(self.corpus, self.kind, report)
-        progress = tqdm(passages, "Shards", unit=f" {self.kind}s", disable=not show_progress)
+        progress = tqdm(passages, "Encoding", unit=" texts", disable=not show_progress)
         is_finished = self.writer.fill(progress, encode_shard, rank, world_size)
         return EncodedCorpus(report, num_encoded, is_finished)

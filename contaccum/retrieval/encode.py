@@ -28,15 +28,23 @@ from contaccum.data import Passage, RecordReport, load_questions, read_passages
 from contaccum.data.beir import find_beir_file
 from contaccum.data.records import quoted
 from contaccum.data.sampling import text_ids
-from contaccum.encoders.towers import get_tower
+from contaccum.encoders.settings import get_prompt
+from contaccum.encoders.towers import Kind, get_tower
 from contaccum.errors import DataError, UserError, check_choice
 from contaccum.files import Fingerprint
 
-Kind = Literal["query", "document"]
-Metric = Literal["cos", "dot"]
+Similarity = Literal["cos", "dot"]
+
+PRECISIONS = ("float32", "bfloat16", "float16")
+"""Types of autocast; see `encode_texts`."""
 
 # BEIR's and sentence-transformers' names of the two similarities that an inner product can compute.
-_METRICS: dict[str, Metric] = {"cos_sim": "cos", "cos": "cos", "cosine": "cos", "dot": "dot"}
+_SIMILARITIES: dict[str, Similarity] = {
+    "cos_sim": "cos",
+    "cos": "cos",
+    "cosine": "cos",
+    "dot": "dot",
+}
 # A larger batch does not fit a CPU's cache: 200 SciFact abstracts by MiniLM on one core take 16.4 s
 # with 32 texts per batch, 14.4 s with 8 and 14.2 s with 4.
 _MAX_CPU_BATCH_SIZE = 8
@@ -123,7 +131,7 @@ def encode_texts(
         ConfigError: the precision is unknown.
         UserError: the model returns NaN or infinity; the message quotes the text.
     """
-    check_choice("precision", precision, ("float32", "bfloat16", "float16"))
+    check_choice("precision", precision, PRECISIONS)
     if len(texts) == 0:
         return np.empty((0, model.get_embedding_dimension() or 0), dtype=np.float32)
     encode = model.encode_document
@@ -163,7 +171,7 @@ def _check_finite(embeddings: np.ndarray, texts: Sequence[str], kind: Kind, prec
     raise UserError(f"the model gives NaN or infinity for the {kind} {quoted(text)} ({remedy})")
 
 
-def get_metric(model: SentenceTransformer, score_function: str | None = None) -> Metric:
+def get_similarity(model: SentenceTransformer, score_function: str | None = None) -> Similarity:
     """Return the similarity that embeddings are compared by, "cos" or "dot".
 
     Args:
@@ -175,8 +183,8 @@ def get_metric(model: SentenceTransformer, score_function: str | None = None) ->
         ConfigError: the similarity is neither cosine nor dot product.
     """
     name = score_function or getattr(model, "similarity_fn_name", None) or "cosine"
-    check_choice("the similarity", name, _METRICS)
-    return _METRICS[name]
+    check_choice("the similarity", name, _SIMILARITIES)
+    return _SIMILARITIES[name]
 
 
 def encoding_identity(
@@ -201,7 +209,7 @@ def encoding_identity(
     identity = {
         "kind": kind,
         "model": model_fingerprint(model, "document"),
-        "similarity": get_metric(model),
+        "similarity": get_similarity(model),
     }
     if kind == "query":
         identity["query_model"] = model_fingerprint(model, "query")
@@ -251,7 +259,7 @@ def tokenisation_fingerprint(model: object, kind: Kind | None = None) -> str | N
         query_fingerprint = tokenisation_fingerprint(model, "query")
         document_fingerprint = tokenisation_fingerprint(model, "document")
         return Fingerprint(query_fingerprint, document_fingerprint).hex()
-    prompt = model.prompts.get(kind)
+    prompt = get_prompt(model, kind)
     fingerprint = Fingerprint(prompt, model.default_prompt_name, model.truncate_dim)
     for module in get_tower(model, kind).modules():
         # Containers are skipped and their modules are hashed one by one: then a model without a

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from contaccum.errors import UserError
-from contaccum.retrieval.encode import Metric
+from contaccum.retrieval.encode import Similarity
 from contaccum.retrieval.quantization import QuantizedEmbeddings
 from contaccum.retrieval.store import EmbeddingStore
 
@@ -40,7 +40,7 @@ def search_slices(
     corpus: Embeddings,
     queries: np.ndarray,
     k: int,
-    metric: Metric,
+    metric: Similarity,
     gpus: Sequence[int] = (),
     show_progress: bool = False,
     part: int = 0,
@@ -131,8 +131,8 @@ def _cut_rows(first_row: int, end_row: int, size: int) -> list[slice]:
 def _use_blas(dimension: int) -> Iterator[None]:
     """Make FAISS use BLAS for 8 queries or more, and restore its threshold afterwards.
 
-    By default FAISS computes products one by one below 128,000 numbers in all queries, which takes
-    fifteen times as long.
+    By default, FAISS uses BLAS only if queries x dimensions reach 128,000. Below that, products are
+    computed one by one, which takes up to ten times as long.
     """
     import faiss
 
@@ -177,7 +177,7 @@ def _add_results(
 
 def prepare_vectors(
     vectors: np.ndarray,
-    metric: Metric,
+    metric: Similarity,
     description: str,
     first_row: int = 0,
     out: np.ndarray | None = None,

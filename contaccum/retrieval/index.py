@@ -21,8 +21,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from contaccum.errors import ConfigError, DataError
-from contaccum.files import AnyPath, atomic_file, read_json, write_json
-from contaccum.retrieval.encode import Metric
+from contaccum.files import (
+    AnyPath,
+    atomic_file,
+    read_json,
+    refuse_failed_write,
+    require_writable,
+    write_json,
+)
+from contaccum.retrieval.encode import Similarity
 from contaccum.retrieval.exact_search import (
     Embeddings,
     compute_slice_size,
@@ -61,7 +68,7 @@ class DenseIndex:
     corpus: Embeddings
     ids: Callable[[np.ndarray], Sequence[str] | np.ndarray]
     factory: str
-    metric: Metric
+    metric: Similarity
     parameters: str | None
     faiss_index: faiss.Index | None = None
     gpus: Sequence[int] = ()
@@ -70,7 +77,7 @@ class DenseIndex:
 def build_index(
     embeddings: Embeddings,
     factory: str = "Flat",
-    metric: Metric = "cos",
+    metric: Similarity = "cos",
     ids: Sequence[str] | None = None,
     parameters: str | None = None,
 ) -> DenseIndex:
@@ -129,7 +136,7 @@ def _make_id_lookup(
     return np.array(ids, dtype=object).__getitem__
 
 
-def _train_index(index: faiss.Index, embeddings: Embeddings, metric: Metric) -> None:
+def _train_index(index: faiss.Index, embeddings: Embeddings, metric: Similarity) -> None:
     """Train an index on a random sample of the embeddings, if it needs training."""
     if index.is_trained:
         return
@@ -147,7 +154,7 @@ def open_index(
     path: AnyPath,
     store: EmbeddingStore,
     factory: str,
-    metric: Metric = "cos",
+    metric: Similarity = "cos",
     parameters: str | None = None,
 ) -> DenseIndex:
     """Open the index of a store from a file, memory-mapped; without a file, build and write it.
@@ -165,6 +172,7 @@ def open_index(
     Raises:
         ConfigError: see `build_index`.
         DataError: the file belongs to another store, factory or metric, or FAISS cannot read it.
+        UserError: the file cannot be written; this is checked before the index is built, too.
     """
     import faiss
 
@@ -172,12 +180,13 @@ def open_index(
     description_path = Path(f"{path}.json")
     description = {"fingerprint": store.fingerprint, "factory": factory, "metric": metric}
     if not path.exists():
+        require_writable(path)
         index = build_index(store, factory, metric, parameters=parameters)
         assert index.faiss_index is not None, "a Flat index has no file"
         # The description is written first: an index file without one would be refused.
         origin = {"store": str(store.folder), "faiss": faiss.__version__}
         write_json(description_path, {**description, **origin})
-        with atomic_file(path) as part:
+        with atomic_file(path) as part, refuse_failed_write(path):
             faiss.write_index(index.faiss_index, str(part))
         return index
     stored_description = read_json(description_path)
@@ -304,7 +313,7 @@ def check_factory(
     factory: str,
     dimension: int,
     n: int,
-    metric: Metric = "cos",
+    metric: Similarity = "cos",
     parameters: str | None = None,
 ) -> tuple[faiss.Index, str | None]:
     """Check index settings. Call this before a corpus is encoded, which may take hours.

@@ -12,7 +12,7 @@ import torch
 from accelerate import PartialState
 
 from contaccum.distributed import gather_rows, rank, world_size
-from contaccum.retrieval.encode import Metric
+from contaccum.retrieval.encode import Similarity
 from contaccum.retrieval.index import build_index, find_gpus, order_ties_by_id, search
 from contaccum.retrieval.store import EmbeddingStore
 
@@ -44,7 +44,7 @@ def search_with_all_ranks(
     store: EmbeddingStore,
     queries: np.ndarray,
     k: int,
-    metric: Metric,
+    metric: Similarity,
     show_progress: bool = False,
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Find the k best documents of n queries exactly, in all shards of a store.

@@ -16,8 +16,9 @@ import numpy as np
 from sentence_transformers import SentenceTransformer
 
 from contaccum.data import passage_text
+from contaccum.encoders.towers import Kind
 from contaccum.errors import DataError
-from contaccum.retrieval.encode import Kind, encode_texts, get_metric
+from contaccum.retrieval.encode import encode_texts, get_similarity
 from contaccum.retrieval.index import DenseIndex, build_index, recall_against_exact, search
 
 Run = dict[str, dict[str, float]]
@@ -108,7 +109,7 @@ class FaissSearcher:
             ConfigError: the score function is unknown, or the index cannot be built.
             DataError: the corpus is empty.
         """
-        metric = get_metric(self.model, score_function)
+        metric = get_similarity(self.model, score_function)
         if not corpus:
             raise DataError("the corpus has no documents to search (check the corpus file)")
         self.timing = {}

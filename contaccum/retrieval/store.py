@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -26,9 +25,11 @@ from contaccum.retrieval.store_files import (
     FORMAT,
     IDS_FILE,
     RANGES_FILE,
+    REPLACE_REMEDY,
     SHARD_FILE,
     STORE_FILE,
     TEXTS_FILE,
+    check_identity,
     get_shard_name,
     read_metadata,
     read_shard_file,
@@ -44,9 +45,8 @@ STORED = ("float32", "float16", "int8", "binary")
 
 # Each shard keeps two files open, and many systems allow a process 1,024 open files.
 _MAX_MAPPED_SHARDS = 64
-# Remedies in error messages.
-_CONTINUE = "run the same contaccum encode again, and it continues"
-_REPLACE = "name another folder, or remove this store; contaccum encode does so with --overwrite"
+# A remedy in error messages.
+_CONTINUE = "run the same contaccum encode again, without --overwrite, to continue"
 # Keys of store.json that decide the rows of a store, in the order in which they are hashed.
 _FINGERPRINT_KEYS = (
     "kind",
@@ -133,10 +133,16 @@ class EmbeddingStore:
     def __getitem__(self, rows: slice | Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the embeddings of n rows, in the order of the request, as float32 (n, d).
 
-        Ascending rows are read fastest. Raises `IndexError` for a row that does not exist.
+        Rows are a slice, a list or a one-dimensional array of integers; negative numbers do not
+        count from the end. Ascending rows are read fastest.
+
+        Raises:
+            IndexError: a row does not exist, or the rows are something else, such as a single
+                number or a mask of booleans.
         """
         if isinstance(rows, slice):
             rows = np.arange(*rows.indices(len(self)))
+        rows = self._check_rows(rows)
         embeddings = np.empty((len(rows), self.shape[1]), dtype=np.float32)
         for part in self._group_by_shard(rows):
             shard_embeddings = self._get_embeddings(part.shard_number)
@@ -147,8 +153,9 @@ class EmbeddingStore:
         """Return the ids of some rows, in the order of the request.
 
         Raises:
-            IndexError: a row does not exist.
+            IndexError: see `__getitem__`.
         """
+        rows = self._check_rows(rows)
         ids = np.empty(len(rows), dtype=object)
         for part in self._group_by_shard(rows):
             shard_ids = self._get_ids(part.shard_number)
@@ -181,15 +188,16 @@ class EmbeddingStore:
         """Number of shards."""
         return -(-len(self) // self.shard_size)  # rounded up
 
-    def _group_by_shard(self, rows: Sequence[int] | np.ndarray) -> Iterator[_ShardRows]:
-        """Yield the rows of a request shard by shard.
-
-        Raises:
-            IndexError: a row does not exist.
-        """
-        row_numbers = np.asarray(rows, dtype=np.int64)
-        if row_numbers.size == 0:
-            return
+    def _check_rows(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return row numbers as int64 (n,); raise `IndexError` if they cannot be read."""
+        row_numbers = np.asarray(rows)
+        if row_numbers.shape == (0,):
+            return row_numbers.astype(np.int64)
+        if row_numbers.ndim != 1 or not np.issubdtype(row_numbers.dtype, np.integer):
+            raise IndexError(
+                f"{self.folder}: rows must be a slice or a one-dimensional list or array of "
+                f"integers, got {row_numbers.dtype} of shape {row_numbers.shape}"
+            )
         smallest = row_numbers.min()
         largest = row_numbers.max()
         if smallest < 0 or largest >= len(self):
@@ -197,6 +205,10 @@ class EmbeddingStore:
                 f"{self.folder}: has rows 0 to {len(self) - 1}, but rows from {smallest} to "
                 f"{largest} were requested"
             )
+        return row_numbers.astype(np.int64)
+
+    def _group_by_shard(self, row_numbers: np.ndarray) -> Iterator[_ShardRows]:
+        """Yield the rows of a request, int64 (n,), shard by shard."""
         shard_numbers = row_numbers // self.shard_size
         for shard_number in np.unique(shard_numbers).tolist():
             positions = np.flatnonzero(shard_numbers == shard_number)
@@ -242,7 +254,7 @@ class EmbeddingStore:
             reason = " ".join(str(error).split())
             raise DataError(
                 f"{self._folder}/{get_shard_name(shard_number)}: the shard is broken: {reason} "
-                "(remove this folder, and run contaccum encode again)"
+                f"(remove this folder, and {_CONTINUE})"
             ) from error
 
 
@@ -279,7 +291,7 @@ class StoreWriter:
             metadata.update(notes or {})
             metadata.update(files.provenance())
             self.folder.write_json(STORE_FILE, metadata)
-        _check_identity(self.folder, metadata, identity)
+        check_identity(self.folder, metadata, identity)
         self.metadata = metadata
 
     def fill(
@@ -362,7 +374,11 @@ class StoreWriter:
 
         quantized = QuantizedEmbeddings.quantize(embeddings, self.metadata["dtype"])
         id_table = pa.record_batch([pa.array(ids, pa.string())], names=["id"])
-        with self.folder.new_subfolder(get_shard_name(shard_number), SHARD_FILE) as folder:
+        name = get_shard_name(shard_number)
+        with (
+            self.folder.new_subfolder(name, SHARD_FILE) as folder,
+            files.refuse_failed_write(f"{self.folder}/{name}"),
+        ):
             np.save(folder / EMBEDDINGS_FILE, quantized.values, allow_pickle=False)
             np.save(folder / TEXTS_FILE, text_ids(texts), allow_pickle=False)
             if quantized.ranges is not None:
@@ -407,7 +423,7 @@ class StoreWriter:
         return True
 
     def _other_corpus_error(self) -> DataError:
-        return DataError(f"{self.folder}: holds embeddings of another corpus ({_REPLACE})")
+        return DataError(f"{self.folder}: holds embeddings of another corpus ({REPLACE_REMEDY})")
 
 
 def check_folder(path: files.AnyPath, overwrite: bool = False) -> dict[str, Any] | None:
@@ -432,17 +448,3 @@ def check_folder(path: files.AnyPath, overwrite: bool = False) -> dict[str, Any]
     if folder.list_names():
         raise UserError(f"{folder}: exists and is not a store of embeddings (name a new folder)")
     return None
-
-
-def _check_identity(
-    folder: StoreFolder, metadata: Mapping[str, Any], identity: Mapping[str, Any]
-) -> None:
-    """Raise `UserError` if store.json differs from the identity of the embeddings to write."""
-    differences = []
-    # Through JSON, because store.json holds lists where the identity may hold tuples.
-    for name, value in json.loads(json.dumps(identity)).items():
-        if metadata.get(name) != value:
-            differences.append(name)
-    if differences:
-        names = " and ".join(differences)
-        raise UserError(f"{folder}: holds embeddings of another {names} ({_REPLACE})")

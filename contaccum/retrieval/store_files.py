@@ -19,11 +19,13 @@ The folder is a `StoreFolder`, on this machine or at a URL. Embeddings are read 
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from contaccum.errors import DataError
+from contaccum.errors import DataError, UserError
 from contaccum.retrieval.folders import StoreFolder
 
 STORE_FILE = "store.json"
@@ -34,6 +36,10 @@ IDS_FILE = "ids.arrow"
 TEXTS_FILE = "texts.npy"
 PARQUET_FOLDER = "parquet"
 FORMAT = {"format": "contaccum embedding store", "version": 3}
+# Remedy in error messages about a folder that holds another store.
+REPLACE_REMEDY = (
+    "name another folder, or remove this store; contaccum encode does so with --overwrite"
+)
 
 _NUM_REQUESTS = 16  # files of a remote folder that are read at the same time
 
@@ -63,6 +69,20 @@ def read_metadata(folder: StoreFolder, any_version: bool = False) -> dict[str, A
             "again with this version of contaccum and --overwrite)"
         )
     return metadata
+
+
+def check_identity(
+    folder: StoreFolder, metadata: Mapping[str, Any], identity: Mapping[str, Any]
+) -> None:
+    """Raise `UserError` if store.json differs from the identity of the embeddings to write."""
+    differences = []
+    # Through JSON, because store.json holds lists where the identity may hold tuples.
+    for name, value in json.loads(json.dumps(identity)).items():
+        if metadata.get(name) != value:
+            differences.append(name)
+    if differences:
+        names = " and ".join(differences)
+        raise UserError(f"{folder}: holds embeddings of another {names} ({REPLACE_REMEDY})")
 
 
 def read_shard_file(folder: StoreFolder, shard_number: int) -> dict[str, Any] | None:

@@ -64,3 +64,15 @@ def test_answers_can_be_regular_expressions(files, tmp_path):
     run.write_text("question-1 Q0 2 1 0.5 x\n")
     assert main(["open_qa", "--run", str(run), *files, "--match", "regex", "--output", output]) == 0
     assert read_result(output)["metrics"]["Accuracy@1"] == 1.0
+
+
+def test_a_run_of_a_corpus_with_a_passage_without_text_is_scored(files, tmp_path):
+    """`contaccum encode` and `contaccum search` accept such a corpus, too."""
+    with (tmp_path / "psgs.tsv").open("a") as passages:
+        passages.write("5\t\t\n")
+    run = tmp_path / "run.trec"
+    run.write_text("question-1 Q0 5 1 0.5 x\nquestion-2 Q0 4 1 0.5 x\n")
+    output = tmp_path / "out.json"
+    argv = ["open_qa", "--run", str(run), *files, "--k_values", "1", "--output", str(output)]
+    assert main(argv) == 0
+    assert read_result(output)["metrics"]["Accuracy@1"] == pytest.approx(1 / 3)

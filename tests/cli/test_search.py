@@ -157,6 +157,17 @@ def test_a_model_that_cuts_its_embeddings_does_not_search_uncut_ones(root, tmp_p
     assert "was encoded with another prompt, length or pooling of documents" in error
 
 
+def test_a_store_is_searched_with_the_passage_length_that_it_was_encoded_with(
+    root, tmp_path, capsys
+):
+    encode(root, "corpus.jsonl", tmp_path / "short", "--passage_max_length", "8")
+    options = ["--store", tmp_path / "short"]
+    assert run(root, tmp_path / "run.trec", *options) == 2
+    assert "--passage_max_length" in capsys.readouterr().err.splitlines()[-1]
+    assert run(root, tmp_path / "run.trec", *options, "--passage_max_length", 8) == 0
+    assert len(read_trec_run(tmp_path / "run.trec")) == len(QUERIES)
+
+
 @pytest.mark.parametrize(
     ("options", "model", "message"),
     [
@@ -164,6 +175,11 @@ def test_a_model_that_cuts_its_embeddings_does_not_search_uncut_ones(root, tmp_p
         ([], None, "name a MODEL"),
         (["--output", "run.json"], "encoder", "end its name in .trec"),
         (["--index_file", "x.faiss"], "encoder", "leave --index_file out"),
+        (
+            ["--index", "SQ8", "--index_file", "/dev/null/x"],
+            "no model",
+            "null/x: cannot be written",
+        ),
         (["--store", "nowhere"], "encoder", "not a store"),
         (["--store", "memory://nowhere"], "encoder", "memory://nowhere: not a store"),
         (["--store", "nowhere://bucket/store"], "encoder", "Protocol not known: nowhere"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -19,10 +21,12 @@ from transformers import set_seed
 
 from contaccum import DualEncoder
 from contaccum.cli import main
-from contaccum.encoders import export
+from contaccum.cli.export import _parse_arguments
+from contaccum.encoders import export, onnx_files
 from contaccum.encoders.adapters import add_adapter
 from contaccum.encoders.export import export_model, make_plain_models
 from contaccum.encoders.query_tower import train_query_tower_alone
+from contaccum.encoders.serving_guide import render_serving_guide
 from contaccum.encoders.settings import require_max_length
 from contaccum.errors import ConfigError, UserError
 
@@ -319,3 +323,21 @@ def test_a_model_without_a_maximum_length_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="this model has no maximum length for a query"):
         export_model(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_export_commands_in_the_documentation_are_accepted(monkeypatch):
+    monkeypatch.setattr(onnx_files, "find_spec", lambda name: name)  # as if ONNX were installed
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    commands = re.findall("^    contaccum export (.*)", text, re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        args = _parse_arguments(shlex.split(command, comments=True))
+        export.check_new_folder(args.folder, args.dtype, args.onnx)
+
+
+def test_prompts_in_the_serving_guide_can_be_copied():
+    prompt = "the user's <question> für: "
+    plain_models = make_plain_models(tiny_encoder(query_prompt=prompt))
+    guide = render_serving_guide(plain_models, Path("out"), "float32", False, "")
+    assert f'| query | `"{prompt}"` |' in guide
+    assert f'["a question"], "{prompt}", port=' in guide

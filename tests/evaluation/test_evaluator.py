@@ -5,14 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 from small_data import read_lines, write_judged_places
+from tiny_models import tiny_encoder
 
 from contaccum import DualEncoder
 from contaccum.data import BeirDataset, RecordReport, load_beir_folder
 from contaccum.errors import ConfigError
 from contaccum.evaluation.beir_sets import evaluate_beir
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
+from contaccum.retrieval.corpus import CorpusEncoder
+from contaccum.retrieval.documents import StoreDocuments
+from contaccum.retrieval.store import EmbeddingStore
 
 
 @pytest.fixture
@@ -146,3 +151,20 @@ def test_unknown_nanobeir_sets_and_samples_of_them_are_refused(
 ):
     assert train(tmp_path / "run", **{**NANOBEIR_SETTINGS, **changes}) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_new_documents_replace_the_embeddings_of_the_earlier_ones(tmp_path):
+    folder = write_judged_places(tmp_path / "places")
+    evaluator = RetrievalEvaluator(load_beir_folder(folder))
+    for number in range(2):
+        model = tiny_encoder()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(0.1 * number * torch.randn_like(weight))
+        evaluator.documents = None
+        expected = evaluator.search(model)
+        store = tmp_path / f"store-{number}"
+        CorpusEncoder(model, "tiny", folder, store).encode(show_progress=False)
+        evaluator.documents = StoreDocuments(EmbeddingStore.open(store))
+        for query, hits in evaluator.search(model).items():
+            assert hits == pytest.approx(expected[query], abs=1e-5)

@@ -175,7 +175,7 @@ def test_a_store_that_another_model_wrote_is_refused(tmp_path):
     other_similarity = tiny_encoder(similarity="dot")
     cases = [
         (other_weights, store, "another model, tiny"),
-        (other_prompt, store, "another prompt"),
+        (other_prompt, store, "another prompt.*set the passage_max_length"),
         (other_similarity, store, "compared by cos"),
         (model, queries, "holds queries"),
         (model, bits, "is binary"),

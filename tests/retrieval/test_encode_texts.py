@@ -10,7 +10,7 @@ from contaccum.encoders.settings import set_max_lengths
 from contaccum.errors import ConfigError, UserError
 from contaccum.retrieval.encode import (
     encode_texts,
-    get_metric,
+    get_similarity,
     model_fingerprint,
     tokenisation_fingerprint,
 )
@@ -71,11 +71,11 @@ def test_unknown_precision_and_similarity_are_refused(model):
     with pytest.raises(ConfigError, match="fp16"):
         encode_texts(model, TEXTS, precision="fp16")
     with pytest.raises(ConfigError, match=r"the similarity must be one of .* got 'euclidean'"):
-        get_metric(model, "euclidean")
+        get_similarity(model, "euclidean")
     model.similarity_fn_name = "manhattan"
-    assert get_metric(model, "cos_sim") == "cos"
+    assert get_similarity(model, "cos_sim") == "cos"
     with pytest.raises(ConfigError, match="got 'manhattan'"):
-        get_metric(model)
+        get_similarity(model)
 
 
 def test_fingerprints_survive_saving_and_change_with_settings_and_weights(model, tmp_path):

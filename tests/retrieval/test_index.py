@@ -1,6 +1,7 @@
 """Exact search finds the k best documents by score and id, for any slicing; other FAISS indexes."""
 
 import json
+import resource
 from collections.abc import Callable
 
 import faiss
@@ -221,3 +222,34 @@ def test_a_foreign_or_broken_index_file_is_refused_in_one_line(store, tmp_path):
     path.unlink()
     assert open_index(path, store, "HNSW8").faiss_index.ntotal == 600
     assert path.is_file()
+
+
+def test_an_index_that_cannot_be_written_is_reported_in_one_line(store, tmp_path):
+    """The limit on the size of a file acts as a full disk."""
+    path = tmp_path / "index.faiss"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(
+            UserError, match=r"index\.faiss: cannot be written \(.*large\)\)"
+        ) as caught:
+            open_index(path, store, "HNSW8")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(caught.value)
+    assert ".cpp" not in str(caught.value)
+    assert not path.exists()
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_index_is_built(
+    store, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(index_module, "build_index", None)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/index\.faiss: cannot be written"):
+        open_index(tmp_path / "file" / "index.faiss", store, "HNSW8")
+
+
+def test_the_threshold_of_blas_is_a_number_of_queries_times_dimensions():
+    """Before FAISS 1.14 it is a number of queries, 20. `exact_search` sets it."""
+    assert faiss.cvar.distance_compute_blas_threshold == 128_000

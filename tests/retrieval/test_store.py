@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -80,6 +81,18 @@ def test_rows_that_do_not_exist_are_refused(tmp_path, rows):
     store = EmbeddingStore.open(write_store(tmp_path / "s"))
     for read in (store.ids, store.__getitem__):
         with pytest.raises(IndexError, match="0 to 24"):
+            read(rows)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [3, np.int64(3), [[1, 2]], np.zeros(NUM_ROWS, dtype=bool), [True, False], [0.0, 1.0], ["1"]],
+)
+def test_rows_that_are_not_a_list_of_integers_are_refused(tmp_path, rows):
+    """numpy would take a mask of booleans as the rows 0 and 1."""
+    store = EmbeddingStore.open(write_store(tmp_path / "s"))
+    for read in (store.ids, store.__getitem__):
+        with pytest.raises(IndexError, match="one-dimensional list or array of integers"):
             read(rows)
 
 
@@ -183,7 +196,8 @@ def test_ranks_encode_each_shard_once_and_the_last_finishes_the_store(tmp_path, 
         writer = open_writer(tmp_path / "s")
         is_finished.append(writer.fill(PASSAGES, encoder, rank, world_size))
         if not is_finished[-1]:
-            with pytest.raises(DataError, match="not finished"):
+            # With --overwrite, a restart would remove the shards that are written already.
+            with pytest.raises(DataError, match=r"not finished.*again, without --overwrite"):
                 EmbeddingStore.open(tmp_path / "s")
     assert sum(encoder.num_texts) == NUM_ROWS
     assert is_finished[-1]
@@ -250,6 +264,19 @@ def test_a_store_of_another_corpus_is_refused_and_left_alone(tmp_path, passages)
     with pytest.raises(DataError, match="another corpus"):
         open_writer(folder, shard_size=5).fill(passages, refuse_to_encode)
     assert contents(folder) == contents_before
+
+
+def test_a_disk_that_becomes_full_is_reported_in_one_line(tmp_path):
+    """The limit on the size of a file acts as a full disk: numpy gives no error number."""
+    writer = open_writer(tmp_path / "s")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"s/shard-00000: cannot be written \(.*free space"):
+            writer.fill(PASSAGES[:10], lambda texts: np.zeros((10, 4096), dtype=np.float32))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in (tmp_path / "s").iterdir()] == ["store.json"]
 
 
 KILL_AT_EVERY_CALL = '''

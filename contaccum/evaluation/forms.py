@@ -1,4 +1,4 @@
-"""Scores of embeddings in smaller forms, in which a service may store them.
+"""Scores of embeddings in smaller forms: fewer dimensions, smaller number types.
 
 A form is a number of dimensions and a number type, such as (256, "int8"): the first 256 dimensions,
 which a Matryoshka model is trained to be used alone, in one of the types of `STORED`.
@@ -23,10 +23,10 @@ from contaccum.retrieval.quantization import QuantizedEmbeddings, check_binary_d
 _NUM_TIMED_SEARCHES = 3
 
 
-def plan_served(
+def plan_forms(
     dimension: int, dims: Sequence[int] | None, types: Sequence[str], rescore: int, metric: str
 ) -> dict[str, Any]:
-    """Return the ``served`` of `evaluate_beir`: all combinations of sizes and types.
+    """Return the ``form_plan`` of `evaluate_beir`: all combinations of sizes and types.
 
     The first form is always float32 with all dimensions; the others are compared with it.
 
@@ -57,7 +57,7 @@ def plan_served(
     return {"forms": [list(form) for form in forms], "rescore": rescore, "metric": metric}
 
 
-def score_served(
+def score_forms(
     dataset: BeirDataset,
     queries: np.ndarray,
     documents: np.ndarray,
@@ -73,8 +73,8 @@ def score_served(
         queries: float32 (n, d), embeddings of its queries.
         documents: float32 (N, d), embeddings of its corpus.
         similarity: "cos" or "dot".
-        forms: pairs of number of dimensions and type; see `plan_served`.
-        rescore: see `plan_served`.
+        forms: pairs of number of dimensions and type; see `plan_forms`.
+        rescore: see `plan_forms`.
         metric: metric to compare by, such as "NDCG@10".
 
     Returns:
