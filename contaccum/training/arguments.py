@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -21,12 +21,15 @@ from contaccum.bank.settings import DEFAULT_TEMPERATURE, LossOptions, LossSettin
 from contaccum.errors import ConfigError, check_choice
 from contaccum.files import redact
 from contaccum.losses.distillation import Distillation
+from contaccum.mining import SelectionRules
 from contaccum.training.engines import configure_deepspeed, require_deepspeed
 from contaccum.training.options import (
     DEFAULT_BANK_SIZE,
     LossArguments,
     MethodArguments,
     NegativesArguments,
+    get_default,
+    refuse_without_effect,
 )
 
 BANK_METHODS = ("contaccum", "pre_batch", "contaccum_cached")
@@ -54,8 +57,12 @@ NON_QUERY_SIDE_SETTINGS = (
     "matryoshka_dims",
     "distill",
     "refresh_negatives_every",
+    "guide",
 )
-"""Settings of the other methods that query-side training does not have."""
+"""Settings of the other methods that query-side training does not have.
+
+`ModelArguments` has the guide, and the others are arguments of the trainer.
+"""
 OVERWRITE_AT_EVERY_START = (
     "overwrite_output_dir=true with resume_from_checkpoint=auto: every start would remove the "
     "result of the start before it. Drop overwrite_output_dir, or resume_from_checkpoint"
@@ -71,29 +78,6 @@ _REFRESH_SETTINGS = (
     "refresh_range_max",
     "refresh_relative_margin",
 )
-
-
-def refuse_without_effect(
-    settings: Any, names: Iterable[str], needed: str, needed_in: Any = None
-) -> None:
-    """Raise `ConfigError` for a setting that has no effect because another one is not set.
-
-    For example, ``distill_weight=0.5`` has no effect without ``distill``.
-
-    Args:
-        settings: a dataclass with the settings.
-        names: names of the settings to check; a setting with its default value is accepted.
-        needed: name of the setting without which they have no effect.
-        needed_in: the dataclass with the needed setting. Default: ``settings``.
-    """
-    has_needed = bool(getattr(needed_in or settings, needed))
-    for name in names:
-        value = getattr(settings, name)
-        is_default = value == _get_default(settings.__dataclass_fields__[name])
-        if not is_default and not has_needed:
-            raise ConfigError(
-                f"{name}={value} without {needed}: it has no effect. Set {needed}, or drop {name}"
-            )
 
 
 @dataclass
@@ -184,6 +168,7 @@ class ContAccumTrainingArguments(
             "per_device_train_batch_size",
             "gradient_accumulation_steps",
             "refresh_negatives_every",
+            "refresh_pool",
             "early_stopping_patience",
         ):
             value = getattr(self, name)
@@ -228,8 +213,26 @@ class ContAccumTrainingArguments(
                 "have no teacher scores. Drop one of them"
             )
         refuse_without_effect(self, _REFRESH_SETTINGS, "refresh_negatives_every")
+        if self.refresh_negatives_every is not None:
+            self._check_refresh_rules()
         refuse_without_effect(self, DISTILL_SETTINGS[1:], "distill")
         refuse_without_effect(self, ["hardness_strength"], "hardness_mode")
+
+    def make_refresh_rules(self) -> SelectionRules:
+        """Return the rules by which negatives are mined during training."""
+        return SelectionRules(
+            num_negatives=self.refresh_pool,
+            range_max=self.refresh_range_max,
+            relative_margin=self.refresh_relative_margin,
+        )
+
+    def _check_refresh_rules(self) -> None:
+        """Refuse rules with which mining would fail at the first refresh."""
+        try:
+            self.make_refresh_rules().check(has_cross_encoder=False)
+        except ConfigError as error:
+            # The message starts with the name of a rule, such as range_max.
+            raise ConfigError(f"refresh_{error}") from error
 
     def _check_best_model(self) -> None:
         """Refuse ``load_best_model_at_end`` if some evaluated models have no checkpoint."""
@@ -279,8 +282,7 @@ class ContAccumTrainingArguments(
         """Refuse settings that the method does not use, and check those of query-side training."""
         if self.method != "query_side":
             self._refuse_set(QUERY_SIDE_SETTINGS, "only method=query_side has it. Drop it")
-            is_switched_off = 0 in (self.bank_size, self.query_bank_size)
-            if not self.has_bank and not is_switched_off:
+            if not self.has_bank and self.bank_size != 0:
                 reason = "it has no effect without a bank. Drop it, or set bank_size=0 too"
                 self._refuse_set(BANK_SETTINGS, reason)
             return
@@ -289,7 +291,8 @@ class ContAccumTrainingArguments(
                 "method=query_side: set passage_store (written by contaccum encode) or corpus (a "
                 "file or folder to encode), one of them"
             )
-        self._refuse_set(NON_QUERY_SIDE_SETTINGS, "the method has no such setting. Drop it")
+        names = [name for name in NON_QUERY_SIDE_SETTINGS if name != "guide"]
+        self._refuse_set(names, "the method has no such setting. Drop it")
         engine = self._get_requested_engine()
         if engine is not None:
             raise ConfigError(
@@ -300,7 +303,7 @@ class ContAccumTrainingArguments(
         """Raise `ConfigError` for a setting that does not have its default value."""
         for name in names:
             value = getattr(self, name)
-            if value != _get_default(self.__dataclass_fields__[name]):
+            if value != get_default(self.__dataclass_fields__[name]):
                 raise ConfigError(f"method={self.method} with {name}={value}: {reason}")
 
     def _get_requested_engine(self) -> str | None:
@@ -379,11 +382,14 @@ class ContAccumTrainingArguments(
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments as in transformers, without credentials.
 
-        With a gradient cache, the sizes are converted back to the user's values, so that the result
-        can be passed to the constructor.
+        With a gradient cache or "auto", the sizes are converted back to the user's values, so that
+        the result can be passed to the constructor.
         """
         arguments = super().to_dict()
-        if self._pairs_encoded_at_once is not None:
+        if self.has_auto_micro_batch:
+            arguments["gradient_accumulation_steps"] = 1
+            arguments["per_device_train_batch_size"] = "auto"
+        elif self._pairs_encoded_at_once is not None:
             num_steps = self.per_device_train_batch_size // self._pairs_encoded_at_once
             arguments["gradient_accumulation_steps"] = num_steps
             arguments["per_device_train_batch_size"] = self._pairs_encoded_at_once
@@ -433,13 +439,6 @@ LOSS_SETTINGS = tuple(
     name for name in _LOSS_FIELDS if name in ContAccumTrainingArguments.__dataclass_fields__
 )
 """Arguments of the trainer that are passed to the loss by the same name."""
-
-
-def _get_default(setting: Field[Any]) -> Any:
-    """Return the default value of a dataclass field."""
-    if setting.default_factory is not MISSING:
-        return setting.default_factory()
-    return setting.default
 
 
 def get_name(value: Any) -> str:

@@ -113,7 +113,11 @@ class UpdateLogCallback(TrainerCallback):
     def __init__(self, updates: Updates, loss: Any) -> None:
         self._updates = updates
         self._bank_losses = list(iter_bank_losses(loss))
-        self._has_local_loss = all(isinstance(part, ContAccumLoss) for part in list_losses(loss))
+        # The trainer logs a ContAccumLoss without the rows of banked queries. Other losses may have
+        # further terms, and be above the loss of a random guess, which is log(columns).
+        self._is_loss_comparable_to_guess = all(
+            isinstance(part, ContAccumLoss) for part in list_losses(loss)
+        )
         self._collapse_watch = log.CollapseWatch()
         self._last_record: log.Record = {}
 
@@ -127,9 +131,7 @@ class UpdateLogCallback(TrainerCallback):
         if losses:
             record |= _measure_loss(losses[0])
             observed = dict(record)
-            if not self._has_local_loss:
-                # The loss has rows of banked queries or other terms, so it may be above the loss of
-                # a random guess.
+            if not self._is_loss_comparable_to_guess:
                 observed["loss"] = None
             for warning in self._collapse_watch.observe(observed):
                 logger.warning(warning)
@@ -137,6 +139,11 @@ class UpdateLogCallback(TrainerCallback):
         if state.is_world_process_zero:
             log.append_line(Path(str(args.output_dir)) / log.TRAIN_LOG, self._last_record)
         self._updates.start_update(state.global_step + 1)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._updates.restart_clock()  # the time of the checkpoint is not that of the next update
 
     def _measure_update(self, args: TrainingArguments, state: TrainerState) -> log.Record:
         """Return the measurements of the current update, without those of banks and losses."""
@@ -205,9 +212,9 @@ def choose_metric(args: ContAccumTrainingArguments, evaluator: Any, has_eval_dat
     """
     if not args.needs_best_checkpoint:
         return
-    metric = str(args.metric_for_best_model).removeprefix("eval_")
+    metric = (args.metric_for_best_model or "").removeprefix("eval_")
     metrics = getattr(evaluator, "metrics", ())  # only evaluators of contaccum list their metrics
-    is_unset = metric == "None" or (metric == "loss" and not has_eval_dataset)
+    is_unset = not metric or (metric == "loss" and not has_eval_dataset)
     if not is_unset:
         if metrics and "@" in metric and metric not in metrics:
             raise ConfigError(
@@ -307,7 +314,7 @@ class EvaluationCallback(EarlyStoppingCallback):
             self._count_evaluation(args, state, control, metrics, **kwargs)
         if self._random_states is not None:
             self._random_states.restore()
-        self._updates.current.started = time.perf_counter()
+        self._updates.restart_clock()
         reset_peak_memory(args.device)
 
     def _count_evaluation(
@@ -342,10 +349,13 @@ class SignalCallback(TrainerCallback):
 
     Attributes:
         received: number of the received signal; 0 before any.
+        saves_checkpoint: False for a run that no later start resumes, such as a trial of a search.
+            It stops after the update without a checkpoint.
     """
 
     def __init__(self) -> None:
         self.received = 0
+        self.saves_checkpoint = True
         self._previous_handlers: dict[int, SignalHandler] = {}
 
     def __enter__(self) -> SignalCallback:
@@ -367,11 +377,12 @@ class SignalCallback(TrainerCallback):
         self.received = number
         self._restore_handlers()
         name = signal.Signals(number).name
-        print(
-            f"contaccum: {name}: saving a checkpoint after this update. Send it again to stop "
-            "without a checkpoint",
-            file=sys.stderr,
-        )
+        plan = "stopping after this update. Send it again to stop at once"
+        if self.saves_checkpoint:
+            plan = (
+                "saving a checkpoint after this update. Send it again to stop without a checkpoint"
+            )
+        print(f"contaccum: {name}: {plan}", file=sys.stderr)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -379,16 +390,25 @@ class SignalCallback(TrainerCallback):
         # All ranks must stop after the same update, even if only one of them received the signal.
         received = torch.tensor(self.received, device=args.device)
         self.received = int(over_ranks("MAX", received))
-        if self.received:
-            control.should_save = True
-            control.should_training_stop = True
-            control.should_evaluate = False  # so that the process stops soon
+        if not self.received:
+            return
+        if not self.saves_checkpoint:
+            if state.is_world_process_zero:
+                print("stopped. Start the same command again to continue")
+            raise SystemExit(128 + self.received)
+        control.should_save = True
+        control.should_training_stop = True
+        control.should_evaluate = False  # so that the process stops soon
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.received and control.should_training_stop:
             folder = f"{args.output_dir}/checkpoint-{state.global_step}"
+            hint = "Continue with --resume_from_checkpoint last"
+            # So it is in the final training of `contaccum fit`, which has no such option.
+            if str(args.resume_from_checkpoint).lower() == "auto":
+                hint = "Start the same command again to continue"
             if state.is_world_process_zero:
-                print(f"stopped; saved {folder}. Continue with --resume_from_checkpoint last")
+                print(f"stopped; saved {folder}. {hint}")
             raise SystemExit(128 + self.received)

@@ -102,6 +102,22 @@ def new_run_id(device: torch.device) -> str:
     return f"{int(over_ranks('MAX', number)):016x}"
 
 
+@contextmanager
+def remove_on_failure(folder: Path, is_writer: bool) -> Iterator[None]:
+    """Remove a folder that a ``with`` block writes: before the block, and if the block fails.
+
+    The folder may exist before the block if an earlier start of the run was killed while it wrote.
+    """
+    if is_writer:
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        yield
+    except BaseException:
+        if is_writer:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
 # States besides model and optimizer --------------------------------------------------------------
 
 
@@ -118,22 +134,6 @@ class StatePart:
     prefix: str
     get: Callable[[], Mapping[str, Tensor]]
     load: Callable[[dict[str, Tensor]], object]
-
-
-@contextmanager
-def remove_on_failure(folder: Path, is_writer: bool) -> Iterator[None]:
-    """Remove a folder that a ``with`` block writes: before the block, and if the block fails.
-
-    The folder may exist before the block if an earlier start of the run was killed while it wrote.
-    """
-    if is_writer:
-        shutil.rmtree(folder, ignore_errors=True)
-    try:
-        yield
-    except BaseException:
-        if is_writer:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def collect_states(parts: Iterable[StatePart]) -> dict[str, Tensor]:

@@ -3,12 +3,14 @@
 A config file has one flat list of ``key: value`` lines: the keys are the field names of
 `ModelArguments`, `DataArguments` and `ContAccumTrainingArguments`. The command line has the same
 keys as ``--key value``, and overrides the files. An error for an unknown key suggests the most
-similar one. Combinations that cannot work are refused before anything is loaded.
+similar one. `contaccum.training.combinations` refuses combinations that cannot work, before
+anything is loaded.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,13 +36,11 @@ from contaccum.evaluation.beir_sets import load_data as load_beir
 from contaccum.evaluation.evaluator import NanoBEIR, RetrievalEvaluator, sample
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
 from contaccum.mining import MiningData, load_mining_data
-from contaccum.training.arguments import (
-    ContAccumTrainingArguments,
-    get_name,
-    refuse_without_effect,
-)
-from contaccum.training.checkpoint import find_checkpoints
-from contaccum.training.options import DataArguments, ModelArguments
+from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.combinations import check_combinations
+from contaccum.training.options import DataArguments, ModelArguments, refuse_without_effect
+
+logger = logging.getLogger(__name__)
 
 _BACKBONE_OPTIONS = (
     "tied",
@@ -107,10 +107,8 @@ def parse(
         key = unknown[0].lstrip("-").split("=")[0]
         raise ConfigError(f"unknown key {key!r} on the command line{suggest_options(key, keys)}")
     _require_paths(model_args, data_args, args)
-    _refuse_combinations(model_args, data_args, args)
+    check_combinations(model_args, data_args, args)
     _add_prefix_to_metric(args)
-    _refuse_to_remove_models(model_args, args)
-    _check_adapter(model_args, args)
     return model_args, data_args, args
 
 
@@ -133,47 +131,6 @@ def _require_paths(
             )
 
 
-def _refuse_combinations(
-    model_args: ModelArguments, data_args: DataArguments, args: ContAccumTrainingArguments
-) -> None:
-    """Refuse settings of model, data and training that cannot work together."""
-    _ = data_args.sets  # raises ConfigError for invalid options of the training sets
-    refreshes_negatives = args.refresh_negatives_every is not None
-    if refreshes_negatives and not data_args.num_hard_negatives:
-        raise ConfigError(
-            "refresh_negatives_every with num_hard_negatives=0: set num_hard_negatives to the "
-            "number of negatives per query"
-        )
-    if args.distill and not data_args.num_hard_negatives:
-        raise ConfigError(
-            f"distill={args.distill} with num_hard_negatives=0: set num_hard_negatives to the "
-            "number of scored negatives per query"
-        )
-    if refreshes_negatives and len(data_args.train_data) > 1:
-        raise ConfigError(
-            "refresh_negatives_every with several sets in train_data: negatives can be mined in "
-            "one set only. Drop it, or train on one set"
-        )
-    strategy = get_name(args.eval_strategy)
-    eval_data = data_args.eval_data
-    has_eval_data = eval_data is not None
-    is_evaluated = strategy != "no"
-    if has_eval_data != is_evaluated:
-        raise ConfigError(
-            f"eval_data={eval_data} with eval_strategy={strategy}: set both, or none of them"
-        )
-    is_nanobeir = str(eval_data).split("/")[0] == "nanobeir"
-    if is_nanobeir and (data_args.eval_queries or data_args.eval_corpus_size):
-        raise ConfigError(
-            "eval_queries or eval_corpus_size with eval_data=nanobeir: its sets are already small. "
-            "Drop them"
-        )
-    guide_settings = ("guide_margin", "guide_margin_strategy")
-    refuse_without_effect(args, guide_settings, "guide", needed_in=model_args)
-    eval_settings = ("eval_split", "eval_queries", "eval_corpus_size")
-    refuse_without_effect(data_args, eval_settings, "eval_data")
-
-
 def _add_prefix_to_metric(args: ContAccumTrainingArguments) -> None:
     """Set ``metric_for_best_model`` to its key in the trainer's evaluation results, "eval_...".
 
@@ -183,43 +140,6 @@ def _add_prefix_to_metric(args: ContAccumTrainingArguments) -> None:
     if args.metric_for_best_model not in (None, "loss"):
         metric = check_metric(str(args.metric_for_best_model))
         args.metric_for_best_model = f"eval_{metric}"
-
-
-def _refuse_to_remove_models(model_args: ModelArguments, args: ContAccumTrainingArguments) -> None:
-    """Refuse to overwrite a folder if the model or the guide is a checkpoint in it."""
-    if not args.overwrite_output_dir:
-        return
-    checkpoints = {path.resolve() for path in find_checkpoints(str(args.output_dir))}
-    for key, name in (("model", model_args.model), ("guide", model_args.guide)):
-        path = Path(name or "").resolve()
-        is_in_checkpoint = not checkpoints.isdisjoint((path, *path.parents))
-        if is_in_checkpoint:
-            raise ConfigError(
-                f"overwrite_output_dir=true with {key}={name}: the run would remove that "
-                "checkpoint. Copy it to another folder, or set another output_dir"
-            )
-
-
-def _check_adapter(model_args: ModelArguments, args: ContAccumTrainingArguments) -> None:
-    """Refuse settings of an adapter that are invalid, or need a package that is not installed."""
-    adapter_settings = ("lora_alpha", "lora_dropout", "lora_target_modules")
-    refuse_without_effect(model_args, adapter_settings, "lora_r")
-    is_same_folder = Path(model_args.model).resolve() == Path(str(args.output_dir)).resolve()
-    if model_args.merge_adapter and is_same_folder:
-        raise ConfigError(
-            "merge_adapter with model as output_dir: the merged model would overwrite the base "
-            "model that the checkpoints need. Set another output_dir"
-        )
-    if not 0 <= model_args.lora_dropout < 1:
-        raise ConfigError(
-            f"lora_dropout must be at least 0 and less than 1, got {model_args.lora_dropout}"
-        )
-    if model_args.lora_r is not None:
-        if model_args.lora_r < 1:
-            raise ConfigError(f"lora_r must be at least 1, got {model_args.lora_r}")
-        adapters.require_peft(f"lora_r={model_args.lora_r}")
-    if model_args.load_in_4bit:
-        adapters.make_4bit_kwargs()  # raises ConfigError if this machine cannot use 4 bits
 
 
 def read_config_options(name: str, keys: Collection[str]) -> list[str]:
@@ -238,6 +158,8 @@ def read_config_options(name: str, keys: Collection[str]) -> list[str]:
         key = translate_option_name(str(name_in_file), keys)
         if key not in keys:
             raise ConfigError(f"unknown key {key!r} in {name}{suggest_options(key, keys)}")
+        if value is False and key.endswith("_strategy"):
+            value = "no"  # YAML reads the unquoted word no as false
         if isinstance(value, list):
             options += [f"--{key}", *map(_format_value, value)]
         elif value is not None:
@@ -414,6 +336,13 @@ def load_model(
 
 def _load_sentence_transformer(model_args: ModelArguments, options: dict[str, Any]) -> DualEncoder:
     """Load a SentenceTransformer, with two towers if ``tied`` is False."""
+    for name in ("pooling", "normalize"):
+        value = getattr(model_args, name)
+        if value:
+            logger.warning(
+                f"{name}={value} has no effect: {model_args.model} is a SentenceTransformer, which "
+                f"keeps its own modules. Drop {name}"
+            )
     trusted = model_args.trust_remote_code
     model = DualEncoder.from_pretrained(model_args.model, trust_remote_code=trusted, **options)
     if not model_args.tied and is_tied(model):

@@ -191,6 +191,18 @@ def _get_prompts(model: SentenceTransformer, roles: dict[str, str]) -> dict[str,
     return prompts
 
 
+def refuse_auto_with_several_losses(args: ContAccumTrainingArguments, loss: Any) -> None:
+    """Raise `ConfigError` for "auto" with a dictionary of losses.
+
+    The search for the micro-batch size runs trials with a single loss.
+    """
+    if args.has_auto_micro_batch and isinstance(loss, dict):
+        raise ConfigError(
+            "per_device_train_batch_size=auto with a dictionary of losses: set "
+            "per_device_train_batch_size to a number"
+        )
+
+
 def check_columns(args: ContAccumTrainingArguments, loss: Any, columns: Columns) -> None:
     """Check that every data set has positives, and that a query can have negatives.
 
@@ -248,7 +260,7 @@ def disable_unused_parameter_search(
     once per backward pass, so DDP's search is correct for them, and needed. The Accelerator reads
     ``ddp_find_unused_parameters`` when it is created, so this function must be called before.
     """
-    if uses_gradient_cache(unwrap_matryoshka(loss)):
+    if any(uses_gradient_cache(loss_of_set) for loss_of_set in list_losses(loss)):
         return
     if reads_only_embeddings(loss) or not is_tied(model):
         args.ddp_find_unused_parameters = False
@@ -280,7 +292,9 @@ def compute_smallest_micro_batch(loss: Any, columns: Columns) -> int:
     has_hard_negatives = any(len(names) > 2 for names in columns.values())
     has_bank = any(bank_loss.settings.bank_size for bank_loss in iter_bank_losses(loss))
     is_query_side = isinstance(loss, QuerySideLoss)
-    if has_hard_negatives or has_bank or is_query_side or uses_gradient_cache(loss):
+    # Of several losses, one without a gradient cache may need two pairs.
+    has_gradient_cache = all(uses_gradient_cache(loss_of_set) for loss_of_set in list_losses(loss))
+    if has_hard_negatives or has_bank or is_query_side or has_gradient_cache:
         return 1
     return 2
 

@@ -3,17 +3,20 @@
 Each setting is a dataclass field with its default, its line of help and, if they are limited, its
 allowed values: ``option(default, help, choices)``. This module imports neither torch nor
 transformers, so that `contaccum train --help` is quick. `contaccum.training.arguments` and
-`contaccum.training.config` refuse combinations that cannot work; the loss checks its own settings.
+`contaccum.training.combinations` refuse combinations that cannot work; the loss checks its own
+settings.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import MISSING, Field, dataclass
 from typing import Any
 
 from contaccum.bank.settings import LossOptions
 from contaccum.data import DATA_FORMATS, parse_columns, parse_training_sets
 from contaccum.data.selection import MISSING_NEGATIVES, POSITIVES_USED
+from contaccum.errors import ConfigError
 from contaccum.options import option
 
 METHODS = (
@@ -260,3 +263,33 @@ class NegativesArguments:
 
 GROUPS = (ModelArguments, DataArguments, MethodArguments, LossArguments, NegativesArguments)
 """All groups of settings, in the order of `contaccum train --help`."""
+
+
+def get_default(setting: Field[Any]) -> Any:
+    """Return the default value of a dataclass field."""
+    if setting.default_factory is not MISSING:
+        return setting.default_factory()
+    return setting.default
+
+
+def refuse_without_effect(
+    settings: Any, names: Iterable[str], needed: str, needed_in: Any = None
+) -> None:
+    """Raise `ConfigError` for a setting that has no effect because another one is not set.
+
+    For example, ``distill_weight=0.5`` has no effect without ``distill``.
+
+    Args:
+        settings: a dataclass with the settings.
+        names: names of the settings to check; a setting with its default value is accepted.
+        needed: name of the setting without which they have no effect.
+        needed_in: the dataclass with the needed setting. Default: ``settings``.
+    """
+    has_needed = bool(getattr(needed_in or settings, needed))
+    for name in names:
+        value = getattr(settings, name)
+        is_default = value == get_default(settings.__dataclass_fields__[name])
+        if not is_default and not has_needed:
+            raise ConfigError(
+                f"{name}={value} without {needed}: it has no effect. Set {needed}, or drop {name}"
+            )

@@ -15,7 +15,7 @@ import dataclasses
 import heapq
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ from contaccum.distributed import over_ranks
 from contaccum.errors import UserError
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.loss_factory import list_losses
 from contaccum.training.random_states import RandomStates
 from contaccum.training.resources import peak_memory_mb, reset_peak_memory
 from contaccum.training.train_data import Batch, Row
@@ -68,7 +69,8 @@ class MicroBatchLimit:
     """The maximum number of rows per micro-step, which is halved when memory runs out.
 
     Args:
-        loss: the training loss. The mini-batches of a gradient cache in it are limited too.
+        loss: the training loss, or a dictionary with one loss for each data set. The mini-batches
+            of a gradient cache in it are limited too.
         smallest: the smallest number of rows with which every query has a negative.
         rank: rank of this process, for messages.
         can_halve: whether this process can repeat an update in smaller micro-steps. It cannot if
@@ -123,11 +125,12 @@ class MicroBatchLimit:
 
 def set_mini_batch_size(loss: Any, rows: int) -> None:
     """Set the number of rows that a gradient cache encodes at once; other losses do not change."""
-    if not uses_gradient_cache(loss):
-        return
-    for module in loss.modules():
-        if hasattr(module, "mini_batch_size"):
-            module.mini_batch_size = rows
+    for loss_of_set in list_losses(loss):
+        if not uses_gradient_cache(loss_of_set):
+            continue
+        for module in loss_of_set.modules():
+            if hasattr(module, "mini_batch_size"):
+                module.mini_batch_size = rows
 
 
 def split_rows(inputs: Batch, max_rows: int | None) -> list[tuple[Batch, float]]:
@@ -247,7 +250,7 @@ def find_micro_batch(
 
 
 def find_largest_micro_batch(
-    sizes: Iterable[int], try_size: Callable[[int], None], device: torch.device
+    sizes: Sequence[int], try_size: Callable[[int], None], device: torch.device
 ) -> int:
     """Find the largest size that fits into the memory of every rank.
 
@@ -264,10 +267,8 @@ def find_largest_micro_batch(
         UserError: if the smallest size does not fit.
     """
     largest = 0  # the largest size that fits so far
-    smallest = None
     memory_of_largest = 0.0  # MB
     for size in sizes:
-        smallest = smallest or size
         if largest and device.type == "cpu":
             free_memory = psutil.virtual_memory().available / _BYTES_PER_MB
             predicted_memory = memory_of_largest * size / largest
@@ -286,7 +287,7 @@ def find_largest_micro_batch(
     clear_device_cache(garbage_collection=True)
     largest = int(over_ranks("MIN", torch.tensor(largest, device=device)))
     if not largest:
-        raise UserError(f"out of memory at a micro-batch of {smallest}: {REMEDIES}")
+        raise UserError(f"out of memory at a micro-batch of {sizes[0]}: {REMEDIES}")
     return largest
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -222,5 +223,5 @@ def _compute_max_length(texts: Sequence[str | None], prompt: str, tokenizer: _To
     """
     lengths = [tokenizer.count_tokens(f"{prompt}{text}") for text in texts]
     length = np.quantile(lengths, _LENGTH_QUANTILE)
-    rounded_up = length // 8 * 8 + 8
-    return int(min(tokenizer.max_tokens, rounded_up))
+    rounded_up = math.ceil(length / 8) * 8
+    return min(tokenizer.max_tokens, rounded_up)

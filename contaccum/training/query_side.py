@@ -9,6 +9,7 @@ encodes ``corpus`` into one. The loss itself is in `contaccum.losses.query_side`
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from sentence_transformers import SentenceTransformer
 from contaccum.data.records import quoted
 from contaccum.data.sampling import text_ids
 from contaccum.distributed import rank
-from contaccum.errors import ConfigError, DataError
+from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.losses.query_side import (
     QuerySideCollator,
@@ -34,6 +35,7 @@ from contaccum.retrieval.encode import encode_texts
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.loss_factory import get_store_documents
+from contaccum.training.resuming import parse_resume_request
 from contaccum.training.train_data import list_parts
 
 logger = logging.getLogger(__name__)
@@ -133,20 +135,45 @@ def _open_store(args: ContAccumTrainingArguments, model: SentenceTransformer) ->
     if args.passage_store is not None:
         return EmbeddingStore.open(args.passage_store)
     folder = Path(str(args.output_dir)) / STORE_FOLDER
-    base_model = getattr(model.model_card_data, "base_model", None)
     # The first process creates the store. Then all of them encode, each its own shards.
     with args.main_process_first(local=False, desc="creating the store"):
-        encoder = CorpusEncoder(
-            model,
-            str(base_model or "the model of this run"),
-            Path(str(args.corpus)),
-            folder,
-            batch_size=args.per_device_eval_batch_size,
-        )
+        encoder = _make_corpus_encoder(args, model, folder)
     show_progress = not args.disable_tqdm and args.process_index == 0
     encoder.encode(args.process_index, args.world_size, show_progress)
     PartialState().wait_for_everyone()
     return EmbeddingStore.open(folder)
+
+
+def _make_corpus_encoder(
+    args: ContAccumTrainingArguments, model: SentenceTransformer, folder: Path
+) -> CorpusEncoder:
+    """Return the encoder of ``args.corpus``, whose constructor creates or opens the store.
+
+    If a new run overwrites its folder, a store of another corpus or model there is replaced.
+    """
+    base_model = getattr(model.model_card_data, "base_model", None)
+    make = partial(
+        CorpusEncoder,
+        model,
+        str(base_model or "the model of this run"),
+        Path(str(args.corpus)),
+        folder,
+        batch_size=args.per_device_eval_batch_size,
+    )
+    is_new_run = parse_resume_request(args.resume_from_checkpoint) is None
+    overwrites = args.overwrite_output_dir and is_new_run and args.process_index == 0
+    if not overwrites or not folder.is_dir():
+        return make()
+    try:
+        encoder = make()
+        # As rank -1 it encodes no shard, but compares the shards of the store with the corpus.
+        encoder.encode(rank=-1, show_progress=False)
+    except UserError:
+        logger.warning(
+            f"{folder}: overwrite_output_dir=true replaces this store of another corpus or model"
+        )
+        encoder = make(overwrite=True)
+    return encoder
 
 
 def _handle_missing(

@@ -10,9 +10,11 @@ does not depend on the loss.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -60,10 +62,15 @@ class NegativeRefresh:
         self, args: ContAccumTrainingArguments, dataset: Any, data: MiningData | None
     ) -> None:
         _check_columns(dataset)
-        if not get_samplings(dataset):
+        if get_samplings(dataset):
+            # The caller may also train without refresh on this data set, so its own sampling must
+            # not put row numbers into the labels.
+            [sampling] = get_samplings(dataset)
+            dataset = dataset.with_transform(copy.copy(sampling))
+        else:
             dataset = add_row_numbers(dataset)
         self.dataset = dataset
-        (self.sampling,) = get_samplings(dataset)
+        [self.sampling] = get_samplings(dataset)
         self.sampling.has_row_numbers = True  # from now on, the labels include row numbers
         self.args = args
         self.columns = [name for name in dataset.column_names if name.startswith("negative_")]
@@ -142,12 +149,10 @@ class NegativeRefresh:
         mined = mine_hard_negatives(
             self.data,
             model,
-            num_negatives=args.refresh_pool,
-            range_max=args.refresh_range_max,
-            relative_margin=args.refresh_relative_margin,
             batch_size=args.pairs_per_micro_batch,
             precision=precision,
             show_progress=False,
+            **asdict(args.make_refresh_rules()),
         )
         return mined.rows.astype(np.int32)
 

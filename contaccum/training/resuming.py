@@ -55,7 +55,8 @@ RESUME_SETTINGS = (
 With other values, the saved states of bank and optimizer, or the saved position in the data, would
 not be valid.
 """
-
+PAIRS_PER_BATCH = "pairs per batch of the sampler"
+"""Setting that a resumed run must not change if the order of the rows depends on it."""
 
 _LENGTH_SETTINGS = ("max_steps", "num_train_epochs", "early_stopping_patience")
 """Arguments that decide when a run ends."""
@@ -81,6 +82,28 @@ class ResumePoint:
     def run_id(self) -> str | None:
         """The id of the run that wrote the checkpoint."""
         return self.marker.get("run_id")
+
+    def require_same_settings(self, settings: Mapping[str, Any]) -> None:
+        """Raise `UserError` if a run with these settings cannot resume from the checkpoint.
+
+        Args:
+            settings: the result of `RunDescription.get_resume_settings`.
+        """
+        saved = _separate_batch_size(self.marker["settings"])
+        # The saved settings were read from JSON, so those of this run are converted in the same
+        # way.
+        current = json.loads(json.dumps(settings, default=str))
+        changed = []
+        for key, value in current.items():
+            if saved.get(key) != value:
+                changed.append(f"{key}: {saved.get(key)} -> {value}")
+        if changed:
+            raise UserError(
+                f"{self.folder}: a run cannot resume from it with changed settings "
+                f"({'; '.join(changed)}), because its bank, optimizer or position in the data "
+                "would not be valid. Set them back, or start a new run from its weights with "
+                f"--model {self.folder}"
+            )
 
     def get_stream_position(self, batches_per_update: int) -> tuple[int, int]:
         """Return the position in a stream: complete passes, and micro-batches of the next pass."""
@@ -109,37 +132,40 @@ class ResumePoint:
         output_dir = Path(str(args.output_dir))
         record = read_run_record(output_dir)
         is_finished = self.is_newest and _has_finished(record, user_arguments)
-        reason = self._explain_end(args)
-        is_last_update = reason is not None
-        if reason is None and is_finished and self.state.global_step < record["updates"]:
-            # Only the best checkpoints are kept, and the run went on after this one.
-            reason = "it is finished. Raise max_steps or num_train_epochs to train on"
-        if reason is None:
+        explanation = self._explain_end(args)
+        ended_here = explanation is not None
+        # If only the best checkpoints are kept, a finished run may have gone on after this one.
+        ended_later = is_finished and self.state.global_step < record["updates"]
+        if not ended_here and not ended_later:
             return None
         final_model = self._find_best_checkpoint(args)
         if final_model is None and is_finished and self._holds_same_model(output_dir):
             final_model = output_dir
-        if final_model is None and is_last_update:
+        if final_model is None and ended_here:
             final_model = self.folder
         if final_model is None:
             return None
+        if explanation is None:
+            explanation = "has finished. Raise max_steps or num_train_epochs to train on"
         logger.warning(
-            f"this run has ended; its newest checkpoint is of update {self.state.global_step}: "
-            f"{reason}"
+            f"nothing is left to train after update {self.state.global_step}: the run {explanation}"
         )
         return str(final_model)
 
     def _explain_end(self, args: ContAccumTrainingArguments) -> str | None:
-        """Return why the run ends with the update of this checkpoint; None if it does not."""
+        """Return how the run ended with the update of this checkpoint; None if it did not.
+
+        The result continues a sentence that starts with "the run".
+        """
         # stateful_callbacks may be a list by its type, but TrainerState makes it a dictionary.
         callbacks = cast(dict[str, dict], self.state.stateful_callbacks)
         attributes = callbacks.get("EvaluationCallback", {}).get("attributes", {})
         evaluations_without_gain = attributes.get("early_stopping_patience_counter", 0)
         patience = args.early_stopping_patience
         if patience is not None and evaluations_without_gain >= patience:
-            return "it stopped early. Raise early_stopping_patience to train on"
+            return "stopped early. Raise early_stopping_patience to train on"
         if 0 < args.max_steps <= self.state.global_step:
-            return f"it has reached max_steps={args.max_steps}. Raise max_steps to train on"
+            return f"has reached max_steps={args.max_steps}. Raise max_steps to train on"
         return None
 
     def _find_best_checkpoint(self, args: ContAccumTrainingArguments) -> Path | None:
@@ -174,15 +200,20 @@ def _has_finished(record: Mapping[str, Any], user_arguments: Mapping[str, Any]) 
     return True
 
 
-def drop_unusable_best(state: TrainerState, run_id: str | None) -> None:
-    """Remove the best checkpoint from a trainer's state if the run ``run_id`` cannot use it.
+def drop_unusable_best(state: TrainerState, point: ResumePoint) -> None:
+    """Remove the best checkpoint from a trainer's state if the resumed run cannot use it.
 
     It may have been removed from the disk, or belong to another run.
+
+    Args:
+        state: the trainer's state, which is changed.
+        point: the checkpoint that the run resumes from.
     """
-    best = state.best_model_checkpoint
+    # transformers has removed the name of a missing folder from ``state``, but not its metric.
+    best = point.state.best_model_checkpoint
     if best is None:
         return
-    defect = find_defect_for_run(Path(best), run_id)
+    defect = find_defect_for_run(Path(best), point.run_id)
     if defect is not None:
         logger.warning(
             f"the best checkpoint so far, {best}, cannot be used: {defect}. The final model will "
@@ -281,24 +312,25 @@ def _would_overwrite(
 
 
 def choose_checkpoint(
-    request: str, args: ContAccumTrainingArguments, settings: Mapping[str, Any]
+    resume_from_checkpoint: str | bool | None, args: ContAccumTrainingArguments
 ) -> ResumePoint | None:
-    """Choose the checkpoint to resume from.
+    """Choose the checkpoint to resume from; None for a new run.
+
+    `ResumePoint.require_same_settings` then compares the settings.
 
     Args:
-        request: the result of `parse_resume_request`. ``"last"`` and ``"auto"`` mean the newest
-            complete checkpoint of the run that ``run.json`` in ``output_dir`` describes.
+        resume_from_checkpoint: the user's request. ``"last"`` and ``"auto"`` mean the newest
+            complete checkpoint of the run that ``run.json`` in ``output_dir`` describes; for
+            ``"auto"`` without one, the run starts from the beginning.
         args: the arguments of the run.
-        settings: the settings of this run that must equal those of the checkpoint.
-
-    Returns:
-        The checkpoint; None if the run has to start from the beginning, which happens only for
-        ``"auto"``.
 
     Raises:
         ConfigError: for ``"auto"`` with ``overwrite_output_dir``.
-        UserError: if there is no complete checkpoint, or it has other settings.
+        UserError: if there is no complete checkpoint, or a run cannot resume from it.
     """
+    request = parse_resume_request(resume_from_checkpoint)
+    if request is None:
+        return None
     if request == "auto" and args.overwrite_output_dir:
         raise ConfigError(OVERWRITE_AT_EVERY_START)
     path, skipped = _find_requested(request, args)
@@ -307,7 +339,11 @@ def choose_checkpoint(
     if path is None:
         return None
     marker = read_marker(path)
-    _require_same_settings(path, marker, settings)
+    if not marker["resumable"]:
+        raise UserError(
+            f"{path}: written with save_only_model, so a run cannot resume from it. Start a new "
+            f"run from its weights with --model {path}"
+        )
     if args.process_index == 0:
         print(f"resuming from         {path} (after {marker['update']:,} updates)", flush=True)
     state = TrainerState.load_from_json(str(path / "trainer_state.json"))
@@ -347,25 +383,14 @@ def _find_requested(
     return path, skipped
 
 
-def _require_same_settings(
-    path: Path, marker: Mapping[str, Any], settings: Mapping[str, Any]
-) -> None:
-    """Raise `UserError` for a checkpoint that a run with these settings cannot resume from."""
-    if not marker["resumable"]:
-        raise UserError(
-            f"{path}: written with save_only_model, so a run cannot resume from it. Start a new "
-            f"run from its weights with --model {path}"
-        )
-    saved = marker["settings"]
-    # The saved settings were read from JSON, so those of this run are converted in the same way.
-    current = json.loads(json.dumps(settings, default=str))
-    changed = []
-    for key, value in current.items():
-        if saved.get(key) != value:
-            changed.append(f"{key}: {saved.get(key)} -> {value}")
-    if changed:
-        raise UserError(
-            f"{path}: a run cannot resume from it with changed settings ({'; '.join(changed)}), "
-            "because its bank, optimizer or position in the data would not be valid. Set them "
-            f"back, or start a new run from its weights with --model {path}"
-        )
+def _separate_batch_size(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a checkpoint with the sampler and its batch size as two entries.
+
+    Older checkpoints have both as one text, such as "no_duplicates of 8".
+    """
+    separated = dict(settings)
+    sampler, _, batch_size = str(settings.get("batch_sampler")).partition(" of ")
+    if batch_size:
+        separated["batch_sampler"] = sampler
+        separated[PAIRS_PER_BATCH] = int(batch_size)
+    return separated

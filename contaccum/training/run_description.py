@@ -14,7 +14,7 @@ from contaccum.encoders.adapters import describe_adapters
 from contaccum.files import provenance
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.loss_factory import get_guide, get_store_documents
-from contaccum.training.resuming import RESUME_SETTINGS
+from contaccum.training.resuming import PAIRS_PER_BATCH, RESUME_SETTINGS
 from contaccum.training.train_data import compute_fingerprint, count_rows
 
 
@@ -89,6 +89,7 @@ class RunDescription:
             "method": args.method,
             "seed": args.seed,
             "pairs_per_update": args.total_train_batch_size,
+            "micro_batch": None if args.has_auto_micro_batch else args.pairs_per_micro_batch,
             "updates": max_steps,
             "data": data,
             "model": model,
@@ -147,7 +148,8 @@ class RunDescription:
         # With another sampler than the default, or several data sets, the order of the rows also
         # depends on the batch size.
         sampler = get_name(args.batch_sampler)
+        settings["batch_sampler"] = sampler
         is_default_sampler = sampler == "batch_sampler"
         if not is_default_sampler or isinstance(self._train_dataset, dict):
-            settings["batch_sampler"] = f"{sampler} of {args.train_batch_size}"
+            settings[PAIRS_PER_BATCH] = args.train_batch_size
         return settings

@@ -55,24 +55,18 @@ def collate_first_rows(
     return features
 
 
-def drop_incomplete_update(batches: list[Batch], num_updates: int) -> list[Batch]:
-    """Drop the micro-batches at the end of a pass over a stream that are no whole update.
-
-    transformers would give them the weight of a whole update, and add them to the next update.
+def require_complete_update(num_batches: int, num_updates: int) -> None:
+    """Raise `DataError` if the first pass over a stream ends before the first update is complete.
 
     Args:
-        batches: the micro-batches that were left in the pass.
+        num_batches: number of micro-batches that were left in the pass.
         num_updates: number of updates done so far.
-
-    Raises:
-        DataError: if the first pass ends before the first update is complete.
     """
     if num_updates == 0:
         raise DataError(
-            f"the stream ends after {len(batches)} micro-batches, which is less than one update: "
+            f"the stream ends after {num_batches} micro-batches, which is less than one update: "
             "lower gradient_accumulation_steps or total_train_batch_size, or give more data"
         )
-    return []
 
 
 def count_rows(dataset: Any) -> int | None:

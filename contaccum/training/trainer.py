@@ -127,6 +127,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             kwargs.setdefault("data_collator", setup.collator)
         if loss is None:
             loss = loss_factory.make_loss(model, args, guide)
+        loss_factory.refuse_auto_with_several_losses(args, loss)
         loss_factory.check_columns(args, loss, columns)
         loss_factory.disable_unused_parameter_search(args, model, loss)
         args.hub_strategy = HubStrategy.END  # checkpoints contain local paths; see `saving`
@@ -141,7 +142,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             loss_factory.freeze_unused_parameters(self.args, self.model, features)
         if self.is_fsdp_enabled:
             engines.refuse_two_tower_adapters(model)
-        # The constructor has set this global config again; see args._configure_deepspeed.
+        # The constructor has set this global config again; see engines.configure_deepspeed.
         unset_hf_deepspeed_config()
         loss_factory.pass_known_positives(self.loss, [train_dataset, eval_dataset])
         query_side.share_documents(self.loss, self.evaluator)
@@ -219,12 +220,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 disk, or too little memory.
         """
         args = self.args
-        request = resuming.parse_resume_request(resume_from_checkpoint)
-        self._resume_point = None
-        if request is not None:
-            settings = self.description.get_resume_settings()
-            self._resume_point = resuming.choose_checkpoint(request, args, settings)
-        point = self._resume_point
+        point = resuming.choose_checkpoint(resume_from_checkpoint, args)
+        self._resume_point = point
         folder = None
         if point is None:
             self.run_id = checkpoint.new_run_id(args.device)
@@ -234,6 +231,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             if args.has_auto_micro_batch:
                 # The result depends on the micro-batch size, so a run searches for it only once.
                 self.updates.set_micro_batch_size(point.marker["micro_batch"])
+            point.require_same_settings(self.description.get_resume_settings())
             final_model = point.find_final_model(args, self.description.user_arguments)
             if final_model is not None:  # the run had ended, and there is nothing left to train
                 self.state = point.state
@@ -273,15 +271,16 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         # Private: the only place where a resumed run gets its position in the data. For a stream,
         # transformers would count no epoch, and skip the batches of all passes in the first pass.
         position = super()._init_training_state(*args, **kwargs)
+        # transformers has loaded save_steps, eval_steps and logging_steps of the checkpoint.
+        self.state.compute_steps(self.args, self.state.max_steps)
         if self._resume_point is None or not isinstance(self.train_dataset, IterableDataset):
             return position
         return self._resume_point.get_stream_position(self.args.gradient_accumulation_steps)
 
     def _start_run(self) -> None:
         """Load the bank of a checkpoint, write ``run.json``, remove replaced checkpoints."""
-        self.updates.start_update(self.state.global_step + 1)
         if self._resume_point is not None:
-            resuming.drop_unusable_best(self.state, self.run_id)
+            resuming.drop_unusable_best(self.state, self._resume_point)
             self.updates.limit.restore(self._resume_point.marker["rows_fit"])
             checkpoint.load_states(self._resume_point.folder, self._state_parts())
         elif loss_factory.get_store_documents(self.loss) and self.is_world_process_zero():
@@ -292,6 +291,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             # is killed between these lines, the ids show that old checkpoints are of another run.
             write_json(Path(str(self.args.output_dir)) / log.RUN_RECORD, record)
             checkpoint.remove_replaced(self.args, self.run_id, self.state.global_step)
+        self.updates.start_update(self.state.global_step + 1)
 
     def _set_epoch(self, epoch: int) -> None:
         # transformers calls set_epoch too, but it removes only one wrapper of the batch sampler,
@@ -324,7 +324,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         """Fetch the micro-batches of an update, as in transformers, and count their pairs."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if isinstance(self.train_dataset, IterableDataset) and len(batches) < num_batches:
-            batches = train_data.drop_incomplete_update(batches, self.state.global_step)
+            train_data.require_complete_update(len(batches), self.state.global_step)
+            batches = []  # transformers would give them the weight of a whole update
         self.updates.count_expected_pairs(batches)
         return batches, num_items
 

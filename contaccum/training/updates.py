@@ -26,7 +26,7 @@ from contaccum.distributed import over_ranks
 from contaccum.encoders.grad_norms import TowerGradNorms
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.log import Record
-from contaccum.training.loss_factory import iter_bank_losses
+from contaccum.training.loss_factory import get_batch_loss, iter_bank_losses
 from contaccum.training.out_of_memory import (
     MicroBatchLimit,
     find_micro_batch,
@@ -100,7 +100,7 @@ class Update:
     """
 
     number: int
-    started: float = field(default_factory=time.perf_counter)
+    started: float
     micro_batches: list[Batch] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     micro_batch_of_loss: list[int] = field(default_factory=list)
@@ -144,7 +144,7 @@ class Updates:
         has_full_gradients: bool,
     ) -> None:
         self.limit = limit
-        self.current = Update(number=1)
+        self.current = Update(number=1, started=time.perf_counter())
         self._args = args
         self._loss = loss
         self._accelerator = accelerator
@@ -154,7 +154,11 @@ class Updates:
 
     def start_update(self, number: int) -> None:
         """Start an update; ``number`` counts the updates of the run from 1."""
-        self.current = Update(number)
+        self.current = Update(number, time.perf_counter())
+
+    def restart_clock(self) -> None:
+        """Start the time of the current update now, after work that is not training."""
+        self.current.started = time.perf_counter()
 
     def set_micro_batch_size(self, num_pairs: int) -> None:
         """Use micro-batches of ``num_pairs`` pairs from now on.
@@ -266,14 +270,15 @@ class Updates:
         update = self.current
         if first == 0:
             self._set_pairs_of_losses()
-        max_rows = self.limit.rows
-        if uses_gradient_cache(self._loss):
-            # The whole batch is one micro-step; `MicroBatchLimit` has reduced its mini-batches.
-            max_rows = None
         batch_loss = torch.zeros((), device=self._args.device)
         for index in range(first, len(update.micro_batches)):
-            parts = split_rows(update.micro_batches[index], max_rows)
-            batch_weight = self._compute_weight(update.micro_batches[index])
+            inputs = update.micro_batches[index]
+            max_rows = self.limit.rows
+            if uses_gradient_cache(get_batch_loss(self._loss, inputs)):
+                # The whole batch is one micro-step; `MicroBatchLimit` has reduced its mini-batches.
+                max_rows = None
+            parts = split_rows(inputs, max_rows)
+            batch_weight = self._compute_weight(inputs)
             is_newest_batch = index == len(update.micro_batches) - 1
             batch_loss = torch.zeros((), device=self._args.device)
             for part_number, (part, share) in enumerate(parts, start=1):

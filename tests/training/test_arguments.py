@@ -66,6 +66,18 @@ SETTINGS_OF_A_BANK = {
             ["total_train_batch_size=16", "gradient_accumulation_steps=3"],
         ),
         ({"refresh_pool": 3}, ["refresh_pool=3", "refresh_negatives_every"]),
+        (
+            {"refresh_negatives_every": 9, "refresh_range_max": 5},
+            ["refresh_range_max=5 leaves too few candidates", "raise it to 30"],
+        ),
+        (
+            {"refresh_negatives_every": 9, "refresh_relative_margin": 1.5},
+            ["refresh_relative_margin=1.5 must be between 0 and 1"],
+        ),
+        (
+            {"refresh_negatives_every": 9, "refresh_pool": 0},
+            ["refresh_pool must be at least 1, got 0"],
+        ),
         ({"refresh_negatives_every": 9, "distill": "kl"}, ["refresh_negatives_every with distill"]),
         ({"distill": "mse"}, ["distill", "margin_mse, kl"]),
         ({"distill_weight": 2.0}, ["distill_weight=2.0", "without distill"]),
@@ -121,7 +133,8 @@ def test_a_setting_of_a_bank_is_refused_for_a_method_without_one(method, name, t
         ContAccumTrainingArguments(**settings)
     # For a config that several methods share; docs/paper.md has such commands.
     ContAccumTrainingArguments(**settings, bank_size=0)
-    ContAccumTrainingArguments(**settings, query_bank_size=0)
+    with pytest.raises(ConfigError, match="set bank_size=0 too"):
+        ContAccumTrainingArguments(**settings, query_bank_size=0)
 
 
 @pytest.mark.parametrize("method", ["grad_accum", "grad_cache", "contaccum"])
@@ -167,6 +180,21 @@ def test_the_method_determines_the_banks_but_not_the_pairs_per_update(
         assert arguments.query_bank_size == query_bank_size
         assert arguments.total_train_batch_size == 128
         assert arguments.pairs_per_micro_batch == 8
+
+
+@pytest.mark.parametrize("method", ["contaccum", "grad_cache"])
+def test_arguments_as_a_dictionary_keep_auto_until_the_size_is_found(method, tmp_path):
+    args = ContAccumTrainingArguments(
+        str(tmp_path), method=method, **AUTO, total_train_batch_size=12
+    )
+    copied_args = ContAccumTrainingArguments(**args.to_dict())
+    for arguments in (args, copied_args):
+        assert arguments.to_dict()["per_device_train_batch_size"] == "auto"
+        assert arguments.to_dict()["gradient_accumulation_steps"] == 1
+        assert arguments.total_train_batch_size == 12
+    args.set_micro_batch_size(4)
+    assert args.to_dict()["per_device_train_batch_size"] == 4
+    assert args.to_dict()["gradient_accumulation_steps"] == 3
 
 
 def test_every_setting_of_the_loss_is_an_argument_and_is_passed_on_by_name(tmp_path):

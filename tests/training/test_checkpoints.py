@@ -155,10 +155,8 @@ def test_auto_starts_a_run_resumes_it_and_stops_at_its_end(tmp_path, caplog):
     third = make_trainer(tmp_path, max_steps=2, **SAVE_EVERY_UPDATE)
     with caplog.at_level(logging.WARNING):
         third.train(resume_from_checkpoint="auto")
-    assert (
-        "this run has ended; its newest checkpoint is of update 2: it has reached max_steps=2"
-        in caplog.text
-    )
+    message = "nothing is left to train after update 2: the run has reached max_steps=2. Raise"
+    assert message in caplog.text
     assert third.state.global_step == 2
     assert have_same_weights(third, second)
 
@@ -344,6 +342,16 @@ def test_a_run_resumes_with_another_micro_batch_and_clipping(run, tmp_path):
     )
     trainer.train(resume_from_checkpoint=str(run.folder / "checkpoint-6"))
     assert list_updates(tmp_path) == [7, 8]
+
+
+def test_a_resumed_run_uses_its_own_intervals_of_saving_and_logging(run, tmp_path):
+    """The run of the checkpoint saved after every update and logged every 1000 updates."""
+    half_of_the_updates = {"save_strategy": "steps", "save_steps": 0.5, "logging_steps": 2}
+    trainer = make_trainer(tmp_path, **RUN_SETTINGS, **half_of_the_updates)
+    trainer.train(resume_from_checkpoint=str(run.folder / "checkpoint-6"))
+    assert list_checkpoint_names(tmp_path) == ["checkpoint-8"]
+    assert trainer.state.save_steps == 4
+    assert [line["step"] for line in trainer.state.log_history if "loss" in line] == [8]
 
 
 def test_a_checkpoint_without_an_optimizer_or_of_another_model_is_refused(tmp_path):

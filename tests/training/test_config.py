@@ -9,7 +9,8 @@ import yaml
 
 from contaccum.data import parse_columns
 from contaccum.errors import ConfigError
-from contaccum.training.config import parse
+from contaccum.training.config import load_model, parse
+from contaccum.training.options import ModelArguments
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PLACES = {"model": "m", "output_dir": "o", "train_data": "d"}
@@ -66,6 +67,7 @@ def test_a_mistake_gives_one_line(text, arguments, message, tmp_path):
 
 EVALUATED = {"eval_data": "e", "eval_strategy": "steps", "eval_steps": 2}
 TWO = {"train_data": ["a", "b"]}
+QUERY_SIDE = {"method": "query_side", "passage_store": "s"}
 NO_ACCELERATOR = pytest.mark.skipif(
     torch.accelerator.is_available(), reason="this machine may support 4 bits"
 )
@@ -90,6 +92,8 @@ NO_ACCELERATOR = pytest.mark.skipif(
         ({"eval_strategy": "steps", "eval_steps": 2}, "eval_data=None with eval_strategy=steps"),
         ({"eval_data": "e"}, "eval_data=e with eval_strategy=no"),
         ({**EVALUATED, "metric_for_best_model": "ndgc@10"}, "there is no metric 'ndgc@10'"),
+        ({**QUERY_SIDE, "guide": "g"}, "method=query_side with guide=g"),
+        ({**QUERY_SIDE, "num_hard_negatives": 2}, "method=query_side with num_hard_negatives=2"),
         ({"lora_alpha": 8}, "lora_alpha=8.0 without lora_r"),
         ({"lora_target_modules": ["query"]}, "without lora_r"),
         ({"lora_r": 0}, "lora_r must be at least 1, got 0"),
@@ -102,6 +106,24 @@ NO_ACCELERATOR = pytest.mark.skipif(
 def test_settings_that_cannot_be_combined_are_both_named(keys, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         parse([write_config(tmp_path, **keys)])
+
+
+def test_a_strategy_may_be_the_unquoted_word_no(tmp_path):
+    """YAML reads this word as false."""
+    lines = [f"{key}: {value}" for key, value in PLACES.items()]
+    lines += ["save_strategy: no", "eval_strategy: no", "normalize: no"]
+    model, _, args = parse([write_config(tmp_path, "\n".join(lines))])
+    assert args.save_strategy == args.eval_strategy == "no"
+    assert model.normalize is False
+
+
+def test_settings_of_a_backbone_without_effect_give_a_warning(tiny_model_path, caplog):
+    load_model(ModelArguments(model=tiny_model_path), "cpu")
+    assert "has no effect" not in caplog.text
+    load_model(ModelArguments(model=tiny_model_path, pooling="cls", normalize=True), "cpu")
+    for setting in ("pooling=cls", "normalize=True"):
+        warning = f"{setting} has no effect: {tiny_model_path} is a SentenceTransformer"
+        assert warning in caplog.text
 
 
 def test_data_columns_are_a_mapping_in_yaml_and_words_on_the_command_line(tmp_path):

@@ -13,11 +13,20 @@ import torch
 from safetensors.torch import load_file
 from sample_texts import sentences
 from sentence_transformers.sentence_transformer.evaluation import SentenceEvaluator
-from tiny_runs import get_state, list_differences, make_pairs, make_trainer, read_log
+from tiny_runs import (
+    SAVE_EVERY_UPDATE,
+    get_state,
+    list_differences,
+    make_pairs,
+    make_trainer,
+    read_log,
+)
 
 from contaccum.data import BeirDataset, RecordReport
 from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
+from contaccum.training import checkpoint
+from contaccum.training.run_description import RunDescription
 
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 1}
 LOAD_BEST = {
@@ -147,13 +156,14 @@ def test_with_a_limit_of_one_the_best_checkpoint_and_folders_of_the_user_remain(
     assert trainer.args.save_total_limit == 1
 
 
-def test_a_best_checkpoint_of_another_run_does_not_become_the_best_again(tmp_path):
+@pytest.mark.parametrize("loss_of_best", ["replaced", "removed"])
+def test_a_best_checkpoint_that_is_lost_does_not_become_the_best_again(loss_of_best, tmp_path):
     settings = {**LOAD_BEST, "max_steps": 3}
     make_trainer(tmp_path / "run", evaluator=FixedScores(SCORES), **settings).train()
-    make_trainer(tmp_path / "other", save_strategy="steps", save_steps=1, max_steps=2).train()
-    # Checkpoint 2 is the best one; replace it by another run's.
-    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
-    shutil.copytree(tmp_path / "other" / "checkpoint-2", tmp_path / "run" / "checkpoint-2")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-2")  # the best one
+    if loss_of_best == "replaced":
+        make_trainer(tmp_path / "other", save_strategy="steps", save_steps=1, max_steps=2).train()
+        shutil.copytree(tmp_path / "other" / "checkpoint-2", tmp_path / "run" / "checkpoint-2")
     resumed = make_trainer(
         tmp_path / "run", evaluator=FixedScores(SCORES), **{**LOAD_BEST, "max_steps": 4}
     )
@@ -217,19 +227,30 @@ def test_a_finished_run_whose_newest_checkpoint_is_its_best_is_not_trained_again
     assert longer.state.global_step == 5
 
 
-def test_the_time_of_an_evaluation_is_not_counted_as_training(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (FixedScores, "__call__"),
+        (checkpoint, "write_marker"),
+        (RunDescription, "make_run_record"),
+    ],
+    ids=["evaluation", "checkpoint", "start"],
+)
+def test_time_that_is_not_training_is_not_counted(owner, name, tmp_path, monkeypatch):
     clock = time.perf_counter
     delay = 0.0
+    function = getattr(owner, name)
+
+    def slow_function(*args: Any, **kwargs: Any) -> Any:
+        nonlocal delay
+        delay += 1000.0
+        return function(*args, **kwargs)
+
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + delay)
-
-    class SlowEvaluator(FixedScores):
-        def __call__(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-            nonlocal delay
-            delay += 1000.0
-            return super().__call__(*args, **kwargs)
-
-    evaluator = SlowEvaluator(dict.fromkeys(range(9), 0.5))
-    make_trainer(tmp_path, evaluator=evaluator, **EVALUATE).train()
+    monkeypatch.setattr(owner, name, slow_function)
+    evaluator = FixedScores(dict.fromkeys(range(9), 0.5))
+    make_trainer(tmp_path, evaluator=evaluator, **EVALUATE, **SAVE_EVERY_UPDATE).train()
+    assert delay > 0
     assert max(line["seconds"] for line in read_log(tmp_path)) < 500
 
 

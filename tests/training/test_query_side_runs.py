@@ -16,11 +16,12 @@ from tiny_models import tiny_encoder
 
 from contaccum import DualEncoder
 from contaccum.cli import main
-from contaccum.errors import ConfigError
-from contaccum.retrieval import encode
+from contaccum.errors import ConfigError, UserError
+from contaccum.retrieval import corpus, encode
 from contaccum.retrieval.encode import encode_texts
+from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.query_side import STORE_FOLDER
+from contaccum.training.query_side import STORE_FOLDER, _open_store
 
 DOCUMENTS = {f"d{row}": ("", text) for row, text in enumerate(sentences(40, 5, 9))}
 TEXTS = [text for _, text in DOCUMENTS.values()]
@@ -111,9 +112,36 @@ def test_a_corpus_is_encoded_once_into_the_output_folder(root, tmp_path, monkeyp
     assert run_train(root, tmp_path / "run", corpus=root / "beir/corpus.jsonl") == 0
     stored = (tmp_path / "run" / STORE_FOLDER / "shard-00000/embeddings.npy").read_bytes()
     assert stored == (root / "store/shard-00000/embeddings.npy").read_bytes()
-    monkeypatch.setattr(encode, "encode_texts", None)  # nothing is encoded again
+    monkeypatch.setattr(corpus, "encode_texts", None)  # nothing is encoded again
     again = {"corpus": root / "beir/corpus.jsonl", "overwrite_output_dir": "true"}
     assert run_train(root, tmp_path / "run", **again) == 0
+
+
+@pytest.mark.parametrize("changed", ["model", "corpus"])
+def test_overwriting_replaces_the_store_of_another_corpus_or_model(changed, tmp_path):
+    files = [write_documents(tmp_path / "all.jsonl", first=0, last=40)] * 2
+    models = [tiny_encoder(), tiny_encoder()]
+    if changed == "corpus":
+        files[1] = write_documents(tmp_path / "fewer.jsonl", first=0, last=30)
+    else:
+        with torch.no_grad():
+            next(models[1].parameters()).add_(1.0)
+
+    def open_store(number: int, **settings: Any) -> EmbeddingStore:
+        settings |= {"method": "query_side", "corpus": str(files[number]), "disable_tqdm": True}
+        args = ContAccumTrainingArguments(str(tmp_path / "run"), **settings)
+        return _open_store(args, models[number])
+
+    first = open_store(0)
+    refusal = f"holds embeddings of another {changed}"
+    with pytest.raises(UserError, match=refusal):
+        open_store(1)
+    # A run that resumes needs the store of its checkpoint.
+    with pytest.raises(UserError, match=refusal):
+        open_store(1, overwrite_output_dir=True, resume_from_checkpoint="last")
+    second = open_store(1, overwrite_output_dir=True)
+    assert second.fingerprint != first.fingerprint
+    assert open_store(1).fingerprint == second.fingerprint
 
 
 def test_queries_are_trained_after_both_towers(root, tmp_path):

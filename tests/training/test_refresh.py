@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict, Features, Value
 from sample_texts import sentences
+from small_data import write_lines
 from tiny_runs import (
     SAVE_EVERY_UPDATE,
     assert_resumes,
@@ -16,6 +17,7 @@ from tiny_runs import (
     record_texts,
 )
 
+from contaccum.data import load_training_data
 from contaccum.errors import ConfigError, UserError
 from contaccum.mining import load_mining_data, mine_hard_negatives
 
@@ -117,6 +119,20 @@ def test_negatives_of_the_data_are_used_until_the_first_refresh(tmp_path):
         for query, _, *negatives in rows:
             is_mined.append(set(negatives) != negatives_of_data[query])
     assert any(is_mined)
+
+
+def test_a_refresh_does_not_change_the_labels_of_the_callers_data(tmp_path):
+    """The caller may train on the same data without refresh."""
+    records = []
+    for row in make_pairs(NUM_PAIRS, 1):
+        records.append({"query": row["query"], "pos": row["positive"], "neg": row["negative_1"]})
+    path = write_lines(tmp_path / "data.jsonl", records)
+    data = load_training_data(str(path), num_hard_negatives=1).dataset
+    rows_before = data[:2]
+    trainer = make_trainer(tmp_path / "run", data, max_steps=3, **REFRESH)
+    assert data[:2] == rows_before
+    trainer.train()
+    assert [line.get("mined_at") for line in read_log(tmp_path / "run")] == [None, None, 2]
 
 
 WRONG_COLUMNS = "with the columns query, positive, negative_1 and on"

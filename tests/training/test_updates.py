@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from tiny_models import tiny_encoder
 from tiny_runs import (
@@ -27,8 +27,11 @@ from tiny_runs import (
 )
 from transformers import TrainerCallback
 
-from contaccum.errors import UserError
+from contaccum import CachedContAccumLoss
+from contaccum.errors import ConfigError, UserError
+from contaccum.files import read_json, write_json
 from contaccum.training import out_of_memory
+from contaccum.training.checkpoint import MARKER
 
 EVERY_CALL = set(range(999))
 
@@ -212,6 +215,56 @@ def test_auto_finds_the_largest_micro_batch_without_changing_the_training(stage,
     resumed.train(resume_from_checkpoint=str(tmp_path / "auto" / "checkpoint-2"))
     assert resumed.args.per_device_train_batch_size == 4
     assert list_differences(get_state(fixed), get_state(resumed)) == []
+
+
+def test_a_run_with_auto_and_a_composing_sampler_resumes(tmp_path, monkeypatch):
+    """Its batches depend on the micro-batch size, which the resumed run reads from the marker."""
+    settings = {"batch_sampler": "no_duplicates", **SAVE_EVERY_UPDATE}
+    monkeypatch.setattr("contaccum.training.updates.find_micro_batch", lambda *_: 4)
+    straight = make_trainer(tmp_path, **AUTO, **settings)
+    straight.train()
+    record = read_json(tmp_path / "run.json")
+    assert record["micro_batch"] == 4
+    assert record["arguments"]["per_device_train_batch_size"] == "auto"
+    checkpoint = tmp_path / "checkpoint-2"
+    smaller = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}
+    with pytest.raises(UserError, match="pairs per batch of the sampler: 4 -> 2"):
+        make_trainer(tmp_path / "smaller", **smaller, **settings).train(str(checkpoint))
+    marker = read_json(checkpoint / MARKER)
+    del marker["settings"]["pairs per batch of the sampler"]
+    older_settings = {**marker["settings"], "batch_sampler": "no_duplicates of 4"}
+    for name, saved_settings in (("new", None), ("older", older_settings)):
+        if saved_settings is not None:
+            write_json(checkpoint / MARKER, {**marker, "settings": saved_settings})
+        resumed = make_trainer(tmp_path / name, **AUTO, **settings)
+        resumed.train(str(checkpoint))
+        assert list_differences(get_state(straight), get_state(resumed)) == []
+
+
+def make_two_cached_losses(model: Any) -> tuple[DatasetDict, dict[str, CachedContAccumLoss]]:
+    """Return two data sets, and a loss with a gradient cache for each."""
+    data = DatasetDict(one=make_pairs(20), two=make_pairs(16))
+    losses = {name: CachedContAccumLoss(model, bank_size=16, mini_batch_size=4) for name in data}
+    return data, losses
+
+
+def test_several_losses_with_a_gradient_cache_encode_fewer_rows_of_whole_batches(tmp_path):
+    model = tiny_encoder()
+    data, losses = make_two_cached_losses(model)
+    trainer = make_trainer(tmp_path, data, model=model, loss=losses)
+    texts = record_texts(trainer)
+    simulate_out_of_memory(trainer, "passages", {1}, max_rows=2)
+    trainer.train()
+    assert trainer.updates.limit.rows == 2
+    assert {loss.mini_batch_size for loss in losses.values()} == {2}
+    assert {len(rows) for rows in texts} == {4}
+
+
+def test_auto_with_a_dictionary_of_losses_is_refused(tmp_path):
+    model = tiny_encoder()
+    data, losses = make_two_cached_losses(model)
+    with pytest.raises(ConfigError, match="=auto with a dictionary of losses"):
+        make_trainer(tmp_path, data, model=model, loss=losses, **AUTO)
 
 
 def test_a_size_that_auto_found_is_lowered_if_a_rank_has_fewer_pairs_per_update(tmp_path):
