@@ -23,29 +23,26 @@ def run(argv: Sequence[str]) -> int:
     args, training_arguments = _make_parser().parse_known(argv)
 
     from contaccum.comparison.options import all_options
-    from contaccum.data.fields import parse_columns
-    from contaccum.fitting.folder import FitFolder
-    from contaccum.fitting.guard import Guard
-    from contaccum.fitting.pipeline import Fit
-    from contaccum.fitting.source import DataSource
+    from contaccum.fitting.call import fit
     from contaccum.fitting.verdict import BETTER
-    from contaccum.tuning.budget import parse_duration
 
-    fixed_options = all_options([], training_arguments)
-    source = DataSource(
-        path=Path(args.data),
+    result = fit(
+        args.data,
+        args.model,
+        args.budget,
+        args.output,
         corpus=args.corpus,
         data_format=args.data_format,
-        columns=parse_columns(args.data_columns) or None,
+        data_columns=args.data_columns,
         on_bad_record=args.on_bad_record,
+        min_score=args.min_score,
         dev=args.dev,
         test=args.test,
-        min_score=args.min_score,
+        guard=args.guard,
+        guard_loss=args.guard_loss,
+        print_line=_print_line,
+        **all_options([], training_arguments),
     )
-    budget = parse_duration(args.budget)
-    folder = FitFolder(args.output)
-    guard = Guard(args.guard, args.guard_loss, folder) if args.guard else None
-    result = Fit(source, args.model, fixed_options, budget, folder, _print_line, guard).run()
     if args.require is not None and result.verdict.word != BETTER:
         return EXIT_CODE_NOT_BETTER
     return 0

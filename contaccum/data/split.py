@@ -181,9 +181,9 @@ def split_data(
 
     A BEIR folder with a split ``test`` keeps this test set. Only dev is then chosen from the split
     ``train``; records in a group with a text of the test set are left out, and the folder's corpus
-    is the haystack. If more than a fifth of the test queries share a positive with training
-    queries, dev is held out by query, in the same way as the test set: passages of dev may then be
-    positives in training.
+    is the haystack, so ``corpus`` is refused. If more than a fifth of the test queries share a
+    positive with training queries, dev is held out by query, in the same way as the test set:
+    passages of dev may then be positives in training.
 
     Args:
         data: the source of the training records, which are all in memory during the split.
@@ -206,6 +206,8 @@ def split_data(
     report = report or RecordReport()
     records = list(data.records(report))
     published_test = split_files.load_published_test(data, report)
+    if published_test is not None and corpus is not None:
+        raise ConfigError(f"{data.path}: its own test set and corpus stay as they are: drop corpus")
     corpus_documents = _read_corpus(corpus, published_test, report)
 
     held_out_by = choose_held_out_by(records, published_test)

@@ -25,6 +25,7 @@ from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encode_texts, read_texts
 from contaccum.retrieval.store import EmbeddingStore
+from contaccum.retrieval.store_files import SHARD_FILE
 from contaccum.tuning.baselines import Baselines
 from contaccum.tuning.budget import Budget, format_duration
 
@@ -69,8 +70,17 @@ def estimate_trial_documents(split: Split) -> int:
     return min(num_documents, split.dev * documents_per_query)
 
 
+def count_encoded_documents(store: Path) -> int:
+    """Return the number of documents in a store that may be unfinished, or may not exist yet."""
+    return sum(read_json(file)["rows"] for file in store.glob(f"*/{SHARD_FILE}"))
+
+
 def require_encoding_time(
-    budget: Budget, split: Split, seconds_per_document: float, guard_seconds: float = 0.0
+    budget: Budget,
+    split: Split,
+    seconds_per_document: float,
+    guard_seconds: float = 0.0,
+    num_encoded: int = 0,
 ) -> None:
     """Check before the encoding that the encoding of all documents leaves time for the search.
 
@@ -79,11 +89,12 @@ def require_encoding_time(
 
     Args:
         guard_seconds: the seconds that the scores on the guard sets take.
+        num_encoded: the documents of the corpus that an earlier start has encoded.
 
     Raises:
         ConfigError: if the budget is too short.
     """
-    num_documents = split.documents["train"] + split.documents["test"]
+    num_documents = split.documents["train"] - num_encoded + split.documents["test"]
     needed = num_documents * seconds_per_document + guard_seconds
     if needed > _MAX_SHARE_OF_BUDGET * budget.left():
         budget.save()

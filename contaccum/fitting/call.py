@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -60,7 +61,7 @@ def fit(
         guard_loss: see ``guard``.
         print_line: is called with each line for the user.
         settings: options of `contaccum train`, such as ``learning_rate=1e-5``. The search does not
-            vary them.
+            vary them. None stands for an option that is not given.
 
     Raises:
         UserError: for data, a model, settings or a folder that cannot be used, and for a budget
@@ -69,7 +70,8 @@ def fit(
     options: dict[str, list[str]] = {}
     for key, value in settings.items():
         values = value if isinstance(value, (list, tuple)) else [value]
-        options[key] = [str(item) for item in values]
+        if value is not None:
+            options[key] = [_format_value(item) for item in values]
     source = DataSource(
         path=Path(data),
         corpus=None if corpus is None else Path(corpus),
@@ -86,3 +88,8 @@ def fit(
         guard = [guard]
     guard_sets = Guard(guard, guard_loss, folder) if guard else None
     return Fit(source, os.fspath(model), options, seconds, folder, print_line, guard_sets).run()
+
+
+def _format_value(value: Any) -> str:
+    """Return a value as the command line expects it: a mapping as JSON."""
+    return json.dumps(value) if isinstance(value, Mapping) else str(value)

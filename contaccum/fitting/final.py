@@ -55,7 +55,7 @@ def write_final_config(folder: FitFolder, tuned: TunedSettings, seconds_left: fl
         return None
     options = dict(tuned.options)
     options["output_dir"] = [str(folder.retrained_model)]
-    # Any evaluation strategy other than "no" is valid here, where only updates are counted.
+    # eval_data need an evaluation strategy. Any one will do, because only updates are counted here.
     run_options = {**options, "eval_strategy": ["epoch"]}
     _, data_args, args = config.parse(to_command_line(run_options))
     num_updates = count_updates(config.load_data(data_args, args).dataset, args)
@@ -162,24 +162,23 @@ def search_test_set(
     evaluator: RetrievalEvaluator,
     base: DualEncoder,
     trained: DualEncoder,
-    is_query_side: bool,
+    has_documents_of_base: bool,
 ) -> dict[str, SystemResult]:
     """Search the test set with BM25, with the base model and with the trained model.
 
     Args:
         evaluator: the evaluator of the test set. Its ``documents`` are the document embeddings by
             the base model.
-        is_query_side: True if only the query encoder was trained, so that the trained model
-            searches in the document embeddings of the base model. Otherwise the trained model
-            encodes the documents.
+        has_documents_of_base: True if the trained model has the document embeddings of the base
+            model, as after query-side training. Otherwise the trained model encodes the documents.
 
     Returns:
         {system: result} with the systems "bm25", "base" and "trained".
     """
     runs = {"bm25": evaluator.search_bm25(), "base": evaluator.search(base)}
-    if not is_query_side:
+    if not has_documents_of_base:
         evaluator.documents = None  # the search then encodes the documents with its model
-    runs["trained"] = evaluator.search(trained, show_progress=not is_query_side)
+    runs["trained"] = evaluator.search(trained, show_progress=not has_documents_of_base)
     results = {}
     for system, run in runs.items():
         means = evaluator.score_run(run)

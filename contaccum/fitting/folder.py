@@ -110,7 +110,9 @@ class FitFolder:
             write_json(self.record_file, {"request": request})
             return
         record = read_json(self.record_file)
-        if self.store.exists():
+        # The user may have removed the store, which is large.
+        has_results = self.baselines_file.is_file() or "verdict" in record
+        if self.store.exists() or has_results:
             self._check_record(record, request)
             return
         # The earlier call ended before it encoded anything. If its data, model or settings were
@@ -120,8 +122,12 @@ class FitFolder:
         write_json(self.record_file, {"request": request})
 
     def remove_request(self) -> None:
-        """Remove the request of a call whose data were refused, and the folder if it is empty."""
+        """Remove the request of a call whose data were refused, and the folder if it is empty.
+
+        An earlier call that was refused for its budget may have left its used time.
+        """
         self.record_file.unlink()
+        self.used_time_file.unlink(missing_ok=True)
         with suppress(OSError):  # the folder is not empty
             self.path.rmdir()
 

@@ -20,7 +20,7 @@ from contaccum.data.near_duplicates import normalise
 from contaccum.data.split import CORPUS_FILE, TRAIN_FILE
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.files import read_json, write_json
-from contaccum.fitting.baselines import encode_corpus, load_evaluator
+from contaccum.fitting.baselines import encode_corpus, get_trial_dev_set, load_evaluator
 from contaccum.fitting.final import SystemResult, search_test_set, train_final
 from contaccum.fitting.folder import FitFolder
 from contaccum.fitting.guard import load_at_weight
@@ -43,7 +43,8 @@ class Fold:
         number: the number of the fold, from 1.
         method: the chosen training method.
         weight: the weight at which the trained model is merged with the base model, which the
-            guard of the fit has chosen. None: there is no guard, so nothing is merged.
+            guard of the fit has chosen. None: there is no guard, so nothing is merged. With 0, the
+            base model itself is tested, and no model is trained.
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class Fold:
             args: the arguments of a run, for the device, the process index and the batch sizes.
         """
         if not self.is_done:
-            self._train(base, args)
+            self._hold_out(base, args)
+            if self._weight != 0:
+                self._train(args)
             with args.main_process_first(local=False, desc="testing a split"):
                 if args.process_index == 0:
                     write_json(self._scores_file, self._test(base, args))
@@ -85,22 +88,33 @@ class Fold:
         scores: FoldScores = read_json(self._scores_file)
         return scores
 
-    def _train(self, base: DualEncoder, args: ContAccumTrainingArguments) -> None:
-        """Split the data, encode the corpus, and train at the chosen settings."""
+    def _hold_out(self, base: DualEncoder, args: ContAccumTrainingArguments) -> None:
+        """Split the data, and encode the corpus."""
         data = self._folder / "data"
         store = self._folder / "store"
-        corpus = data / CORPUS_FILE
         with args.main_process_first(local=False, desc="holding out another split"):
             if args.process_index == 0:
                 self._source.hold_out(data, self._number)
+                corpus = data / CORPUS_FILE
                 encode_corpus(base, "base", corpus, store, args.per_device_eval_batch_size)
-        # The config of the final training names data of fold 0, which this fold replaces.
-        overrides = {"train_data": str(data / TRAIN_FILE), "eval_data": str(data / "dev")}
+
+    def _train(self, args: ContAccumTrainingArguments) -> None:
+        """Train at the chosen settings."""
+        data = self._folder / "data"
+        # The config of the final training names data of fold 0, which this fold replaces. The dev
+        # set of fold 0 may be reduced, so a sample of the same size is used here.
+        dev_set = load_beir_folder(get_trial_dev_set(self._fit_folder), "test")
+        overrides = {
+            "train_data": str(data / TRAIN_FILE),
+            "eval_data": str(data / "dev"),
+            "eval_corpus_size": str(len(dev_set.corpus)),
+        }
         if self._is_query_side:
-            overrides["passage_store"] = str(store)
+            overrides["passage_store"] = str(self._folder / "store")
         if self._uses_mined_negatives():
+            corpus = str(data / CORPUS_FILE)
             with args.main_process_first(local=False, desc="mining hard negatives"):
-                mined = mine_once([overrides["train_data"]], str(corpus), self._folder / MINED_FILE)
+                mined = mine_once([overrides["train_data"]], corpus, self._folder / MINED_FILE)
             if mined is None:
                 overrides["num_hard_negatives"] = "0"
             else:
@@ -118,7 +132,8 @@ class Fold:
         store = self._folder / "store"
         evaluator = load_evaluator(test_set, store, args.per_device_eval_batch_size)
         trained = load_at_weight(base, self._folder / "model", self._weight)
-        results = search_test_set(evaluator, base, trained, self._is_query_side)
+        has_documents_of_base = self._is_query_side or self._weight == 0
+        results = search_test_set(evaluator, base, trained, has_documents_of_base)
         # The folder dev has a single BEIR split, which is called "test".
         dev = load_beir_folder(self._fit_folder.data / "dev", "test")
         dev_queries = {normalise(query) for query in dev.queries.values()}

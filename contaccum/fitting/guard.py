@@ -190,13 +190,13 @@ def load_at_weight(base: DualEncoder, trained_folder: Path, weight: float | None
 
     Args:
         base: the base model.
-        trained_folder: the folder of the trained model.
+        trained_folder: the folder of the trained model. It need not exist for a weight of 0.
         weight: the weight of the trained model: 0 returns the base model itself; None returns the
             trained model itself.
     """
+    if weight == 0:
+        return base
     trained = load_trained(trained_folder, base)
     if weight is None:
         return trained
-    if weight == 0:
-        return base
     return WeightInterpolation(base, trained).set_weight(weight)

@@ -24,6 +24,7 @@ from contaccum.encoders.loading import require_model
 from contaccum.errors import UserError
 from contaccum.files import redact, write_json, write_text
 from contaccum.fitting.baselines import (
+    count_encoded_documents,
     encode_corpus,
     estimate_trial_documents,
     get_trial_dev_set,
@@ -55,7 +56,7 @@ from contaccum.training import config
 from contaccum.training.run import load_encoder
 from contaccum.tuning.baselines import Baselines
 from contaccum.tuning.budget import Budget, TimeForTrials
-from contaccum.tuning.methods import adapt_options
+from contaccum.tuning.methods import make_base_options
 from contaccum.tuning.result import TunedSettings, read_tuned
 from contaccum.tuning.tune import tune
 
@@ -143,7 +144,7 @@ class Fit:
         time_for_trials = TimeForTrials(
             self._budget,
             reserve=reserved_seconds,
-            final_runs=num_folds * _FINAL_TRAINING_FACTOR,
+            final_training_factor=num_folds * _FINAL_TRAINING_FACTOR,
         )
         tuned = self._search(options, time_for_trials, baselines)
 
@@ -193,12 +194,8 @@ class Fit:
             self._print_line(f"note: {warning}")
 
     def _load_base_model(self, options: Options) -> DualEncoder:
-        """Load the model as it is before training.
-
-        The method does not change the base model, so the options are those of the simplest method.
-        """
-        run_options = adapt_options(options, "grad_accum", None)
-        model_args, _, args = config.parse(to_command_line(run_options))
+        """Load the model as it is before training."""
+        model_args, _, args = config.parse(to_command_line(make_base_options(options)))
         return load_encoder(model_args, args)
 
     def _score_baselines(self, base: DualEncoder, split: Split) -> tuple[Baselines, _TimeEstimates]:
@@ -213,10 +210,8 @@ class Fit:
                 guard_seconds = self._guard.estimate_seconds(
                     base, dev_seconds, batch_size, is_query_side
                 )
-            if self._is_first_process and not self._folder.baselines_file.is_file():
-                require_encoding_time(self._budget, split, document_seconds, guard_seconds)
-                corpus = self._folder.data / CORPUS_FILE
-                encode_corpus(base, self._model_name, corpus, self._folder.store, batch_size)
+            if self._is_first_process:
+                self._encode_corpus(base, split, document_seconds, guard_seconds)
             baselines = score_on_dev(base, self._folder, batch_size)
         test_seconds = document_seconds * split.documents["test"]
         corpus_seconds = document_seconds * split.documents["train"]
@@ -226,6 +221,25 @@ class Fit:
             guard=_SAFETY_FACTOR * guard_seconds,
         )
         return baselines, estimates
+
+    def _encode_corpus(
+        self, base: DualEncoder, split: Split, document_seconds: float, guard_seconds: float
+    ) -> None:
+        """Encode the corpus into the store, unless an earlier start has done it.
+
+        Args:
+            document_seconds: the seconds to encode one document.
+            guard_seconds: the seconds that the scores on the guard sets take.
+        """
+        store = self._folder.store
+        has_baselines = self._folder.baselines_file.is_file()
+        if not has_baselines:
+            num_encoded = count_encoded_documents(store)
+            require_encoding_time(self._budget, split, document_seconds, guard_seconds, num_encoded)
+        if not has_baselines or not store.exists():
+            corpus = self._folder.data / CORPUS_FILE
+            batch_size = self._args.per_device_eval_batch_size
+            encode_corpus(base, self._model_name, corpus, store, batch_size)
 
     def _search(
         self, options: Options, time_for_trials: TimeForTrials, baselines: Baselines
@@ -299,6 +313,10 @@ class Fit:
         training_seconds = self._stage_seconds["training"]
         if self._was_trained_before:  # then this start has not measured the training
             training_seconds = _FINAL_TRAINING_FACTOR * get_chosen_trial(tuned)["seconds"]
+        task = "training and testing again"
+        if merge_weight == 0:  # the verdict is about the base model
+            training_seconds = 0.0
+            task = "testing again"
         with self._measure("other splits"):
             for number in range(1, num_folds):
                 fold = Fold(self._source, self._folder, number, method, merge_weight)
@@ -312,7 +330,7 @@ class Fit:
                         "is not enough for more"
                     )
                     break
-                self._print_line(f"split {number + 1} of {num_folds}: training and testing again")
+                self._print_line(f"split {number + 1} of {num_folds}: {task}")
                 fold_scores.append(fold.score(base, self._args))
         return fold_scores
 

@@ -5,7 +5,6 @@ A setting is an option of `contaccum train`, such as ``learning_rate``.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from contaccum.comparison.options import Options, to_command_line
@@ -18,7 +17,7 @@ from contaccum.fitting.folder import FitFolder
 from contaccum.training import config
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.proposal import propose
-from contaccum.tuning.methods import adapt_options
+from contaccum.tuning.methods import make_base_options, round_up, select_methods
 
 SET_BY_FIT = frozenset(
     [
@@ -49,22 +48,32 @@ SET_BY_FIT = frozenset(
 All scores of a fit are nDCG@10 with the similarity of the model.
 """
 
+NOT_IN_FIT = frozenset(["early_stopping_patience", "eval_on_start", "push_to_hub"])
+"""Options of `contaccum train` that do not suit the trainings of a fit.
+
+Its final training has few evaluations, each with a checkpoint, and its models are no results before
+the verdict.
+"""
+
 
 def check_settings(data: Path, model: str, settings: Options) -> ContAccumTrainingArguments:
     """Check the settings of the user before anything is read or written.
 
-    The settings are parsed as for a training. Paths that do not exist yet are replaced by "unused".
+    The settings are parsed as for a training by each method that the search may try. Paths that do
+    not exist yet are replaced by "unused".
 
     Returns:
         The parsed arguments of a training. `contaccum fit` reads the device, the process index and
         the batch sizes from them.
 
     Raises:
-        ConfigError: for an unknown option, an option that `contaccum fit` sets itself, values that
-            cannot work, or a credential.
+        ConfigError: for an unknown option, an option that `contaccum fit` sets itself or does not
+            have, values that cannot work, or a credential.
     """
     for key in sorted(SET_BY_FIT & settings.keys()):
         raise ConfigError(f"{key} is set by contaccum fit itself: drop it")
+    for key in sorted(NOT_IN_FIT & settings.keys()):
+        raise ConfigError(f"{key} cannot be used with contaccum fit: drop it")
     if redact(dict(settings)) != dict(settings):
         raise ConfigError(
             "a credential among the settings, which are written to files: put it into the "
@@ -74,14 +83,17 @@ def check_settings(data: Path, model: str, settings: Options) -> ContAccumTraini
         "model": [model],
         "train_data": [str(data)],
         "output_dir": ["unused"],
+        "passage_store": ["unused"],
         "ddp_timeout": [str(int(RANK_TIMEOUT.total_seconds()))],
         **settings,
     }
-    methods = settings.get("method", ["grad_accum"])
-    if len(methods) != 1:
+    if "total_train_batch_size" in settings:
+        options.pop("gradient_accumulation_steps", None)  # as in make_start_options
+    if len(settings.get("method", ["any"])) != 1:
         raise ConfigError("method: give one method, or drop the option to search for the best one")
-    run_options = adapt_options(options, methods[0], Path("unused"))
-    _, _, training_args = config.parse(to_command_line(run_options))
+    _, _, training_args = config.parse(to_command_line(make_base_options(options)))
+    # The search prints the reason if it leaves out a method.
+    select_methods(options, settings, training_args.world_size, print_line=lambda line: None)
     return training_args
 
 
@@ -104,7 +116,8 @@ def make_start_options(
     proposal = propose(train_data, model, positives=positives)
     micro_batch = proposal.micro_batch
     if "per_device_train_batch_size" in settings:
-        micro_batch = int(settings["per_device_train_batch_size"][0])
+        [text] = settings["per_device_train_batch_size"]
+        micro_batch = 1 if text.lower() == "auto" else int(text)
     pairs_per_update = proposal.micro_batch * proposal.accumulation_steps
     proposed = {
         "model": model,
@@ -113,7 +126,7 @@ def make_start_options(
         "bank_size": proposal.bank_size,
         "temperature": proposal.temperature,
         "per_device_train_batch_size": micro_batch,
-        "total_train_batch_size": _round_up(pairs_per_update, micro_batch * num_processes),
+        "total_train_batch_size": round_up(pairs_per_update, micro_batch * num_processes),
         "num_train_epochs": 3,
         "lr_scheduler_type": "linear",
         "warmup_steps": 0.1,
@@ -134,9 +147,6 @@ def make_start_options(
     options = {key: [str(value)] for key, value in proposed.items()}
     for key, values in settings.items():
         options[key] = list(values)
+    if "total_train_batch_size" in options:
+        options.pop("gradient_accumulation_steps", None)  # it follows from the pairs per update
     return options
-
-
-def _round_up(number: int, divisor: int) -> int:
-    """Return the smallest multiple of the divisor that is not below the number."""
-    return math.ceil(number / divisor) * divisor

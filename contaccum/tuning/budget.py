@@ -80,13 +80,13 @@ class TimeForTrials:
     Attributes:
         budget: the budget of the whole command.
         reserve: the seconds that are reserved for the steps after the search.
-        final_runs: the time that is reserved for the final training, as a multiple of the time of
-            the best trial.
+        final_training_factor: the time that is reserved for the final training, as a multiple of
+            the time of the best trial.
     """
 
     budget: Budget
     reserve: float = 0.0
-    final_runs: float = 0.0
+    final_training_factor: float = 0.0
 
     def left(self, trial_seconds: float) -> float:
         """Return the seconds that are left for trials; negative if there are none.
@@ -95,4 +95,4 @@ class TimeForTrials:
             trial_seconds: the time of the best trial, with whose settings the final training would
                 run.
         """
-        return self.budget.left() - self.reserve - self.final_runs * trial_seconds
+        return self.budget.left() - self.reserve - self.final_training_factor * trial_seconds

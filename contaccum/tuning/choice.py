@@ -146,9 +146,9 @@ def choose_trial(trials: Sequence[FinishedTrial], base_scores: QueryScores) -> C
 
     Trials that differ only by the learning rate form a curve, score against learning rate, and
     `find_best_value` chooses the best trial of each curve. Of these candidates, the one on the
-    curve with most trials is preferred, because more trials support its score. Another candidate
-    replaces it only if the 95% interval of the difference between the two lies above 0, or if its
-    curve has as many trials and is higher.
+    curve with most trials is preferred, because more trials support its score; of curves with
+    equally many trials, the highest one. Another candidate replaces it only if the 95% interval of
+    the difference between the two lies above 0.
 
     Args:
         base_scores: {query id: score of the base model}.
@@ -165,10 +165,8 @@ def choose_trial(trials: Sequence[FinishedTrial], base_scores: QueryScores) -> C
     chosen = candidates[0]
     for candidate in candidates[1:]:
         difference = compare_scores(candidate.trial.query_scores, chosen.trial.query_scores)
-        has_as_many_trials = candidate.num_trials == chosen.num_trials
-        is_higher = has_as_many_trials and candidate.height > chosen.height
         is_significantly_better = difference["low"] > 0.0
-        if is_significantly_better or is_higher:
+        if is_significantly_better:
             chosen = candidate
 
     trial = chosen.trial

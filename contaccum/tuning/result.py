@@ -57,11 +57,10 @@ def write_tuned(tuned: TunedSettings, output: Path, num_queries: int) -> None:
     if length_of_trials is not None and tuned.options.get("max_steps") == [str(length_of_trials)]:
         comment += (
             "# max_steps is the length of the trials, which were cut to fit the budget; the length "
-            "was not searched.\n# With a larger --budget, trials are longer.\n"
+            "was not searched.\n# With a larger --budget and another --output, trials are longer.\n"
         )
     content = {
         **to_yaml_values(tuned.options),
-        "eval_strategy": "epoch",
         "output_dir": str(output / "model"),
     }
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
@@ -86,12 +85,19 @@ def read_tuned(output: Path) -> TunedSettings:
 def to_yaml_values(options: Options) -> dict[str, ConfigValue | list[ConfigValue]]:
     """Return options whose texts are converted to numbers and booleans where possible.
 
-    An option with one value becomes this value, other options become lists.
+    An option with one value becomes this value, and an option with several values becomes a list.
+    A switch without a value becomes true: ``bf16`` is written as ``bf16: true``. A switch that
+    starts with ``no_`` becomes false: ``no_tied`` is written as ``tied: false``.
     """
     content: dict[str, ConfigValue | list[ConfigValue]] = {}
     for key, texts in options.items():
         values = [_parse_value(text) for text in texts]
-        content[key] = values[0] if len(values) == 1 else values
+        if len(values) > 1:
+            content[key] = values
+        elif values:
+            content[key] = values[0]
+        else:
+            content[key.removeprefix("no_")] = not key.startswith("no_")
     return content
 
 

@@ -21,7 +21,7 @@ import optuna
 from optuna.trial import TrialState
 
 from contaccum.comparison.options import Options
-from contaccum.distributed import rank, share
+from contaccum.distributed import rank, share, world_size
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import redact
@@ -222,7 +222,12 @@ class Search:
         return find_untried_method(methods, finished)
 
     def _run_trial(self, trial_plan: TrialPlan) -> Outcome | TooSlow | UserError:
-        """Train and score on every process; return an error that may concern only this trial."""
+        """Train and score on every process; return an error that may concern only this trial.
+
+        Raises:
+            UserError: with several processes. Only one of them may have the error, such as too
+                little memory, and the others would wait for it.
+        """
         try:
             return run_trial(
                 trial_plan.options,
@@ -231,7 +236,11 @@ class Search:
                 trial_plan.max_seconds,
                 self._is_hopeless,
             )
-        except (TooSlow, UserError) as error:
+        except TooSlow as error:
+            return error  # all processes have it
+        except UserError as error:
+            if world_size() > 1:
+                raise
             return error
 
     def _is_hopeless(self, scores: QueryScores) -> bool:

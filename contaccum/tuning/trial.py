@@ -117,6 +117,7 @@ def run_trial(
     encoder.model_card_data.generate_widget_examples = False  # the model card is not kept
     trainer = make_trainer(encoder, model_args, args, data, callbacks=[monitor])
     trainer.remove_callback(PrinterCallback)  # the search prints the score of the trial
+    trainer.signals.saves_checkpoint = False  # the folder is removed below
     try:
         trainer.train()
     finally:

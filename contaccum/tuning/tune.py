@@ -7,12 +7,12 @@ trial trains it anew with other settings.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from contaccum.comparison.options import Options, is_used_by, to_command_line
+from contaccum.comparison.options import Options, to_command_line
 from contaccum.data import TrainingSets
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
@@ -22,17 +22,19 @@ from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.encode import model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training import config
-from contaccum.training.arguments import (
-    QUERY_SIDE_SETTINGS,
-    ContAccumTrainingArguments,
-)
+from contaccum.training.arguments import QUERY_SIDE_SETTINGS, ContAccumTrainingArguments
 from contaccum.training.options import DataArguments
 from contaccum.training.run import load_encoder
 from contaccum.training.train_data import count_rows
 from contaccum.tuning.baselines import TRIAL_METRIC, Baselines, score_baselines
 from contaccum.tuning.budget import TimeForTrials
 from contaccum.tuning.choice import Settings
-from contaccum.tuning.methods import adapt_options, compute_starts, select_methods
+from contaccum.tuning.methods import (
+    adapt_options,
+    compute_starts,
+    make_base_options,
+    select_methods,
+)
 from contaccum.tuning.negatives import MINED_FILE, mine_once
 from contaccum.tuning.result import TunedSettings, write_tuned
 from contaccum.tuning.search import Search
@@ -42,12 +44,10 @@ STORE_FOLDER = "passage_store"
 SEARCH_FOLDER = "search"
 BUDGET_FILE = "used_time.json"
 
-# Settings of a config that decide what a run writes and when, but not how it trains. Each trial
-# sets them itself.
+_RUN_SETTINGS = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint")
+"""Settings of a config that name the files of its own run. Trials have other files."""
+
 _OUTPUT_SETTINGS = (
-    "output_dir",
-    "overwrite_output_dir",
-    "resume_from_checkpoint",
     "eval_strategy",
     "eval_steps",
     "eval_on_start",
@@ -61,18 +61,13 @@ _OUTPUT_SETTINGS = (
     "logging_steps",
     "push_to_hub",
 )
+"""Settings of a config that decide when a run is evaluated, saved and logged.
+
+A trial has values of its own. A training by the chosen settings has those of the config.
+"""
 
 REQUEST_FILE = "request.json"
 """File in the output folder with everything that decides the results of the search."""
-
-_ADAPTER_SETTINGS = (
-    "lora_r",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_target_modules",
-    "load_in_4bit",
-    "merge_adapter",
-)
 
 
 def tune(
@@ -100,44 +95,44 @@ def tune(
     Raises:
         UserError: for options, data or a model that cannot be used, or a budget that is too short.
     """
+    folder = output / SEARCH_FOLDER
+    run_options = _make_run_options(options, folder)
     search_options = _make_search_options(options)
-    base_options = _make_base_options(search_options, output)
-    model_args, data_args, args = config.parse(to_command_line(base_options))
+    model_args, data_args, args = config.parse(to_command_line(make_base_options(run_options)))
+    methods = select_methods(run_options, fixed_keys, args.world_size, print_line)
     evaluator = _load_evaluator(data_args, args)
     encoder = load_encoder(model_args, args)
     training = config.load_data(data_args, args)
     fixed_options = {**search_options, "fixed": sorted(fixed_keys)}
-    passage_store = options.get("passage_store", [None])[0]
-    request = _make_request(fixed_options, encoder, training, evaluator, passage_store)
+    request = _make_request(fixed_options, options, encoder, training, evaluator)
     _require_same_search(output / REQUEST_FILE, request, args.process_index == 0)
     store = _prepare_store(options, args, encoder, output)
     if baselines is None:
         baselines = score_baselines(encoder, evaluator, store)
         print_line(baselines.format_line(model_args.model))
-    is_base_weak = baselines.is_base_too_weak
-    methods = select_methods(search_options, fixed_keys, store is not None, is_base_weak)
-    starts = compute_starts(methods, search_options, args, encoder, is_base_weak)
+    starts = compute_starts(methods, search_options, args, encoder, baselines.is_base_too_weak)
     del encoder  # each trial loads the model again
-    if len(methods) == 1:
-        search_options["method"] = methods
     space = _make_space(training, args, fixed_keys)
-    mined = _mine_negatives(options, space, methods, data_args, args, output)
+    mined = _mine_negatives(options, space, list(starts), data_args, args, output)
 
+    adapt = partial(adapt_options, store=store, mined=mined, fixed_keys=fixed_keys)
+    adapt = partial(adapt, num_processes=args.world_size)
     search = Search(
-        options={**search_options, "eval_strategy": ["epoch"]},  # a trial replaces it by steps
+        options={**search_options, "eval_strategy": ["epoch"]},  # eval_data need a strategy
         starts=starts,
         space=space,
-        adapt_options=partial(adapt_options, store=store, mined=mined),
+        adapt_options=adapt,
         evaluator=evaluator,
         base_scores=baselines.query_scores,
         time=time,
-        folder=output / SEARCH_FOLDER,
+        folder=folder,
         seed=args.seed,
         print_line=print_line,
     )
     choice = search.run()
-    run_options = _make_run_options(search_options, choice.settings, fixed_keys)
-    final_options = adapt_options(run_options, choice.settings["method"], store, mined)
+    chosen_options = _make_chosen_options(search_options, choice.settings, fixed_keys)
+    adapted_options = adapt(chosen_options, choice.settings["method"])
+    final_options = {**adapted_options, **_select_options(run_options, _OUTPUT_SETTINGS)}
     trials = search.make_records()
     tuned = TunedSettings(choice, final_options, baselines.base, baselines.bm25, trials)
     if args.process_index == 0:
@@ -146,25 +141,26 @@ def tune(
 
 
 def _make_request(
+    search_options: Options,
     options: Options,
     encoder: DualEncoder,
     training: TrainingSets,
     evaluator: RetrievalEvaluator,
-    passage_store: str | None,
 ) -> dict[str, Any]:
     """Return everything that decides the results of a search, except the time.
 
     Args:
-        passage_store: the folder or URL of the store that the user gave.
+        search_options: the options that all trials have, and the keys that are not searched.
+        options: the user's options, which may name a store.
 
     Raises:
         UserError: if the store cannot be opened.
     """
     store_fingerprint = None
-    if passage_store is not None:
-        store_fingerprint = EmbeddingStore.open(passage_store).fingerprint
+    if "passage_store" in options:
+        store_fingerprint = EmbeddingStore.open(options["passage_store"][0]).fingerprint
     return {
-        "options": options,
+        "options": search_options,
         "model": model_fingerprint(encoder),
         "training data": training.fingerprint,
         "dev data": evaluator.dataset.fingerprint,
@@ -207,13 +203,31 @@ def _require_same_search(file: Path, request: dict[str, Any], is_first_process: 
         write_json(file, request)
 
 
+def _make_run_options(options: Options, folder: Path) -> dict[str, list[str]]:
+    """Return the options of a run in another folder, which is evaluated on ``eval_data``."""
+    run_options = _drop_options(options, _RUN_SETTINGS)
+    if run_options.get("eval_strategy", ["no"]) == ["no"]:
+        run_options["eval_strategy"] = ["epoch"]
+    run_options["output_dir"] = [str(folder)]
+    return run_options
+
+
 def _make_search_options(options: Options) -> dict[str, list[str]]:
     """Return the options without the options that each trial sets itself."""
-    dropped_keys = {*_OUTPUT_SETTINGS, *QUERY_SIDE_SETTINGS}
-    return {key: list(values) for key, values in options.items() if key not in dropped_keys}
+    return _drop_options(options, (*_RUN_SETTINGS, *_OUTPUT_SETTINGS, *QUERY_SIDE_SETTINGS))
 
 
-def _make_run_options(
+def _drop_options(options: Options, keys: Collection[str]) -> dict[str, list[str]]:
+    """Return a copy of the options without some keys."""
+    return {key: list(values) for key, values in options.items() if key not in keys}
+
+
+def _select_options(options: Options, keys: Collection[str]) -> dict[str, list[str]]:
+    """Return a copy of the options that has only some keys."""
+    return {key: list(values) for key, values in options.items() if key in keys}
+
+
+def _make_chosen_options(
     search_options: Options, settings: Settings, fixed_keys: Sequence[str]
 ) -> Options:
     """Return the options of a search with the chosen settings.
@@ -229,18 +243,6 @@ def _make_run_options(
     if "max_steps" in settings and not is_length_fixed:
         run_options.pop("num_train_epochs", None)
     return run_options
-
-
-def _make_base_options(options: Options, output: Path) -> Options:
-    """Return options for loading the base model without an adapter, and the dev data."""
-    base_options: dict[str, Sequence[str]] = {"eval_strategy": ["epoch"]}
-    for key, values in options.items():
-        if key not in _ADAPTER_SETTINGS and is_used_by("grad_accum", key):
-            base_options[key] = values
-    # Nothing is trained with these options. This method needs no bank and no store.
-    base_options["method"] = ["grad_accum"]
-    base_options["output_dir"] = [str(output / SEARCH_FOLDER)]
-    return base_options
 
 
 def _load_evaluator(

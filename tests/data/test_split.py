@@ -349,6 +349,9 @@ def test_a_beir_folder_keeps_its_test_set(tmp_path):
     assert split.train + split.dev == 49
     with pytest.raises(ConfigError, match="its own test set stays"):
         split_data(Source(folder), tmp_path / "again", SplitSettings(test=0.1))
+    other = write_lines(tmp_path / "other.jsonl", [{"_id": "1", "text": "another document"}])
+    with pytest.raises(ConfigError, match="its own test set and corpus stay as they are"):
+        split_data(Source(folder), tmp_path / "again", corpus=other)
 
 
 def test_unusable_documents_are_counted_once(

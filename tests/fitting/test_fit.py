@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -23,14 +24,19 @@ import contaccum
 from contaccum.cli import main
 from contaccum.data.beir import load_beir_folder
 from contaccum.data.split import read_split
+from contaccum.data.split_files import write_part
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.fitting import folds, pipeline
+from contaccum.files import atomic_folder
+from contaccum.fitting import final, folds, pipeline
 from contaccum.fitting.baselines import pool_documents
 from contaccum.fitting.folder import FitFolder
 from contaccum.fitting.result import FitResult
 from contaccum.fitting.settings import check_settings, make_start_options
 from contaccum.fitting.source import DataSource
+from contaccum.training import callbacks
+from contaccum.training.config import load_evaluator
+from contaccum.tuning import search
 
 HALF = len(WORDS) // 2
 SETTINGS: dict[str, object] = {
@@ -221,6 +227,61 @@ def test_other_splits_get_mined_negatives_if_the_first_split_has_them(root, tmp_
     assert scores["base"] == scores["trained"]
 
 
+def make_fold(root: Path, tmp_path: Path, weight: float | None) -> folds.Fold:
+    """Hold out the first split of a fit, with a reduced dev set, and return the second split."""
+    source = DataSource(write_lines(tmp_path / "few.jsonl", make_translations(60, 4)))
+    folder = FitFolder(tmp_path / "out")
+    source.hold_out(folder.data)
+    folder.folds.mkdir()
+    dev = load_beir_folder(folder.data / "dev", "test")
+    judged = {document for grades in dev.qrels.values() for document in grades}
+    with atomic_folder(folder.dev_pool) as dev_pool:
+        write_part(dev, judged, dev_pool)
+    config = {
+        "model": str(root / "fresh"),
+        "train_data": str(folder.data / "train.jsonl"),
+        "eval_data": str(folder.dev_pool),
+        "eval_split": "test",
+        "eval_strategy": "epoch",
+        "use_cpu": True,
+    }
+    folder.config_file.write_text(yaml.safe_dump(config))
+    return folds.Fold(source, folder, 1, "contaccum", weight)
+
+
+def test_other_splits_are_evaluated_among_as_many_documents_as_the_first(
+    root, tmp_path, monkeypatch
+):
+    """All relevant documents are among them."""
+    fold = make_fold(root, tmp_path, weight=None)
+    base = contaccum.DualEncoder.from_pretrained(str(root / "fresh"), device="cpu")
+    evaluated_on = []
+
+    def train_and_save(model_args: Any, data_args: Any, args: Any) -> None:
+        evaluated_on.append(load_evaluator(data_args, args).dataset)
+        base.save_pretrained(str(args.output_dir))
+
+    monkeypatch.setattr(final, "train_and_save", train_and_save)
+    args = check_settings(tmp_path / "few.jsonl", str(root / "fresh"), {"use_cpu": ["true"]})
+    fold.score(base, args)
+    [dataset] = evaluated_on
+    assert len(dataset.queries) == len(dataset.corpus) == 6
+    for grades in dataset.qrels.values():
+        assert grades.keys() <= dataset.corpus.keys()
+
+
+def test_no_model_is_trained_on_other_splits_if_the_guard_keeps_the_base_model(
+    root, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(folds, "train_final", lambda *_: pytest.fail("a model is trained"))
+    fold = make_fold(root, tmp_path, weight=0.0)
+    base = contaccum.DualEncoder.from_pretrained(str(root / "fresh"), device="cpu")
+    args = check_settings(tmp_path / "few.jsonl", str(root / "fresh"), {"use_cpu": ["true"]})
+    scores = fold.score(base, args)
+    assert len(scores["base"]) > 0
+    assert scores["trained"] == scores["base"]
+
+
 class Killed(BaseException):
     """An exception in place of SIGKILL: nothing catches it."""
 
@@ -285,6 +346,51 @@ def test_other_call_in_the_folder_of_an_unfinished_fit_is_refused(root, tmp_path
         contaccum.fit(root / "more.jsonl", **options)
 
 
+def test_store_for_query_side_fits_a_training_with_an_adapter(root, tmp_path, monkeypatch):
+    """The document tower of a query-side training has no adapter, as the base model has none."""
+    monkeypatch.setattr(search, "MAX_TRIALS", 1)
+    kill_in_stage(monkeypatch, "write_final_config", after=False)
+    settings = {**SETTINGS, "learning_rate": 0.01, "num_train_epochs": 1, "lora_r": 2}
+    del settings["method"]
+    with pytest.raises(Killed):
+        contaccum.fit(
+            root / "pairs.jsonl", model=root / "fresh", output=tmp_path / "out", **settings
+        )
+    [trial] = json.loads((tmp_path / "out" / "tuning" / "tuned.json").read_text())["trials"]
+    assert trial["settings"]["method"] == "query_side"
+    assert trial["score"] is not None
+
+
+def test_stopped_final_training_says_how_to_continue(root, tmp_path, monkeypatch, capsys):
+    """The command has no option to resume from a checkpoint: it does so by itself."""
+    settings = {**SETTINGS, "model": str(root / "fresh"), "train_data": str(root / "pairs.jsonl")}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+
+    def stop(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(callbacks.RunCallback, "on_step_begin", stop)
+    with pytest.raises(SystemExit):
+        final.train_final(tmp_path / "config.yaml", tmp_path / "model")
+    line = f"stopped; saved {tmp_path}/model/checkpoint-1. Start the same command again to continue"
+    assert capsys.readouterr().out.endswith(f"{line}\n")
+
+
+def test_restart_counts_only_documents_that_are_not_encoded_yet(root, tmp_path, monkeypatch):
+    arguments = {"model": root / "fresh", "output": tmp_path / "out", "use_cpu": True}
+    with monkeypatch.context() as patch:
+        kill_in_stage(patch, "encode_corpus", after=True)
+        with pytest.raises(Killed):
+            contaccum.fit(root / "pairs.jsonl", **arguments)
+    documents = read_split(tmp_path / "out" / "data").documents
+    monkeypatch.setattr(pipeline, "measure_seconds_per_document", lambda *_: 1.0)
+    kill_in_stage(monkeypatch, "encode_corpus", after=False)
+    # Three quarters of the budget are enough for test, but not for the corpus as well.
+    budget = (documents["test"] + documents["train"] / 2) / 0.75
+    with pytest.raises(Killed):
+        contaccum.fit(root / "pairs.jsonl", budget=budget, **arguments)
+
+
 def test_score_on_pooled_documents_equals_the_score_on_all_documents(root, trained):
     dataset = load_beir_folder(root / "better" / "data" / "test", "test")
     evaluator = RetrievalEvaluator(dataset)
@@ -303,6 +409,9 @@ def test_score_on_pooled_documents_equals_the_score_on_all_documents(root, train
     [
         (["--eval_data", "x"], "eval_data is set by contaccum fit itself: drop it"),
         (["--similarity", "dot"], "similarity is set by contaccum fit itself: drop it"),
+        (["--push_to_hub"], "push_to_hub cannot be used with contaccum fit: drop it"),
+        (["--bank_size", "1k"], "invalid int value: '1k'"),
+        (["--method", "query_side", "--matryoshka_dims", "8"], "method=query_side with matryoshka"),
         (["--method"], "method: give one method"),
         (["--learnin_rate", "1"], "learning_rate"),
         (["--budget", "soon"], "budget=soon"),
@@ -459,6 +568,7 @@ def test_settings_of_the_user_are_in_the_config_and_not_searched(root, trained):
     assert config["learning_rate"] == 0.01
     assert config["num_train_epochs"] == 4
     assert config["use_cpu"] is True
+    assert config["disable_tqdm"] is True
     record = json.loads((root / "better" / "fit.json").read_text())
     assert [trial["settings"] for trial in record["trials"]] == [{"method": "contaccum"}]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -372,6 +373,8 @@ def test_search_continues_after_a_kill_with_the_same_trials(root, tmp_path, monk
         (["--budget", "0.001s"], "which leaves no time for a trial"),
         (["--eval_data", "nanobeir"], "eval_data=nanobeir: tune on a BEIR folder"),
         (["--learnin_rate", "1"], "learning_rate"),
+        (["--bank_size", "1k"], "invalid int value: '1k'"),
+        (["--drift_compensation", "foo"], "invalid choice: 'foo'"),
     ],
 )
 def test_wrong_options_give_one_line(root, tmp_path, options, message, capsys, monkeypatch):
@@ -505,6 +508,81 @@ def test_choice_without_any_score_is_refused():
         choose_trial([make_trial(0, None, method="a")], {})
 
 
+def write_config(path: Path, **settings: Any) -> str:
+    path.write_text(yaml.safe_dump(settings))
+    return str(path)
+
+
+def test_tuned_config_is_saved_and_logged_as_the_config(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(search_module, "MAX_TRIALS", 1)
+    trials: list[Options] = []
+
+    def record_options(options: Options, *_: Any) -> Outcome:
+        trials.append(options)
+        return make_outcome(0.5)
+
+    monkeypatch.setattr(search_module, "run_trial", record_options)
+    settings: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 20,
+        "save_strategy": "steps",
+        "save_steps": 20,
+        "save_total_limit": 1,
+        "load_best_model_at_end": True,
+        "logging_steps": 5,
+    }
+    config = write_config(tmp_path / "output.yaml", output_dir="elsewhere", **settings)
+    arguments = ["tune", str(root / "config.yaml"), config, "--output", str(tmp_path / "out")]
+    assert main(arguments) == 0
+    tuned = read_config(tmp_path / "out")
+    assert {key: tuned[key] for key in settings} == settings
+    assert tuned["output_dir"] == str(tmp_path / "out" / "model")
+    assert settings.keys().isdisjoint(trials[0].keys() - {"eval_strategy"})
+    assert tune(root, tmp_path / "other") == 0
+    assert read_config(tmp_path / "other")["eval_strategy"] == "epoch"
+
+
+def test_config_whose_best_model_has_no_checkpoint_is_refused_first(root, tmp_path, capsys):
+    config = write_config(
+        tmp_path / "best.yaml", load_best_model_at_end=True, save_strategy="steps"
+    )
+    arguments = ["tune", str(root / "config.yaml"), config, "--output", str(tmp_path / "out")]
+    assert main(arguments) == 2
+    assert "the best model may have no checkpoint" in capsys.readouterr().err
+
+
+def test_error_of_one_of_several_processes_ends_the_search(root, tmp_path, monkeypatch, capsys):
+    """The other processes would wait for it in the next trial."""
+    outcomes = [make_outcome(0.5)]
+
+    def run_out_of_memory(*_: Any) -> Outcome:
+        if outcomes:
+            return outcomes.pop()
+        raise ConfigError("not enough memory")
+
+    monkeypatch.setattr(search_module, "run_trial", run_out_of_memory)
+    monkeypatch.setattr(search_module, "world_size", lambda: 2)
+    assert tune(root, tmp_path / "out", "--method", "contaccum") == 2
+    assert "error: not enough memory" in capsys.readouterr().err
+
+
+def test_trial_that_is_stopped_by_a_signal_saves_nothing(root, tmp_path, monkeypatch, capsys):
+    def stop_halfway(scores: QueryScores) -> bool:
+        signal.raise_signal(signal.SIGTERM)
+        return False
+
+    monkeypatch.setattr(
+        search_module.Search, "_is_hopeless", lambda _, scores: stop_halfway(scores)
+    )
+    with pytest.raises(SystemExit) as stop:
+        tune(root, tmp_path / "out", "--method", "contaccum")
+    assert stop.value.code == 128 + signal.SIGTERM
+    output = capsys.readouterr()
+    assert "SIGTERM: stopping after this update" in output.err
+    assert output.out.endswith("stopped. Start the same command again to continue\n")
+    assert not (tmp_path / "out" / "search" / "running").exists()
+
+
 @pytest.mark.parametrize(
     ("fixed_keys", "length"),
     [
@@ -517,5 +595,5 @@ def test_a_training_is_as_long_as_its_cut_trials_unless_the_user_fixed_the_lengt
 ):
     options = {"learning_rate": ["1e-4"], "num_train_epochs": ["3"]}
     settings = {"learning_rate": 3e-4, "max_steps": 50}
-    run_options = tune_module._make_run_options(options, settings, fixed_keys)
+    run_options = tune_module._make_chosen_options(options, settings, fixed_keys)
     assert run_options == {"learning_rate": ["0.0003"], **length}
