@@ -396,16 +396,15 @@ class BankedInfoNCE(BankedModule):
     def end_pending_update(self) -> None:
         """End the update if an optimizer step has been taken since the last micro-step.
 
-        If none was taken, and there is no probe, in max(4 x bank_size, 4,096, two updates) pairs,
-        steps are probably not detected: log a warning once, and treat all entries as aged.
+        If none was taken in max(4 x bank_size, 4,096, two updates) pairs, steps are probably not
+        detected: log a warning once, and treat all entries as aged.
         """
         clock = self.clock
         if clock.pop_pending_step():
             self.end_update()
         two_updates = 2 * (self.settings.pairs_per_update or 0)
         patience = max(4 * self.settings.bank_size, MIN_PAIRS_BEFORE_WARNING, two_updates)
-        has_probe = self.compensation.probe is not None
-        if self.bank is None or has_probe or clock.num_updates > 0 or clock.num_pairs < patience:
+        if self.bank is None or clock.num_updates > 0 or clock.num_pairs < patience:
             return
         if not self._has_warned_of_no_update:
             logger.warning(

@@ -6,12 +6,12 @@ no gradient, so one number per query is enough, its log-sum
     L_i = logsumexp of s(i, j) / temperature over the banked negatives j of query i.
 
 `MemoryBank` keeps L_i exact without computing any score again. The ring buffer consists of 32 to 64
-blocks, or of fewer pairs than that. A table holds the logsumexp of each banked query over the
-documents of each block, and L_i is the logsumexp over the blocks. Every logit in the table was
-computed by the loss anyway: a new query is scored against the old documents as a local row, and an
-old query is scored against the new documents as a banked row. Old pairs retire a whole block at a
-time, so removing documents means resetting one row of the table. Nothing is ever subtracted, which
-would lose precision, and the host never waits for a GPU (to assign a number by index would wait).
+blocks (below 32 pairs: one per pair). A table holds the logsumexp of each banked query over the
+documents of each block, and L_i is the logsumexp over the blocks. The loss has computed every logit
+in the table anyway: a new query is scored against the old documents as a local row, and an old
+query is scored against the new documents as a banked row. Old pairs retire a whole block at a time,
+so removing documents means resetting one row of the table. Nothing is ever subtracted, which would
+lose precision, and the host never waits for a GPU (to assign a number by index would wait).
 
 The bank stores embeddings as they are: it normalises nothing and encodes no text.
 

@@ -22,6 +22,26 @@ ARGUMENT_CLASSES = (ModelArguments, DataArguments, ContAccumTrainingArguments)
 """The dataclasses whose fields are the options of `contaccum train`."""
 
 _KEYS = frozenset(setting.name for cls in ARGUMENT_CLASSES for setting in fields(cls))
+OUTPUT_SETTINGS = (
+    "eval_strategy",
+    "eval_steps",
+    "eval_on_start",
+    "save_strategy",
+    "save_steps",
+    "save_total_limit",
+    "load_best_model_at_end",
+    "early_stopping_patience",
+    "disable_tqdm",
+    "logging_strategy",
+    "logging_steps",
+    "push_to_hub",
+)
+"""Settings of a config that decide when a run is evaluated, saved and logged.
+
+The runs of a comparison and of a search have values of their own.
+"""
+_CHECKPOINT_CHOICE = ("metric_for_best_model", "greater_is_better")
+
 _SET_BY_COMPARE = ("method", "seed", "output_dir", "resume_from_checkpoint", "eval_strategy")
 
 
@@ -36,8 +56,8 @@ class RunArguments(NamedTuple):
 def read_options(config_files: Sequence[str], command_line: Sequence[str]) -> dict[str, list[str]]:
     """Read the options that all runs of a comparison share.
 
-    The method, seed, output folder and evaluation settings of the config files are dropped, because
-    a comparison sets them itself.
+    The method, seed and output folder of the config files are dropped, because a comparison sets
+    them itself, and so are the settings of evaluation, saving and early stopping.
 
     Args:
         config_files: paths of YAML files; a later file overrides an earlier file.
@@ -46,9 +66,10 @@ def read_options(config_files: Sequence[str], command_line: Sequence[str]) -> di
     Raises:
         ConfigError: for a file that cannot be read, or a token before the first ``--key``.
     """
+    dropped = {*_SET_BY_COMPARE, *OUTPUT_SETTINGS, *_CHECKPOINT_CHOICE}
     options = {}
     for key, values in all_options(config_files, []).items():
-        if key not in _SET_BY_COMPARE and not key.startswith("eval_"):
+        if key not in dropped and not key.startswith("eval_"):
             options[key] = values
     return options | _parse_tokens(command_line)
 

@@ -53,7 +53,7 @@ def run_jobs(
     num_cores = _count_cores()
     if not max_processes:
         max_processes = 1 if torch.accelerator.is_available() else max(1, num_cores // 2)
-    max_processes = min(max_processes, max(1, len(jobs)))
+    # The number of jobs does not matter, so that runs that are added later have equal threads.
     num_threads = max(1, num_cores // max_processes)
     environment = {**os.environ, **dict.fromkeys(_THREAD_VARIABLES, str(num_threads))}
 

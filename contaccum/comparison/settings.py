@@ -40,7 +40,7 @@ def changed_settings(plan: Plan) -> dict[str, dict[str, str]]:
     values_by_entry = {entry.name: _get_values(plan, entry) for entry in plan.entries}
     given_keys: set[str] = set()
     for group in plan.groups.values():
-        given_keys.update(group.options)
+        given_keys.update(key.removeprefix("no_") for key in group.options)
     given_keys -= {"method", *COMMON_OPTIONS}
     changed = {}
     for key, default in _DEFAULTS.items():

@@ -294,7 +294,7 @@ def _find_weaknesses(key: str, group: Mapping[str, Any]) -> Iterator[tuple[str, 
     if group["at_end"]:
         text = (
             f"{entry}: the best {key} is the smallest or the largest value tried, so a value "
-            "beyond it may be better; raise --tune_most, or try other values with --tune"
+            "beyond it may be better; try it with --tune, or raise --tune_most"
         )
         yield text, f"{chosen} of {len(group['scores'])} values"
     worst = group.get("worst")  # reports of earlier versions have no such key

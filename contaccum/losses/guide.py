@@ -86,13 +86,8 @@ class Guide:
         """Convert the features of a column to those of the guide, on the guide's device."""
         if self.tokenizer is not None:
             column = self._retokenize(column, self.tokenizer)
-        # Modules may change their input: Pooling masks prompts in place.
-        copies = {}
-        for key, value in column.items():
-            if isinstance(value, Tensor):
-                value = value.clone()
-            copies[key] = value
-        return batch_to_device(copies, self.model.device)
+        # Modules add entries to the dictionary, and the training model gets the same one.
+        return batch_to_device(dict(column), self.model.device)
 
     def _retokenize(
         self, column: dict[str, Any], tokenizer: PreTrainedTokenizerBase

@@ -213,8 +213,8 @@ def _summarize_training(runs: Sequence[Source]) -> dict[str, Any]:
         eval_curves[run.name] = [eval_log]
         for record in eval_log:
             eval_keys.extend(record)
-    for row in rows[1:]:
-        row["difference"] = _compute_best_difference(row, rows[0])
+    for number, row in enumerate(rows):
+        row["difference"] = _compute_best_difference(row, rows[:number])
     eval_metrics = [key for key in _drop_repeated(eval_keys) if "@" in key]
     return {
         "runs": rows,
@@ -265,17 +265,22 @@ def _make_run_row(run: Source) -> dict[str, Any]:
     }
 
 
-def _compute_best_difference(row: Mapping[str, Any], first: Mapping[str, Any]) -> float | None:
-    """Return a run's best score minus the first run's best score.
+def _compute_best_difference(
+    row: Mapping[str, Any], earlier_rows: Sequence[Mapping[str, Any]]
+) -> float | None:
+    """Return a run's best score minus that of the first run that was scored on the same data.
 
-    The result is None if the two runs were not scored on the same data, or one has no score.
+    The result is None if the run is the first one on its data, or one of the two has no score.
     """
     evaluation = row["record"].get("evaluation")
-    if evaluation is None or evaluation != first["record"].get("evaluation"):
+    if evaluation is None:
         return None
-    if row["best"] is None or first["best"] is None:
-        return None
-    return float(row["best"][0] - first["best"][0])
+    for first in earlier_rows:
+        if first["record"].get("evaluation") == evaluation:
+            if row["best"] is None or first["best"] is None:
+                return None
+            return float(row["best"][0] - first["best"][0])
+    return None
 
 
 def _collect_warnings(logs: Mapping[str, Log]) -> list[str]:
@@ -300,12 +305,6 @@ def _collect_warnings(logs: Mapping[str, Log]) -> list[str]:
 
 def _make_data_sections(evaluations: Sequence[Source], metric: str | None) -> list[dict[str, Any]]:
     """Return the content of the section of each data set."""
-    available: list[str] = []
-    for source in evaluations:
-        available.extend(source.record["metrics"])
-    if metric is not None and evaluations and metric not in available:
-        names = ", ".join(_drop_repeated(available))
-        raise ConfigError(f"--metric {metric}: no result has it; there are {names}")
     by_data: dict[tuple[str | None, ...], list[Source]] = {}
     for source in evaluations:
         identity = tuple(source.record["data"].get(name) for name in _DATA_IDENTITY)
@@ -314,7 +313,17 @@ def _make_data_sections(evaluations: Sequence[Source], metric: str | None) -> li
 
 
 def _make_data_section(results: Sequence[Source], metric: str | None) -> dict[str, Any]:
-    """Return the results on one data set, their common metrics, and comparisons with the first."""
+    """Return the results on one data set, their common metrics, and comparisons with the first.
+
+    Raises:
+        ConfigError: a result does not have the metric of ``--metric``.
+    """
+    for source in results:
+        if metric is not None and metric not in source.record["metrics"]:
+            raise ConfigError(
+                f"--metric {metric}: {source.name} has no such metric; there are "
+                f"{', '.join(source.record['metrics'])}"
+            )
     _make_names_unique(results)
     first = results[0]
     names = [*MAIN_METRICS, *first.record["metrics"]]

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from contaccum.comparison.options import Options, to_command_line
+from contaccum.comparison.options import OUTPUT_SETTINGS, Options, to_command_line
 from contaccum.data import TrainingSets
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
@@ -46,25 +46,6 @@ BUDGET_FILE = "used_time.json"
 
 _RUN_SETTINGS = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint")
 """Settings of a config that name the files of its own run. Trials have other files."""
-
-_OUTPUT_SETTINGS = (
-    "eval_strategy",
-    "eval_steps",
-    "eval_on_start",
-    "save_strategy",
-    "save_steps",
-    "save_total_limit",
-    "load_best_model_at_end",
-    "early_stopping_patience",
-    "disable_tqdm",
-    "logging_strategy",
-    "logging_steps",
-    "push_to_hub",
-)
-"""Settings of a config that decide when a run is evaluated, saved and logged.
-
-A trial has values of its own. A training by the chosen settings has those of the config.
-"""
 
 REQUEST_FILE = "request.json"
 """File in the output folder with everything that decides the results of the search."""
@@ -132,7 +113,7 @@ def tune(
     choice = search.run()
     chosen_options = _make_chosen_options(search_options, choice.settings, fixed_keys)
     adapted_options = adapt(chosen_options, choice.settings["method"])
-    final_options = {**adapted_options, **_select_options(run_options, _OUTPUT_SETTINGS)}
+    final_options = {**adapted_options, **_select_options(run_options, OUTPUT_SETTINGS)}
     trials = search.make_records()
     tuned = TunedSettings(choice, final_options, baselines.base, baselines.bm25, trials)
     if args.process_index == 0:
@@ -214,7 +195,7 @@ def _make_run_options(options: Options, folder: Path) -> dict[str, list[str]]:
 
 def _make_search_options(options: Options) -> dict[str, list[str]]:
     """Return the options without the options that each trial sets itself."""
-    return _drop_options(options, (*_RUN_SETTINGS, *_OUTPUT_SETTINGS, *QUERY_SIDE_SETTINGS))
+    return _drop_options(options, (*_RUN_SETTINGS, *OUTPUT_SETTINGS, *QUERY_SIDE_SETTINGS))
 
 
 def _drop_options(options: Options, keys: Collection[str]) -> dict[str, list[str]]:

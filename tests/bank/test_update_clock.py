@@ -247,9 +247,13 @@ def test_a_long_first_update_is_no_reason_for_a_warning(caplog):
     assert not caplog.records
 
 
-def test_without_a_detected_step_one_warning_is_logged_and_entries_are_aged(caplog):
+@pytest.mark.parametrize("has_probe", [False, True])
+def test_without_a_detected_step_one_warning_is_logged_and_entries_are_aged(caplog, has_probe):
     model = make_encoder()
     loss_fn = BankedInfoNCE(bank_size=256)
+    if has_probe:
+        probe_texts = torch.randn(8, 6)
+        loss_fn.observe_probe(model(probe_texts), model(probe_texts))
     with caplog.at_level(logging.WARNING):
         for micro_batches in draw_updates(5, micro_steps=8, n=128):
             for queries, passages in micro_batches:

@@ -93,6 +93,8 @@ def test_command_line_overrides_config_files(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(
         "model: m\nseed: 3\noutput_dir: o\neval_data: d\nbank_size: 8\ntrain_data: [a, b]\n"
+        "eval_strategy: steps\nearly_stopping_patience: 3\nload_best_model_at_end: true\n"
+        "metric_for_best_model: mrr@10\nsave_steps: 2\npush_to_hub: true\n"
     )
     options = read_options([str(path)], ["--bank-size", "16", "--no_bank_hard_negatives", "--bf16"])
     assert options == {

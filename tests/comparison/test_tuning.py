@@ -195,7 +195,7 @@ def test_report_shows_all_values_and_warns_of_a_best_value_at_an_end(plan):
     report = build_report(final, {}, result.failed, context)
     assert report["warnings"] == [
         "contaccum: the best learning_rate is the smallest or the largest value tried, so a value "
-        "beyond it may be better; raise --tune_most, or try other values with --tune "
+        "beyond it may be better; try it with --tune, or raise --tune_most "
         "(bank_size=8: 0.0005 of 4 values; bank_size=16: 0.0005 of 4 values)",
         "beir: learning_rate was chosen on these data, so the scores on them are too optimistic; "
         "score on other data",

@@ -317,6 +317,24 @@ def test_the_encoder_is_probed_after_updates_at_most_every_128_pairs(model, monk
     assert all(module.training for module in model.modules())
 
 
+@pytest.mark.parametrize("model", [False], indirect=True)
+def test_if_no_step_is_detected_a_warning_says_so_and_drift_is_measured(model, monkeypatch, caplog):
+    """The loop changes the weights itself, so torch's hook of optimizers does not run."""
+    monkeypatch.setattr("contaccum.bank.info_nce.MIN_PAIRS_BEFORE_WARNING", 256)
+    loss_fn = ContAccumLoss(model, bank_size=64)
+    model.train()
+    for step in range(32):  # 16 pairs each
+        loss_fn(draw_columns(16, step)).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.data -= 0.1 * parameter.grad
+        model.zero_grad()
+    assert caplog.text.count("no optimizer step was detected in 256 pairs") == 1
+    drift_probe = loss_fn.info_nce.compensation.probe
+    assert len(drift_probe.pairs) > 2
+    assert drift_probe.compute_residuals().min() > 0
+
+
 def test_probing_uses_no_random_number_and_restores_the_modes_of_modules():
     model = tiny_encoder(tied=False, dropout=0.3, normalize=False).train()
     dropout_modules = [module for module in model.modules() if isinstance(module, nn.Dropout)]
