@@ -18,7 +18,7 @@ from transformers import BertForMaskedLM, BertForSequenceClassification
 
 from contaccum import DualEncoder
 from contaccum.data import load_training_data
-from contaccum.errors import DataError, UserError
+from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.losses.distillation import split_labels
 from contaccum.mining import (
     OUTPUT_FORMATS,
@@ -389,6 +389,9 @@ def test_an_unusable_output_is_refused(tmp_path):
     ]:
         with pytest.raises(UserError, match=words):
             check_output(tmp_path / name, output_format)
+    (tmp_path / "other.jsonl.report.json").write_text("mine")
+    with pytest.raises(UserError, match=r"other\.jsonl\.report\.json: exists already"):
+        check_output(tmp_path / "other.jsonl", "pairs")
 
 
 # Exclusion of known positives, under every id, title, spacing and case.
@@ -443,6 +446,7 @@ DOCUMENTS = {
     "d4": ("", ""),
     "d5": ("Grass", "It is green."),
     "d6": ("", "What colour is the sky?"),
+    "d7": ("", "\uff29\uff54 is blue."),  # d2 with two full-width letters
 }
 QUERIES = {"q0": "What  colour is the SKY?", "q1": "Is grass green?"}
 
@@ -493,6 +497,14 @@ def test_a_separate_corpus_excludes_positives_by_id_too(tmp_path):
 def test_data_without_positives_or_passages_are_refused(tmp_path, judged, documents, message):
     with pytest.raises(DataError, match=message):
         load_mining_data(write_beir(tmp_path / "b", documents, QUERIES, [("q0", *judged.split())]))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"min_score": 2}, {"columns": {"query": "q"}}, {"texts": "corpus.jsonl"}]
+)
+def test_settings_that_a_beir_folder_does_not_have_are_refused(beir, settings):
+    with pytest.raises(ConfigError, match="data_format=beir has no fields"):
+        load_mining_data(beir, **settings)
 
 
 def test_a_bad_record_is_named_or_left_out(tmp_path):

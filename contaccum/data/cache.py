@@ -21,9 +21,9 @@ import numpy as np
 
 from contaccum.data.fields import Record
 from contaccum.data.readers import Source
-from contaccum.data.records import RecordReport, one_line
+from contaccum.data.records import RecordReport, one_line, quoted
 from contaccum.data.sampling import text_ids
-from contaccum.errors import DataError
+from contaccum.errors import ConfigError, DataError
 from contaccum.files import Fingerprint, cache_folder, fingerprint, read_json, write_json
 
 if TYPE_CHECKING:
@@ -68,11 +68,13 @@ def cache_records(source: Source, report: RecordReport) -> CachedRecords:
         report: receives the counts of records, also if they were read by an earlier run.
 
     Raises:
+        ConfigError: if `$CONTACCUM_CACHE_DAYS` is not a number.
         DataError: for a source or a record that cannot be used, or a cache that cannot be written.
     """
     from datasets import Dataset, Features, List, Value, disable_progress_bars
     from datasets.exceptions import DatasetGenerationError
 
+    days = _read_cache_days()
     key = source.key(report.on_bad_record)[:32]
     folder = cache_folder("datasets", key)
     texts = List(Value("string"))
@@ -81,7 +83,7 @@ def cache_records(source: Source, report: RecordReport) -> CachedRecords:
     )
 
     def generate() -> Iterator[dict[str, Any]]:
-        return _write_entry(folder, source, report)
+        return _write_entry(folder, source, report, days)
 
     if not sys.stderr.isatty():  # progress bars would fill a log file
         disable_progress_bars()
@@ -105,8 +107,13 @@ def cache_records(source: Source, report: RecordReport) -> CachedRecords:
     )
 
 
-def _write_entry(folder: Path, source: Source, report: RecordReport) -> Iterator[dict[str, Any]]:
-    """Yield the records of a source as dicts, and write the files beside them."""
+def _write_entry(
+    folder: Path, source: Source, report: RecordReport, days: float
+) -> Iterator[dict[str, Any]]:
+    """Yield the records of a source as dicts, and write the files beside them.
+
+    At the end, the entries that were not opened for a number of days are removed.
+    """
     texts_content = Fingerprint()
     negatives_content = Fingerprint()
     scores_content = Fingerprint()
@@ -128,7 +135,7 @@ def _write_entry(folder: Path, source: Source, report: RecordReport) -> Iterator
         "report": vars(report),
     }
     write_json(folder / _DESCRIPTION_FILE, description)
-    _remove_unused_entries(folder.parent)
+    _remove_unused_entries(folder, days)
 
 
 def _encode_pairs(record: Record) -> bytes:
@@ -138,11 +145,23 @@ def _encode_pairs(record: Record) -> bytes:
     return np.array(pairs, dtype=np.int64).tobytes()
 
 
-def _remove_unused_entries(cache: Path) -> None:
-    """Remove entries that were not opened for `$CONTACCUM_CACHE_DAYS` days, 30 by default."""
-    days = float(os.environ.get("CONTACCUM_CACHE_DAYS") or _DEFAULT_DAYS)
+def _read_cache_days() -> float:
+    """Return `$CONTACCUM_CACHE_DAYS`, by default 30; raises `ConfigError` if it is no number."""
+    value = os.environ.get("CONTACCUM_CACHE_DAYS") or _DEFAULT_DAYS
+    try:
+        return float(value)
+    except ValueError:
+        raise ConfigError(
+            f"CONTACCUM_CACHE_DAYS is {quoted(value)}: set it to a number of days, such as 30"
+        ) from None
+
+
+def _remove_unused_entries(new_entry: Path, days: float) -> None:
+    """Remove the entries beside a new one that were not opened for a number of days."""
     oldest_used = time.time() - days * _SECONDS_PER_DAY
-    for entry in cache.iterdir():
+    for entry in new_entry.parent.iterdir():
+        if entry == new_entry:
+            continue
         with suppress(OSError):  # another process may remove the entry at the same time
             paths = [path for path in (entry, entry / _DESCRIPTION_FILE) if path.exists()]
             last_used = max(path.stat().st_mtime for path in paths)

@@ -162,7 +162,7 @@ def load_training_data(
         cached.records,
         _name_columns(num_hard_negatives),
         selection,
-        _assign_rows(used_records, len(cached.records), selection, num_positives),
+        selection.assign_rows(used_records, num_positives),
         collect_known_positives(cached.pairs),
     )
     transform.has_teacher_scores = teacher_scores
@@ -253,33 +253,6 @@ def _refuse_fillers_without_score(
         )
         remedy = "set missing_negatives=drop, or lower num_hard_negatives"
         raise DataError(one_line(f"{path}: {message} ({remedy})"))
-
-
-def _assign_rows(
-    used_records: np.ndarray, num_records: int, selection: Selection, num_positives: np.ndarray
-) -> np.ndarray | None:
-    """Return the record number and the positive's index for each row, int64 (N, 2).
-
-    Row i is one line of the result. For example, with positives="all", two records with 1 and 2
-    positives give the rows [[0, 0], [1, 0], [1, 1]]. The result is None, to save memory, if row i
-    is simply record i.
-
-    Args:
-        used_records: numbers of the records that are not dropped, int64.
-        num_records: number of all records.
-        selection: the settings of the sampling.
-        num_positives: number of positives of each record.
-    """
-    rows_per_record = np.ones_like(used_records)
-    if selection.positives == "all":
-        rows_per_record = num_positives[used_records]
-    if len(used_records) == num_records and rows_per_record.max() <= 1:
-        return None
-    first_row_of_record = np.cumsum(rows_per_record) - rows_per_record
-    rows = np.arange(rows_per_record.sum())
-    record_numbers = np.repeat(used_records, rows_per_record)
-    positive_indices = rows - np.repeat(first_row_of_record, rows_per_record)
-    return np.column_stack([record_numbers, positive_indices])
 
 
 def _compute_fingerprint(
@@ -435,6 +408,11 @@ def _check_set(arguments: dict[str, Any]) -> None:
     """
     if not isinstance(arguments.get("path"), str):
         raise ConfigError("a set has a path, as {path: FILE}")
+    for name in ("name", "split", "corpus"):
+        if not isinstance(arguments.get(name), str | None):
+            raise ConfigError(f"{name} must be a text, got {arguments[name]!r}")
+    if not isinstance(arguments.get("min_score"), float | int | None):
+        raise ConfigError(f"min_score must be a number, got {arguments['min_score']!r}")
     arguments["columns"] = parse_columns(arguments.get("columns"))
     check_choice("format", arguments.get("data_format"), (None, *DATA_FORMATS))
     selection_fields = [setting.name for setting in fields(Selection)]

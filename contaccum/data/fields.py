@@ -82,7 +82,6 @@ _SCORED_PAIR_QUERIES = ("sentence1", "messages")
 `sentence1` is the field of sentence-transformers' scored pairs, `messages` that of ms-swift.
 """
 
-
 _PASSAGE_ID_FIELDS = ("id", "docid")
 """Fields of a passage object that hold its id in the corpus."""
 
@@ -137,23 +136,32 @@ def parse_columns(columns: Mapping[str, str] | Sequence[str] | None) -> dict[str
             ``['{"query": "user_text"}']``; None: no columns.
 
     Raises:
-        ConfigError: for a role that `FIELDS` does not have, or words of another form.
+        ConfigError: for a role that `FIELDS` does not have, a role with several columns, or words
+            of another form.
     """
     if columns is None:
         return {}
+    pairs: list[Any]
     try:
         if isinstance(columns, Mapping):
-            name_by_role = dict(columns)
+            pairs = list(columns.items())
         elif len(columns) == 1 and columns[0].startswith("{"):
-            name_by_role = dict(json.loads(columns[0]))
+            pairs = json.loads(columns[0], object_pairs_hook=list)
         else:
-            name_by_role = dict(word.split("=", 1) for word in columns)
+            pairs = [word.split("=", 1) for word in columns]
+        name_by_role = dict(pairs)
     except ValueError as error:
         raise ConfigError(
             f"data_columns: neither ROLE=NAME nor a JSON object: {quoted(columns)}"
         ) from error
     for role in name_by_role:
         check_choice("data_columns: a role", role, FIELDS)
+    has_names_only = all(isinstance(name, str) for name in name_by_role.values())
+    if len(pairs) > len(name_by_role) or not has_names_only:
+        raise ConfigError(
+            f"data_columns: {quoted(columns)}: a role has the name of one column (rename several "
+            "columns of negatives to negative_1, negative_2, ...)"
+        )
     return name_by_role
 
 
@@ -212,12 +220,13 @@ class RecordParser:
         query = _parse_text_or_messages(record.get(self._chosen.query), self._chosen.query)
         if not self._is_match(record, self._chosen.query):
             return None
-        titles = [parse_title(record, name) for name in self._names["title"]]
-        positives = self._parse_passages(
-            record.get(self._chosen.positive), self._chosen.positive, "".join(titles)
-        )
+        # There is no name if `columns` gives the column "title" another role.
+        title_names = self._names["title"]
+        title = parse_title(record, title_names[0]) if title_names else ""
+        positive_field = self._chosen.positive
+        positives = self._parse_passages(record.get(positive_field), positive_field, title)
         if not positives:
-            raise Fault(f"empty {self._chosen.positive}")
+            raise Fault(f"empty {positive_field}")
         negatives = self._parse_negatives(record)
         scores = self._parse_teacher_scores(record, positives, negatives)
         if scores is None and self._needs_scores:
@@ -225,12 +234,13 @@ class RecordParser:
                 "no teacher scores",
                 f"distill needs a number for each of its passages; {TEACHER_SCORES_REMEDY}",
             )
-        return Record(
+        parsed_record = Record(
             query,
             positives=[positive.text for positive in positives],
             negatives=[negative.text for negative in negatives],
             scores=scores,
         )
+        return _remove_repeated_negatives(parsed_record)
 
     def _choose_field(self, role: str, record: Mapping[str, Any]) -> str:
         for name in self._names[role]:
@@ -370,6 +380,18 @@ class RecordParser:
         if not isinstance(values, list):
             values = [values]
         return values if len(values) == len(passages) else [None]
+
+
+def _remove_repeated_negatives(record: Record) -> Record:
+    """Return a record with each negative once, with its first score."""
+    first_positions: dict[str, int] = {}
+    for position, negative in enumerate(record.negatives, start=len(record.positives)):
+        first_positions.setdefault(negative, position)
+    scores = record.scores
+    if scores is not None:
+        negative_scores = [scores[position] for position in first_positions.values()]
+        scores = scores[: len(record.positives)] + negative_scores
+    return record._replace(negatives=list(first_positions), scores=scores)
 
 
 def _is_object_of_lists(value: Any) -> bool:

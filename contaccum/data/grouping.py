@@ -14,7 +14,8 @@ from scipy.cluster.hierarchy import DisjointSet
 
 from contaccum.data.beir import BeirDataset, get_positives
 from contaccum.data.fields import Record
-from contaccum.data.near_duplicates import join_near_duplicates, normalise
+from contaccum.data.near_duplicates import join_near_duplicates
+from contaccum.data.records import normalise
 
 HeldOutBy = Literal["passage", "query"]
 """Texts that link records: queries and passages ("passage"), or queries alone ("query").

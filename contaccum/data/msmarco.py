@@ -44,7 +44,7 @@ def read_msmarco(
     """Yield each query with a passage of a grade above 0 in a split, in the order of the qrels.
 
     The negatives come from the folder's file of triples of ids (query, positive, negative) for the
-    split.
+    split. A query has each negative once.
 
     Args:
         folder: the folder.
@@ -85,10 +85,12 @@ def read_msmarco(
         for _ in parse_rows(triples_file, read_lines(triples_file), add_negative, report):
             pass
     for query_id, positive_numbers in positives.items():
+        # A query with several positives may have triples with the same negative.
+        distinct_negatives = dict.fromkeys(map(passages.get_text, negatives[query_id]))
         yield QueryTexts(
             queries.get_text(queries.find_number(query_id)),
             [passages.get_text(number) for number in positive_numbers],
-            [passages.get_text(number) for number in negatives[query_id]],
+            list(distinct_negatives),
         )
 
 

@@ -12,7 +12,6 @@ datasketch finds candidates by locality-sensitive hashing.
 from __future__ import annotations
 
 import re
-import unicodedata
 import zlib
 from collections.abc import Sequence
 
@@ -20,6 +19,8 @@ import numpy as np
 from datasketch import MinHash, MinHashLSH
 from scipy.cluster.hierarchy import DisjointSet
 from tqdm import tqdm
+
+from contaccum.data.records import normalise
 
 LEAST_OVERLAP = 0.7
 """Least Jaccard similarity of near-duplicates."""
@@ -30,11 +31,6 @@ _CANDIDATE_OVERLAP = 0.6  # lower than LEAST_OVERLAP, so that few near-duplicate
 # A text is not stored if this many stored texts have at least this overlap with it.
 _NUM_REPRESENTATIVES = 10
 _REPRESENTATIVE_OVERLAP = 0.9
-
-
-def normalise(text: str) -> str:
-    """Return a text in lower case, with normal character widths and single spaces."""
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def join_near_duplicates(

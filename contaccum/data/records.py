@@ -13,6 +13,7 @@ import io
 import json
 import math
 import os
+import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -176,6 +177,11 @@ def quoted(value: object, longest: int = _LONGEST_QUOTE) -> str:
     if len(shown) <= longest:
         return shown
     return shown[: longest - 3] + "..."
+
+
+def normalise(text: str) -> str:
+    """Return a text in lower case, with normal character widths and single spaces."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def passage_text(title: str, text: str) -> str:

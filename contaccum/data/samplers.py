@@ -70,7 +70,8 @@ class _HashedRows:
 class DistinctBatchSampler(NoDuplicatesBatchSampler):
     """Batches in which no text occurs twice.
 
-    Rows are compared by their first positive and negatives, which do not depend on the epoch.
+    Rows are compared by their query, their first positive and their negatives, as
+    `contaccum.data.sampling.first_texts` returns them. These texts do not depend on the epoch.
     """
 
     def __init__(self, dataset: Any, *args: Any, **kwargs: Any) -> None:

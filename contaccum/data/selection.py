@@ -55,6 +55,28 @@ class Selection:
                 "num_hard_negatives must be 1 or more, and negatives_from no less than it"
             )
 
+    def assign_rows(self, used_records: np.ndarray, num_positives: np.ndarray) -> np.ndarray | None:
+        """Return the record number and the positive's index for each row, int64 (N, 2).
+
+        Row i is one line of the result. For example, with positives="all", two records with 1 and 2
+        positives give the rows [[0, 0], [1, 0], [1, 1]]. The result is None, to save memory, if row
+        i is simply record i.
+
+        Args:
+            used_records: numbers of the records that are not dropped, int64.
+            num_positives: number of positives of each of all records.
+        """
+        rows_per_record = np.ones_like(used_records)
+        if self.positives == "all":
+            rows_per_record = num_positives[used_records]
+        if len(used_records) == len(num_positives) and rows_per_record.max() <= 1:
+            return None
+        first_row_of_record = np.cumsum(rows_per_record) - rows_per_record
+        rows = np.arange(rows_per_record.sum())
+        record_numbers = np.repeat(used_records, rows_per_record)
+        positive_indices = rows - np.repeat(first_row_of_record, rows_per_record)
+        return np.column_stack([record_numbers, positive_indices])
+
     def sample(
         self,
         rng: np.random.Generator,

@@ -28,9 +28,8 @@ from contaccum.data import split_files
 from contaccum.data.beir import BeirDataset
 from contaccum.data.fields import Record
 from contaccum.data.grouping import Grouping, choose_held_out_by, group_records
-from contaccum.data.near_duplicates import normalise
 from contaccum.data.readers import Passage, Source
-from contaccum.data.records import RecordReport
+from contaccum.data.records import RecordReport, normalise
 from contaccum.data.split_files import WrittenCounts, hash_text
 from contaccum.errors import ConfigError, DataError
 from contaccum.files import AnyPath, Fingerprint, atomic_folder, provenance, read_json, write_json
@@ -320,7 +319,7 @@ def choose_sides(
         {group: side}, without the groups that are linked with the published test set.
 
     Raises:
-        DataError: if too many queries are in large groups.
+        DataError: if too many queries are in large groups, or dev or test gets no group.
         ConfigError: for a fold number that is too large.
     """
     small_groups = _list_small_groups(grouping, sizes, settings)
@@ -350,6 +349,12 @@ def choose_sides(
         elif offset < num_held_out:
             sides[group] = "dev"
         position += grouping.queries_of_group[group]
+    for side, size in sizes.items():
+        if size > 0 and side not in sides.values():
+            raise DataError(
+                f"{source}: {side} would be empty, because a group of linked records has more than "
+                f"{size:,} queries (raise --{side})"
+            )
     return sides
 
 
@@ -358,7 +363,7 @@ def _list_small_groups(
 ) -> list[int]:
     """Return the groups that may be held out, in a random order that depends on the seed.
 
-    A group with more than a quarter of the queries of dev or test would decide the score.
+    A group with more queries than a quarter of the larger of dev and test would decide the score.
 
     Args:
         grouping: the groups. Those that are linked with the published test set are left out.

@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 from contaccum.data.beir import QRELS_HEADER, BeirDataset, get_positives, load_beir_folder
 from contaccum.data.fields import Record
-from contaccum.data.near_duplicates import normalise
 from contaccum.data.readers import Passage, Source, read_passages
-from contaccum.data.records import RecordReport, quoted
+from contaccum.data.records import RecordReport, normalise, quoted
 from contaccum.errors import DataError
 from contaccum.files import AnyPath, write_text
 
@@ -162,11 +161,17 @@ def json_line(record: Record) -> str:
 
 
 def load_published_test(data: Source, report: RecordReport) -> BeirDataset | None:
-    """Load the test set that came with the data: the split ``test`` of a BEIR folder, or None."""
+    """Load the test set that came with the data: the split ``test`` of a BEIR folder, or None.
+
+    Args:
+        data: the source of the training records.
+        report: counts of the training records, to which the judgements of the test set are added.
+    """
     if data.data_format != "beir" or not any(data.path.glob("qrels/test.tsv*")):
         return None
-    # A report of its own: `report` has counted the documents with the training records already.
-    return load_beir_folder(data.path, "test", report=RecordReport(report.on_bad_record))
+    # `report` has counted documents and queries with the training records already.
+    texts_report = RecordReport(report.on_bad_record)
+    return load_beir_folder(data.path, "test", report=report, texts_report=texts_report)
 
 
 def read_haystack(corpus: AnyPath, report: RecordReport) -> list[Passage]:
@@ -296,7 +301,13 @@ def _write_beir_files(
 
 
 def copy_test(test: BeirDataset, folder: Path) -> int:
-    """Copy corpus, queries and test split of a BEIR folder; return the number of documents."""
+    """Copy corpus, queries and test split of a BEIR folder; return the number of documents.
+
+    If records were left out, only the others are written, so that the copy has no bad record.
+    """
+    if test.report.reported:
+        write_part(test, test.corpus, folder)
+        return len(test.corpus)
     (folder / "qrels").mkdir(parents=True)
     for pattern in ("corpus.jsonl*", "queries.jsonl*", "qrels/test.tsv*"):
         for file in test.path.glob(pattern):

@@ -1,7 +1,7 @@
 """Data to mine in: queries, their known positives, and the passages that may become negatives.
 
-Texts that differ only in white space or case count as one passage, whatever their ids. Otherwise a
-copy of a positive could be mined as a negative.
+Texts that differ only in white space, case or character widths count as one passage, whatever their
+ids. Otherwise a copy of a positive could be mined as a negative.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from contaccum.data import (
     RecordReport,
     load_beir_folder,
     read_passages,
-    read_records,
-    sniff_format,
 )
+from contaccum.data.formats import JUDGED_FORMATS
+from contaccum.data.readers import Source
+from contaccum.data.records import normalise
 from contaccum.errors import DataError
 from contaccum.files import AnyPath, Fingerprint
 
@@ -124,8 +125,17 @@ def load_mining_data(
     if not isinstance(source, (str, os.PathLike)):
         queries = _iter_queries_in_memory(source)
     else:
+        training_source = Source(
+            source,
+            data_format,
+            split,
+            columns,
+            num_negatives=0,
+            corpus=texts,
+            min_score=min_score,
+        )
         record["path"] = str(source)
-        record["format"] = data_format or sniff_format(source, columns)
+        record["format"] = training_source.data_format
         record["split"] = split
         if record["format"] == "beir":
             dataset = load_beir_folder(source, split, report=report)
@@ -133,24 +143,15 @@ def load_mining_data(
             pool = [passage for passage in passages.values() if passage.passage]
             queries = _iter_beir_queries(dataset, passages)
         else:
-            records = read_records(
-                source,
-                record["format"],
-                split,
-                columns,
-                report,
-                num_negatives=0,
-                corpus=texts,
-                min_score=min_score,
-            )
             queries = (
-                _JudgedQuery(None, row.query, _make_passages(row.positives)) for row in records
+                _JudgedQuery(None, row.query, _make_passages(row.positives))
+                for row in training_source.records(report)
             )
     content = Fingerprint()
     # By default, training makes a row of each judgement of these formats, and a row of each record
     # of the others (`positives` in docs/data.md). Training on mined data makes the same rows.
-    splits_records = record["format"] in ("beir", "msmarco")
-    known_positives = _collect_positives(queries, splits_records, content)
+    one_record_per_positive = record["format"] in JUDGED_FORMATS
+    known_positives = _collect_positives(queries, one_record_per_positive, content)
     if corpus is not None:
         pool = list(read_passages(corpus, report))
     for passage in pool or ():
@@ -192,13 +193,13 @@ def _make_passages(texts: Iterable[str]) -> list[Passage]:
 
 
 def _collect_positives(
-    queries: Iterable[_JudgedQuery], splits_records: bool, content: Fingerprint
+    queries: Iterable[_JudgedQuery], one_record_per_positive: bool, content: Fingerprint
 ) -> _KnownPositives:
     """Collect the positives of all queries.
 
     Args:
         queries: records of the source.
-        splits_records: True to make a record of each positive.
+        one_record_per_positive: True to make a record of each positive.
         content: a fingerprint, to which all texts are added.
     """
     collected = _KnownPositives(of_records=defaultdict(list), of_text=defaultdict(list))
@@ -207,7 +208,9 @@ def _collect_positives(
         positives = [passage for passage in query.positives if passage.passage]
         if not positives:
             continue
-        records = [[passage] for passage in positives] if splits_records else [positives]
+        records = [positives]
+        if one_record_per_positive:
+            records = [[passage] for passage in positives]
         collected.of_records[query.query_id, query.text] += records
         collected.of_text[_compute_text_key(query.text)] += positives
         content.add(query.text, *(passage.passage for passage in positives))
@@ -305,9 +308,8 @@ def _find_rows_of_records(
 
 
 def _compute_text_key(text: str) -> bytes:
-    """Return a hash that is equal for texts that differ only in white space or case."""
-    folded_text = " ".join(text.split()).casefold()
-    return hashlib.blake2b(folded_text.encode(), digest_size=16).digest()
+    """Return a hash that is equal for texts that are equal after `normalise`."""
+    return hashlib.blake2b(normalise(text).encode(), digest_size=16).digest()
 
 
 def _compute_copy_keys(passage: Passage) -> list[bytes | str]:

@@ -84,7 +84,7 @@ def write_mined(
         write_text(path, "[\n" + ",\n".join(lines) + "\n]\n")
     else:
         write_text(path, (f"{line}\n" for line in lines))
-    report_path = Path(f"{path}.report.json")
+    report_path = _get_report_path(path)
     write_json(report_path, {**(report or {}), "output_format": output_format, **mined.record()})
     return path, report_path
 
@@ -93,14 +93,20 @@ def check_output(path: AnyPath, output_format: str) -> Path:
     """Check that negatives can be written to `path`, and make its folder; return the path.
 
     Raises:
-        UserError: for an unknown format, a file that exists, or a folder that is not writable.
+        UserError: for an unknown format, a file or report that exists, or a folder that is not
+            writable.
     """
     path = Path(path)
     check_choice("output_format", output_format, OUTPUT_FORMATS)
     require_writable(path)
-    if path.exists():
-        raise ConfigError(f"{path}: exists already (name another file, or remove it)")
+    for file in (path, _get_report_path(path)):
+        if file.exists():
+            raise ConfigError(f"{file}: exists already (name another file, or remove it)")
     return path
+
+
+def _get_report_path(path: Path) -> Path:
+    return Path(f"{path}.report.json")
 
 
 def _collect_query(mined: MinedNegatives, query: int) -> _MinedQuery:

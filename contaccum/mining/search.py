@@ -40,7 +40,8 @@ class MinedNegatives:
         data: the queries and passages.
         settings: settings of the search, and the selection rules.
         rows: the mined negatives of each query, as rows of `data.documents`, int64
-            (Q, num_negatives), best first; -1 for a missing negative.
+            (Q, num_negatives), in the order of the search, also with a cross-encoder; -1 for a
+            missing negative.
         scores: scores of these negatives, float32 (Q, num_negatives); -inf for a missing negative.
             They are the logits of the cross-encoder, or, without one, the scores of the ranking.
         positive_scores: for each query the scores of its `data.positives`, of the same kind.

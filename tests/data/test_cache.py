@@ -12,7 +12,7 @@ from data_files import put_lines
 
 from contaccum.data import load_training_data
 from contaccum.data.readers import Source
-from contaccum.errors import DataError
+from contaccum.errors import ConfigError, DataError
 
 
 @pytest.fixture
@@ -106,6 +106,18 @@ def test_entries_unused_for_thirty_days_are_removed(tmp_path, folder, monkeypatc
     age(opened, 1)
     load_training_data(paths[0])
     assert not opened.exists()
+    monkeypatch.setenv("CONTACCUM_CACHE_DAYS", "0")
+    assert len(load_training_data(paths[1]).dataset) == 8
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_cache_days_that_are_no_number_are_refused_before_reading(
+    tmp_path, folder, monkeypatch, reads
+):
+    monkeypatch.setenv("CONTACCUM_CACHE_DAYS", "30d")
+    with pytest.raises(ConfigError, match="CONTACCUM_CACHE_DAYS is '30d': set it to a number"):
+        load_training_data(put_lines(tmp_path / "a.jsonl", *ROWS))
+    assert reads == []
 
 
 TWO = """

@@ -13,6 +13,7 @@ from data_files import (
     lines,
     peak_of_reading,
     put,
+    put_msmarco,
     put_parquet,
     put_saved,
     read,
@@ -108,6 +109,33 @@ def test_a_mapping_that_cannot_be_used_is_refused(columns):
     with pytest.raises(ConfigError, match="data_columns"):
         parse_columns(columns)
     assert parse_columns(['{"query": "a"}']) == {"query": "a"} and parse_columns(None) == {}
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        ["query=q", "negatives=a", "negatives=b"],
+        ['{"negatives": "a", "negatives": "b"}'],
+        {"query": "q", "negatives": ["a", "b"]},
+        ['{"negatives": ["a", "b"]}'],
+    ],
+)
+def test_several_columns_of_a_role_are_refused(columns):
+    with pytest.raises(ConfigError, match="rename several columns of negatives to negative_1"):
+        parse_columns(columns)
+
+
+def test_a_negative_that_a_record_lists_twice_counts_once(tmp_path):
+    record = {"query": "q", "positive": "p", "negatives": ["n", "m", "n"], "scores": [9, 3, 2, 1]}
+    path = put(tmp_path / "a.jsonl", lines([record]))
+    assert read(path)[0] == [Record("q", ["p"], ["n", "m"], [9, 3, 2])]
+    data = load_training_data(path, num_hard_negatives=2, missing_negatives="drop")
+    assert len(data.dataset) == 1
+    with pytest.raises(DataError, match="no training pairs left"):
+        load_training_data(path, num_hard_negatives=3, missing_negatives="drop")
+    folder = put_msmarco(tmp_path / "m")
+    put(folder / "qidpidtriples.train.full.2.tsv", "100\t0\t11\n100\t0\t10\n100\t0\t11\n")
+    assert read(folder)[0][0].negatives == ["negative b", "negative a"]
 
 
 def test_a_dpr_array_is_read_in_constant_memory(tmp_path):

@@ -191,9 +191,9 @@ def test_negatives_come_from_the_first_negatives_from(tmp_path):
         return {text for pair in negatives for text in pair}
 
     assert collect_negatives() == set("abcdef")
-    # The list begins with "a" twice, so its first four texts have three distinct ones.
-    assert collect_negatives(negatives_from=4) == set("abc")
-    assert collect_negatives(negatives_from=3) == set("ab")
+    # The list begins with "a" twice, which counts once.
+    assert collect_negatives(negatives_from=4) == set("abcd")
+    assert collect_negatives(negatives_from=3) == set("abc")
 
 
 def test_the_fingerprint_covers_exactly_the_sampled_texts(tmp_path):

@@ -10,9 +10,10 @@ from small_data import read_lines, write_beir, write_lines
 
 from contaccum.cli import main
 from contaccum.data import load_beir_folder
+from contaccum.data.grouping import Grouping
 from contaccum.data.readers import Source
 from contaccum.data.records import RecordReport
-from contaccum.data.split import SplitSettings, read_split, split_data
+from contaccum.data.split import SplitSettings, choose_sides, read_split, split_data
 from contaccum.errors import ConfigError, DataError
 
 SHIPPED = Path(__file__).parents[2] / "contaccum" / "data" / "scifact"
@@ -447,3 +448,46 @@ def test_a_folder_that_exists_is_not_written_over(tmp_path, capsys):
     assert main(["split", str(pairs), str(tmp_path / "new"), "--corpus", str(corpus)]) == 2
     assert "has the id '1' twice" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_bad_judgements_of_a_published_test_set_are_counted_and_not_copied(tmp_path):
+    """Documents and queries are counted once, although train and test share them."""
+    generator = random.Random(0)
+    documents = {f"d{i}": ("", claim(generator, 30)) for i in range(20)}
+    queries = {f"q{i}": claim(generator) for i in range(20)}
+    qrels = [(f"q{i}", f"d{i}", 1) for i in range(20)]
+    folder = write_beir(tmp_path / "beir", documents, queries, qrels[:15])
+    with open(folder / "corpus.jsonl", "a") as file:
+        file.write("{broken\n")
+    lines = "".join(f"q{i}\td{i}\t1\n" for i in range(15, 20)) + "q19\tmissing\t1\n"
+    (folder / "qrels" / "test.tsv").write_text(lines)
+    with pytest.raises(DataError, match="broken JSON"):
+        split_data(Source(folder), tmp_path / "split")
+    report = RecordReport("skip")
+    split = split_data(Source(folder), tmp_path / "split", report=report)
+    # 21 documents, 20 queries, 15 and 6 judgements
+    assert (split.test, report.seen) == (5, 62)
+    assert report.by_reason == {"broken JSON": 1, "unknown document": 1}
+    test = load_beir_folder(tmp_path / "split" / "test")
+    assert (test.qrels, len(test.corpus)) == ({f"q{i}": {f"d{i}": 1} for i in range(15, 20)}, 20)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fold", "empty_side"),
+    [({"dev": 5, "test": 100}, 0, "dev"), ({"dev": 100, "test": 5}, 1, "test")],
+)
+def test_an_empty_side_is_refused(sizes, fold, empty_side):
+    """All groups are smaller than a quarter of the larger side, but larger than the other side."""
+    groups = range(12)
+    grouping = Grouping(
+        group_of_record=[],
+        queries_of_group=dict.fromkeys(groups, 24),
+        key_of_group={group: str(group) for group in groups},
+        groups_of_test=set(),
+        num_near_duplicates=0,
+    )
+    with pytest.raises(DataError, match=f"{empty_side} would be empty.*raise --{empty_side}"):
+        choose_sides("pairs.jsonl", grouping, sizes, SplitSettings(fold=fold))
+    sizes = {**sizes, empty_side: 24}
+    sides = choose_sides("pairs.jsonl", grouping, sizes, SplitSettings(fold=fold))
+    assert set(sides.values()) == {"train", "dev", "test"}

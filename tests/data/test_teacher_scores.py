@@ -124,19 +124,14 @@ def test_each_passage_that_an_epoch_draws_has_its_own_score(tmp_path, ids):
     assert len(narrow["label"]) == (5 if ids else 2)
 
 
-def test_a_negative_that_a_record_lists_twice_keeps_its_score(tmp_path):
-    record = {"query": "q", "positive": "p", "negatives": ["n", "n"], "scores": [2, 1, 1]}
-    data = load_training_data(
-        put_lines(tmp_path / "a.jsonl", record), num_hard_negatives=2, teacher_scores=True
-    )
-    expected = {
-        "query": "q",
-        "positive": "p",
-        "negative_1": "n",
-        "negative_2": "n",
-        "label": [2.0, 1.0, 1.0],
-    }
+def test_a_negative_that_a_record_lists_twice_is_one_negative_with_a_score(tmp_path):
+    record = {"query": "q", "positive": "p", "negatives": ["n", "n"], "scores": [3, 2, 1]}
+    path = put_lines(tmp_path / "a.jsonl", record)
+    data = load_training_data(path, num_hard_negatives=1, teacher_scores=True)
+    expected = {"query": "q", "positive": "p", "negative_1": "n", "label": [3.0, 2.0]}
     assert list(data.dataset) == [expected]
+    with pytest.raises(DataError, match="1 records have fewer than num_hard_negatives=2"):
+        load_training_data(path, num_hard_negatives=2, teacher_scores=True)
 
 
 def test_a_text_in_two_roles_has_the_score_of_each_role(tmp_path):
