@@ -29,9 +29,10 @@ quickstart: $(VENV)/.installed-demo
 	$(BIN)/contaccum quickstart $(if $(COMPARE),--compare) $(QUICKSTART_ARGS)
 
 # Run for every change. There is one process per core. Each process runs whole test files, so that
-# the fixtures of a file are created only once.
+# the fixtures of a file are created only once. tests/conftest.py sorts the files.
+IN_PROCESSES := -n auto --dist loadfile --no-loadscope-reorder
 test: $(DEV)
-	$(ONE_THREAD) $(BIN)/python -m pytest -n auto --dist loadfile -m "not long" $(PYTEST_ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest $(IN_PROCESSES) -m "not long" $(PYTEST_ARGS)
 
 # Install the lowest versions into a separate folder, which precedes the environment in PYTHONPATH,
 # and run the tests that depend on them most.
@@ -41,7 +42,7 @@ $(VENV)-lowest/.installed: pyproject.toml Makefile | $(DEV)
 	touch $@
 
 test-lowest: $(DEV) $(VENV)-lowest/.installed
-	PYTHONPATH=$(abspath $(VENV)-lowest) $(ONE_THREAD) $(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS) \
+	PYTHONPATH=$(abspath $(VENV)-lowest) $(ONE_THREAD) $(BIN)/python -m pytest $(IN_PROCESSES) $(PYTEST_ARGS) \
 		tests/losses/test_contaccum_loss.py tests/encoders/test_dual_encoder.py tests/test_loops.py tests/encoders/test_adapters.py \
 		tests/training/test_updates.py --deselect tests/encoders/test_adapters.py::test_missing_packages_are_named_in_the_error
 
@@ -52,7 +53,7 @@ test-newest:
 # Also run the long tests (fuzzing, twenty interruptions, all of SciFact), and the tests with the
 # lowest versions, before an issue is closed.
 test-all: $(DEV) test-lowest
-	$(ONE_THREAD) $(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest $(IN_PROCESSES) $(PYTEST_ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff check .

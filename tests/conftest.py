@@ -14,6 +14,12 @@ from tiny_models import bert_config, word_tokenizer
 from transformers import AutoModel, BertConfig, BertTokenizerFast, set_seed
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the files with slow tests first, so that no process waits for another at the end."""
+    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow_files)
+
+
 def pytest_collection_finish() -> None:
     """Exclude imported objects from garbage collection.
 

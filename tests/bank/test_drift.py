@@ -172,6 +172,7 @@ def test_auto_retires_entries_only_while_their_residual_is_too_large():
             if update > 0:  # pairs of the present update never retire
                 assert loss_fn.bank.in_use >= n * (i + 1)
         in_use.append(loss_fn.bank.in_use)
+        loss_fn.end_update()
         # The tower moves as a whole, then every text moves by itself, then all settle.
         if update < 20:
             probe_passages = probe_passages + 1.0

@@ -13,6 +13,8 @@ import pytest
 import torch
 from gpu_program import PROGRAM, DryRun, run_parts
 
+pytestmark = pytest.mark.long
+
 PARTS = (
     "loss_exact",
     "host_syncs",

@@ -16,6 +16,8 @@ import torch
 from gpu_program import PROGRAM, run_parts
 from programs import ROOT, run_program
 
+pytestmark = pytest.mark.long
+
 PACKAGES = ("faiss", "datasets", "pytrec_eval", "peft")
 OLD_RECORD = {"part": "loss_exact", "measured": True}
 

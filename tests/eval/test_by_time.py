@@ -114,6 +114,7 @@ def test_a_plan_with_a_wrong_entry_is_refused(study, tmp_path, entry, message):
         study("plan").read_plan(path)
 
 
+@pytest.mark.long
 def test_every_run_has_a_file_and_is_done_once(study, monkeypatch, folder, tiny_model_path):
     """Timing, ladder and seeds of two entries; the second start has nothing to do."""
     entries = {

@@ -56,7 +56,7 @@ def ranks(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     return folder, run_forking_script(SCRIPT, "ranks", folder)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_and_four_ranks_end_with_the_weights_of_one_process(ranks):
     folder, result = ranks
     assert result["codes"]["1"] == [0]
@@ -76,7 +76,7 @@ def test_two_and_four_ranks_end_with_the_weights_of_one_process(ranks):
                 assert line[key] == pytest.approx(value, rel=1e-6, abs=1e-9), (name, key)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_stop_together_and_resume_on_two_ranks_or_on_one(ranks):
     folder, result = ranks
     codes = result["codes"]
