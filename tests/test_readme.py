@@ -24,7 +24,7 @@ def run_script(script: str) -> torch.Tensor:
     names: dict[str, object] = {}
     exec(compile(script, str(README), "exec"), names)
     similarities = names["model"].similarity(names["queries"], names["passages"])  # type: ignore[attr-defined]
-    assert Path("runs/scifact/model/modules.json").exists()
+    assert Path("runs/scifact_script/model/modules.json").exists()
     return similarities
 
 
