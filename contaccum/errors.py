@@ -19,10 +19,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError, ValueError):
-    """An error in the settings: a value out of range, or settings that cannot be combined.
-
-    It is raised before a model is loaded.
-    """
+    """An error in the settings: a value out of range, or settings that cannot be combined."""
 
 
 class DataError(UserError, ValueError):

@@ -157,9 +157,45 @@ def test_code_of_a_folder_runs_by_the_flag_alone(harmless, tmp_path, mark):
     modules[1]["type"] = "evil.Evil"
     (folder / "modules.json").write_text(json.dumps(modules))
     # The class of the payload is not a working module.
-    with pytest.raises(TypeError):
+    with pytest.raises(UserError):
         DualEncoder.from_pretrained(folder, trust_remote_code=True)
     assert mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("1_Pooling/config.json", None),
+        ("1_Pooling/config.json", '{"unknown": 1}'),
+        ("modules.json", "[1]"),
+        ("config.json", '{"model_type": "bert", "hidden_size": "wide"}'),
+        ("config.json", '{"model_type": "bert", "hidden_size": 8, "num_attention_heads": 1}'),
+        ("tokenizer.json", "{"),
+    ],
+)
+def test_damaged_models_are_refused(file, content, harmless, tmp_path):
+    folder = Path(shutil.copytree(harmless / "tied", tmp_path / "model"))
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(content)
+    with pytest.raises(UserError, match=f"^{re.escape(str(folder))}"):
+        DualEncoder.from_pretrained(folder)
+
+
+def test_backbone_whose_weights_do_not_fit_its_config_is_refused(harmless, tmp_path):
+    folder = Path(shutil.copytree(harmless / "backbone", tmp_path / "model"))
+    change(folder / "config.json", intermediate_size=48)
+    with pytest.raises(UserError, match="do not have the shapes of config"):
+        DualEncoder.from_backbone(folder)
+
+
+def test_empty_weights_are_refused(harmless, tmp_path):
+    folder = Path(shutil.copytree(harmless / "backbone", tmp_path / "model"))
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").touch()
+    with pytest.raises(UserError, match="not a model that can be loaded"):
+        DualEncoder.from_backbone(folder)
 
 
 FORBIDDEN = re.compile(

@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contaccum.cli.options import PRECISIONS, Parser, parse_positive_int, split_config_files
+from contaccum.cli.options import Parser, parse_positive_int, split_config_files
+from contaccum.defaults import PRECISIONS
 from contaccum.errors import ConfigError
 from contaccum.files import provenance, redact, write_json, write_text
 

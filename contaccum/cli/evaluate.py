@@ -23,15 +23,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contaccum.cli.options import SEARCH_OPTIONS, Parser, parse_positive_int
+from contaccum.cli.options import SEARCH_OPTIONS, Parser, parse_positive_int, require_models
 from contaccum.cli.scoring import parse_scoring_arguments
+from contaccum.defaults import DEFAULT_K_VALUES
 from contaccum.errors import ConfigError
 from contaccum.files import write_json, write_text
 
 if TYPE_CHECKING:
     from contaccum.cli.evaluation_sets import DataSets
 
-_DEFAULT_K_VALUES = (1, 3, 5, 10, 20, 100, 1000)
 _ENDPOINT_OPTIONS = ("query_endpoint", "served_model", "request_fields")
 """Options that need ``--endpoint``."""
 _OPTIONS_WITHOUT_MTEB = (
@@ -55,6 +55,7 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the arguments, the data, the model or the run cannot be used.
     """
     args = _parse_arguments(argv)
+    require_models(args.model)
     from contaccum.cli.evaluation_sets import (
         make_scorer,
         open_beir_sets,
@@ -108,7 +109,7 @@ def run(argv: Sequence[str]) -> int:
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line, and refuse options that cannot be combined."""
     parser = _make_parser()
-    args = parse_scoring_arguments(parser, argv, Path("results.json"), _DEFAULT_K_VALUES)
+    args = parse_scoring_arguments(parser, argv, Path("results.json"), DEFAULT_K_VALUES)
     if args.mteb:
         for name in _OPTIONS_WITHOUT_MTEB:
             if getattr(args, name) != parser.get_default(name):
@@ -258,7 +259,7 @@ def _add_endpoint_options(parser: Parser) -> None:
         "--request_fields",
         type=_parse_json_object,
         metavar="JSON",
-        help="further fields of each request, such as '{\"truncate_prompt_tokens\": 256}'",
+        help="further fields of each request, such as '{\"truncate_prompt_tokens\": -1}'",
     )
 
 
@@ -312,7 +313,7 @@ def _summarize(
         "precision": record["precision"],
         "versions": record["versions"],
         "git_commit": record["git_commit"],
-        "search": {"index": args.index, "k": max(args.k_values)},
+        "search": {"index": record["search"]["index"], "k": max(args.k_values)},
         "shown": shown_metrics,
         "sets": rows,
         "mean": tables.mean_metrics(rows),
@@ -324,8 +325,9 @@ def _write_card_section(metrics_table: str, argv: Sequence[str]) -> str:
     # Absolute paths would publish the layout of this machine.
     words = []
     for word in argv:
-        if os.path.isabs(word):
-            word = Path(word).name
-        words.append(word)
+        option, equals_sign, value = word.rpartition("=")  # --data=/home/me/scifact
+        if os.path.isabs(value):
+            value = Path(value).name
+        words.append(f"{option}{equals_sign}{value}")
     command = shlex.join(["contaccum", "evaluate", *words])
     return f"## Retrieval\n\n{metrics_table}\n\nBy `{command}`."

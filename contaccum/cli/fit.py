@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from contaccum.cli.options import Parser
+from contaccum.defaults import DEFAULT_GUARD_LOSS, DEFAULT_MODEL
+from contaccum.errors import ConfigError
 
 EXIT_CODE_NOT_BETTER = 1
 """Exit code if the verdict is not the one that ``--require`` demands."""
@@ -21,6 +23,7 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the arguments, the data or the model cannot be used.
     """
     args, training_arguments = _make_parser().parse_known(argv)
+    _refuse_misread_data(args.data, argv)
 
     from contaccum.comparison.options import all_options
     from contaccum.fitting.call import fit
@@ -48,6 +51,23 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
+def _refuse_misread_data(data: str, argv: Sequence[str]) -> None:
+    """Raise `ConfigError` if the value of an option was read as DATA.
+
+    The parser does not know the options of `contaccum train`. In ``fit --learning_rate 1e-4 pairs``
+    it reads "1e-4" as DATA.
+    """
+    position = list(argv).index(data)
+    if position == 0:
+        return
+    previous_word = argv[position - 1]
+    if previous_word.startswith("--") and "=" not in previous_word:
+        raise ConfigError(
+            f"{data!r} after {previous_word} was read as DATA: name DATA first, as in "
+            "contaccum fit DATA [OPTIONS]"
+        )
+
+
 def _make_parser() -> Parser:
     """Return the parser of all options except those of `contaccum train`."""
     parser = Parser(
@@ -65,7 +85,7 @@ def _make_parser() -> Parser:
     )
     parser.add_argument(
         "--model",
-        default="sentence-transformers/all-MiniLM-L6-v2",
+        default=DEFAULT_MODEL,
         help="model to train; default: %(default)s",
     )
     parser.add_argument(
@@ -93,7 +113,7 @@ def _make_parser() -> Parser:
     parser.add_argument(
         "--guard_loss",
         type=float,
-        default=0.01,
+        default=DEFAULT_GUARD_LOSS,
         metavar="LOSS",
         help="nDCG@10 that the model may lose on each guard set; default: %(default)s",
     )

@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model
+from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_saved_model, require_models
+from contaccum.defaults import DEFAULT_GUARD_LOSS, DEFAULT_WEIGHTS
 from contaccum.errors import ConfigError
 from contaccum.files import provenance, require_writable, write_json, write_text
 
 if TYPE_CHECKING:
     from contaccum.encoders.merge import WeightInterpolation
-    from contaccum.merging.choice import WeightChoice
+    from contaccum.merging.choice import SetScores, WeightChoice
 
 
 class _DataSet(NamedTuple):
@@ -46,27 +48,15 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the arguments, the data or the models cannot be used.
     """
     args = _parse_arguments(argv)
-    from contaccum.evaluation.beir_sets import load_data
     from contaccum.merging.choice import BEST_OF_SEVERAL, choose_weight
-    from contaccum.merging.scoring import ScoringSettings, WeightScorer
 
+    require_models(args.base, args.model)
     data_sets = _list_data_sets(args)
     # All sets are read before the first one is encoded, so that a bad record in the last set is
     # reported at once and not after hours. Only one set is in memory at a time.
     _check_data(data_sets, args.on_bad_record)
     interpolation = _load_models(args)
-    settings = ScoringSettings(
-        args.batch_size, args.precision, args.similarity, not args.no_progress
-    )
-    scores_file = None
-    if args.output is not None:
-        scores_file = _add_suffix(args.output, ".scores.json")
-    scorer = WeightScorer(interpolation, settings, scores_file)
-    scores = []
-    for source, split, role in data_sets:
-        dataset = load_data(source, split, args.on_bad_record)
-        scores.append(scorer.score(dataset, role, args.weights))
-    choice = choose_weight(scores, args.guard_loss)
+    choice = choose_weight(_score(args, interpolation, data_sets), args.guard_loss)
 
     print(f"\n{choice.rule}\n\n{choice.table()}\n")
     for warning in choice.warnings:
@@ -94,6 +84,8 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     args.weights = check_weights(args.weights)
     check_guard_loss(args.guard_loss)
     if args.output is not None:
+        if not args.output.name:
+            raise ConfigError(f"--output {args.output}: name a new folder")
         if args.output.is_file() or (args.output.is_dir() and any(args.output.iterdir())):
             raise ConfigError(
                 f"--output {args.output}: exists already; name a new folder, or remove this one"
@@ -132,14 +124,15 @@ def _make_parser() -> Parser:
         "--weights",
         nargs="+",
         type=float,
-        default=[0.3, 0.5, 0.7],
+        default=DEFAULT_WEIGHTS,
         metavar="W",
-        help="weights of MODEL; 0 (BASE) and 1 (MODEL) are always scored too; default: 0.3 0.5 0.7",
+        help="weights of MODEL; 0 (BASE) and 1 (MODEL) are always scored too; "
+        f"default: {' '.join(map(str, DEFAULT_WEIGHTS))}",
     )
     parser.add_argument(
         "--guard_loss",
         type=float,
-        default=0.01,
+        default=DEFAULT_GUARD_LOSS,
         metavar="LOSS",
         help="nDCG@10 that a weight may lose on each guard set; default: %(default)s",
     )
@@ -163,15 +156,13 @@ def _add_suffix(output: Path, suffix: str) -> Path:
 
 def _list_data_sets(args: argparse.Namespace) -> list[_DataSet]:
     """Return the own sets and the guard sets of the command line."""
-    from contaccum.evaluation.beir_sets import evaluation_sets
+    from contaccum.evaluation.beir_sets import list_sources
 
-    # `evaluation_sets` also assigns an output file to each set, which is not needed here.
-    unused = Path("unused.json")
     data_sets = []
-    for own_set in evaluation_sets(args.data, unused):
-        data_sets.append(_DataSet(own_set.source, args.split, "own"))
-    for guard_set in evaluation_sets(args.guard, unused):
-        data_sets.append(_DataSet(guard_set.source, args.guard_split, "guard"))
+    for source in list_sources(args.data, "--data").values():
+        data_sets.append(_DataSet(source, args.split, "own"))
+    for source in list_sources(args.guard, "--guard").values():
+        data_sets.append(_DataSet(source, args.guard_split, "guard"))
     return data_sets
 
 
@@ -204,8 +195,8 @@ def _load_models(args: argparse.Namespace) -> WeightInterpolation:
     """
     from contaccum.encoders.merge import WeightInterpolation
 
-    base = load_model(args.base, args)
-    trained = load_model(args.model, args)
+    base = load_saved_model(args.base, args)
+    trained = load_saved_model(args.model, args)
     try:
         interpolation = WeightInterpolation(base, trained)
     except ConfigError as error:
@@ -218,6 +209,37 @@ def _load_models(args: argparse.Namespace) -> WeightInterpolation:
             f"{args.base} and {args.model} have the same weights: there is nothing to merge"
         )
     return interpolation
+
+
+def _score(
+    args: argparse.Namespace, interpolation: WeightInterpolation, data_sets: Sequence[_DataSet]
+) -> list[SetScores]:
+    """Score all weights on all data sets.
+
+    ``--query_max_length`` and ``--passage_max_length`` hold for the scores only: the written model
+    has the lengths that were saved with it.
+    """
+    from contaccum.encoders.settings import use_max_lengths
+    from contaccum.evaluation.beir_sets import load_data
+    from contaccum.merging.scoring import ScoringSettings, WeightScorer
+
+    settings = ScoringSettings(
+        args.batch_size, args.precision, args.similarity, not args.no_progress
+    )
+    scores_file = None
+    if args.output is not None:
+        scores_file = _add_suffix(args.output, ".scores.json")
+    scores = []
+    with ExitStack() as lengths:
+        for model in (interpolation.base, interpolation.model):
+            lengths.enter_context(
+                use_max_lengths(model, args.query_max_length, args.passage_max_length)
+            )
+        scorer = WeightScorer(interpolation, settings, scores_file)
+        for source, split, role in data_sets:
+            dataset = load_data(source, split, args.on_bad_record)
+            scores.append(scorer.score(dataset, role, args.weights))
+    return scores
 
 
 def _write_results(
@@ -235,6 +257,9 @@ def _write_results(
         **choice.record(),
         "guard_loss": args.guard_loss,
         "precision": args.precision,
+        "similarity": args.similarity,
+        "query_max_length": args.query_max_length,
+        "passage_max_length": args.passage_max_length,
         "documents_unchanged": interpolation.is_unchanged("document"),
         **provenance(),
     }

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from contaccum.cli.options import Parser
+from contaccum.defaults import DEFAULT_MODEL
 from contaccum.errors import ConfigError
 from contaccum.files import write_text
 
@@ -81,7 +82,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--model",
-        default="sentence-transformers/all-MiniLM-L6-v2",
+        default=DEFAULT_MODEL,
         help="model to train; default: %(default)s",
     )
     return parser.parse(argv)

@@ -8,7 +8,13 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contaccum.cli.options import SEARCH_OPTIONS, Parser, get_search_settings, load_model
+from contaccum.cli.options import (
+    SEARCH_OPTIONS,
+    Parser,
+    get_search_settings,
+    load_model,
+    require_models,
+)
 from contaccum.cli.scoring import parse_scoring_arguments
 from contaccum.files import fingerprint
 
@@ -26,6 +32,7 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the arguments, the data, the model or the run cannot be used.
     """
     args = _parse_arguments(argv)
+    require_models(args.model)
     from contaccum.data import RecordReport, load_questions
     from contaccum.evaluation import results, tables
     from contaccum.evaluation.open_qa import load_passages, score_open_qa

@@ -9,14 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from contaccum.defaults import PRECISIONS
 from contaccum.errors import ConfigError, suggest_options, translate_arguments
 
 if TYPE_CHECKING:
     from accelerate import PartialState
 
     from contaccum.encoders.dual_encoder import DualEncoder
-
-PRECISIONS = ("float32", "bfloat16", "float16")
 
 _HELP_POSITION = 34
 """Column at which help texts start."""
@@ -280,10 +279,37 @@ def load_model(name: str, args: argparse.Namespace) -> DualEncoder:
     Raises:
         UserError: if the device or the model cannot be used.
     """
+    from contaccum.encoders.settings import set_max_lengths
+
+    model = load_saved_model(name, args)
+    set_max_lengths(model, args.query_max_length, args.passage_max_length)
+    return model
+
+
+def require_models(*names: str | None) -> None:
+    """Check that models exist, before all data are read. None stands for no model.
+
+    Raises:
+        UserError: if there is no model of a name.
+    """
+    from contaccum.encoders.loading import require_model
+
+    for name in names:
+        if name is not None:
+            require_model(os.path.expanduser(name))
+
+
+def load_saved_model(name: str, args: argparse.Namespace) -> DualEncoder:
+    """Load a model with the device and code trust that the command line sets.
+
+    Its maximum lengths are those that were saved with it.
+
+    Raises:
+        UserError: if the device or the model cannot be used.
+    """
     import torch
 
     from contaccum.encoders.dual_encoder import DualEncoder
-    from contaccum.encoders.settings import set_max_lengths
 
     # The device is checked before a large model is read from disk.
     try:
@@ -293,11 +319,9 @@ def load_model(name: str, args: argparse.Namespace) -> DualEncoder:
         raise ConfigError(
             f"--device {args.device!r} cannot be used on this machine: {reason}"
         ) from error
-    model = DualEncoder.from_pretrained(
+    return DualEncoder.from_pretrained(
         name, device=args.device, trust_remote_code=args.trust_remote_code
     )
-    set_max_lengths(model, args.query_max_length, args.passage_max_length)
-    return model
 
 
 def get_search_settings(args: argparse.Namespace) -> dict[str, Any]:

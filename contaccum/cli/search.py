@@ -93,7 +93,7 @@ def run(argv: Sequence[str]) -> int:
         "search": results.record,
         **provenance(),
     }
-    record_file = args.output.with_suffix(".json")
+    record_file = Path(f"{args.output}.json")
     write_json(record_file, record)
     seconds = results.record["seconds"]
     recall = results.record["recall"]
@@ -169,7 +169,7 @@ def _make_parser() -> Parser:
         type=Path,
         default=Path("run.trec"),
         metavar="RUN.trec",
-        help="file of the run; a record, RUN.json, is written beside it; default: %(default)s",
+        help="file of the run; a record, RUN.trec.json, is written beside it; default: %(default)s",
     )
     parser.add_argument(
         "--top_k",
@@ -208,6 +208,7 @@ def _load_queries(args: argparse.Namespace, store: EmbeddingStore) -> tuple[list
     # A URL can only be a store, because files of texts are read from this machine only.
     if is_url(args.queries) or Path(args.queries, STORE_FILE).is_file():
         query_store = EmbeddingStore.open(args.queries)
+        _refuse_encoding_options(args)
         _check_stores(
             args, store, query_store.metadata["model"], queries_kind=query_store.metadata["kind"]
         )
@@ -239,6 +240,17 @@ def _load_queries(args: argparse.Namespace, store: EmbeddingStore) -> tuple[list
         not args.no_progress,
     )
     return list(texts), embeddings
+
+
+def _refuse_encoding_options(args: argparse.Namespace) -> None:
+    """Raise `ConfigError` for options that would do nothing, because the queries are encoded."""
+    for name in ("model", "split", "query_max_length", "passage_max_length"):
+        if getattr(args, name) is not None:
+            option = "MODEL" if name == "model" else f"--{name}"
+            raise ConfigError(
+                f"{option} does nothing here, because --queries {args.queries} is a store of "
+                "encoded queries: leave it out"
+            )
 
 
 def _read_query_texts(args: argparse.Namespace, report: Any) -> dict[str, str]:

@@ -24,7 +24,7 @@ def run(argv: Sequence[str]) -> int:
     settings = SplitSettings(args.dev, args.test, args.haystack, args.seed, args.fold)
     defaults = {"data_format": args.data_format, "split": args.split, "columns": args.data_columns}
     [source_settings] = parse_training_sets([args.data], defaults).values()
-    report = RecordReport(source_settings.pop("on_bad_record", args.on_bad_record))
+    report = RecordReport(args.on_bad_record)
     source = Source(**source_settings, num_negatives=MSMARCO_NEGATIVES)
     split = split_data(source, args.output, settings, args.corpus, report, not args.no_progress)
 

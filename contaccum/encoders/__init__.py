@@ -1,1 +1,1 @@
-"""Encoders: `DualEncoder`, loading and settings of models, LoRA adapters, gradient norms."""
+"""Encoders: `DualEncoder`, loading, settings, adapters, interpolation and export of models."""

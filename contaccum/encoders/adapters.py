@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Transformer
 from sentence_transformers.util import fullname, load_dir_path
 from torch import nn
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from contaccum.errors import ConfigError, UserError, closest
+from contaccum.errors import ConfigError, closest
 from contaccum.files import AnyPath, read_json, write_json
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 _TRANSFORMER_TYPE = fullname(Transformer)
 _MODEL_TYPE = fullname(SentenceTransformer)
 _ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _TOWER_FOLDERS = "*_Transformer"
 """Pattern of the subfolders in which a Router saves the transformers of its towers."""
 _ADAPTER_FILES = (_ADAPTER_CONFIG, "adapter_model.*")
@@ -74,19 +76,16 @@ def add_adapter(
     require_peft("an adapter")
     from peft import LoraConfig
 
-    backbones = get_backbones(model)
-    if not backbones:
-        raise ConfigError(f"lora_r={r}: this model has no transformers backbone")
     if has_adapter(model):
         raise ConfigError(f"lora_r={r}: this model has an adapter already")
     targets = list(target_modules or ())
-    for backbone in backbones:
+    for backbone in get_backbones(model):
         _require_layers(backbone, targets)
     layers: Any = targets or "all-linear"
     try:
         config = LoraConfig(
             r=r,
-            lora_alpha=alpha or 2 * r,  # type: ignore[arg-type]  # peft takes floats as well
+            lora_alpha=2 * r if alpha is None else alpha,  # type: ignore[arg-type]  # peft takes floats as well
             lora_dropout=dropout,
             target_modules=layers,
         )
@@ -116,11 +115,15 @@ def put_adapter(model: nn.Module, config: Any, name: str | None = None) -> None:
         name: name of the adapter. None: "default".
 
     Raises:
+        ConfigError: if the model has no backbone.
         ValueError: if peft refuses the config. peft may raise other errors as well.
     """
     from peft.functional import cast_adapter_dtype
 
-    for backbone in get_backbones(model):
+    backbones = get_backbones(model)
+    if not backbones:
+        raise ConfigError("this model has no transformers backbone that could have an adapter")
+    for backbone in backbones:
         backbone_config = copy.deepcopy(config)
         backbone.add_adapter(backbone_config, name)  # freezes all weights but the adapter's
         base = backbone.name_or_path
@@ -130,7 +133,7 @@ def put_adapter(model: nn.Module, config: Any, name: str | None = None) -> None:
         backbone_config.base_model_name_or_path = base
         # In bfloat16 most of an update would be lost to rounding.
         cast_adapter_dtype(backbone, name or "default")
-    share_equal_frozen_weights(get_backbones(model))
+    share_equal_frozen_weights(backbones)
 
 
 def make_adapter_trainable(model: nn.Module) -> None:
@@ -211,7 +214,9 @@ def describe_adapters(model: nn.Module) -> list[dict[str, Any]]:
     descriptions = []
     for config in _get_adapter_configs(model):
         description = {name: getattr(config, name, None) for name in _DESCRIBED_ATTRIBUTES}
-        description["layers"] = sorted(config.target_modules)
+        targets = config.target_modules
+        # peft also accepts a regular expression in place of names.
+        description["layers"] = [targets] if isinstance(targets, str) else sorted(targets)
         descriptions.append(description)
     return descriptions
 
@@ -230,29 +235,6 @@ def require_peft(feature: str) -> None:
         raise ConfigError(
             f"{feature} needs peft, which is not installed: pip install 'contaccum[peft]'"
         )
-
-
-def make_4bit_kwargs() -> dict[str, Any]:
-    """Return ``model_kwargs`` that load weights in 4 bits (NF4, arXiv 2305.14314).
-
-    Raises:
-        ConfigError: if bitsandbytes is not installed, or there is no accelerator.
-    """
-    if find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            "load_in_4bit needs bitsandbytes, which is not installed: pip install bitsandbytes"
-        )
-    if not torch.accelerator.is_available():
-        raise ConfigError(
-            "load_in_4bit needs an accelerator, and this machine has none: leave it out"
-        )
-    config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-    return {"quantization_config": config}
 
 
 def share_equal_frozen_weights(backbones: Sequence[PreTrainedModel]) -> None:
@@ -393,26 +375,13 @@ class TransformerLoader(Transformer):
     def load(  # type: ignore[override]  # it names only one of Transformer's keyword arguments
         cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any
     ) -> Transformer:
-        """Load a module, as `Transformer.load` does.
-
-        Raises:
-            UserError: if an adapter does not fit its base.
-        """
+        """Load a module, as `Transformer.load` does."""
         if subfolder:
             # Transformer would look for the subfolder in the base of an adapter.
             model_name_or_path = _find_local_folder(model_name_or_path, subfolder, kwargs)
-        try:
-            module = Transformer.load(model_name_or_path, **kwargs)
-        except RuntimeError as error:
-            # transformers raises a RuntimeError with this word for weights of a wrong shape.
-            if "mismatched_sizes" not in str(error):
-                raise
-            raise UserError(
-                f"{model_name_or_path}: the weights do not have the shapes of their base or "
-                "backbone; check base_model_name_or_path in adapter_config.json"
-            ) from error
-        adapter_file = Path(model_name_or_path, "adapter_model.safetensors")
-        if adapter_file.is_file() and module.model.dtype != torch.float32:
+        module = Transformer.load(model_name_or_path, **kwargs)
+        adapter_file = _find_adapter_weights(model_name_or_path, kwargs)
+        if adapter_file is not None and module.model.dtype != torch.float32:
             _load_in_float32(module.model, adapter_file)
         return module
 
@@ -428,6 +397,24 @@ def _find_local_folder(model_name: str, subfolder: str, hub_options: dict[str, A
         local_files_only=hub_options.get("local_files_only", False),
     )
     return local_folder or model_name
+
+
+def _find_adapter_weights(model_name: str, hub_options: dict[str, Any]) -> Path | None:
+    """Return the file of an adapter that has just been loaded, or None if there is no adapter.
+
+    The adapter of a model on the hub is in the cache of the hub.
+    """
+    if os.path.isdir(model_name):
+        file = Path(model_name, _ADAPTER_WEIGHTS)
+        return file if file.is_file() else None
+    cached_file = try_to_load_from_cache(
+        model_name,
+        _ADAPTER_WEIGHTS,
+        cache_dir=hub_options.get("cache_folder"),
+        revision=hub_options.get("revision"),
+    )
+    # None or another object stands for a file that is not in the cache.
+    return Path(cached_file) if isinstance(cached_file, str) else None
 
 
 def _load_in_float32(backbone: PreTrainedModel, adapter_file: Path) -> None:

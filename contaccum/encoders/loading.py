@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.errors import RepositoryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
 from sentence_transformers.sentence_transformer.modules import Transformer
 from sentence_transformers.util import import_from_string, is_sentence_transformer_model
@@ -36,6 +36,21 @@ _ROUTER_CONFIGS = ("router_config.json", "config.json")
 
 Old versions of sentence-transformers wrote config.json.
 """
+
+
+_LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+)
+"""Errors that the libraries raise for files that are missing, incomplete or damaged."""
 
 
 @contextmanager
@@ -69,7 +84,10 @@ def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
             f"{path}: holds a pickle with objects other than tensors, which could run code, so it "
             "was not read: use a model in safetensors format"
         ) from error
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+    except _LOADING_ERRORS as error:
+        # transformers raises a RuntimeError with this word for weights of a wrong shape.
+        if "mismatched_sizes" in str(error):
+            raise UserError(f"{path}: {_explain_wrong_shapes(Path(path))}") from error
         # transformers has no exception class for this error, so its message is checked.
         if "`trust_remote_code=True`" in str(error):
             raise UserError(
@@ -77,6 +95,16 @@ def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
                 "trust_remote_code"
             ) from error
         raise UserError(f"{path}: not a model that can be loaded ({error})") from error
+
+
+def _explain_wrong_shapes(folder: Path) -> str:
+    """Return the explanation and remedy for weights that do not fit a model's config."""
+    if adapters.find_adapter_bases(folder):
+        return (
+            "the weights do not have the shapes of their base; check base_model_name_or_path in "
+            "adapter_config.json"
+        )
+    return "the weights do not have the shapes of config.json; copy both files from one model"
 
 
 def require_model(name: str) -> None:

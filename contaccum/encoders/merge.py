@@ -22,7 +22,6 @@ from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.towers import get_tower, is_tied
 from contaccum.errors import ConfigError
 
-_TASKS = ("query", "document")
 _BACKBONE_SETTINGS = (
     "model_type",
     "num_attention_heads",
@@ -90,7 +89,9 @@ class WeightInterpolation:
         self.base = base
         self.model = trained.eval()
         self._tensors: dict[str, list[_TensorTriple]] = {}  # {task: tensors of its tower}
-        for task in _TASKS:
+        # A tied model has one tower for both tasks.
+        self._tasks = ("query",) if is_tied(trained) else ("query", "document")
+        for task in self._tasks:
             base_tower = get_tower(base, task)
             trained_tower = get_tower(trained, task)
             _require_same_architecture(base_tower, trained_tower)
@@ -121,7 +122,8 @@ class WeightInterpolation:
         Args:
             task: "query" or "document".
         """
-        return all(_is_equal(base, trained) for _, base, trained in self._tensors[task])
+        triples = self._tensors[task if task in self._tasks else "query"]
+        return all(_is_equal(base, trained) for _, base, trained in triples)
 
 
 def check_weight(weight: float) -> None:

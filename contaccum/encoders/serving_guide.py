@@ -8,6 +8,7 @@ model with two towers; see `contaccum.encoders.export`.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -140,8 +141,10 @@ def render_serving_guide(
     # Readers may copy a prompt from the guide. Jinja's filter `tojson` would also escape characters
     # for HTML, such as apostrophes.
     environment.filters["quote"] = partial(json.dumps, ensure_ascii=False)
+    environment.filters["shell"] = shlex.quote  # a folder may have a space in its name
     return environment.get_template(_TEMPLATE).render(
         served=served,
+        served_name=folder.absolute().name,
         is_tied=len(served) == 1,
         query_prompt=get_prompt(model, "query"),
         document_prompt=get_prompt(model, "document"),

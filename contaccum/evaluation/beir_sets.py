@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -21,9 +22,9 @@ import numpy as np
 from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, BeirDataset, get_default_split
 from contaccum.data.beir import is_beir_folder, load_beir_folder
 from contaccum.data.public_sets import get_set_name, resolve_beir_data
+from contaccum.defaults import DEFAULT_K_VALUES
 from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.metrics import (
-    DEFAULT_K_VALUES,
     check_k_values,
     ignored_judgements,
     score_run,
@@ -287,18 +288,37 @@ def evaluation_sets(data: Sequence[str], output: Path) -> list[EvaluationSet]:
         output: file of the record of a single set; see `assign_outputs`.
 
     Raises:
-        ConfigError: two sets have the same label.
+        ConfigError: a set is named twice.
     """
-    sources: dict[str, str] = {}  # {label: folder or public name}
+    return assign_outputs(list_sources(data, "--data"), output)
+
+
+def list_sources(data: Sequence[str], option: str) -> dict[str, str]:
+    """Return {label: folder or public name} of the data sets that a command line names.
+
+    The label is the name of the set or of its folder. If several folders have the same name, their
+    labels begin with the name of the folder around them, such as "scifact/dev".
+
+    Args:
+        data: folders and public names; see `evaluation_sets`.
+        option: the option in error messages, such as "--data".
+
+    Raises:
+        ConfigError: a set is named twice.
+    """
+    named_sources: list[tuple[str, str]] = []  # (label, folder or public name)
     for item in _expand_beir(data):
-        item_sources = _expand_cqadupstack(item)
-        repeated_labels = item_sources.keys() & sources.keys()
-        if repeated_labels:
-            raise ConfigError(
-                f"--data: two sets are called {min(repeated_labels)}; evaluate them in two runs"
-            )
-        sources.update(item_sources)
-    return assign_outputs(sources, output)
+        named_sources.extend(_expand_cqadupstack(item).items())
+    counts = Counter(label for label, _ in named_sources)
+    sources: dict[str, str] = {}
+    for label, source in named_sources:
+        if counts[label] > 1:
+            parent = os.path.dirname(os.path.abspath(os.path.expanduser(source)))
+            label = f"{os.path.basename(parent)}/{label}"
+        if label in sources:
+            raise ConfigError(f"{option}: two sets are called {label}; name each set once")
+        sources[label] = source
+    return sources
 
 
 def _expand_beir(data: Sequence[str]) -> list[str]:

@@ -178,7 +178,7 @@ class EmbeddingEndpoint:
         raise self._error(
             f"refuses a request with status {status} ({self._quote(response)}): if it has too many "
             "texts, lower --batch_size; if a text is too long, let the server truncate (TEI: "
-            "--auto-truncate; vLLM: --request_fields '{\"truncate_prompt_tokens\": 256}')"
+            "--auto-truncate; vLLM: --request_fields '{\"truncate_prompt_tokens\": -1}')"
         )
 
     def _read_vectors(self, response: requests.Response, num_texts: int) -> list[np.ndarray]:

@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from contaccum.data.fields import parse_columns
+from contaccum.defaults import DEFAULT_GUARD_LOSS, DEFAULT_MODEL
 from contaccum.files import AnyPath
 from contaccum.fitting.folder import FitFolder
 from contaccum.fitting.guard import Guard
 from contaccum.fitting.pipeline import Fit
 from contaccum.fitting.result import FitResult
 from contaccum.fitting.source import DataSource
-from contaccum.merging.choice import DEFAULT_GUARD_LOSS
 from contaccum.tuning.budget import parse_duration
-
-DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
 
 def fit(

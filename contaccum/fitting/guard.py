@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from contaccum.data.beir import load_beir_folder
 from contaccum.data.records import passage_text
+from contaccum.defaults import DEFAULT_WEIGHTS
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.merge import WeightInterpolation
 from contaccum.errors import DataError
@@ -30,7 +31,6 @@ from contaccum.fitting.baselines import (
 from contaccum.fitting.final import load_trained
 from contaccum.fitting.folder import FitFolder
 from contaccum.merging.choice import (
-    DEFAULT_WEIGHTS,
     check_guard_loss,
     check_weights,
     choose_weight,

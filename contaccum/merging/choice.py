@@ -19,8 +19,6 @@ from contaccum.evaluation.metrics import paired_bootstrap
 from contaccum.evaluation.tables import markdown_table
 
 METRIC = "NDCG@10"
-DEFAULT_WEIGHTS = (0.3, 0.5, 0.7)
-DEFAULT_GUARD_LOSS = 0.01
 
 # Means that differ by less than this are equal, because adding the same scores in another order
 # changes the last bits of the sum.

@@ -11,10 +11,11 @@ from sentence_transformers import SentenceTransformer
 from tqdm.auto import tqdm
 
 from contaccum.data import RecordReport
+from contaccum.defaults import PRECISIONS
 from contaccum.encoders.towers import Kind
 from contaccum.errors import ConfigError, check_choice
 from contaccum.files import AnyPath, redact
-from contaccum.retrieval.encode import PRECISIONS, encode_texts, encoding_identity, read_texts
+from contaccum.retrieval.encode import encode_texts, encoding_identity, read_texts
 from contaccum.retrieval.quantization import check_binary_dimension
 from contaccum.retrieval.store import STORED, StoreWriter
 

@@ -28,15 +28,13 @@ from contaccum.data import Passage, RecordReport, load_questions, read_passages
 from contaccum.data.beir import find_beir_file
 from contaccum.data.records import quoted
 from contaccum.data.sampling import text_ids
+from contaccum.defaults import PRECISIONS
 from contaccum.encoders.settings import get_prompt
 from contaccum.encoders.towers import Kind, get_tower
 from contaccum.errors import DataError, UserError, check_choice
 from contaccum.files import Fingerprint
 
 Similarity = Literal["cos", "dot"]
-
-PRECISIONS = ("float32", "bfloat16", "float16")
-"""Types of autocast; see `encode_texts`."""
 
 # BEIR's and sentence-transformers' names of the two similarities that an inner product can compute.
 _SIMILARITIES: dict[str, Similarity] = {

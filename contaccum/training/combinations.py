@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from contaccum.encoders import adapters
+from contaccum.encoders import adapters, four_bits
 from contaccum.errors import ConfigError
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.checkpoint import find_checkpoints
@@ -114,4 +114,4 @@ def _check_adapter(model_args: ModelArguments, args: ContAccumTrainingArguments)
             raise ConfigError(f"lora_r must be at least 1, got {model_args.lora_r}")
         adapters.require_peft(f"lora_r={model_args.lora_r}")
     if model_args.load_in_4bit:
-        adapters.make_4bit_kwargs()  # raises ConfigError if this machine cannot use 4 bits
+        four_bits.make_4bit_kwargs()  # raises ConfigError if this machine cannot use 4 bits

@@ -170,7 +170,7 @@ def test_model_card_gets_the_metrics_and_keeps_its_content(tiny_model_path, two,
     first.data.model_name = "Mine"
     first.save(card)
     argv = ["evaluate", str(tmp_path / "mine"), "--device", "cpu", "--metrics", "NDCG@10"]
-    argv += ["--output", str(tmp_path / "out.json"), "--data", *two, "--update_card"]
+    argv += [f"--output={tmp_path}/out.json", "--data", *two, "--update_card"]
     for length in ("5", "9"):
         assert main([*argv, "--query_max_length", length]) == 0
     updated = ModelCard.load(card)
@@ -185,6 +185,7 @@ def test_model_card_gets_the_metrics_and_keeps_its_content(tiny_model_path, two,
     added_text = updated.text.removeprefix(original_text)
     assert added_text.count("contaccum evaluate mine --device") == 1
     assert "--data one two" in added_text
+    assert "--output=out.json" in added_text
     assert "| one  |" in added_text
     assert str(tmp_path) not in added_text
     card.unlink()
@@ -202,6 +203,11 @@ def test_a_run_has_the_scores_of_the_model_that_made_it(evaluate, two, tmp_path)
     assert run_record["precision"] == "unknown"
     assert run_record["tokenisation"] is None
     assert run_record["search"] == {"k": 1000}
+
+
+def test_wrong_model_is_refused_before_the_data_are_read(capsys):
+    assert main(["evaluate", "./typo", "--data", "nowhere"]) == 2
+    assert capsys.readouterr().err == "contaccum: error: ./typo: no such model folder\n"
 
 
 def test_wrong_arguments_are_refused_in_one_line(evaluate, two, tmp_path, monkeypatch, capsys):
@@ -224,6 +230,7 @@ def test_wrong_arguments_are_refused_in_one_line(evaluate, two, tmp_path, monkey
         ([*data, "--dims", "64"], "--dims 64: the model's embeddings have 32 dimensions"),
         ([*data, "--dims", "12", "--quantize", "binary"], "must be a multiple of 8"),
         ([*run, *data, "--quantize", "int8"], "a --run has no embeddings"),
+        ([*run, *data, "--index", "SQ8"], "--index does nothing with --run"),
         ([*run, "--data", *two], "--run has the results of one data set"),
         ([*run, *data], "for none of one's judged queries"),
         ([*run, *data, "--output", str(tmp_path / "run.json")], "would replace the --run"),

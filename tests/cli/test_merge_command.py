@@ -15,11 +15,10 @@ from small_data import write_judged_places, write_judged_sentences
 from tiny_models import bert_config, tiny_encoder, word_tokenizer
 
 from contaccum import DualEncoder
-from contaccum.cli import fit as fit_command
 from contaccum.cli import main
-from contaccum.cli import merge as merge_command
 from contaccum.encoders.merge import WeightInterpolation
 from contaccum.encoders.query_tower import train_query_tower_alone
+from contaccum.encoders.settings import get_max_length
 from contaccum.evaluation.metrics import paired_bootstrap
 from contaccum.merging import choice, scoring
 from contaccum.retrieval.encode import model_fingerprint
@@ -114,6 +113,32 @@ def test_ends_have_the_scores_of_both_models(root, tmp_path):
         assert scores[1.0] == evaluate(root, "trained", data, tmp_path)
 
 
+def test_lengths_and_similarity_hold_for_the_scores_only(root, tmp_path):
+    options = ["--query_max_length", 5, "--passage_max_length", 7, "--similarity", "dot"]
+    assert merge(root, "--guard_loss", 1, *options, "--output", tmp_path / "out") == 0
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert record["query_max_length"] == 5
+    assert record["passage_max_length"] == 7
+    assert record["similarity"] == "dot"
+    expected = load(root / "trained" if record["weight"] else root / "base")
+    merged = load(tmp_path / "out")
+    assert get_max_length(merged, "query") == get_max_length(expected, "query") != 5
+    assert get_max_length(merged, "document") == get_max_length(expected, "document") != 7
+
+
+def test_folders_of_the_same_name_are_different_sets(root, tmp_path, capsys):
+    """`contaccum split` calls its folders dev and test, whatever the data."""
+    write_judged_sentences(tmp_path / "a/dev")
+    write_judged_places(tmp_path / "b/dev")
+    corpus = tmp_path / "b/dev/corpus.jsonl"
+    corpus.write_text(corpus.read_text().replace("sits", "lies"))  # --data has these places too
+    guards = [tmp_path / "a/dev", tmp_path / "b/dev"]
+    assert merge(root, "--weights", 0.5, "--guard", *guards) == 0
+    assert merge(root, "--guard", guards[0], guards[0]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.endswith("--guard: two sets are called a/dev; name each set once")
+
+
 def test_without_output_nothing_is_written(root, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert merge(root, "--weights", 0.5) == 0
@@ -195,6 +220,7 @@ def test_documents_are_encoded_once_if_their_tower_is_unchanged(root, tmp_path, 
         (["--guard", "OWN"], "has the same data as"),
         (["--split", "dev"], "dev"),
         (["--output", "OWN"], "exists already"),
+        (["--output", "."], "--output .: name a new folder"),
     ],
 )
 def test_wrong_options_give_one_line(root, tmp_path, monkeypatch, capsys, options, message):
@@ -222,13 +248,6 @@ def test_base_of_another_architecture_gives_one_line(root, tmp_path, capsys):
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert re.search(r"cannot be merged: the weight \S+ has the shape \(\d+, 32\)", error)
     assert [path.name for path in tmp_path.iterdir()] == ["wide"]
-
-
-def test_defaults_are_those_of_the_package():
-    """The parser repeats them, because the import of the package takes seconds."""
-    for parser in (merge_command._make_parser(), fit_command._make_parser()):
-        assert parser.get_default("guard_loss") == choice.DEFAULT_GUARD_LOSS
-    assert merge_command._make_parser().get_default("weights") == list(choice.DEFAULT_WEIGHTS)
 
 
 def test_same_model_twice_gives_one_line(root, capsys):

@@ -73,7 +73,7 @@ def test_run_equals_the_search_of_an_array(root, tmp_path, monkeypatch):
         assert set(query_hits) == {ids[row] for row in expected_rows[number]}
         scores = sorted(query_hits.values(), reverse=True)
         assert scores == pytest.approx(expected_scores[number].tolist(), abs=1e-6)
-    record = json.loads((tmp_path / "run.json").read_text())
+    record = json.loads((tmp_path / "run.trec.json").read_text())
     expected_record = {
         "index": "Flat",
         "index_parameters": None,
@@ -112,6 +112,30 @@ def test_a_store_of_queries_needs_no_model(root, tmp_path):
     assert read_trec_run(tmp_path / "a.trec") == read_trec_run(tmp_path / "b.trec")
 
 
+@pytest.mark.parametrize(
+    ("options", "model", "name"),
+    [
+        ([], "encoder", "MODEL"),
+        (["--split", "dev"], None, "--split"),
+        (["--query_max_length", "3"], None, "--query_max_length"),
+    ],
+)
+def test_options_that_encode_queries_are_refused_with_a_store_of_queries(
+    root, tmp_path, capsys, options, model, name
+):
+    encode(root, "queries.jsonl", tmp_path / "encoded", "--kind", "query")
+    options = ["--queries", tmp_path / "encoded", *options]
+    assert run(root, tmp_path / "run.trec", *options, model=model) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"contaccum: error: {name} does nothing here")
+
+
+def test_record_does_not_replace_the_record_of_a_training_run(root, tmp_path):
+    (tmp_path / "run.json").write_text("of a training run")
+    assert run(root, tmp_path / "run.trec") == 0
+    assert (tmp_path / "run.json").read_text() == "of a training run"
+
+
 def test_stores_at_urls_give_the_run_of_local_stores(root, tmp_path, capsys):
     assert run(root, tmp_path / "local.trec") == 0
     store = "memory://user:secret-password@bucket/store"
@@ -121,7 +145,7 @@ def test_stores_at_urls_give_the_run_of_local_stores(root, tmp_path, capsys):
     output = tmp_path / "remote.trec"
     assert run(root, output, "--store", store, "--queries", queries, model=None) == 0
     assert output.read_text() == (tmp_path / "local.trec").read_text()
-    record = json.loads((tmp_path / "remote.json").read_text())
+    record = json.loads((tmp_path / "remote.trec.json").read_text())
     assert record["store"]["path"] == "memory://***@bucket/store"
     assert record["queries"]["path"] == queries
     printed = capsys.readouterr().out
@@ -143,7 +167,7 @@ def test_index_file_is_written_once_and_used_again(root, tmp_path):
     for name in ("first", "second"):
         assert run(root, tmp_path / f"{name}.trec", "--top_k", 5, *options) == 0
     assert (tmp_path / "first.trec").read_text() == (tmp_path / "second.trec").read_text()
-    record = json.loads((tmp_path / "second.json").read_text())["search"]
+    record = json.loads((tmp_path / "second.trec.json").read_text())["search"]
     assert record["recall"]["queries"] == 12
     assert 0 < record["recall"]["recall@5"] <= 1
     assert record["index_parameters"] == "nprobe=2"

@@ -5,6 +5,7 @@ import errno
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,19 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from sample_texts import sentences
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 from tiny_models import qwen3_config
 from transformers import AutoModel
 
 from contaccum import DualEncoder
 from contaccum.encoders.adapters import (
     add_adapter,
+    describe_adapters,
     get_backbones,
     has_adapter,
-    make_4bit_kwargs,
     merge_adapter,
 )
+from contaccum.encoders.four_bits import make_4bit_kwargs
 from contaccum.encoders.saved_adapters import MERGED_FOLDER, replace_saved_adapter
 from contaccum.errors import ConfigError, UserError
 from contaccum.retrieval.encode import model_fingerprint
@@ -288,6 +291,27 @@ def test_adapter_with_a_missing_or_wrong_base_is_refused(bases, tmp_path):
             config_file.write_text(json.dumps(adapter_config))
             with pytest.raises(UserError, match=message):
                 DualEncoder.from_pretrained(tmp_path / "out")
+
+
+def test_alpha_of_zero_is_not_replaced(bases):
+    model = DualEncoder.from_backbone(bases / "bert", device="cpu")
+    add_adapter(model, 4, alpha=0)
+    [description] = describe_adapters(model)
+    assert description["lora_alpha"] == 0
+
+
+def test_layers_can_be_given_as_a_pattern(bases):
+    model = DualEncoder.from_backbone(bases / "bert", device="cpu")
+    model.add_adapter(LoraConfig(r=4, target_modules=r".*\.(query|value)"))
+    [description] = describe_adapters(model)
+    assert description["layers"] == [r".*\.(query|value)"]
+
+
+def test_model_without_a_backbone_cannot_have_an_adapter(tiny_tokenizer):
+    model = DualEncoder(modules=[StaticEmbedding(tiny_tokenizer, embedding_dim=8)])
+    for add in (partial(add_adapter, r=4), lambda model: model.add_adapter(LoraConfig(r=4))):
+        with pytest.raises(ConfigError, match="no transformers backbone"):
+            add(model)
 
 
 def test_missing_packages_are_named_in_the_error(bases, tmp_path, monkeypatch):

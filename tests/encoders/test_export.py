@@ -341,3 +341,19 @@ def test_prompts_in_the_serving_guide_can_be_copied():
     guide = render_serving_guide(plain_models, Path("out"), "float32", False, "")
     assert f'| query | `"{prompt}"` |' in guide
     assert f'["a question"], "{prompt}", port=' in guide
+
+
+def test_commands_in_the_serving_guide_can_be_pasted():
+    """The folder has a space in its name, and both towers have one name in requests."""
+    plain_models = make_plain_models(tiny_encoder(tied=False))
+    guide = render_serving_guide(plain_models, Path("my models/ex two"), "float32", False, "")
+    folders = []
+    for line in guide.splitlines():
+        words = shlex.split(line) if line.startswith("vllm serve") else []
+        if words:
+            folders.append(words[2])
+            assert words[words.index("--served-model-name") + 1] == "ex two"
+    assert folders == ["my models/ex two/query", "my models/ex two/document"]
+    [check] = [line for line in guide.splitlines() if line.startswith("contaccum evaluate")]
+    assert "--served_model 'ex two'" in check
+    assert 'model="ex two"' in guide

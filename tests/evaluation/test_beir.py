@@ -48,9 +48,13 @@ def test_a_folder_of_cqadupstack_stands_for_its_twelve_parts(tmp_path):
     assert sets[0].output == Path("out.cqadupstack-android.json")
 
 
-def test_two_sets_with_the_same_label_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"two sets are called x"):
-        evaluation_sets([str(tmp_path / "a" / "x"), str(tmp_path / "b" / "x")], OUT)
+def test_folders_of_the_same_name_are_labelled_by_the_folder_around_them(tmp_path):
+    first, second = str(tmp_path / "a" / "dev"), str(tmp_path / "b" / "dev")
+    sets = evaluation_sets([first, second, str(tmp_path / "other")], OUT)
+    assert [evaluation_set.label for evaluation_set in sets] == ["a/dev", "b/dev", "other"]
+    assert sets[0].output == Path("out.a-dev.json")
+    with pytest.raises(ConfigError, match=r"--data: two sets are called a/dev; name each set once"):
+        evaluation_sets([first, first], OUT)
 
 
 @pytest.fixture(scope="module")

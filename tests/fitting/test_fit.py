@@ -427,6 +427,12 @@ def test_wrong_options_give_one_line(root, tmp_path, options, message, capsys):
     assert message in error
 
 
+def test_value_of_an_option_is_not_read_as_data(capsys):
+    assert main(["fit", "--learning_rate", "1e-4", "pairs.jsonl"]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("contaccum: error: '1e-4' after --learning_rate was read as DATA")
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
