@@ -23,7 +23,7 @@ from contaccum.errors import ConfigError
 from contaccum.files import provenance, require_writable, write_json, write_text
 
 if TYPE_CHECKING:
-    from contaccum.encoders.merge import WeightInterpolation
+    from contaccum.encoders.interpolation import WeightInterpolation
     from contaccum.merging.choice import SetScores, WeightChoice
 
 
@@ -193,7 +193,7 @@ def _load_models(args: argparse.Namespace) -> WeightInterpolation:
         UserError: if a model cannot be loaded, if MODEL has another architecture than BASE, or if
             both have the same weights.
     """
-    from contaccum.encoders.merge import WeightInterpolation
+    from contaccum.encoders.interpolation import WeightInterpolation
 
     base = load_saved_model(args.base, args)
     trained = load_saved_model(args.model, args)

@@ -48,8 +48,8 @@ def use_max_lengths(
     model: SentenceTransformer, query: int | None = None, document: int | None = None
 ) -> Iterator[None]:
     """Set maximum lengths for a ``with`` block only; see `set_max_lengths`."""
-    query_transformer = next(get_tower(model, "query").children())
-    document_transformer = next(get_tower(model, "document").children())
+    query_transformer: Any = next(get_tower(model, "query").children())
+    document_transformer: Any = next(get_tower(model, "document").children())
     saved_query_length = getattr(query_transformer, "query_length", None)
     saved_document_length = getattr(document_transformer, "document_length", None)
     set_max_lengths(model, query, document)

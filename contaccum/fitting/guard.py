@@ -19,7 +19,7 @@ from contaccum.data.beir import load_beir_folder
 from contaccum.data.records import passage_text
 from contaccum.defaults import DEFAULT_WEIGHTS
 from contaccum.encoders.dual_encoder import DualEncoder
-from contaccum.encoders.merge import WeightInterpolation
+from contaccum.encoders.interpolation import WeightInterpolation
 from contaccum.errors import DataError
 from contaccum.evaluation.beir_sets import load_data
 from contaccum.files import AnyPath, read_json, write_json

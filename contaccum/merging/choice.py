@@ -1,10 +1,10 @@
 """The rule that chooses the weight of an interpolation between a base model and a trained model.
 
 A weight w stands for the model with the tensors (1 - w) * base + w * trained, so weight 0 is the
-base model and weight 1 is the trained model. See `contaccum.encoders.merge`. The rule compares
-nDCG@10 on data sets of two roles. Own data are like the data that the model was trained on. Guard
-data are other data, on which a weight may lose only a little against the base model. Models are not
-run here: the scores of each query come from `contaccum.merging.scoring`.
+base model and weight 1 is the trained model. See `contaccum.encoders.interpolation`. The rule
+compares nDCG@10 on data sets of two roles. Own data are like the data that the model was trained
+on. Guard data are other data, on which a weight may lose only a little against the base model.
+Models are not run here: the scores of each query come from `contaccum.merging.scoring`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from contaccum.encoders.merge import check_weight
+from contaccum.encoders.interpolation import check_weight
 from contaccum.errors import ConfigError
 from contaccum.evaluation.metrics import paired_bootstrap
 from contaccum.evaluation.tables import markdown_table

@@ -9,7 +9,7 @@ from sentence_transformers.sentence_transformer.model_card import (
 )
 
 from contaccum.encoders.dual_encoder import DualEncoder
-from contaccum.encoders.merge import WeightInterpolation
+from contaccum.encoders.interpolation import WeightInterpolation
 from contaccum.encoders.model_card import insert_card_section
 from contaccum.files import atomic_folder
 from contaccum.merging.choice import BEST_OF_SEVERAL, WeightChoice

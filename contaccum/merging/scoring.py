@@ -16,7 +16,7 @@ from sentence_transformers import SentenceTransformer
 
 from contaccum.data import BeirDataset
 from contaccum.encoders.dual_encoder import DualEncoder
-from contaccum.encoders.merge import WeightInterpolation
+from contaccum.encoders.interpolation import WeightInterpolation
 from contaccum.evaluation.beir_sets import describe_data
 from contaccum.evaluation.metrics import score_run, warn_of_ignored_judgements
 from contaccum.files import fingerprint, read_json, write_json

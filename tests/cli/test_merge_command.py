@@ -16,7 +16,7 @@ from tiny_models import bert_config, tiny_encoder, word_tokenizer
 
 from contaccum import DualEncoder
 from contaccum.cli import main
-from contaccum.encoders.merge import WeightInterpolation
+from contaccum.encoders.interpolation import WeightInterpolation
 from contaccum.encoders.query_tower import train_query_tower_alone
 from contaccum.encoders.settings import get_max_length
 from contaccum.evaluation.metrics import paired_bootstrap

@@ -18,7 +18,7 @@ from tiny_models import tiny_encoder
 import contaccum
 from contaccum.cli import main
 from contaccum.encoders.adapters import add_adapter, has_adapter
-from contaccum.encoders.merge import WeightInterpolation
+from contaccum.encoders.interpolation import WeightInterpolation
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.metrics import paired_bootstrap
 from contaccum.fitting import guard, pipeline, result
