@@ -6,6 +6,8 @@ r"""Measure contaccum on a GPU, in short independent parts.
     python benchmarks/gpu.py --device cpu --tiny --output /tmp/gpu    # a dry run
     python benchmarks/gpu.py --page docs/gpu.md                 # fill the tables of docs/gpu.md
 
+If contaccum is not installed, set PYTHONPATH to the folder of the clone.
+
 All parts are planned to fit into two calls:
 
     python benchmarks/gpu.py --minutes 8 --part loss_exact host_syncs update_time decoder \
@@ -104,7 +106,7 @@ def parse_arguments() -> argparse.Namespace:
         help="folder of the PART.json files; default: benchmarks/gpu; runs/gpu for a dry run and "
         "with other sizes",
     )
-    add("--device", help="default: cuda if there is a GPU, else cpu")
+    add("--device", help="default: cuda")
     add("--tiny", action="store_true", help="tiny sizes, for a dry run")
     add("--pairs", type=int, help=f"pairs per update; default: {Sizes.pairs}")
     add("--local", type=int, help=f"pairs per micro-batch; default: {Sizes.local}")
@@ -115,6 +117,7 @@ def parse_arguments() -> argparse.Namespace:
         choices=("float32", "bfloat16"),
         help="precision of the encoder in update_time",
     )
+    add("--commit", help="git commit of the code, if the folder has no .git")
     add("--seconds", type=float, help="study_cell: seconds of training of each method; default: 40")
     add("--model", type=Path, help="study_cell: folder of a SentenceTransformer to train")
     add(
@@ -125,7 +128,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     args = parser.parse_args()
     if args.device is None:
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+        args.device = "cuda"
     args.sizes = TINY if args.tiny else Sizes()
     for name in ("pairs", "local", "bank_size", "turns", "precision"):
         value = getattr(args, name)
@@ -146,6 +149,8 @@ def check_device(device_name: str, parser: argparse.ArgumentParser) -> None:
     device = torch.device(device_name)
     if device.type != "cuda":
         return
+    if not torch.cuda.is_available():
+        parser.error("torch finds no GPU; for a dry run on a CPU, use --device cpu --tiny")
     if device.index:
         parser.error(
             f"--device {device_name}: the trainers use the first visible GPU; set "
@@ -212,16 +217,18 @@ def add_error(record: Record, error: Exception) -> None:
     record.setdefault("reason", format_error(error))
 
 
-def run_parts(names: Sequence[str], run: Run, output: Path, minutes: float) -> bool:
+def run_parts(names: Sequence[str], run: Run, args: argparse.Namespace) -> bool:
     """Run parts and print which were run and which were not; return whether one has failed."""
     run_entries = describe_run(run)  # at the start, because a GPU may no longer answer later
+    if args.commit is not None:
+        run_entries["git_commit"] = args.commit
     notes = {name: "NOT RUN: not in --part" for name in PARTS if name not in names}
     has_failed = False
     for name in names:
         if not run.has_time():
-            notes[name] = f"NOT RUN: the {minutes:g} minutes were over"
+            notes[name] = f"NOT RUN: the {args.minutes:g} minutes were over"
             continue
-        record = run_part(name, run, run_entries, output)
+        record = run_part(name, run, run_entries, args.output)
         if record.get("failed"):
             has_failed = True
             notes[name] = f"FAILED: {record['reason']}"
@@ -234,7 +241,7 @@ def run_parts(names: Sequence[str], run: Run, output: Path, minutes: float) -> b
             has_failed = has_failed or passed is False
             outcome = {None: "measured", True: "passed", False: "FAILED"}[passed]
             seconds = f"{record['seconds']:.1f} s"
-            print(f"{name}: {outcome} in {seconds}, {output / name}.json", flush=True)
+            print(f"{name}: {outcome} in {seconds}, {args.output / name}.json", flush=True)
     for name, note in notes.items():
         print(f"{name}: {note}")
     return has_failed
@@ -248,7 +255,7 @@ def main() -> int:
         page = args.page.read_text(encoding="utf-8")
         write_text(args.page, fill_page(page, tables))
         return 0
-    has_failed = run_parts(args.part, make_run(args), args.output, args.minutes)
+    has_failed = run_parts(args.part, make_run(args), args)
     return int(has_failed)
 
 

@@ -8,7 +8,6 @@ of a single encoder. The settings of the ContAccum paper are in configs/paper.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from sentence_transformers.util import semantic_search
 
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
 from contaccum.data import load_training_data
+from contaccum.training.log import read_log
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -55,9 +55,8 @@ args = ContAccumTrainingArguments(
 #    unstable if this ratio moves away from 1
 trainer = ContAccumTrainer(model, args, data.dataset, data_record=data.record())
 trainer.train()
-log_file = Path(options.output_dir) / "train_log.jsonl"
-log_lines = log_file.read_text(encoding="utf-8").splitlines()
-ratios = [json.loads(line)["grad_norm_ratio"] for line in log_lines]
+log = read_log(Path(options.output_dir) / "train_log.jsonl")
+ratios = [record["grad_norm_ratio"] for record in log]
 print(f"passage / query gradient norm: {ratios[0]:.2f} at first, {ratios[-1]:.2f} at the end")
 trainer.save_model(options.output_dir)
 

@@ -67,7 +67,8 @@ def measure(run: Run) -> dict[str, Any]:
     stores: dict[str, Any] = {}
     failures: list[str] = []
     for dtype in DTYPES:
-        errors[dtype] = check_gradient(dtype, sizes, run)
+        with collect_error(failures, f"the gradient with a {dtype} store"):
+            errors[dtype] = check_gradient(dtype, sizes, run)
     result: dict[str, Any] = {
         # Not max(), which may ignore NaN.
         "passed": all(error <= MAX_ERROR for error in errors.values()),

@@ -115,10 +115,7 @@ def measure(run: Run) -> dict[str, Any]:
     methods: dict[str, Any] = {}
     failures: list[str] = []
     with prepare_model(run, sizes, dataset) as model:
-        if run.is_cuda:
-            # Two updates that are not measured, because the first of a process are slower on a GPU.
-            for method in ("grad_accum", "contaccum_cached"):
-                train(method, model.folder, run, sizes, 0.0)
+        # This needs the packages of the search. If one is missing, the part ends before training.
         base_score = evaluator(load_base_model(model.folder, run, sizes))[METRIC]
         result = {
             "sizes": asdict(sizes),
@@ -128,6 +125,11 @@ def measure(run: Run) -> dict[str, Any]:
             "base_score": base_score,
             "methods": methods,
         }
+        if run.is_cuda:
+            # Two updates that are not measured, because the first of a process are slower on a GPU.
+            for method in ("grad_accum", "contaccum_cached"):
+                with collect_error(failures, f"the first update of {method}"):
+                    train(method, model.folder, run, sizes, 0.0)
         for method in METHODS:
             if time.monotonic() + budget > run.deadline:
                 break

@@ -106,6 +106,8 @@ def run_update(
     run.reset_peak()
     started = time.perf_counter()
     for features in batches:
+        # Copies, because the encoder adds its outputs, whose memory is to be freed at once.
+        features = [dict(column) for column in features]
         (loss_fn(features, None) / num_batches).backward()
     optimizer.step()
     optimizer.zero_grad()

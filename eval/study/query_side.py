@@ -19,7 +19,6 @@ import resource
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from contaccum.files import provenance, write_json
 from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.store import EmbeddingStore
+from contaccum.training.log import read_log
 
 METRIC = "ndcg@10"
 PAIRS_PER_UPDATE = 128
@@ -136,12 +136,10 @@ def run_experiment(
     command = [sys.executable, "-m", "contaccum.cli", "train"]
     for key, value in settings.items():
         command += [f"--{key}", str(value)]
-    started = time.perf_counter()
     cpu_before = cpu_seconds_of_children()
     subprocess.run(command, check=True)
     cpu_seconds = cpu_seconds_of_children() - cpu_before
-    log_lines = (folder / "train_log.jsonl").read_text(encoding="utf-8").splitlines()
-    log = [json.loads(line) for line in log_lines]
+    log = read_log(folder / "train_log.jsonl")
     haystack = stores["haystack"]
     if arm.store is None:
         # Training has changed the document encoder as well, so the corpus is encoded again.
@@ -164,7 +162,6 @@ def run_experiment(
             "pairs": sum(line["pairs"] for line in log),
             "updates": len(log),
             "cpu_seconds_of_training": round(cpu_seconds, 1),
-            "seconds_of_training": round(time.perf_counter() - started, 1),
             "median_seconds_per_update": statistics.median(line["seconds"] for line in log),
             "peak_memory_mb": max(line["peak_memory_mb"] for line in log),
             "settings": {key: format_setting(value) for key, value in settings.items()},

@@ -168,8 +168,7 @@ def split_judgements(
         output: a new folder.
         dev: share of the documents, or of the queries, that goes to dev.
         by_query: split by query instead of by document. Documents may then be relevant in both
-        parts,
-            as in the train and test splits of the published set.
+            parts, as in the train and test splits of the published set.
 
     Returns:
         Number of queries in train and dev.
@@ -217,9 +216,16 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("pairs", help="pairs in any format of `contaccum train`, or a BEIR folder")
     parser.add_argument(
-        "output", help="a new folder: train.jsonl and the BEIR folders dev and test"
+        "output",
+        help="a new folder: train.jsonl and the BEIR folders dev and test; for a BEIR folder, a "
+        "copy of it with a split dev",
     )
-    parser.add_argument("--dev", type=float, default=0.1, help="share of passages in the dev set")
+    parser.add_argument(
+        "--dev",
+        type=float,
+        default=0.1,
+        help="share of passages (with --by_query: of queries) in dev",
+    )
     parser.add_argument(
         "--by_query",
         action="store_true",
@@ -239,6 +245,8 @@ def main() -> None:
     if Path(options.output).exists():
         raise DataError(f"{options.output}: exists already; choose another folder or remove it")
     if is_beir_folder(options.pairs):
+        if options.whole_corpus:
+            raise DataError("--whole_corpus: a BEIR folder has its whole corpus; leave it out")
         counts = split_judgements(options.pairs, options.output, options.dev, options.by_query)
     else:
         counts = split_pairs(options.pairs, options.output, options.dev, options.test)

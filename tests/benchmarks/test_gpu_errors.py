@@ -172,7 +172,8 @@ def test_an_error_after_a_part_does_not_end_the_program(part, tmp_path, monkeypa
         assert f"{name}: FAILED: RuntimeError: an illegal memory access" in run.printed
 
 
-def test_other_sizes_are_written_to_another_folder(program, parse):
+def test_other_sizes_are_written_to_another_folder(program, parse, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     results = program.RESULTS
     assert parse("--device", "cuda").output == results
     assert parse("--device", "cuda", "--bank_size", "2048").output == results
@@ -183,6 +184,10 @@ def test_other_sizes_are_written_to_another_folder(program, parse):
 
 
 def test_a_gpu_that_the_trainers_would_not_use_is_refused(parse, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        parse()
+    assert "torch finds no GPU; for a dry run on a CPU, use --device cpu" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(SystemExit):
         parse("--device", "cuda:1")
     assert "set CUDA_VISIBLE_DEVICES=1 and leave --device out" in capsys.readouterr().err
