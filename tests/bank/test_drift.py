@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from contaccum import BankedInfoNCE
+from contaccum.bank import compensation
 from contaccum.bank.drift import NUM_INTERVALS, DriftProbe, RunningMean
 
 D = 6
@@ -241,10 +243,13 @@ def test_the_age_limit_retires_whole_blocks_but_none_of_the_current_update(bank_
         assert loss_fn.last["bank_fill"] == bank.in_use
 
 
-def test_softmax_masses_equal_those_of_the_dense_softmax():
+@pytest.mark.parametrize("bank_weight", [1, 0.25])
+@pytest.mark.parametrize("bank_size", [160, 12])
+def test_softmax_masses_equal_those_of_the_dense_softmax(bank_size, bank_weight):
+    """The smaller bank has replaced its oldest entries."""
     n = 4
     num_steps = 10
-    loss_fn = BankedInfoNCE(bank_size=160, temperature=0.7)
+    loss_fn = BankedInfoNCE(bank_size, temperature=0.7, bank_weight=bank_weight)
     stored = []  # relative to the mean of their tower
     for step in range(num_steps):
         queries = randn(n, 5, seed=2 * step)
@@ -254,11 +259,14 @@ def test_softmax_masses_equal_those_of_the_dense_softmax():
         stored.append(passages - passage_mean)
         if step % 2 == 1 and step < num_steps - 1:  # two micro-batches an update
             loss_fn.end_update()
-    banked = [entry + passage_mean for entry in stored[:-1]]
+    num_banked_steps = min(num_steps - 1, bank_size // n)
+    banked = [entry + passage_mean for entry in stored[-1 - num_banked_steps : -1]]
     columns = torch.cat([passages, *banked])
-    shares = (queries @ columns.T / 0.7).softmax(1)
+    logits = queries @ columns.T / 0.7
+    logits[:, n:] += math.log(bank_weight)
+    shares = logits.softmax(1)
     shares[:, :n].fill_diagonal_(0)
-    num_aged = n * (num_steps - 2)
+    num_aged = n * (num_banked_steps - 1)
     in_batch = shares[:, :n].sum()
     aged = shares[:, n : n + num_aged].sum()
     fresh = shares[:, n + num_aged :].sum()
@@ -267,3 +275,42 @@ def test_softmax_masses_equal_those_of_the_dense_softmax():
     assert record["in_batch_mass"] == pytest.approx(float(in_batch / n))
     assert record["bank_mass"] == pytest.approx(float((aged + fresh) / n))
     assert record["bank_mass_aged"] == pytest.approx(float(aged / num_aged / mean_fresh))
+
+
+def test_embedding_spread_is_that_of_the_passages_before_centring():
+    loss_fn = BankedInfoNCE(bank_size=64, drift_compensation="mean")
+    for step in range(3):
+        passages = randn(8, D, seed=2 * step) + 10
+        loss_fn(randn(8, D, seed=2 * step + 1), passages)
+    distances = (passages - passages.mean(0)).square().sum(1)
+    expected = distances.mean() / passages.square().sum(1).mean()
+    assert float(loss_fn.last["embedding_spread"]) == pytest.approx(float(expected))
+
+
+def test_a_probe_after_an_optimizer_step_is_measured_at_the_next_update():
+    weight = torch.nn.Parameter(torch.eye(D, dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    loss_fn = BankedInfoNCE(bank_size=64, drift_compensation="none")
+    loss_fn.observe_probe(randn(8, D, seed=1), randn(8, D, seed=2))
+    loss_fn(randn(4, D, seed=3) @ weight, randn(4, D, seed=4)).backward()
+    optimizer.step()
+    loss_fn.observe_probe(randn(8, D, seed=1), randn(8, D, seed=2))
+    assert loss_fn.clock.num_updates == 1
+
+
+def test_ranks_use_the_smallest_age_limit_of_all_ranks(monkeypatch):
+    monkeypatch.setattr(
+        compensation,
+        "over_ranks",
+        lambda operation, value: value - 5 if operation == "MIN" else value,
+    )
+    limits = []
+    for is_shared in (False, True):
+        loss_fn = BankedInfoNCE(bank_size=64)
+        for update in range(2):
+            probe = (randn(8, D, seed=1) + update, randn(8, D, seed=2) + 3 * update)
+            loss_fn.compensation.observe(*probe, loss_fn.clock, is_shared)
+            loss_fn(randn(32, D, seed=2 * update), randn(32, D, seed=2 * update + 1))
+            loss_fn.end_update()
+        limits.append(loss_fn.compensation.age_limit)
+    assert limits[1] == limits[0] - 5

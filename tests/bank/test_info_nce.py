@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from contaccum import BankedInfoNCE
 from contaccum.bank.false_negatives import PositivesTable
-from contaccum.bank.logits import NO_ID
+from contaccum.bank.logits import NO_ID, _compute_inner_products
 from contaccum.errors import ConfigError
 
 ALL_DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
@@ -292,22 +292,38 @@ class HostReadDetector(TorchDispatchMode):
     ) -> Any:
         name = function.overloadpacket.__name__
         assert not name.startswith(self.WAITING), f"{name} would make the host wait"
+        if name.startswith(("index", "_index_put")):
+            # An index of booleans is a nonzero inside the operation.
+            indices = [x for x in args[1] if x is not None] if isinstance(args[1], list) else []
+            has_booleans = any(x.dtype == torch.bool for x in indices)
+            assert not has_booleans, f"{name} with booleans would make the host wait"
         result = function(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
             assert result.dtype != torch.float64, f"{name} made float64"
         return result
 
 
-class HostWriteDetector(TorchFunctionMode):
-    """Mode that refuses a copy of a number from the host, for which the host waits on a GPU.
+class HostCopyDetector(TorchFunctionMode):
+    """Mode that refuses copies between the host and a device, for which the host waits on a GPU.
 
-    `HostReadDetector` cannot see these copies, because they happen before an operation starts.
+    `HostReadDetector` cannot see them: on a CPU, they start no operation.
     """
+
+    READING = (
+        Tensor.cpu,
+        Tensor.numpy,
+        Tensor.tolist,
+        Tensor.item,
+        Tensor.__bool__,
+        Tensor.__int__,
+        Tensor.__float__,
+    )
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         assert function not in (torch.tensor, torch.as_tensor), "a copy from the host"
+        assert function not in self.READING, "a copy to the host"
         if function is Tensor.__setitem__:
             _, index, value = args
             indices = index if isinstance(index, tuple) else (index,)
@@ -343,14 +359,32 @@ def test_a_micro_step_copies_nothing_from_or_to_the_host_and_needs_no_float64(se
         guide = []
         if "false_negative_margin" in settings:
             guide = [x.detach()[..., :5] for x in inputs]
-        with HostReadDetector(), HostWriteDetector():
+        with HostReadDetector(), HostCopyDetector():
             call_loss(loss_fn, inputs, batch_ids, guide).backward()
             if step % 4 == 3:
                 loss_fn.end_update()
-    with pytest.raises(AssertionError, match="would make the host wait"), HostReadDetector():
-        torch.ones(1).item()
-    with pytest.raises(AssertionError, match="assigned by index"), HostWriteDetector():
-        torch.ones(2)[torch.arange(1)] = 0.0
+
+
+def test_the_detectors_of_the_test_above_refuse_what_waits():
+    numbers = torch.ones(2)
+    for read in (numbers[0].item, lambda: numbers[numbers > 0], lambda: numbers.nonzero()):
+        with pytest.raises(AssertionError, match="would make the host wait"), HostReadDetector():
+            read()
+    for copy in (numbers.cpu, numbers.numpy, numbers.tolist, lambda: int(numbers[0])):
+        with pytest.raises(AssertionError, match="a copy to the host"), HostCopyDetector():
+            copy()
+    with pytest.raises(AssertionError, match="assigned by index"), HostCopyDetector():
+        numbers[torch.arange(1)] = 0.0
+
+
+def test_products_with_many_documents_are_in_the_order_of_the_documents():
+    """They are computed in parts, from 2,048 documents on."""
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(3, 4, dtype=torch.float64, generator=generator)
+    documents = torch.randn(5000, 4, dtype=torch.float64, generator=generator)
+    expected = torch.einsum("rd,kd->rk", queries, documents)
+    assert torch.allclose(_compute_inner_products(queries, documents), expected)
+    assert torch.allclose(_compute_inner_products(documents, queries), expected.T)
 
 
 def test_float32_stays_exact_when_a_dominant_passage_leaves_the_bank():
@@ -452,12 +486,13 @@ def test_a_pending_optimizer_step_survives_a_saved_state():
     "settings",
     [
         {"bank_size": 5},
-        {"bank_size": 4, "query_bank_size": 0},
-        {"bank_size": 4, "drift_compensation": "none"},
+        {"bank_size": 66},  # with as many slots as a bank of 65
+        {"bank_size": 65, "query_bank_size": 0},
+        {"bank_size": 65, "drift_compensation": "none"},
     ],
 )
 def test_a_state_of_other_settings_is_refused(settings):
-    loss_fn = BankedInfoNCE(bank_size=4)
+    loss_fn = BankedInfoNCE(bank_size=65)
     loss_fn(*draw_embeddings(3))
     other = BankedInfoNCE(**settings)
     message = "another bank_size, query_bank_size or drift_compensation"

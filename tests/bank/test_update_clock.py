@@ -247,6 +247,16 @@ def test_a_long_first_update_is_no_reason_for_a_warning(caplog):
     assert not caplog.records
 
 
+def test_the_warning_waits_until_a_large_bank_is_filled_four_times(caplog):
+    model = make_encoder()
+    loss_fn = BankedInfoNCE(bank_size=2048)
+    with caplog.at_level(logging.WARNING):
+        [micro_batches] = draw_updates(1, micro_steps=65, n=128)
+        for step, (queries, passages) in enumerate(micro_batches):
+            loss_fn(model(queries), model(passages)).backward()
+            assert bool(caplog.records) == (step * 128 >= 4 * 2048)
+
+
 @pytest.mark.parametrize("has_probe", [False, True])
 def test_without_a_detected_step_one_warning_is_logged_and_entries_are_aged(caplog, has_probe):
     model = make_encoder()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import BertTokenizerFast
 
 from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
+from contaccum.encoders.towers import get_tower
 from contaccum.errors import ConfigError
 
 
@@ -143,6 +144,26 @@ def test_matryoshka_runs_the_guide_once_for_all_sizes_cached_or_not(model, guide
     assert texts_per_pass == [8] * 9 + [4] * 18
     assert gradients[0].abs().max() > 1e-3
     assert (gradients[0] - gradients[1]).abs().max() < 1e-10
+
+
+def test_a_guide_with_two_towers_and_other_tokens_encodes_each_column_with_its_tower(
+    model, tiny_config
+):
+    guide = DualEncoder.from_backbone(
+        tiny_config, tokenizer=make_other_tokenizer(), tied=False, pooling="mean"
+    )
+    with torch.no_grad():
+        for parameter in get_tower(guide, "document").parameters():
+            parameter.add_(0.1)
+    loss_fn = ContAccumLoss(model, 64, guide=guide, guide_margin=0.02)
+    embeddings = loss_fn.guide.embed(make_batch(model, range(1), 2))
+    expected_queries = guide.encode_query(sentences(4, 0, 9), convert_to_tensor=True)
+    expected_passages = guide.encode_document(sentences(4, 1, 9), convert_to_tensor=True)
+    assert torch.allclose(embeddings[0], expected_queries, atol=1e-5)
+    assert torch.allclose(embeddings[1], expected_passages, atol=1e-5)
+    assert not torch.allclose(
+        embeddings[0], guide.encode_document(sentences(4, 0, 9), convert_to_tensor=True)
+    )
 
 
 @pytest.mark.parametrize("guide", ["same tokens"], indirect=True)

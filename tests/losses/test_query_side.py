@@ -256,3 +256,12 @@ def test_a_positive_that_the_store_lacks_is_named(tmp_path):
     collator = QuerySideCollator.of_dataset(model, loss.documents, data)
     with pytest.raises(DataError, match="lacks the positive 'nowhere"):
         collator([data[0]])
+
+
+def test_queries_are_tokenised_with_the_prompt_that_search_uses(tmp_path):
+    model = tiny_encoder(query_prompt="bird ")
+    loss = QuerySideLoss(model, write_store(tmp_path, model))
+    data = Dataset.from_dict({"query": ["the cat"], "positive": [DOCUMENTS[3]]})
+    collator = QuerySideCollator.of_dataset(model, loss.documents, data)
+    [tokens] = collator([data[0]])["query_input_ids"]
+    assert model.tokenizer.decode(tokens, skip_special_tokens=True) == "bird the cat"

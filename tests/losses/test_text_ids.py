@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DataCollatorWithFlattening
 
+from contaccum.data.sampling import text_ids
 from contaccum.losses.text_ids import content_ids, copy_first_texts, count_texts
 
 TEXTS = [*sentences(7, 1, 3), *sentences(3, 2, 9), "cat", "cat dog", "dog cat"]
@@ -169,3 +170,12 @@ def test_embeddings_of_a_model_and_padding_with_zeros_change_no_id():
 def test_features_without_separable_content_have_no_ids():
     assert content_ids({"task": "query"}) is None
     assert content_ids({"input_ids": torch.arange(9)}) is None
+
+
+def test_ids_stay_the_same_from_version_to_version():
+    """Checkpoints and stores contain these numbers."""
+    tokens = {"input_ids": torch.tensor([[5, 6, 7]])}
+    assert content_ids(tokens).tolist() == [-4238410130952179083]
+    image = {"pixel_values": torch.arange(6.0).reshape(1, 2, 3)}
+    assert content_ids(image).tolist() == [6647382708205739746]
+    assert text_ids(["a text"]).tolist() == [5830437876521264211]

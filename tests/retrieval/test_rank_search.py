@@ -107,8 +107,8 @@ def test_every_rank_ends_with_exit_code_0(root):
 def test_the_run_without_rounding_errors_has_the_same_bytes(root, name):
     expected = (root / f"{name}.trec").read_text()
     assert (root / f"{name}-ranks.trec").read_text() == expected
-    expected_record = json.loads((root / f"{name}.json").read_text())
-    record = json.loads((root / f"{name}-ranks.json").read_text())
+    expected_record = json.loads((root / f"{name}.trec.json").read_text())
+    record = json.loads((root / f"{name}-ranks.trec.json").read_text())
     assert record["search"]["ranks"] == CASES[name][3]
     assert expected_record["search"]["ranks"] == 1
     for key in ("fingerprint", "rows"):

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from small_data import contents
 
 from contaccum.errors import DataError, UserError
+from contaccum.retrieval import store as store_module
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter
 
 IDENTITY = {
@@ -108,6 +110,16 @@ def damage_store(folder: Path, damage: str) -> None:
     elif damage == "no ids":
         num_bytes = (shard / "ids.arrow").stat().st_size
         (shard / "ids.arrow").write_bytes(b"x" * num_bytes)
+    elif damage == "ids outside of the file":
+        table = pa.ipc.open_file(shard / "ids.arrow").read_all()
+        offsets = np.frombuffer(table["id"].chunk(0).buffers()[1], np.int32)
+        content = (shard / "ids.arrow").read_bytes()
+        position = content.index(offsets.tobytes())
+        broken = offsets.copy()
+        broken[5] = 2**30
+        (shard / "ids.arrow").write_bytes(
+            content[:position] + broken.tobytes() + content[position + broken.nbytes :]
+        )
     elif damage == "ids of another shard":
         shutil.copy(folder / "shard-00002" / "ids.arrow", shard)
     elif damage == "older version":
@@ -123,7 +135,15 @@ def change_metadata(folder: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", ["pickled", "no ids", "ids of another shard", "older version", "unfinished"]
+    "damage",
+    [
+        "pickled",
+        "no ids",
+        "ids outside of the file",
+        "ids of another shard",
+        "older version",
+        "unfinished",
+    ],
 )
 def test_a_broken_or_foreign_store_is_refused_in_one_line(tmp_path, damage):
     folder = write_store(tmp_path / "s")
@@ -133,6 +153,26 @@ def test_a_broken_or_foreign_store_is_refused_in_one_line(tmp_path, damage):
         EmbeddingStore.open(folder).ids(range(NUM_ROWS))
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_shards_are_mapped_into_memory_and_only_a_few_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "_MAX_MAPPED_SHARDS", 2)
+    store = EmbeddingStore.open(write_store(tmp_path / "s"))
+    assert isinstance(store._get_embeddings(0).values, np.memmap)
+    assert np.array_equal(store[:], EMBEDDINGS)
+    assert len(store.ids(range(NUM_ROWS))) == NUM_ROWS
+    assert store._get_embeddings.cache_info().currsize == 2
+    assert store._get_ids.cache_info().currsize == 2
+
+
+@pytest.mark.parametrize(
+    "key", ["kind", "model", "similarity", "tokenisation", "precision", "dtype"]
+)
+def test_fingerprint_depends_on_each_setting_that_decides_the_embeddings(tmp_path, key):
+    folder = write_store(tmp_path / "s")
+    fingerprint = EmbeddingStore.open(folder).fingerprint
+    change_metadata(folder, **{key: "float16"})
+    assert EmbeddingStore.open(folder).fingerprint != fingerprint
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut off"])

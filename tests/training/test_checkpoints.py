@@ -17,12 +17,15 @@ from tiny_runs import (
     call_at_micro_step,
     get_state,
     list_differences,
+    make_pairs,
     make_trainer,
     read_log,
 )
+from transformers import TrainerState
 
 from contaccum.errors import ConfigError, UserError
 from contaccum.training import checkpoint
+from contaccum.training.arguments import LOSS_SETTINGS
 from contaccum.training.checkpoint import (
     BANK_FILE,
     MARKER,
@@ -31,7 +34,10 @@ from contaccum.training.checkpoint import (
     remove_oldest,
     write_marker,
 )
-from contaccum.training.resuming import require_free_folder
+from contaccum.training.resuming import ResumePoint, require_free_folder
+
+OTHER_PAIRS = make_pairs(44, negatives=1).select(range(1, 44))
+"""As many rows as those of `RUN_SETTINGS`."""
 
 
 @pytest.fixture
@@ -291,6 +297,28 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_by_auto(
     assert list_updates(tmp_path / "run") == [1, 2, 3]
 
 
+def test_every_file_reaches_the_disk_before_the_marker_is_written(tmp_path, monkeypatch):
+    flushed: list[str] = []
+    fsync = os.fsync
+
+    def record_fsync(file: int) -> None:
+        flushed.append(os.readlink(f"/proc/self/fd/{file}"))
+        fsync(file)
+
+    for name in ("weights", "sub/bank"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+
+    def write_json(path: Path, record: Any) -> None:
+        assert set(flushed) == {str(tmp_path / name) for name in record["files"]}
+        path.write_text(json.dumps(record))
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(checkpoint, "write_json", write_json)
+    write_marker(tmp_path, {})
+    assert set(checkpoint.read_marker(tmp_path)["files"]) == {"weights", "sub/bank"}
+
+
 def test_a_run_resumed_from_an_earlier_checkpoint_removes_its_later_ones(tmp_path, caplog):
     first = make_trainer(tmp_path, **SAVE_EVERY_UPDATE)
     first.train()
@@ -321,7 +349,9 @@ def test_checkpoints_without_a_run_record_are_resumed_only_by_name(run, word, tm
         ({"method": "pre_batch"}, "method: contaccum -> pre_batch"),
         ({"optim": "sgd"}, "optim: "),
         ({"data": 40}, "rows: 43 -> 40"),
+        ({"data": OTHER_PAIRS}, "data fingerprint: "),
         ({"data_seed": 9}, "data_seed: None -> 9"),
+        ({"seed": 6}, "seed: 5 -> 6"),
         ({"gradient_accumulation_steps": 2}, "pairs per update: 12 -> 8"),
     ],
 )
@@ -329,6 +359,40 @@ def test_a_changed_setting_that_prevents_resuming_is_named(run, tmp_path, change
     trainer = make_trainer(tmp_path, **{**RUN_SETTINGS, **changed})
     with pytest.raises(UserError, match=f"cannot resume from it with changed settings .*{message}"):
         trainer.train(resume_from_checkpoint=str(run.folder / "checkpoint-2"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "method",
+        "optim",
+        "seed",
+        "data_seed",
+        "batch_sampler",
+        "multi_dataset_batch_sampler",
+        *sorted(set(LOSS_SETTINGS) - {"gather_across_devices"}),
+        "matryoshka_dims",
+        "missing",
+        "metric_for_best_model",
+        "refresh_negatives_every",
+        "refresh_pool",
+        "pairs per update",
+        "rows",
+        "data fingerprint",
+        "adapters",
+        "engine",
+    ],
+)
+def test_another_value_of_each_of_these_settings_prevents_resuming(run, name):
+    """`gather_across_devices` may change, because a run may resume on another number of ranks."""
+    folder = run.folder / "checkpoint-2"
+    marker = json.loads((folder / MARKER).read_text())
+    settings = marker["settings"]
+    assert name in settings
+    point = ResumePoint(folder, marker, TrainerState(), is_newest=False)
+    point.require_same_settings(settings)
+    with pytest.raises(UserError, match=f"changed settings .*{name}: "):
+        point.require_same_settings({**settings, name: "another value"})
 
 
 def test_a_run_resumes_with_another_micro_batch_and_clipping(run, tmp_path):

@@ -143,6 +143,24 @@ def test_after_out_of_memory_updates_equal_those_of_smaller_micro_batches(stage,
         assert line["grad_norm_query"] == pytest.approx(expected_norm, rel=1e-4)
 
 
+def test_after_out_of_memory_in_a_later_micro_batch_each_pair_counts_once_in_the_log(tmp_path):
+    settings = {"data": make_pairs(12, 1), "method": "grad_accum"}
+    expected = make_trainer(
+        tmp_path / "small",
+        **settings,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=6,
+    )
+    expected.train()
+    trainer = make_trainer(tmp_path / "halved", **settings)
+    simulate_out_of_memory(trainer, "queries", {2}, max_rows=2)
+    trainer.train()
+    [line] = read_log(tmp_path / "halved")
+    [expected_line] = read_log(tmp_path / "small")
+    assert line["pairs"] == 12
+    assert line["loss"] == pytest.approx(expected_line["loss"], rel=1e-5)
+
+
 def test_the_bank_gets_every_pair_and_a_resumed_run_keeps_the_smaller_micro_batch(tmp_path):
     def make(folder, **saves):
         trainer = make_trainer(folder, dropout=0.1, **saves)
