@@ -140,7 +140,7 @@ print(load_training_data(sys.argv[1]).fingerprint)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_that_start_at_once_share_one_entry(tmp_path, folder):
     path = put_lines(
         tmp_path / "a.jsonl", *[{"query": f"q{i}", "positive": f"p{i}"} for i in range(50)]

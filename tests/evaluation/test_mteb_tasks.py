@@ -68,6 +68,7 @@ def evaluate(scifact, tiny_model_path, tmp_path, monkeypatch):
     return run_command
 
 
+@pytest.mark.long
 def test_scores_equal_those_of_evaluate_beir_and_of_mtebs_result_files(
     evaluate, scifact, tiny_model_path, tmp_path
 ):
