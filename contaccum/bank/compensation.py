@@ -7,8 +7,8 @@ them to the bank:
 - Queries stay as they were stored, and so do their logits. Only the gradient that banked queries
   give to local documents is computed as if they had moved along with the mean of the query tower
   (`compute_query_drift`).
-- With ``drift_compensation="auto"``, entries (banked pairs) that have drifted too far retire: at
-  most `age_limit` entries are in use.
+- With ``drift_compensation="auto"``, entries (banked pairs) that have drifted too far retire: about
+  `age_limit` entries are in use, rounded to whole blocks of the bank.
 
 Letters in shapes: n pairs in the micro-batch, S pairs of texts in the probe, d the embedding size.
 """
@@ -109,9 +109,10 @@ class DriftCompensation(nn.Module):
         return self.query_mean.mean
 
     def replace_first_query_means(self, bank: MemoryBank) -> None:
-        """Replace the means stored with the first 64 pairs by the current mean of the query tower.
+        """Replace the query means that were stored with the first `PAIRS_PER_MEAN` pairs.
 
-        A running mean of few pairs moves by sampling noise, which must not count as drift.
+        They become the current mean. A running mean of few pairs moves by sampling noise, which
+        must not count as drift.
         """
         if self.query_mean is None or not self.follows_micro_batches:
             return
@@ -122,7 +123,7 @@ class DriftCompensation(nn.Module):
         """Compute the number of the oldest pair that stays in use; older pairs must retire.
 
         Pairs are numbered from the start of training. The bank retires whole blocks, so the number
-        is the start of a block. It is negative if no pair is too old.
+        is the start of a block. It is 0 or negative if no pair is too old.
 
         Args:
             num_new: number of pairs that are about to be enqueued.

@@ -131,7 +131,9 @@ def sum_over_documents(
             logits *= scales
         logits.masked_fill_(_mask_excluded(block, excluded), MASKED)
 
-        # Sums so far are relative to the old largest logits: rescale them to the new ones.
+        # Sums so far are relative to the old largest logits: rescale them to the new ones. If all
+        # documents so far were excluded, their sums mean nothing. MASKED is finite but very small,
+        # so the factor is 0 at the first document that is not excluded.
         new_max_logits = torch.maximum(max_logits, logits.amax(1))
         rescaling = (max_logits - new_max_logits).exp()
         weights = (logits - new_max_logits[:, None]).exp()

@@ -310,12 +310,11 @@ def _find_weaknesses(key: str, group: Mapping[str, Any]) -> Iterator[tuple[str, 
         yield text, detail
 
 
-# {key of a run's result that must be equal in a fair comparison: the warning if it differs}
+# {key of a run's result that must be equal in a fair comparison: the phrase if it differs, in
+# "ENTRY phrase than BASELINE"}
 _SAME_AS_BASELINE = {
     "initial_weights": "started from other weights",
-    "data_order": (
-        "had other pairs in some update (is the batch sampler or the number of pairs different?)"
-    ),
+    "data_order": "had other pairs in some update, maybe by another batch sampler,",
     "pairs_per_update": "had another number of pairs per update",
     "updates": "made another number of updates",
     "git_commit": "ran with another commit of contaccum",

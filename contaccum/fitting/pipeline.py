@@ -3,8 +3,8 @@
 Every stage writes its result below the output folder. A later start of the same call skips the
 stages that are finished, so a process that was killed continues where it stopped.
 
-Terms: the base model is the model before training. A trial is a short training of the search. A
-fold is one of several splits of a small data set into train, dev and test; fold 0 is the split on
+Terms: the base model is the model before training. A trial is a training of the search. A fold
+is one of several splits of a small data set into train, dev and test; fold 0 is the split on
 which the search runs. A guard is other data on which the model must not become much worse.
 """
 
@@ -330,7 +330,8 @@ class Fit:
                         "is not enough for more"
                     )
                     break
-                self._print_line(f"split {number + 1} of {num_folds}: {task}")
+                if not fold.is_done:
+                    self._print_line(f"split {number + 1} of {num_folds}: {task}")
                 fold_scores.append(fold.score(base, self._args))
         return fold_scores
 

@@ -29,7 +29,7 @@ from contaccum.losses.text_ids import copy_first_texts, count_texts
 PROBE_PAIRS = 8
 """Number of pairs of query and passage in the probe."""
 
-PAIRS_PER_PROBE = 128
+MIN_PAIRS_BETWEEN_PROBES = 128
 """Minimum number of training pairs between two times when the probe is encoded.
 
 The forward passes of the probe's eight pairs then take about 2 % of the training time: 8 of 128
@@ -208,7 +208,7 @@ class EncoderProbe:
         """Collect texts of a micro-batch, and encode the probe if it is due.
 
         The probe is due when its texts become complete, and later at the start of an update if
-        there have been `PAIRS_PER_PROBE` training pairs since the probe was last encoded.
+        there have been `MIN_PAIRS_BETWEEN_PROBES` training pairs since the probe was last encoded.
 
         Args:
             features: the features of the micro-batch.
@@ -230,7 +230,7 @@ class EncoderProbe:
         if clock is not None:
             num_pairs = clock.num_pairs
             is_at_update_start = clock.is_at_update_start
-        has_enough_pairs = num_pairs - self._pairs_at_last_probe >= PAIRS_PER_PROBE
+        has_enough_pairs = num_pairs - self._pairs_at_last_probe >= MIN_PAIRS_BETWEEN_PROBES
         is_due = is_newly_complete or (is_at_update_start and has_enough_pairs)
         if not is_due:
             return False

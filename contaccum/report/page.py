@@ -240,7 +240,8 @@ def _find_differing_settings(settings_of_runs: Sequence[Mapping[str, str]]) -> l
 def _make_run_row(run: Source) -> dict[str, Any]:
     """Return a training run's row of the table, and its settings.
 
-    ``best`` is the best score on dev and the update at which it was reached.
+    ``best`` is the best score on dev and the update at which it was first reached, ``last`` is the
+    last update, ``seconds`` is the median of an update, and ``memory`` the peak memory in MB.
     """
     log = run.logs[TRAIN_LOG]
     last_record = log[-1] if log else {"update": 0, "loss": None}
@@ -256,7 +257,7 @@ def _make_run_row(run: Source) -> dict[str, Any]:
         "record": run.record,
         "settings": settings,
         "bank_size": arguments.get("bank_size"),
-        "best": max(scores, default=None),
+        "best": max(scores, key=lambda score_and_update: score_and_update[0], default=None),
         "difference": None,
         "last": last_record["update"],
         "loss": last_record["loss"],

@@ -273,9 +273,9 @@ def order_ties_by_id(
     """
     equals_previous = (scores[:, 1:] == scores[:, :-1]) & (rows[:, 1:] >= 0)
     for line in np.flatnonzero(equals_previous.any(axis=1)).tolist():
-        starts_tie = np.append(equals_previous[line], False)
-        continues_tie = np.append(False, equals_previous[line])
-        tied = np.flatnonzero(starts_tie | continues_tie)
+        equals_next_document = np.append(equals_previous[line], False)
+        equals_previous_document = np.append(False, equals_previous[line])
+        tied = np.flatnonzero(equals_next_document | equals_previous_document)
         # The line may have several ties, so that the documents are sorted by score and then by id.
         tied_scores = scores[line, tied].tolist()
         sort_keys = list(zip(tied_scores, ids(rows[line, tied]), strict=True))

@@ -57,7 +57,7 @@ _TRACKED_PREFIXES = (
 _LOSS_ENTRIES = ("masked", "embedding_spread", "distill_loss")
 
 SignalHandler = Callable[[int, FrameType | None], Any] | int | None
-"""A signal handler, as `signal.signal` accepts and returns it."""
+"""A signal handler, as `signal.signal` returns it."""
 
 
 class RunCallback(TrainerCallback):
@@ -113,8 +113,9 @@ class UpdateLogCallback(TrainerCallback):
     def __init__(self, updates: Updates, loss: Any) -> None:
         self._updates = updates
         self._bank_losses = list(iter_bank_losses(loss))
-        # The trainer logs a ContAccumLoss without the rows of banked queries. Other losses may have
-        # further terms, and be above the loss of a random guess, which is log(columns).
+        # A random guess among all documents that a query is compared with has the loss
+        # log(columns). The trainer logs a ContAccumLoss without the rows of banked queries, so its
+        # loss can be compared with that. Other losses may have further terms.
         self._is_loss_comparable_to_guess = all(
             isinstance(part, ContAccumLoss) for part in list_losses(loss)
         )
@@ -130,10 +131,9 @@ class UpdateLogCallback(TrainerCallback):
         record["bank_fill"] = sum(int(loss.last.get("bank_fill", 0)) for loss in losses)
         if losses:
             record |= _measure_loss(losses[0])
-            observed = dict(record)
             if not self._is_loss_comparable_to_guess:
-                observed["loss"] = None
-            for warning in self._collapse_watch.observe(observed):
+                record["loss_has_other_terms"] = True
+            for warning in self._collapse_watch.observe(record):
                 logger.warning(warning)
         self._last_record = record | self._updates.current.log_entries
         if state.is_world_process_zero:
@@ -370,7 +370,8 @@ class SignalCallback(TrainerCallback):
 
     def _restore_handlers(self) -> None:
         for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
+            # None stands for a handler that was not set by Python, and cannot be set again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous_handlers = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -406,7 +407,8 @@ class SignalCallback(TrainerCallback):
         if self.received and control.should_training_stop:
             folder = f"{args.output_dir}/checkpoint-{state.global_step}"
             hint = "Continue with --resume_from_checkpoint last"
-            # So it is in the final training of `contaccum fit`, which has no such option.
+            # The final training of `contaccum fit`, a command without --resume_from_checkpoint,
+            # resumes with "auto".
             if str(args.resume_from_checkpoint).lower() == "auto":
                 hint = "Start the same command again to continue"
             if state.is_world_process_zero:

@@ -166,8 +166,8 @@ class CollapseWatch:
         """Return the warnings after an update, one line each; usually there are none.
 
         Args:
-            record: a line of the log. The entries ``update``, ``loss``, ``columns``,
-                ``embedding_spread`` and ``bank_mass_aged`` are read, if present.
+            record: a line of the log. The entries ``update``, ``loss``, ``loss_has_other_terms``,
+                ``columns``, ``embedding_spread`` and ``bank_mass_aged`` are read, if present.
         """
         symptoms = self._find_symptoms(record)
         warnings = []
@@ -187,7 +187,8 @@ class CollapseWatch:
         symptoms = {}
         columns = record.get("columns", 0)
         loss = record.get("loss")
-        if loss is not None and columns > 2:
+        is_comparable = loss is not None and not record.get("loss_has_other_terms")
+        if is_comparable and columns > 2:
             guess = math.log(columns)
             had_learned = self._lowest_loss < _MAX_LEARNED_LOSS
             if had_learned and loss > _MIN_COLLAPSED_LOSS * guess:

@@ -255,10 +255,15 @@ def disable_unused_parameter_search(
     """Disable DDP's search for unused parameters where its result would be wrong.
 
     DDP searches after every forward pass. Most losses encode one column after the other, so after
-    the last column DDP would treat the query tower as unused. `freeze_unused_parameters` replaces
-    the search for losses that read only embeddings. Losses with a gradient cache call the model
-    once per backward pass, so DDP's search is correct for them, and needed. The Accelerator reads
-    ``ddp_find_unused_parameters`` when it is created, so this function must be called before.
+    the last column DDP would treat the query tower as unused. The search stays on in two cases:
+
+    - for losses with a gradient cache: they call the model once per backward pass, so the search
+      is correct for them, and needed,
+    - for a tied model with a loss that may read more than embeddings. For losses that read only
+      embeddings, `freeze_unused_parameters` replaces the search.
+
+    The Accelerator reads ``ddp_find_unused_parameters`` when it is created, so this function must
+    be called before.
     """
     if any(uses_gradient_cache(loss_of_set) for loss_of_set in list_losses(loss)):
         return
@@ -286,17 +291,20 @@ def pass_known_positives(loss: Any, datasets: Iterable[Any]) -> None:
 def compute_smallest_micro_batch(loss: Any, columns: Columns) -> int:
     """Return the smallest number of pairs per micro-batch with which every query has a negative.
 
-    It is 1 if there are hard negatives, a bank, a document store, or a gradient cache (which
-    contrasts the pairs of the whole batch). Otherwise it is 2.
+    It is 1 if all data sets have hard negatives, or all losses have a bank, a document store, or a
+    gradient cache (which contrasts the pairs of the whole batch). Otherwise it is 2.
     """
-    has_hard_negatives = any(len(names) > 2 for names in columns.values())
-    has_bank = any(bank_loss.settings.bank_size for bank_loss in iter_bank_losses(loss))
-    is_query_side = isinstance(loss, QuerySideLoss)
-    # Of several losses, one without a gradient cache may need two pairs.
-    has_gradient_cache = all(uses_gradient_cache(loss_of_set) for loss_of_set in list_losses(loss))
-    if has_hard_negatives or has_bank or is_query_side or has_gradient_cache:
+    have_hard_negatives = bool(columns) and all(len(names) > 2 for names in columns.values())
+    if have_hard_negatives or all(map(_has_negatives_for_one_pair, list_losses(loss))):
         return 1
     return 2
+
+
+def _has_negatives_for_one_pair(loss: Any) -> bool:
+    """Return whether a loss has negatives for a micro-batch of one pair without hard negatives."""
+    if isinstance(loss, ContAccumLoss) and loss.settings.bank_size:
+        return True
+    return isinstance(loss, QuerySideLoss) or uses_gradient_cache(loss)
 
 
 def freeze_unused_parameters(

@@ -375,8 +375,9 @@ def _find_requested(
     may_start_new = request == "auto" and (not skipped or has_record)
     if path is None and not may_start_new:
         reasons = "; ".join(skipped) or "there is none"
+        place = args.output_dir if request in ("last", "auto") else request
         raise UserError(
-            f"{args.output_dir}: no checkpoint to resume from ({reasons}). Set "
+            f"{place}: no checkpoint to resume from ({reasons}). Set "
             "resume_from_checkpoint to the folder of a complete checkpoint, or drop it to start a "
             "new run"
         )

@@ -9,7 +9,6 @@ micro-step.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -88,7 +87,8 @@ class Update:
         number: number of the update in the run, from 1.
         started: value of ``time.perf_counter`` when the update started.
         micro_batches: the collated micro-batches so far. The last one may still be in training.
-        losses: the loss of each micro-step, of shape ().
+        losses: the loss of each micro-step, of shape (), multiplied by its share of the pairs, so
+            that the sum is the loss of the update.
         micro_batch_of_loss: for each entry of ``losses``, its index in ``micro_batches``.
         grad_norms: gradient norms for the log, by name.
         learning_rate: learning rate of the first parameter group in this update.
@@ -161,14 +161,16 @@ class Updates:
         self.current.started = time.perf_counter()
 
     def set_micro_batch_size(self, num_pairs: int) -> None:
-        """Use micro-batches of ``num_pairs`` pairs from now on.
+        """Use micro-batches of at most ``num_pairs`` pairs from now on.
 
-        A run that is resumed on more ranks has fewer pairs per update on each of them, so the
-        micro-batches may have to be smaller.
+        The size is the largest one that divides the pairs per update of this rank. A run that is
+        resumed on more ranks has fewer of them.
         """
         args = self._args
         pairs_per_update = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        num_pairs = math.gcd(num_pairs, pairs_per_update)
+        num_pairs = min(num_pairs, pairs_per_update)
+        while pairs_per_update % num_pairs:
+            num_pairs -= 1
         args.set_micro_batch_size(num_pairs)
         set_mini_batch_size(self._loss, num_pairs)
 
@@ -206,9 +208,10 @@ class Updates:
     ) -> Tensor:
         """Run forward and backward for the next micro-batch of the current update.
 
-        When memory runs out, the micro-batch size is halved for the rest of the run. The gradient
-        is dropped, and the update starts again from its first micro-batch. Pairs that this update
-        had already added to the bank are then in the bank twice.
+        When memory runs out, the rows of a micro-step (with a gradient cache: of a mini-batch) are
+        halved for the rest of the run. The gradient is dropped, and the update starts again from
+        its first micro-batch. Pairs that this update had already added to the bank are then in the
+        bank twice.
 
         Returns:
             The loss of the micro-batch, multiplied by its share of the update's pairs, of shape ().
@@ -293,7 +296,8 @@ class Updates:
         """Return the share of the current update's pairs that a micro-batch has.
 
         The losses are means over pairs. With these weights, each pair of the update has the same
-        weight, also if the last micro-batch of an epoch is short.
+        weight, also if the last micro-batch of an epoch is short. If the size of a micro-batch is
+        unknown, all micro-batches have the same weight.
         """
         if self.current.has_unknown_batches:
             return 1 / self.current.expected_batches

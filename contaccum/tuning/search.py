@@ -34,15 +34,16 @@ from contaccum.tuning.space import Setting, name_method_parameter, name_span_par
 from contaccum.tuning.trial import Outcome, QueryScores, TooSlow, run_trial
 
 MAX_TRIALS = 40
+"""More trials would mainly choose the noise of the dev set."""
 MIN_UPDATES = 8
 """The smallest number of updates of a trial; the score of a shorter trial says nothing."""
 
 _LADDER_KEYS = {"method", "learning_rate"}  # the settings that the ladders vary
 _NO_TIME = "no time is left for this trial"
 _TOO_SLOW = "too slow for the budget"  # start of the journal's note on a method that is left out
-_LOADING_MARGIN = 1.2  # suggested time for trials, relative to the time of their updates
+_LOADING_MARGIN = 1.2  # time of a trial with loading and scoring, relative to its updates
 _MIN_SHARE_OF_UPDATES = 0.25  # a method whose trials would be cut to fewer is left out
-_MAX_SHARE_OF_TIME = 1 / 6  # of the time that is left; trials that take longer are cut
+_MAX_SHARE_OF_TIME = 1 / 6  # of the time that is left, so that about six trials fit into it
 
 
 class TrialPlan(NamedTuple):
@@ -336,7 +337,8 @@ class Search:
         trial = self._running_trial
         assert trial is not None
         trial.set_user_attr("seconds", 0.0)
-        trial.set_user_attr("note", redact(note))
+        note = redact(note)
+        trial.set_user_attr("note", note)
         self._study.tell(trial, state=TrialState.FAIL)
         self._running_trial = None
         self._print_line(f"{_format_settings(trial.user_attrs['settings'])}: {note}")

@@ -24,7 +24,7 @@ from contaccum import BankedInfoNCE, CachedContAccumLoss, ContAccumLoss, DualEnc
 from contaccum.bank.logits import NO_ID
 from contaccum.errors import ConfigError
 from contaccum.losses import bank_states, banked_text_loss, probe
-from contaccum.losses.probe import PAIRS_PER_PROBE, PROBE_PAIRS, TextProbe
+from contaccum.losses.probe import MIN_PAIRS_BETWEEN_PROBES, PROBE_PAIRS, TextProbe
 from contaccum.losses.text_ids import content_ids, copy_first_texts
 
 
@@ -313,7 +313,7 @@ def test_the_encoder_is_probed_after_updates_at_most_every_128_pairs(model, monk
         if step % 2 == 1 and step != 23:
             optimizer.step()
         optimizer.zero_grad()
-    steps_per_probe = PAIRS_PER_PROBE // 16
+    steps_per_probe = MIN_PAIRS_BETWEEN_PROBES // 16
     assert steps_per_probe == 8
     # At step 24 no probe is due, because no optimizer step has been taken at step 23.
     assert probed_steps == [0, 8, 16, 26, 34]

@@ -196,6 +196,13 @@ def test_the_table_of_runs_has_differing_settings_and_best_scores(everything, pa
     assert overview[6:10] == ["contaccum", "7", "128", "512"]
 
 
+def test_of_equal_best_scores_the_first_update_is_shown(writer):
+    run = writer.write_run("run")
+    records = [{"update": update, "eval_ndcg@10": 0.5} for update in (4, 8)]
+    writer.write("run/eval_log.jsonl", records)
+    assert ["0.5000", "", "4"] in [row[1:4] for row in get_table_rows(build_page([run]))]
+
+
 def test_runs_are_compared_by_best_score_on_the_same_data_only(writer):
     def compute_best_difference(name: str, **evaluation: Any) -> str:
         runs = []

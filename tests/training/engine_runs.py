@@ -113,7 +113,7 @@ def train(engine: str, case: str, model: Any) -> None:
 
 def main() -> None:
     """Train all cases under all engines; print the exit codes of the ranks."""
-    contaccum.losses.probe.PAIRS_PER_PROBE = 8
+    contaccum.losses.probe.MIN_PAIRS_BETWEEN_PROBES = 8
     models = {case: tiny_encoder(case != "untied", normalize=False) for case in CASES}
     models["float64"].double()
     # Other weights than those of the checkpoint, which must replace them.

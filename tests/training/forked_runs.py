@@ -245,7 +245,7 @@ def stop_and_resume_ranks() -> dict[str, list[int]]:
 
 def train_on_ranks() -> dict[str, Any]:
     """Train on several ranks; return the exit codes and the names of the cases."""
-    contaccum.losses.probe.PAIRS_PER_PROBE = 20
+    contaccum.losses.probe.MIN_PAIRS_BETWEEN_PROBES = 20
     codes = train_cases() | stop_and_resume_ranks()
     return {"codes": codes, "cases": list(CASES)}
 

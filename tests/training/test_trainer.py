@@ -33,6 +33,7 @@ from contaccum import ContAccumLoss, ContAccumTrainer, DualEncoder
 from contaccum.errors import ConfigError, UserError
 from contaccum.training.arguments import BANK_METHODS
 from contaccum.training.log import RUN_RECORD, CollapseWatch
+from contaccum.training.loss_factory import compute_smallest_micro_batch
 from contaccum.training.options import METHODS
 
 METHODS_WITHOUT_STORE = [name for name in METHODS if name != "query_side"]
@@ -307,6 +308,26 @@ def test_a_collapse_gives_one_warning_in_its_third_update():
         warnings.append(watch.observe(record))
     assert [len(lines) for lines in warnings] == [0, 0, 1, 0, 0, 0]
     assert "the loss is back at 3.46, a random guess among 32 columns" in warnings[2][0]
+
+
+def test_a_loss_with_other_terms_is_not_compared_with_a_random_guess():
+    watch = CollapseWatch()
+    for update in range(9):
+        loss = 1.0 if update < 3 else 3.46
+        record = {"update": update, "loss": loss, "columns": 32, "loss_has_other_terms": True}
+        assert watch.observe(record) == []
+
+
+def test_one_set_without_hard_negatives_needs_two_pairs_in_a_micro_batch():
+    loss = ContAccumLoss(tiny_encoder(), bank_size=0)
+    triplets = ["query", "positive", "negative"]
+    pairs = ["query", "positive"]
+    assert compute_smallest_micro_batch(loss, {"a": triplets, "b": triplets}) == 1
+    assert compute_smallest_micro_batch(loss, {"a": triplets, "b": pairs}) == 2
+    assert compute_smallest_micro_batch(loss, {}) == 2
+    with_bank = ContAccumLoss(tiny_encoder(), bank_size=8)
+    assert compute_smallest_micro_batch(with_bank, {"a": pairs}) == 1
+    assert compute_smallest_micro_batch({"a": with_bank, "b": loss}, {"a": pairs, "b": pairs}) == 2
 
 
 def test_an_upload_has_a_model_and_a_card_and_no_credentials(tmp_path, monkeypatch):

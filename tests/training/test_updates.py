@@ -289,8 +289,8 @@ def test_a_size_that_auto_found_is_lowered_if_a_rank_has_fewer_pairs_per_update(
     """A run of one rank found 8 of 24 pairs; resumed on two ranks, each rank has 12 pairs."""
     trainer = make_trainer(tmp_path, **AUTO)
     trainer.updates.set_micro_batch_size(8)
-    assert trainer.args.per_device_train_batch_size == 4
-    assert trainer.args.gradient_accumulation_steps == 3
+    assert trainer.args.per_device_train_batch_size == 6
+    assert trainer.args.gradient_accumulation_steps == 2
 
 
 def test_auto_measures_memory_in_training_mode_and_with_texts_for_missing_negatives(
