@@ -187,8 +187,8 @@ class CollapseWatch:
         symptoms = {}
         columns = record.get("columns", 0)
         loss = record.get("loss")
-        is_comparable = loss is not None and not record.get("loss_has_other_terms")
-        if is_comparable and columns > 2:
+        has_other_terms = record.get("loss_has_other_terms", False)
+        if loss is not None and not has_other_terms and columns > 2:
             guess = math.log(columns)
             had_learned = self._lowest_loss < _MAX_LEARNED_LOSS
             if had_learned and loss > _MIN_COLLAPSED_LOSS * guess:
