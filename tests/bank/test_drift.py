@@ -244,7 +244,7 @@ def test_the_age_limit_retires_whole_blocks_but_none_of_the_current_update(bank_
 
 
 @pytest.mark.parametrize("bank_weight", [1, 0.25])
-@pytest.mark.parametrize("bank_size", [160, 12])
+@pytest.mark.parametrize("bank_size", [160, 20])
 def test_softmax_masses_equal_those_of_the_dense_softmax(bank_size, bank_weight):
     """The smaller bank has replaced its oldest entries."""
     n = 4
