@@ -106,7 +106,7 @@ def parse_arguments() -> argparse.Namespace:
         help="folder of the PART.json files; default: benchmarks/gpu; runs/gpu for a dry run and "
         "with other sizes",
     )
-    add("--device", help="default: cuda")
+    add("--device", default="cuda", help="default: %(default)s")
     add("--tiny", action="store_true", help="tiny sizes, for a dry run")
     add("--pairs", type=int, help=f"pairs per update; default: {Sizes.pairs}")
     add("--local", type=int, help=f"pairs per micro-batch; default: {Sizes.local}")
@@ -127,8 +127,6 @@ def parse_arguments() -> argparse.Namespace:
         help="run no part, and fill the tables of this page with the results in --output",
     )
     args = parser.parse_args()
-    if args.device is None:
-        args.device = "cuda"
     args.sizes = TINY if args.tiny else Sizes()
     for name in ("pairs", "local", "bank_size", "turns", "precision"):
         value = getattr(args, name)

@@ -111,12 +111,8 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = _make_parser()
     args = parse_scoring_arguments(parser, argv, Path("results.json"), DEFAULT_K_VALUES)
     if args.mteb:
-        for name in _OPTIONS_WITHOUT_MTEB:
-            if getattr(args, name) != parser.get_default(name):
-                raise ConfigError(
-                    f"--{name} cannot be combined with --mteb, whose tasks determine the search: "
-                    "leave it out"
-                )
+        reason = "cannot be combined with --mteb, whose tasks determine the search"
+        parser.refuse_given(args, _OPTIONS_WITHOUT_MTEB, reason)
     if args.run is not None and (args.dims or args.quantize):
         raise ConfigError(
             "--dims and --quantize need a MODEL, because a --run has no embeddings: "

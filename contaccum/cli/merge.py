@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -230,11 +229,11 @@ def _score(
     if args.output is not None:
         scores_file = _add_suffix(args.output, ".scores.json")
     scores = []
-    with ExitStack() as lengths:
-        for model in (interpolation.base, interpolation.model):
-            lengths.enter_context(
-                use_max_lengths(model, args.query_max_length, args.passage_max_length)
-            )
+    lengths = (args.query_max_length, args.passage_max_length)
+    with (
+        use_max_lengths(interpolation.base, *lengths),
+        use_max_lengths(interpolation.model, *lengths),
+    ):
         scorer = WeightScorer(interpolation, settings, scores_file)
         for source, split, role in data_sets:
             dataset = load_data(source, split, args.on_bad_record)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -130,6 +130,18 @@ class Parser(argparse.ArgumentParser):
             # This call ends the process.
             argcomplete.autocomplete(self)
         return self.parse_known_args(translate_arguments(argv, self._option_names()))
+
+    def refuse_given(self, args: argparse.Namespace, names: Iterable[str], reason: str) -> None:
+        """Raise `ConfigError` if one of some options has another value than its default.
+
+        Args:
+            args: the parsed command line.
+            names: names of the options.
+            reason: the words after the name of the option in the error message.
+        """
+        for name in names:
+            if getattr(args, name) != self.get_default(name):
+                raise ConfigError(f"--{name} {reason}: leave it out")
 
     def _option_names(self) -> list[str]:
         # argparse has no public list of its options.

@@ -65,7 +65,8 @@ def parse_scoring_arguments(
             f"name either a MODEL to search with, or a --run to score (see {parser.prog} --help)"
         )
     if has_run:
-        _refuse_search_options(parser, args)
+        reason = "does nothing with --run, which is the result of a search"
+        parser.refuse_given(args, _OPTIONS_OF_A_SEARCH, reason)
     if args.output.suffix != ".json":
         raise ConfigError(
             f"--output {args.output}: the output is JSON, with a .trec file beside it; "
@@ -77,12 +78,3 @@ def parse_scoring_arguments(
         )
     require_writable(args.output)
     return args
-
-
-def _refuse_search_options(parser: Parser, args: argparse.Namespace) -> None:
-    """Raise `ConfigError` for options of a search that would do nothing, because of ``--run``."""
-    for name in _OPTIONS_OF_A_SEARCH:
-        if getattr(args, name) != parser.get_default(name):
-            raise ConfigError(
-                f"--{name} does nothing with --run, which is the result of a search: leave it out"
-            )

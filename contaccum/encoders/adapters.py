@@ -82,10 +82,11 @@ def add_adapter(
     for backbone in get_backbones(model):
         _require_layers(backbone, targets)
     layers: Any = targets or "all-linear"
+    scale: Any = 2 * r if alpha is None else alpha  # may be a float, unlike its type in peft
     try:
         config = LoraConfig(
             r=r,
-            lora_alpha=2 * r if alpha is None else alpha,  # type: ignore[arg-type]  # peft takes floats as well
+            lora_alpha=scale,
             lora_dropout=dropout,
             target_modules=layers,
         )

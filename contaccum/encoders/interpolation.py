@@ -88,10 +88,10 @@ class WeightInterpolation:
             raise ConfigError("the base model has two towers, and the trained model has one")
         self.base = base
         self.model = trained.eval()
-        self._tensors: dict[str, list[_TensorTriple]] = {}  # {task: tensors of its tower}
-        # A tied model has one tower for both tasks.
-        self._tasks = ("query",) if is_tied(trained) else ("query", "document")
-        for task in self._tasks:
+        # {task: tensors of its tower}. A tied model has one tower, that of the task "query".
+        self._tensors: dict[str, list[_TensorTriple]] = {}
+        tasks = ("query",) if is_tied(trained) else ("query", "document")
+        for task in tasks:
             base_tower = get_tower(base, task)
             trained_tower = get_tower(trained, task)
             _require_same_architecture(base_tower, trained_tower)
@@ -122,7 +122,7 @@ class WeightInterpolation:
         Args:
             task: "query" or "document".
         """
-        triples = self._tensors[task if task in self._tasks else "query"]
+        triples = self._tensors.get(task, self._tensors["query"])
         return all(_is_equal(base, trained) for _, base, trained in triples)
 
 

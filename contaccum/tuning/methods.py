@@ -19,6 +19,7 @@ from contaccum.files import AnyPath
 from contaccum.retrieval.encode import get_similarity
 from contaccum.training import config
 from contaccum.training.arguments import QUERY_SIDE_SETTINGS, ContAccumTrainingArguments
+from contaccum.training.out_of_memory import find_largest_divisor
 from contaccum.tuning.space import METHODS, compute_start_rate
 
 _DEFAULT_WIDTH = 384
@@ -245,20 +246,9 @@ def _set_query_side_sizes(
             "of processes"
         )
     if micro_batch is None:
-        micro_batch_size = _find_micro_batch_size(batch_size // num_processes)
+        pairs_of_process = batch_size // num_processes
+        micro_batch_size = find_largest_divisor(pairs_of_process, _MAX_QUERY_SIDE_MICRO_BATCH)
         options["per_device_train_batch_size"] = [str(micro_batch_size)]
-
-
-def _find_micro_batch_size(batch_size: int) -> int:
-    """Return the largest possible micro-batch size of query-side training that divides a batch.
-
-    Args:
-        batch_size: the pairs of an update on one process.
-    """
-    micro_batch_size = min(_MAX_QUERY_SIDE_MICRO_BATCH, batch_size)
-    while batch_size % micro_batch_size:
-        micro_batch_size -= 1
-    return micro_batch_size
 
 
 def round_up(number: int, divisor: int) -> int:

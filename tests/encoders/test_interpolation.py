@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -146,19 +147,9 @@ def make_other_vocabulary() -> DualEncoder:
     return tiny_encoder(tokenizer=BertTokenizerFast(vocab=vocabulary, model_max_length=64))
 
 
-def make_wide() -> DualEncoder:
+def make_bert(num_layers: int, width: int) -> DualEncoder:
     return DualEncoder.from_backbone(
-        bert_config(1, 32, 16),
-        tokenizer=word_tokenizer(),
-        pooling="mean",
-        normalize=True,
-        device="cpu",
-    )
-
-
-def make_deep() -> DualEncoder:
-    return DualEncoder.from_backbone(
-        bert_config(2, 16, 16),
+        bert_config(num_layers, width, 16),
         tokenizer=word_tokenizer(),
         pooling="mean",
         normalize=True,
@@ -170,8 +161,11 @@ def make_deep() -> DualEncoder:
     ("make_base", "message"),
     [
         (make_two_towers, "the base model has two towers, and the trained model has one"),
-        (make_wide, r"word_embeddings\.weight has the shape \(\d+, 32\) in the base model and"),
-        (make_deep, r"the trained model has no weight \S*layer\.1\."),
+        (
+            partial(make_bert, 1, 32),
+            r"word_embeddings\.weight has the shape \(\d+, 32\) in the base model and",
+        ),
+        (partial(make_bert, 2, 16), r"the trained model has no weight \S*layer\.1\."),
         (lambda: tiny_encoder(pooling="cls"), "Pooling has pooling_mode=cls in the base model"),
         (lambda: tiny_encoder(normalize=False), "the base model has the modules Transformer, Pool"),
         (make_other_vocabulary, "the tokenizers differ: the token 'cat' has the number"),

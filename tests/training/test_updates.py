@@ -6,6 +6,7 @@ An update always trains on all of its pairs, and an update that is not finite ch
 import logging
 import math
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,17 +111,20 @@ def test_each_pair_has_the_same_weight_if_the_last_micro_batch_is_short(method, 
     assert math.isclose(read_log(tmp_path)[0]["loss"], logged_loss, rel_tol=1e-5)
 
 
+def train_with_small_micro_batches(folder: Path, **settings: Any) -> Any:
+    """Train with micro-batches of 2 pairs from the start, and return the trainer."""
+    trainer = make_trainer(
+        folder, **settings, per_device_train_batch_size=2, gradient_accumulation_steps=6
+    )
+    trainer.train()
+    return trainer
+
+
 @pytest.mark.parametrize("stage", ["queries", "passages", "backward"])
 def test_after_out_of_memory_updates_equal_those_of_smaller_micro_batches(stage, tmp_path, caplog):
     """Without a bank, the gradient is that of smaller micro-batches, whichever stage ran out."""
     settings = {"data": make_pairs(36, 1), "method": "grad_accum"}
-    expected = make_trainer(
-        tmp_path / "small",
-        **settings,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=6,
-    )
-    expected.train()
+    expected = train_with_small_micro_batches(tmp_path / "small", **settings)
     trainer = make_trainer(tmp_path / "halved", **settings)
     # sentence-transformers encodes positives and hard negatives together: 4 rows for 2 pairs.
     max_rows = 4 if stage == "passages" else 2
@@ -145,13 +149,7 @@ def test_after_out_of_memory_updates_equal_those_of_smaller_micro_batches(stage,
 
 def test_after_out_of_memory_in_a_later_micro_batch_each_pair_counts_once_in_the_log(tmp_path):
     settings = {"data": make_pairs(12, 1), "method": "grad_accum"}
-    expected = make_trainer(
-        tmp_path / "small",
-        **settings,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=6,
-    )
-    expected.train()
+    train_with_small_micro_batches(tmp_path / "small", **settings)
     trainer = make_trainer(tmp_path / "halved", **settings)
     simulate_out_of_memory(trainer, "queries", {2}, max_rows=2)
     trainer.train()
