@@ -20,7 +20,7 @@ import numpy as np
 
 from contaccum.data import sampling
 from contaccum.data.cache import CachedRecords, cache_records
-from contaccum.data.fields import parse_columns
+from contaccum.data.columns import parse_columns
 from contaccum.data.formats import DATA_FORMATS, JUDGED_FORMATS, DataFormat
 from contaccum.data.readers import Source
 from contaccum.data.records import OnBadRecord, RecordReport, one_line, quoted

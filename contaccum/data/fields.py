@@ -1,4 +1,4 @@
-"""Fields of a training record: their usual names, and the parsing of their values.
+"""Fields of a training record: the choice of them, and the parsing of their values.
 
 A field holds a text, a passage object, messages, an id, or a list of these. Files are read in
 `contaccum.data.readers`.
@@ -6,11 +6,11 @@ A field holds a text, a passage object, messages, an id, or a list of these. Fil
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from contaccum.data.columns import FIELDS
 from contaccum.data.records import (
     Fault,
     get_first_value,
@@ -22,57 +22,6 @@ from contaccum.data.records import (
     quoted,
 )
 from contaccum.data.text_lookup import TextLookup
-from contaccum.errors import ConfigError, check_choice
-
-FIELDS: dict[str, tuple[str, ...]] = {
-    "query": ("query", "anchor", "question", "query_text", "messages", "sentence1"),
-    "positive": (
-        "positive",
-        "positives",
-        "positive_passages",
-        "positive_ctxs",
-        "passage",
-        "answer",
-        "text",
-        "document",
-        "pos",
-        "pos_doc",
-        "positive_document_ids",
-        "positive_messages",
-        "response",
-        "sentence2",
-    ),
-    "negatives": (
-        "negatives",
-        "negative",
-        "negative_passages",
-        "hard_negatives",
-        "hard_negative_ctxs",
-        "neg",
-        "neg_doc",
-        "negative_document_ids",
-        "negative_messages",
-        "rejected_response",
-        # Random negatives of DPR, which its own trainer uses where a record has no hard ones.
-        "negative_ctxs",
-    ),
-    # Title of the positives that are plain texts. A passage object has its own "title".
-    "title": ("title",),
-    # Teacher scores, in one list for all positives and then all negatives, or in one list for the
-    # positives and another for the negatives. A passage object may have its own "score" instead.
-    "scores": ("scores",),
-    "positive_scores": ("positive_scores", "positive_score", "pos_scores"),
-    "negative_scores": ("negative_scores", "neg_scores"),
-    # Similarity score of query and positive; it is a match if the score is at least `min_score`.
-    "score": ("score", "label"),
-}
-"""{role: usual names of the field}. The first name that a record has is used.
-
-The fields `negative_1`, `negative_2` ... hold negatives too. The names include those of
-FlagEmbedding, NeMo Automodel (docs/guides/llm/retrieval-dataset.mdx), Tevatron
-(src/tevatron/retriever/dataset.py), ms-swift (docs/source_en/BestPractices/Embedding.md, and
-`response` of its earlier versions), and sentence-transformers' scored pairs.
-"""
 
 TEACHER_SCORES_REMEDY = "contaccum mine --cross_encoder writes scores"
 
@@ -126,43 +75,6 @@ class _ChosenFields(NamedTuple):
 
     query: str
     positive: str
-
-
-def parse_columns(columns: Mapping[str, str] | Sequence[str] | None) -> dict[str, str]:
-    """Return column names by role.
-
-    Args:
-        columns: a mapping, a list of words ``ROLE=NAME``, or a list of one JSON object, such as
-            ``['{"query": "user_text"}']``; None: no columns.
-
-    Raises:
-        ConfigError: for a role that `FIELDS` does not have, a role with several columns, or words
-            of another form.
-    """
-    if columns is None:
-        return {}
-    pairs: list[Any]
-    try:
-        if isinstance(columns, Mapping):
-            pairs = list(columns.items())
-        elif len(columns) == 1 and columns[0].startswith("{"):
-            pairs = json.loads(columns[0], object_pairs_hook=list)
-        else:
-            pairs = [word.split("=", 1) for word in columns]
-        name_by_role = dict(pairs)
-    except ValueError as error:
-        raise ConfigError(
-            f"data_columns: neither ROLE=NAME nor a JSON object: {quoted(columns)}"
-        ) from error
-    for role in name_by_role:
-        check_choice("data_columns: a role", role, FIELDS)
-    has_names_only = all(isinstance(name, str) for name in name_by_role.values())
-    if len(pairs) > len(name_by_role) or not has_names_only:
-        raise ConfigError(
-            f"data_columns: {quoted(columns)}: a role has the name of one column (rename several "
-            "columns of negatives to negative_1, negative_2, ...)"
-        )
-    return name_by_role
 
 
 class RecordParser:

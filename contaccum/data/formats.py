@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
-from contaccum.data.fields import FIELDS
+from contaccum.data.columns import FIELDS
 from contaccum.data.records import one_line, quoted, read_head
 from contaccum.data.tables import parse_header
 from contaccum.errors import DataError

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from contaccum.data.beir import find_beir_file, is_beir_folder, read_judged_pairs
-from contaccum.data.fields import TEACHER_SCORES_REMEDY, Record, RecordParser, parse_columns
+from contaccum.data.columns import parse_columns
+from contaccum.data.fields import TEACHER_SCORES_REMEDY, Record, RecordParser
 from contaccum.data.formats import (
     DATA_FORMATS,
     JUDGED_FORMATS,

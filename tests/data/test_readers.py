@@ -29,8 +29,8 @@ from contaccum.data import (
     read_records,
     sniff_format,
 )
+from contaccum.data.columns import FIELDS
 from contaccum.data.dataset import parse_training_sets
-from contaccum.data.fields import FIELDS
 from contaccum.data.tables import read_csv
 from contaccum.errors import ConfigError, DataError
 
