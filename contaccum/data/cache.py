@@ -163,7 +163,8 @@ def _remove_unused_entries(new_entry: Path, days: float) -> None:
         if entry == new_entry:
             continue
         with suppress(OSError):  # another process may remove the entry at the same time
-            paths = [path for path in (entry, entry / _DESCRIPTION_FILE) if path.exists()]
-            last_used = max(path.stat().st_mtime for path in paths)
+            last_used = entry.stat().st_mtime
+            if (entry / _DESCRIPTION_FILE).exists():
+                last_used = max(last_used, (entry / _DESCRIPTION_FILE).stat().st_mtime)
             if last_used < oldest_used:
                 shutil.rmtree(entry, ignore_errors=True)

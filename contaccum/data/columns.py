@@ -63,12 +63,13 @@ FlagEmbedding, NeMo Automodel (docs/guides/llm/retrieval-dataset.mdx), Tevatron
 """
 
 
-def parse_columns(columns: Mapping[str, str] | Sequence[str] | None) -> dict[str, str]:
+def parse_columns(columns: Mapping[str, str] | Sequence[str] | str | None) -> dict[str, str]:
     """Return column names by role.
 
     Args:
-        columns: a mapping, a list of words ``ROLE=NAME``, or a list of one JSON object, such as
-            ``['{"query": "user_text"}']``; None: no columns.
+        columns: a mapping, a word ``ROLE=NAME``, a JSON object such as
+            ``'{"query": "user_text"}'``, or a list of words or of one JSON object; None: no
+            columns.
 
     Raises:
         ConfigError: for a role that `FIELDS` does not have, a role with several columns, or words
@@ -76,6 +77,8 @@ def parse_columns(columns: Mapping[str, str] | Sequence[str] | None) -> dict[str
     """
     if columns is None:
         return {}
+    if isinstance(columns, str):
+        columns = [columns]
     pairs: list[Any]
     try:
         if isinstance(columns, Mapping):
@@ -85,9 +88,10 @@ def parse_columns(columns: Mapping[str, str] | Sequence[str] | None) -> dict[str
         else:
             pairs = [word.split("=", 1) for word in columns]
         name_by_role = dict(pairs)
-    except ValueError as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"data_columns: neither ROLE=NAME nor a JSON object: {quoted(columns)}"
+            f"data_columns: neither ROLE=NAME nor one JSON object: {quoted(columns)} "
+            '(for example query=user_text, or {"query": "user_text"})'
         ) from error
     for role in name_by_role:
         check_choice("data_columns: a role", role, FIELDS)

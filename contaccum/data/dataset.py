@@ -174,8 +174,13 @@ def load_training_data(
         _compute_fingerprint(cached, selection, num_positives, num_negatives, teacher_scores),
         transform,
         cached.pairs,
-        unused_scores=cached.has_scores and not teacher_scores,
+        unused_scores=_may_distill(cached, source.data_format) and not teacher_scores,
     )
+
+
+def _may_distill(cached: CachedRecords, data_format: DataFormat) -> bool:
+    # The scores in published files of DPR are BM25 scores, not those of a teacher.
+    return cached.has_scores and data_format != "dpr"
 
 
 def _choose_positives(data_format: DataFormat) -> PositivesUsed:
@@ -390,7 +395,12 @@ def _parse_set(item: str | Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(item, str):
         settings = item
     elif item.lstrip().startswith("{"):
-        settings = json.loads(item)
+        try:
+            settings = json.loads(item)
+        except ValueError as error:
+            raise ConfigError(
+                f'not JSON: {error} (names and texts have double quotes: {{"path": "a.jsonl"}})'
+            ) from error
     else:
         settings = {"path": item}
     arguments = {}
@@ -407,7 +417,7 @@ def _check_set(arguments: dict[str, Any]) -> None:
         ConfigError: for a setting that cannot be used.
     """
     if not isinstance(arguments.get("path"), str):
-        raise ConfigError("a set has a path, as {path: FILE}")
+        raise ConfigError('a set has a path, as {"path": FILE}')
     for name in ("name", "split", "corpus"):
         if not isinstance(arguments.get(name), str | None):
             raise ConfigError(f"{name} must be a text, got {arguments[name]!r}")

@@ -25,10 +25,10 @@ from contaccum.data.text_lookup import TextLookup
 
 TEACHER_SCORES_REMEDY = "contaccum mine --cross_encoder writes scores"
 
-_SCORED_PAIR_QUERIES = ("sentence1", "messages")
-"""Query fields of the formats with scored pairs, in which a low score marks a pair without match.
+_SCORED_PAIR_FIELDS = frozenset({"sentence1", "messages", "response"})
+"""Fields of the formats with scored pairs, in which a low score marks a pair without match.
 
-`sentence1` is the field of sentence-transformers' scored pairs, `messages` that of ms-swift.
+`sentence1` is a field of sentence-transformers' scored pairs, the others are fields of ms-swift's.
 """
 
 _PASSAGE_ID_FIELDS = ("id", "docid")
@@ -41,7 +41,7 @@ _NO_MATCH_LABELS = (0, "0", "0.0")
 """Labels of pairs without match; 0 equals 0.0 and False."""
 
 _MIN_SCORE_REMEDY = (
-    "set the least score of a match: {path: ..., min_score: 1}, or with contaccum fit: "
+    'set the least score of a match: {"path": ..., "min_score": 1}, or with contaccum fit: '
     "--min_score 1"
 )
 
@@ -130,7 +130,7 @@ class RecordParser:
                 self._choose_field("query", record), self._choose_field("positive", record)
             )
         query = _parse_text_or_messages(record.get(self._chosen.query), self._chosen.query)
-        if not self._is_match(record, self._chosen.query):
+        if not self._is_match(record, self._chosen):
             return None
         # There is no name if `columns` gives the column "title" another role.
         title_names = self._names["title"]
@@ -158,22 +158,23 @@ class RecordParser:
         for name in self._names[role]:
             if name in record:
                 return name
-        fields = quoted(", ".join(record), 200)
-        raise Fault(f"missing {role}", f"its fields are {fields}; set --data_columns {role}=NAME")
+        raise _make_missing_field_fault(role, record)
 
-    def _is_match(self, record: Mapping[str, Any], query_field: str) -> bool:
+    def _is_match(self, record: Mapping[str, Any], chosen: _ChosenFields) -> bool:
         """Return False for a pair whose score is below `min_score`.
 
         Raises:
-            Fault: if no `min_score` is set, for a pair with a score in a format with scored pairs,
-                and in all formats for a pair with the label 0.
+            Fault: with `min_score`, for a pair whose score is missing or not a number. Without it,
+                for a pair with the label 0, and in a format with scored pairs for every score.
         """
         score = get_first_value(record, self._names["score"])
         if self._min_score is not None:
+            if score is None:
+                raise _make_missing_field_fault("score", record)
             return parse_number(score) >= self._min_score
-        if score is not None and query_field in _SCORED_PAIR_QUERIES:
+        if score is not None and not _SCORED_PAIR_FIELDS.isdisjoint(chosen):
             raise Fault("a pair with a score", _MIN_SCORE_REMEDY)
-        if record.get("label") in _NO_MATCH_LABELS:
+        if "label" in self._names["score"] and record.get("label") in _NO_MATCH_LABELS:
             raise Fault("a pair with label 0", _MIN_SCORE_REMEDY)
         return True
 
@@ -197,7 +198,7 @@ class RecordParser:
         """Return the names of `negative_1`, `negative_2` ..., ordered by number."""
         if self._has_negatives_column:
             return []
-        names = [name for name in record if re.fullmatch("negative_[1-9][0-9]*", name)]
+        names = [name for name in record if re.fullmatch("negative_[0-9]+", name)]
         # By length first, so that negative_10 comes after negative_9.
         return sorted(names, key=lambda name: (len(name), name))
 
@@ -205,9 +206,9 @@ class RecordParser:
         """Return the passages of one field.
 
         Args:
-            value: a text, an object {"title", "text"}, messages, an id or an object {"id"} of the
-                corpus, or a list of these. Objects may also be given as an object of lists:
-                {"title": [...], "text": [...]}.
+            value: a text, an object {"title", "text"}, an id or an object {"id"} of the corpus, or
+                a list of these. A passage that consists of messages is always in such a list.
+                Objects may also be given as an object of lists: {"title": [...], "text": [...]}.
             field_name: name of the field.
             title: title of a passage that is a text.
 
@@ -257,7 +258,8 @@ class RecordParser:
         if self._corpus is None:
             raise Fault(
                 "ids where texts are expected",
-                "set the corpus that holds the texts: {path: ..., corpus: ...}",
+                'name the file that holds the texts: {"path": ..., "corpus": ...} (contaccum split '
+                "then writes the texts into its files)",
             )
         return self._corpus.get_text(self._corpus.find_number(passage_id))
 
@@ -292,6 +294,11 @@ class RecordParser:
         if not isinstance(values, list):
             values = [values]
         return values if len(values) == len(passages) else [None]
+
+
+def _make_missing_field_fault(role: str, record: Mapping[str, Any]) -> Fault:
+    fields = quoted(", ".join(record), 200)
+    return Fault(f"missing {role}", f"its fields are {fields}; set --data_columns {role}=NAME")
 
 
 def _remove_repeated_negatives(record: Record) -> Record:

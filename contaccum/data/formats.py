@@ -55,7 +55,7 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
         return "hub"
     head = read_head(path)
     if not head:
-        raise DataError(one_line(f"{path}: is empty"))
+        raise DataError(one_line(f"{path}: is empty, or damaged at its start"))
     if head.startswith(b"PAR1"):  # the first bytes of every parquet file
         return "parquet"
     if head.startswith(b"["):
@@ -69,14 +69,24 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
     known_names.update(*FIELDS.values())
     if not known_names.isdisjoint(parse_header(head).names):
         return "csv"
-    first_line = head.split(b"\n")[0]
-    if first_line.count(b"\t") == 2:
+    if _is_text_triple(head.split(b"\n")[0]):
         return "msmarco"
     message = (
         "neither JSON nor a table with a header of known column names; "
         f"it starts with {quoted(head[:20])}"
     )
     raise DataError(one_line(f"{path}: {message} (set --data_columns or --data_format)"))
+
+
+def _is_text_triple(line: bytes) -> bool:
+    """Return True for a query, a positive and a negative, or their ids, separated by tabs.
+
+    Three cells of one word each are rather the header of a table with unknown column names.
+    """
+    cells = line.strip().split(b"\t")
+    has_sentence = any(b" " in cell.strip() for cell in cells)
+    has_ids = all(cell.strip().isdigit() for cell in cells)
+    return len(cells) == 3 and (has_sentence or has_ids)
 
 
 def _sniff_folder(folder: Path) -> DataFormat:

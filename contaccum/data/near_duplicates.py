@@ -11,7 +11,7 @@ datasketch finds candidates by locality-sensitive hashing.
 
 from __future__ import annotations
 
-import re
+import unicodedata
 import zlib
 from collections.abc import Sequence
 
@@ -79,9 +79,22 @@ def join_near_duplicates(
     return num_merged
 
 
+def _is_in_word(character: str) -> bool:
+    r"""Return True for letters, marks, numbers and the underscore.
+
+    The pattern ``\w`` has no marks, so it would drop the vowel signs of Hindi or Thai.
+    """
+    return character == "_" or unicodedata.category(character)[0] in "LMN"
+
+
 def _signature(text: str) -> MinHash:
-    """Return the MinHash of the character 5-grams of a text, its words joined by single spaces."""
-    words = " ".join(re.findall(r"\w+", normalise(text)))
+    """Return the MinHash of the character 5-grams of a text.
+
+    The words of the text are joined by single spaces. A text without words is compared as it is.
+    """
+    normalised_text = normalise(text)
+    letters = [character if _is_in_word(character) else " " for character in normalised_text]
+    words = " ".join("".join(letters).split()) or normalised_text
     num_grams = max(1, len(words) - _GRAM_LENGTH + 1)
     grams = {words[start : start + _GRAM_LENGTH] for start in range(num_grams)}
     signature = MinHash(num_perm=_NUM_HASHES, hashfunc=zlib.crc32)

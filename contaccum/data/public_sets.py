@@ -97,7 +97,7 @@ def _resolve_public_set(name: str, split: str) -> Path:
         f"{quoted(name, 200)}: neither a folder nor the name of a public data set{hint}"
     )
     if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
-        return _convert_set(name, split, f"{error}; nor a set on the hub")
+        return _convert_set(name, split, f"{error}; on the hub, it cannot be loaded either")
     raise DataError(error)
 
 
@@ -212,7 +212,7 @@ def _download_archive(name: str) -> Path:
                     file.write(block)
         except OSError as error:  # the errors of urllib are OSErrors too
             remedy = (
-                "unzip it yourself and name the folder; "
+                "or download and unzip it yourself, and give the folder instead of the name; "
                 f"SciFact comes with contaccum: {shipped_scifact()}"
             )
             raise DataError(

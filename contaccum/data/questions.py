@@ -82,11 +82,12 @@ def _parse_question(row: str | Mapping[str, Any]) -> tuple[str, list[str]]:
 
 def _parse_table_line(line: str) -> dict[str, Any]:
     """Return the question and the answers in a line of DPR's format."""
-    cells = next(csv.reader([line], delimiter="\t"), [])
+    try:
+        cells = next(csv.reader([line], delimiter="\t"), [])
+    except csv.Error as error:
+        raise Fault("broken quoting", str(error)) from None
     if len(cells) != 2:
-        raise Fault(
-            "not 2 columns", f"found {len(cells)}, not a question, a tab, and ['one', 'two']"
-        )
+        raise Fault("not 2 columns", f"found {len(cells)}; a line is QUESTION<tab>['one', 'two']")
     try:
         # literal_eval evaluates literals only, so no code of the file runs.
         answers = ast.literal_eval(cells[1].strip())

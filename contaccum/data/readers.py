@@ -129,6 +129,8 @@ class Source:
 
     Args:
         path, data_format, split, columns, num_negatives, corpus, min_score: see `read_records`.
+        is_corpus: True if the rows are passages. If a Hugging Face dataset has only one split, its
+            name does not matter then.
         needs_scores: True for distillation: a record in which a passage lacks a teacher score (the
             relevance score of a stronger model, such as a cross-encoder) is a bad record.
 
@@ -147,6 +149,7 @@ class Source:
         needs_scores: bool = False,
         corpus: AnyPath | None = None,
         min_score: float | None = None,
+        is_corpus: bool = False,
     ) -> None:
         check_choice("data_format", data_format, (None, *DATA_FORMATS))
         self.path = Path(path)
@@ -156,6 +159,7 @@ class Source:
         else:
             self.data_format = sniff_format(self.path, self.columns)
         self.split = split
+        self._is_corpus = is_corpus
         self.num_negatives = num_negatives
         self.needs_scores = needs_scores
         self.corpus = corpus
@@ -255,11 +259,12 @@ class Source:
                 return datasets.load_dataset(
                     "parquet", data_files=source, split="train", streaming=True
                 )
-            if not is_saved_dataset(self.path):
+            if is_saved_dataset(self.path):
+                loaded = datasets.load_from_disk(source)
+            else:
                 name, _, config = source.partition(":")
-                return datasets.load_dataset(name, config or None, split=self.split)
-            saved = datasets.load_from_disk(source)
-            return saved[self.split] if isinstance(saved, dict) else saved
+                split = None if self._is_corpus else self.split
+                loaded = datasets.load_dataset(name, config or None, split=split)
         except Exception as error:  # the hub, the network and Arrow have no common exception class
             message = (
                 f"as a Hugging Face dataset with split {quoted(self.split)} it cannot be loaded: "
@@ -268,6 +273,21 @@ class Source:
             if not self.path.exists():
                 message = f"no such file or folder, and {message}"
             raise DataError(one_line(f"{source}: {message}")) from error
+        if not isinstance(loaded, dict):
+            return loaded
+        return loaded[self._choose_split(list(loaded))]
+
+    def _choose_split(self, splits: list[str]) -> str:
+        """Return the split to read of a dataset that has several, or a corpus with its only one."""
+        if self._is_corpus and len(splits) == 1:
+            return splits[0]
+        if self.split in splits:
+            return self.split
+        names = ", ".join(splits)
+        remedy = "save the split of the passages by itself" if self._is_corpus else "set split"
+        raise DataError(
+            one_line(f"{self.path}: no split {quoted(self.split)}; it has {names} ({remedy})")
+        )
 
     def key(self, *settings: Any) -> str:
         """Return the key of the records in the cache: a sha256, in hex.
@@ -360,7 +380,7 @@ def _make_corpus_source(path: AnyPath) -> Source:
     if is_beir_folder(path):
         path = find_beir_file(path, "corpus.jsonl")
     if path.is_dir() or is_hub_name(path):
-        return Source(path, "hub")
+        return Source(path, "hub", is_corpus=True)
     head = read_head(path)
     if head.startswith(b"PAR1"):  # the first bytes of every parquet file
         return Source(path, "parquet")
@@ -407,12 +427,13 @@ def _parse_passage(row: str | Mapping[str, Any], may_be_blank: bool) -> Passage:
     if isinstance(row, str):
         passage_id, text = split_cells(row, 2)
         row = {"id": passage_id, "text": text}
+    for name, expected_fields in (("text", _CORPUS_TEXT_FIELDS), ("id", _CORPUS_ID_FIELDS)):
+        if set(expected_fields).isdisjoint(row):
+            fields = quoted(", ".join(row), 200)
+            expected = ", ".join(expected_fields)
+            raise Fault(f"missing {name}", f"its fields are {fields}; use one of {expected}")
     text = parse_nullable_text(row, _CORPUS_TEXT_FIELDS, "text")
     identifier = get_first_value(row, _CORPUS_ID_FIELDS)
-    if identifier is None:
-        fields = quoted(", ".join(row), 200)
-        expected = ", ".join(_CORPUS_ID_FIELDS)
-        raise Fault("missing id", f"its fields are {fields}; ids are in one of {expected}")
     passage = Passage(parse_id(identifier, "id"), parse_title(row), text)
     if not passage.passage and not may_be_blank:
         raise Fault("empty passage", quoted(passage.id))

@@ -372,5 +372,6 @@ def read_json_array(path: AnyPath, prefix: str = "item") -> Rows:
             for number, value in enumerate(ijson.items(file, prefix, use_float=True), start=1):
                 yield number, _require_object(value)
         except (ijson.JSONError, *UNREADABLE) as error:
-            fault = Fault("broken JSON, or the file breaks off")
-            raise make_data_error(path, number + 1, fault, "get the file again") from error
+            fault = Fault("broken JSON, or the file breaks off", str(error))
+            remedy = "correct the JSON, or get the file again"
+            raise make_data_error(path, number + 1, fault, remedy) from error

@@ -1,4 +1,4 @@
-"""Settings that make training rows of records, and the sampling of one row's texts.
+"""Settings by which records become training rows, and the sampling of one row's texts.
 
 A record is a query with all its positives and negatives. A row is one training example: the query,
 one positive and h negatives.

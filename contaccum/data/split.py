@@ -83,7 +83,7 @@ class SplitSettings:
             is_fraction_above_one = is_positive and size > 1 and size != int(size)
             if not is_positive or is_fraction_above_one:
                 raise ConfigError(
-                    f"{name}={size}: give a share below 1, or a whole number of queries"
+                    f"{name}={size}: give a share between 0 and 1, or a whole number of queries"
                 )
         for name in ("haystack", "fold"):
             if getattr(self, name) < 0:
@@ -330,7 +330,7 @@ def choose_sides(
             f"{source}: cannot hold out {num_held_out:,} queries. Records that share a text, or "
             f"nearly so, must stay on one side: the largest group has "
             f"{max(grouping.queries_of_group.values()):,} queries, and small groups have "
-            f"{num_available:,} in all (hold out less with --dev and --test)"
+            f"{num_available:,} in all (hold out fewer, with --dev and --test)"
         )
     test_start = settings.fold * sizes["test"]
     if settings.fold and test_start + sizes["test"] > num_available:

@@ -26,10 +26,18 @@ _CELL_SIZE_LIMIT = 2**31 - 1
 
 
 class Header(NamedTuple):
-    """The delimiter of a table, and the names of its columns."""
+    """The header of a table.
+
+    Attributes:
+        delimiter: the text between two cells.
+        names: names of the columns.
+        has_blanks: True if blanks stand before quoted cells. The rows are then expected to have
+            them too.
+    """
 
     delimiter: str
     names: list[str]
+    has_blanks: bool
 
 
 def read_csv(path: AnyPath) -> Rows:
@@ -44,29 +52,37 @@ def read_csv(path: AnyPath) -> Rows:
     """
     # The csv module's own limit of 128 KB per cell would refuse long documents.
     csv.field_size_limit(_CELL_SIZE_LIMIT)
-    delimiter = parse_header(read_head(path)).delimiter
+    header = parse_header(read_head(path))
     names: list[str] = []
     line = 1
     with open_data_file(path) as file:
         # Bytes that are not UTF-8 become surrogates, which `parse_text` refuses in their row.
         text_file = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
         try:
-            reader = csv.reader(text_file, delimiter=delimiter, strict=True)
+            reader = csv.reader(
+                text_file,
+                delimiter=header.delimiter,
+                strict=True,
+                skipinitialspace=header.has_blanks,
+            )
             for cells in reader:
                 is_blank = not any(cell.strip() for cell in cells)
                 if not names:
                     if not is_blank:
                         names = _parse_column_names(cells)
                     _refuse_repeated_name(path, line, names)
+                elif is_blank:
+                    pass
                 elif len(cells) == len(names):
                     yield line, _make_row(names, cells)
-                elif not is_blank:
+                else:
                     detail = f"found {len(cells)} where the header has {len(names)}"
                     yield line, Fault("wrong number of columns", detail)
                 line = reader.line_num + 1
         except csv.Error as error:
             fault = Fault("broken quoting", str(error))
-            raise make_data_error(path, line, fault, "double quotes inside of cells") from error
+            remedy = 'write a " inside a quoted cell twice'
+            raise make_data_error(path, line, fault, remedy) from error
         except UNREADABLE as error:
             yield line, Fault("the file breaks off", str(error))
 
@@ -93,11 +109,12 @@ def parse_header(head: bytes) -> Header:
         cells = next(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), [])
     except csv.Error:
         cells = []
-    return Header(delimiter, _parse_column_names(cells))
+    has_blanks = any(re.match(' +"', cell) for cell in cells)
+    return Header(delimiter, _parse_column_names(cells), has_blanks)
 
 
 def _parse_column_names(cells: list[str]) -> list[str]:
-    # The csv module leaves quotes in a cell that begins with a blank.
+    # `parse_header` leaves quotes in a cell that begins with a blank, as the csv module does.
     return [cell.strip().strip('"') for cell in cells]
 
 

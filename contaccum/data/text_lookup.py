@@ -35,11 +35,12 @@ class TextLookup:
                 self._connection.execute(
                     "INSERT INTO texts (id, text) VALUES (?, ?)", (text_id, text)
                 )
+            except sqlite3.IntegrityError as error:
+                message = f"{path}: id {quoted(text_id)}: occurs twice (keep one text for each id)"
+                raise DataError(one_line(message)) from error
             except sqlite3.Error as error:
-                remedy = "keep one text for each id, and free disk space in TMPDIR"
-                raise DataError(
-                    one_line(f"{path}: id {quoted(text_id)}: {error} ({remedy})")
-                ) from error
+                message = f"{path}: its texts cannot be stored: {error} (free disk space in TMPDIR)"
+                raise DataError(one_line(message)) from error
 
     def find_number(self, text_id: object) -> int:
         """Return the number of the text with an id; raises `Fault` for an unknown id.

@@ -114,7 +114,7 @@ class DataArguments:
     """Training and evaluation data, in the formats of docs/data.md."""
 
     train_data: list[str] = option(
-        [], "A file, a folder or a Hugging Face data set; several: paths or {path: ...}."
+        [], 'A file, a folder or a Hugging Face data set; several: paths or {"path": ...}.'
     )
     data_format: str | None = option(
         None, "Format of the data. Default: detected from the content.", tuple(DATA_FORMATS)

@@ -344,6 +344,9 @@ def test_sets_of_hub_and_ir_datasets_become_beir_folders(tmp_path, server, monke
     monkeypatch.setitem(sys.modules, "ir_datasets", None)
     assert resolve_beir_data(name) == folder
     with pytest.raises(
-        DataError, match="pip install .*ir_datasets" if name[:2] == "ir" else "nor a set on the hub"
+        DataError,
+        match="pip install .*ir_datasets"
+        if name[:2] == "ir"
+        else "on the hub, it cannot be loaded either",
     ):
         resolve_beir_data(f"{name}2")

@@ -191,7 +191,7 @@ case(
     num_hard_negatives=1,
 )
 twice = changed(put_msmarco, "collection.tsv", "1\ta\n1\tb\n")
-case("msmarco, id twice", twice, r"collection\.tsv: id '1': UNIQUE", None)
+case("msmarco, id twice", twice, r"collection\.tsv: id '1': occurs twice", None)
 case(
     "msmarco, no split",
     lambda f: put_msmarco(f / "m"),

@@ -60,3 +60,13 @@ def test_groups_do_not_depend_on_the_order_of_the_texts(seed):
     groups = group(shuffled)
     assert groups == group(texts)
     assert sorted(map(len, groups)) == [1] * 20 + [60]
+
+
+def test_vowel_signs_of_hindi_count():
+    """Python's pattern for letters does not match these signs."""
+    texts = ["\u0915\u093e " * 4, "\u0915\u0940 " * 4]
+    assert group(texts) == [{texts[0]}, {texts[1]}]
+
+
+def test_texts_of_symbols_are_compared_as_they_are():
+    assert group(["+++", "???"]) == [{"+++"}, {"???"}]

@@ -113,6 +113,7 @@ def test_every_form_gives_the_same_questions(name, tmp_path):
         ("no answers here", "not 2 columns: found 1"),
         ("a\t__import__('os').system('true')", "answers are not a list"),
         ("a\t['']", "empty answer"),
+        ("a\rb\t['x']", "broken quoting"),
         ("a\t" + "[" * 4000, "answers are not a list"),
     ],
 )

@@ -31,6 +31,7 @@ from contaccum.data import (
 )
 from contaccum.data.columns import FIELDS
 from contaccum.data.dataset import parse_training_sets
+from contaccum.data.readers import Passage
 from contaccum.data.tables import read_csv
 from contaccum.errors import ConfigError, DataError
 
@@ -104,11 +105,21 @@ def test_records_of_a_file_may_have_different_fields(tmp_path):
         read(path, columns={"query": "q", "positive": "pp"})
 
 
-@pytest.mark.parametrize("columns", [["quer=a"], ["query"], ["{query"]])
+@pytest.mark.parametrize("columns", [["quer=a"], ["query"], ["{query"], "query", [{"query": "a"}]])
 def test_a_mapping_that_cannot_be_used_is_refused(columns):
     with pytest.raises(ConfigError, match="data_columns"):
         parse_columns(columns)
-    assert parse_columns(['{"query": "a"}']) == {"query": "a"} and parse_columns(None) == {}
+
+
+@pytest.mark.parametrize(
+    "columns", [{"query": "a"}, "query=a", ["query=a"], '{"query": "a"}', ['{"query": "a"}']]
+)
+def test_columns_are_a_mapping_a_word_or_an_object(columns):
+    assert parse_columns(columns) == {"query": "a"}
+
+
+def test_no_columns_are_none():
+    assert parse_columns(None) == {}
 
 
 @pytest.mark.parametrize(
@@ -220,9 +231,7 @@ def test_saved_datasets_are_read_by_split(tmp_path):
     both.save_to_disk(str(tmp_path / "both"))
     assert sniff_format(tmp_path / "both") == "hub" and read(tmp_path / "both")[0] == RECORDS
     assert read(tmp_path / "both", split="dev")[0] == RECORDS[:1]
-    with pytest.raises(
-        DataError, match="both: as a Hugging Face dataset with split 'test' it cannot be loaded"
-    ):
+    with pytest.raises(DataError, match=r"both: no split 'test'; it has train, dev \(set split\)"):
         read(tmp_path / "both", split="test")
     record = {
         "question": "q",
@@ -411,7 +420,7 @@ def test_ids_are_looked_up_in_a_corpus_of_any_kind(tmp_path, name, packing):
         read(path)
     with pytest.raises(DataError, match=r"unknown id in other: 'd1'"):
         read(path, corpus=put(tmp_path / "other", lines(CORPUS[1:])))
-    with pytest.raises(DataError, match=r"id 'd1': UNIQUE .*keep one"):
+    with pytest.raises(DataError, match=r"id 'd1': occurs twice .*keep one"):
         read(path, corpus=put(tmp_path / "twice", lines(CORPUS + CORPUS)))
     (parsed,) = parse_training_sets([{"path": str(path), "corpus": str(source)}]).values()
     assert load_training_data(**parsed, num_hard_negatives=2).dataset[0]["positive"] == "T p"
@@ -446,10 +455,62 @@ def test_a_pair_with_label_0_is_no_match(tmp_path, label):
     pairs = [{"query": "q1", "positive": "p1", "label": 1}]
     pairs.append({"query": "q2", "positive": "p2", "label": label})
     path = put(tmp_path / "a.jsonl", lines(pairs))
-    with pytest.raises(DataError, match=r":2: a pair with label 0: .*min_score: 1"):
+    with pytest.raises(DataError, match=r':2: a pair with label 0: .*"min_score": 1'):
         read(path)
     parsed_records, _ = read(path, min_score=1)
     assert [record.query for record in parsed_records] == ["q1"]
+
+
+def test_a_label_that_holds_teacher_scores_is_not_a_match_label(tmp_path):
+    path = put(tmp_path / "a.jsonl", lines([{"query": "q", "positive": "p", "label": 0}]))
+    parsed_records, _ = read(path, columns={"positive_scores": "label"})
+    assert [record.query for record in parsed_records] == ["q"]
+
+
+def test_pairs_of_an_earlier_ms_swift_need_min_score(tmp_path):
+    pairs = [{"query": f"q{label}", "response": "p", "label": label} for label in (0.2, 0.9)]
+    path = put(tmp_path / "a.jsonl", lines(pairs))
+    with pytest.raises(DataError, match=r":1: a pair with a score: .*min_score"):
+        read(path)
+    assert [record.query for record in read(path, min_score=0.5)[0]] == ["q0.9"]
+
+
+def test_negatives_may_be_numbered_from_0(tmp_path):
+    record = {
+        "query": "q",
+        "positive": "p",
+        "negative_0": "a",
+        "negative_10": "c",
+        "negative_2": "b",
+    }
+    parsed_records, _ = read(put(tmp_path / "a.jsonl", lines([record])))
+    assert parsed_records == [Record("q", ["p"], ["a", "b", "c"])]
+
+
+@pytest.mark.parametrize("split", ["corpus", "train"])
+def test_a_saved_corpus_may_call_its_only_split_by_any_name(tmp_path, split):
+    from datasets import Dataset, DatasetDict
+
+    corpus = [{"_id": "d1", "text": "one"}]
+    DatasetDict({split: Dataset.from_list(corpus)}).save_to_disk(str(tmp_path / "corpus"))
+    passages = list(read_passages(tmp_path / "corpus", RecordReport()))
+    assert passages == [Passage("d1", "", "one")]
+
+
+def test_a_saved_corpus_with_several_splits_has_its_passages_in_train(tmp_path):
+    from datasets import Dataset, DatasetDict
+
+    parts = {name: Dataset.from_list([{"_id": "d", "text": name}]) for name in ("a", "b")}
+    DatasetDict(parts).save_to_disk(str(tmp_path / "corpus"))
+    with pytest.raises(DataError, match=r"no split 'train'; it has a, b .*by itself"):
+        list(read_passages(tmp_path / "corpus", RecordReport()))
+
+
+def test_a_corpus_without_a_known_text_field_names_the_known_ones(tmp_path):
+    path = put(tmp_path / "corpus.jsonl", lines([{"id": "d1", "content": "one"}]))
+    expected = "missing text: its fields are 'id, content'; use one of text, passage, contents"
+    with pytest.raises(DataError, match=expected):
+        list(read_passages(path, RecordReport()))
 
 
 @pytest.mark.parametrize("label", ["score", "label"])
@@ -461,7 +522,24 @@ def test_pairs_with_a_low_score_are_left_out_and_counted(tmp_path, label):
     parsed_records, report = read(path, min_score=0.5)
     assert [record.query for record in parsed_records] == ["q0.5", "q1"]
     assert report.by_reason == {"score below min_score": 1} and report.seen == 3
-    with pytest.raises(DataError, match="score is not a number: found None"):
+    with pytest.raises(DataError, match=r"missing score: its fields are .* --data_columns score=N"):
         read(put(tmp_path / "b.jsonl", lines(OTHERS[:1])), min_score=1)
     with pytest.raises(ConfigError, match="min_score is set, but data_format=beir"):
         read(WRITERS["beir"](tmp_path), min_score=1)
+
+
+def test_rows_of_empty_cells_are_blank_lines(tmp_path):
+    """Excel writes such rows at the end of a sheet."""
+    parsed_records, report = read(put(tmp_path / "a.csv", "query,positive\nq,p\n,\n"))
+    assert parsed_records == [Record("q", ["p"], [])] and report.seen == 1
+
+
+def test_blanks_before_quoted_cells_are_no_text(tmp_path):
+    path = put(tmp_path / "a.csv", '"query", "positive"\n"q", "a, b"\n')
+    assert read(path)[0] == [Record("q", ["a, b"], [])]
+
+
+def test_the_header_of_a_table_with_tabs_is_not_a_triple(tmp_path):
+    path = put(tmp_path / "a.tsv", "frage\tantwort\tfalsch\nwas ist das\tein Satz\tein anderer\n")
+    with pytest.raises(DataError, match=r"header of known column names; .*set --data_columns"):
+        sniff_format(path)

@@ -1,5 +1,6 @@
 """Teacher scores: read from every field, and kept with their passage by cache and sampling."""
 
+import json
 from itertools import product
 from typing import Any
 
@@ -196,3 +197,11 @@ def test_filling_with_passages_without_scores_is_refused(tmp_path):
     for name in ("beir", "msmarco"):
         with pytest.raises(ConfigError, match=f"{name} data have no teacher scores"):
             load_training_data(WRITERS[name](tmp_path), teacher_scores=True)
+
+
+def test_the_bm25_scores_of_published_dpr_files_are_not_called_teacher_scores(tmp_path):
+    passage = {"title": "T", "text": "p", "score": 1000}
+    record = {"question": "q", "positive_ctxs": [passage], "hard_negative_ctxs": []}
+    path = tmp_path / "dpr.json"
+    path.write_text(json.dumps([record]), encoding="utf-8")
+    assert load_training_data(path).unused_scores is False
