@@ -512,3 +512,19 @@ def test_a_bad_record_is_named_or_left_out(tmp_path):
     with pytest.raises(DataError, match=r"p\.jsonl:2: missing positive"):
         load_mining_data(path)
     assert "1 left out" in load_mining_data(path, on_bad_record="skip").record["records"]
+
+
+def test_a_search_in_groups_mines_the_same_negatives(model, pairs, monkeypatch):
+    expected = mine(model, pairs, num_negatives=3)
+    monkeypatch.setattr("contaccum.mining.search._QUERIES_PER_SEARCH", 2)
+    grouped = mine(model, pairs, num_negatives=3)
+    assert len(grouped.rows) > 2
+    np.testing.assert_array_equal(grouped.rows, expected.rows)
+    np.testing.assert_allclose(grouped.scores, expected.scores, rtol=1e-6)
+
+
+def test_blank_passages_of_a_separate_corpus_are_not_mined(tmp_path):
+    corpus = [{"_id": "d1", "text": "one"}, {"_id": "d2", "title": "", "text": ""}]
+    path = write_lines(tmp_path / "corpus.jsonl", corpus)
+    data = load_mining_data([{"query": "q", "positive": "p"}], corpus=path)
+    assert data.pool_size == 1

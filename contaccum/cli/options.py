@@ -190,7 +190,10 @@ SHARED_OPTIONS: dict[str, dict[str, Any]] = {
         "type": parse_positive_int,
         "default": 32,
         "metavar": "N",
-        "help": "number of texts per encoder batch; default: %(default)s",
+        "help": (
+            "number of texts per encoder batch (on a CPU at most 8, which is faster); "
+            "default: %(default)s"
+        ),
     },
     "precision": {
         "choices": PRECISIONS,

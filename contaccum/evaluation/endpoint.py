@@ -177,7 +177,8 @@ class EmbeddingEndpoint:
             )
         raise self._error(
             f"refuses a request with status {status} ({self._quote(response)}): if it has too many "
-            "texts, lower --batch_size; if a text is too long, let the server truncate (TEI: "
+            "texts, lower --batch_size; if a text is empty, remove it from the data, because this "
+            "server does not encode it; if a text is too long, let the server truncate (TEI: "
             "--auto-truncate; vLLM: --request_fields '{\"truncate_prompt_tokens\": -1}')"
         )
 
@@ -196,7 +197,12 @@ class EmbeddingEndpoint:
                 f"does not answer in the form of OpenAI's embeddings ({self._quote(response)}): "
                 "name the URL of an OpenAI-compatible server of pooled embeddings"
             ) from error
-        if vectors.keys() != set(range(num_texts)):
+        if len(vectors) == num_texts and vectors.keys() != set(range(num_texts)):
+            raise self._error(
+                f"does not number its embeddings from 0 to {num_texts - 1}, as OpenAI's API does: "
+                "correct the server, or use another one"
+            )
+        if len(vectors) != num_texts:
             raise self._error(
                 f"answers with {len(vectors)} embeddings for {num_texts} texts: "
                 "see the server's log, or lower --batch_size"
@@ -242,7 +248,7 @@ def complete_url(url: str) -> str:
         # The query of a URL may contain a key, which would then be written to records.
         raise ConfigError(
             f"{redact(urlunsplit(parts._replace(query='', fragment='')))}: remove what follows ? "
-            f"or # in the URL; a key belongs into the environment variable {KEY_VARIABLE}"
+            f"or # in the URL; put a key into the environment variable {KEY_VARIABLE}"
         )
     path = parts.path.rstrip("/")
     if path.endswith("/v1"):

@@ -221,15 +221,18 @@ def _compare_metric(
 def choose_sample(texts: Sequence[str]) -> list[str]:
     """Return 32 different texts, or all if there are fewer.
 
-    The sample holds the 8 longest texts, and 24 of the others, at equal steps of their order by
-    length.
+    The sample holds the 8 longest texts, the shortest one, and 23 of the others, at equal steps of
+    their order by length. Many servers refuse an empty text, which would be the shortest one.
     """
     longest_first = sorted(dict.fromkeys(texts), key=len, reverse=True)
+    if len(longest_first) <= _SAMPLE_SIZE:
+        return longest_first
+    others = longest_first[_NUM_LONGEST:-1]
+    num_others = _SAMPLE_SIZE - _NUM_LONGEST - 1
     sample = longest_first[:_NUM_LONGEST]
-    others = longest_first[_NUM_LONGEST:]
-    num_others = min(_SAMPLE_SIZE - _NUM_LONGEST, len(others))
     for number in range(num_others):
         sample.append(others[number * len(others) // num_others])
+    sample.append(longest_first[-1])
     return sample
 
 

@@ -76,11 +76,12 @@ class RetrievalEvaluator(SentenceEvaluator):
         super().__init__()
         warn_of_ignored_judgements(dataset.qrels, dataset.name)
         self.dataset = dataset
-        self.metrics = tuple(dict.fromkeys(map(check_metric, metrics)))
+        names = list(metrics) if primary_metric is None else [*metrics, primary_metric]
+        self.metrics = tuple(dict.fromkeys(map(check_metric, names)))
         self.batch_size = batch_size
         self.similarity = similarity
         # Typed as Any, because the base class declares it as None.
-        self.primary_metric: Any = primary_metric or self.metrics[0]
+        self.primary_metric: Any = check_metric(primary_metric or self.metrics[0])
         self.notes = notes or {}
         self.documents = None
         self.query_scores: dict[str, float] = {}

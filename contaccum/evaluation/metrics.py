@@ -94,7 +94,8 @@ def score_run(
             trec_run[query_id].pop(query_id, None)
     if not judgements:
         raise DataError(
-            "the relevance judgements (qrels) are empty: there is nothing to score a run against"
+            "the relevance judgements (qrels) are empty, so there is nothing to score a run "
+            "against (name a split that has judgements)"
         )
     cut_offs = ",".join(map(str, k_values))
     measures = {f"{measure}.{cut_offs}" for measure in _TREC_MEASURES.values()}

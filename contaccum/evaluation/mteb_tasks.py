@@ -187,7 +187,10 @@ def _load_data(task: Any, parts: Sequence[_TaskPart]) -> None:
                 part.task.load_data()
     except Exception as error:  # errors of the hub, the network and Arrow have no common base class
         reason = str(error)[:300]
-        raise DataError(f"{task.metadata.name}: mteb cannot load its data ({reason})") from error
+        raise DataError(
+            f"{task.metadata.name}: mteb cannot load its data ({reason}); check the network and "
+            "your access to the data set"
+        ) from error
 
 
 def _run_with_mteb(

@@ -91,7 +91,8 @@ def _check_run(questions: Questions, run: Run, passages: Mapping[str, Passage]) 
         if question_id not in questions.texts:
             raise DataError(
                 f"{question_id!r:.60} is not the id of a question: ids are question-1 to "
-                f"question-{len(questions.texts)}, in the order of the file"
+                f"question-{len(questions.texts)}, in the order of the file "
+                "(search with the questions of this file)"
             )
         for passage_id in hits:
             if passage_id not in passages:

@@ -63,8 +63,8 @@ class EvaluationResult:
         search: index, index_parameters, k, gpus; for an approximate index also its recall.
         tokenisation: hash of the settings, beside the weights, that decide embeddings; None for a
             run of another system.
-        served: types and sizes that the embeddings were scored in too, with a row of scores for
-            each; see `forms.score_forms`.
+        served: the forms (types and sizes) in which a vector database may hold the embeddings, with
+            a row of scores for each; see `forms.score_forms`. It is not about `endpoint`.
         endpoint: the embedding server whose embeddings were scored in place of the model's, and
             its comparison with the model; see `endpoint_check.evaluate_endpoint`.
         timing: seconds of encoding, indexing and searching.
@@ -104,6 +104,7 @@ def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> tupl
     """
     path = Path(path)
     run_path = path.with_suffix(".trec")
+    path.unlink(missing_ok=True)  # so that a kill leaves no older record beside the new run
     write_text(run_path, trec_lines(result.run.items(), _make_run_tag(result)))
     record = result.record()
     for key, value in record.items():

@@ -112,6 +112,7 @@ def load_cross_encoder(
     )
     if config.num_labels != 1 or not has_trained_head:
         raise UserError(
-            f"{name}: is not a cross-encoder that was trained to give a pair of texts one score"
+            f"{name}: is not a cross-encoder that was trained to give a pair of texts one score "
+            "(name a reranker, such as cross-encoder/ms-marco-MiniLM-L6-v2)"
         )
     return cross_encoder

@@ -140,7 +140,7 @@ def load_mining_data(
         if record["format"] == "beir":
             dataset = load_beir_folder(source, split, report=report)
             passages = _make_beir_passages(dataset)
-            pool = [passage for passage in passages.values() if passage.passage]
+            pool = _drop_blank_passages(passages.values())
             queries = _iter_beir_queries(dataset, passages)
         else:
             queries = (
@@ -153,12 +153,17 @@ def load_mining_data(
     one_record_per_positive = record["format"] in JUDGED_FORMATS
     known_positives = _collect_positives(queries, one_record_per_positive, content)
     if corpus is not None:
-        pool = list(read_passages(corpus, report))
+        pool = _drop_blank_passages(read_passages(corpus, report, may_be_blank=True))
     for passage in pool or ():
         content.add(*passage)
     record["records"] = report.summary()
     record["fingerprint"] = content.hex()
     return _build_mining_data(known_positives, pool, record)
+
+
+def _drop_blank_passages(passages: Iterable[Passage]) -> list[Passage]:
+    """Drop the passages without title and text, which published sets have."""
+    return [passage for passage in passages if passage.passage]
 
 
 def _iter_queries_in_memory(records: Iterable[Mapping[str, Any]]) -> Iterator[_JudgedQuery]:

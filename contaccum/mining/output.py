@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -73,20 +73,28 @@ def write_mined(
     format_records = _FORMATTERS[output_format]
     if output_format == "pairs" and not _has_several_positives(mined):
         format_records = _format_single_pairs
-    lines = []
-    for query in range(len(mined.rows)):
-        for record in format_records(_collect_query(mined, query)):
-            lines.append(json.dumps(record, ensure_ascii=False))
-    if not lines:
+    lines = _format_lines(mined, format_records)
+    first_line = next(lines, None)
+    if first_line is None:
         num_negatives = mined.rows.shape[1]
         raise DataError(f"{path}: no query has {num_negatives} negatives (lower num_negatives)")
     if output_format == "dpr":
-        write_text(path, "[\n" + ",\n".join(lines) + "\n]\n")
+        parts = chain(["[\n", first_line], (f",\n{line}" for line in lines), ["\n]\n"])
     else:
-        write_text(path, (f"{line}\n" for line in lines))
+        parts = chain([first_line], (f"\n{line}" for line in lines), ["\n"])
+    write_text(path, parts)
     report_path = _get_report_path(path)
     write_json(report_path, {**(report or {}), "output_format": output_format, **mined.record()})
     return path, report_path
+
+
+def _format_lines(
+    mined: MinedNegatives, format_records: Callable[[_MinedQuery], Iterable[JsonObject]]
+) -> Iterator[str]:
+    """Yield the records of all queries as JSON, one in memory at a time."""
+    for query in range(len(mined.rows)):
+        for record in format_records(_collect_query(mined, query)):
+            yield json.dumps(record, ensure_ascii=False)
 
 
 def check_output(path: AnyPath, output_format: str) -> Path:

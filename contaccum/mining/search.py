@@ -31,6 +31,9 @@ from contaccum.retrieval.searcher import bm25_scores
 
 DEFAULT_CROSS_ENCODER_MARGIN = 3.0
 
+# Queries that are searched together. Their results are in memory at the same time.
+_QUERIES_PER_SEARCH = 4096
+
 
 @dataclass
 class MinedNegatives:
@@ -94,7 +97,8 @@ def mine_hard_negatives(
     """Find hard negatives: passages that score high for a query and are not known to be relevant.
 
     The model may be in training: neither the model nor the random state changes. No file is
-    written.
+    written. The passages and, with a model, their float32 embeddings are in memory: 8.8 million
+    passages of 768 dimensions need 27 GB.
 
     Args:
         data: a `MiningData`, or a source that `load_mining_data` reads.
@@ -118,16 +122,14 @@ def mine_hard_negatives(
     if not isinstance(data, MiningData):
         data = load_mining_data(data)
 
-    # A ranking contains excluded passages too, so it is made longer by the largest number of them.
-    most_excluded = max(len(rows) for rows in data.excluded)
-    k = min(selection_rules.depth + most_excluded, data.pool_size)
-    settings: JsonObject = {"method": "bm25", **asdict(selection_rules)}
-    settings["range_max"] = selection_rules.depth
+    depth = selection_rules.depth
+    method = "bm25" if model is None else "dense"
+    settings: JsonObject = {"method": method, **asdict(selection_rules)}
+    settings["range_max"] = depth
     if model is None:
-        rankings = _rank_by_bm25(data, k, show_progress)
+        rankings = _rank_by_bm25(data, depth, show_progress)
     else:
         metric = get_similarity(model, similarity)
-        settings["method"] = "dense"
         settings["similarity"] = metric
         settings["precision"] = precision
         encode_options = {
@@ -135,7 +137,7 @@ def mine_hard_negatives(
             "precision": precision,
             "show_progress": show_progress,
         }
-        rankings = _rank_by_model(data, model, k, metric, encode_options)
+        rankings = _rank_by_model(data, model, depth, metric, encode_options)
     candidate_filter = _make_candidate_filter(cross_encoder, selection_rules, batch_size)
     progress = tqdm(rankings, desc="Mining", total=len(data.queries), disable=not show_progress)
     mined = _select_negatives(data, settings, progress, selection_rules, candidate_filter)
@@ -162,33 +164,45 @@ def _make_candidate_filter(
 
 
 def _rank_by_model(
-    data: MiningData, model: Any, k: int, metric: Similarity, encode_options: dict[str, Any]
+    data: MiningData, model: Any, depth: int, metric: Similarity, encode_options: dict[str, Any]
 ) -> Iterator[_Ranking]:
-    """Yield the k best passages for each query, by the similarity of embeddings."""
+    """Yield the best passages for each query, by the similarity of embeddings.
+
+    At least ``depth`` of them are not excluded, if the pool has so many.
+    """
     texts = [document.passage for document in data.documents]
     passage_embeddings = encode_texts(model, texts, "document", **encode_options)
     query_embeddings = encode_texts(model, data.queries, "query", **encode_options)
     query_embeddings = prepare_vectors(query_embeddings, metric, "query embedding")
     index = build_index(passage_embeddings[: data.pool_size], metric=metric)
-    scores, rows = search(index, query_embeddings, k)
-    for query, positive_rows in enumerate(data.positives):
-        positive_embeddings = prepare_vectors(
-            passage_embeddings[positive_rows], metric, "document embedding"
-        )
-        positive_scores = positive_embeddings @ query_embeddings[query]
-        yield _Ranking(scores[query], rows[query], positive_scores)
+    for start in range(0, len(data.queries), _QUERIES_PER_SEARCH):
+        group = range(start, min(start + _QUERIES_PER_SEARCH, len(data.queries)))
+        # Rankings contain excluded passages too, so all rankings of a group are longer by the
+        # largest number of them in the group.
+        most_excluded = max(len(data.excluded[query]) for query in group)
+        k = min(depth + most_excluded, data.pool_size)
+        scores, rows = search(index, query_embeddings[group.start : group.stop], k)
+        for query, query_scores, query_rows in zip(group, scores, rows, strict=True):
+            positive_embeddings = prepare_vectors(
+                passage_embeddings[data.positives[query]], metric, "document embedding"
+            )
+            positive_scores = positive_embeddings @ query_embeddings[query]
+            yield _Ranking(query_scores, query_rows, positive_scores)
 
 
-def _rank_by_bm25(data: MiningData, k: int, show_progress: bool) -> Iterator[_Ranking]:
-    """Yield the k best passages for each query that share a word with it, by BM25."""
+def _rank_by_bm25(data: MiningData, depth: int, show_progress: bool) -> Iterator[_Ranking]:
+    """Yield the best passages for each query that share a word with it, by BM25.
+
+    At least ``depth`` of them are not excluded, if there are so many.
+    """
     # Positives outside the pool are included, so that they have scores too.
     texts = [document.passage for document in data.documents]
     scores_by_query = bm25_scores(texts, data.queries, show_progress)
-    for scores, positive_rows in zip(scores_by_query, data.positives, strict=True):
+    for query, scores in enumerate(scores_by_query):
         rows = np.flatnonzero(scores[: data.pool_size] > 0)
         order = np.argsort(-scores[rows], kind="stable")  # equal scores in the order of rows
-        rows = rows[order[:k]]
-        yield _Ranking(scores[rows], rows, scores[positive_rows])
+        rows = rows[order[: depth + len(data.excluded[query])]]
+        yield _Ranking(scores[rows], rows, scores[data.positives[query]])
 
 
 def _select_negatives(

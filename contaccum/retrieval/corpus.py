@@ -40,9 +40,9 @@ class EncodedCorpus(NamedTuple):
 def require_texts(
     corpus: Path, kind: Kind, on_bad_record: Literal["stop", "skip"] = "stop"
 ) -> None:
-    """Read the first text of a corpus; raise `DataError` if it cannot be read.
+    """Read the start of a corpus, up to 65,536 texts; raise `DataError` if it cannot be used.
 
-    The check is cheap, and is made before a model is loaded or a folder is created.
+    This takes seconds, so it is done before a model is loaded or a folder is created.
     """
     report = RecordReport(on_bad_record)
     next(read_texts(corpus, kind, report), None)

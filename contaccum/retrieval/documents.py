@@ -246,7 +246,8 @@ class StoreDocuments:
         if device.type != "cuda":
             return False
         free_bytes, _ = torch.cuda.mem_get_info(device)
-        # From the number type and not from the blocks, because each micro-step may come here.
+        # Computed from the number type. This function may be called in every micro-step, and
+        # reading the blocks to measure them would be slow.
         bytes_per_value = np.dtype(self.store.dtype).itemsize
         needed_bytes = bytes_per_value * len(self) * self.dimension / num_parts
         return needed_bytes < _MAX_SHARE_OF_FREE_MEMORY * free_bytes

@@ -294,7 +294,7 @@ def open_folder(path: files.AnyPath) -> StoreFolder:
             f"{files.redact(url)}: pathlib.Path has changed this URL; pass the URL as a str"
         )
     if not is_url(url):
-        return LocalFolder(Path(url))
+        return LocalFolder(Path(url).expanduser())
 
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
@@ -307,6 +307,12 @@ def open_folder(path: files.AnyPath) -> StoreFolder:
         raise ConfigError(
             f"{files.redact(url)}: cannot be used ({error}); name a path, or a URL such as "
             "s3://BUCKET/FOLDER"
+        ) from error
+    except Exception as error:  # some file systems connect here; each has errors of its own
+        reason = files.redact(" ".join(f"{type(error).__name__}: {error}".split()))
+        raise UserError(
+            f"{files.redact(url)}: cannot be opened ({reason}); check the URL, the network and "
+            "your credentials"
         ) from error
     if isinstance(filesystem, LocalFileSystem):
         return LocalFolder(Path(remote_path))

@@ -62,7 +62,8 @@ class DenseIndex:
         metric: "cos" or "dot".
         parameters: FAISS search parameters; None if the factory has none.
         faiss_index: the FAISS index; None for "Flat", which searches the embeddings themselves.
-        gpus: numbers of the GPUs that search a "Flat" index; the CPU searches if there are none.
+        gpus: numbers of the GPUs that search a "Flat" index. The CPU searches if there are none, or
+            if more results are asked for than FAISS finds on a GPU (2,048).
     """
 
     corpus: Embeddings
@@ -113,7 +114,8 @@ def build_index(
             index.add(prepare_vectors(vectors, metric, "document embedding", start))
     except RuntimeError as error:
         raise ConfigError(
-            f"FAISS cannot build index {factory!r} on {num_rows} vectors: {_get_reason(error)}"
+            f"FAISS cannot build index {factory!r} on {num_rows} vectors: {_get_reason(error)} "
+            "(choose fewer lists or smaller codes, or 'Flat')"
         ) from error
     return DenseIndex(embeddings, get_ids, factory, metric, parameters, index)
 
@@ -181,14 +183,22 @@ def open_index(
     description = {"fingerprint": store.fingerprint, "factory": factory, "metric": metric}
     if not path.exists():
         require_writable(path)
-        index = build_index(store, factory, metric, parameters=parameters)
+        check_factory(factory, store.shape[1], len(store), metric, parameters)
+        # FAISS writes search parameters into the file, and they would stay in force when it is
+        # opened without parameters. So the index is built without them.
+        index = build_index(store, factory, metric)
         assert index.faiss_index is not None, "a Flat index has no file"
         # The description is written first: an index file without one would be refused.
         origin = {"store": str(store.folder), "faiss": faiss.__version__}
         write_json(description_path, {**description, **origin})
         with atomic_file(path) as part, refuse_failed_write(path):
             faiss.write_index(index.faiss_index, str(part))
+        index.parameters = _set_parameters(index.faiss_index, factory, parameters)
         return index
+    if not description_path.exists():
+        raise DataError(
+            f"{path}: its description {description_path.name} is missing ({_REMEDY_FOR_FILE})"
+        )
     stored_description = read_json(description_path)
     for name, expected in description.items():
         stored = stored_description.get(name)
@@ -330,7 +340,8 @@ def check_factory(
 
     Raises:
         ConfigError: FAISS does not accept the factory or the parameters, the factory does not
-            work with that dimension or inner products, or n is too small to train it.
+            work with that dimension or inner products, or n is smaller than the number of inverted
+            lists. Only `build_index` finds that n is too small to train other parts, such as codes.
     """
     import faiss
 
@@ -366,7 +377,9 @@ def _set_parameters(index: faiss.Index, factory: str, parameters: str | None) ->
     try:
         space.set_index_parameters(index, parameters)
     except RuntimeError as error:
-        raise ConfigError(f"index {factory!r} does not take parameters {parameters!r}") from error
+        raise ConfigError(
+            f"index {factory!r} does not take parameters {parameters!r} (correct or drop them)"
+        ) from error
     return parameters
 
 

@@ -51,7 +51,7 @@ def describe_store(store: EmbeddingStore) -> dict[str, str]:
 
     Returns:
         A dict with the keys "contaccum.model_name"; "contaccum.model", the fingerprint of the
-        model's weights; "contaccum.similarity", which is "cos" or "dot"; and
+        document tower's weights; "contaccum.similarity", which is "cos" or "dot"; and
         "contaccum.fingerprint", the fingerprint of the store.
     """
     return {

@@ -107,5 +107,6 @@ def check_binary_dimension(dtype: str, dimension: int) -> None:
     if dtype == "binary" and dimension % 8 != 0:
         raise ConfigError(
             f"binary embeddings of {dimension} dimensions: 8 dimensions are packed into a byte, so "
-            "the dimension must be a multiple of 8 (use another --dtype or --dims)"
+            "the dimension must be a multiple of 8 (store another type, such as int8, or truncate "
+            "to a multiple of 8)"
         )

@@ -45,8 +45,7 @@ STORED = ("float32", "float16", "int8", "binary")
 
 # Each shard keeps two files open, and many systems allow a process 1,024 open files.
 _MAX_MAPPED_SHARDS = 64
-# A remedy in error messages.
-_CONTINUE = "run the same contaccum encode again, without --overwrite, to continue"
+_CONTINUE_REMEDY = "run the same contaccum encode again, without --overwrite, to continue"
 # Keys of store.json that decide the rows of a store, in the order in which they are hashed.
 _FINGERPRINT_KEYS = (
     "kind",
@@ -111,13 +110,13 @@ class EmbeddingStore:
             )
         metadata = read_metadata(store_folder)
         if not metadata["finished"]:
-            raise DataError(f"{store_folder}: the store is not finished ({_CONTINUE})")
+            raise DataError(f"{store_folder}: the store is not finished ({_CONTINUE_REMEDY})")
         store = cls(store_folder, metadata)
         for number, shard in enumerate(read_shard_files(store_folder, store.num_shards)):
             if shard is None:
                 raise DataError(
                     f"{store_folder}: the shard from row {number * store.shard_size:,} on is "
-                    f"missing or cut off ({_CONTINUE})"
+                    f"missing or cut off ({_CONTINUE_REMEDY})"
                 )
         return store
 
@@ -128,6 +127,8 @@ class EmbeddingStore:
     def fingerprint(self) -> str:
         """sha256 in hex of what decides the rows: texts, model, tokenisation, types and number."""
         values = [self.metadata.get(key) for key in _FINGERPRINT_KEYS]
+        if "query_model" in self.metadata:
+            values.append(self.metadata.get("query_model"))  # "model" is the document tower
         return files.fingerprint(self.metadata["corpus"]["fingerprint"], values)
 
     def __getitem__(self, rows: slice | Sequence[int] | np.ndarray) -> np.ndarray:
@@ -137,8 +138,7 @@ class EmbeddingStore:
         count from the end. Ascending rows are read fastest.
 
         Raises:
-            IndexError: a row does not exist, or the rows are something else, such as a single
-                number or a mask of booleans.
+            IndexError: a row does not exist, or the rows are a number or a mask of booleans.
         """
         if isinstance(rows, slice):
             rows = np.arange(*rows.indices(len(self)))
@@ -254,7 +254,7 @@ class EmbeddingStore:
             reason = " ".join(str(error).split())
             raise DataError(
                 f"{self._folder}/{get_shard_name(shard_number)}: the shard is broken: {reason} "
-                f"(remove this folder, and {_CONTINUE})"
+                f"(remove this folder, and {_CONTINUE_REMEDY})"
             ) from error
 
 

@@ -41,6 +41,10 @@ REPLACE_REMEDY = (
     "name another folder, or remove this store; contaccum encode does so with --overwrite"
 )
 
+# Keys of store.json whose names do not say what differs.
+_DESCRIPTIONS = {
+    "tokenisation": "tokenisation (tokenizer, prompt, maximum length, pooling or dimension)",
+}
 _NUM_REQUESTS = 16  # files of a remote folder that are read at the same time
 
 
@@ -81,7 +85,7 @@ def check_identity(
         if metadata.get(name) != value:
             differences.append(name)
     if differences:
-        names = " and ".join(differences)
+        names = " and ".join(_DESCRIPTIONS.get(name, name) for name in differences)
         raise UserError(f"{folder}: holds embeddings of another {names} ({REPLACE_REMEDY})")
 
 
@@ -91,10 +95,10 @@ def read_shard_file(folder: StoreFolder, shard_number: int) -> dict[str, Any] | 
     sizes = folder.get_file_sizes(shard_name)
     if SHARD_FILE not in sizes:
         return None
-    del sizes[SHARD_FILE]
     shard = folder.read_json(f"{shard_name}/{SHARD_FILE}")
-    if sizes != shard["bytes"]:
-        return None
+    for name, size in shard["bytes"].items():
+        if sizes.get(name) != size:
+            return None
     return shard
 
 

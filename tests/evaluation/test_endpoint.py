@@ -161,6 +161,13 @@ def _repeat_index(texts, embeddings):
     return content
 
 
+def _count_from_one(texts, embeddings):
+    content = make_answer(texts, embeddings)
+    for item in content["data"]:
+        item["index"] += 1
+    return content
+
+
 @pytest.mark.parametrize(
     "answer, message",
     [
@@ -171,6 +178,7 @@ def _repeat_index(texts, embeddings):
         (lambda texts, embeddings: make_answer(texts, embeddings[:, None]), "pooled embeddings"),
         (_drop_one, "answers with 1 embeddings for 2 texts"),
         (_repeat_index, "answers with 1 embeddings for 2 texts"),
+        (_count_from_one, "does not number its embeddings from 0 to 1"),
         (lambda texts, embeddings: make_answer(texts, embeddings[:, :1]), "with 1 dimensions"),
         (lambda texts, embeddings: make_answer(texts, embeddings * np.nan), "NaN or infinity"),
     ],

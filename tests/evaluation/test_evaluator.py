@@ -168,3 +168,11 @@ def test_new_documents_replace_the_embeddings_of_the_earlier_ones(tmp_path):
         evaluator.documents = StoreDocuments(EmbeddingStore.open(store))
         for query, hits in evaluator.search(model).items():
             assert hits == pytest.approx(expected[query], abs=1e-5)
+
+
+def test_the_primary_metric_is_checked_and_scored(dataset):
+    evaluator = RetrievalEvaluator(dataset, metrics=["recall@5"], primary_metric="NDCG@3")
+    assert evaluator.primary_metric == "ndcg@3"
+    assert evaluator.score_bm25().keys() == {"recall@5", "ndcg@3"}
+    with pytest.raises(ConfigError, match="ndgc@3"):
+        RetrievalEvaluator(dataset, primary_metric="ndgc@3")

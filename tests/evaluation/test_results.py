@@ -45,6 +45,20 @@ def test_record_and_run_round_trip_without_credentials(tmp_path, monkeypatch):
     assert documents == [["percent-encoded:a%20b", "1"], ["100%", "2"]]  # ties by id, descending
 
 
+def test_a_kill_leaves_no_older_record_beside_a_new_run(tmp_path, monkeypatch):
+    data = {"name": "x", "fingerprint": "f"}
+    result = EvaluationResult({"NDCG@10": 0.5}, {}, RUN, data, {"name": "m"}, {"k": 10})
+    write_result(result, tmp_path / "out.json")
+
+    def kill() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("contaccum.evaluation.results.provenance", kill)
+    with pytest.raises(KeyboardInterrupt):
+        write_result(result, tmp_path / "out.json")
+    assert not (tmp_path / "out.json").exists()
+
+
 def test_a_run_file_holds_all_digits_of_a_float32_score():
     score = np.float32(2 / 3)
     (line,) = trec_lines([("q", {"d": float(score)})], "tag")

@@ -276,3 +276,23 @@ def test_credentials_in_a_url_are_not_shown(monkeypatch):
         store[[0]]
     assert "password" not in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_folder("~/stores/wiki").location == tmp_path / "stores" / "wiki"
+
+
+def test_a_file_system_that_fails_to_connect_is_one_line(monkeypatch):
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("unknown\nhost")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", refuse)
+    with pytest.raises(UserError, match=r"cannot be opened \(RuntimeError: unknown host\); check"):
+        open_folder("ftp://nohost/x")
+
+
+def test_other_files_in_the_folder_of_a_shard_do_no_harm(tmp_path):
+    write_store(tmp_path / "store")
+    (tmp_path / "store" / "shard-00000" / ".DS_Store").write_text("x")
+    assert len(EmbeddingStore.open(tmp_path / "store")) == NUM_ROWS

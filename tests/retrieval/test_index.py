@@ -197,6 +197,15 @@ def test_an_index_is_built_once_and_read_from_its_file(store, tmp_path, factory,
     np.testing.assert_array_equal(built_rows, read_rows)
 
 
+def test_search_parameters_are_not_stored_in_the_index_file(store, tmp_path):
+    path = tmp_path / "index.faiss"
+    first_index = open_index(path, store, "HNSW8", parameters="efSearch=300")
+    assert first_index.faiss_index.hnsw.efSearch == 300
+    assert first_index.parameters == "efSearch=300"
+    default_search = build_index(store, "HNSW8").faiss_index.hnsw.efSearch
+    assert open_index(path, store, "HNSW8").faiss_index.hnsw.efSearch == default_search != 300
+
+
 def test_a_foreign_or_broken_index_file_is_refused_in_one_line(store, tmp_path):
     path = tmp_path / "index.faiss"
     description_path = tmp_path / "index.faiss.json"
@@ -214,7 +223,7 @@ def test_a_foreign_or_broken_index_file_is_refused_in_one_line(store, tmp_path):
     description_path.write_text(json.dumps(other_description))
     assert_refused("index with fingerprint aaaa")
     description_path.unlink()
-    assert_refused("not a JSON file")
+    assert_refused("its description .* is missing")
     description_path.write_text(description)
     path.write_bytes(path.read_bytes()[:-100])
     assert_refused("cannot be read")

@@ -166,7 +166,7 @@ def test_shards_are_mapped_into_memory_and_only_a_few_at_a_time(tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    "key", ["kind", "model", "similarity", "tokenisation", "precision", "dtype"]
+    "key", ["kind", "model", "query_model", "similarity", "tokenisation", "precision", "dtype"]
 )
 def test_fingerprint_depends_on_each_setting_that_decides_the_embeddings(tmp_path, key):
     folder = write_store(tmp_path / "s")
