@@ -95,7 +95,7 @@ def _write_parquet(args: argparse.Namespace, show_progress: bool) -> None:
     from contaccum.retrieval.store_files import PARQUET_FOLDER
 
     store = EmbeddingStore.open(args.output)
-    folder = Path(args.output) / PARQUET_FOLDER
+    folder = Path(args.output).expanduser() / PARQUET_FOLDER
     passages = read_texts(args.corpus, args.kind, RecordReport(args.on_bad_record))
     paths = write_parquet(store, folder, passages, show_progress)
     print(f"written: {folder} ({len(paths):,} parquet files)")

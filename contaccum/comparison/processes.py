@@ -120,5 +120,12 @@ def _describe_failure(job: Job, exit_code: int) -> str:
     """Return the exit code and the last line that the process wrote to stderr."""
     stderr = Path(job["folder"], "stderr.log").read_text(encoding="utf-8", errors="replace")
     last_line = stderr.strip().rpartition("\n")[2]
-    message = redact(last_line)[:_MAX_ERROR_LENGTH]
-    return f"exit code {exit_code}: {message or 'nothing on stderr'}"
+    message = redact(last_line)[:_MAX_ERROR_LENGTH] or "nothing on stderr"
+    log = redact(str(Path(job["folder"], "stderr.log")))
+    if exit_code >= 0:
+        return f"exit code {exit_code}: {message} (see {log})"
+    # Linux sends signal 9 to a process when memory runs out.
+    return (
+        f"killed by signal {-exit_code}: {message} (see {log}; signal 9 often means too little "
+        "memory: lower --jobs or per_device_train_batch_size)"
+    )

@@ -124,7 +124,8 @@ def make_jobs(
 def _describe_local_paths(options: Options) -> dict[str, str]:
     """Return a fingerprint of the files of each model, store and corpus that is a local path.
 
-    It is of names, sizes and times of the files, because large models take long to read.
+    The fingerprint covers names, sizes and times of the files, and not their content, because large
+    models take long to read.
     """
     descriptions = {}
     for key in _PATH_OPTIONS:

@@ -296,7 +296,7 @@ def _find_weaknesses(key: str, group: Mapping[str, Any]) -> Iterator[tuple[str, 
             f"{entry}: the best {key} is the smallest or the largest value tried, so a value "
             "beyond it may be better; try it with --tune, or raise --tune_most"
         )
-        yield text, f"{chosen} of {len(group['scores'])} values"
+        yield text, f"chosen {chosen}, {len(group['scores'])} values tried"
     worst = group.get("worst")  # reports of earlier versions have no such key
     if worst is not None and worst["low"] <= 0.0:
         text = (

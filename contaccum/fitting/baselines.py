@@ -27,7 +27,7 @@ from contaccum.retrieval.encode import encode_texts, read_texts
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.retrieval.store_files import SHARD_FILE
 from contaccum.tuning.baselines import Baselines
-from contaccum.tuning.budget import Budget, format_duration
+from contaccum.tuning.budget import Budget, format_duration, suggest_budget
 
 MAX_TRIAL_DOCUMENTS = 2000
 """A dev corpus with more documents is reduced to a pool, because each trial encodes it again."""
@@ -104,8 +104,8 @@ def require_encoding_time(
         sufficient = budget.used() + needed / _MAX_SHARE_OF_BUDGET
         raise ConfigError(
             f"the budget of {format_duration(budget.seconds)} is too short: encoding "
-            f"{documents} takes {format_duration(needed)} (give "
-            f"{format_duration(sufficient)} or more, or fewer documents)"
+            f"{documents} takes {format_duration(needed)} (give --budget "
+            f"{suggest_budget(sufficient)} or more, or fewer documents)"
         )
 
 

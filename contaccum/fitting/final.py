@@ -111,15 +111,15 @@ def train_final(
     Args:
         overrides: {option: value} that replace values of the config.
     """
-    if is_trained(model_folder):
-        return
     options = {"output_dir": str(model_folder), "resume_from_checkpoint": "auto"}
     options.update(overrides or {})
     tokens = [str(config_file)]
     for key, value in options.items():
         tokens += [f"--{key}", value]
     model_args, data_args, args = config.parse(tokens)
-    train_and_save(model_args, data_args, args)
+    if not is_trained(model_folder):
+        train_and_save(model_args, data_args, args)
+    # Also after a kill between the end of the training and this removal.
     if args.process_index == 0:
         for checkpoint in model_folder.glob("checkpoint-*"):
             shutil.rmtree(checkpoint)

@@ -12,6 +12,9 @@ from typing import Any
 from contaccum.errors import ConfigError
 from contaccum.files import read_json, redact, write_json
 
+# Keys of a request that hold hashes, and what is hashed.
+_HASHED = {"content": "the data file", "corpus_content": "the corpus"}
+
 
 @dataclass(frozen=True)
 class FitFolder:
@@ -110,7 +113,8 @@ class FitFolder:
             write_json(self.record_file, {"request": request})
             return
         record = read_json(self.record_file)
-        # The user may have removed the store, which is large.
+        # The store alone does not show that the fit has results, because the user may have removed
+        # it to free space.
         has_results = self.baselines_file.is_file() or "verdict" in record
         if self.store.exists() or has_results:
             self._check_record(record, request)
@@ -141,11 +145,17 @@ class FitFolder:
         earlier_request = record.get("request", {})
         for key, value in request.items():
             earlier_value = earlier_request.get(key)
-            if earlier_value != value:
+            if earlier_value == value:
+                continue
+            if key in _HASHED:
                 raise ConfigError(
-                    f"{self.path}: this folder has an unfinished fit with {key}={earlier_value}, "
-                    f"and this call has {key}={value}; name another output folder"
+                    f"{self.path}: this folder has an unfinished fit, and {_HASHED[key]} has "
+                    "changed since it started; name another output folder"
                 )
+            raise ConfigError(
+                f"{self.path}: this folder has an unfinished fit with {key}={earlier_value}, "
+                f"and this call has {key}={value}; name another output folder"
+            )
 
 
 def hash_content(path: Path) -> str:

@@ -53,7 +53,7 @@ def build_page(paths: Sequence[Path], metric: str | None = None) -> str:
 
     Raises:
         UserError: a path holds nothing that can be reported.
-        ConfigError: no result has the metric.
+        ConfigError: a result does not have the metric.
     """
     sources: list[Source] = []
     for path in paths:

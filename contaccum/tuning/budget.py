@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from dataclasses import dataclass
@@ -41,6 +42,12 @@ def format_duration(seconds: float) -> str:
     if seconds < 90 * 60:
         return f"{seconds / 60:.0f} minutes"
     return f"{seconds / 3600:.1f} hours"
+
+
+def suggest_budget(seconds: float) -> str:
+    """Return a value of ``--budget`` that is enough for the seconds, and for one more start."""
+    minutes = math.ceil(1.1 * seconds / 60) + 1
+    return f"{minutes}m"
 
 
 class Budget:

@@ -1,9 +1,10 @@
 """The choice of the best value or trial by noisy scores on dev data.
 
-The highest of a few noisy scores is often high by chance. Therefore each score is smoothed with the
-scores of neighbouring values, and the value with the highest smoothed score is chosen. A learning
-rate whose neighbours also score well is so preferred to a single high score. `contaccum tune`,
-`contaccum fit` and `contaccum compare --tune` choose in this way.
+The highest of many noisy scores is often high by chance. Therefore a score with at least three
+neighbouring values is smoothed with their scores, and the value with the highest score is chosen
+after that. In this way, a learning rate whose neighbours also score well is preferred to one with a
+single high score. Of up to three learning rates, the one with the highest score is chosen.
+`contaccum tune`, `contaccum fit` and `contaccum compare --tune` choose in this way.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from contaccum.tuning.trial import QueryScores
 NEIGHBOUR_FACTOR = 10.0
 """Two values are neighbours and smooth each other if they differ by less than this factor."""
 
+_MORE_DEV_QUERIES = "take more dev queries (--dev of contaccum fit or contaccum split)"
 _MIN_POINTS = 4  # with fewer points, a parabola passes through all of them and smooths nothing
 
 Settings = dict[str, Any]
@@ -145,10 +147,10 @@ def choose_trial(trials: Sequence[FinishedTrial], base_scores: QueryScores) -> C
     """Choose the settings of the best trial.
 
     Trials that differ only by the learning rate form a curve, score against learning rate, and
-    `find_best_value` chooses the best trial of each curve. Of these candidates, the one on the
-    curve with most trials is preferred, because more trials support its score; of curves with
-    equally many trials, the highest one. Another candidate replaces it only if the 95% interval of
-    the difference between the two lies above 0.
+    `find_best_value` chooses the best trial of each curve. Of these candidates, the highest one
+    from the ladders of learning rates is preferred. Another candidate, such as one of the joint
+    search, which tries many settings, replaces it only if the 95% interval of the difference
+    between the two lies above 0.
 
     Args:
         base_scores: {query id: score of the base model}.
@@ -186,21 +188,19 @@ class _BestOfCurve(NamedTuple):
     Attributes:
         trial: the trial.
         height: the smoothed score at the trial.
-        num_trials: the number of trials on the curve.
     """
 
     trial: FinishedTrial
     height: float
-    num_trials: int
 
 
 def _find_best_of_curves(trials: Sequence[FinishedTrial]) -> list[_BestOfCurve]:
-    """Return the best trial of each curve: curves with most trials first, then the highest ones."""
+    """Return the best trial of each curve: those of ladders first, then the highest ones."""
     curves: dict[tuple[tuple[str, str], ...], list[FinishedTrial]] = {}
     for trial in trials:
         curves.setdefault(trial.settings_except_rate, []).append(trial)
     best_of_curves = [_find_best_of_curve(curve) for curve in curves.values()]
-    best_of_curves.sort(key=lambda best: (-best.num_trials, -best.height))
+    best_of_curves.sort(key=lambda best: (best.trial.rung is None, -best.height))
     return best_of_curves
 
 
@@ -212,7 +212,7 @@ def _find_best_of_curve(curve: Sequence[FinishedTrial]) -> _BestOfCurve:
     if "learning_rate" not in curve[0].settings:
         # The user gave the rate, so the trials have the same settings.
         mean = statistics.fmean(trial.score or 0.0 for trial in curve)
-        return _BestOfCurve(curve[0], mean, len(curve))
+        return _BestOfCurve(curve[0], mean)
     trials_by_rate = {}
     scores_by_rate = {}
     for trial in curve:
@@ -221,7 +221,7 @@ def _find_best_of_curve(curve: Sequence[FinishedTrial]) -> _BestOfCurve:
         scores_by_rate[rate] = trial.score or 0.0
     best_rate = find_best_value(scores_by_rate)
     height = smooth(scores_by_rate)[best_rate]
-    return _BestOfCurve(trials_by_rate[best_rate], height, len(curve))
+    return _BestOfCurve(trials_by_rate[best_rate], height)
 
 
 def _collect_warnings(
@@ -243,7 +243,7 @@ def _collect_warnings(
     elif against_base["low"] <= 0.0:
         warnings.append(
             "on the dev data the chosen settings are not significantly better than the base model "
-            f"{interval}; take more dev queries"
+            f"{interval}; {_MORE_DEV_QUERIES}"
         )
     other_trials = [other for other in scored_trials if other is not trial]
     if other_trials:
@@ -252,6 +252,7 @@ def _collect_warnings(
         if difference["low"] <= 0.0:
             warnings.append(
                 "on the dev data the chosen settings are not significantly better than the worst "
-                "ones that were tried, so the choice says little; take more dev queries"
+                "ones that were trained to the end, so the choice says little; "
+                f"{_MORE_DEV_QUERIES}"
             )
     return warnings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import warnings
 from pathlib import Path
 
@@ -44,6 +45,10 @@ def open_study(folder: Path) -> optuna.Study:
         load_if_exists=True,
     )
     for trial in study.get_trials(states=(TrialState.RUNNING,)):
+        query_scores = trial.user_attrs.get("query_scores")
+        if query_scores is not None:  # the search was killed after the trial had ended
+            study.tell(trial.number, statistics.fmean(query_scores.values()))
+            continue
         study.tell(trial.number, state=TrialState.FAIL)
         if "rung" not in trial.user_attrs:
             study.enqueue_trial(trial.params)

@@ -1,8 +1,9 @@
 """The methods of a search: the methods to try, their start values, and the options of their runs.
 
-Methods are contaccum (a bank of embeddings of earlier batches), grad_cache (one large batch),
-grad_accum (micro-batches without a bank) and query_side (only the query encoder is trained, against
-stored document embeddings of the base model).
+The search tries contaccum (a bank of embeddings of earlier batches), grad_cache (one large batch)
+and query_side (only the query encoder is trained, against stored document embeddings of the base
+model). Another method, such as grad_accum (micro-batches without a bank), is tried only if the user
+fixes it.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def select_methods(
             the only method. Otherwise query_side is left out if it cannot have one of the options,
             or there are no documents.
         num_processes: the number of processes that train together.
-        print_line: is called with the reason if query_side is left out.
+        print_line: is called with the reason if query_side or the method of the config is left
+            out.
 
     Raises:
         ConfigError: for options that `contaccum train` refuses, or if only query_side is to be
@@ -99,6 +101,11 @@ def select_methods(
     if config_method in methods:
         methods.remove(config_method)
         methods.insert(0, config_method)
+    elif config_method and config_method not in METHODS:
+        print_line(
+            f"method={config_method} of the config is not tried, only {', '.join(methods)}; "
+            f"--method {config_method} searches its settings"
+        )
     return methods
 
 
@@ -194,6 +201,8 @@ def adapt_options(
         adapted.pop("data_format", None)
     if "total_train_batch_size" in adapted:
         adapted.pop("gradient_accumulation_steps", None)
+    if method == "in_batch":
+        _set_whole_batch(adapted, fixed_keys, num_processes)
     if method == "query_side":
         adapted["passage_store"] = [str(store)]
         adapted["missing"] = ["add"]  # passages that the store lacks are encoded and added
@@ -215,6 +224,20 @@ def _drop_unused_options(options: Options, method: str) -> dict[str, list[str]]:
         if key not in unused and is_used_by(method, key):
             used[key] = list(values)
     return used
+
+
+def _set_whole_batch(
+    options: dict[str, list[str]], fixed_keys: Collection[str], num_processes: int
+) -> None:
+    """Make the micro-batch of each process its share of the update, in place.
+
+    If the user has fixed the size of the micro-batch, it decides the size of the update.
+    """
+    if "per_device_train_batch_size" in fixed_keys:
+        options.pop("total_train_batch_size", None)
+    elif "total_train_batch_size" in options:
+        pairs_of_process = int(options["total_train_batch_size"][0]) // num_processes
+        options["per_device_train_batch_size"] = [str(pairs_of_process)]
 
 
 def _set_query_side_sizes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -105,6 +106,9 @@ def _parse_value(text: str) -> ConfigValue:
     """Return the boolean or number that a text stands for; any other text is returned as it is."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
+    # Python also reads 2024_05 and 007 as numbers, but they are names of files or data sets.
+    if "_" in text or re.match(r"-?0[0-9]", text):
+        return text
     with suppress(ValueError):
         return int(text)
     with suppress(ValueError):

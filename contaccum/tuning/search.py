@@ -25,7 +25,7 @@ from contaccum.distributed import rank, share, world_size
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import redact
-from contaccum.tuning.budget import TimeForTrials, format_duration
+from contaccum.tuning.budget import TimeForTrials, format_duration, suggest_budget
 from contaccum.tuning.choice import Choice, FinishedTrial, Settings, choose_trial
 from contaccum.tuning.journal import open_study, read_finished_trials
 from contaccum.tuning.ladder import format_value
@@ -180,7 +180,7 @@ class Search:
         options = dict(self._adapt_options(options, method))
         max_seconds = self._time_left()
         if "max_steps" not in settings and self._estimate_seconds(method) is None:
-            # The first trial of a method decides if its trials are cut.
+            # Until a trial of the method has a score, its trials may be cut.
             max_seconds *= _MAX_SHARE_OF_TIME
         return TrialPlan(options, max_seconds)
 
@@ -306,8 +306,8 @@ class Search:
             min_updates = max(MIN_UPDATES, math.ceil(_MIN_SHARE_OF_UPDATES * num_updates))
         if slow.updates >= min_updates:
             self._print_line(
-                f"{method}: a trial is cut to {slow.updates} updates, so that there is time for "
-                "several trials; a training with its settings has as many updates"
+                f"{method}: trials are cut to {slow.updates} updates, so that there is time for "
+                f"several; if one is chosen, the final training has {slow.updates} updates too"
             )
             self._max_updates[method] = slow.updates
             settings = dict(self._running_trial.user_attrs["settings"])
@@ -329,7 +329,7 @@ class Search:
         raise ConfigError(
             f"the budget of {format_duration(budget.seconds)} is too short: {MIN_UPDATES} updates "
             f"of {method} take {format_duration(min_seconds)}, and a choice needs several trials "
-            f"(give {format_duration(needed)} or more)"
+            f"(give --budget {suggest_budget(needed)} or more)"
         )
 
     def _fail_trial(self, note: str) -> None:
@@ -352,7 +352,7 @@ class Search:
         if trial_seconds:
             expected_trials += int(seconds_left / trial_seconds)
         expected_trials = min(expected_trials, MAX_TRIALS)
-        result = "stopped halfway, hopeless" if score is None else f"{score:.3f}"
+        result = "stopped halfway, clearly worse than the best" if score is None else f"{score:.3f}"
         best = _find_best(finished)
         best_result = ""
         if best is not None:
@@ -391,7 +391,7 @@ class Search:
             raise ConfigError(
                 f"the budget of {format_duration(budget.seconds)} is too short: the steps before "
                 f"and after the search take {format_duration(needed)}, which leaves no time for a "
-                "trial; give a larger budget"
+                f"trial (give more than --budget {suggest_budget(needed)})"
             )
         return True
 

@@ -67,7 +67,7 @@ _DECIDES = {
     "gradient_accumulation_steps": "total_train_batch_size",
     "max_steps": "num_train_epochs",
 }
-"""{setting: the searched setting that would have no effect, or replace it, if it is given}"""
+"""{setting that a user may give: the setting that is then not searched}; both decide the same."""
 
 QUERY_SIDE_START_RATE = 1.6e-4
 START_RATE = 1e-4

@@ -84,8 +84,8 @@ def tune(
     evaluator = _load_evaluator(data_args, args)
     encoder = load_encoder(model_args, args)
     training = config.load_data(data_args, args)
-    fixed_options = {**search_options, "fixed": sorted(fixed_keys)}
-    request = _make_request(fixed_options, options, encoder, training, evaluator)
+    request_options = {**search_options, "fixed": sorted(fixed_keys)}
+    request = _make_request(request_options, options, encoder, training, evaluator)
     _require_same_search(output / REQUEST_FILE, request, args.process_index == 0)
     store = _prepare_store(options, args, encoder, output)
     if baselines is None:
@@ -122,7 +122,7 @@ def tune(
 
 
 def _make_request(
-    search_options: Options,
+    request_options: Options,
     options: Options,
     encoder: DualEncoder,
     training: TrainingSets,
@@ -131,8 +131,8 @@ def _make_request(
     """Return everything that decides the results of a search, except the time.
 
     Args:
-        search_options: the options that all trials have, and the keys that are not searched.
-        options: the user's options, which may name a store.
+        request_options: the options that all trials have, and the keys that are not searched.
+        options: the user's options, which may name a store or a corpus.
 
     Raises:
         UserError: if the store cannot be opened.
@@ -141,11 +141,12 @@ def _make_request(
     if "passage_store" in options:
         store_fingerprint = EmbeddingStore.open(options["passage_store"][0]).fingerprint
     return {
-        "options": search_options,
+        "options": request_options,
         "model": model_fingerprint(encoder),
         "training data": training.fingerprint,
         "dev data": evaluator.dataset.fingerprint,
         "passage store": store_fingerprint,
+        "corpus": options.get("corpus"),
     }
 
 
@@ -174,14 +175,30 @@ def _require_same_search(file: Path, request: dict[str, Any], is_first_process: 
         earlier_request = read_json(file)
         # Through JSON, as the earlier request was.
         request = json.loads(json.dumps(request))
-        changed = [name for name, value in request.items() if earlier_request.get(name) != value]
+        changed = _list_changes(earlier_request, request)
         if changed:
             raise ConfigError(
-                f"{file.parent}: contains a search with other {' and '.join(changed)}; name "
-                "another --output, or remove this one"
+                f"{file.parent}: this folder has a search with another {', '.join(changed)}; name "
+                "another --output, or remove this folder"
             )
     elif is_first_process:
         write_json(file, request)
+
+
+def _list_changes(earlier_request: dict[str, Any], request: dict[str, Any]) -> list[str]:
+    """Return the names of what differs between two requests; options by their keys."""
+    changed = []
+    for name, value in request.items():
+        if name != "options" and earlier_request.get(name) != value:
+            changed.append(name)
+    options = dict(request["options"])
+    earlier_options = dict(earlier_request.get("options", {}))
+    # An option may have the same value in both, and be fixed in only one of them.
+    differing_keys = set(options.pop("fixed")) ^ set(earlier_options.pop("fixed", ()))
+    for key in {*options, *earlier_options}:
+        if options.get(key) != earlier_options.get(key):
+            differing_keys.add(key)
+    return sorted(differing_keys) + changed
 
 
 def _make_run_options(options: Options, folder: Path) -> dict[str, list[str]]:
@@ -292,8 +309,9 @@ def _mine_negatives(
     ``space``.
 
     Returns:
-        The file of the training data with mined negatives. None if the data have negatives, their
-        number is not searched, no method uses negatives, or `mine_once` finds none.
+        The file of the training data with mined negatives. None if the options already set
+        ``num_hard_negatives``, its number is not searched, no method uses negatives, or `mine_once`
+        finds none.
     """
     if "num_hard_negatives" not in space or data_args.num_hard_negatives > 0:
         return None

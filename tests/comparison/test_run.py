@@ -131,8 +131,11 @@ def test_failed_jobs_are_named_and_the_others_run(start_jobs, tmp_path):
     lines: list[str] = []
     failed = start_jobs(["fail", "ok", "killed", "ok"], 2, lines.append)
     assert failed == {
-        "0-fail": "exit code 1: no such thing",
-        "2-killed": "exit code -9: nothing on stderr",
+        "0-fail": f"exit code 1: no such thing (see {tmp_path}/0/stderr.log)",
+        "2-killed": (
+            f"killed by signal 9: nothing on stderr (see {tmp_path}/2/stderr.log; signal 9 often "
+            "means too little memory: lower --jobs or per_device_train_batch_size)"
+        ),
     }
     num_threads = str(max(1, processes._count_cores() // 2))
     for folder in ("1", "3"):

@@ -196,15 +196,15 @@ def test_report_shows_all_values_and_warns_of_a_best_value_at_an_end(plan):
     assert report["warnings"] == [
         "contaccum: the best learning_rate is the smallest or the largest value tried, so a value "
         "beyond it may be better; try it with --tune, or raise --tune_most "
-        "(bank_size=8: 0.0005 of 4 values; bank_size=16: 0.0005 of 4 values)",
+        "(bank_size=8: chosen 0.0005, 4 values tried; bank_size=16: chosen 0.0005, 4 values tried)",
         "beir: learning_rate was chosen on these data, so the scores on them are too optimistic; "
         "score on other data",
     ]
     lines = render_markdown(report).splitlines()
     for line in (
-        "| method | bank_size | 0.0005 | 1e-3 | 2e-3 | 1 | chosen and lowest |",
-        "| grad_accum |  |  | 0.4990 | **0.5000** | failed | +0.0010 (+0.0010 to +0.0010) |",
-        "| contaccum | 8 | **0.4995** | 0.4990 | 0.4980 | failed | +0.0015 (+0.0015 to +0.0015) |",
+        "| method | bank_size | 0.0005 | 1e-3 | 2e-3 | 1 | chosen minus lowest |",
+        "| grad_accum |  |  | 0.4990 | **0.5000** | no score | +0.0010 (+0.0010 to +0.0010) |",
+        "| contaccum | 8 | **0.4995** | 0.4990 | 0.4980 | no score | +0.0015 (+0.0015 to +0.0015) |",
     ):
         assert line in lines
     [panel] = comparison_panels(Source("comparison", "c", report))

@@ -101,3 +101,26 @@ def test_base_model_has_no_adapter():
     assert {"lora_r", "lora_dropout", "passage_store"}.isdisjoint(base_options)
     model_args, _, args = parse(to_command_line(base_options))
     assert (model_args.lora_r, model_args.tied, args.bf16) == (None, False, True)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_plain_batch_is_the_whole_update(num_processes, monkeypatch):
+    monkeypatch.setattr(ContAccumTrainingArguments, "world_size", num_processes)
+    options = {**RUN, "per_device_train_batch_size": ["8"], "total_train_batch_size": ["128"]}
+    del options["passage_store"]
+    adapted = adapt_options(options, "in_batch", None, num_processes=num_processes)
+    args = parse(to_command_line(adapted))[2]
+    assert args.per_device_train_batch_size == 128 // num_processes
+    fixed_keys = ("per_device_train_batch_size",)
+    adapted = adapt_options(
+        options, "in_batch", None, fixed_keys=fixed_keys, num_processes=num_processes
+    )
+    args = parse(to_command_line(adapted))[2]
+    assert args.total_train_batch_size == 8 * num_processes
+
+
+def test_a_method_of_the_config_that_is_not_tried_is_named():
+    lines: list[str] = []
+    options = {**RUN, "method": ["contaccum_cached"]}
+    assert "contaccum_cached" not in select_methods(options, (), 1, lines.append)
+    assert [line.partition(" of")[0] for line in lines] == ["method=contaccum_cached"]

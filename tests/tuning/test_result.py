@@ -23,3 +23,8 @@ def test_switches_without_values_are_read_back(tmp_path):
     run = ["--model", "m", "--train_data", "d", "--output_dir", "o", "--use_cpu", "true"]
     model_args, _, args = parse([str(file), *run])
     assert (model_args.tied, args.bf16, args.learning_rate) == (False, True, 1e-4)
+
+
+def test_names_that_python_reads_as_numbers_stay_names():
+    content = to_yaml_values({"train_data": ["2024_05"], "seed": ["7"], "eval_split": ["007"]})
+    assert content == {"train_data": "2024_05", "seed": 7, "eval_split": "007"}

@@ -26,9 +26,9 @@ from contaccum.training.config import parse
 from contaccum.training.options import METHODS
 from contaccum.tuning import search as search_module
 from contaccum.tuning import tune as tune_module
-from contaccum.tuning.budget import Budget, format_duration, parse_duration
+from contaccum.tuning.budget import Budget, format_duration, parse_duration, suggest_budget
 from contaccum.tuning.choice import FinishedTrial, choose_trial
-from contaccum.tuning.journal import JOURNAL
+from contaccum.tuning.journal import JOURNAL, open_study, read_finished_trials
 from contaccum.tuning.methods import adapt_options
 from contaccum.tuning.space import compute_start_rate, make_space
 from contaccum.tuning.trial import Outcome, QueryScores, TooSlow, count_updates, run_trial
@@ -200,7 +200,7 @@ def test_slow_trial_is_cut_and_stays_cut_after_a_kill(root, tmp_path, monkeypatc
         tune(root, tmp_path / "out", "--method", "contaccum")
     monkeypatch.setattr(search_module, "run_trial", make_run_trial(kill_at=0))
     assert tune(root, tmp_path / "out", "--method", "contaccum") == 0
-    assert "a trial is cut to 30 updates" in capsys.readouterr().out
+    assert "trials are cut to 30 updates" in capsys.readouterr().out
     assert max_steps == [None, *5 * ["30"]]
     assert [trial["updates"] for trial in read_trials(tmp_path / "out")] == 4 * [30]
 
@@ -366,6 +366,16 @@ def test_search_continues_after_a_kill_with_the_same_trials(root, tmp_path, monk
         assert [trial[key] for trial in trials] == [trial[key] for trial in expected]
 
 
+def test_a_trial_that_had_ended_before_a_kill_keeps_its_score(tmp_path):
+    study = open_study(tmp_path)
+    trial = study.ask()
+    trial.set_user_attr("settings", {"method": "contaccum"})
+    trial.set_user_attr("seconds", 9.0)
+    trial.set_user_attr("query_scores", {"q1": 0.5, "q2": 1.0})
+    [finished] = read_finished_trials(open_study(tmp_path))
+    assert finished.score == 0.75
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -420,11 +430,14 @@ def test_folder_of_another_search_is_refused(root, tmp_path, monkeypatch, capsys
     assert tune(root, tmp_path, *options) == 0
     assert tune(root, tmp_path, *options) == 0  # the same search continues
     assert tune(root, tmp_path, *options, "--seed", "7") == 2
-    assert "contains a search with other options; name another --output" in capsys.readouterr().err
+    assert (
+        "has a search with another seed; name another --output"
+        in capsys.readouterr().err
+    )
     pairs = (root / "pairs.jsonl").read_text()
     write_lines(tmp_path / "other.jsonl", [*map(json.loads, pairs.splitlines()[:20])])
     assert tune(root, tmp_path, *options, "--train_data", str(tmp_path / "other.jsonl")) == 2
-    assert "with other options and training data" in capsys.readouterr().err
+    assert "with another train_data, training data;" in capsys.readouterr().err
 
 
 def test_search_with_another_passage_store_is_refused(root, tmp_path, monkeypatch, capsys):
@@ -442,7 +455,7 @@ def test_search_with_another_passage_store_is_refused(root, tmp_path, monkeypatc
     (tmp_path / "store").rename(tmp_path / "moved")  # the same embeddings at another place
     assert tune(root, output, *options, str(tmp_path / "moved")) == 0
     assert tune(root, output, *options, str(tmp_path / "new_store")) == 2
-    assert "contains a search with other passage store; name" in capsys.readouterr().err
+    assert "this folder has a search with another passage store; name" in capsys.readouterr().err
 
 
 def test_settings_that_decide_others_are_not_searched(root, tmp_path, capsys):
@@ -463,13 +476,23 @@ def test_updates_of_several_sets_are_those_of_all_their_rows(root, tmp_path):
     assert count_updates(DatasetDict(a=rows, b=rows), args) == 12
 
 
+@pytest.mark.parametrize("seconds", [1.0, 31.4 * 60, 2.54 * 3600])
+def test_a_suggested_budget_is_enough(seconds):
+    assert parse_duration(suggest_budget(seconds)) > seconds
+    assert parse_duration(suggest_budget(seconds)) < 1.2 * seconds + 120
+
+
 def make_trial(number: int, scores: Sequence[float] | None, **settings: Any) -> FinishedTrial:
-    """Return a trial with a score for each query, or a trial that was stopped halfway."""
+    """Return a trial with a score for each query, or a trial that was stopped halfway.
+
+    A trial with a learning rate alone belongs to the ladder.
+    """
+    rung = "1" if settings.keys() == {"method", "learning_rate"} else None
     if scores is None:
-        return FinishedTrial(number, settings, None, {}, 1.0, 9, "stopped halfway")
+        return FinishedTrial(number, settings, None, {}, 1.0, 9, "stopped halfway", rung)
     query_scores = {f"q{row}": score for row, score in enumerate(scores)}
     mean = sum(scores) / len(scores)
-    return FinishedTrial(number, settings, mean, query_scores, 1.0, 9, "")
+    return FinishedTrial(number, settings, mean, query_scores, 1.0, 9, "", rung)
 
 
 def test_other_settings_are_chosen_only_if_dev_data_decide():
@@ -490,6 +513,20 @@ def test_other_settings_are_chosen_only_if_dev_data_decide():
     assert choice.settings["temperature"] == 0.02
     assert choice.against_base["difference"] == pytest.approx(0.4)
     assert choice.warnings == []
+
+
+def test_a_method_whose_bad_rates_were_stopped_keeps_its_lead():
+    """Its ladder has fewer scores than that of the other method."""
+    base_scores = {f"q{row}": 0.2 for row in range(20)}
+    noise = [0.01 * (row % 5) for row in range(20)]
+    other_ladder = []
+    for number in range(3):
+        scores = [0.74 + value for value in noise]
+        trial = make_trial(number, scores, method="other", learning_rate=3.0**number)
+        other_ladder.append(trial)
+    best = make_trial(3, [0.75 + value for value in noise[::-1]], method="a", learning_rate=1.0)
+    stopped = make_trial(4, None, method="a", learning_rate=3.0)
+    assert choose_trial([*other_ladder, best, stopped], base_scores).trial == 3
 
 
 def test_choice_without_significance_has_warnings():
