@@ -106,6 +106,8 @@ class GradientCentering:
     def _get_centred_towers(self, is_drift_expected: bool) -> tuple[int, ...]:
         if self.setting != "auto":
             return _TOWERS_OF_SETTING[self.setting]
-        if is_drift_expected:
+        # Centring that has begun goes on to the end of the update, because the remainder so far is
+        # spread over the micro-batches that follow, even if no aged entry is in use any more.
+        if is_drift_expected or PASSAGES in self._remainders:
             return (PASSAGES,)
         return ()

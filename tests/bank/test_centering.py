@@ -150,6 +150,14 @@ def test_auto_centres_passages_while_aged_entries_are_in_use(drift_compensation,
         assert query_total.abs().max() > 1e-6
 
 
+def test_auto_centres_to_the_end_of_an_update_whose_aged_entries_run_out():
+    """From the second micro-batch on, the bank of N pairs holds pairs of this update alone."""
+    loss_fn = BankedInfoNCE(N, drift_compensation="auto", pairs_per_update=4 * N)
+    _, second_update = train(loss_fn, [N, N, N, N])
+    passage_total = torch.cat([step[PASSAGES] for step in second_update]).sum(0)
+    assert passage_total.abs().max() < 1e-14
+
+
 def test_auto_centres_nothing_without_a_bank():
     plain = BankedInfoNCE(0, center_gradients="none", pairs_per_update=2 * N)
     auto = BankedInfoNCE(0, center_gradients="auto", pairs_per_update=2 * N)
