@@ -9,7 +9,7 @@ DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 """Model that is trained if the user names none."""
 
 PRECISIONS = ("float32", "bfloat16", "float16")
-"""Types of autocast; see `contaccum.retrieval.encode.encode_texts`."""
+"""Types of autocast, and "float32" for none; see `contaccum.retrieval.encode.encode_texts`."""
 
 DEFAULT_K_VALUES = (1, 3, 5, 10, 20, 100, 1000)
 """Cut-offs of the metrics of an evaluation."""

@@ -5,8 +5,8 @@ loss. The rows of rank 0 come first, then the rows of rank 1, and so on, as in o
 whole batch. Parameters and their gradients are not exchanged here.
 
 All functions except `world_size` and `rank` are collectives: all ranks of the default process group
-must call them, in the same order. Without a process group, the values of the single process are
-returned.
+must call them in the same order. Without a process group, `over_ranks` and `share` return the value
+of the single process; `gather_rows` and `gather_states` need a group.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ per number, the number of dimensions, and the shape without n. Zeros fill the re
 RANK_TIMEOUT = timedelta(days=1)
 """Time after which a rank that waits for another rank gives up, in the commands of contaccum.
 
+`contaccum train` has ``ddp_timeout`` instead.
 One rank may have much more work, such as encoding a corpus alone, and PyTorch's own time is half an
 hour. If a rank fails, torchrun stops the other ranks at once.
 """
@@ -74,7 +75,8 @@ def gather_rows(tensors: list[Tensor]) -> tuple[list[Tensor], slice]:
         rows.
 
     Raises:
-        ValueError: on every rank, if shapes or dtypes differ between ranks, or no rank has rows.
+        ValueError: on every rank, if shapes or bytes per number differ between ranks, or no rank
+            has rows.
     """
     num_rows = len(tensors[0])
     layout = [num_rows]

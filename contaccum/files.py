@@ -259,8 +259,8 @@ def _prepare_writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def refuse_failed_write(path: AnyPath) -> Iterator[None]:
-    """Raise an error of numpy or FAISS, while the block writes to ``path``, as `UserError`.
+def report_failed_write(path: AnyPath) -> Iterator[None]:
+    """Turn an error that numpy or FAISS raises while the block writes to ``path`` into `UserError`.
 
     If the disk becomes full, numpy may raise an OSError without an error number, and FAISS raises a
     RuntimeError. `atomic_file` and `atomic_folder` do not recognise these as errors of writing.

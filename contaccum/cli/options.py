@@ -198,7 +198,10 @@ SHARED_OPTIONS: dict[str, dict[str, Any]] = {
     "precision": {
         "choices": PRECISIONS,
         "default": "float32",
-        "help": "floating-point type of the encoder's computation; default: %(default)s",
+        "help": (
+            "floating-point type of the encoder's computation, by autocast; float32: no autocast, "
+            "so the type of the saved weights; default: %(default)s"
+        ),
     },
     "device": {"help": "device of the model, such as cpu or cuda:1"},
     "trust_remote_code": {

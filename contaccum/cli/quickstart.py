@@ -133,11 +133,11 @@ def _make_train_argv(
         "bf16": str(_has_native_bfloat16()).lower(),
         "overwrite_output_dir": "true",
     }
-    if method == "grad_accum":
-        settings["bank_size"] = 0
     argv = [str(CONFIG)]
     argv += [f"--{key}={value}" for key, value in settings.items()]
     argv += overrides
+    if method == "grad_accum":
+        argv.append("--bank_size=0")  # after the overrides, because the method has no bank
     parse(argv)
     return argv
 

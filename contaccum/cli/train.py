@@ -102,7 +102,9 @@ def _get_help_text(field: Field[object]) -> str:
     text = field.metadata.get("help", "").replace("%%", "%").replace("%", "%%")
     # For an enumeration member, the user writes its value.
     default = getattr(field.default, "value", field.default)
-    if default not in _DEFAULTS_NOT_SHOWN and "efault" not in text:
+    # By identity, because 0 equals False.
+    is_shown = not any(default is value for value in _DEFAULTS_NOT_SHOWN)
+    if is_shown and "efault" not in text:
         text += f" Default: {str(default).lower()}."
     return text
 

@@ -152,7 +152,7 @@ class Source:
         is_corpus: bool = False,
     ) -> None:
         check_choice("data_format", data_format, (None, *DATA_FORMATS))
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
         self.columns = parse_columns(columns)
         if data_format:
             self.data_format = cast(DataFormat, data_format)
@@ -376,7 +376,7 @@ def _make_corpus_source(path: AnyPath) -> Source:
     `Source.rows` read the right kind of rows: with "pairs", a row is a JSON object; with "csv", a
     row of a table; with "msmarco", an unparsed line, here `id<TAB>text`.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if is_beir_folder(path):
         path = find_beir_file(path, "corpus.jsonl")
     if path.is_dir() or is_hub_name(path):

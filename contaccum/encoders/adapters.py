@@ -77,7 +77,10 @@ def add_adapter(
     from peft import LoraConfig
 
     if has_adapter(model):
-        raise ConfigError(f"lora_r={r}: this model has an adapter already")
+        raise ConfigError(
+            f"lora_r={r}: this model has an adapter already. Drop lora_r to train that adapter "
+            "further, or merge it first with contaccum export"
+        )
     targets = list(target_modules or ())
     for backbone in get_backbones(model):
         _require_layers(backbone, targets)
@@ -291,7 +294,7 @@ def saving(model: nn.Module, folder: AnyPath) -> Iterator[None]:
     base, and the types of the towers in the Router.
 
     Raises:
-        ConfigError: if the base of an adapter is not saved in its folder.
+        ConfigError: if the base of an adapter is a folder that does not hold the base any more.
     """
     folder = Path(folder)
     base_folders = []
@@ -302,8 +305,8 @@ def saving(model: nn.Module, folder: AnyPath) -> Iterator[None]:
             continue
         if not (base / "config.json").is_file():
             raise ConfigError(
-                f"an adapter is saved without its base, which is not in {base}: "
-                "call merge_adapter first"
+                f"the adapter cannot be saved alone, because its base is not in {base}: restore "
+                "that folder, or call merge_adapter to save a full model"
             )
         base_folders.append(base)
     remove_stale_files(folder, has_adapter(model), base_folders)

@@ -1,4 +1,4 @@
-"""Whether two programs compute the same embedding of a text: the model and its export or server."""
+"""Comparison of the embeddings of a model with those of its export or of a server."""
 
 from __future__ import annotations
 

@@ -292,7 +292,7 @@ def write_plain_model(
             write_json(config_file, _classic_pooling_config(read_json(config_file)))
     write_json(folder / "modules.json", modules)
 
-    # A server has one maximum length for all texts. 0 stands for a model without a limit.
+    # A server has one maximum length for all texts.
     tasks = get_folder_tasks(subfolder)
     max_length = max(require_max_length(plain_model, task) for task in tasks)
     transformer: Any = plain_model[0]

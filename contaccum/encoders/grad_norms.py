@@ -92,8 +92,9 @@ class TowerGradNorms:
         norms = {}
         # Every rank must call the collective for the towers in the same order.
         for name, squared_norm in sorted(self._squared_norms.items(), reverse=True):
-            # The loss is multiplied by the number of ranks, because DDP averages the gradients of
-            # weights over the ranks. The gradients of embeddings are not averaged.
+            # The loss of an update is the mean over the ranks. Each rank has the gradients of its
+            # own loss, or, with a shared bank, of the common loss times the number of ranks. Both
+            # are too large by the number of ranks.
             norms[name] = over_ranks("SUM", squared_norm).sqrt() / world_size()
         self._squared_norms = {}
         return norms

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import RepositoryNotFoundError, StrictDataclassError
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
 from sentence_transformers.sentence_transformer.modules import Transformer
 from sentence_transformers.util import import_from_string, is_sentence_transformer_model
@@ -129,6 +129,10 @@ def require_model(name: str) -> None:
     except RepositoryNotFoundError:
         # sentence-transformers tries further names, and its error message lists them.
         return
+    except HFValidationError as error:
+        raise UserError(
+            f"{name}: there is no such folder, and this cannot be a name on the model hub"
+        ) from error
     except Exception as error:
         # Without a network, the type of the error depends on the HTTP client of the hub.
         raise UserError(

@@ -1,4 +1,4 @@
-"""Replacement of a saved model with adapters by the full model, without the risk of losing both.
+"""Overwriting of a saved model that has adapters by the full model, so that neither can be lost.
 
 The adapters are often the only copy of the trained weights. They are removed only after the full
 model, which may be a hundred times larger, is completely on the disk.

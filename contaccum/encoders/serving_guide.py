@@ -47,7 +47,7 @@ class ServedFolder:
         has_dense: whether the model has a Dense module.
         pools_prompt: whether the tokens of the prompt are pooled as well.
         query_length, document_length: number of tokens at which the model truncates queries and
-            passages; 0 if there is no limit.
+            passages.
         max_length: number of tokens at which the server truncates texts.
     """
 

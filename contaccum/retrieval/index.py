@@ -25,7 +25,7 @@ from contaccum.files import (
     AnyPath,
     atomic_file,
     read_json,
-    refuse_failed_write,
+    report_failed_write,
     require_writable,
     write_json,
 )
@@ -191,7 +191,7 @@ def open_index(
         # The description is written first: an index file without one would be refused.
         origin = {"store": str(store.folder), "faiss": faiss.__version__}
         write_json(description_path, {**description, **origin})
-        with atomic_file(path) as part, refuse_failed_write(path):
+        with atomic_file(path) as part, report_failed_write(path):
             faiss.write_index(index.faiss_index, str(part))
         index.parameters = _set_parameters(index.faiss_index, factory, parameters)
         return index

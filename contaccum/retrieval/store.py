@@ -377,7 +377,7 @@ class StoreWriter:
         name = get_shard_name(shard_number)
         with (
             self.folder.new_subfolder(name, SHARD_FILE) as folder,
-            files.refuse_failed_write(f"{self.folder}/{name}"),
+            files.report_failed_write(f"{self.folder}/{name}"),
         ):
             np.save(folder / EMBEDDINGS_FILE, quantized.values, allow_pickle=False)
             np.save(folder / TEXTS_FILE, text_ids(texts), allow_pickle=False)

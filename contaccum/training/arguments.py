@@ -320,7 +320,8 @@ class ContAccumTrainingArguments(
         missing = sorted(set(self.report_to or ()) - trackers)
         if missing:
             raise ConfigError(
-                f"report_to={', '.join(missing)}: not a tracker of transformers, or not installed"
+                f"report_to={', '.join(missing)}: not a tracker of transformers, or not installed. "
+                "Install it, or drop it from report_to"
             )
         fsdp_config = self.fsdp_plugin_args or {}
         fsdp_version = fsdp_config.get("fsdp_version") or os.environ.get("FSDP_VERSION") or 2

@@ -411,6 +411,11 @@ class SignalCallback(TrainerCallback):
             # resumes with "auto".
             if str(args.resume_from_checkpoint).lower() == "auto":
                 hint = "Start the same command again to continue"
+            if args.save_only_model:
+                hint = (
+                    "It has no optimizer state (save_only_model), so a new run can only start from "
+                    f"its weights, with --model {folder}"
+                )
             if state.is_world_process_zero:
                 print(f"stopped; saved {folder}. {hint}")
             raise SystemExit(128 + self.received)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from contaccum.encoders import adapters, four_bits
@@ -95,6 +96,25 @@ def _refuse_to_remove_models(model_args: ModelArguments, args: ContAccumTraining
             )
 
 
+def _check_upload_of_adapter(model_args: ModelArguments) -> None:
+    """Refuse to upload an adapter before it is merged, or over a base that others do not have."""
+    if model_args.merge_adapter:
+        raise ConfigError(
+            "merge_adapter with push_to_hub: the adapter would be uploaded before it is merged. "
+            "Drop push_to_hub, and upload the merged folder afterwards"
+        )
+    bases = adapters.find_adapter_bases(Path(model_args.model))
+    if model_args.lora_r is not None:
+        bases = [model_args.model]
+    for base in bases:
+        if os.path.isdir(base):
+            raise ConfigError(
+                f"push_to_hub: the base of the adapter is the local folder {base}, which other "
+                "people do not have. Train from a base on the hub, or drop push_to_hub, and upload "
+                "what contaccum export or merge_adapter writes"
+            )
+
+
 def _check_adapter(model_args: ModelArguments, args: ContAccumTrainingArguments) -> None:
     """Refuse settings of an adapter that are invalid, or need a package that is not installed."""
     adapter_settings = ("lora_alpha", "lora_dropout", "lora_target_modules")
@@ -105,6 +125,8 @@ def _check_adapter(model_args: ModelArguments, args: ContAccumTrainingArguments)
             "merge_adapter with model as output_dir: the merged model would overwrite the base "
             "model that the checkpoints need. Set another output_dir"
         )
+    if args.push_to_hub:
+        _check_upload_of_adapter(model_args)
     if not 0 <= model_args.lora_dropout < 1:
         raise ConfigError(
             f"lora_dropout must be at least 0 and less than 1, got {model_args.lora_dropout}"

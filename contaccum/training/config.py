@@ -9,8 +9,10 @@ anything is loaded.
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
+import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -66,7 +68,10 @@ def _int_or_auto(text: str) -> int | str:
     """Return "auto" or a number, as a type for argparse, which turns a ValueError into an error."""
     if text.lower() == "auto":
         return "auto"
-    return int(text)
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number or auto, got {text!r}") from None
 
 
 def parse(
@@ -103,10 +108,15 @@ def parse(
     except (ValueError, ImportError) as error:  # raised by transformers for invalid combinations
         raise ConfigError(str(error)) from error
     model_args, data_args, args, unknown = parsed
+    if unknown and not unknown[0].startswith("-"):
+        raise ConfigError(f"unexpected {unknown[0]!r}: config files come before the first --key")
     if unknown:
         key = unknown[0].lstrip("-").split("=")[0]
         raise ConfigError(f"unknown key {key!r} on the command line{suggest_options(key, keys)}")
     _require_paths(model_args, data_args, args)
+    model_args.model = os.path.expanduser(model_args.model)
+    if model_args.guide:
+        model_args.guide = os.path.expanduser(model_args.guide)
     check_combinations(model_args, data_args, args)
     _add_prefix_to_metric(args)
     return model_args, data_args, args
@@ -347,6 +357,8 @@ def _load_sentence_transformer(model_args: ModelArguments, options: dict[str, An
     model = DualEncoder.from_pretrained(model_args.model, trust_remote_code=trusted, **options)
     if not model_args.tied and is_tied(model):
         untie(model)
+    elif model_args.tied and not is_tied(model):
+        logger.info(f"{model_args.model} has two encoders, and keeps both: tied has no effect")
     set_max_lengths(model, model_args.query_max_length, model_args.passage_max_length)
     if model_args.query_prompt is not None:
         model.prompts["query"] = model_args.query_prompt
@@ -364,7 +376,7 @@ def load_guide(model_args: ModelArguments, device: str | None = None) -> DualEnc
 
 
 def merge_saved_adapter(folder: str, model_args: ModelArguments) -> None:
-    """Replace a saved model with adapters by the full model with the adapters' weights added.
+    """Merge the adapters of a saved model, and save the full model in its place.
 
     The weights are rounded to the dtype of the base model; see `adapters.merge_adapter`.
     """

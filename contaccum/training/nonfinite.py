@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from contaccum.distributed import over_ranks
+from contaccum.distributed import over_ranks, rank, world_size
 from contaccum.errors import UserError
 from contaccum.training.updates import (
     HasParameterGroups,
@@ -136,26 +136,31 @@ class NonFiniteUpdates:
         """
         scale = get_gradient_scale(self._accelerator)
         micro_batches = _find_nonfinite_micro_batches(update)
-        if not micro_batches and scale > 1:
+        # Ranks may have different losses, but all ranks skip the update, for the same cause.
+        num_on_this_rank = torch.tensor(len(micro_batches), device=self._accelerator.device)
+        is_loss = bool(over_ranks("MAX", num_on_this_rank) > 0)
+        if not is_loss and scale > 1:
             # All losses are finite, so the scale was too large for the gradient.
             update.log_entries["skipped"] = "overflow"
             update.log_entries["scale"] = scale
             return False
         cause = "loss"
-        if not micro_batches:
+        if not is_loss:
             # All losses are finite, so it is unknown which micro-batch caused the gradient.
             cause = "gradient"
             micro_batches = list(range(len(update.micro_batches)))
-        rows = find_rows(micro_batches)
+        rows = find_rows(micro_batches) if micro_batches else []
         update.log_entries["skipped"] = cause
         update.log_entries["scale"] = scale
         update.log_entries["micro_steps"] = micro_batches
         update.log_entries["rows"] = rows
         self.num_skipped += 1
-        message = (
-            f"update {update.number}: the {cause} is not finite (rows {_format_rows(rows)} of the "
-            "training data)"
-        )
+        place = f"rows {_format_rows(rows)} of the training data"
+        if not micro_batches:
+            place = "on another rank"
+        message = f"update {update.number}: the {cause} is not finite ({place})"
+        if world_size() > 1:
+            message = f"rank {rank()}: {message}"
         if self.num_skipped > self._max_skipped:
             raise UserError(
                 f"{message}, and max_skipped_updates={self._max_skipped} updates were skipped "

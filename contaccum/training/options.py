@@ -66,7 +66,11 @@ class ModelArguments:
     guide: str | None = option(
         None, "A SentenceTransformer whose scores exclude false negatives; it is not trained."
     )
-    tied: bool = option(True, "True: one encoder for queries and passages. False: two encoders.")
+    tied: bool = option(
+        True,
+        "False: two encoders. True: one encoder for queries and passages; but a saved model with "
+        "two encoders keeps both.",
+    )
     pooling: str | None = option(
         None,
         "Pooling of a backbone. Default: chosen by its architecture.",

@@ -1,4 +1,4 @@
-"""States of all random number generators that training uses.
+"""States of the random number generators that training uses on CPUs and CUDA devices.
 
 Evaluation, model cards and the search for a micro-batch size also use random numbers. The code that
 runs them captures the states before and restores them afterwards, so that the training stays the

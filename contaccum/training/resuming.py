@@ -185,7 +185,7 @@ class ResumePoint:
 
 
 def _has_finished(record: Mapping[str, Any], user_arguments: Mapping[str, Any]) -> bool:
-    """Return True if a run has finished and is not to be longer or shorter now.
+    """Return True if a run has finished, and the settings that decide its length are unchanged.
 
     Args:
         record: the content of ``run.json``.

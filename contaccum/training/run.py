@@ -17,7 +17,9 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import set_seed
 
 from contaccum.data import TrainingSets
+from contaccum.encoders.adapters import has_adapter
 from contaccum.encoders.dual_encoder import DualEncoder
+from contaccum.encoders.loading import require_model
 from contaccum.files import require_writable
 from contaccum.mining import MiningData
 from contaccum.training import config
@@ -73,7 +75,8 @@ def make_trainer(
     """Return the trainer of a run.
 
     Args:
-        encoder: the encoder to train, from `load_encoder`.
+        encoder: the encoder to train, from `load_encoder`. Without an adapter, its weights become
+            float32.
         model_args: the model arguments. Only the name of the guide is read here: the guide is a
             second, frozen model whose scores show which negatives are false.
         args: the training arguments.
@@ -83,6 +86,10 @@ def make_trainer(
     Raises:
         UserError: for a model that cannot be trained on the data or with the arguments.
     """
+    if args.method != "query_side" and not has_adapter(encoder):
+        # A SentenceTransformer is loaded in the dtype in which it was saved. In bfloat16 or float16
+        # most of an update would be lost to rounding.
+        encoder = encoder.float()
     guide = config.load_guide(model_args, device=str(args.device))
     return ContAccumTrainer(
         encoder,
@@ -107,6 +114,7 @@ def train_and_save(
     output_dir = str(args.output_dir)
     # These checks are quick, and come before the data and the model are loaded.
     require_free_folder(args)
+    require_model(model_args.model)
     check_document_source(args)
     if args.process_index == 0:
         require_writable(Path(output_dir) / RUN_RECORD)

@@ -32,7 +32,9 @@ def upload_model(
     commit_message: str | None,
     overrides: Mapping[str, Any],
 ) -> Any:
-    """Upload a model and its card, but no other file of ``output_dir``: they contain local paths.
+    """Upload a model and its card.
+
+    The other files of ``output_dir`` contain local paths, so they are not uploaded.
 
     Args:
         model: the model.

@@ -67,17 +67,15 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         train_dataset: columns in order: query, positive, then any number of hard negatives.
         eval_dataset: pairs whose loss is computed during training, with the same columns.
         loss: replaces the loss of ``args.method``; a bank in it is saved in checkpoints too.
-        data_record: properties of the data for ``run.json``, such as ``TrainingData.record()``. Its
-            ``fingerprint`` of the texts is computed if it is missing.
+        data_record: properties of the data for ``run.json``; a missing ``fingerprint`` is computed.
         mining_data: data for ``args.refresh_negatives_every``. Default: ``train_dataset``.
         guide: a model whose scores exclude false negatives; see `ContAccumLoss`.
         **kwargs: further arguments of SentenceTransformerTrainer. ``evaluator`` may be a
             `RetrievalEvaluator`.
 
     The first column is encoded as queries and the others as documents, with the model's prompts and
-    maximum lengths, unless ``args.prompts`` or ``args.router_mapping`` are set. The trainer writes
-    into ``args.output_dir``: one line per update (``train_log.jsonl``), a description of the run
-    (``run.json``), and checkpoints that include the bank.
+    maximum lengths, unless ``args.prompts`` or ``args.router_mapping`` are set. ``args.output_dir``
+    gets a line per update (``train_log.jsonl``), ``run.json``, and checkpoints with the bank.
 
     Raises:
         ConfigError: for a data set or a model that cannot be used with these arguments.
@@ -353,8 +351,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             self.current_gradient_accumulation_steps = num_steps
         bank_loss = loss_factory.get_batch_loss(self.loss, inputs)
         if isinstance(bank_loss, ContAccumLoss) and bank_loss.last:
-            # The log gets the loss of the micro-batch's own queries, without the rows of banked
-            # queries, which older encoders computed. A loss that is not finite must stay visible.
+            # The log gets the loss of the micro-batch's own queries, without banked queries and
+            # without other terms. A loss that is not finite must stay visible.
             local_loss = bank_loss.last["local_loss"].to(loss) * weight
             loss = torch.where(torch.isfinite(loss), local_loss, loss)
         return loss
@@ -390,6 +388,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             if self.is_fsdp_enabled or self.deepspeed is not None:
                 weights = self.accelerator.get_state_dict(self.model_wrapped)
             engines.save_full_model(self.model, weights, folder, self.args.should_save)
+            if self.args.push_to_hub and not _internal_call:
+                self.push_to_hub("Model save")  # below, transformers does it
         elif self.args.should_save:  # sentence-transformers would write on every rank
             super().save_model(str(folder), _internal_call)
         # A model card shows random rows of the data, and saving must not change the training.

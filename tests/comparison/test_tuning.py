@@ -204,7 +204,8 @@ def test_report_shows_all_values_and_warns_of_a_best_value_at_an_end(plan):
     for line in (
         "| method | bank_size | 0.0005 | 1e-3 | 2e-3 | 1 | chosen minus lowest |",
         "| grad_accum |  |  | 0.4990 | **0.5000** | no score | +0.0010 (+0.0010 to +0.0010) |",
-        "| contaccum | 8 | **0.4995** | 0.4990 | 0.4980 | no score | +0.0015 (+0.0015 to +0.0015) |",
+        "| contaccum | 8 | **0.4995** | 0.4990 | 0.4980 | no score | "
+        "+0.0015 (+0.0015 to +0.0015) |",
     ):
         assert line in lines
     [panel] = comparison_panels(Source("comparison", "c", report))

@@ -232,3 +232,8 @@ def test_attention_implementation_is_set_by_name(tiny_config, tiny_tokenizer):
     assert np.abs(model.encode(texts) - before).max() < 1e-5
     with pytest.raises(ConfigError, match="attn_implementation=flush"):
         configure(model, attn_implementation="flush")
+
+
+def test_a_name_that_the_hub_cannot_have_is_not_blamed_on_the_network():
+    with pytest.raises(UserError, match="this cannot be a name on the model hub"):
+        require_model("my models/minilm")

@@ -496,3 +496,13 @@ def test_after_a_signal_the_run_saves_stops_and_resumes_exactly(run, name, tmp_p
     assert list_differences(run.state, get_state(resumed)) == []
     losses = [line["loss"] for line in read_log(tmp_path)]
     assert losses == [line["loss"] for line in run.log]
+
+
+def test_the_hint_after_a_signal_is_possible_without_an_optimizer_state(tmp_path, capsys):
+    stopped = make_trainer(tmp_path, **{**RUN_SETTINGS, "save_only_model": True})
+    call_at_micro_step(stopped, 8, lambda _: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        stopped.train()
+    output = capsys.readouterr().out
+    assert f"so a new run can only start from its weights, with --model {tmp_path}" in output
+    assert "resume" not in output

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from contaccum.data import parse_columns
+from contaccum.data import parse_columns, read_records
 from contaccum.errors import ConfigError
 from contaccum.training.config import load_model, parse
 from contaccum.training.options import ModelArguments
@@ -49,7 +49,12 @@ def test_later_files_and_the_command_line_override(tmp_path):
         ("pooling: max", [], "argument --pooling: invalid choice"),
         ("data_columns: {qurey: a}", [], r"data_columns: a role must be .*did you mean 'query'"),
         ("data_format: tevatro", [], "invalid choice: 'tevatro'"),
-        ("per_device_train_batch_size: some", [], "per_device_train_batch_size"),
+        (
+            "per_device_train_batch_size: 8.5",
+            [],
+            r"per-device-train-batch-size: must be a whole number or auto, got '8\.5'",
+        ),
+        ("", ["--seed", "1", "more.yaml"], r"unexpected 'more\.yaml': config files come before"),
         (
             "save_strategy: epoch\nload_best_model_at_end: true",
             [],
@@ -97,6 +102,14 @@ NO_ACCELERATOR = pytest.mark.skipif(
         ({"lora_alpha": 8}, "lora_alpha=8.0 without lora_r"),
         ({"lora_target_modules": ["query"]}, "without lora_r"),
         ({"lora_r": 0}, "lora_r must be at least 1, got 0"),
+        (
+            {"lora_r": 2, "merge_adapter": True, "push_to_hub": True},
+            "merge_adapter with push_to_hub: the adapter would be uploaded before",
+        ),
+        (
+            {"model": str(Path(__file__).parent), "lora_r": 2, "push_to_hub": True},
+            "the base of the adapter is the local folder .*tests/training",
+        ),
         ({"lora_r": 2, "lora_dropout": 1.0}, "lora_dropout must be at least 0 and less than 1"),
         pytest.param(
             {"lora_r": 2, "load_in_4bit": True}, "load_in_4bit needs ", marks=NO_ACCELERATOR
@@ -166,3 +179,13 @@ SHIPPED = sorted(
 @pytest.mark.parametrize("name", [*SHIPPED, "../contaccum/cli/quickstart.yaml"])
 def test_shipped_configs_parse(name):
     assert parse([str(CONFIGS / name)])[2].total_train_batch_size == 128
+
+
+def test_a_home_folder_is_expanded_in_models_and_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "pairs.jsonl").write_text('{"query": "q", "positive": "p"}')
+    model_args, data_args, _ = parse(
+        ["--model=~/m", "--guide=~/g", "--train_data=~/pairs.jsonl", "--output_dir=o"]
+    )
+    assert (model_args.model, model_args.guide) == (f"{tmp_path}/m", f"{tmp_path}/g")
+    assert len(list(read_records(data_args.train_data[0]))) == 1

@@ -308,6 +308,7 @@ def test_a_collapse_gives_one_warning_in_its_third_update():
         warnings.append(watch.observe(record))
     assert [len(lines) for lines in warnings] == [0, 0, 1, 0, 0, 0]
     assert "the loss is back at 3.46, a random guess among 32 columns" in warnings[2][0]
+    assert warnings[2][0].endswith("Lower learning_rate.")  # these records have no bank
 
 
 def test_a_loss_with_other_terms_is_not_compared_with_a_random_guess():

@@ -31,7 +31,7 @@ from transformers import TrainerCallback
 from contaccum import CachedContAccumLoss
 from contaccum.errors import ConfigError, UserError
 from contaccum.files import read_json, write_json
-from contaccum.training import out_of_memory
+from contaccum.training import nonfinite, out_of_memory
 from contaccum.training.checkpoint import MARKER
 
 EVERY_CALL = set(range(999))
@@ -485,6 +485,20 @@ def test_a_nonfinite_gradient_skips_the_update_and_names_all_of_its_rows(tmp_pat
     assert trainer.nonfinite_updates.num_skipped == 1
     # Its embeddings were finite, so they are in the bank.
     assert trainer.loss.info_nce.bank.total_enqueued == 36
+
+
+def test_a_nonfinite_loss_on_another_rank_is_not_blamed_on_rows_of_this_rank(
+    tmp_path, monkeypatch, caplog
+):
+    trainer = make_trainer(tmp_path)
+    call_at_micro_step(trainer, 5, multiply_gradient(trainer, math.nan))
+    # The largest number of micro-batches with a loss that is not finite, over two ranks.
+    monkeypatch.setattr(nonfinite, "over_ranks", lambda op, value: torch.ones_like(value))
+    monkeypatch.setattr(nonfinite, "world_size", lambda: 2)
+    trainer.train()
+    line = read_log(tmp_path)[1]
+    assert (line["skipped"], line["micro_steps"], line["rows"]) == ("loss", [], [])
+    assert "rank 0: update 2: the loss is not finite (on another rank)" in caplog.text
 
 
 def test_a_nonfinite_gradient_on_a_stream_skips_the_update_without_row_numbers(tmp_path):

@@ -430,10 +430,7 @@ def test_folder_of_another_search_is_refused(root, tmp_path, monkeypatch, capsys
     assert tune(root, tmp_path, *options) == 0
     assert tune(root, tmp_path, *options) == 0  # the same search continues
     assert tune(root, tmp_path, *options, "--seed", "7") == 2
-    assert (
-        "has a search with another seed; name another --output"
-        in capsys.readouterr().err
-    )
+    assert "has a search with another seed; name another --output" in capsys.readouterr().err
     pairs = (root / "pairs.jsonl").read_text()
     write_lines(tmp_path / "other.jsonl", [*map(json.loads, pairs.splitlines()[:20])])
     assert tune(root, tmp_path, *options, "--train_data", str(tmp_path / "other.jsonl")) == 2
