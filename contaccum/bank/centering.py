@@ -4,14 +4,15 @@ A tower is the encoder in one of its two roles: for queries or for documents. An
 micro-batches before one optimizer step.
 
 In a full batch the gradients of all documents sum to zero, because the softmax pulls as much as it
-pushes. In a micro-batch against a bank they do not, because banked documents get no gradient. The
-sum of the gradients that remains, the remainder, drives new embeddings away from old ones.
+pushes. In a micro-batch against a bank they do not, because banked documents get no gradient. Their
+sum, called the remainder, drives new embeddings away from old ones.
 
 `GradientCentering` removes the remainder of the whole update, although it gets the micro-batches
 one after another. The loss of a micro-batch is a mean over its n pairs, and has the weight n in the
 update. Let R be the weighted sum of the centred gradients of the update's earlier micro-batches,
-g_1 ... g_r the gradients of the current micro-batch, S = R + n (g_1 + ... + g_r), and f its number
-of pairs, divided by the number of pairs from this micro-batch to the end of the update. Then
+g_1 ... g_r the gradients of the current micro-batch, S = R + n (g_1 + ... + g_r), and f the number
+of pairs of the current micro-batch, divided by the number of pairs from it to the end of the
+update. Then
 
     centred g_i = g_i - f S / (n r),    R <- (1 - f) S.
 

@@ -83,16 +83,20 @@ class DriftCompensation(nn.Module):
         passage_state = self.passage_mean.compute_next_state(passages.detach())
         return TowerMeans(query_state.mean, passage_state.mean, (query_state, passage_state))
 
-    def compute_query_drift(self, bank: MemoryBank) -> Tensor | None:
+    def compute_query_drift(self, bank: MemoryBank | None, means: TowerMeans) -> Tensor | None:
         """Compute the movement of the query tower's mean since the banked queries were stored.
 
+        Args:
+            means: the means from `compute_means`, with the micro-batch included.
+
         Returns:
-            (runs, d), for each run of pairs that share a stored mean; None without compensation.
+            (runs, d), for each run of pairs that share a stored mean; None without a bank or
+            compensation.
         """
-        if self.query_mean is None:
+        if bank is None or means.queries is None:
             return None
         num_runs = bank.num_used_slots // bank.pairs_per_mean
-        return self.query_mean.mean - bank.query_means[:num_runs]
+        return means.queries - bank.query_means[:num_runs]
 
     def store_means(self, means: TowerMeans, is_finite: Tensor) -> Tensor | None:
         """Store the means from `compute_means`, and return the query tower's mean, (d,).

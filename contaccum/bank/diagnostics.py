@@ -102,9 +102,9 @@ def measure_softmax_masses(
 ) -> dict[str, Tensor]:
     """Measure how the softmax of the local rows is distributed over their negative passages.
 
-    The softmax mass of a passage is its softmax probability, summed over the local rows. An aged
-    entry (banked pair) was encoded by an older encoder; a fresh passage is one of the micro-batch
-    or of the current update.
+    The softmax mass of a passage is its softmax probability, summed over the local rows of which it
+    is a negative. Hard negatives are not counted. An aged entry (banked pair) was encoded by an
+    older encoder; a fresh passage is one of the micro-batch or of the current update.
 
     Args:
         local: the micro-batch.
@@ -117,7 +117,8 @@ def measure_softmax_masses(
     Returns:
         A dict with
 
-        - ``in_batch_mass``: mass of all passages of the micro-batch, divided by n,
+        - ``in_batch_mass``: mass of all passages of the micro-batch for the rows of other pairs,
+          divided by n,
         - ``bank_mass``: mass of all banked passages, divided by n,
         - ``bank_mass_aged``: mean mass of an aged passage, divided by that of a fresh passage.
           1: age makes no difference. Near 0: the encoder has moved away from the bank.

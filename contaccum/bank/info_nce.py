@@ -14,8 +14,9 @@ A pair in the bank is called an entry. An entry is aged if it is from before the
 that an older encoder encoded it. A tower is the encoder in one of its roles, for queries or for
 passages. Drift is the movement of a tower's embeddings since the entries were encoded.
 
-Letters in shapes: n pairs in the micro-batch, h hard negatives per query, m bank rows, d the
-embedding size. The documents of a pair are its positive passage, then its hard negatives.
+Letters in shapes: n pairs in the micro-batch, h hard negatives per query, m slots of the bank that
+have held a pair, d the embedding size. The documents of a pair are its positive passage, then its
+hard negatives.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class BankedInfoNCE(BankedModule):
     its gradients are not finite, the pairs are stored as invalid, and ``last["enqueued"]`` is 0.
 
     Args:
-        bank_size: maximum number of bank rows m; see `MemoryBank`. 0 is plain InfoNCE.
+        bank_size: maximum number of banked pairs in use; see `MemoryBank`. 0 is plain InfoNCE.
         query_bank_size: None for ``bank_size``; 0 for a passage bank alone (the method
             ``pre_batch``, "w/o M_q" in the paper).
         temperature: tau > 0; 1.0 with dot product in the paper, 0.05 is usual with cosine.
@@ -246,7 +247,7 @@ class BankedInfoNCE(BankedModule):
             bank = self._prepare_bank(documents, batch.guide_dim)
             means = self.compensation.compute_means(queries, documents[:, 0], is_training)
             local = self._make_pairs(queries, documents, batch, means.passages)
-            blocks = self._score_blocks(local, bank)
+            blocks = self._score_blocks(local, bank, means)
             loss = self._compute_loss(local, blocks, bank, means.passages)
             # Enqueueing changes the bank in place, so the gradients are computed before it.
             gradients: list[Tensor] = []
@@ -275,12 +276,12 @@ class BankedInfoNCE(BankedModule):
             documents = documents - passage_mean
         return make_pairs(queries, documents, batch, self.settings.temperature)
 
-    def _score_blocks(self, local: Pairs, bank: MemoryBank | None) -> LogitBlocks:
+    def _score_blocks(
+        self, local: Pairs, bank: MemoryBank | None, means: TowerMeans
+    ) -> LogitBlocks:
         """Score the three blocks with a gradient; false negatives are masked."""
         rules = make_rules(self.settings, self.positives)
-        query_drift = None
-        if bank is not None:
-            query_drift = self.compensation.compute_query_drift(bank)
+        query_drift = self.compensation.compute_query_drift(bank, means)
         return score_blocks(local, bank, self.settings.temperature, rules, query_drift)
 
     def _compute_loss(

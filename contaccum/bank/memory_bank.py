@@ -140,13 +140,12 @@ class MemoryBank(nn.Module):
         return self.documents[:, 1:]
 
     @property
-    def fill(self) -> int:
-        """The number of the last pairs that the bank has room for, retired pairs included."""
-        return min(self.total_enqueued, self.bank_size)
-
-    @property
     def in_use(self) -> int:
-        """The number of pairs that are neither overwritten nor retired."""
+        """The number of pairs that are neither overwritten nor retired.
+
+        Pairs of a micro-batch that was not finite count, although they are not valid: the host does
+        not wait for the device to learn of them.
+        """
         return max(self.total_enqueued - self.oldest_in_use, 0)
 
     @property
@@ -256,15 +255,15 @@ class MemoryBank(nn.Module):
         documents = join_documents(batch.embeddings).to(self.documents)
         self.ensure_shape(queries.shape[1], documents.shape[1] - 1, guide_dim=0)
         local = make_pairs(queries, documents, batch, self.temperature)
-        blocks = score_blocks(local, self, self.temperature, [find_duplicates])
+        logits = score_blocks(local, self, self.temperature, [find_duplicates])
         is_finite = (queries.abs().amax() + documents.abs().amax()).isfinite()
-        self.append(local, blocks, is_finite)
+        self.append(local, logits, is_finite)
 
     @torch.no_grad()
     def append(
         self,
         local: Pairs,
-        blocks: LogitBlocks,
+        logits: LogitBlocks,
         is_finite: Tensor,
         first_in_use: int = 0,
         query_mean: Tensor | None = None,
@@ -276,7 +275,7 @@ class MemoryBank(nn.Module):
 
         Args:
             local: the micro-batch.
-            blocks: logits of the micro-batch, from `score_blocks`.
+            logits: logits of the micro-batch, from `score_blocks`.
             is_finite: bool scalar on the bank's device; if it is False, the pairs are stored as
                 zeros that are not valid.
             first_in_use: pairs with a smaller number retire, even if they could stay stored.
@@ -288,7 +287,7 @@ class MemoryBank(nn.Module):
         first = max(self.total_enqueued, self.oldest_in_use)  # skip new pairs that have retired
         first = min(first, end)  # all of them may have retired
         if self.has_queries:
-            self._extend_log_sums(local, blocks, is_finite, first, end, num_scored_slots)
+            self._extend_log_sums(local, logits, is_finite, first, end, num_scored_slots)
         self._write_pairs(local, is_finite, first, end)
         if query_mean is not None and self.has_queries:
             self._write_query_mean(query_mean, first, end)
@@ -297,7 +296,7 @@ class MemoryBank(nn.Module):
     def _extend_log_sums(
         self,
         local: Pairs,
-        blocks: LogitBlocks,
+        logits: LogitBlocks,
         is_finite: Tensor,
         first: int,
         end: int,
@@ -306,9 +305,9 @@ class MemoryBank(nn.Module):
         """Add the new documents to the log-sums of all queries, and add the new queries.
 
         The table `block_log_sums` has a row per block of documents and a column per query.
-        ``num_scored_slots`` is the number of slots that the logits of ``blocks`` cover.
+        ``num_scored_slots`` is the number of slots that ``logits`` cover.
         """
-        num_documents = min(blocks.in_batch.shape[2], self.documents.shape[1])
+        num_documents = min(logits.in_batch.shape[2], self.documents.shape[1])
         num_scored_blocks = num_scored_slots // self.block_size
 
         # New queries over old documents, except in blocks that have been retired since scoring.
@@ -316,12 +315,12 @@ class MemoryBank(nn.Module):
         is_block_in_use = self.valid.view(self.num_blocks, -1).any(1)
         is_scored_block_in_use = is_block_in_use[:num_scored_blocks, None]
         new_sums[:num_scored_blocks] = torch.where(
-            is_scored_block_in_use, blocks.against_bank_sums.T, MASKED
+            is_scored_block_in_use, logits.against_bank_sums.T, MASKED
         )
 
-        in_batch = blocks.in_batch[:, :, :num_documents].clone()
+        in_batch = logits.in_batch[:, :, :num_documents].clone()
         in_batch[:, :, 0].fill_diagonal_(MASKED)  # a row's own positive is not a negative
-        from_bank = blocks.from_bank[:, :, :num_documents]
+        from_bank = logits.from_bank[:, :, :num_documents]
         old_queries = slice(0, num_scored_slots)
         for block, positions in self._split_into_blocks(first, end):
             # New queries over the new documents of this block.
@@ -349,6 +348,7 @@ class MemoryBank(nn.Module):
         documents = local.documents[positions, :num_documents]
         self.documents[slots, :num_documents] = torch.where(is_finite, documents, 0)
         self.query_ids[:, slots] = local.query_ids[:, positions]
+        # For ``x[slots] = number``, the host would wait until the number is on the GPU.
         self.document_ids.index_fill_(1, slots, NO_ID)
         document_ids = local.document_ids[:, positions, :num_documents]
         self.document_ids[:, slots, :num_documents] = document_ids

@@ -178,7 +178,10 @@ def check_embeddings(
         raise ValueError(f"queries and passages must have the same shape (n, d), got {shapes}")
     n, d = queries.shape
     if n == 0 and not may_be_empty:
-        raise ValueError("the micro-batch is empty: queries and passages have no rows")
+        raise ValueError(
+            "the micro-batch is empty: skip it, or set gather_across_devices=True, with which a "
+            "rank may have no pairs"
+        )
     if negatives is None:
         return
     is_shape_valid = negatives.ndim == 3 and len(negatives) == n and negatives.shape[2] == d

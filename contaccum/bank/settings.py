@@ -137,6 +137,11 @@ class LossSettings(LossOptions):
         margin = self.false_negative_margin
         if margin is not None and not margin >= 0:
             raise ConfigError(f"false_negative_margin must be at least 0, got {margin!r}")
+        pairs = self.pairs_per_update
+        if pairs is not None and (not isinstance(pairs, int) or pairs < 1):
+            raise ConfigError(
+                f"pairs_per_update must be a whole number of at least 1, got {pairs!r}"
+            )
         if not math.isfinite(self.guide_margin):
             raise ConfigError(f"guide_margin must be a finite number, got {self.guide_margin!r}")
 
@@ -158,6 +163,11 @@ class LossSettings(LossOptions):
             raise ConfigError(
                 f"hardness_mode={self.hardness_mode} with hardness_strength=0 has no effect: "
                 "set hardness_strength above 0"
+            )
+        if self.hardness_mode is None and self.hardness_strength > 0:
+            raise ConfigError(
+                f"hardness_strength={self.hardness_strength} without hardness_mode has no effect: "
+                "set hardness_mode, or drop hardness_strength"
             )
         if self.partition_mode != "per_direction":
             return

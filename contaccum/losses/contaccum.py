@@ -88,9 +88,11 @@ class ContAccumLoss(BankedTextLoss):
         - With ``bank_size=0`` and a ``guide``, the loss equals `GISTEmbedLoss` with
           ``contrast_anchors=False`` and ``contrast_positives=False``.
         - In eval mode or without gradients, the loss uses the batch alone, without the bank.
-        - It works inside `MatryoshkaLoss`, where each dimension has a bank of its own. It does not
-          work inside ``AdaptiveLayerLoss``, which calls the loss once per layer on the same
-          micro-batch.
+        - It works inside `MatryoshkaLoss`, where each dimension has a bank of its own. Leave its
+          ``n_dims_per_step`` at -1: a dimension that a micro-batch leaves out does not get all
+          pairs of the update, over which its gradients are centred.
+        - It does not work inside ``AdaptiveLayerLoss``, which calls the loss once per layer on the
+          same micro-batch.
         - A loss of your own may call `compute_loss_from_embeddings`. `ContAccumLoss` then sees no
           texts: the caller has to pass their ids, and to call ``info_nce.observe_probe`` after
           updates, so that the drift of the encoder is measured (docs/drift.md).
@@ -333,6 +335,16 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
         # argument unchanged, so a tuple can carry more than labels.
         loss_inputs: Any = (labels, ids, guide)
         return self.forward_cached(features, loss_inputs)
+
+    def embed_minibatch(self, *args: Any, **kwargs: Any) -> Any:
+        """Embed a mini-batch, at least in float32; arguments and result as in CachedLossMixin.
+
+        The cached gradients have the dtype of these embeddings. In float16 small gradients would
+        underflow, because a gradient scaler multiplies them only in the backward pass.
+        """
+        embeddings, random_state = super().embed_minibatch(*args, **kwargs)
+        dtype = torch.promote_types(embeddings.dtype, torch.float32)
+        return embeddings.to(dtype), random_state
 
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False

@@ -1,8 +1,8 @@
-"""QuerySideLoss: train the query tower against all documents of an index that is encoded already.
+"""QuerySideLoss: train the query tower against a corpus whose embeddings already exist.
 
 A tower is the encoder of one side, queries or documents. A store is a folder with the embeddings of
 a corpus, one row per document; they are read from it and never change. So a training pair costs the
-encoding of one query, all documents of the corpus are its negatives, and no embedding is out of
+encoding of one query; all documents of the corpus are its negatives; and no embedding is out of
 date. This is known as query-side fine-tuning (Lee et al. 2021, DensePhrases, arXiv 2012.12624). The
 formula is in `contaccum.bank.full_softmax`.
 
@@ -229,7 +229,16 @@ class QuerySideCollator(SentenceTransformerDataCollator):
     def of_dataset(
         cls, model: SentenceTransformer, documents: StoreDocuments, dataset: Any
     ) -> QuerySideCollator:
-        """Make the collator for a data set whose first two columns are queries and positives."""
+        """Make the collator for a data set whose first two columns are queries and positives.
+
+        Raises:
+            ConfigError: for a streamed data set with unknown columns.
+        """
+        if dataset.column_names is None:
+            raise ConfigError(
+                "the columns of this streamed data set are unknown: first call "
+                'dataset.cast(Features({"query": Value("string"), ...}))'
+            )
         text_columns = [name for name in dataset.column_names if name not in LABELS]
         query_column = text_columns[0]
         prompts = {}

@@ -184,7 +184,7 @@ class DenseReference:
             query_mean = query_mean.compute_next(queries.detach())
             passage_mean = passage_mean.compute_next(embeddings[1].detach())
         local = make_pairs(queries, documents, ids, guide, passage_mean.mean)
-        loss = self._compute_loss(local)
+        loss = self._compute_loss(local, query_mean.mean)
         is_finite = bool(loss.isfinite()) and all(bool(x.isfinite().all()) for x in inputs)
         if is_finite:
             self.query_mean = query_mean
@@ -223,8 +223,13 @@ class DenseReference:
 
     # Computation of the loss
 
-    def _compute_loss(self, local: list[Pair]) -> Tensor:
-        """Compute the loss over the local and the banked rows."""
+    def _compute_loss(self, local: list[Pair], query_mean: Tensor) -> Tensor:
+        """Compute the loss over the local and the banked rows.
+
+        Args:
+            local: the pairs of the micro-batch.
+            query_mean: mean of the query tower, (d,), with the micro-batch included.
+        """
         n = len(local)
         banked_numbers = []
         for number in range(self.oldest_in_use, len(self.history)):
@@ -239,7 +244,7 @@ class DenseReference:
         drift = torch.zeros_like(rows.embeddings)
         if self._moves_entries():
             for row, number in enumerate(banked_numbers[: num_rows - n], start=n):
-                drift[row] = self.query_mean.mean - self._get_stored_query_mean(number)
+                drift[row] = query_mean - self._get_stored_query_mean(number)
         similarities = rows.embeddings @ columns.embeddings.T
         gradient_only = columns.embeddings - columns.embeddings.detach()
         similarities = similarities + drift @ gradient_only.T

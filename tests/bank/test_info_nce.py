@@ -233,7 +233,7 @@ def test_eval_mode_or_no_gradients_give_the_same_loss_and_enqueue_nothing():
         assert torch.equal(value, before[key])
     loss_in_training = loss_fn(*batch).item()
     assert loss_in_eval_mode == loss_without_gradients == loss_in_training
-    assert loss_fn.bank.fill == 6
+    assert loss_fn.bank.total_enqueued == 6
 
 
 @pytest.mark.parametrize("drift_compensation", ["mean", "none"])

@@ -96,7 +96,6 @@ def test_pairs_retire_in_whole_blocks():
     assert bank.oldest_in_use == 4
     bank.retire_all()
     assert bank.in_use == 0
-    assert bank.fill == 10
     assert not bank.valid.any()
 
 

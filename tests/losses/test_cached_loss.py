@@ -137,3 +137,17 @@ def test_updates_of_few_trained_parameters_count():
         optimizer.zero_grad()
     loss_fn.info_nce.end_pending_update()
     assert loss_fn.info_nce.clock.num_updates == 6
+
+
+def test_cached_gradients_do_not_underflow_in_half_precision():
+    """A gradient of 1e-9 is 0 in float16."""
+    model = tiny_encoder(normalize=False).to(torch.float16)
+    loss_fn = CachedContAccumLoss(model, bank_size=0, mini_batch_size=4)
+    embeddings, _ = loss_fn.embed_minibatch(
+        sentence_feature=features(model, 4, 2)[0],
+        begin=0,
+        end=4,
+        with_grad=False,
+        copy_random_state=False,
+    )
+    assert embeddings.dtype == torch.float32
