@@ -269,7 +269,7 @@ def test_queries_are_tokenised_with_the_prompt_that_search_uses(tmp_path):
 
 def test_a_stream_without_known_columns_is_refused(tmp_path):
     model = tiny_encoder()
-    documents = StoreDocuments(EmbeddingStore.open(write_store(tmp_path, model)))
+    documents = StoreDocuments(write_store(tmp_path, model))
     stream = Dataset.from_list([{"query": "q", "positive": "p"}]).to_iterable_dataset()
     stream = stream.map(lambda row: row)
     assert stream.column_names is None
