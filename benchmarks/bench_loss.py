@@ -4,7 +4,8 @@ Each measurement runs in its own process on one thread. The working tree and the
 turns within one run, so that other load on the machine affects both. Nothing is trained: embeddings
 and text ids are random.
 
-    python benchmarks/bench_loss.py --against f6f29ca --output benchmarks/loss.json
+    python benchmarks/bench_loss.py --against 023f112 --sizes 1024x384 8192x768 --turns 7 \\
+        --output benchmarks/loss.json
 """
 
 from __future__ import annotations

@@ -148,8 +148,8 @@ def write_store(folder: Path, embeddings: np.ndarray, dtype: str) -> EmbeddingSt
 def measure_scan(store: EmbeddingStore, queries: np.ndarray) -> dict[str, float]:
     """Measure the cost per row of decoding and normalising, and the cost per row and query."""
     index = build_index(store, metric="cos")
-    # The second of two searches reads from memory. A single query is scored by another loop than
-    # many queries, so that 8 queries stand for none.
+    # The second of two searches reads from memory. FAISS scores a single query by another loop than
+    # many queries. So the smaller search has 8 queries, and their cost is subtracted below.
     seconds_by_count = {}
     for num_queries in (8, 8, len(queries)):
         started = time.process_time()

@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument(
         "--gpus",
         type=int,
-        default=max(torch.cuda.device_count(), 2),
+        default=torch.cuda.device_count() or 2,
         help="number of processes, one per GPU",
     )
     parser.add_argument("--backbone", choices=BACKBONES, default="tiny")

@@ -34,8 +34,8 @@ Each part takes one to four minutes on a fast GPU, and writes OUTPUT/PART.json w
 versions, device and commit. Until a part is complete, the cases that it has finished are in
 OUTPUT/PART.partial.json. The program prints which parts were run and which were not, and has exit
 code 1 if a check or a part failed. A part whose packages are missing is not measured. Nothing is
-downloaded: texts are random or from the package, and weights are random. study_cell trains
-all-MiniLM-L6-v2 if the `demo` extra is installed.
+downloaded: texts are random or from the package, and weights are random, except that study_cell
+trains all-MiniLM-L6-v2 if the `demo` extra is installed.
 """
 
 # ruff: noqa: E402  # The time and the environment must be read and set before the other imports.

@@ -20,9 +20,8 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,22 +93,39 @@ def select_gpus(num_gpus: int | None) -> int:
 
 
 @contextmanager
-def encode_on_devices(model: DualEncoder, devices: Sequence[str]) -> Iterator[None]:
+def encode_on_devices(
+    model: DualEncoder, devices: Sequence[str], batch_size: int
+) -> Iterator[None]:
     """Make the model encode in one process per device while the context is open.
 
     With a single device, nothing changes.
+
+    Args:
+        batch_size: number of texts per batch, on each device.
     """
     if len(devices) < 2:
         yield
         return
     pool = model.start_multi_process_pool(list(devices))
-    model.encode_query = partial(model.encode_query, pool=pool)
-    model.encode_document = partial(model.encode_document, pool=pool)
+    model.encode_query = _use_pool(model.encode_query, pool, batch_size)
+    model.encode_document = _use_pool(model.encode_document, pool, batch_size)
     try:
         yield
     finally:
         del model.encode_query, model.encode_document  # so that the class's methods are used again
         model.stop_multi_process_pool(pool)
+
+
+def _use_pool(encode: Callable[..., Any], pool: Any, batch_size: int) -> Callable[..., Any]:
+    """Return a method of the model that encodes in a pool.
+
+    The pool has moved the model to the CPU, for which `encode_texts` asks for smaller batches.
+    """
+
+    def encode_in_pool(texts: Sequence[str], **settings: Any) -> Any:
+        return encode(texts, **{**settings, "pool": pool, "batch_size": batch_size})
+
+    return encode_in_pool
 
 
 def read_finished(
@@ -249,7 +265,7 @@ def main() -> None:
         sets.append(beir_set._replace(output=file))
 
     model = DualEncoder.from_pretrained(args.model, device=devices[0])
-    with encode_on_devices(model, devices):
+    with encode_on_devices(model, devices, args.batch_size):
         records = evaluate_sets(model, sets, args)
     print(write_tables(args, devices, sets, records))
     print(f"written: {args.output / 'table.md'} and {args.output / 'table.json'}")

@@ -1,7 +1,7 @@
 """Train a retriever with memory banks on query-passage pairs.
 
-    python scripts/train.py --model bert-base-uncased --train_data pairs.jsonl \
-        --per_device_train_batch_size 8 --gradient_accumulation_steps 16 --bank_size 1024 \
+    python scripts/train.py --model bert-base-uncased --train_data pairs.jsonl \\
+        --per_device_train_batch_size 8 --gradient_accumulation_steps 16 --bank_size 1024 \\
         --output_dir runs/mine
 
 Every field of `ContAccumTrainingArguments` is an option. The output folder is a

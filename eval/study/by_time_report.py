@@ -2,8 +2,9 @@
 
     python eval/study/by_time_report.py
 
-Rewrites the tables of docs/time_study.md, its two pictures and benchmarks/by_time/tests.json. A run
-that is missing is shown as "not yet run".
+Rewrites the tables of docs/time_study.md, its two pictures and benchmarks/by_time/tests.json. An
+entry without a run at its chosen rate is shown as "not yet run"; the mean of an entry is over the
+seeds that have finished.
 """
 
 from __future__ import annotations

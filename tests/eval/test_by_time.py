@@ -314,7 +314,7 @@ def test_the_recipe_of_sentence_transformers_trains(study, tiny_model_path, tmp_
     after = trainer.model.encode("cat 1", convert_to_tensor=True)
     assert not torch.allclose(before, after, atol=1e-4)
     # 8 pairs with a negative are 24 texts, which the cached loss encodes twice.
-    assert clock.passes == [48, 48]
+    assert clock.texts == [48, 48]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 2 and all(loss > 0 for loss in losses)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,7 +105,16 @@ def test_several_devices_give_the_same_embeddings_as_one(tiny_model_path):
     model = DualEncoder.from_pretrained(tiny_model_path, device="cpu")
     texts = ["the cat sits on the mat", "a dog", "one tree", "where is the house"]
     expected = encode_texts(model, texts, "document")
-    with encode_on_devices(model, ["cpu", "cpu"]):
+    batch_sizes = []
+    pool_encode = model.encode_document
+
+    def record_batch_size(*args: Any, **kwargs: Any) -> Any:
+        batch_sizes.append(kwargs["batch_size"])
+        return pool_encode(*args, **kwargs)
+
+    model.encode_document = record_batch_size
+    with encode_on_devices(model, ["cpu", "cpu"], batch_size=32):
         embeddings = encode_texts(model, texts, "document")
+    assert batch_sizes == [32]  # not the 8 texts that are best on a CPU
     np.testing.assert_allclose(embeddings, expected, atol=1e-6)
     assert "encode_document" not in vars(model)

@@ -47,7 +47,7 @@ def run_cell(job: dict[str, Any]) -> dict[str, Any]:
     trainer.add_callback(clock)
     trainer.train()
     seconds = sum(clock.seconds)
-    passes = sum(clock.passes)
+    num_texts = sum(clock.texts)
     if job["second_stage"] is not None:
         trainer, scorer = make_second_stage(
             get_trained_model(trainer), job["second_stage"], Path(job["folder"])
@@ -56,12 +56,12 @@ def run_cell(job: dict[str, Any]) -> dict[str, Any]:
         trainer.add_callback(second_clock)
         trainer.train()
         seconds += sum(second_clock.seconds)
-        passes += sum(second_clock.passes)
+        num_texts += sum(second_clock.texts)
     query_scores = scorer.score(get_trained_model(trainer))
     return {
         **{key: job[key] for key in ("data", "entry", "rate", "seed", "updates", "identity")},
         "cpu_seconds": round(seconds, 2),
-        "encoder_passes": passes,
+        "encoder_passes": num_texts,
         "scores": average(query_scores),
         "curve": clock.curve,
         "bank_fill": _read_bank_fill(Path(job["settings"]["output_dir"], TRAIN_LOG)),
@@ -92,7 +92,7 @@ def time_updates(job: dict[str, Any]) -> dict[str, Any]:
     clock = UpdateClock(trainer.model)
     trainer.add_callback(clock)
     trainer.train()
-    return {"seconds": clock.seconds[1:], "passes": clock.passes[1:]}
+    return {"seconds": clock.seconds[1:], "passes": clock.texts[1:]}
 
 
 WORK = {"cell": run_cell, "timing": time_updates}

@@ -1,4 +1,4 @@
-"""The clock of a run: CPU time and encoder passes of each update, and scores during training."""
+"""The clock of a run: CPU time and encoded texts of each update, and scores during training."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class UpdateClock(TrainerCallback):
 
     Attributes:
         seconds: CPU seconds of each finished update.
-        passes: number of texts in forward passes of each finished update. A text that is encoded
-            twice counts twice.
+        texts: number of encoded texts of each finished update. A text that is encoded twice counts
+            twice.
         curve: {number of updates: scores}.
     """
 
@@ -37,7 +37,7 @@ class UpdateClock(TrainerCallback):
         score: Callable[[], dict[str, float]] | None = None,
     ) -> None:
         self.seconds: list[float] = []
-        self.passes: list[int] = []
+        self.texts: list[int] = []
         self.curve: dict[int, dict[str, float]] = {}
         self._scored_updates = scored_updates
         self._score = score
@@ -64,7 +64,7 @@ class UpdateClock(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record an update, and score the model if this is planned."""
         self.seconds.append(time.process_time() - self._last_time)
-        self.passes.append(self._num_texts)
+        self.texts.append(self._num_texts)
         if self._score is not None and state.global_step in self._scored_updates:
             self.curve[state.global_step] = self._score()
         self._restart()

@@ -26,7 +26,8 @@ class DataPlan:
     Attributes:
         max_length: maximum number of tokens of a text.
         bank_size: size of both banks.
-        updates: number of updates of contaccum. Their time is the budget of every entry.
+        updates: number of updates of contaccum. Their time is the budget of every entry with
+            ``budget: time``.
         bf16: train and score in bfloat16, which only some processors compute fast.
         folder: name of the BEIR folder; None: the name of the data set.
     """
