@@ -4,9 +4,9 @@
     python benchmarks/bench_encode.py --stub --rows 10000000
 
 With a MODEL, contaccum and sentence-transformers encode the same documents with the same
-`--batch_size`; on a CPU, contaccum lowers it to 8 texts, which is faster. They alternate within one run, and their embeddings are compared. The time of contaccum
-includes all that `contaccum encode` does after loading the model: reading, encoding and writing a
-store.
+`--batch_size`; on a CPU, contaccum lowers it to 8 texts, which is faster. They alternate within one
+run, and their embeddings are compared. The time of contaccum includes all that `contaccum encode`
+does after loading the model: reading, encoding and writing a store.
 
 With `--stub`, the program encodes a generated corpus with a function instead of a model and reports
 the peak memory of its process.
