@@ -24,7 +24,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt
 	touch $@
 
 # Fit all-MiniLM-L6-v2 to SciFact, train it with a memory bank, and evaluate both models on BEIR's
-# test queries. COMPARE=1 also trains with plain gradient accumulation and the same budget.
+# test queries. COMPARE=1 also trains plain gradient accumulation for as many epochs.
 quickstart: $(VENV)/.installed-demo
 	$(BIN)/contaccum quickstart $(if $(COMPARE),--compare) $(QUICKSTART_ARGS)
 

@@ -42,11 +42,11 @@ add_adapter(model, r=16, alpha=32, dropout=0.05)
 # 3. Load the data: rows of (query, positive)
 data = load_training_data(options.data)
 
-# 4. Set the training arguments: 128 pairs per update, and 4,096 negatives from the bank
+# 4. Set the training arguments: 128 pairs per update, and up to 4,096 negatives from the bank
 args = ContAccumTrainingArguments(
     output_dir=options.output_dir,
     bank_size=4096,
-    temperature=0.02,  # low, because the cosine similarities of a decoder are close together
+    temperature=0.02,  # the value of E5-Mistral; other values were not compared here
     per_device_train_batch_size=2,  # as many pairs as fit in memory
     gradient_accumulation_steps=64,
     gradient_checkpointing=True,  # saves much memory; the activations are computed twice

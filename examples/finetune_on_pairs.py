@@ -49,7 +49,7 @@ scores_before = evaluator(model)
 print("before:", scores_before[evaluator.primary_metric])
 
 # 4. Set the training arguments. Each query is contrasted with the 7 other passages of its
-#    micro-batch and with 1,024 passages from the bank
+#    micro-batch and with up to 1,024 passages from the bank
 args = ContAccumTrainingArguments(
     output_dir=options.output_dir,
     bank_size=1024,  # the pairs of 8 updates; docs/drift.md explains how stale entries are handled
