@@ -51,8 +51,8 @@ args = ContAccumTrainingArguments(
     logging_steps=10,
 )
 
-# 4. Train and save the model. The log holds the ratio of the towers' gradient norms, which the paper
-#    relates to unstable training if it moves far away from 1
+# 4. Train and save the model. The log holds the ratio of the towers' gradient norms. The paper
+#    relates a ratio far from 1 to unstable training
 trainer = ContAccumTrainer(model, args, data.dataset, data_record=data.record())
 trainer.train()
 log = read_log(Path(options.output_dir) / "train_log.jsonl")

@@ -5,6 +5,7 @@ import gzip
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from contaccum.mining import (
     write_mined,
 )
 from contaccum.mining.rules import select_candidates
+from contaccum.mining.search import _group_queries
 from contaccum.tuning.negatives import mine_once
 
 
@@ -516,7 +518,7 @@ def test_a_bad_record_is_named_or_left_out(tmp_path):
 
 def test_a_search_in_groups_mines_the_same_negatives(model, pairs, monkeypatch):
     expected = mine(model, pairs, num_negatives=3)
-    monkeypatch.setattr("contaccum.mining.search._QUERIES_PER_SEARCH", 2)
+    monkeypatch.setattr("contaccum.mining.search._RESULTS_PER_SEARCH", 80)
     grouped = mine(model, pairs, num_negatives=3)
     assert len(grouped.rows) > 2
     np.testing.assert_array_equal(grouped.rows, expected.rows)
@@ -528,3 +530,11 @@ def test_blank_passages_of_a_separate_corpus_are_not_mined(tmp_path):
     path = write_lines(tmp_path / "corpus.jsonl", corpus)
     data = load_mining_data([{"query": "q", "positive": "p"}], corpus=path)
     assert data.pool_size == 1
+
+
+def test_a_query_with_many_positives_does_not_lengthen_the_rankings_of_all(monkeypatch):
+    data = SimpleNamespace(excluded=[[1], [1], list(range(60)), [1], [1]], queries=range(5))
+    data.pool_size = 1000
+    monkeypatch.setattr("contaccum.mining.search._RESULTS_PER_SEARCH", 80)
+    groups = list(_group_queries(data, 10))
+    assert groups == [(range(2), 11), (range(2, 3), 70), (range(3, 5), 11)]

@@ -78,7 +78,8 @@ class GradientCentering:
         Args:
             gradients: gradients of queries (n, d) and of documents (n, 1 + h, d).
             is_drift_expected: True if ``drift_compensation`` is ``"auto"`` and the bank uses pairs
-                of an older encoder. The setting ``"auto"`` centres passages only then.
+                of an older encoder. The setting ``"auto"`` begins to centre passages only then, and
+                goes on to the end of the update.
         """
         n = len(gradients[QUERIES])
         if self._num_remaining_pairs < n:

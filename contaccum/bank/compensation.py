@@ -91,9 +91,11 @@ class DriftCompensation(nn.Module):
 
         Returns:
             (runs, d), for each run of pairs that share a stored mean; None without a bank or
-            compensation.
+            compensation, or while a running mean moves by sampling noise.
         """
         if bank is None or means.queries is None:
+            return None
+        if self.follows_micro_batches and bank.total_enqueued <= PAIRS_PER_MEAN:
             return None
         num_runs = bank.num_used_slots // bank.pairs_per_mean
         return means.queries - bank.query_means[:num_runs]

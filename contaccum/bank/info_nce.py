@@ -102,8 +102,8 @@ class BankedInfoNCE(BankedModule):
             the number of ranks, because DDP and FSDP average them.
         center_gradients: towers whose mean gradient is subtracted, so that no update moves them as
             a whole: ``"both"``, ``"passages"``, ``"queries"`` or ``"none"``. ``"auto"`` centres
-            passages while ``drift_compensation`` is ``"auto"`` and aged entries are in use. See
-            `contaccum.bank.centering`.
+            passages with ``drift_compensation="auto"``, in updates that start while aged entries
+            are in use. See `contaccum.bank.centering`.
         pairs_per_update: number of pairs between two optimizer steps, over all ranks that share the
             bank, for centring over the update. None centres each micro-batch by itself. See
             `begin_update`.

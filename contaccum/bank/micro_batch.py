@@ -179,8 +179,8 @@ def check_embeddings(
     n, d = queries.shape
     if n == 0 and not may_be_empty:
         raise ValueError(
-            "the micro-batch is empty: skip it, or set gather_across_devices=True, with which a "
-            "rank may have no pairs"
+            "the micro-batch is empty: skip it (only with several ranks and "
+            "gather_across_devices=True may a rank have no pairs)"
         )
     if negatives is None:
         return

@@ -8,6 +8,7 @@ at the start.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,7 +96,7 @@ def _write_parquet(args: argparse.Namespace, show_progress: bool) -> None:
     from contaccum.retrieval.store_files import PARQUET_FOLDER
 
     store = EmbeddingStore.open(args.output)
-    folder = Path(args.output).expanduser() / PARQUET_FOLDER
+    folder = Path(os.path.expanduser(args.output)) / PARQUET_FOLDER
     passages = read_texts(args.corpus, args.kind, RecordReport(args.on_bad_record))
     paths = write_parquet(store, folder, passages, show_progress)
     print(f"written: {folder} ({len(paths):,} parquet files)")

@@ -70,7 +70,8 @@ class TrainingData:
         transform: the transform of `dataset`, which samples the texts of the rows.
         pairs: text ids of query and positive for every positive of every record, int64 (n, 2),
             mapped from a file.
-        unused_scores: True if the records have teacher scores that are not used.
+        unused_scores: True if the records have teacher scores that are not used; False for "dpr",
+            whose published scores are those of BM25.
     """
 
     dataset: Dataset

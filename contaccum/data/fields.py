@@ -169,7 +169,7 @@ class RecordParser:
         """
         score = get_first_value(record, self._names["score"])
         if self._min_score is not None:
-            if score is None:
+            if record.keys().isdisjoint(self._names["score"]):
                 raise _make_missing_field_fault("score", record)
             return parse_number(score) >= self._min_score
         if score is not None and not _SCORED_PAIR_FIELDS.isdisjoint(chosen):

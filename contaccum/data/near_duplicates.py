@@ -84,7 +84,8 @@ def _is_in_word(character: str) -> bool:
 
     The pattern ``\w`` has no marks, so it would drop the vowel signs of Hindi or Thai.
     """
-    return character == "_" or unicodedata.category(character)[0] in "LMN"
+    # The first test is fast, and is True for most characters.
+    return character.isalnum() or character == "_" or unicodedata.category(character)[0] in "LMN"
 
 
 def _signature(text: str) -> MinHash:

@@ -212,7 +212,8 @@ def _download_archive(name: str) -> Path:
                     file.write(block)
         except OSError as error:  # the errors of urllib are OSErrors too
             remedy = (
-                "or download and unzip it yourself, and give the folder instead of the name; "
+                "try again, or download and unzip it yourself, and give the folder instead of the "
+                "name; "
                 f"SciFact comes with contaccum: {shipped_scifact()}"
             )
             raise DataError(

@@ -4,13 +4,14 @@ Reading has two steps. `Source.rows` yields the rows of a file: JSON objects, ta
 from column name to cell, or, for files without column names, plain lines. A parser then makes a
 `Record` or a `Passage` of each row, or raises a `Fault` for a bad row, which is reported.
 
-The formats and their detection are in `formats`, field names and values in `fields`, the counting
-of bad records in `records`. Which positives and negatives an epoch trains on is decided in
-`sampling`.
+The formats and their detection are in `formats`, field names in `columns`, their values in
+`fields`, and the counting of bad records in `records`. Which positives and negatives an epoch
+trains on is decided in `sampling`.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -53,7 +54,7 @@ from contaccum.data.text_lookup import TextLookup
 from contaccum.errors import ConfigError, DataError, check_choice
 from contaccum.files import AnyPath, fingerprint
 
-_CACHE_VERSION = 8
+_CACHE_VERSION = 9
 """Version of the readers and the cache. Increase it when either changes, so that cached records of
 an older version are not used."""
 
@@ -152,7 +153,7 @@ class Source:
         is_corpus: bool = False,
     ) -> None:
         check_choice("data_format", data_format, (None, *DATA_FORMATS))
-        self.path = Path(path).expanduser()
+        self.path = Path(os.path.expanduser(path))
         self.columns = parse_columns(columns)
         if data_format:
             self.data_format = cast(DataFormat, data_format)
@@ -376,7 +377,7 @@ def _make_corpus_source(path: AnyPath) -> Source:
     `Source.rows` read the right kind of rows: with "pairs", a row is a JSON object; with "csv", a
     row of a table; with "msmarco", an unparsed line, here `id<TAB>text`.
     """
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
     if is_beir_folder(path):
         path = find_beir_file(path, "corpus.jsonl")
     if path.is_dir() or is_hub_name(path):

@@ -24,8 +24,9 @@ def train_query_tower_alone(model: SentenceTransformer) -> None:
     """Freeze the document tower of a model, in place.
 
     A tied model first gets a separate query tower, a copy of its only tower. Without an adapter,
-    the weights of the query tower become float32, because in bfloat16 or float16 most of an update
-    would be lost to rounding. The document tower keeps its dtype, which a store may depend on.
+    and if it shares no weight with the document tower, the weights of the query tower become
+    float32, because in bfloat16 or float16 most of an update would be lost to rounding. The
+    document tower keeps its dtype, which a store may depend on.
 
     Raises:
         ConfigError: if the query tower then has no weight that can be trained.
@@ -40,7 +41,9 @@ def train_query_tower_alone(model: SentenceTransformer) -> None:
             "no weight of the query tower can be trained, because the towers share all trainable "
             "weights: use a model with one tower or two separate towers"
         )
-    if not adapters.has_adapter(query_tower):
+    document_weights = {id(weight) for weight in document_tower.parameters()}
+    shares_weights = any(id(weight) in document_weights for weight in query_tower.parameters())
+    if not shares_weights and not adapters.has_adapter(query_tower):
         query_tower.float()
 
 

@@ -27,7 +27,7 @@ from contaccum.data.records import (
 )
 from contaccum.errors import DataError
 from contaccum.evaluation.metrics import sort_as_trec_eval
-from contaccum.files import provenance, read_json, redact, write_text
+from contaccum.files import provenance, read_json, redact, require_writable, write_text
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
@@ -104,6 +104,7 @@ def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> tupl
     """
     path = Path(path)
     run_path = path.with_suffix(".trec")
+    require_writable(path)
     path.unlink(missing_ok=True)  # so that a kill leaves no older record beside the new run
     write_text(run_path, trec_lines(result.run.items(), _make_run_tag(result)))
     record = result.record()

@@ -138,7 +138,7 @@ def load_mining_data(
         record["format"] = training_source.data_format
         record["split"] = split
         if record["format"] == "beir":
-            dataset = load_beir_folder(source, split, report=report)
+            dataset = load_beir_folder(training_source.path, split, report=report)
             passages = _make_beir_passages(dataset)
             pool = _drop_blank_passages(passages.values())
             queries = _iter_beir_queries(dataset, passages)

@@ -31,8 +31,8 @@ from contaccum.retrieval.searcher import bm25_scores
 
 DEFAULT_CROSS_ENCODER_MARGIN = 3.0
 
-# Queries that are searched together. Their results are in memory at the same time.
-_QUERIES_PER_SEARCH = 4096
+# Results of the queries that are searched together: about 0.8 GB. Each search reads the whole pool.
+_RESULTS_PER_SEARCH = 2**26
 
 
 @dataclass
@@ -175,12 +175,7 @@ def _rank_by_model(
     query_embeddings = encode_texts(model, data.queries, "query", **encode_options)
     query_embeddings = prepare_vectors(query_embeddings, metric, "query embedding")
     index = build_index(passage_embeddings[: data.pool_size], metric=metric)
-    for start in range(0, len(data.queries), _QUERIES_PER_SEARCH):
-        group = range(start, min(start + _QUERIES_PER_SEARCH, len(data.queries)))
-        # Rankings contain excluded passages too, so all rankings of a group are longer by the
-        # largest number of them in the group.
-        most_excluded = max(len(data.excluded[query]) for query in group)
-        k = min(depth + most_excluded, data.pool_size)
+    for group, k in _group_queries(data, depth):
         scores, rows = search(index, query_embeddings[group.start : group.stop], k)
         for query, query_scores, query_rows in zip(group, scores, rows, strict=True):
             positive_embeddings = prepare_vectors(
@@ -188,6 +183,24 @@ def _rank_by_model(
             )
             positive_scores = positive_embeddings @ query_embeddings[query]
             yield _Ranking(query_scores, query_rows, positive_scores)
+
+
+def _group_queries(data: MiningData, depth: int) -> Iterator[tuple[range, int]]:
+    """Yield groups of consecutive queries, each with the length k of its rankings.
+
+    Rankings contain excluded passages too, so all rankings of a group are longer by the largest
+    number of them in the group. Few queries have many, and these must not lengthen all rankings.
+    """
+    start = 0
+    k = 0
+    for query, excluded in enumerate(data.excluded):
+        longer_k = max(k, min(depth + len(excluded), data.pool_size))
+        if query > start and (query + 1 - start) * longer_k > _RESULTS_PER_SEARCH:
+            yield range(start, query), k
+            start = query
+            longer_k = min(depth + len(excluded), data.pool_size)
+        k = longer_k
+    yield range(start, len(data.queries)), k
 
 
 def _rank_by_bm25(data: MiningData, depth: int, show_progress: bool) -> Iterator[_Ranking]:

@@ -294,7 +294,7 @@ def open_folder(path: files.AnyPath) -> StoreFolder:
             f"{files.redact(url)}: pathlib.Path has changed this URL; pass the URL as a str"
         )
     if not is_url(url):
-        return LocalFolder(Path(url).expanduser())
+        return LocalFolder(Path(os.path.expanduser(url)))
 
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem

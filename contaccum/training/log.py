@@ -177,7 +177,7 @@ class CollapseWatch:
             self._streaks[name] = streak + 1 if name in symptoms else 0
             if self._streaks[name] == _SYMPTOM_UPDATES:
                 remedy = "Lower learning_rate"
-                if "bank_mass_aged" in record:  # the run has a bank
+                if "bank_age" in record:  # the run has a bank
                     remedy += ", or set a smaller bank_size; keep drift_compensation=auto"
                 warnings.append(
                     f"update {record.get('update')}: collapse: {symptoms[name]}. {remedy}."

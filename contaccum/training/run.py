@@ -76,7 +76,7 @@ def make_trainer(
 
     Args:
         encoder: the encoder to train, from `load_encoder`. Without an adapter, its weights become
-            float32.
+            float32 (with ``method=query_side``, those of the query tower).
         model_args: the model arguments. Only the name of the guide is read here: the guide is a
             second, frozen model whose scores show which negatives are false.
         args: the training arguments.

@@ -231,10 +231,11 @@ def _set_whole_batch(
 ) -> None:
     """Make the micro-batch of each process its share of the update, in place.
 
-    If the user has fixed the size of the micro-batch, it decides the size of the update.
+    If the user has fixed the size of the micro-batch alone, it decides the size of the update.
     """
     if "per_device_train_batch_size" in fixed_keys:
-        options.pop("total_train_batch_size", None)
+        if "total_train_batch_size" not in fixed_keys:
+            options.pop("total_train_batch_size", None)
     elif "total_train_batch_size" in options:
         pairs_of_process = int(options["total_train_batch_size"][0]) // num_processes
         options["per_device_train_batch_size"] = [str(pairs_of_process)]

@@ -93,7 +93,7 @@ def tune(
         print_line(baselines.format_line(model_args.model))
     starts = compute_starts(methods, search_options, args, encoder, baselines.is_base_too_weak)
     del encoder  # each trial loads the model again
-    space = _make_space(training, args, fixed_keys)
+    space = _make_space(training, args, fixed_keys, list(starts))
     mined = _mine_negatives(options, space, list(starts), data_args, args, output)
 
     adapt = partial(adapt_options, store=store, mined=mined, fixed_keys=fixed_keys)
@@ -151,7 +151,10 @@ def _make_request(
 
 
 def _make_space(
-    training: TrainingSets, args: ContAccumTrainingArguments, fixed_keys: Sequence[str]
+    training: TrainingSets,
+    args: ContAccumTrainingArguments,
+    fixed_keys: Sequence[str],
+    methods: Sequence[str],
 ) -> dict[str, Setting]:
     """Return the settings to search.
 
@@ -160,6 +163,8 @@ def _make_space(
     keys = set(fixed_keys)
     if args.max_steps > 0:
         keys.add("max_steps")
+    if methods == ["in_batch"] and "per_device_train_batch_size" in keys:
+        keys.add("total_train_batch_size")  # the whole update is one micro-batch
     num_pairs = count_rows(training.dataset) or 0
     pairs_per_step = args.per_device_train_batch_size * args.world_size
     return make_space(num_pairs, pairs_per_step, keys)

@@ -1,7 +1,8 @@
 """Study by time: each method gets the same training time, on a whole pretrained model.
 
-    python eval/study/split_pairs.py contaccum/data/scifact runs/study/scifact --dev 0.19 --by_query
-    python eval/study/by_time.py scifact --model MODEL --folder runs/study
+    python eval/study/split_pairs.py contaccum/data/scifact runs/time_study/scifact --dev 0.19 \\
+        --by_query
+    python eval/study/by_time.py scifact --model MODEL --folder runs/time_study
 
 The plan is eval/study/by_time.yaml; docs/time_study.md explains it. FOLDER/DATA is a BEIR folder
 with the splits train, dev and test over one corpus. The time of an update of each entry is measured

@@ -242,7 +242,8 @@ class DenseReference:
         rows = make_query_texts(pairs[:num_rows])
         columns = make_document_texts(pairs, passage_mean)
         drift = torch.zeros_like(rows.embeddings)
-        if self._moves_entries():
+        is_noise = len(self.history) <= PAIRS_PER_MEAN and not self.probes
+        if self._moves_entries() and not is_noise:
             for row, number in enumerate(banked_numbers[: num_rows - n], start=n):
                 drift[row] = query_mean - self._get_stored_query_mean(number)
         similarities = rows.embeddings @ columns.embeddings.T

@@ -543,3 +543,21 @@ def test_the_header_of_a_table_with_tabs_is_not_a_triple(tmp_path):
     path = put(tmp_path / "a.tsv", "frage\tantwort\tfalsch\nwas ist das\tein Satz\tein anderer\n")
     with pytest.raises(DataError, match=r"header of known column names; .*set --data_columns"):
         sniff_format(path)
+
+
+@pytest.mark.parametrize("line", ["a b\tc\td", "\u96e8\t\u6c34\t\u96ea", "1\t2\t3"])
+def test_a_line_of_three_texts_or_ids_is_a_triple(tmp_path, line):
+    """Chinese has no blanks."""
+    assert sniff_format(put(tmp_path / "a.tsv", f"{line}\n")) == "msmarco"
+
+
+def test_a_score_that_is_null_is_not_called_a_missing_column(tmp_path):
+    path = put(tmp_path / "a.jsonl", lines([{"query": "q", "positive": "p", "score": None}]))
+    with pytest.raises(DataError, match="score is not a number: found None"):
+        read(path, min_score=1)
+
+
+def test_a_name_that_begins_with_a_tilde_may_be_no_home_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    put(tmp_path / "~pairs.jsonl", lines([{"query": "q", "positive": "p"}]))
+    assert read("~pairs.jsonl")[0] == [Record("q", ["p"], [])]

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from sample_texts import sentences
+from sentence_transformers.sentence_transformer.modules import Dense
 from small_data import write_lines
 from tiny_models import tiny_encoder
 
 from contaccum import DualEncoder
 from contaccum.cli import main
+from contaccum.encoders.query_tower import train_query_tower_alone
 from contaccum.encoders.towers import get_tower
 
 
@@ -53,3 +55,11 @@ def train_saved_in_bfloat16(tmp_path: Path, method: str) -> Path:
         settings["corpus"] = write_lines(tmp_path / "corpus.jsonl", documents)
     assert main(["train", *(f"--{key}={value}" for key, value in settings.items())]) == 0
     return tmp_path / method
+
+
+def test_weights_that_both_towers_share_keep_their_dtype():
+    """The document tower must stay as it is, because a store may depend on it."""
+    model = tiny_encoder(tied=False).bfloat16()
+    model.append(Dense(32, 16).bfloat16())  # after the Router: used by both towers
+    train_query_tower_alone(model)
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}

@@ -124,3 +124,12 @@ def test_a_method_of_the_config_that_is_not_tried_is_named():
     options = {**RUN, "method": ["contaccum_cached"]}
     assert "contaccum_cached" not in select_methods(options, (), 1, lines.append)
     assert [line.partition(" of")[0] for line in lines] == ["method=contaccum_cached"]
+
+
+def test_a_plain_batch_whose_sizes_contradict_each_other_is_refused():
+    options = {**RUN, "per_device_train_batch_size": ["8"], "total_train_batch_size": ["128"]}
+    del options["passage_store"]
+    fixed_keys = ("per_device_train_batch_size", "total_train_batch_size")
+    adapted = adapt_options(options, "in_batch", None, fixed_keys=fixed_keys)
+    with pytest.raises(ConfigError, match="total_train_batch_size=128"):
+        parse(to_command_line(adapted))
