@@ -35,7 +35,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--corpus", help="passages to search; default: the passages of --data")
     parser.add_argument("--output", required=True, help="a new file")
     parser.add_argument("--output_format", default="pairs", help="or dpr, tevatron, ntuples")
-    parser.add_argument("--num_negatives", type=int, default=4, help="negatives per query")
+    parser.add_argument("--num_negatives", type=int, default=3, help="negatives per query")
     parser.add_argument("--range_max", type=int, help="last rank of a candidate")
     parser.add_argument(
         "--relative_margin",
