@@ -81,4 +81,4 @@ dist: $(VENV)-dist/.installed
 	$(VENV)-dist/bin/python -m twine check --strict dist/*
 
 clean:
-	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest $(VENV)-dist build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest $(VENV)-dist build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -35,8 +35,8 @@ data = load_training_data(options.data)
 test_set = load_beir_folder(options.data, split="test")
 result_before = evaluate_beir(model, test_set)
 
-# 2. Set the training arguments. Do not change them before you resume: a checkpoint that was trained
-#    with other settings is refused, and the error names the setting that differs
+# 2. Set the training arguments. After any change, use another --output_dir. A checkpoint with other
+#    data, seed, loss, bank or pairs per update is refused, but another learning rate is not noticed
 args = ContAccumTrainingArguments(
     output_dir=options.output_dir,
     bank_size=512,

@@ -3,7 +3,7 @@
     python examples/decoder_lora.py            # Qwen3 with 0.6B parameters, on Natural Questions
     python examples/decoder_lora.py --data pairs.jsonl --model meta-llama/Llama-3.2-1B
 
-The embedding of a text is the hidden state of its last token. docs/training.md explains why, and
+Llama models need an accepted licence and a token (HF_TOKEN). The embedding of a text is the hidden state of its last token. docs/training.md explains why, and
 what else a decoder needs. configs/decoder-lora.yaml is a configuration file for `contaccum train`.
 """
 
@@ -60,7 +60,7 @@ args = ContAccumTrainingArguments(
 )
 
 # 5. Train, merge the adapter into the weights and save a plain model. Without merge_adapter, only
-#    the adapter of a few MB is saved
+#    the adapter of some tens of MB is saved
 trainer = ContAccumTrainer(model, args, data.dataset, data_record=data.record())
 trainer.train()
 merge_adapter(model)

@@ -6,7 +6,8 @@
 The data can be a csv file with a header, a jsonl file with lines {"query": ..., "positive": ...}, a
 data set on the Hugging Face Hub, or any other format of docs/data.md. The script holds out a test
 set and scores the model on it before and after training. `contaccum fit` does the same and also
-searches for the best settings.
+searches for the best settings. Natural Questions has 100,000 pairs: on a CPU, first try
+--max_steps 20.
 """
 
 import argparse
@@ -25,7 +26,9 @@ parser = argparse.ArgumentParser(
 )
 parser.add_argument("--model", default="sentence-transformers/all-MiniLM-L6-v2")
 parser.add_argument("--data", default="sentence-transformers/natural-questions")
-parser.add_argument("--held_out", type=int, default=500, help="number of test queries")
+parser.add_argument(
+    "--held_out", type=float, help="test queries: a number, or a share; default: a fifth"
+)
 parser.add_argument(
     "--max_steps", type=int, default=-1, help="number of updates; default: one epoch"
 )
@@ -37,8 +40,11 @@ model = DualEncoder.from_pretrained(options.model)
 
 # 2. Split the data. The training part contains no text of a test query and no near-duplicate of one
 split_folder = Path(options.output_dir) / "data"
-if not split_folder.exists():
-    split_data(Source(options.data), split_folder, SplitSettings(dev=1, test=options.held_out))
+if split_folder.exists():
+    print(f"{split_folder} exists and is used again; for other data, name another --output_dir")
+else:
+    settings = SplitSettings(test=options.held_out)
+    split_data(Source(options.data), split_folder, settings, show_progress=True)
 print(read_split(split_folder).summary())
 data = load_training_data(split_folder / "train.jsonl")
 

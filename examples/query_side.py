@@ -20,7 +20,9 @@ parser.add_argument("--data", type=Path, required=True, help="training pairs, or
 parser.add_argument("--corpus", type=Path, help="documents to search; default: the BEIR folder")
 parser.add_argument("--output_dir", default="runs/query_side")
 parser.add_argument("--learning_rate", type=float, default=3e-4)
-parser.add_argument("--max_steps", type=int, default=24, help="number of updates of 128 pairs")
+parser.add_argument(
+    "--max_steps", type=int, default=-1, help="number of updates of 128 pairs; default: 3 epochs"
+)
 options = parser.parse_args()
 
 corpus = options.corpus
@@ -42,10 +44,10 @@ args = ContAccumTrainingArguments(
     output_dir=options.output_dir,
     method="query_side",
     corpus=str(corpus),  # encoded once and stored in output_dir/passage_store
-    missing="add",  # add positive passages that are missing from the corpus to the documents
     per_device_train_batch_size=32,
     gradient_accumulation_steps=4,
     learning_rate=options.learning_rate,
+    num_train_epochs=3,
     max_steps=options.max_steps,
     save_strategy="no",
 )

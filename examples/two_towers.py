@@ -35,8 +35,7 @@ model = DualEncoder.from_backbone(options.model, tied=False, pooling="mean", nor
 # 2. Load the data. The first column goes to the query tower, all other columns to the passage tower
 data = load_training_data(options.data)
 
-# 3. Set the training arguments. There is one bank for each tower, so that the gradient norms of the
-#    two towers stay similar
+# 3. Set the training arguments. There is one bank for each tower
 args = ContAccumTrainingArguments(
     output_dir=options.output_dir,
     bank_size=1024,
@@ -47,7 +46,8 @@ args = ContAccumTrainingArguments(
     learning_rate=2e-5,
     warmup_steps=0.1,
     bf16=torch.cuda.is_available(),
-    save_strategy="no",
+    save_strategy="epoch",
+    save_total_limit=1,
     logging_steps=10,
 )
 
@@ -55,10 +55,11 @@ args = ContAccumTrainingArguments(
 #    relates a ratio far from 1 to unstable training
 trainer = ContAccumTrainer(model, args, data.dataset, data_record=data.record())
 trainer.train()
-log = read_log(Path(options.output_dir) / "train_log.jsonl")
-ratios = [record["grad_norm_ratio"] for record in log]
-print(f"passage / query gradient norm: {ratios[0]:.2f} at first, {ratios[-1]:.2f} at the end")
 trainer.save_model(options.output_dir)
+log = read_log(Path(options.output_dir) / "train_log.jsonl")
+# An update whose gradient is not finite has no ratio.
+ratios = [record["grad_norm_ratio"] for record in log if record.get("grad_norm_ratio") is not None]
+print(f"passage / query gradient norm: {ratios[0]:.2f} at first, {ratios[-1]:.2f} at the end")
 
 # 5. Search: the query tower encodes the query, the passage tower encodes the passages
 rows = data.dataset[:1000]

@@ -16,7 +16,7 @@ from typing import Any
 
 from contaccum import DualEncoder
 from contaccum.data import BeirDataset
-from contaccum.errors import DataError, UserError
+from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.evaluation.beir_sets import evaluate_beir, load_data
 from contaccum.evaluation.metrics import paired_bootstrap
 from contaccum.evaluation.results import EvaluationResult, read_result, write_result
@@ -67,6 +67,8 @@ def main() -> None:
     data = load_data(args.data, args.split)
     baseline = None
     if args.baseline is not None:
+        if args.baseline.resolve() == args.output.resolve():
+            raise ConfigError(f"--output {args.output}: would replace the --baseline")
         baseline = read_baseline(args.baseline, data)
     model = DualEncoder.from_pretrained(args.model, device=args.device)
 

@@ -5,8 +5,8 @@
         --output_dir runs/mine
 
 Every field of `ContAccumTrainingArguments` is an option. The output folder is a
-SentenceTransformer. The program trains on a single data set and does not evaluate; `contaccum
-train` can do more.
+SentenceTransformer; a model that is already there is replaced. The program trains on a single data
+set and does not evaluate; `contaccum train` can do more.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import argparse
 import sys
 from dataclasses import dataclass, field
 
-from sentence_transformers.util import is_sentence_transformer_model
 from transformers import HfArgumentParser, set_seed
 
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
 from contaccum.data import load_training_data
+from contaccum.encoders.loading import is_sentence_transformer
 from contaccum.errors import UserError
 
 
@@ -43,9 +43,9 @@ class ModelAndData:
 
 
 def load_model(options: ModelAndData, device: str) -> DualEncoder:
-    """Load a SentenceTransformer, or add pooling to a backbone."""
-    if is_sentence_transformer_model(options.model):
-        return DualEncoder.from_pretrained(options.model, device=device)
+    """Load a SentenceTransformer, or add pooling to a backbone; the weights are in float32."""
+    if is_sentence_transformer(options.model):
+        return DualEncoder.from_pretrained(options.model, device=device).float()
     return DualEncoder.from_backbone(
         options.model,
         tied=options.tied,
