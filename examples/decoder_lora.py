@@ -3,8 +3,9 @@
     python examples/decoder_lora.py            # Qwen3 with 0.6B parameters, on Natural Questions
     python examples/decoder_lora.py --data pairs.jsonl --model meta-llama/Llama-3.2-1B
 
-Llama models need an accepted licence and a token (HF_TOKEN). The embedding of a text is the hidden state of its last token. docs/training.md explains why, and
-what else a decoder needs. configs/decoder-lora.yaml is a configuration file for `contaccum train`.
+Llama models need an accepted licence and a token (HF_TOKEN). The embedding of a text is the hidden
+state of its last token. docs/training.md explains why, and what else a decoder needs.
+configs/decoder-lora.yaml is a configuration file for `contaccum train`.
 """
 
 import argparse

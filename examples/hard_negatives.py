@@ -3,10 +3,9 @@
     python examples/hard_negatives.py   # Natural Questions, from the Hugging Face Hub
     python examples/hard_negatives.py --data pairs.jsonl --model all-mpnet-base-v2
 
-Natural Questions has 100,000 pairs: on a CPU, first try your own data. The negatives are mined among
-the passages of all pairs (of a BEIR folder: in its whole corpus). docs/mining.md explains how to mine in
-another corpus or with BM25. It also shows how much hard negatives improve a model: the fewer other
-negatives a query has, the larger the gain.
+Natural Questions has 100,000 pairs: on a CPU, first try your own data. The negatives are mined
+among the passages of all pairs (of a BEIR folder: in its whole corpus). docs/mining.md explains how
+to mine in another corpus or with BM25.
 """
 
 import argparse
