@@ -164,7 +164,8 @@ def test_warnings_are_printed_on_their_own_line_above_the_bar(train, tmp_path, m
         ({"output_dir": "{places}/pairs.jsonl"}, "cannot be written"),
         ({"resume_from_checkpoint": "{places}"}, "no checkpoint to resume from"),
         (
-            {"distill": "kl", "num_hard_negatives": 1, "model": "nowhere"},
+            # A folder without a model: the data are read before the model is loaded.
+            {"distill": "kl", "num_hard_negatives": 1, "model": "{places}"},
             "pairs.jsonl:1: no teacher scores: distill",
         ),
     ],
@@ -179,10 +180,10 @@ def test_wrong_settings_are_refused_in_one_line(places, train, keys, message, tm
 
 
 def test_bad_record_stops_before_a_model_is_loaded(places, train, tmp_path, capsys):
-    """With on_bad_record=skip it is counted instead."""
+    """With on_bad_record=skip it is counted instead. The model's folder has no model."""
     data = tmp_path / "pairs.jsonl"
     data.write_text((places / "pairs.jsonl").read_text() + '{"query": "no positive"}\n')
-    assert train(tmp_path / "out", train_data=data, model="nowhere/at/all") == 2
+    assert train(tmp_path / "out", train_data=data, model=tmp_path) == 2
     error = capsys.readouterr().err
     assert "pairs.jsonl:25" in error
     assert "--on_bad_record skip" in error

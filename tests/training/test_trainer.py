@@ -308,7 +308,15 @@ def test_a_collapse_gives_one_warning_in_its_third_update():
         warnings.append(watch.observe(record))
     assert [len(lines) for lines in warnings] == [0, 0, 1, 0, 0, 0]
     assert "the loss is back at 3.46, a random guess among 32 columns" in warnings[2][0]
-    assert warnings[2][0].endswith("Lower learning_rate.")  # these records have no bank
+    assert "or set a smaller bank_size" in warnings[2][0]
+
+
+def test_the_warning_of_a_collapse_without_a_bank_names_no_setting_of_a_bank():
+    watch = CollapseWatch()
+    for update in range(5):
+        watch.observe({"update": update, "loss": 1.0 if update < 3 else 3.46, "columns": 32})
+    (warning,) = watch.observe({"update": 5, "loss": 3.46, "columns": 32})
+    assert warning.endswith("Lower learning_rate.")
 
 
 def test_a_loss_with_other_terms_is_not_compared_with_a_random_guess():
