@@ -31,7 +31,7 @@ _FORMAT_BY_FILE: dict[str, DataFormat] = {
 """{name of a file: format of a folder that contains it}. `save_to_disk` of `datasets` writes
 state.json for a dataset and dataset_dict.json for a dict of splits; both have the format "hub"."""
 
-_THAI = "\u0e00"  # the first character of the block
+_FIRST_THAI_CHARACTER = "\u0e00"
 
 _SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
 _HUB_NAME = r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?"
@@ -83,12 +83,14 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
 def _is_text_triple(line: bytes) -> bool:
     """Return True for a query, a positive and a negative, or their ids, separated by tabs.
 
-    Three cells of one word each are rather the header of a table with unknown column names. Scripts
-    without blanks, such as Thai, Chinese and Japanese, have the characters from `_THAI` on.
+    Three cells of one word each are rather the header of a table with unknown column names. Thai,
+    Chinese and Japanese have no blanks between words; their characters come after Thai's first one.
     """
     cells = [cell.strip() for cell in line.decode("utf-8", "replace").strip().split("\t")]
     has_ids = all(cell.isdigit() for cell in cells)
-    has_sentence = any(" " in cell or max(cell, default="") >= _THAI for cell in cells)
+    has_sentence = any(
+        " " in cell or max(cell, default="") >= _FIRST_THAI_CHARACTER for cell in cells
+    )
     return len(cells) == 3 and (has_sentence or has_ids)
 
 

@@ -31,13 +31,13 @@ class Header(NamedTuple):
     Attributes:
         delimiter: the text between two cells.
         names: names of the columns.
-        has_blanks: True if blanks stand before quoted cells. The rows are then expected to have
-            them too.
+        has_blanks_before_quotes: True if blanks stand before quoted cells. The rows are then
+            expected to have them too.
     """
 
     delimiter: str
     names: list[str]
-    has_blanks: bool
+    has_blanks_before_quotes: bool
 
 
 def read_csv(path: AnyPath) -> Rows:
@@ -63,7 +63,7 @@ def read_csv(path: AnyPath) -> Rows:
                 text_file,
                 delimiter=header.delimiter,
                 strict=True,
-                skipinitialspace=header.has_blanks,
+                skipinitialspace=header.has_blanks_before_quotes,
             )
             for cells in reader:
                 is_blank = not any(cell.strip() for cell in cells)
@@ -109,8 +109,8 @@ def parse_header(head: bytes) -> Header:
         cells = next(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), [])
     except csv.Error:
         cells = []
-    has_blanks = any(re.match(' +"', cell) for cell in cells)
-    return Header(delimiter, _parse_column_names(cells), has_blanks)
+    has_blanks_before_quotes = any(re.match(' +"', cell) for cell in cells)
+    return Header(delimiter, _parse_column_names(cells), has_blanks_before_quotes)
 
 
 def _parse_column_names(cells: list[str]) -> list[str]:
