@@ -29,7 +29,9 @@ class DataPlan:
         updates: number of updates of contaccum. Their time is the budget of every entry with
             ``budget: time``.
         bf16: train and score in bfloat16, which only some processors compute fast.
-        folder: name of the BEIR folder; None: the name of the data set.
+        folder: name of the BEIR folder; None: the name of the data set. A data set with a folder is
+            a table of variants. It has no panel in the pictures, so no run is scored during
+            training.
     """
 
     max_length: int

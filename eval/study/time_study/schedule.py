@@ -297,7 +297,7 @@ class Study:
             "seed": cell.seed,
             "updates": settings["max_steps"],
             "second_stage": second_stage,
-            "has_curve": cell.seed == self.plan.seeds[CURVE_SEED_INDEX],
+            "has_curve": self._has_curve(cell),
             "trainer": entry.trainer,
             "data_folder": str(self.beir_folder),
             "haystack": self._get_haystack(entry),
@@ -311,6 +311,11 @@ class Study:
                 **{f"second_stage_{key}": value for key, value in second_settings.items()},
             },
         }
+
+    def _has_curve(self, cell: Cell) -> bool:
+        """Whether the run is scored during training: one seed of each entry that is drawn."""
+        is_drawn = self.plan.data[self.data].folder is None
+        return is_drawn and cell.seed == self.plan.seeds[CURVE_SEED_INDEX]
 
     def _make_settings(self, name: str, rate: str, seed: int) -> Settings:
         """Return the settings of an entry's run, without paths."""
