@@ -218,6 +218,35 @@ def test_entries_that_are_added_later_are_timed_beside_contaccum(
     assert seconds["later"]["seconds_per_update"] == 2.5
 
 
+def test_finished_turns_of_the_timing_are_not_repeated(study, monkeypatch, folder, tiny_model_path):
+    entries = {"contaccum": {"has_bank": True, "settings": BANK}}
+    runs, _ = make_study(study, monkeypatch, folder, tiny_model_path, entries)
+    schedule = study("schedule")
+    first = runs._make_timing_job("contaccum", 0)
+    second = runs._make_timing_job("contaccum", 1)
+    other = {**second, "settings": {**second["settings"], "bank_size": 16}}
+    for job, written in ((first, first), (second, other)):
+        write_json(Path(job["folder"], "job.json"), written)
+        write_json(Path(job["result"]), {"seconds": [3.0], "passes": [8]})
+
+    def time_updates(jobs, processes, progress, command):
+        done.extend(job["folder"] for job in jobs)
+        for job in jobs:
+            write_json(Path(job["result"]), {"seconds": [5.0], "passes": [8]})
+        return {}
+
+    done = []
+    monkeypatch.setattr(schedule, "run_jobs", time_updates)
+    runs.measure_seconds()
+    assert done == [runs._make_timing_job("contaccum", turn)["folder"] for turn in (1, 2)]
+    seconds = read_json(folder / "results" / "sentences" / "seconds.json")["entries"]
+    assert seconds["contaccum"]["seconds_of_updates"] == [[3.0], [5.0], [5.0]]
+    assert not Path(first["folder"]).exists()
+    done.clear()
+    runs.measure_seconds()
+    assert not done
+
+
 def test_another_model_or_entry_is_refused(study, monkeypatch, folder, tiny_model_path):
     entries = {"contaccum": {"has_bank": True, "settings": BANK}}
     runs, _ = make_study(study, monkeypatch, folder, tiny_model_path, entries)

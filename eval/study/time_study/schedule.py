@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 from sentence_transformers import SentenceTransformer
 
 from contaccum import DualEncoder
-from contaccum.comparison.processes import run_jobs
+from contaccum.comparison.processes import JOB_FILE, run_jobs
 from contaccum.data import load_beir_folder
 from contaccum.errors import ConfigError, check_choice
 from contaccum.files import atomic_folder, fingerprint, provenance, read_json, write_json
@@ -35,7 +36,7 @@ REFERENCE = "contaccum"
 # The first update is slower and is not counted. A bank of 1,024 pairs is at most three eighths full
 # then; with a full one, an update takes less than 1 % longer (benchmarks/loss.json).
 TIMED_UPDATES = 3
-TIMING_TURNS = 5
+TIMING_TURNS = 3
 
 CURVE_SEED_INDEX = 1
 """Index of the seed whose runs are also scored during training.
@@ -183,6 +184,9 @@ class Study:
                 **provenance(),
             }
         write_json(self.output / "seconds.json", {"entries": measured})
+        # A later timing starts anew, because the speed of the machine may have changed.
+        for folder in self.work.glob("timing-*"):
+            shutil.rmtree(folder)
 
     def _list_timed_entries(self) -> list[str]:
         """Return the names of the entries whose seconds are needed, each once."""
@@ -194,13 +198,16 @@ class Study:
         return list(dict.fromkeys(names))
 
     def _run_timing(self, names: Sequence[str]) -> dict[str, list[dict[str, list[float]]]]:
-        """Return {entry: the result of `time_study.cell.time_updates` in each turn}."""
+        """Return {entry: the result of `time_study.cell.time_updates` in each turn}.
+
+        Turns that were finished before an interruption are not repeated.
+        """
         order = random.Random(0)
         jobs = []
         for turn in range(TIMING_TURNS):
             for name in order.sample(names, len(names)):
                 jobs.append(self._make_timing_job(name, turn))
-        self._run_jobs(jobs, processes=1)
+        self._run_jobs([job for job in jobs if not _is_finished(job)], processes=1)
         turns: dict[str, list[dict[str, list[float]]]] = {name: [] for name in names}
         for job in jobs:
             turns[job["entry"]].append(read_json(job["result"]))
@@ -398,6 +405,14 @@ class Study:
         command += ["--precision", precision, "--no_progress"]
         subprocess.run([*command, *MINING_RULES], check=True)
         return file
+
+
+def _is_finished(job: dict[str, Any]) -> bool:
+    """Whether a turn of the timing has a result, with the same settings."""
+    job_file = Path(job["folder"], JOB_FILE)
+    if not Path(job["result"]).exists() or not job_file.exists():
+        return False
+    return bool(read_json(job_file)["settings"] == job["settings"])
 
 
 def _median_seconds(turns: Sequence[dict[str, list[float]]]) -> float:
