@@ -409,10 +409,10 @@ class Study:
 
 def _is_finished(job: dict[str, Any]) -> bool:
     """Whether a turn of the timing has a result, with the same settings."""
-    job_file = Path(job["folder"], JOB_FILE)
-    if not Path(job["result"]).exists() or not job_file.exists():
+    if not Path(job["result"]).exists():
         return False
-    return bool(read_json(job_file)["settings"] == job["settings"])
+    finished_job = read_json(Path(job["folder"], JOB_FILE))
+    return bool(finished_job["settings"] == job["settings"])
 
 
 def _median_seconds(turns: Sequence[dict[str, list[float]]]) -> float:
