@@ -1,17 +1,20 @@
 """The state of `BankedInfoNCE` that lasts from one micro-step to the next.
 
-It consists of the bank, the update clock and the drift compensation. This module makes them, saves
-them and restores them; it computes no loss. `contaccum.bank.info_nce` explains the terms.
+It consists of the bank, the update clock, the drift compensation and the centring of gradients.
+This module makes them, saves and restores them, and tells them when an update ends; it computes no
+loss. `contaccum.bank.info_nce` explains the terms.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from contaccum.bank.centering import GradientCentering
 from contaccum.bank.compensation import DriftCompensation
 from contaccum.bank.memory_bank import MemoryBank
 from contaccum.bank.settings import LossSettings
@@ -19,9 +22,14 @@ from contaccum.bank.update_clock import UpdateClock
 from contaccum.distributed import world_size
 from contaccum.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
+MIN_PAIRS_BEFORE_WARNING = 4096
+"""With a small bank, `end_pending_update` waits for an update for at least this many pairs."""
+
 
 class BankedModule(nn.Module):
-    """Base class of `BankedInfoNCE`: memory bank, update clock and drift compensation.
+    """Base class of `BankedInfoNCE`: memory bank, update clock, drift compensation, centring.
 
     The bank is made at the first micro-batch, whose embedding size it gets, or when a state with a
     bank is loaded.
@@ -31,6 +39,7 @@ class BankedModule(nn.Module):
         bank: the `MemoryBank`, None before the first micro-batch and with ``bank_size`` 0.
         clock: the `UpdateClock`.
         compensation: the `DriftCompensation`.
+        centering: the `GradientCentering`; it is not part of the state.
         last: diagnostics of the last micro-step.
     """
 
@@ -40,6 +49,8 @@ class BankedModule(nn.Module):
         self.bank: MemoryBank | None = None
         self.clock = UpdateClock()
         self.compensation = DriftCompensation(settings)
+        self.centering = GradientCentering(settings.center_gradients, settings.pairs_per_update)
+        self._has_warned_of_no_update = False
         self.last: dict[str, Any] = {}
 
     @property
@@ -58,6 +69,48 @@ class BankedModule(nn.Module):
     def _is_shared(self) -> bool:
         """True if all ranks compute one loss, each with the same copy of the bank."""
         return self.settings.gather_across_devices and world_size() > 1
+
+    def begin_update(self, pairs: int) -> None:
+        """Set the number of pairs until the next optimizer step, for centring.
+
+        The call is needed only if updates differ in their number of pairs; otherwise
+        ``pairs_per_update`` sets it once.
+        """
+        self.centering.start_update(pairs)
+
+    def end_update(self) -> None:
+        """End an update: all entries so far count as encoded by an older encoder.
+
+        The next micro-step detects the step of a torch optimizer and calls this method by itself.
+        If you call it after an optimizer step, that step is not counted twice.
+        """
+        self.clock.end_update()
+        self.centering.restart()
+        if self.bank is not None and self.settings.drift_compensation == "fresh":
+            self.bank.retire_all()
+
+    def end_pending_update(self) -> None:
+        """End the update if an optimizer step has been taken since the last micro-step.
+
+        If no update has ended since the start of training, after 4 x ``bank_size``, 4,096 and
+        2 x ``pairs_per_update`` pairs, steps are probably not detected: log a warning once, and
+        treat all entries as aged.
+        """
+        clock = self.clock
+        if clock.pop_pending_step():
+            self.end_update()
+        two_updates = 2 * (self.settings.pairs_per_update or 0)
+        max_pairs = max(4 * self.settings.bank_size, MIN_PAIRS_BEFORE_WARNING, two_updates)
+        if self.bank is None or clock.num_updates > 0 or clock.num_pairs < max_pairs:
+            return
+        if not self._has_warned_of_no_update:
+            logger.warning(
+                f"no optimizer step was detected in {clock.num_pairs:,} pairs: all bank entries "
+                "now count as encoded by an older encoder. Call end_update() of the BankedInfoNCE "
+                "after each optimizer step"
+            )
+        self._has_warned_of_no_update = True
+        clock.age_entries()
 
     def _compute_bank_weight(self, bank: MemoryBank | None) -> float:
         """Compute the weight of one banked pair, at most 1; a local pair has the weight 1."""

@@ -97,7 +97,7 @@ class DriftCompensation(nn.Module):
             return None
         if self.follows_micro_batches and bank.total_enqueued <= PAIRS_PER_MEAN:
             return None
-        num_runs = bank.num_used_slots // bank.pairs_per_mean
+        num_runs = bank.num_filled_slots // bank.pairs_per_mean
         return means.queries - bank.query_means[:num_runs]
 
     def store_means(self, means: TowerMeans, is_finite: Tensor) -> Tensor | None:
@@ -125,7 +125,7 @@ class DriftCompensation(nn.Module):
         if bank.total_enqueued <= PAIRS_PER_MEAN:
             bank.query_means.copy_(self.query_mean.mean.expand_as(bank.query_means))
 
-    def compute_first_in_use(self, bank: MemoryBank, num_new: int, clock: UpdateClock) -> int:
+    def compute_oldest_allowed(self, bank: MemoryBank, num_new: int, clock: UpdateClock) -> int:
         """Compute the number of the oldest pair that stays in use; older pairs must retire.
 
         Pairs are numbered from the start of training. The bank retires whole blocks, so the number

@@ -62,7 +62,7 @@ def describe_micro_step(
         num_banked_columns = bank.in_use * bank.documents.shape[1]
         if bank.has_queries:
             num_bank_rows = bank.in_use
-        is_valid = bank.valid[: bank.num_used_slots]
+        is_valid = bank.valid[: bank.num_filled_slots]
         is_masked = (blocks.against_bank <= MASKED_THRESHOLD) & is_valid
         num_masked = num_masked + is_masked.sum()
         num_negatives = num_negatives + is_valid.sum()

@@ -93,10 +93,10 @@ def compute_full_softmax_loss(
         dtype = torch.promote_types(queries.dtype, torch.float32)
         all_queries = queries.to(dtype)
         positives = positives.to(all_queries)
-        local_rows = slice(None)
+        rows_of_this_rank = slice(None)
         if is_partitioned:
             excluded = _pad_to_widest(excluded)
-            gathered, local_rows = gather_rows([all_queries, positives, excluded])
+            gathered, rows_of_this_rank = gather_rows([all_queries, positives, excluded])
             all_queries, positives, excluded = gathered
         sums = sum_over_documents(all_queries, excluded, blocks, temperature)
         if is_partitioned:
@@ -105,7 +105,7 @@ def compute_full_softmax_loss(
         loss = (sums.log_sums - positive_logits).mean()
         gradient = (sums.mean_documents - positives) / (temperature * len(all_queries))
         if is_partitioned:
-            gradient = gradient[local_rows] * world_size()
+            gradient = gradient[rows_of_this_rank] * world_size()
     if not torch.is_grad_enabled():
         return loss
     return PrecomputedGradient.apply(loss, [gradient], queries)

@@ -2,33 +2,35 @@
 
 The loss works on embeddings alone, so any training loop can use it. It encodes no text and steps no
 optimizer. A micro-step is one call of the loss; an update is all micro-steps before one optimizer
-step. The pairs of the micro-batch are local; those of earlier micro-batches are banked.
+step. The pairs of the micro-batch are local; those of earlier micro-batches are banked. (If ranks
+share a bank, the micro-batches of all ranks together are local.)
 
 The score matrix of a micro-step has four blocks:
 
                      local documents    banked documents
     local queries    in_batch           against_bank
-    banked queries   from_bank          no gradient, so one logsumexp per row (MemoryBank.log_sums)
+    banked queries   from_bank          MemoryBank.log_sums
 
-A pair in the bank is called an entry. An entry is aged if it is from before the current update, so
-that an older encoder encoded it. A tower is the encoder in one of its roles, for queries or for
-passages. Drift is the movement of a tower's embeddings since the entries were encoded.
+The fourth block has no gradient, so the bank stores only its logsumexp for each query.
 
-Letters in shapes: n pairs in the micro-batch, h hard negatives per query, m slots of the bank that
-have held a pair, d the embedding size. The documents of a pair are its positive passage, then its
+A pair in the bank is called an entry. An entry is aged if it is from before the current update, and
+was therefore encoded by an older encoder. A tower is the encoder in one of its roles, for queries
+or for passages. Drift is the movement of a tower's embeddings since the entries were encoded.
+
+Letters in shapes: n local pairs, h hard negatives per query, m slots of the bank that have held a
+pair, d the embedding size. The documents of a pair are its positive passage, then its
 hard negatives.
 """
 
 from __future__ import annotations
 
-import logging
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from contaccum.bank.banked_module import BankedModule
-from contaccum.bank.centering import GradientCentering
 from contaccum.bank.compensation import TowerMeans
 from contaccum.bank.diagnostics import describe_micro_step, measure_softmax_masses
 from contaccum.bank.false_negatives import PositivesTable, make_rules
@@ -56,11 +58,6 @@ from contaccum.bank.settings import (
 )
 from contaccum.distributed import gather_rows, world_size
 
-logger = logging.getLogger(__name__)
-
-MIN_PAIRS_BEFORE_WARNING = 4096
-"""Smallest number of pairs without an update at which `end_pending_update` logs a warning."""
-
 
 class BankedInfoNCE(BankedModule):
     r"""InfoNCE over local and banked pairs, with gradients for the local pairs.
@@ -74,16 +71,19 @@ class BankedInfoNCE(BankedModule):
 
     where w_j is w for banked columns and 1 for local ones. Banked columns add negatives to the
     gradients of queries. Banked rows add queries to the gradients of passages, so that the gradient
-    norms of the two towers stay balanced. If nothing drifts, and in each micro-step the bank holds
-    the rest of the batch, the mean gradient, weighted by numbers of pairs, is that of the batch.
+    norms of the two towers stay balanced.
+
+    Let the full batch be all pairs of an update. If the encoder does not change, w is 1, and the
+    bank holds exactly the other pairs of the full batch in each micro-step, then the mean gradient
+    of the micro-steps, weighted by n, is the InfoNCE gradient of the full batch.
 
     The host never waits for the device. So NaN or infinite embeddings raise no error: the loss and
     its gradients are not finite, the pairs are stored as invalid, and ``last["enqueued"]`` is 0.
 
     Args:
         bank_size: maximum number of banked pairs in use; see `MemoryBank`. 0 is plain InfoNCE.
-        query_bank_size: None for ``bank_size``; 0 for a passage bank alone (the method
-            ``pre_batch``, "w/o M_q" in the paper).
+        query_bank_size: None for ``bank_size``; 0 for a passage bank alone ("w/o M_q" in the
+            paper; ``method="pre_batch"`` of `ContAccumTrainer`).
         temperature: tau > 0; 1.0 with dot product in the paper, 0.05 is usual with cosine.
         similarity: ``"dot"`` or ``"cos"``.
         normalize_by: ``"local"`` divides by n; ``"all"`` divides by n plus w times the number of
@@ -107,8 +107,8 @@ class BankedInfoNCE(BankedModule):
         pairs_per_update: number of pairs between two optimizer steps, over all ranks that share the
             bank, for centring over the update. None centres each micro-batch by itself. See
             `begin_update`.
-        bank_weight: w, up to 1. A larger value is the weight of the whole bank in pairs, which its
-            pairs share equally.
+        bank_weight: w, if it is at most 1. A larger value is the weight of the whole bank, as a
+            number of pairs: w is then min(1, bank_weight / number of banked pairs in use).
         false_negative_margin: exclude columns whose similarity to a row exceeds that of its own
             positive by more than this, at the time when they are first scored (Qwen3-Embedding:
             0.1, with cosine). None turns it off.
@@ -128,14 +128,16 @@ class BankedInfoNCE(BankedModule):
         positives: `PositivesTable` of pairs that are never negatives of each other, or None. It is
             not part of the state.
         compensation: the `DriftCompensation`.
-        bank: the `MemoryBank`, None before the first call, which sets the embedding size.
+        bank: the `MemoryBank`; None with ``bank_size=0``, and before the first call, which sets the
+            embedding size.
         clock: the `UpdateClock`.
         last: diagnostics of the last call; see `contaccum.bank.diagnostics`.
 
     Raises:
         ConfigError (a ValueError): for settings out of range.
 
-    Source: arXiv 2406.12356; ``normalize_by="local"``, masks and drift compensation are ours.
+    Source: ContAccum, arXiv 2406.12356 ("the paper"); ``normalize_by="local"``, masks and drift
+    compensation are ours.
     """
 
     def __init__(
@@ -181,20 +183,13 @@ class BankedInfoNCE(BankedModule):
             directions=directions,  # type: ignore[arg-type]  # LossSettings makes it a list
             partition_mode=partition_mode,
         )
-        self._initialize(settings)
+        super().__init__(settings)
+        self.positives: PositivesTable | None = None
 
     @classmethod
     def from_settings(cls, settings: LossSettings) -> BankedInfoNCE:
-        """Make a loss from its settings, without `__init__`, which has an argument for each."""
-        loss_fn = cls.__new__(cls)
-        loss_fn._initialize(settings)
-        return loss_fn
-
-    def _initialize(self, settings: LossSettings) -> None:
-        super().__init__(settings)
-        self.positives: PositivesTable | None = None
-        self.centering = GradientCentering(settings.center_gradients, settings.pairs_per_update)
-        self._has_warned_of_no_update = False
+        """Make a loss from its settings."""
+        return cls(**dataclasses.asdict(settings))
 
     @torch.compiler.disable  # a micro-step changes the bank in place, which dynamo cannot trace
     def forward(
@@ -209,11 +204,12 @@ class BankedInfoNCE(BankedModule):
     ) -> Tensor:
         """Compute the loss of one micro-batch, a scalar, and enqueue the micro-batch in training.
 
-        In eval mode, or without gradients, the loss uses the bank but does not change it.
+        In eval mode, or without gradients, the loss uses the bank but does not change it. The
+        gradients are computed here; ``backward`` only passes them on.
 
         Args:
-            queries, passages: (n, d); row i of ``passages`` is the positive of row i of
-                ``queries``.
+            queries, passages: (n, d), the pairs of this rank; row i of ``passages`` is the
+                positive of row i of ``queries``.
             negatives: (n, h, d), the hard negatives of each query.
             query_ids, passage_ids, negative_ids: int64 (n,), (n,), (n, h). Equal ids mean the same
                 text; the two smallest int64 numbers are reserved. With a last dimension of two, a
@@ -243,6 +239,7 @@ class BankedInfoNCE(BankedModule):
             # The batch holds detached embeddings; `PrecomputedGradient` passes on their gradients.
             for embeddings in batch.embeddings:
                 embeddings.requires_grad_(needs_gradients)
+            # (n, d) and (n, 1 + h, d)
             queries, documents = make_queries_and_documents(batch.embeddings, settings.similarity)
             bank = self._prepare_bank(documents, batch.guide_dim)
             means = self.compensation.compute_means(queries, documents[:, 0], is_training)
@@ -266,11 +263,12 @@ class BankedInfoNCE(BankedModule):
     def _make_pairs(
         self, queries: Tensor, documents: Tensor, batch: MicroBatch, passage_mean: Tensor | None
     ) -> Pairs:
-        """Make pairs whose documents are relative to the mean of the passage tower.
+        """Make pairs, with the mean passage embedding (d,) subtracted from their documents.
 
-        The bank stores documents relative to the mean at that time, so they move along with it.
-        Local documents must be relative to it as well; a row loss does not change if the same
-        vector is subtracted from all documents.
+        The bank stores each document minus the mean passage embedding at that time, so that banked
+        documents move along when the mean moves. The current mean is subtracted from local
+        documents too, to make both comparable. If the same vector is subtracted from all documents
+        of a row, the loss of the row does not change.
         """
         if passage_mean is not None:
             documents = documents - passage_mean
@@ -279,7 +277,7 @@ class BankedInfoNCE(BankedModule):
     def _score_blocks(
         self, local: Pairs, bank: MemoryBank | None, means: TowerMeans
     ) -> LogitBlocks:
-        """Score the three blocks with a gradient; false negatives are masked."""
+        """Score all blocks but the fourth, which has no gradient; false negatives are masked."""
         rules = make_rules(self.settings, self.positives)
         query_drift = self.compensation.compute_query_drift(bank, means)
         return score_blocks(local, bank, self.settings.temperature, rules, query_drift)
@@ -300,7 +298,7 @@ class BankedInfoNCE(BankedModule):
         banked_losses = local_losses.new_zeros(0)
         banked_row_weights = local_losses.new_zeros(0)
         if bank is not None and bank.has_queries:
-            is_in_use = bank.valid[: bank.num_used_slots, 0]
+            is_in_use = bank.valid[: bank.num_filled_slots, 0]  # (m,), column 0 is the passage
             banked_row_weights = bank_weight * is_in_use.to(local_losses.dtype)
             banked_losses = compute_banked_row_losses(bank, blocks, bank_weight)
             banked_losses = torch.where(is_in_use, banked_losses, 0.0)
@@ -335,13 +333,14 @@ class BankedInfoNCE(BankedModule):
         """
         scored_gradients = list(torch.autograd.grad(loss, scored, retain_graph=True))
         if is_training:
+            # center_gradients="auto" starts to centre only if drift is expected.
             is_drift_expected = self.settings.drift_compensation == "auto" and self._num_aged > 0
             scored_gradients = self.centering(scored_gradients, is_drift_expected)
         gradients = list(torch.autograd.grad(scored, batch.embeddings, scored_gradients))
         if self._is_shared:
             # Every rank has the gradients of all pairs and returns its own. DDP will average them
             # over the ranks, although their sum is the gradient of the loss.
-            gradients = [gradient[batch.local_rows] * world_size() for gradient in gradients]
+            gradients = [gradient[batch.rows_of_this_rank] * world_size() for gradient in gradients]
         return gradients
 
     @torch.no_grad()
@@ -353,76 +352,39 @@ class BankedInfoNCE(BankedModule):
         means: TowerMeans,
         loss: Tensor,
     ) -> None:
-        """Store the micro-batch and the means of the towers, unless something is not finite."""
+        """Store the micro-batch and the means of the towers.
+
+        If the loss or an embedding is not finite, the means stay as they are, and the pairs are
+        stored as invalid.
+        """
         n = len(local.queries)
         self.last["enqueued"] = 0
         self.last["bank_fill"] = 0
         if bank is not None:
-            # The sum is finite only if the loss and all embeddings are.
-            largest_values = local.queries.abs().amax() + local.documents.abs().amax()
-            is_finite = (loss.detach() + largest_values).isfinite()
+            # A sum is finite only if all terms are, and amax keeps NaN.
+            sum_of_maxima = local.queries.abs().amax() + local.documents.abs().amax()
+            is_finite = (loss.detach() + sum_of_maxima).isfinite()
             query_mean = self.compensation.store_means(means, is_finite)
-            first_in_use = self.compensation.compute_first_in_use(bank, n, self.clock)
-            bank.append(local, blocks, is_finite, first_in_use, query_mean)
+            retire_before = self.compensation.compute_oldest_allowed(bank, n, self.clock)
+            bank.append(local, blocks, is_finite, retire_before, query_mean)
             self.compensation.replace_first_query_means(bank)
             self.last["enqueued"] = is_finite * n
             self.last["bank_fill"] = bank.in_use
         self.clock.add_pairs(n)
+        # The clock needs the ends of updates only back to the oldest pair in use.
         oldest_in_use = self.clock.num_pairs
         if bank is not None:
             oldest_in_use = bank.oldest_in_use
         self.clock.drop_ends_before(oldest_in_use)
 
-    # Calls of a training loop
-
-    def begin_update(self, pairs: int) -> None:
-        """Set the number of pairs until the next optimizer step, for centring.
-
-        The call is needed only if updates differ in their number of pairs; otherwise
-        ``pairs_per_update`` sets it once.
-        """
-        self.centering.start_update(pairs)
-
-    def end_update(self) -> None:
-        """End an update: all entries so far count as encoded by an older encoder.
-
-        The next micro-step detects the step of a torch optimizer and calls this method by itself.
-        If you call it after an optimizer step, that step is not counted twice.
-        """
-        self.clock.end_update()
-        self.centering.restart()
-        if self.bank is not None and self.settings.drift_compensation == "fresh":
-            self.bank.retire_all()
-
-    def end_pending_update(self) -> None:
-        """End the update if an optimizer step has been taken since the last micro-step.
-
-        If none was taken in max(4 x bank_size, 4,096, two updates) pairs, steps are probably not
-        detected: log a warning once, and treat all entries as aged.
-        """
-        clock = self.clock
-        if clock.pop_pending_step():
-            self.end_update()
-        two_updates = 2 * (self.settings.pairs_per_update or 0)
-        patience = max(4 * self.settings.bank_size, MIN_PAIRS_BEFORE_WARNING, two_updates)
-        if self.bank is None or clock.num_updates > 0 or clock.num_pairs < patience:
-            return
-        if not self._has_warned_of_no_update:
-            logger.warning(
-                f"no optimizer step was detected in {clock.num_pairs:,} pairs: all bank entries "
-                "now count as encoded by an older encoder. Call end_update() of the BankedInfoNCE "
-                "after each optimizer step"
-            )
-        self._has_warned_of_no_update = True
-        clock.age_entries()
-
     @torch.no_grad()
     def observe_probe(self, queries: Tensor, passages: Tensor) -> None:
         """Measure the drift of both towers on embeddings of the same few pairs of texts.
 
-        Call it before the first micro-batch, and again after updates, at most once every 64 pairs.
-        The mean of each tower is moved by the movement of the probe's mean since the last call.
-        With ``"auto"`` the call also limits the age of entries, and reads a small tensor from the
+        These pairs are called the probe. Call the method before the first micro-batch, and again
+        after updates; once every 64 pairs is enough. The stored mean of each tower is moved as far
+        as the probe's mean has moved since the last call. With ``drift_compensation="auto"`` the
+        call also retires entries that have drifted too far, and reads a small tensor from the
         device; with ``"fresh"`` and ``"none"`` it only measures. Ranks that share a bank call it
         together, each with its own texts; their number S may differ between ranks and be 0. The
         probe consists of the texts of all ranks.

@@ -6,14 +6,14 @@ no gradient, so one number per query is enough, its log-sum
     L_i = logsumexp of s(i, j) / temperature over the banked negatives j of query i.
 
 `MemoryBank` keeps L_i exact without computing any score again. The ring buffer consists of 32 to 64
-blocks (below 32 pairs: one per pair). A table holds the logsumexp of each banked query over the
-documents of each block, and L_i is the logsumexp over the blocks. The loss has computed every logit
-in the table anyway: a new query is scored against the old documents as a local row, and an old
-query is scored against the new documents as a banked row. Old pairs retire a whole block at a time,
-so removing documents means resetting one row of the table. Nothing is ever subtracted, which would
-lose precision, and the host never waits for a GPU (to assign a number by index would wait).
+blocks (below 32 pairs: one per pair). A table, with a row per block and a column per banked query,
+holds the logsumexp of the query's logits over the documents of the block. L_i is the logsumexp of a
+column. The loss computes all these logits anyway: it scores new queries against old documents, and
+old queries against new documents. Old pairs retire a whole block at a time, which resets one row of
+the table. Nothing is ever subtracted, which would lose precision. The host never waits for a GPU.
 
-The bank stores embeddings as they are: it normalises nothing and encodes no text.
+The bank stores the embeddings that it is given: it normalises nothing and encodes no text. With
+drift compensation, `contaccum.bank.info_nce` passes documents minus the mean passage embedding.
 
 Source: Kim, Lee and Kang, NeurIPS 2024 (arXiv 2406.12356), section 3.2; the table is ours.
 """
@@ -42,27 +42,27 @@ from contaccum.bank.settings import check_bank_sizes
 MIN_BLOCKS = 32  # a bank with fewer pairs has one block per pair
 
 PAIRS_PER_MEAN = 64
-"""Maximum length of a run: consecutive pairs that share one stored mean of the query tower.
+"""Maximum length of a run: consecutive pairs that share one stored mean of the query embeddings.
 
-`contaccum.bank.compensation` computes from it how far banked queries have drifted.
+`contaccum.bank.compensation` computes from the mean how far banked queries have drifted.
 """
 
 
 class MemoryBank(nn.Module):
     """Ring buffer of the last ``bank_size`` pairs, which retire a block at a time.
 
-    The number of pairs in a block is the largest power of two that is at most ``bank_size`` / 32,
-    and at least 1. A full bank has at most ``bank_size`` pairs and at least 31/32 of them. It has
-    all of them if ``bank_size`` and the sizes of all micro-batches are multiples of the block size.
+    The number of pairs in a block is the largest power of two up to ``bank_size`` / 32, at least 1.
+    A full bank has at most ``bank_size`` pairs and at least 31/32 of them. It has all of them if
+    ``bank_size`` and the sizes of all micro-batches are multiples of the block size.
 
     Pairs are numbered from the start of training, and pair i is stored in slot i % num_slots. A
-    pair is in use until it is overwritten or retired. Retired pairs stay stored, but they are not
-    valid, so they are neither rows nor columns of the loss. m is the number of slots.
+    pair is in use until it retires. A document is valid, which means that it takes part in the
+    loss, if its pair is in use and its micro-batch was finite. m is the number of slots.
 
     Args:
         bank_size: maximum number of pairs in use, at least 1.
         dim: the embedding size d.
-        hard_negatives: hard negatives h per pair. A micro-batch may have fewer.
+        hard_negatives: hard negatives h per pair; `ensure_shape` makes room for more.
         dtype: dtype of embeddings and log-sums, float32 or float64.
         query_bank_size: None for as many queries as passages, or 0 for a bank of passages alone.
         device: the device of the buffers.
@@ -70,7 +70,8 @@ class MemoryBank(nn.Module):
 
     Attributes:
         total_enqueued: number of pairs enqueued since the start of training.
-        oldest_in_use: pairs with smaller numbers have retired, or will not be stored.
+        oldest_in_use: pairs with smaller numbers have retired. Blocks retire as a whole, so it can
+            exceed ``total_enqueued``. New pairs below it are counted, but not stored.
 
     Raises:
         ConfigError (a ValueError): for sizes out of range.
@@ -81,10 +82,10 @@ class MemoryBank(nn.Module):
     query_ids: Tensor  # int64 (IDS_PER_TEXT, m)
     document_ids: Tensor  # int64 (IDS_PER_TEXT, m, 1 + h)
     positive_logits: Tensor  # (m,), logit of each query and its own passage
-    valid: Tensor  # bool (m, 1 + h), True for documents in use
+    valid: Tensor  # bool (m, 1 + h)
     block_log_sums: Tensor  # (blocks, m), logsumexp of each query over the negatives of each block
     total_log_sums: Tensor  # (m,), logsumexp of `block_log_sums` over the blocks
-    query_means: Tensor  # (m / pairs_per_mean, d), query tower's mean when the pairs were stored
+    query_means: Tensor  # (m / pairs_per_mean, d), mean query embedding at the start of each run
 
     def __init__(
         self,
@@ -128,10 +129,7 @@ class MemoryBank(nn.Module):
 
     @property
     def passages(self) -> Tensor:
-        """The passages (m, d), a view.
-
-        Drift compensation stores them relative to the mean of the passage tower.
-        """
+        """The passages (m, d), a view."""
         return self.documents[:, 0]
 
     @property
@@ -141,10 +139,10 @@ class MemoryBank(nn.Module):
 
     @property
     def in_use(self) -> int:
-        """The number of pairs that are neither overwritten nor retired.
+        """The number of stored pairs that have not retired.
 
-        Pairs of a micro-batch that was not finite count, although they are not valid: the host does
-        not wait for the device to learn of them.
+        It includes the pairs of micro-batches that were not finite, although they are not valid.
+        (To leave them out, the host would have to wait for the device.)
         """
         return max(self.total_enqueued - self.oldest_in_use, 0)
 
@@ -154,15 +152,15 @@ class MemoryBank(nn.Module):
         return len(self.queries) > 0
 
     @property
-    def num_used_slots(self) -> int:
-        """The number of slots in the blocks that have ever held a pair; at least one block."""
-        num_used_blocks = _divide_rounding_up(max(self.total_enqueued, 1), self.block_size)
-        return min(num_used_blocks, self.num_blocks) * self.block_size
+    def num_filled_slots(self) -> int:
+        """The number of slots in the blocks that have been reached so far; at least one block."""
+        num_filled_blocks = _divide_rounding_up(max(self.total_enqueued, 1), self.block_size)
+        return min(num_filled_blocks, self.num_blocks) * self.block_size
 
     @property
     def pairs(self) -> Pairs:
-        """The pairs of the first `num_used_slots` slots, as views; retired pairs are not valid."""
-        num_slots = self.num_used_slots
+        """The pairs of the first `num_filled_slots` slots, as views; retired ones are not valid."""
+        num_slots = self.num_filled_slots
         guide = None
         if self.guide is not None:
             guide = self.guide.get_embeddings(num_slots)
@@ -178,8 +176,8 @@ class MemoryBank(nn.Module):
 
     @property
     def log_sums(self) -> Tensor:
-        """Logsumexp (num_used_slots,) of each query's logits over all banked negatives in use."""
-        return self.total_log_sums[: self.num_used_slots]
+        """Logsumexp (num_filled_slots,) of each query's logits over all banked negatives in use."""
+        return self.total_log_sums[: self.num_filled_slots]
 
     def ensure_shape(self, dim: int, hard_negatives: int, guide_dim: int | None = None) -> None:
         """Check the embedding sizes, and make room for more hard negatives per pair if needed.
@@ -236,7 +234,7 @@ class MemoryBank(nn.Module):
         passage_ids: Tensor | None = None,
         negative_ids: Tensor | None = None,
     ) -> None:
-        """Append pairs without a loss, scored as they are: no drift compensation, no margin.
+        """Score and append pairs outside training, without drift compensation and margins.
 
         Args:
             queries, passages: (n, d).
@@ -256,6 +254,7 @@ class MemoryBank(nn.Module):
         self.ensure_shape(queries.shape[1], documents.shape[1] - 1, guide_dim=0)
         local = make_pairs(queries, documents, batch, self.temperature)
         logits = score_blocks(local, self, self.temperature, [find_duplicates])
+        # A sum is finite only if all terms are, and amax keeps NaN.
         is_finite = (queries.abs().amax() + documents.abs().amax()).isfinite()
         self.append(local, logits, is_finite)
 
@@ -265,25 +264,24 @@ class MemoryBank(nn.Module):
         local: Pairs,
         logits: LogitBlocks,
         is_finite: Tensor,
-        first_in_use: int = 0,
+        retire_before: int = 0,
         query_mean: Tensor | None = None,
     ) -> None:
-        """Store a micro-batch in place, and overwrite the oldest blocks.
+        """Store a micro-batch in place of the oldest blocks.
 
         Of a micro-batch larger than the bank, the last pairs are stored. Hard negatives beyond the
-        bank's h are dropped. A pair is not stored if its block retired together with older pairs.
+        bank's h are dropped. New pairs below ``oldest_in_use`` are not stored.
 
         Args:
             local: the micro-batch.
             logits: logits of the micro-batch, from `score_blocks`.
-            is_finite: bool scalar on the bank's device; if it is False, the pairs are stored as
-                zeros that are not valid.
-            first_in_use: pairs with a smaller number retire, even if they could stay stored.
-            query_mean: (d,), current mean of the query tower.
+            is_finite: bool scalar on the bank's device; False stores zeros that are not valid.
+            retire_before: pairs with a smaller number retire, even if there is room for them.
+            query_mean: (d,), current mean query embedding.
         """
-        num_scored_slots = self.num_used_slots
+        num_scored_slots = self.num_filled_slots
         end = self.total_enqueued + len(local.queries)
-        self.retire(max(first_in_use, end - self.bank_size))
+        self.retire_before(max(retire_before, end - self.bank_size))
         first = max(self.total_enqueued, self.oldest_in_use)  # skip new pairs that have retired
         first = min(first, end)  # all of them may have retired
         if self.has_queries:
@@ -307,30 +305,29 @@ class MemoryBank(nn.Module):
         The table `block_log_sums` has a row per block of documents and a column per query.
         ``num_scored_slots`` is the number of slots that ``logits`` cover.
         """
-        num_documents = min(logits.in_batch.shape[2], self.documents.shape[1])
+        num_documents = min(logits.in_batch.shape[2], self.documents.shape[1])  # of each pair
         num_scored_blocks = num_scored_slots // self.block_size
 
         # New queries over old documents, except in blocks that have been retired since scoring.
         new_sums = self.block_log_sums.new_full((self.num_blocks, len(local.queries)), MASKED)
-        is_block_in_use = self.valid.view(self.num_blocks, -1).any(1)
-        is_scored_block_in_use = is_block_in_use[:num_scored_blocks, None]
+        has_valid_pairs = self.valid.view(self.num_blocks, -1).any(1)  # (blocks,)
         new_sums[:num_scored_blocks] = torch.where(
-            is_scored_block_in_use, logits.against_bank_sums.T, MASKED
+            has_valid_pairs[:num_scored_blocks, None], logits.against_bank_sums.T, MASKED
         )
 
         in_batch = logits.in_batch[:, :, :num_documents].clone()
         in_batch[:, :, 0].fill_diagonal_(MASKED)  # a row's own positive is not a negative
         from_bank = logits.from_bank[:, :, :num_documents]
         old_queries = slice(0, num_scored_slots)
-        for block, positions in self._split_into_blocks(first, end):
+        for ring_block, positions in self._split_into_blocks(first, end):
             # New queries over the new documents of this block.
-            local_sums = in_batch[:, positions].flatten(1).logsumexp(1)
-            new_sums[block] = torch.logaddexp(new_sums[block], local_sums)
+            local_sums = in_batch[:, positions].flatten(1).logsumexp(1)  # (n,)
+            new_sums[ring_block] = torch.logaddexp(new_sums[ring_block], local_sums)
             # Old queries over the new documents of this block.
-            banked_sums = from_bank[:, positions].flatten(1).logsumexp(1)
+            banked_sums = from_bank[:, positions].flatten(1).logsumexp(1)  # (scored slots,)
             banked_sums = torch.where(is_finite, banked_sums, MASKED)
-            block_sums = torch.logaddexp(self.block_log_sums[block, old_queries], banked_sums)
-            self.block_log_sums[block, old_queries] = block_sums
+            block_sums = torch.logaddexp(self.block_log_sums[ring_block, old_queries], banked_sums)
+            self.block_log_sums[ring_block, old_queries] = block_sums
             total_sums = torch.logaddexp(self.total_log_sums[old_queries], banked_sums)
             self.total_log_sums[old_queries] = total_sums
 
@@ -348,7 +345,7 @@ class MemoryBank(nn.Module):
         documents = local.documents[positions, :num_documents]
         self.documents[slots, :num_documents] = torch.where(is_finite, documents, 0)
         self.query_ids[:, slots] = local.query_ids[:, positions]
-        # For ``x[slots] = number``, the host would wait until the number is on the GPU.
+        # With ``x[slots] = number``, where slots is a tensor, the host would wait for a GPU.
         self.document_ids.index_fill_(1, slots, NO_ID)
         document_ids = local.document_ids[:, positions, :num_documents]
         self.document_ids[:, slots, :num_documents] = document_ids
@@ -369,19 +366,18 @@ class MemoryBank(nn.Module):
         self.query_means[runs % len(self.query_means)] = query_mean
 
     @torch.no_grad()
-    def retire(self, first_in_use: int) -> None:
-        """Retire every block that holds a pair with a number below ``first_in_use``.
+    def retire_before(self, number: int) -> None:
+        """Retire every block that holds a pair with a smaller number.
 
-        Example: with blocks of 2 pairs, ``retire(3)`` retires pairs 0 to 3, and pair 4 is the
-        oldest in use.
+        Example: with blocks of 2 pairs, ``retire_before(3)`` retires pairs 0 to 3.
         """
-        end_block = _divide_rounding_up(first_in_use, self.block_size)
+        end_block = _divide_rounding_up(number, self.block_size)
         self._reset_blocks(end_block)
         self.oldest_in_use = max(self.oldest_in_use, end_block * self.block_size)
 
     @torch.no_grad()
     def retire_all(self) -> None:
-        """Retire every stored pair."""
+        """Retire every stored pair; new pairs are stored from the next slot on."""
         self._reset_blocks(_divide_rounding_up(self.total_enqueued, self.block_size))
         self.oldest_in_use = self.total_enqueued
 
@@ -391,10 +387,10 @@ class MemoryBank(nn.Module):
         if end_block <= first_block:
             return
         for block in range(first_block, min(end_block, first_block + self.num_blocks)):
-            index = block % self.num_blocks
-            start = index * self.block_size
+            ring_block = block % self.num_blocks
+            start = ring_block * self.block_size
             self.valid[start : start + self.block_size] = False
-            self.block_log_sums[index] = MASKED
+            self.block_log_sums[ring_block] = MASKED
         self.total_log_sums.copy_(self.block_log_sums.logsumexp(0))
 
     def _get_slots(self, first: int, end: int) -> Tensor:
@@ -405,7 +401,7 @@ class MemoryBank(nn.Module):
         """Split the new pairs with the numbers ``first`` to ``end`` - 1 at the bounds of blocks.
 
         Yields:
-            The index of a block, and the positions in the micro-batch that belong to it.
+            The index of a block in the ring, and its positions in the micro-batch.
         """
         while first < end:
             block = first // self.block_size
@@ -430,7 +426,10 @@ def score_blocks(
     rules: Sequence[FalseNegativeRule],
     query_drift: Tensor | None = None,
 ) -> LogitBlocks:
-    """Score a micro-batch against itself and the bank; `masked_logits` describes the arguments."""
+    """Score a micro-batch against itself and the bank; see `masked_logits` for the arguments.
+
+    Without a bank, or without banked queries, the logits of these are empty.
+    """
     in_batch = masked_logits(local, local, temperature, rules)
     n, num_documents = local.valid.shape
     against_bank = in_batch.new_zeros(n, 0, num_documents)
@@ -439,6 +438,7 @@ def score_blocks(
     if bank is not None:
         banked = bank.pairs
         against_bank = masked_logits(local, banked, temperature, rules)
+        # (n, blocks, block_size * (1 + h))
         logits_by_block = against_bank.unflatten(1, (-1, bank.block_size)).flatten(2)
         against_bank_sums = logits_by_block.logsumexp(2)
         if bank.has_queries:

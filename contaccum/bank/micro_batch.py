@@ -80,7 +80,7 @@ class MicroBatch(NamedTuple):
     query_ids: Tensor  # int64 (IDS_PER_TEXT, n)
     document_ids: Tensor  # int64 (IDS_PER_TEXT, n, 1 + h)
     guide: GuideEmbeddings | None
-    local_rows: slice  # the rows of this rank
+    rows_of_this_rank: slice  # the rows of this rank
 
     @property
     def guide_dim(self) -> int:
@@ -124,9 +124,9 @@ def collect_micro_batch(
 
     detached = [x.detach() for x in embeddings]
     stacked_ids = ids.stack(n, num_negatives, detached[0].device)
-    local_rows = slice(0, n)
+    rows_of_this_rank = slice(0, n)
     if is_shared:
-        gathered, local_rows = gather_rows([*detached, stacked_ids])
+        gathered, rows_of_this_rank = gather_rows([*detached, stacked_ids])
         detached = gathered[:-1]
         stacked_ids = gathered[-1]
         if guide_inputs:
@@ -143,7 +143,7 @@ def collect_micro_batch(
         query_ids=stacked_ids[:, 0].T.contiguous(),
         document_ids=stacked_ids[:, 1:].movedim(-1, 0).contiguous(),
         guide=guide_embeddings,
-        local_rows=local_rows,
+        rows_of_this_rank=rows_of_this_rank,
     )
 
 

@@ -34,7 +34,7 @@ def compute_banked_row_losses(bank: MemoryBank, blocks: LogitBlocks, bank_weight
     where j runs over the negatives of row i. The bank stores the first term, and the logarithm of
     the second sum as `MemoryBank.log_sums`. The values for rows that are not in use are arbitrary.
     """
-    positive_logits = bank.positive_logits[: bank.num_used_slots]
+    positive_logits = bank.positive_logits[: bank.num_filled_slots]
     terms = [
         positive_logits,
         bank.log_sums + math.log(bank_weight),

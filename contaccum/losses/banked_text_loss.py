@@ -2,10 +2,12 @@
 
 The columns are those of the data set: anchors (queries), positives, and hard negatives. The
 "features" of a column are the dict of tensors that a sentence-transformers model takes as input,
-such as ``input_ids`` and ``attention_mask``. In a micro-step BankedTextLoss
+such as ``input_ids`` and ``attention_mask``. A micro-batch is what one call of the loss gets; an
+update is one optimizer step, after one or more micro-batches. The bank holds embeddings of earlier
+micro-batches as further negatives. For each micro-batch BankedTextLoss
 
-1. encodes the drift probe, if it is due: a few training pairs that are encoded again as the encoder
-   changes, to measure how far the embeddings in the bank are out of date;
+1. encodes the drift probe, if it is due. The probe is a few training pairs that are encoded again
+   and again, to measure how much the encoder has changed since the bank was filled;
 2. computes the ids of the texts, by which duplicates and known positives are masked;
 3. encodes the columns, and calls `contaccum.bank.info_nce.BankedInfoNCE` for the loss.
 
@@ -69,11 +71,12 @@ class BankedTextLoss(nn.Module):
         self.guide = guide
         # One BankedInfoNCE per embedding size, for training; the key is the size.
         self.info_nces: nn.ModuleDict = nn.ModuleDict()
-        # The loss for evaluation.
+        # For evaluation. Without a bank, there is no bank of queries either.
         settings_without_bank = dataclasses.replace(settings, bank_size=0, query_bank_size=None)
         self._without_bank = BankedInfoNCE.from_settings(settings_without_bank)
         self._positives: PositivesTable | None = None
-        # The probe measures how far the towers' means move, so it is needed if entries follow them.
+        # If drift compensation moves banked embeddings along with the mean embedding, the probe
+        # measures how far the mean has moved.
         self._probe = EncoderProbe(model, is_used=settings.moves_entries)
         self._guide_embeddings: list[Tensor] | None = None
         self._pairs_in_update: int | None = None
@@ -87,9 +90,9 @@ class BankedTextLoss(nn.Module):
         Args:
             sentence_features: the features of each column: anchors, positives and any number of
                 columns of hard negatives.
-            labels: ids of the texts, int64 (n, columns), teacher scores, or both; see
-                `contaccum.losses.distillation.split_labels`. Two texts are duplicates if these ids
-                are equal, or if the hashes of their tokens are equal.
+            labels: None; or ids of the texts, int64 (n, columns); or teacher scores, float; or
+                ids, then scores. See `contaccum.losses.distillation.split_labels`. Two texts are
+                duplicates if these ids are equal, or if the hashes of their tokens are equal.
         """
         features = list(sentence_features)
         ids = self._prepare_columns(features, labels)
@@ -160,7 +163,8 @@ class BankedTextLoss(nn.Module):
     def last(self) -> dict[str, Any]:
         """Diagnostics of the last call in training; see `BankedInfoNCE`.
 
-        With ``distill`` they include ``distill_loss``, the unweighted term.
+        With several embedding sizes they are those of the largest. With ``distill`` they include
+        ``distill_loss``, the unweighted term.
         """
         info_nce = self.info_nce
         diagnostics = {}
@@ -171,7 +175,7 @@ class BankedTextLoss(nn.Module):
         return diagnostics
 
     def begin_update(self, pairs: int) -> None:
-        """Set the number of pairs until the next optimizer step.
+        """Set the number of pairs until the next optimizer step, over all ranks that share a bank.
 
         Gradients are centred over that many pairs; see ``center_gradients`` of `BankedInfoNCE`. The
         call is needed only if updates differ in their number of pairs; otherwise
@@ -195,7 +199,7 @@ class BankedTextLoss(nn.Module):
             loss_fn.positives = self._positives
 
     def bank_state_dict(self, keep: bool = True) -> dict[str, Tensor]:
-        """Return the banks and drift statistics, for a checkpoint beside the model.
+        """Return the banks, the drift statistics and the probe's texts, for a checkpoint.
 
         All ranks must call this method together. The state of a bank that the ranks share can be
         loaded by any number of ranks. If each rank has its own bank, the banks are gathered into
@@ -242,8 +246,9 @@ class BankedTextLoss(nn.Module):
     def _is_inside_matryoshka(self) -> bool:
         """True if MatryoshkaLoss calls the loss, once per embedding size.
 
-        While it does, it has replaced a method by a decorator that cuts the embeddings to the size:
-        `calculate_loss` of a loss with a gradient cache, or the forward method of the model.
+        While it does, it has replaced a method by a decorator that cuts the embeddings to the size.
+        This is the forward method of the model, or `calculate_loss` of the loss instance, if the
+        loss has a gradient cache (CachedContAccumLoss).
         """
         forward: object = self.model.forward
         calculate_loss = vars(self).get("calculate_loss")
@@ -315,8 +320,8 @@ class BankedTextLoss(nn.Module):
     def _encode_probe_if_due(self, features: list[dict[str, Any]]) -> None:
         """Encode the drift probe if it is due; see `EncoderProbe.encode_if_due`."""
         loss_fns = self._get_info_nces()
-        # The probe is due at the start of an update, so the clock must first count an optimizer
-        # step that was taken since the last micro-batch.
+        # The probe is due at the start of an update, and the loss counts an optimizer step only in
+        # its next call. So the step must be counted before the clock is read.
         for loss_fn in loss_fns.values():
             loss_fn.end_pending_update()
         clock = None
@@ -330,7 +335,10 @@ class BankedTextLoss(nn.Module):
             self._set_expects_probe(loss_fn)
 
     def _set_expects_probe(self, loss_fn: BankedInfoNCE) -> None:
-        """Set whether the loss will get probe embeddings; if not, micro-batches give its means."""
+        """Tell a `BankedInfoNCE` whether it will get embeddings of the probe.
+
+        Without them it estimates the mean embeddings of queries and passages from micro-batches.
+        """
         loss_fn.compensation.expects_probe = self._probe.texts is not None
 
     def _compute_guide_embeddings(
@@ -362,9 +370,10 @@ class BankedTextLoss(nn.Module):
         has_probe = loss_fn.compensation.probe is not None or self._probe.texts is not None
         if loss_fn.clock.num_updates > 0 and not has_probe:
             self._warn_once(
-                "old bank entries are not retired, because the drift probe is off: it needs texts, "
-                "and only embeddings were passed. A loss that calls compute_loss_from_embeddings "
-                "can call info_nce.observe_probe after updates (docs/drift.md)"
+                "old bank entries are not retired, because the drift probe is off: it needs single "
+                "texts, and got only embeddings, or features that cannot be split into texts. A "
+                "loss that calls compute_loss_from_embeddings can call info_nce.observe_probe "
+                "after updates (docs/drift.md)"
             )
 
     def _warn_once(self, text: str) -> None:

@@ -1,8 +1,9 @@
 """ContAccumLoss and CachedContAccumLoss, the public losses for sentence-transformers.
 
-A memory bank holds the embeddings of recent training pairs, without gradients, as further negatives
-and further queries of the loss. Training goes in updates: one optimizer step after one or more
-micro-batches, whose gradients are accumulated.
+Memory banks hold the embeddings of recent training pairs, without gradients, as further negatives
+and further queries of the loss. A micro-batch is what one call of the loss gets. An update is one
+optimizer step, after one or more micro-batches whose gradients are accumulated.
+`CachedContAccumLoss` encodes a micro-batch in smaller mini-batches.
 
 This module has the constructors and the gradient cache. `contaccum.losses.banked_text_loss`
 computes the loss from texts. `contaccum.bank.info_nce` computes it from embeddings; it has the
@@ -43,6 +44,12 @@ author={Jaehee Kim and Yukyung Lee and Pilsung Kang}, year={2024},
 title={A Gradient Accumulation Method for Dense Retriever under Memory Constraint},
 booktitle={Advances in Neural Information Processing Systems}, eprint={2406.12356}}"""
 
+GRADCACHE_CITATION = """@inproceedings{gao2021scaling,
+author={Luyu Gao and Yunyi Zhang and Jiawei Han and Jamie Callan}, year={2021},
+title={Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup},
+booktitle={Proceedings of the 6th Workshop on Representation Learning for NLP},
+eprint={2101.06983}}"""
+
 
 class ContAccumLoss(BankedTextLoss):
     """InfoNCE with memory banks of past queries and passages, for small batches.
@@ -53,7 +60,8 @@ class ContAccumLoss(BankedTextLoss):
     Args:
         model: a SentenceTransformer: one encoder for both queries and passages, or a Router with an
             encoder for each.
-        bank_size: number of past passages in the bank; 0 trains without a bank.
+        bank_size: maximum number of past pairs in the banks (of each rank); 0 trains without banks.
+            By default, the hard negatives of these pairs are in the bank too.
         scale: factor of the similarities, 1 / temperature.
         similarity_fct: ``sentence_transformers.util.cos_sim`` or ``dot_score``.
         gather_across_devices: True: all ranks share one bank, and the loss is that of the pairs of
@@ -65,37 +73,44 @@ class ContAccumLoss(BankedTextLoss):
         guide: a frozen SentenceTransformer that finds false negatives, as in GISTEmbedLoss.
             ``margin`` and ``margin_strategy`` of GISTEmbedLoss are called ``guide_margin`` and
             ``guide_margin_strategy`` here.
-        query_bank_size, normalize_by, mask_duplicates, bank_hard_negatives, drift_compensation,
-        center_gradients, pairs_per_update, bank_weight, false_negative_margin, guide_margin,
+        query_bank_size: None for ``bank_size``, 0 for a passage bank alone.
+        mask_duplicates: exclude negatives that are the positive once more; by the hashes of their
+            tokens (`contaccum.losses.text_ids.content_ids`) and the ids in ``labels``.
+        drift_compensation: what is done about banked embeddings that become outdated. ``"auto"``
+            corrects them, and retires those that have drifted too far.
+        center_gradients: ``"auto"`` subtracts the mean gradient of the passages while outdated
+            embeddings are in use.
+        pairs_per_update: number of training pairs per update, for ``center_gradients``. None
+            centres each micro-batch by itself.
+        normalize_by, bank_hard_negatives, bank_weight, false_negative_margin, guide_margin,
         guide_margin_strategy, hardness_mode, hardness_strength, directions, partition_mode: see
-            `contaccum.bank.info_nce.BankedInfoNCE`. Two texts are duplicates if
-            `contaccum.losses.text_ids.content_ids` gives them the same id.
+            `contaccum.bank.info_nce.BankedInfoNCE`, which describes all settings in full.
 
     Raises:
         ConfigError (a ValueError): for settings out of range, and for settings that exclude each
             other.
 
     Inputs:
-        (anchor, positive) pairs or (anchor, positive, negative_1, ..., negative_n) n-tuples;
-        labels: None, the ids of the texts, the teacher's scores of the positive and the n
-            negatives, (micro-batch, 1 + n), or ids and scores; see
+        (anchor, positive) pairs or (anchor, positive, negative_1, ..., negative_h) tuples;
+        labels: None; or ids of the texts, integers; or a teacher's scores of the positive and the
+            h negatives, (micro-batch, 1 + h); or ids, then scores. See
             `contaccum.losses.distillation.split_labels`.
 
     Relations:
         - With ``bank_size=0`` and a batch without duplicates, the loss equals
-          `MultipleNegativesRankingLoss`, also with its ``directions``, ``partition_mode`` and
-          hardness.
-        - With ``bank_size=0`` and a ``guide``, the loss equals `GISTEmbedLoss` with
+          `MultipleNegativesRankingLoss` with the same ``scale``, ``directions``,
+          ``partition_mode``, ``hardness_mode`` and ``hardness_strength``.
+        - With a ``guide`` as well, it equals `GISTEmbedLoss` with the temperature 1 / ``scale``,
           ``contrast_anchors=False`` and ``contrast_positives=False``.
         - In eval mode or without gradients, the loss uses the batch alone, without the bank.
-        - It works inside `MatryoshkaLoss`, where each dimension has a bank of its own. Leave its
-          ``n_dims_per_step`` at -1: a dimension that a micro-batch leaves out does not get all
-          pairs of the update, over which its gradients are centred.
+        - It works inside `MatryoshkaLoss`, where each dimension has a bank of its own. Leave
+          ``n_dims_per_step`` of `MatryoshkaLoss` at -1. Otherwise it skips some dimensions in some
+          micro-batches, and their gradients are not centred over the whole update.
         - It does not work inside ``AdaptiveLayerLoss``, which calls the loss once per layer on the
           same micro-batch.
         - A loss of your own may call `compute_loss_from_embeddings`. `ContAccumLoss` then sees no
-          texts: the caller has to pass their ids, and to call ``info_nce.observe_probe`` after
-          updates, so that the drift of the encoder is measured (docs/drift.md).
+          texts, so pass their ids, and call ``loss.info_nce.observe_probe`` after updates.
+          Otherwise the drift of the encoder is not measured (docs/drift.md).
 
     Example:
         ```python
@@ -138,7 +153,7 @@ class ContAccumLoss(BankedTextLoss):
         partition_mode: PartitionMode = "joint",
     ) -> None:
         if not 0 < scale < math.inf:
-            raise ConfigError(f"scale must be a positive number, got {scale!r}")
+            raise ConfigError(f"scale must be positive and finite, got {scale!r}")
         if similarity_fct not in (cos_sim, dot_score):
             name = getattr(similarity_fct, "__name__", similarity_fct)
             raise ConfigError(
@@ -232,7 +247,7 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
 
     Relations:
         - With ``bank_size=0`` and a batch without duplicates, the loss equals
-          `CachedMultipleNegativesRankingLoss`.
+          `CachedMultipleNegativesRankingLoss`. The other relations are those of `ContAccumLoss`.
 
     Example:
         ```python
@@ -306,13 +321,12 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
                 "CachedContAccumLoss cannot split the texts of a StaticEmbedding into "
                 "mini-batches: use ContAccumLoss"
             )
-        sizes = {
-            "mini_batch_size": mini_batch_size,
-            "mini_batch_num_tokens": mini_batch_num_tokens,
-        }
-        for name, size in sizes.items():
-            if size is not None and size < 1:
-                raise ConfigError(f"{name} must be at least 1, got {size}")
+        if mini_batch_size is None or mini_batch_size < 1:
+            raise ConfigError(f"mini_batch_size must be at least 1, got {mini_batch_size}")
+        if mini_batch_num_tokens is not None and mini_batch_num_tokens < 1:
+            raise ConfigError(
+                f"mini_batch_num_tokens must be None or at least 1, got {mini_batch_num_tokens}"
+            )
         self.mini_batch_size = mini_batch_size
         self.mini_batch_num_tokens = mini_batch_num_tokens
         self.show_progress_bar = show_progress_bar
@@ -324,23 +338,29 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
         config["mini_batch_num_tokens"] = self.mini_batch_num_tokens
         return config
 
+    @property
+    def citation(self) -> str:
+        """The citations of the paper and of GradCache, for the model card."""
+        return f"{CITATION}\n\n{GRADCACHE_CITATION}"
+
     def forward(
         self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
     ) -> Tensor:
         """Compute the loss of a batch of tokenised columns; see `BankedTextLoss.forward`."""
         features = list(sentence_features)
-        ids = self._prepare_columns(features, labels)
-        guide = self._compute_guide_embeddings(features, self.mini_batch_size)
+        text_ids = self._prepare_columns(features, labels)
+        guide_embeddings = self._compute_guide_embeddings(features, self.mini_batch_size)
         # `forward_cached` of CachedLossMixin calls `calculate_loss` and passes on its second
         # argument unchanged, so a tuple can carry more than labels.
-        loss_inputs: Any = (labels, ids, guide)
+        loss_inputs: Any = (labels, text_ids, guide_embeddings)
         return self.forward_cached(features, loss_inputs)
 
     def embed_minibatch(self, *args: Any, **kwargs: Any) -> Any:
-        """Embed a mini-batch, at least in float32; arguments and result as in CachedLossMixin.
+        """Embed a mini-batch, and cast the result to at least float32.
 
-        The cached gradients have the dtype of these embeddings. In float16 small gradients would
-        underflow, because a gradient scaler multiplies them only in the backward pass.
+        Arguments and result are those of CachedLossMixin. The cached gradients of step 2 have the
+        dtype of these embeddings. In float16 small gradients would underflow, because a gradient
+        scaler multiplies them only in step 3.
         """
         embeddings, random_state = super().embed_minibatch(*args, **kwargs)
         dtype = torch.promote_types(embeddings.dtype, torch.float32)
@@ -349,14 +369,14 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False
     ) -> Tensor:
-        """Compute the loss of an encoded batch, detached.
+        """Compute the loss of an encoded batch; the result is detached.
 
         CachedLossMixin calls this method, and defines the names of its arguments.
 
         Args:
             reps: for each column the embeddings of its mini-batches, (mini-batch, d) each.
             labels: the tuple that `forward` passes (labels, text ids, guide embeddings), or None.
-            with_backward: True to set ``grad`` of the tensors in ``reps``, too.
+            with_backward: True to set ``grad`` of the tensors in ``reps``.
         """
         embeddings = [torch.cat(mini_batches) for mini_batches in reps]
         loss_inputs: tuple[Any, ...] = ()

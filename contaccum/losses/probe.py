@@ -1,7 +1,8 @@
 """The drift probe of a loss: a few training pairs that are encoded again as the encoder learns.
 
-The bank holds embeddings of older versions of the encoder, while the encoder moves on. This is
-called drift. The same few texts, encoded at several times of training, show how large it is.
+The bank holds embeddings by older versions of the encoder. The difference between such an embedding
+and the current embedding of the same text is called drift. The same few texts, encoded at several
+points in training, show how large it is.
 
 `TextProbe` holds the texts. `EncoderProbe` decides when they are encoded, and passes their
 embeddings to the loss of every embedding size. `contaccum.bank.drift` measures the drift.
@@ -27,10 +28,10 @@ from contaccum.distributed import gather_states, rank, world_size
 from contaccum.losses.text_ids import copy_first_texts, count_texts
 
 PROBE_PAIRS = 8
-"""Number of pairs of query and passage in the probe."""
+"""Number of pairs of query and passage in the probe; a few more if ranks share it."""
 
 MIN_PAIRS_BETWEEN_PROBES = 128
-"""Minimum number of training pairs between two times when the probe is encoded.
+"""Minimum number of training pairs between two encodings of the probe.
 
 The forward passes of the probe's eight pairs then take about 2 % of the training time: 8 of 128
 forward passes, and a forward pass is about a third of a training step.
@@ -42,7 +43,7 @@ _PAIRS_KEY = "pairs_at_last_probe"
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Set a model to eval mode, and restore the mode of each of its modules afterwards."""
+    """Set a model to eval mode inside the block, and restore the mode of each module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -55,23 +56,24 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 class TextProbe:
     """The first training pairs, at least ``PROBE_PAIRS``, stored as features.
 
-    The pairs are collected over as many micro-batches as needed. A part holds the pairs that one
-    rank contributed from one micro-batch. If ranks share a bank, every rank contributes up to the
-    same number of pairs and stores all parts; to encode the probe, the ranks divide the parts among
-    themselves. Only tensors and numbers are stored; other features of a column, such as the
-    ``task`` for a Router, are copied from the current micro-batch.
+    The pairs are collected over as many micro-batches as needed. They are stored in parts, because
+    micro-batches differ in padding: a part holds the pairs that one rank contributed from one
+    micro-batch. If ranks share a bank, each rank contributes at most ceil(missing pairs / ranks)
+    pairs and stores all parts; to encode the probe, the ranks divide the parts among themselves.
+    Only tensors and numbers are stored; other features of a column, such as the ``task`` for a
+    Router, are copied from the current micro-batch.
 
     Args:
-        shared: True if all ranks share one bank, and therefore one probe.
+        is_shared: True if all ranks share one bank, and therefore one probe.
         parts: the parts of a restored probe; None to start without any.
 
     Attributes:
         parts: list of [features of the queries, features of the passages].
-        shared: the argument.
+        is_shared: as above.
     """
 
-    def __init__(self, shared: bool, parts: list[list[dict[str, Tensor]]] | None = None) -> None:
-        self.shared = shared
+    def __init__(self, is_shared: bool, parts: list[list[dict[str, Tensor]]] | None = None) -> None:
+        self.is_shared = is_shared
         self.parts = parts or []
 
     @property
@@ -87,7 +89,7 @@ class TextProbe:
     @property
     def _num_ranks(self) -> int:
         """The number of ranks that share the probe."""
-        if self.shared:
+        if self.is_shared:
             return world_size()
         return 1
 
@@ -107,7 +109,7 @@ class TextProbe:
         queries = copy_first_texts(features[0], pairs_per_rank) or {}
         passages = copy_first_texts(features[1], pairs_per_rank) or {}
         new_parts = [[queries, passages]]
-        if self.shared:
+        if self.is_shared:
             device = _get_device(features)
             queries_of_ranks = gather_states(queries, device)
             passages_of_ranks = gather_states(passages, device)
@@ -119,38 +121,36 @@ class TextProbe:
     def encode(self, model: nn.Module, features: list[dict[str, Any]]) -> list[Tensor]:
         """Encode this rank's parts of the probe.
 
-        Dropout is off, and no random numbers are used. All ranks that share a bank must call this
-        method together.
+        The model is in eval mode, so no dropout changes the random state of the training. All ranks
+        that share a bank must call this method together.
 
         Args:
             features: the features of the current micro-batch, of which the features that are
                 neither tensors nor numbers are used.
 
         Returns:
-            The embeddings of the queries and of the passages of this rank's S pairs, (S, d) each.
+            The embeddings of the queries and of the passages of this rank's S pairs, (S, d) each. S
+            differs between ranks and may be 0.
         """
         rank_index = 0
-        if self.shared:
+        if self.is_shared:
             rank_index = rank()
         first = len(self.parts) * rank_index // self._num_ranks
         end = len(self.parts) * (rank_index + 1) // self._num_ranks
         own_parts = self.parts[first:end]
         # The forward passes of FSDP are collectives, so all ranks encode equally many parts. Ranks
         # with fewer parts of their own encode the first part again and drop these embeddings.
-        most_parts = math.ceil(len(self.parts) / self._num_ranks)
-        extra_parts = [self.parts[0]] * (most_parts - len(own_parts))
-        columns = []
+        max_parts_per_rank = math.ceil(len(self.parts) / self._num_ranks)
+        extra_parts = [self.parts[0]] * (max_parts_per_rank - len(own_parts))
+        embeddings = []
         with without_dropout(model), torch.no_grad():
             for index, current_features in enumerate(features[:2]):
                 outputs = []
                 for part in [*own_parts, *extra_parts]:
                     outputs.append(_encode_stored_texts(model, part[index], current_features))
-                own_outputs = outputs[: len(own_parts)]
-                if own_outputs:
-                    columns.append(torch.cat(own_outputs))
-                else:
-                    columns.append(outputs[0][:0])
-        return columns
+                no_rows = outputs[0][:0]  # (0, d), for a rank without parts
+                embeddings.append(torch.cat([no_rows, *outputs[: len(own_parts)]]))
+        return embeddings
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the features of all texts, with keys "<part>.<column>.<feature>".
@@ -165,24 +165,25 @@ class TextProbe:
         return state
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Tensor], shared: bool) -> TextProbe:
+    def from_state_dict(cls, state: dict[str, Tensor], is_shared: bool) -> TextProbe:
         """Restore the probe that `state_dict` returned, on any number of ranks."""
         parts: dict[int, list[dict[str, Tensor]]] = {}
         for name, value in state.items():
             index, column, key = name.split(".", 2)
             part = parts.setdefault(int(index), [{}, {}])
             part[int(column)][key] = value
-        return cls(shared, [parts[index] for index in sorted(parts)])
+        return cls(is_shared, [parts[index] for index in sorted(parts)])
 
 
 class EncoderProbe:
-    """The texts of a drift probe, their last embeddings, and the rule when they are encoded.
+    """The texts of a drift probe, their last embeddings, and the rule for when they are encoded.
 
-    The texts are collected from the first micro-batches. They are encoded after updates, because
-    the encoder changes only then. The embeddings are passed to the loss of every embedding size.
+    The texts are collected from the first micro-batches, and encoded when they are complete. Later
+    they are encoded at the start of an update, because the encoder changes only between updates.
+    The embeddings are passed to the loss of every embedding size.
 
     Args:
-        model: the encoder.
+        model: the encoder itself, not a wrapper such as DDP.
         is_used: True if drift compensation needs a probe; otherwise no texts are collected.
 
     Attributes:
@@ -214,8 +215,8 @@ class EncoderProbe:
             features: the features of the micro-batch.
             clock: the `UpdateClock` of the loss; None before the first micro-step.
             is_shared: True if all ranks share one bank.
-            is_inside_matryoshka: True if MatryoshkaLoss calls the loss. The model cannot be checked
-                for it here, because in training the loss may call a wrapper (DDP) of the model.
+            is_inside_matryoshka: True if MatryoshkaLoss calls the loss. The caller finds out,
+                because MatryoshkaLoss changes the model of the loss, which may be a wrapper (DDP).
 
         Returns:
             True if the probe was encoded. The caller then calls `pass_to_loss`.
@@ -243,8 +244,9 @@ class EncoderProbe:
         self, features: list[dict[str, Any]], clock: UpdateClock | None, is_shared: bool
     ) -> bool:
         """Collect texts; return True for the micro-batch that completes the probe."""
-        # Collecting starts before the first micro-step, when there is no clock yet. If there are no
-        # texts later, they could not be separated, and the probe stays off.
+        # Collecting starts in the first micro-batch, when there is no clock yet. If ``texts`` is
+        # None later, the texts could not be separated, or the first calls got only embeddings. The
+        # probe then stays off.
         if self.texts is None and clock is None:
             self.texts = TextProbe(is_shared)
         if self.texts is None or self.texts.is_complete:
@@ -276,8 +278,7 @@ class EncoderProbe:
     def load_state_dict(self, state: dict[str, Tensor], is_shared: bool) -> dict[str, Tensor]:
         """Restore the probe from the state of a loss, and return the other entries of the state.
 
-        The last embeddings are not part of the state: they are needed only until every loss has
-        them.
+        The last embeddings are not part of the state, because every `BankedInfoNCE` saves its own.
         """
         remaining = {}
         texts = {}
@@ -323,14 +324,14 @@ def _encode_stored_texts(
         else:
             features[key] = value.item()  # `copy_first_texts` makes tensors of numbers
     with _original_forward(model):
-        # The model is called, and not its forward method, because FSDP gathers weights in a hook.
+        # Not `model.forward(...)`: only a call runs the hooks in which FSDP gathers weights.
         output = model(features)
     return output["sentence_embedding"].detach().clone()
 
 
 @contextmanager
 def _original_forward(model: nn.Module) -> Iterator[None]:
-    """Restore the model's forward method, which MatryoshkaLoss may have replaced, in a context.
+    """Undo, inside the block, MatryoshkaLoss's replacement of the model's forward method.
 
     MatryoshkaLoss replaces it by one that cuts the embeddings. The probe has the full size, and is
     cut to each size later.

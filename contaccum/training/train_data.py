@@ -55,7 +55,7 @@ def collate_first_rows(
     return features
 
 
-def require_complete_update(num_batches: int, num_updates: int) -> None:
+def refuse_stream_without_update(num_batches: int, num_updates: int) -> None:
     """Raise `DataError` if the first pass over a stream ends before the first update is complete.
 
     Args:

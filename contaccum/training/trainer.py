@@ -1,14 +1,14 @@
-"""ContAccumTrainer: SentenceTransformerTrainer with the method, the bank and its checkpoints.
+"""ContAccumTrainer: SentenceTransformerTrainer for ContAccum and the methods it is compared with.
 
 An update is one optimizer step, on ``gradient_accumulation_steps`` micro-batches. A micro-step is
 one forward and backward pass. The bank is a ring buffer in the loss: detached embeddings of past
-micro-batches, which serve as further negatives.
+micro-batches, which serve as further negatives and queries.
 
 transformers owns the training loop, the optimizer, mixed precision, distribution and checkpoints.
 This class adds the loss of ``args.method``, prompts and gradient norms for each tower (query and
-passage encoder), the bank in every checkpoint, and an order of the data that a resumed run
-continues. It skips updates whose loss or gradient is infinite or NaN, and repeats an update that
-runs out of memory in smaller micro-steps. A comment "Private:" says why a private method of
+passage encoder), the bank in every checkpoint, and an order of the data in which a resumed run goes
+on where it stopped. It skips updates whose loss or gradient is infinite or NaN. If memory runs out,
+it repeats the update in smaller micro-steps. A comment "Private:" says why a private method of
 transformers is overridden.
 """
 
@@ -112,7 +112,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         if args.refresh_negatives_every is not None:
             self.refresh = NegativeRefresh(args, train_dataset, mining_data)
             train_dataset = self.refresh.dataset  # it also holds the row numbers, as labels
-        self.samplings = get_samplings(train_dataset)  # they sample new texts in each epoch
+        self.samplings = get_samplings(train_dataset)  # a sampling draws new texts in each epoch
         dataset = eval_dataset if train_dataset is None else train_dataset
         columns = loss_factory.get_text_columns(dataset)
         loss_factory.set_column_roles(args, model, columns)
@@ -140,7 +140,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             loss_factory.freeze_unused_parameters(self.args, self.model, features)
         if self.is_fsdp_enabled:
             engines.refuse_two_tower_adapters(model)
-        # The constructor has set this global config again; see engines.configure_deepspeed.
+        # super().__init__ has set this global config again; see engines.configure_deepspeed.
         unset_hf_deepspeed_config()
         loss_factory.pass_known_positives(self.loss, [train_dataset, eval_dataset])
         query_side.share_documents(self.loss, self.evaluator)
@@ -159,8 +159,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
     def _make_updates(self, smallest_micro_batch: int) -> None:
         """Create the objects that run, split and skip updates."""
-        # To halve micro-batches, an update starts again. Other ranks would have to start it again
-        # too, and DeepSpeed has already reduced a part of the gradient.
+        # If memory runs out, the update is repeated in smaller micro-steps. Other ranks would have
+        # to repeat it too, and DeepSpeed has already reduced a part of the gradient.
         can_halve = world_size() == 1 and not self.is_deepspeed_enabled
         limit = out_of_memory.MicroBatchLimit(
             self.loss, smallest_micro_batch, self.args.process_index, can_halve
@@ -238,21 +238,20 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             if self.is_deepspeed_enabled:
                 engines.refuse_unsafe_files(point.folder)
         report_full_disk = resources.report_full_disk(str(args.output_dir))
-        limit = checkpoint.CheckpointLimit(args, self._get_output_dir(trial), self.run_id)
-        self._checkpoint_limit = limit
-        with report_full_disk, out_of_memory.report_out_of_memory(), self.signals, limit:
+        checkpoints = checkpoint.CheckpointLimit(args, self._get_output_dir(trial), self.run_id)
+        self._checkpoint_limit = checkpoints
+        with report_full_disk, out_of_memory.report_out_of_memory(), self.signals, checkpoints:
             output = super().train(folder, trial, ignore_keys_for_eval)
-        limit.apply(self.state.best_model_checkpoint, has_ended=True)
+        checkpoints.apply(self.state.best_model_checkpoint, has_ended=True)
         return output
 
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader whose order depends only on seed and epoch, so that runs can resume."""
         if self.args.has_auto_micro_batch:
-            # transformers has enabled gradient checkpointing by now, and has read no batch size.
+            # Only now: gradient checkpointing is on, and transformers has not read the batch size.
             self.updates.find_micro_batch_size(self.model, self.train_dataset, self._compute_loss)
         if isinstance(self.train_dataset, IterableDataset):
-            # Each rank reads all rows and uses its share. With dispatch_batches, the first rank
-            # would tokenize the rows of all ranks.
+            # With dispatch_batches, the first rank would tokenize the rows of all ranks.
             self.accelerator.dataloader_config.dispatch_batches = False
             return super().get_train_dataloader()
         with train_data.use_resumable_order(self.args):
@@ -266,17 +265,17 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             return loss(*self.collect_features(inputs))
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        # Private: the only place where a resumed run gets its position in the data. For a stream,
-        # transformers would count no epoch, and skip the batches of all passes in the first pass.
+        # Private: the only place where a resumed run gets its epoch and the micro-batches to skip
+        # in it. In a stream, transformers would skip those of all epochs in the first epoch.
         position = super()._init_training_state(*args, **kwargs)
-        # transformers has loaded save_steps, eval_steps and logging_steps of the checkpoint.
+        # The checkpoint's save_steps, eval_steps and logging_steps are loaded; those of args apply.
         self.state.compute_steps(self.args, self.state.max_steps)
         if self._resume_point is None or not isinstance(self.train_dataset, IterableDataset):
             return position
         return self._resume_point.get_stream_position(self.args.gradient_accumulation_steps)
 
     def _start_run(self) -> None:
-        """Load the bank of a checkpoint, write ``run.json``, remove replaced checkpoints."""
+        """Load the bank of a checkpoint, write ``run.json``, remove checkpoints to be replaced."""
         if self._resume_point is not None:
             resuming.drop_unusable_best(self.state, self._resume_point)
             self.updates.limit.restore(self._resume_point.marker["rows_fit"])
@@ -285,8 +284,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             query_side.warn_if_documents_are_weak(self.evaluator, self.model)
         if self.args.should_save:  # on the first rank, or with save_on_each_node one rank per host
             record = self.description.make_run_record(self.run_id, self.state.max_steps)
-            # The record, with a new id, is written before checkpoints are removed. If the process
-            # is killed between these lines, the ids show that old checkpoints are of another run.
+            # The record is written first. If the process is killed before checkpoints are removed,
+            # their ids show that they belong to another run.
             write_json(Path(str(self.args.output_dir)) / log.RUN_RECORD, record)
             checkpoint.remove_replaced(self.args, self.run_id, self.state.global_step)
         self.updates.start_update(self.state.global_step + 1)
@@ -322,7 +321,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         """Fetch the micro-batches of an update, as in transformers, and count their pairs."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if isinstance(self.train_dataset, IterableDataset) and len(batches) < num_batches:
-            train_data.require_complete_update(len(batches), self.state.global_step)
+            train_data.refuse_stream_without_update(len(batches), self.state.global_step)
             batches = []  # transformers would give them the weight of a whole update
         self.updates.count_expected_pairs(batches)
         return batches, num_items
@@ -358,7 +357,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         return loss
 
     def _count_pairs(self, inputs: train_data.Batch) -> int:
-        return count_texts(self.collect_features(inputs)[0][0]) or 0
+        columns, _ = self.collect_features(inputs)
+        return count_texts(columns[0]) or 0
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         # Private: the only place where the norm over all ranks is known before the optimizer steps.
@@ -379,7 +379,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     # Checkpoints ---------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as transformers does, without a pickle and without credentials."""
+        """Save the model as transformers does, without its pickled arguments and credentials."""
         folder = Path(str(output_dir or self.args.output_dir))
         random_states = RandomStates.capture()
         if self.engine is not None:
@@ -389,9 +389,9 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 weights = self.accelerator.get_state_dict(self.model_wrapped)
             engines.save_full_model(self.model, weights, folder, self.args.should_save)
             if self.args.push_to_hub and not _internal_call:
-                self.push_to_hub("Model save")  # below, transformers does it
+                self.push_to_hub("Model save")
         elif self.args.should_save:  # sentence-transformers would write on every rank
-            super().save_model(str(folder), _internal_call)
+            super().save_model(str(folder), _internal_call)  # also uploads
         # A model card shows random rows of the data, and saving must not change the training.
         random_states.restore()
         if self.args.should_save:

@@ -57,7 +57,7 @@ def test_log_sums_equal_those_of_the_dense_block(bank_size):
         if step == 30:
             bank.retire_all()
         if step == 45:
-            bank.retire(bank.total_enqueued - bank_size // 2)
+            bank.retire_before(bank.total_enqueued - bank_size // 2)
         slots = get_slots_in_use(bank)
         num_rows = len(slots)
         logits = bank.queries[slots] @ bank.documents[slots].flatten(0, 1).T / 0.5
@@ -89,10 +89,10 @@ def test_ids_mask_duplicates_of_pairs_enqueued_without_a_loss():
 def test_pairs_retire_in_whole_blocks():
     bank = MemoryBank(64, 3)
     bank.enqueue(make_numbered_rows(10, 0), make_numbered_rows(10, 0))
-    bank.retire(3)
+    bank.retire_before(3)
     assert (bank.block_size, bank.oldest_in_use, bank.in_use) == (2, 4, 6)
     assert bank.valid[:10, 0].tolist() == [False] * 4 + [True] * 6
-    bank.retire(1)
+    bank.retire_before(1)
     assert bank.oldest_in_use == 4
     bank.retire_all()
     assert bank.in_use == 0
@@ -132,7 +132,7 @@ def test_pairs_of_a_retired_block_are_not_stored():
     bank = MemoryBank(128, 4)  # blocks of four pairs
     queries = torch.randn(6, 4)
     bank.enqueue(queries[:1], queries[:1])
-    bank.retire(1)
+    bank.retire_before(1)
     for row in range(1, 6):
         bank.enqueue(queries[row : row + 1], queries[row : row + 1])
     assert bank.total_enqueued == 6 and bank.in_use == 2

@@ -54,7 +54,7 @@ def test_a_loss_holds_the_settings_that_it_was_made_with():
         bank_size=8, temperature=0.05, directions=["doc_to_query", "query_to_doc"]
     )
     assert settings.directions == ["query_to_doc", "doc_to_query"]
-    assert BankedInfoNCE.from_settings(settings).settings is settings
+    assert BankedInfoNCE.from_settings(settings).settings == settings
     by_arguments = BankedInfoNCE(
         bank_size=8, temperature=0.05, directions=["doc_to_query", "query_to_doc"]
     )

@@ -112,7 +112,7 @@ def test_models_and_settings_that_cannot_work_are_refused(model, tiny_tokenizer)
     static_model = SentenceTransformer(modules=[static_embedding])
     with pytest.raises(ConfigError, match="use ContAccumLoss"):
         CachedContAccumLoss(static_model)
-    with pytest.raises(ConfigError, match="mini_batch_num_tokens must be at least 1"):
+    with pytest.raises(ConfigError, match="mini_batch_num_tokens must be None or at least 1"):
         CachedContAccumLoss(model, mini_batch_num_tokens=0)
     with pytest.raises(ConfigError, match="mini_batch_size must be at least 1, got 0"):
         CachedContAccumLoss(model, mini_batch_size=0)

@@ -323,7 +323,7 @@ def test_the_encoder_is_probed_after_updates_at_most_every_128_pairs(model, monk
 @pytest.mark.parametrize("model", [False], indirect=True)
 def test_if_no_step_is_detected_a_warning_says_so_and_drift_is_measured(model, monkeypatch, caplog):
     """The loop changes the weights itself, so torch's hook of optimizers does not run."""
-    monkeypatch.setattr("contaccum.bank.info_nce.MIN_PAIRS_BEFORE_WARNING", 256)
+    monkeypatch.setattr("contaccum.bank.banked_module.MIN_PAIRS_BEFORE_WARNING", 256)
     loss_fn = ContAccumLoss(model, bank_size=64)
     model.train()
     for step in range(32):  # 16 pairs each
@@ -347,7 +347,7 @@ def test_probing_uses_no_random_number_and_restores_the_modes_of_modules():
         model.preprocess(sentences(16), task="query"),
         model.preprocess(sentences(16, 1), task="document"),
     ]
-    text_probe = TextProbe(shared=False)
+    text_probe = TextProbe(is_shared=False)
     assert text_probe.collect(columns)
     assert text_probe.is_complete
     random_state = torch.get_rng_state()
@@ -361,7 +361,7 @@ def test_probing_uses_no_random_number_and_restores_the_modes_of_modules():
     expected = model.encode_query(sentences(16)[:PROBE_PAIRS], convert_to_tensor=True)
     assert first[0].shape == (PROBE_PAIRS, 16)
     assert torch.allclose(first[0], expected, atol=1e-6)
-    restored = TextProbe.from_state_dict(text_probe.state_dict(), shared=False)
+    restored = TextProbe.from_state_dict(text_probe.state_dict(), is_shared=False)
     queries, passages = restored.encode(model, columns)
     assert torch.equal(first[0], queries)
     assert torch.equal(first[1], passages)
@@ -373,14 +373,14 @@ def test_ranks_encode_equally_many_parts_of_the_probe_and_return_their_own(model
     for part in range(3):
         columns = [model.preprocess(sentences(3, 2 * part + i), task="query") for i in (0, 1)]
         parts.append([copy_first_texts(column, 3) for column in columns])
-    expected = TextProbe(shared=False, parts=parts).encode(model, columns)
+    expected = TextProbe(is_shared=False, parts=parts).encode(model, columns)
     monkeypatch.setattr(probe, "world_size", lambda: 2)
     calls = []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
     own = []
     for rank in (0, 1):
         monkeypatch.setattr(probe, "rank", lambda rank=rank: rank)
-        own.append(TextProbe(shared=True, parts=parts).encode(model, columns))
+        own.append(TextProbe(is_shared=True, parts=parts).encode(model, columns))
         assert len(calls) == 4  # two parts of two columns
         calls.clear()
     assert [len(queries) for queries, _ in own] == [3, 6]
@@ -391,7 +391,7 @@ def test_ranks_encode_equally_many_parts_of_the_probe_and_return_their_own(model
 def test_the_probe_of_a_matryoshka_model_runs_the_hooks_of_the_model(model):
     """FSDP gathers the weights in a hook before the forward method."""
     columns = [model.preprocess(sentences(16, seed), task="query") for seed in (0, 1)]
-    text_probe = TextProbe(shared=False)
+    text_probe = TextProbe(is_shared=False)
     text_probe.collect(columns)
     decorated = ForwardDecorator(model.forward)
     decorated.set_dim(8)
@@ -406,7 +406,7 @@ def test_the_probe_of_a_matryoshka_model_runs_the_hooks_of_the_model(model):
 
 def test_a_probe_is_not_collected_from_texts_that_cannot_be_separated():
     columns = [{"input_ids": torch.arange(9)}, {"input_ids": torch.arange(9)}]
-    assert not TextProbe(shared=False).collect(columns)
+    assert not TextProbe(is_shared=False).collect(columns)
 
 
 def test_ranks_that_share_a_bank_encode_parts_of_the_same_probe(model, monkeypatch):
@@ -420,11 +420,11 @@ def test_ranks_that_share_a_bank_encode_parts_of_the_same_probe(model, monkeypat
     gathered_states = iter([queries_of_ranks, passages_of_ranks])
     monkeypatch.setattr(probe, "world_size", lambda: 3)
     monkeypatch.setattr(probe, "gather_states", lambda state, device: next(gathered_states))
-    shared_probe = TextProbe(shared=True)
+    shared_probe = TextProbe(is_shared=True)
     assert shared_probe.collect(columns_of_ranks[1])
     assert not shared_probe.is_complete
 
-    all_parts = TextProbe(shared=False, parts=shared_probe.parts)
+    all_parts = TextProbe(is_shared=False, parts=shared_probe.parts)
     expected = all_parts.encode(model, columns_of_ranks[1])
     model.eval()
     for embeddings, column in zip(expected, columns_of_ranks[1], strict=True):
