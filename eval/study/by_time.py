@@ -1,14 +1,15 @@
-"""Study by time: each method gets the same training time, on a whole pretrained model.
+"""Study by time: all layers of a pretrained model, trained by each method in the same time.
 
     python eval/study/split_pairs.py contaccum/data/scifact runs/time_study/scifact --dev 0.19 \\
         --by_query
     python eval/study/by_time.py scifact --model MODEL --folder runs/time_study
 
-The plan is eval/study/by_time.yaml; docs/time_study.md explains it. FOLDER/DATA is a BEIR folder
-with the splits train, dev and test over one corpus. The time of an update of each entry is measured
-first. Each entry is trained with the first seed at several learning rates, and with all seeds at
-the rate that the rule of `contaccum tune` chooses by dev scores. Every finished run is a file
-OUTPUT/DATA/ENTRY-RATE-SEED.json, and the same command skips the runs that have one.
+The plan is eval/study/by_time.yaml; docs/time_study.md explains it. An entry of the plan is a
+training method with its settings. FOLDER/DATA (or the `folder` that the plan names) is a BEIR
+folder with the splits train, dev and test over one corpus. The time of an update of each entry is
+measured first. Each entry is trained with the first seed at several learning rates, and with all
+seeds at the rate that the rule of `contaccum tune` chooses by dev scores. Every finished run is a
+file OUTPUT/DATA/ENTRY-RATE-SEED.json, and the same command skips the runs that have one.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ def main() -> None:
     """Do all runs of the data sets that have no result yet."""
     args = parse_arguments()
     plan = read_plan(args.plan)
+    for data in args.data:
+        plan.get_entries(data, args.entries)  # refuses wrong names before hours of training
     # The processes of the runs import `time_study` from the folder of this program.
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH", "")]

@@ -253,6 +253,8 @@ def test_another_model_or_entry_is_refused(study, monkeypatch, folder, tiny_mode
     arguments = (runs.plan, "sentences", folder, tiny_model_path, folder / "results", 1)
     with pytest.raises(ConfigError, match="missing"):
         study("schedule").Study(*arguments, names=["missing"])
+    with pytest.raises(ConfigError, match="did you mean 'sentences'"):
+        runs.plan.get_entries("sentence")
     write_json(folder / "results" / "sentences" / "base.json", {"model_fingerprint": "other"})
     with pytest.raises(ConfigError, match="started from another model"):
         study("schedule").Study(*arguments)

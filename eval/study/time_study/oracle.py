@@ -1,7 +1,7 @@
-"""An oracle for contaccum: banks whose entries are encoded again after each update.
+"""An oracle for contaccum: banks whose pairs are encoded again after each update.
 
-Such entries never become outdated, but they cost a forward pass for each entry and update. The
-difference to contaccum shows what outdated entries cost.
+Banked embeddings then never become outdated, but each update costs a forward pass for all banked
+pairs. The difference to contaccum shows what outdated embeddings cost.
 """
 
 from __future__ import annotations

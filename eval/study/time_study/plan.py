@@ -6,13 +6,14 @@ learning rate and a seed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import yaml
 
-from contaccum.errors import ConfigError
+from contaccum.errors import ConfigError, check_choice
 
 Setting = str | int | float | bool
 Settings = dict[str, Setting]
@@ -25,13 +26,13 @@ class DataPlan:
 
     Attributes:
         max_length: maximum number of tokens of a text.
-        bank_size: size of both banks.
+        bank_size: number of pairs in each of the two banks.
         updates: number of updates of contaccum. Their time is the budget of every entry with
             ``budget: time``.
         bf16: train and score in bfloat16, which only some processors compute fast.
-        folder: name of the BEIR folder; None: the name of the data set. A data set with a folder is
-            a table of variants. It has no panel in the pictures, so no run is scored during
-            training.
+        folder: name of the BEIR folder; None: the name of the data set. A data set with a folder
+            has variants of methods on another data set's texts. It has no panel in the pictures, so
+            no run is scored during training.
     """
 
     max_length: int
@@ -101,13 +102,22 @@ class Plan:
     data: dict[str, DataPlan]
     entries: dict[str, Entry] = field(default_factory=dict)
 
-    def get_entries(self, data: str) -> dict[str, Entry]:
-        """Return the entries of a data set."""
-        return {
-            name: entry
-            for name, entry in self.entries.items()
-            if entry.data is None or data in entry.data
-        }
+    def get_entries(self, data: str, names: Sequence[str] | None = None) -> dict[str, Entry]:
+        """Return the entries of a data set, or those of them that are named.
+
+        Raises:
+            ConfigError: for an unknown data set, or a name that is no entry of the data set.
+        """
+        check_choice("data", data, self.data)
+        entries = {}
+        for name, entry in self.entries.items():
+            if entry.data is None or data in entry.data:
+                entries[name] = entry
+        if names is None:
+            return entries
+        for name in names:
+            check_choice(f"--entries for {data}", name, entries)
+        return {name: entries[name] for name in names}
 
     def make_settings(self, data: str, entry: Entry, *, is_timed: bool = False) -> Settings:
         """Return the settings of an entry on a data set, without rate, seed and updates."""

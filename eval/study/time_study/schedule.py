@@ -20,7 +20,7 @@ from sentence_transformers import SentenceTransformer
 from contaccum import DualEncoder
 from contaccum.comparison.processes import JOB_FILE, run_jobs
 from contaccum.data import load_beir_folder
-from contaccum.errors import ConfigError, check_choice
+from contaccum.errors import ConfigError
 from contaccum.files import atomic_folder, fingerprint, provenance, read_json, write_json
 from contaccum.retrieval.encode import model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
@@ -33,15 +33,17 @@ from time_study.stores import find_known_queries, make_stores
 REFERENCE = "contaccum"
 """The entry whose training time is the budget of every entry with ``budget: time``."""
 
-# The first update is slower and is not counted. A bank of 1,024 pairs is at most three eighths full
-# then; with a full one, an update takes less than 1 % longer (benchmarks/loss.json).
+# The first update is slower and is not counted. After three updates of 128 pairs, a bank of 1,024
+# pairs is three eighths full; with a full one, an update takes less than 1 % longer
+# (benchmarks/loss.json).
 TIMED_UPDATES = 3
-TIMING_TURNS = 3
+TIMING_TURNS = 3  # timings of each entry, in turns
 
 CURVE_SEED_INDEX = 1
 """Index of the seed whose runs are also scored during training.
 
-Runs of the first seed include learning rates that are not chosen.
+It is the second seed, because its runs all have the chosen learning rate. The first seed has runs
+at all learning rates.
 """
 
 MINING_RULES = ("--num_negatives", "1", "--relative_margin", "0.05", "--range_max", "100")
@@ -86,11 +88,7 @@ class Study:
     ) -> None:
         self.plan = plan
         self.data = data
-        self.entries = plan.get_entries(data)
-        for name in names or []:
-            check_choice("--entries", name, self.entries)
-        if names is not None:
-            self.entries = {name: self.entries[name] for name in names}
+        self.entries = plan.get_entries(data, names)
         data_plan = plan.data[data]
         self.beir_folder = folder / (data_plan.folder or data)
         self.bf16 = data_plan.bf16
@@ -214,13 +212,17 @@ class Study:
         return turns
 
     def run_learning_rates(self) -> None:
-        """Train each entry with the first seed at every learning rate of its ladder."""
+        """Train each entry with the first seed at every learning rate that has to be tried."""
+        seed = self.plan.seeds[0]
+        names = [name for name, entry in self.entries.items() if entry.rate_of is None]
+        # The finished runs decide which rates come next, so they must be runs of this plan.
+        for name in names:
+            self._run_cells([Cell(name, rate, seed) for rate in self.results.get_ladder(name)])
         while True:
             cells = []
-            for name, entry in self.entries.items():
-                if entry.rate_of is None:
-                    for rate in self._next_rates(name):
-                        cells.append(Cell(name, rate, self.plan.seeds[0]))
+            for name in names:
+                for rate in self._next_rates(name):
+                    cells.append(Cell(name, rate, seed))
             if not cells:
                 return
             self._run_cells(cells)
@@ -320,9 +322,9 @@ class Study:
         }
 
     def _has_curve(self, cell: Cell) -> bool:
-        """Whether the run is scored during training: one seed of each entry that is drawn."""
-        is_drawn = self.plan.data[self.data].folder is None
-        return is_drawn and cell.seed == self.plan.seeds[CURVE_SEED_INDEX]
+        """Whether the run is scored during training: one seed of each entry of a picture."""
+        is_in_picture = self.plan.data[self.data].folder is None
+        return is_in_picture and cell.seed == self.plan.seeds[CURVE_SEED_INDEX]
 
     def _make_settings(self, name: str, rate: str, seed: int) -> Settings:
         """Return the settings of an entry's run, without paths."""
