@@ -36,7 +36,7 @@ _NUM_EVALUATIONS = 4  # evaluations on dev during the training, each with a chec
 _SHOWN_METRICS = ("NDCG@10", "MRR@10", "Recall@100")
 _DEV_METRIC = "eval_ndcg@10"
 _NUM_TOP_DOCUMENTS = 3  # retrieved documents that the record shows for a query
-_EVALUATION_OVERHEAD = 1.3  # time of a training with checkpoints, relative to a trial
+_EVALUATION_OVERHEAD = 1.3  # expected time of a training with checkpoints, relative to a trial
 
 
 def write_final_config(folder: FitFolder, tuned: TunedSettings, seconds_left: float) -> int | None:
@@ -64,6 +64,7 @@ def write_final_config(folder: FitFolder, tuned: TunedSettings, seconds_left: fl
     if is_cut:
         num_updates = possible_updates
         options["max_steps"] = [str(num_updates)]
+    # ContAccumTrainer also evaluates after the last update.
     evaluation_steps = math.ceil(num_updates / _NUM_EVALUATIONS)
     settings = {
         **to_yaml_values(options),

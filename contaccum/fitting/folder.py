@@ -13,7 +13,7 @@ from contaccum.errors import ConfigError
 from contaccum.files import read_json, redact, write_json
 
 # Keys of a request that hold hashes, and what is hashed.
-_HASHED = {"content": "the data file", "corpus_content": "the corpus"}
+_HASHED = {"content": "the data", "corpus_content": "the corpus"}
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,11 @@ class FitFolder:
     def used_time_file(self) -> Path:
         """The seconds of the budget that all starts of the command have used so far."""
         return self.path / "used_time.json"
+
+    @property
+    def stage_seconds_file(self) -> Path:
+        """The seconds of each stage, over all starts of the command."""
+        return self.path / "stage_seconds.json"
 
     @property
     def data(self) -> Path:
@@ -64,12 +69,12 @@ class FitFolder:
 
     @property
     def model(self) -> Path:
-        """The trained model; if the fit has a guard, it is merged with the base model."""
+        """The model for the user: the trained model or, with a guard, its merge with the base."""
         return self.path / "model"
 
     @property
     def trained_model(self) -> Path:
-        """The trained model before it is merged with the base model, if the fit has a guard."""
+        """The trained model before the merge; only a fit with a guard has it."""
         return self.path / "trained"
 
     @property
@@ -158,8 +163,11 @@ class FitFolder:
             )
 
 
-def hash_content(path: Path) -> str:
+def hash_content(path: Path, output: Path) -> str:
     """Return a SHA-256 hash of a file, or of the names and sizes of the files in a folder.
+
+    Args:
+        output: the output folder of the fit. If it is in the folder, its files are left out.
 
     Raises:
         ConfigError: if the path does not exist or cannot be read.
@@ -168,7 +176,7 @@ def hash_content(path: Path) -> str:
     try:
         if path.is_dir():
             for file in sorted(path.rglob("*")):
-                if file.is_file():
+                if file.is_file() and not file.resolve().is_relative_to(output.resolve()):
                     content.update(f"{file.relative_to(path)} {file.stat().st_size}\n".encode())
             return content.hexdigest()
         with path.open("rb") as opened:

@@ -61,13 +61,12 @@ class Guard:
     """The guard sets of a fit, and the choice of a weight by their scores.
 
     Args:
-        sources: BEIR folders or names of public sets. All are read here once, so that a faulty set
-            is reported before the training.
+        sources: BEIR folders or names of public sets.
         guard_loss: the nDCG@10 that a weight may lose on each guard set.
         folder: the output folder of the fit.
 
     Raises:
-        UserError: if a guard set cannot be read, or ``guard_loss`` is out of range.
+        ConfigError: if ``guard_loss`` is out of range.
     """
 
     def __init__(self, sources: Sequence[AnyPath], guard_loss: float, folder: FitFolder) -> None:
@@ -75,7 +74,16 @@ class Guard:
         self._guard_loss = guard_loss
         self._folder = folder
         self._weights = check_weights(DEFAULT_WEIGHTS)
-        self._sets = [_read_guard_set(os.fspath(source)) for source in sources]
+        self._sources = [os.fspath(source) for source in sources]
+        self._sets: list[_GuardSet] = []
+
+    def read_sets(self) -> None:
+        """Read all guard sets once, so that a faulty set is reported before the training.
+
+        Raises:
+            UserError: if a guard set cannot be read, or two sets have the same data.
+        """
+        self._sets = [_read_guard_set(source) for source in self._sources]
         fingerprints = {guard_set.fingerprint for guard_set in self._sets}
         if len(fingerprints) < len(self._sets):
             raise DataError("guard: two of the guard sets have the same data; name each set once")

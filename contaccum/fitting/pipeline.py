@@ -22,7 +22,7 @@ from contaccum.distributed import share
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import require_model
 from contaccum.errors import UserError
-from contaccum.files import redact, write_json, write_text
+from contaccum.files import read_json, redact, write_json, write_text
 from contaccum.fitting.baselines import (
     count_encoded_documents,
     encode_corpus,
@@ -35,8 +35,6 @@ from contaccum.fitting.baselines import (
 )
 from contaccum.fitting.final import (
     SystemResult,
-    get_chosen_trial,
-    is_trained,
     load_trained,
     search_test_set,
     train_final,
@@ -60,7 +58,10 @@ from contaccum.tuning.methods import make_base_options
 from contaccum.tuning.result import TunedSettings, read_tuned
 from contaccum.tuning.tune import tune
 
-_FINAL_TRAINING_FACTOR = 1.6  # time of the final training with its checkpoints, in trials
+# Time that is reserved for the final training with its checkpoints, relative to a trial. It is more
+# than the expected time.
+_FINAL_TRAINING_FACTOR = 1.6
+_MAX_SHARE_OF_FOLDS = 0.5  # of the time left before the search, for encoding and testing folds
 _SAFETY_FACTOR = 1.3  # reserved time relative to the estimated time
 _LOADING_SECONDS = 10.0  # reserved for loading the models and writing the report
 
@@ -92,7 +93,7 @@ class Fit:
         guard: other data on which the model is to keep its quality; None: no other data.
 
     Raises:
-        UserError: for settings that cannot be used, or if there is no such model.
+        UserError: for settings or a guard set that cannot be used, or if there is no such model.
     """
 
     def __init__(
@@ -112,14 +113,18 @@ class Fit:
         self._seconds = seconds
         self._folder = folder
         self._args = check_settings(source.path, model, settings)
+        if guard is not None:
+            guard.read_sets()
         require_model(model)
         self._is_first_process = self._args.process_index == 0
         self._print_line = print_line if self._is_first_process else _print_nothing
-        self._stage_seconds: dict[str, float] = {}
+        self._stage_seconds: dict[str, float] = {}  # over all starts of the command
 
     def run(self) -> FitResult:
         """Run all stages; stages that an earlier start has finished are skipped."""
         self._budget = Budget(self._seconds, self._folder.used_time_file)
+        if self._folder.stage_seconds_file.is_file():
+            self._stage_seconds = read_json(self._folder.stage_seconds_file)
 
         # Hold out.
         with self._first_process_first("holding out dev and test"):
@@ -139,17 +144,19 @@ class Fit:
         self._print_line(baselines.format_line(self._model))
 
         # Search. Each fold needs time for its own encoding, final training and test.
+        num_reserved_folds = self._count_folds_with_time(num_folds, estimates)
         fold_seconds = estimates.corpus + estimates.test
-        reserved_seconds = estimates.test + (num_folds - 1) * fold_seconds + estimates.guard
+        reserved_seconds = estimates.test + (num_reserved_folds - 1) * fold_seconds
+        reserved_seconds += estimates.guard
         time_for_trials = TimeForTrials(
             self._budget,
             reserve=reserved_seconds,
-            final_training_factor=num_folds * _FINAL_TRAINING_FACTOR,
+            final_training_factor=num_reserved_folds * _FINAL_TRAINING_FACTOR,
         )
         tuned = self._search(options, time_for_trials, baselines)
 
         # Train, and with a guard merge the trained model with the base model.
-        self._train(tuned, (self._budget.left() - reserved_seconds) / num_folds)
+        self._train(tuned, (self._budget.left() - reserved_seconds) / num_reserved_folds)
         if self._guard is not None:
             self._choose_merge_weight(self._guard, base)
         fold_scores = self._score_other_folds(base, tuned, num_folds, estimates)
@@ -170,7 +177,7 @@ class Fit:
             "model": self._model,
             "settings": dict(self._settings),
             "guard": None if self._guard is None else self._guard.make_request(),
-            **self._source.make_record(),
+            **self._source.make_record(self._folder.path),
         }
         self._folder.open(request)
         try:
@@ -232,14 +239,26 @@ class Fit:
             guard_seconds: the seconds that the scores on the guard sets take.
         """
         store = self._folder.store
+        num_encoded = count_encoded_documents(store)
         has_baselines = self._folder.baselines_file.is_file()
         if not has_baselines:
-            num_encoded = count_encoded_documents(store)
             require_encoding_time(self._budget, split, document_seconds, guard_seconds, num_encoded)
-        if not has_baselines or not store.exists():
+        # The user may remove the store of an unfinished fit to free space.
+        if not has_baselines or num_encoded < split.documents["train"]:
             corpus = self._folder.data / CORPUS_FILE
             batch_size = self._args.per_device_eval_batch_size
             encode_corpus(base, self._model_name, corpus, store, batch_size)
+
+    def _count_folds_with_time(self, num_folds: int, estimates: _TimeEstimates) -> int:
+        """Return the number of folds for which time is reserved, at least 1.
+
+        With a large corpus, encoding it for each fold could leave no time for the search. The other
+        folds are used only if there is time left at the end.
+        """
+        seconds = _MAX_SHARE_OF_FOLDS * self._budget.left() - estimates.test - estimates.guard
+        num_further_folds = max(0, int(seconds / (estimates.corpus + estimates.test)))
+        # All processes must reserve the same time, so the first process decides.
+        return share(min(num_folds, 1 + num_further_folds))
 
     def _search(
         self, options: Options, time_for_trials: TimeForTrials, baselines: Baselines
@@ -287,7 +306,6 @@ class Fit:
             model_folder = self._folder.model
             if self._guard is not None:
                 model_folder = self._folder.trained_model
-            self._was_trained_before = is_trained(model_folder)
             train_final(self._folder.config_file, model_folder)
 
     def _choose_merge_weight(self, guard: Guard, base: DualEncoder) -> None:
@@ -311,8 +329,6 @@ class Fit:
         merge_weight = None if guard_record is None else guard_record["weight"]
         method = tuned.choice.settings["method"]
         training_seconds = self._stage_seconds["training"]
-        if self._was_trained_before:  # then this start has not measured the training
-            training_seconds = _FINAL_TRAINING_FACTOR * get_chosen_trial(tuned)["seconds"]
         task = "training and testing again"
         if merge_weight == 0:  # the verdict is about the base model
             training_seconds = 0.0
@@ -343,8 +359,10 @@ class Fit:
             batch_size = self._args.per_device_eval_batch_size
             evaluator = load_evaluator(self._folder.data / "test", self._folder.store, batch_size)
             trained = load_trained(self._folder.model, base)
-            is_query_side = tuned.choice.settings["method"] == "query_side"
-            results = search_test_set(evaluator, base, trained, is_query_side)
+            guard_record = read_guard_record(self._folder)
+            is_base = guard_record is not None and guard_record["weight"] == 0
+            has_documents_of_base = is_base or tuned.choice.settings["method"] == "query_side"
+            results = search_test_set(evaluator, base, trained, has_documents_of_base)
         return evaluator.dataset, results
 
     def _compute_verdict(
@@ -408,14 +426,17 @@ class Fit:
 
     @contextmanager
     def _measure(self, stage: str) -> Iterator[None]:
-        """Measure the time of a stage, and save the time that the budget has used so far."""
+        """Measure the time of a stage, and save it and the time that the budget has used."""
         started = time.perf_counter()
         try:
             yield
         finally:
-            self._stage_seconds[stage] = round(time.perf_counter() - started, 1)
+            earlier_seconds = self._stage_seconds.get(stage, 0.0)
+            seconds = earlier_seconds + time.perf_counter() - started
+            self._stage_seconds[stage] = round(seconds, 1)
             if self._is_first_process:
                 self._budget.save()
+                write_json(self._folder.stage_seconds_file, self._stage_seconds)
 
 
 def _print_nothing(line: str) -> None:

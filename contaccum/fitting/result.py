@@ -24,7 +24,7 @@ from contaccum.fitting.final import (
 from contaccum.fitting.folder import FitFolder
 from contaccum.fitting.guard import find_chosen_row, read_guard_record
 from contaccum.fitting.source import DataSource
-from contaccum.fitting.verdict import Verdict, collect_warnings
+from contaccum.fitting.verdict import Verdict, collect_warnings, warn_of_bm25
 from contaccum.merging.choice import METRIC
 from contaccum.tuning.baselines import Baselines
 from contaccum.tuning.choice import Choice
@@ -140,7 +140,8 @@ def _collect_guarded_warnings(
     """
     if guard_record["weight"] == 0:
         # The base model is compared with itself, so dev and test cannot disagree.
-        return [*choice.warnings, *guard_record["warnings"], _BASE_IS_KEPT]
+        guard_warnings = [*guard_record["warnings"], _BASE_IS_KEPT]
+        return [*choice.warnings, *guard_warnings, *warn_of_bm25(verdict)]
     chosen_row = find_chosen_row(guard_record)
     difference = {name: chosen_row[name] for name in ("difference", "low", "high")}
     merged_choice = choice._replace(against_base=difference)

@@ -51,19 +51,22 @@ class DataSource:
     test: float | None = None
     min_score: float | None = None
 
-    def make_record(self) -> dict[str, Any]:
+    def make_record(self, output: Path) -> dict[str, Any]:
         """Return everything that decides the split, with hashes of the files, as a JSON record.
+
+        Args:
+            output: the output folder of the fit, which is not hashed.
 
         Raises:
             ConfigError: for a file that cannot be read.
         """
         record = asdict(self)
         record["path"] = str(self.path)
-        record["content"] = hash_content(self.path)
+        record["content"] = hash_content(self.path, output)
         record["corpus_content"] = None
         if self.corpus is not None:
             record["corpus"] = str(self.corpus)
-            record["corpus_content"] = hash_content(self.corpus)
+            record["corpus_content"] = hash_content(self.corpus, output)
         return record
 
     @property

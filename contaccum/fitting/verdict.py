@@ -139,9 +139,14 @@ def collect_warnings(verdict: Verdict, choice: Choice) -> list[str]:
         warnings.append(f"dev and test disagree: {differences}; the test counts")
     if is_better_on_test and not is_better_on_dev:
         warnings.append(f"the model is significantly better on test, but not on dev: {differences}")
-    if verdict.bm25 > verdict.trained:
-        warnings.append(
-            f"BM25 scores {verdict.bm25:.3f}, more than the trained model: search with BM25, or "
-            "combine both"
-        )
-    return warnings
+    return warnings + warn_of_bm25(verdict)
+
+
+def warn_of_bm25(verdict: Verdict) -> list[str]:
+    """Return a warning if BM25 is better than the model on test; otherwise an empty list."""
+    if verdict.bm25 <= verdict.trained:
+        return []
+    return [
+        f"BM25 scores {verdict.bm25:.3f}, more than the trained model: search with BM25, or "
+        "combine both"
+    ]

@@ -27,7 +27,7 @@ from contaccum.data.split import read_split
 from contaccum.data.split_files import write_part
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.files import atomic_folder
+from contaccum.files import atomic_folder, write_json
 from contaccum.fitting import final, folds, pipeline
 from contaccum.fitting.baselines import pool_documents
 from contaccum.fitting.folder import FitFolder
@@ -37,6 +37,7 @@ from contaccum.fitting.source import DataSource
 from contaccum.training import callbacks
 from contaccum.training.config import load_evaluator
 from contaccum.tuning import search
+from contaccum.tuning.budget import Budget
 
 HALF = len(WORDS) // 2
 SETTINGS: dict[str, object] = {
@@ -199,6 +200,34 @@ def test_verdict_on_few_test_queries_is_over_several_splits(root, tmp_path):
     assert 120 - len(dev) <= result.verdict.queries < 120 or result.verdict.queries == 120
     files = sorted(path.name for path in (tmp_path / "out" / "folds").iterdir())
     assert files == ["1.json", "2.json"]
+
+
+def test_a_large_corpus_leaves_time_for_the_search_on_one_split(root, tmp_path):
+    """Encoding it for three splits would take longer than the budget."""
+    source = DataSource(root / "pairs.jsonl", corpus=None)
+    folder = FitFolder(tmp_path / "out")
+    settings = {"method": ["contaccum"], "use_cpu": ["True"]}
+    fit = pipeline.Fit(source, str(root / "fresh"), settings, 1000.0, folder, print)
+    fit._budget = Budget(1000.0, folder.used_time_file)
+    estimates = pipeline._TimeEstimates(corpus=150.0, test=100.0, guard=0.0)
+    assert fit._count_folds_with_time(3, estimates) == 2
+    estimates = pipeline._TimeEstimates(corpus=400.0, test=400.0, guard=0.0)
+    assert fit._count_folds_with_time(3, estimates) == 1
+    estimates = pipeline._TimeEstimates(corpus=1.0, test=1.0, guard=0.0)
+    assert fit._count_folds_with_time(3, estimates) == 3
+
+
+def test_a_fit_in_the_folder_of_its_data_can_continue(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "pairs.jsonl").write_text("{}")
+    source = DataSource(folder)
+    output = folder / "runs" / "fit"
+    before = source.make_record(output)
+    write_json(output / "fit.json", {})
+    assert source.make_record(output) == before
+    (folder / "more.jsonl").write_text("{}")
+    assert source.make_record(output) != before
 
 
 def test_other_splits_get_mined_negatives_if_the_first_split_has_them(root, tmp_path, monkeypatch):

@@ -48,5 +48,5 @@ def test_folder_can_be_used_after_a_short_budget_and_then_refused_data(tmp_path)
 def test_changed_data_are_named_without_their_hashes(tmp_path):
     folder = open_folder(tmp_path / "out", content="3f9a")
     folder.baselines_file.write_text("{}")
-    with pytest.raises(ConfigError, match="and the data file has changed since it started"):
+    with pytest.raises(ConfigError, match="and the data has changed since it started"):
         open_folder(tmp_path / "out", content="81c2")

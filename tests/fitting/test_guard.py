@@ -222,7 +222,9 @@ def test_adapter_is_merged_into_the_weights_of_the_chosen_model(root, tmp_path):
     base = contaccum.DualEncoder.from_pretrained(root / "fresh", device="cpu")
     add_adapter(base, 2)
     lines: list[str] = []
-    guard.Guard([root / "other"], 1.0, folder).choose(base, "fresh", 32, False, lines.append)
+    guard_sets = guard.Guard([root / "other"], 1.0, folder)
+    guard_sets.read_sets()
+    guard_sets.choose(base, "fresh", 32, False, lines.append)
     record = json.loads(folder.guard_file.read_text())
     assert record["line"] == lines[-1]
     chosen = contaccum.DualEncoder.from_pretrained(folder.model, device="cpu")
@@ -243,6 +245,16 @@ def test_model_of_another_split_is_merged_with_the_chosen_weight(root, tmp_path)
     between = guard.load_at_weight(base, tmp_path, 0.5).encode_query(texts)
     assert not (abs(between - at_zero) < 1e-4).all()
     assert not (abs(between - at_one) < 1e-4).all()
+
+
+def test_bm25_is_named_even_if_the_base_model_is_kept():
+    queries = [f"q{number}" for number in range(20)]
+    scores = dict.fromkeys(queries, 0.5)
+    verdict = compute_verdict(scores, scores, dict.fromkeys(queries, 0.9))
+    choice = Choice(trial=0, settings={}, score=0.9, against_base={}, warnings=[])
+    warnings = result._collect_guarded_warnings(verdict, choice, {"weight": 0, "warnings": []})
+    assert warnings[0] == result._BASE_IS_KEPT
+    assert "BM25 scores 0.900" in warnings[1]
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.5])
@@ -271,5 +283,6 @@ def test_estimate_counts_an_encoding_of_each_weight(root, tmp_path, monkeypatch)
     monkeypatch.setattr(guard, "measure_seconds_per_text", lambda *args: 0.5)
     base = tiny_encoder()
     sets = guard.Guard([root / "other"], 0.01, FitFolder(tmp_path))
+    sets.read_sets()
     assert sets.estimate_seconds(base, 10.0, 32, is_query_side=True) == 10 + 60 * 0.5
     assert sets.estimate_seconds(base, 10.0, 32, is_query_side=False) == 5 * (10 + 60 * 0.5)
