@@ -269,7 +269,9 @@ def remove_oldest(
     protected = set() if best and has_ended else set(checkpoints[:1])
     if best:
         protected.add(Path(best))
-    removable = [path for path in checkpoints if path not in protected]
+    # An earlier start may have written the path of the best checkpoint in another way.
+    protected = {path.resolve() for path in protected}
+    removable = [path for path in checkpoints if path.resolve() not in protected]
     num_protected = len(checkpoints) - len(removable)
     num_not_removed = max(limit - num_protected, 0)
     for path in removable[num_not_removed:]:

@@ -28,14 +28,14 @@ def _check_data(
     model_args: ModelArguments, data_args: DataArguments, args: ContAccumTrainingArguments
 ) -> None:
     """Refuse settings of the data that cannot work together with others."""
-    _ = data_args.sets  # raises ConfigError for invalid options of the training sets
+    numbers_of_negatives = [options["num_hard_negatives"] for options in data_args.sets.values()]
     refreshes_negatives = args.refresh_negatives_every is not None
-    if refreshes_negatives and not data_args.num_hard_negatives:
+    if refreshes_negatives and 0 in numbers_of_negatives:
         raise ConfigError(
             "refresh_negatives_every with num_hard_negatives=0: set num_hard_negatives to the "
             "number of negatives per query"
         )
-    if args.distill and not data_args.num_hard_negatives:
+    if args.distill and 0 in numbers_of_negatives:
         raise ConfigError(
             f"distill={args.distill} with num_hard_negatives=0: set num_hard_negatives to the "
             "number of scored negatives per query"
@@ -64,19 +64,19 @@ def _check_data(
     eval_settings = ("eval_split", "eval_queries", "eval_corpus_size")
     refuse_without_effect(data_args, eval_settings, "eval_data")
     if args.method == "query_side":
-        _check_query_side(model_args, data_args)
+        _check_query_side(model_args, max(numbers_of_negatives, default=0))
 
 
-def _check_query_side(model_args: ModelArguments, data_args: DataArguments) -> None:
+def _check_query_side(model_args: ModelArguments, num_hard_negatives: int) -> None:
     """Refuse settings of model and data that query-side training does not use."""
     if model_args.guide:
         raise ConfigError(
             f"method=query_side with guide={model_args.guide}: the method has no such setting. "
             "Drop guide"
         )
-    if data_args.num_hard_negatives:
+    if num_hard_negatives:
         raise ConfigError(
-            f"method=query_side with num_hard_negatives={data_args.num_hard_negatives}: all other "
+            f"method=query_side with num_hard_negatives={num_hard_negatives}: all other "
             "documents of the store are negatives already. Set num_hard_negatives=0"
         )
 

@@ -231,7 +231,8 @@ class LossArguments(LossOptions):
         None, "Divisor of the similarities. Default: 0.05 with cos, 1.0 with dot."
     )
     matryoshka_dims: list[int] | None = option(
-        None, "Train embeddings truncated to these sizes as well, for example 384 128 64."
+        None,
+        "Train embeddings truncated to each of these sizes. List the full size too: 384 128 64.",
     )
 
 
@@ -258,7 +259,7 @@ class NegativesArguments:
         30, "Negatives mined per query; each epoch samples num_hard_negatives of them."
     )
     refresh_range_max: int | None = option(
-        None, "Lowest rank of a mined negative. Default: ten times refresh_pool."
+        None, "Mine among this many most similar passages. Default: ten times refresh_pool."
     )
     refresh_relative_margin: float = option(
         0.05, "Mine no passage that scores above (1 - margin) times the positive's score."

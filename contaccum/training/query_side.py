@@ -18,7 +18,7 @@ from accelerate import PartialState
 from datasets import IterableDataset
 from sentence_transformers import SentenceTransformer
 
-from contaccum.data.records import quoted
+from contaccum.data.records import RecordReport, quoted
 from contaccum.data.sampling import text_ids
 from contaccum.distributed import rank
 from contaccum.errors import ConfigError, DataError, UserError
@@ -29,9 +29,9 @@ from contaccum.losses.query_side import (
     collect_positives,
     iterate_pairs,
 )
-from contaccum.retrieval.corpus import CorpusEncoder, require_texts
+from contaccum.retrieval.corpus import CorpusEncoder, read_texts, require_texts
 from contaccum.retrieval.documents import StoreDocuments
-from contaccum.retrieval.encode import encode_texts
+from contaccum.retrieval.encode import encode_texts, get_similarity
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.loss_factory import get_store_documents
@@ -81,8 +81,10 @@ class QuerySideSetup:
         train_dataset: Any,
         eval_dataset: Any = None,
     ) -> None:
+        if args.corpus is not None:  # the store is written with the similarity of the model
+            _check_similarity(args, get_similarity(model), f"the documents of {args.corpus}")
         store = _open_store(args, model)
-        _check_similarity(args, store)
+        _check_similarity(args, store.similarity, f"the documents of {store.folder}")
         self.documents = StoreDocuments(store)
         temperature = args.make_loss_settings(self.documents.similarity)["temperature"]
         self.loss = QuerySideLoss(model, self.documents, scale=1.0 / temperature)
@@ -114,16 +116,17 @@ def check_document_source(args: ContAccumTrainingArguments) -> None:
         DataError: for an incomplete store, or a corpus that cannot be read.
     """
     if args.passage_store is not None:
-        _check_similarity(args, EmbeddingStore.open(args.passage_store))
+        store = EmbeddingStore.open(args.passage_store)
+        _check_similarity(args, store.similarity, f"the documents of {store.folder}")
     if args.corpus is not None:
         require_texts(Path(args.corpus), "document")
 
 
-def _check_similarity(args: ContAccumTrainingArguments, store: EmbeddingStore) -> None:
-    if args.similarity not in (None, store.similarity):
+def _check_similarity(args: ContAccumTrainingArguments, similarity: str, documents: str) -> None:
+    if args.similarity not in (None, similarity):
         raise ConfigError(
-            f"similarity={args.similarity}, but the documents of {store.folder} are compared by "
-            f"{store.similarity}: drop similarity"
+            f"similarity={args.similarity}, but {documents} are compared by {similarity}: drop "
+            "similarity"
         )
 
 
@@ -169,6 +172,9 @@ def _make_corpus_encoder(
         # As rank -1 it encodes no shard, but compares the shards of the store with the corpus.
         encoder.encode(rank=-1, show_progress=False)
     except UserError:
+        # A corpus with a bad record is refused here, before the store is removed.
+        for _ in read_texts(Path(str(args.corpus)), "document", RecordReport("stop")):
+            pass
         logger.warning(
             f"{folder}: overwrite_output_dir=true replaces this store of another corpus or model"
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -109,9 +110,10 @@ class ResumePoint:
         """Return the position in a stream: complete passes, and micro-batches of the next pass."""
         # For a stream, transformers starts a new epoch at each pass, and counts an update as
         # 1 / max_steps of an epoch. With max_steps=100, epoch 2.07 means: two complete passes, and
-        # 7 updates of the third.
+        # 7 updates of the third. Epoch 1.0 means: no complete pass, and all 100 updates of the
+        # first, because a checkpoint is saved after an update, never at the start of a pass.
         epoch = float(self.state.epoch or 0)
-        num_passes = int(epoch)
+        num_passes = max(math.ceil(epoch) - 1, 0)
         num_updates = round((epoch - num_passes) * self.state.max_steps)
         return num_passes, num_updates * batches_per_update
 
@@ -131,12 +133,14 @@ class ResumePoint:
         """
         output_dir = Path(str(args.output_dir))
         record = read_run_record(output_dir)
-        is_finished = self.is_newest and _has_finished(record, user_arguments)
+        has_same_length = self.is_newest and _has_same_length(record, user_arguments)
+        is_finished = has_same_length and bool(record.get("finished"))
         explanation = self._explain_end(args)
-        ended_here = explanation is not None
+        # A run that is limited by epochs may end within one.
+        is_last_update = has_same_length and self.state.global_step >= self.state.max_steps
+        ended_here = explanation is not None or is_last_update
         # If only the best checkpoints are kept, a finished run may have gone on after this one.
-        ended_later = is_finished and self.state.global_step < record["updates"]
-        if not ended_here and not ended_later:
+        if not ended_here and not is_finished:
             return None
         final_model = self._find_best_checkpoint(args)
         if final_model is None and is_finished and self._holds_same_model(output_dir):
@@ -184,16 +188,16 @@ class ResumePoint:
         return bool(find_adapter_bases(folder)) == bool(find_adapter_bases(self.folder))
 
 
-def _has_finished(record: Mapping[str, Any], user_arguments: Mapping[str, Any]) -> bool:
-    """Return True if a run has finished, and the settings that decide its length are unchanged.
+def _has_same_length(record: Mapping[str, Any], user_arguments: Mapping[str, Any]) -> bool:
+    """Return True if the settings that decide the length of a run are unchanged.
 
     Args:
         record: the content of ``run.json``.
         user_arguments: the arguments of the present start as the user wrote them.
     """
-    if not record.get("finished"):
+    recorded_arguments = record.get("arguments")
+    if recorded_arguments is None:
         return False
-    recorded_arguments = record.get("arguments", {})
     for name in _LENGTH_SETTINGS:
         if recorded_arguments.get(name) != user_arguments.get(name):
             return False

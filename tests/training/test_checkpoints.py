@@ -167,12 +167,15 @@ def test_auto_starts_a_run_resumes_it_and_stops_at_its_end(tmp_path, caplog):
     assert have_same_weights(third, second)
 
 
-def test_auto_trains_no_further_update_of_a_run_limited_by_epochs(tmp_path):
-    trainers = [make_trainer(tmp_path, 12, **SAVE_EVERY_UPDATE) for _ in range(2)]
+@pytest.mark.parametrize(("epochs", "updates"), [(1, 1), (1.5, 2), (0.5, 1)])
+def test_auto_trains_no_further_update_of_a_run_limited_by_epochs(epochs, updates, tmp_path):
+    settings = {**SAVE_EVERY_UPDATE, "num_train_epochs": epochs}
+    trainers = [make_trainer(tmp_path, 12, **settings) for _ in range(2)]
     for trainer in trainers:
         trainer.train(resume_from_checkpoint="auto")
-    assert list_differences(get_state(trainers[0]), get_state(trainers[1])) == []
-    assert len(read_log(tmp_path)) == 1
+        assert trainer.state.global_step == updates
+    assert have_same_weights(trainers[0], trainers[1])
+    assert len(read_log(tmp_path)) == updates
 
 
 def test_last_without_a_checkpoint_is_refused(tmp_path):
@@ -197,6 +200,14 @@ def test_the_limit_keeps_the_newest_and_the_best_checkpoint(limit, best, remaini
     best_folder = None if best is None else str(tmp_path / best)
     remove_oldest(str(tmp_path), "this run", limit, best_folder)
     assert list_checkpoint_names(tmp_path) == [f"checkpoint-{update}" for update in remaining]
+
+
+def test_the_best_checkpoint_is_found_under_another_spelling_of_its_path(tmp_path, monkeypatch):
+    make_checkpoints_of_two_runs(tmp_path)
+    monkeypatch.chdir(tmp_path.parent)
+    best_folder = f"{tmp_path.name}/checkpoint-1"
+    remove_oldest(str(tmp_path), "this run", 2, best_folder)
+    assert list_checkpoint_names(tmp_path) == ["checkpoint-1", "checkpoint-3"]
 
 
 @pytest.mark.parametrize(

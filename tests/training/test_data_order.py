@@ -128,10 +128,12 @@ def test_a_stream_without_a_whole_update_is_refused(tmp_path):
         make_trainer(tmp_path, stream, max_steps=2, gradient_accumulation_steps=3).train()
 
 
-def test_a_longer_run_on_a_stream_continues_at_the_next_row(tmp_path):
+@pytest.mark.parametrize("first_steps", [2, 3, 5])
+def test_a_longer_run_on_a_stream_continues_at_the_next_row(tmp_path, first_steps):
+    """A pass has three updates: the first run ends within the first or second pass, or between."""
     settings = {"gradient_accumulation_steps": 2, **SAVE_EVERY_UPDATE}
     texts = {}
-    for name, steps in (("straight", [7]), ("longer", [5, 7])):
+    for name, steps in (("straight", [7]), ("longer", [first_steps, 7])):
         for max_steps in steps:
             trainer = make_trainer(
                 tmp_path / name,
@@ -141,7 +143,7 @@ def test_a_longer_run_on_a_stream_continues_at_the_next_row(tmp_path):
             )
             texts[name] = record_texts(trainer)
             trainer.train(resume_from_checkpoint="auto")
-    assert texts["longer"] == texts["straight"][-4:]
+    assert texts["longer"] == texts["straight"][2 * first_steps :]
 
 
 def load_sets(folder: Path, **options: Any) -> Any:

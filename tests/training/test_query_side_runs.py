@@ -16,7 +16,7 @@ from tiny_models import tiny_encoder
 
 from contaccum import DualEncoder
 from contaccum.cli import main
-from contaccum.errors import ConfigError, UserError
+from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.retrieval import corpus, encode
 from contaccum.retrieval.encode import encode_texts
 from contaccum.retrieval.store import EmbeddingStore
@@ -144,6 +144,21 @@ def test_overwriting_replaces_the_store_of_another_corpus_or_model(changed, tmp_
     assert open_store(1).fingerprint == second.fingerprint
 
 
+def test_overwriting_keeps_the_store_if_the_new_corpus_has_a_bad_record(tmp_path):
+    file = write_documents(tmp_path / "all.jsonl", first=0, last=40)
+    settings = {"method": "query_side", "corpus": str(file), "disable_tqdm": True}
+    model = tiny_encoder()
+    args = ContAccumTrainingArguments(str(tmp_path / "run"), **settings)
+    fingerprint = _open_store(args, model).fingerprint
+    with file.open("a") as lines:
+        lines.write('{"_id": "last"}\n')
+    settings["overwrite_output_dir"] = True
+    args = ContAccumTrainingArguments(str(tmp_path / "run"), **settings)
+    with pytest.raises(DataError, match=r"all\.jsonl:41"):
+        _open_store(args, model)
+    assert EmbeddingStore.open(tmp_path / "run" / STORE_FOLDER).fingerprint == fingerprint
+
+
 def test_queries_are_trained_after_both_towers(root, tmp_path):
     """The store of the second run has the documents of the first one, and is the index."""
     assert run_train(root, tmp_path / "both", method="contaccum", bank_size=16) == 0
@@ -264,6 +279,12 @@ def test_a_store_or_corpus_that_cannot_be_used_gives_one_line(
     errors = [x for x in capsys.readouterr().err.splitlines() if x.startswith("contaccum: error")]
     assert len(errors) == 1 and message in errors[0]
     assert not (tmp_path / "run").exists()
+
+
+def test_another_similarity_is_refused_before_the_corpus_is_encoded(root, tmp_path, capsys):
+    assert run_train(root, tmp_path / "run", corpus=root / "beir", similarity="dot") == 2
+    assert "are compared by cos: drop similarity" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "passage_store").exists()
 
 
 @pytest.mark.parametrize(
