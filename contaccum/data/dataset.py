@@ -320,7 +320,7 @@ class TrainingSets:
         for name, part in self.parts.items():
             line = f"{name}: {part.report.summary()}"
             if part.unused_scores:
-                line += "; its scores are not used (if a teacher gave them, set distill to learn from them)"
+                line += "; its scores are not used (if they are a teacher's, set distill)"
             lines.append(line)
         return "\n".join(lines)
 

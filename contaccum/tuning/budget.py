@@ -103,3 +103,7 @@ class TimeForTrials:
                 run.
         """
         return self.budget.left() - self.reserve - self.final_training_factor * trial_seconds
+
+    def longest_trial(self) -> float:
+        """Return the seconds that a trial may take, so that its final training has time as well."""
+        return (self.budget.left() - self.reserve) / (1.0 + self.final_training_factor)

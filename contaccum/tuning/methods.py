@@ -199,6 +199,7 @@ def adapt_options(
         adapted["train_data"] = [str(mined)]
         adapted.pop("data_columns", None)
         adapted.pop("data_format", None)
+        adapted.pop("split", None)  # the mined file has the records of this split
     if "total_train_batch_size" in adapted:
         adapted.pop("gradient_accumulation_steps", None)
     if method == "in_batch":

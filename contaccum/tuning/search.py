@@ -5,8 +5,9 @@ learning rates, which are called the rungs of its ladder. Then Optuna's TPE samp
 settings together. Trials are stored in a journal, so that a search can continue after a kill.
 
 A trial may be too slow for the budget. The trials of its method are then cut to fewer updates, or
-the method is left out. The number of updates becomes the setting ``max_steps`` of these trials, so
-that the final training is as long as the trial that was chosen. A trial that is significantly worse
+the method is left out. The number of updates becomes the setting ``max_steps`` of these trials.
+Unless the user has fixed the length of the training, the final training is then as long as the
+chosen trial. A trial that is significantly worse
 than the best one is stopped halfway.
 """
 
@@ -42,7 +43,8 @@ _LADDER_KEYS = {"method", "learning_rate"}  # the settings that the ladders vary
 _NO_TIME = "no time is left for this trial"
 _TOO_SLOW = "too slow for the budget"  # start of the journal's note on a method that is left out
 _LOADING_MARGIN = 1.2  # time of a trial with loading and scoring, relative to its updates
-_MIN_SHARE_OF_UPDATES = 0.25  # a method whose trials would be cut to fewer is left out
+# Once another method has a score, a method whose trials would be cut to less than this is left out.
+_MIN_SHARE_OF_UPDATES = 0.25
 _MAX_SHARE_OF_TIME = 1 / 6  # of the time that is left, so that about six trials fit into it
 
 
@@ -75,6 +77,7 @@ class Search:
         time: the time that trials may take.
         folder: the folder of the journal.
         seed: the seed of the sampler.
+        has_fixed_length: whether the final training has a length that the user has fixed.
         print_line: is called with each line for the user.
     """
 
@@ -89,6 +92,7 @@ class Search:
         time: TimeForTrials,
         folder: Path,
         seed: int,
+        has_fixed_length: bool,
         print_line: Callable[[str], None],
     ) -> None:
         self._options = options
@@ -100,6 +104,7 @@ class Search:
         self._time = time
         self._folder = folder
         self._seed = seed
+        self._has_fixed_length = has_fixed_length
         self._print_line = print_line
         self._max_updates: dict[str, int] = {}  # {method: updates} where trials had to be cut
         self._running_trial: optuna.Trial | None = None
@@ -161,16 +166,12 @@ class Search:
         """Return the trial to run next; None if the search has ended."""
         # After a trial was cut, it is still the running trial and is planned again, with fewer
         # updates. Otherwise a new trial is created.
-        while self._running_trial is None:
+        if self._running_trial is None:
             if len(self._finished_trials()) >= MAX_TRIALS or not self._has_time():
                 return None
             self._running_trial = self._create_trial()
             if self._running_trial is None:
                 return None
-            method = self._running_trial.user_attrs["settings"]["method"]
-            expected_seconds = self._estimate_seconds(method) or 0.0
-            if expected_seconds > self._time_left():
-                self._fail_trial(_NO_TIME)
 
         settings = self._running_trial.user_attrs["settings"]
         method = settings["method"]
@@ -178,7 +179,7 @@ class Search:
         for key, value in settings.items():
             options[key] = [str(value)]
         options = dict(self._adapt_options(options, method))
-        max_seconds = self._time_left()
+        max_seconds = min(self._time_left(), self._time.longest_trial())
         if "max_steps" not in settings and self._estimate_seconds(method) is None:
             # Until a trial of the method has a score, its trials may be cut.
             max_seconds *= _MAX_SHARE_OF_TIME
@@ -194,8 +195,12 @@ class Search:
         )
         starts = {}
         for method, start in self._starts.items():
-            if not _is_too_slow(method, finished):
+            expected_seconds = self._estimate_seconds(method) or 0.0
+            has_time = expected_seconds <= self._time_left()
+            if has_time and not _is_too_slow(method, finished):
                 starts[method] = start
+        if not starts:
+            return None
         space = self._space
         rung = self._find_next_rung(list(starts), finished)
         if rung is not None:
@@ -305,9 +310,12 @@ class Search:
             num_updates = slow.seconds / slow.seconds_per_update
             min_updates = max(MIN_UPDATES, math.ceil(_MIN_SHARE_OF_UPDATES * num_updates))
         if slow.updates >= min_updates:
+            final_length = f"if one is chosen, the final training has {slow.updates} updates too"
+            if self._has_fixed_length:
+                final_length = "the final training has the length that you gave"
             self._print_line(
                 f"{method}: trials are cut to {slow.updates} updates, so that there is time for "
-                f"several; if one is chosen, the final training has {slow.updates} updates too"
+                f"several; {final_length}"
             )
             self._max_updates[method] = slow.updates
             settings = dict(self._running_trial.user_attrs["settings"])

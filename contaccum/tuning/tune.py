@@ -12,7 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from contaccum.comparison.options import OUTPUT_SETTINGS, Options, to_command_line
+from contaccum.comparison.options import (
+    OUTPUT_SETTINGS,
+    Options,
+    describe_local_paths,
+    to_command_line,
+)
 from contaccum.data import TrainingSets
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
@@ -98,6 +103,7 @@ def tune(
 
     adapt = partial(adapt_options, store=store, mined=mined, fixed_keys=fixed_keys)
     adapt = partial(adapt, num_processes=args.world_size)
+    has_fixed_length = not {"max_steps", "num_train_epochs"}.isdisjoint(fixed_keys)
     search = Search(
         options={**search_options, "eval_strategy": ["epoch"]},  # eval_data need a strategy
         starts=starts,
@@ -108,10 +114,11 @@ def tune(
         time=time,
         folder=folder,
         seed=args.seed,
+        has_fixed_length=has_fixed_length,
         print_line=print_line,
     )
     choice = search.run()
-    chosen_options = _make_chosen_options(search_options, choice.settings, fixed_keys)
+    chosen_options = _make_chosen_options(search_options, choice.settings, has_fixed_length)
     adapted_options = adapt(chosen_options, choice.settings["method"])
     final_options = {**adapted_options, **_select_options(run_options, OUTPUT_SETTINGS)}
     trials = search.make_records()
@@ -147,6 +154,7 @@ def _make_request(
         "dev data": evaluator.dataset.fingerprint,
         "passage store": store_fingerprint,
         "corpus": options.get("corpus"),
+        "files of the corpus": describe_local_paths(options, ["corpus"]),
     }
 
 
@@ -231,21 +239,20 @@ def _select_options(options: Options, keys: Collection[str]) -> dict[str, list[s
 
 
 def _make_chosen_options(
-    search_options: Options, settings: Settings, fixed_keys: Sequence[str]
+    search_options: Options, settings: Settings, has_fixed_length: bool
 ) -> Options:
     """Return the options of a search with the chosen settings.
 
     If the trials were cut, the settings contain ``max_steps``. The number of epochs is then
     dropped, because it had no effect in the trials. But a length that the user has fixed is kept.
     """
-    run_options = {**search_options}
-    is_length_fixed = not {"max_steps", "num_train_epochs"}.isdisjoint(fixed_keys)
+    chosen_options = {**search_options}
     for key, value in settings.items():
-        if key != "max_steps" or not is_length_fixed:
-            run_options[key] = [str(value)]
-    if "max_steps" in settings and not is_length_fixed:
-        run_options.pop("num_train_epochs", None)
-    return run_options
+        if key != "max_steps" or not has_fixed_length:
+            chosen_options[key] = [str(value)]
+    if "max_steps" in settings and not has_fixed_length:
+        chosen_options.pop("num_train_epochs", None)
+    return chosen_options
 
 
 def _load_evaluator(

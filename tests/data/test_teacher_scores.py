@@ -171,7 +171,7 @@ def test_the_summary_names_sets_with_unused_scores(tmp_path):
         for name, record in names.items()
     }
     lines = load_training_sets(sets).summary().splitlines()
-    assert [line.endswith("; its teacher scores are not used (set distill)") for line in lines] == [
+    assert [line.endswith("set distill)") for line in lines] == [
         True,
         False,
     ]

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,13 @@ from contaccum.training.config import parse
 from contaccum.training.options import METHODS
 from contaccum.tuning import search as search_module
 from contaccum.tuning import tune as tune_module
-from contaccum.tuning.budget import Budget, format_duration, parse_duration, suggest_budget
+from contaccum.tuning.budget import (
+    Budget,
+    TimeForTrials,
+    format_duration,
+    parse_duration,
+    suggest_budget,
+)
 from contaccum.tuning.choice import FinishedTrial, choose_trial
 from contaccum.tuning.journal import JOURNAL, open_study, read_finished_trials
 from contaccum.tuning.methods import adapt_options
@@ -270,6 +277,57 @@ def test_trials_are_scored_by_ndcg_whatever_metric_chooses_checkpoints(
     assert capsys.readouterr().out.splitlines()[0] == baselines
     assert set(scored_by) == {"ndcg@10"}
     assert read_config(tmp_path / "recall")["metric_for_best_model"] == "recall@5"
+
+
+def test_no_trial_of_a_method_starts_that_has_no_time_left(root, tmp_path, monkeypatch, capsys):
+    """Trials of contaccum take 100 seconds of 330; those of grad_cache would always fit."""
+    monkeypatch.setattr(search_module, "MAX_TRIALS", 8)
+    tried_methods = []
+
+    def run_timed_trial(options: Options, *_: Any) -> Outcome:
+        method = options["method"][0]
+        tried_methods.append(method)
+        seconds = {"contaccum": 100.0, "grad_cache": 1.0}[method]
+        clock.used_seconds += seconds
+        score = 0.9 if method == "contaccum" else 0.1
+        return make_outcome(score)._replace(seconds=seconds)
+
+    clock = SimpleNamespace(used_seconds=0.0)
+    monkeypatch.setattr(Budget, "used", lambda budget: clock.used_seconds)
+    monkeypatch.setattr(search_module, "run_trial", run_timed_trial)
+    assert tune(root, tmp_path / "out", "--budget", "330s") == 0
+    assert tried_methods.count("contaccum") == 3
+    assert len(tried_methods) == len(read_trials(tmp_path / "out")) == 8
+    assert "no time is left" not in capsys.readouterr().out
+
+
+def test_a_trial_leaves_time_for_a_final_training_as_long_as_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(Budget, "used", lambda budget: 100.0)
+    budget = Budget(600.0, tmp_path / "used.json")
+    time_for_trials = TimeForTrials(budget, reserve=100.0, final_training_factor=1.5)
+    assert time_for_trials.longest_trial() == pytest.approx(160.0)
+    assert time_for_trials.left(160.0) == pytest.approx(160.0)
+
+
+def test_cut_trials_do_not_promise_a_cut_training_if_its_length_is_given(
+    root, tmp_path, monkeypatch, capsys
+):
+    def run_slow_trial(options: Options, *_: Any) -> Outcome:
+        if "max_steps" not in options:
+            raise TooSlow(30, 500.0, 1.0)
+        return make_outcome(0.5, updates=30)
+
+    monkeypatch.setattr(search_module, "MAX_TRIALS", 1)
+    monkeypatch.setattr(search_module, "run_trial", run_slow_trial)
+    options = ["--method", "contaccum", "--num_train_epochs", "3"]
+    assert tune(root, tmp_path / "out", *options) == 0
+    output = capsys.readouterr().out
+    assert "cut to 30 updates, so that there is time for several; the final training has the" in (
+        output
+    )
+    config = read_config(tmp_path / "out")
+    assert config["num_train_epochs"] == 3
+    assert "max_steps" not in config
 
 
 def test_method_that_is_too_slow_is_left_out(root, tmp_path, monkeypatch, capsys):
