@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from sentence_transformers import CrossEncoder
-from sentence_transformers.sentence_transformer.modules import Dense
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Dense, Router
 from transformers import AutoModel, BertForSequenceClassification
 
 from contaccum import DualEncoder
@@ -131,6 +131,24 @@ def test_a_class_of_the_folder_s_choice_is_refused(name, kind, harmless, tmp_pat
         change(file, types={**types, next(iter(types)): name})
     line = refused(kind, folder, mark)
     assert str(file) in line and repr(name) in line
+
+
+def test_a_class_of_a_tower_s_choice_is_refused(harmless, tmp_path, mark):
+    """The tower is a whole SentenceTransformer, whose own modules.json names the class."""
+    tower = SentenceTransformer(str(harmless / "tied"), device="cpu")
+    document = SentenceTransformer(str(harmless / "tied"), device="cpu")
+    folder = tmp_path / "model"
+    router = Router.for_query_document(query_modules=[tower], document_modules=[document])
+    SentenceTransformer(modules=[router], device="cpu").save_pretrained(str(folder))
+    with loading(folder) as name:
+        SentenceTransformer(name, device="cpu")
+    [*_, file] = sorted(folder.glob("*/modules.json"))
+    modules = json.loads(file.read_text())
+    modules[0]["type"] = "evil.Module"
+    file.write_text(json.dumps(modules))
+    (folder / "evil.py").write_text(f"import os\nos.makedirs({str(mark)!r})\n")
+    with pytest.raises(UserError, match=r"evil\.Module.*could run any code"), loading(folder):
+        pytest.fail("the folder is loaded")
 
 
 @pytest.mark.parametrize("kind", ["backbone", "tied", "cross"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 LEAST_COSINE = 0.9999
-"""Smallest cosine of two embeddings of a text that agree."""
+"""Two embeddings of the same text agree if their cosine is at least this."""
 
 
 def compute_cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:

@@ -123,8 +123,10 @@ def require_model(name: str) -> None:
         raise UserError(f"{name}: no such model folder")
     try:
         for repository in _list_repositories(name):
-            if try_to_load_from_cache(repository, "config.json"):
-                return
+            # A model with two towers has no config.json, and an adapter has adapter_config.json.
+            for file in ("modules.json", "config.json", "adapter_config.json"):
+                if try_to_load_from_cache(repository, file):
+                    return
         HfApi().model_info(name, timeout=5)
     except RepositoryNotFoundError:
         # sentence-transformers tries further names, and its error message lists them.
@@ -146,10 +148,10 @@ def _list_repositories(name: str) -> list[str]:
 
 
 def is_sentence_transformer(name: str) -> bool:
-    """Return True for a SentenceTransformer, a folder or a name on the hub.
+    """Return whether a folder or a hub name holds a SentenceTransformer, and not a backbone.
 
-    False for a transformers backbone, and if the hub cannot be reached: loading the model fails
-    next, with a clearer message.
+    It is also False if the hub cannot be reached. Loading the model then fails with a clearer
+    message.
     """
     if os.path.isdir(name):
         return is_sentence_transformer_model(name)
@@ -187,20 +189,27 @@ def _refuse_foreign_classes(folder: Path) -> None:
 
 
 def _iterate_module_types(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield (file, module type) for each module type that a model's folder names."""
+    """Yield (file, module type) for each module type that a model's folder names.
+
+    A tower of a Router may be a whole SentenceTransformer, with a ``modules.json`` of its own.
+    """
     modules_file = folder / "modules.json"
     if not modules_file.is_file():
         return
     for module in read_json(modules_file, list):
         yield modules_file, str(module["type"])
+        module_folder = folder / module["path"]
+        if module["path"]:
+            yield from _iterate_module_types(module_folder)
         for config_name in _ROUTER_CONFIGS:
-            config_file = folder / module["path"] / config_name
+            config_file = module_folder / config_name
             if not config_file.is_file():
                 continue
             types = read_json(config_file).get("types")
             if isinstance(types, dict):
-                for type_name in types.values():
+                for tower_name, type_name in types.items():
                     yield config_file, str(type_name)
+                    yield from _iterate_module_types(module_folder / tower_name)
 
 
 def _is_library_module(type_name: str) -> bool:

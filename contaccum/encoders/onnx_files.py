@@ -73,7 +73,8 @@ def write_onnx(plain_model: SentenceTransformer, folder: Path) -> None:
     names = [name for name in _INPUT_NAMES if name in features and name in parameters]
     # Both axes of an input, the number of texts and their length, have no fixed size.
     dynamic_axes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
-    backbone = _Backbone(transformer.model, names).eval().cpu()
+    device = next(transformer.model.parameters()).device
+    backbone = _Backbone(transformer.model, names).eval().cpu()  # moved back below
     file = folder / ONNX_FILE
     file.parent.mkdir()
     try:
@@ -94,6 +95,8 @@ def write_onnx(plain_model: SentenceTransformer, folder: Path) -> None:
         raise ConfigError(
             f"--onnx: torch cannot export the backbone {class_name} ({reason}); export without it"
         ) from error
+    finally:
+        backbone.to(device)
     # torch.onnx.export returns None only if it is called with the name of a file.
     assert program is not None
     program.save(str(file))

@@ -52,8 +52,8 @@ def use_max_lengths(
     document_transformer: Any = next(get_tower(model, "document").children())
     saved_query_length = getattr(query_transformer, "query_length", None)
     saved_document_length = getattr(document_transformer, "document_length", None)
-    set_max_lengths(model, query, document)
     try:
+        set_max_lengths(model, query, document)
         yield
     finally:
         if query is not None:

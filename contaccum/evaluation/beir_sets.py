@@ -296,8 +296,8 @@ def evaluation_sets(data: Sequence[str], output: Path) -> list[EvaluationSet]:
 def list_sources(data: Sequence[str], option: str) -> dict[str, str]:
     """Return {label: folder or public name} of the data sets that a command line names.
 
-    The label is the name of the set or of its folder. If several folders have the same name, their
-    labels begin with the name of the folder around them, such as "scifact/dev".
+    The label is the name of the set or of its folder. If several sets have the same name, the
+    labels of folders begin with the name of the folder around them, such as "scifact/dev".
 
     Args:
         data: folders and public names; see `evaluation_sets`.
@@ -312,7 +312,8 @@ def list_sources(data: Sequence[str], option: str) -> dict[str, str]:
     counts = Counter(label for label, _ in named_sources)
     sources: dict[str, str] = {}
     for label, source in named_sources:
-        if counts[label] > 1:
+        is_public_name = source == label and not os.path.isdir(source)
+        if counts[label] > 1 and not is_public_name:
             parent = os.path.dirname(os.path.abspath(os.path.expanduser(source)))
             label = f"{os.path.basename(parent)}/{label}"
         if label in sources:

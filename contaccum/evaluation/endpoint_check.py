@@ -41,11 +41,12 @@ _NUM_LONGEST = 8  # of these, to show where servers truncate
 _NORM_TOLERANCE = 0.01
 """Relative difference up to which norms are equal. Norms in bfloat16 differ by up to 0.4%."""
 _MIN_MEAN_COSINE = 0.999
-"""Smallest mean cosine with the server of a hypothesis that is named as the cause."""
+"""A hypothesis is named as the cause only if its mean cosine with the server is at least this."""
 _MAX_REMAINING_SHARE = 0.5
-"""Largest share of the distance to the server that a named hypothesis may leave unexplained.
+"""A hypothesis is named as the cause only if it explains enough of the distance to the server.
 
-The distance is 1 - mean cosine. The distance of the hypothesis is divided by that of the model.
+The distance is 1 - mean cosine. That of the hypothesis may be at most this share of that of the
+unchanged model.
 """
 
 # {cause of different norms: advice}

@@ -1,13 +1,14 @@
 """Scores of embeddings in smaller forms: fewer dimensions, smaller number types.
 
-A form is a number of dimensions and a number type, such as (256, "int8"): the first 256 dimensions,
-which a Matryoshka model is trained to be used alone, in one of the types of `STORED`.
+A form is a number of dimensions and a number type. The form (256, "int8") keeps the first 256
+dimensions of each embedding and stores them as int8. The first dimensions of a Matryoshka model are
+trained to be used alone.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +20,9 @@ from contaccum.evaluation.results import JsonObject, Run
 from contaccum.retrieval.exact_search import prepare_vectors
 from contaccum.retrieval.index import build_index, search
 from contaccum.retrieval.quantization import QuantizedEmbeddings, check_binary_dimension
+
+SearchForm = Callable[[np.ndarray, int], list[list[tuple[int, float]]]]
+"""Function from queries (n, d) and k to the (row, score) of each query's k best documents."""
 
 _NUM_TIMED_SEARCHES = 3
 
@@ -90,13 +94,13 @@ def score_forms(
         query_vectors = prepare_vectors(queries[:, :size], similarity, "query embedding")
         document_vectors = prepare_vectors(documents[:, :size], similarity, "document embedding")
         quantized = QuantizedEmbeddings.quantize(document_vectors, dtype)
+        search_form = _make_exact_search(quantized)
+        if dtype == "binary":
+            search_form = _make_binary_search(quantized, rescore)
         seconds = float("inf")
         for _ in range(_NUM_TIMED_SEARCHES):
             started = time.perf_counter()
-            if dtype == "binary":
-                hits = _search_binary(quantized, query_vectors, k, rescore)
-            else:
-                hits = _search_exactly(quantized, query_vectors, k)
+            hits = search_form(query_vectors, k)
             seconds = min(seconds, time.perf_counter() - started)
         run: Run = {}
         for query_id, query_hits in zip(dataset.queries, hits, strict=True):
@@ -118,33 +122,41 @@ def score_forms(
     return rows
 
 
-def _search_binary(
-    documents: QuantizedEmbeddings, queries: np.ndarray, k: int, rescore: int
-) -> list[list[tuple[int, float]]]:
-    """Return (row, score) of each query's k best documents, by sentence-transformers."""
+def _make_binary_search(documents: QuantizedEmbeddings, rescore: int) -> SearchForm:
+    """Return a search by Hamming distance with rescoring, by sentence-transformers."""
+    import faiss
     from sentence_transformers.util.quantization import semantic_search_faiss
 
-    # FAISS cannot retrieve more candidates than there are documents.
-    multiplier = min(rescore, len(documents) // k)  # candidates per result
-    results, *_ = semantic_search_faiss(
-        queries,
-        documents.values,
-        top_k=k,
-        corpus_precision="ubinary",
-        rescore_multiplier=multiplier,
-    )
-    hits = []
-    for query_results in results:
-        hits.append([(int(hit["corpus_id"]), float(hit["score"])) for hit in query_results])
-    return hits
+    index = faiss.IndexBinaryFlat(documents.shape[1])
+    index.add(documents.values)
+
+    def search_binary(queries: np.ndarray, k: int) -> list[list[tuple[int, float]]]:
+        # FAISS cannot retrieve more candidates than there are documents.
+        multiplier = min(rescore, len(documents) // k)  # candidates per result
+        results, *_ = semantic_search_faiss(
+            queries,
+            corpus_index=index,  # type: ignore[arg-type]  # its type leaves out binary indexes
+            top_k=k,
+            corpus_precision="ubinary",
+            rescore_multiplier=multiplier,
+        )
+        hits = []
+        for query_results in results:
+            hits.append([(int(hit["corpus_id"]), float(hit["score"])) for hit in query_results])
+        return hits
+
+    return search_binary
 
 
-def _search_exactly(
-    documents: QuantizedEmbeddings, queries: np.ndarray, k: int
-) -> list[list[tuple[int, float]]]:
-    """Return (row, score) of each query's k best documents, by `search`."""
-    scores, rows = search(build_index(documents, metric="dot"), queries, k)
-    hits = []
-    for query_rows, query_scores in zip(rows.tolist(), scores.tolist(), strict=True):
-        hits.append(list(zip(query_rows, query_scores, strict=True)))
-    return hits
+def _make_exact_search(documents: QuantizedEmbeddings) -> SearchForm:
+    """Return an exact search by `search`, which decodes the documents."""
+    index = build_index(documents, metric="dot")
+
+    def search_exactly(queries: np.ndarray, k: int) -> list[list[tuple[int, float]]]:
+        scores, rows = search(index, queries, k)
+        hits = []
+        for query_rows, query_scores in zip(rows.tolist(), scores.tolist(), strict=True):
+            hits.append(list(zip(query_rows, query_scores, strict=True)))
+        return hits
+
+    return search_exactly

@@ -111,7 +111,8 @@ def run_task(
     Args:
         task: one of the tasks of `find_tasks`.
         model: a SentenceTransformer.
-        record_fields: fields of the result: model, search and others; see `plan_search`.
+        record_fields: fields of `EvaluationResult`, such as those of `plan_search`. ``model`` has
+            the ``name`` of the model too.
         encode_kwargs: mteb's settings of the encoder.
         folder: folder of mteb's own results, for `mteb.ResultCache`.
         k_values: cut-offs of the metrics.

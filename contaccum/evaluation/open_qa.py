@@ -52,7 +52,7 @@ def score_open_qa(
         k_values: cut-offs k.
         match: "string" or "regex"; see `make_answer_matcher`.
         show_progress: show a progress bar.
-        record_fields: fields of the result: model, search, tokenisation, timing, precision.
+        record_fields: further fields of `EvaluationResult`. ``model`` and ``search`` are required.
 
     Raises:
         ConfigError: a cut-off is below 1, or ``match`` is unknown.

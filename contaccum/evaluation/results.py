@@ -1,7 +1,7 @@
 """The result of one evaluation and its files: a JSON record, and the run in TREC format beside it.
 
-The record holds what is needed to reproduce a number, and nothing of the environment. Metrics are
-computed in `metrics`.
+The record holds what is needed to reproduce a number, with the versions of the software. Metrics
+are computed in `metrics`.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class EvaluationResult:
         search: index, index_parameters, k, gpus; for an approximate index also its recall.
         tokenisation: hash of the settings, beside the weights, that decide embeddings; None for a
             run of another system.
-        served: the forms (types and sizes) in which a vector database may hold the embeddings, with
-            a row of scores for each; see `forms.score_forms`. It is not about `endpoint`.
+        served: scores of the embeddings in smaller forms (types and sizes), in which a vector
+            database may hold them; see `forms.score_forms`.
         endpoint: the embedding server whose embeddings were scored in place of the model's, and
             its comparison with the model; see `endpoint_check.evaluate_endpoint`.
         timing: seconds of encoding, indexing and searching.
@@ -86,7 +86,7 @@ class EvaluationResult:
     created: str = field(default_factory=_format_current_time)
 
     def record(self) -> dict[str, Any]:
-        """Return the content of the JSON file: all attributes except the run, and versions."""
+        """Return the content of the JSON file: versions, and all attributes except ``run``."""
         names = [item.name for item in fields(self) if item.name != "run"]
         record = {name: getattr(self, name) for name in names}
         record.update(provenance())

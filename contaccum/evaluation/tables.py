@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from contaccum.data import CQADUPSTACK_FORUMS
 from contaccum.errors import DataError
 from contaccum.evaluation.beir_sets import EvaluationSet
 from contaccum.evaluation.metrics import add_holm, paired_bootstrap
@@ -23,6 +24,8 @@ Scores = Mapping[str, float]
 """{query id: score}"""
 
 _KIND_NAMES = {"query": "queries", "document": "documents"}
+
+_CQADUPSTACK_LABELS = frozenset(f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS)
 
 # Differences are rounded, so that scores that differ in the last bits are ties, and equal changes
 # are ordered by query.
@@ -76,7 +79,8 @@ def _format_cell(cell: Any) -> str:
 def table_rows(sets: Sequence[EvaluationSet], records: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Return a row for each data set, from its record.
 
-    The twelve parts of CQADupStack are one row: their mean, in which each part has the same weight.
+    If all twelve parts of CQADupStack are there, they are one row: their mean, in which each part
+    has the same weight.
     """
     rows: list[Row] = []
     cqadupstack_parts: list[Row] = []
@@ -89,13 +93,13 @@ def table_rows(sets: Sequence[EvaluationSet], records: Sequence[Mapping[str, Any
             "file": evaluation_set.output.name,
             "metrics": record["metrics"],
         }
-        if evaluation_set.label.startswith("cqadupstack/"):
+        rows.append(row)
+        if evaluation_set.label in _CQADUPSTACK_LABELS:
             cqadupstack_parts.append(row)
-        else:
-            rows.append(row)
-    if cqadupstack_parts:
-        rows.append(_make_cqadupstack_row(cqadupstack_parts))
-    return rows
+    if len(cqadupstack_parts) < len(_CQADUPSTACK_LABELS):
+        return rows
+    other_rows = [row for row in rows if row not in cqadupstack_parts]
+    return [*other_rows, _make_cqadupstack_row(cqadupstack_parts)]
 
 
 def _make_cqadupstack_row(parts: list[Row]) -> Row:

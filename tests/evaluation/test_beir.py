@@ -12,7 +12,9 @@ from contaccum import DualEncoder
 from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, load_beir_folder
 from contaccum.data.beir import shipped_scifact
 from contaccum.errors import ConfigError
+from contaccum.evaluation import tables
 from contaccum.evaluation.beir_sets import (
+    EvaluationSet,
     describe_data,
     evaluate_beir,
     evaluation_sets,
@@ -55,6 +57,25 @@ def test_folders_of_the_same_name_are_labelled_by_the_folder_around_them(tmp_pat
     assert sets[0].output == Path("out.a-dev.json")
     with pytest.raises(ConfigError, match=r"--data: two sets are called a/dev; name each set once"):
         evaluation_sets([first, first], OUT)
+
+
+def test_a_folder_with_the_name_of_a_public_set_is_labelled_by_its_parent(tmp_path):
+    folder = tmp_path / "own" / "scifact"
+    write_judged_places(folder)
+    sets = evaluation_sets(["scifact", str(folder)], OUT)
+    assert [evaluation_set.label for evaluation_set in sets] == ["scifact", "own/scifact"]
+
+
+def test_cqadupstack_is_one_row_only_if_all_its_parts_are_there():
+    sets = [EvaluationSet(label, label, Path(f"{label}.json")) for label in CQADUPSTACK_PARTS]
+    records = []
+    for number in range(len(sets)):
+        data = {"split": "test", "queries": 2, "documents": 3}
+        records.append({"data": data, "metrics": {"NDCG@10": float(number)}})
+    [row] = tables.table_rows(sets, records)
+    assert (row["name"], row["queries"], row["metrics"]) == ("cqadupstack", 24, {"NDCG@10": 5.5})
+    rows = tables.table_rows(sets[:2], records[:2])
+    assert [row["name"] for row in rows] == CQADUPSTACK_PARTS[:2]
 
 
 @pytest.fixture(scope="module")
