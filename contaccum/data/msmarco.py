@@ -49,8 +49,8 @@ def read_msmarco(
     Args:
         folder: the folder.
         split: name of the split, such as "train" or "dev.small".
-        num_negatives: number of negatives per query, from its first triples in the file; None: from
-            all, which are hundreds per query in the published files. With 0, the file is not read.
+        num_negatives: number of different negatives per query, the first in the file; None: all,
+            which are hundreds per query in the published files. With 0, the file is not read.
         report: receives the counts of records.
 
     Raises:
@@ -77,15 +77,19 @@ def read_msmarco(
         query_id, _, passage_id = split_cells(line, 3, None)
         if query_id not in negatives:
             queries.find_number(query_id)  # a query without judgement is ignored, an unknown id not
-        elif num_negatives is None or len(negatives[query_id]) < num_negatives:
+        elif num_negatives is None:
             negatives[query_id].append(passages.find_number(passage_id))
+        elif len(negatives[query_id]) < num_negatives:
+            number = passages.find_number(passage_id)
+            # A query with several positives may have triples with the same negative.
+            if number not in negatives[query_id]:
+                negatives[query_id].append(number)
 
     triples_file = None if num_negatives == 0 else _find_triples_file(folder, split)
     if triples_file is not None:
         for _ in parse_rows(triples_file, read_lines(triples_file), add_negative, report):
             pass
     for query_id, positive_numbers in positives.items():
-        # A query with several positives may have triples with the same negative.
         distinct_negatives = dict.fromkeys(map(passages.get_text, negatives[query_id]))
         yield QueryTexts(
             queries.get_text(queries.find_number(query_id)),

@@ -87,8 +87,11 @@ def _resolve_public_set(name: str, split: str) -> Path:
         archive_name, _, forum = name.partition("/")
         return _download_archive(archive_name) / forum
     if name.startswith(_IR_DATASETS_PREFIX):
+        only_split = get_default_split(name)
+        if split != only_split:  # before the conversion, which can take long
+            raise DataError(f"{name}: its id names the split {only_split!r}, and not {split!r}")
         error = f"{name}: not a set of ir_datasets (pip install 'contaccum[ir_datasets]')"
-        return _convert_set(name, get_default_split(name), error)
+        return _convert_set(name, only_split, error)
     # The user may have mistyped a path: compare its last part with the names.
     hint = closest(Path(name.lower()).name, public_names)
     if not hint:

@@ -26,7 +26,9 @@ from contaccum.files import AnyPath
 
 OnBadRecord = Literal["stop", "skip"]
 Rows = Iterator[tuple[int, Any]]
-"""Rows of a file, each with its line number (its row number in an Arrow table).
+"""Rows of a file, each with its line number.
+
+In an Arrow table it is the number of the row, and in a JSON array the number of the object.
 
 A row is a text, a mapping, or the `Fault` that prevents it from being read.
 """

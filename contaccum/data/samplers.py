@@ -68,10 +68,10 @@ class _HashedRows:
 
 
 class DistinctBatchSampler(NoDuplicatesBatchSampler):
-    """Batches in which no text occurs twice.
+    """Batches in which no query, first positive or first h negatives of a record occur twice.
 
-    Rows are compared by their query, their first positive and their negatives, as
-    `contaccum.data.sampling.first_texts` returns them. These texts do not depend on the epoch.
+    `contaccum.data.sampling.first_texts` returns these texts. They do not depend on the epoch.
+    Texts that are sampled in each epoch (other positives or negatives) may occur twice in a batch.
     """
 
     def __init__(self, dataset: Any, *args: Any, **kwargs: Any) -> None:

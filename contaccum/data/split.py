@@ -109,7 +109,8 @@ class Split:
         negatives_left_out: number of hard negatives that were removed from training because they
             are positives of dev or test.
         settings: the `SplitSettings`.
-        fingerprint: sha256, in hex, of all records and of the settings.
+        fingerprint: sha256, in hex, of all records and of the settings. It does not cover the
+            documents of a given corpus or of a test set that came with the data.
         available: number of queries in groups that are small enough to be held out; 0 in a folder
             of an earlier version, which did not count them.
         positives_added: number of positives of dev and test that the given corpus lacks and that

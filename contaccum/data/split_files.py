@@ -77,25 +77,28 @@ def write_training_corpus(
         documents: the corpus; empty if there is none.
         test: the test set that the data came with; None: there is none.
     """
-    held_out = _collect_positives(parts["dev"]) | _collect_positives(parts["test"])
+    held_out_positives = _collect_positives(parts["dev"]) | _collect_positives(parts["test"])
     if test is not None:
         for query_id in test.qrels:
-            held_out.update(normalise(positive) for positive in get_positives(test, query_id))
-    # A positive of a training query may be used in training even if it is one of dev or test too.
+            positives = get_positives(test, query_id)
+            held_out_positives.update(normalise(positive) for positive in positives)
+    # A positive of a training query may be used in training even if it is one of dev or test too,
+    # and a copy of another positive of dev or test may be one.
     training_positives = _collect_positives(parts["train"])
-    held_out = _add_copies(held_out - training_positives, documents) - training_positives
+    forbidden = _add_copies(held_out_positives - training_positives, documents)
+    forbidden -= training_positives
     training_passages = {}
     written = {}  # {normalised text: document}
     for text, passage in _collect_passages(parts["train"]).items():
-        if text not in held_out:
+        if text not in forbidden:
             training_passages[text] = passage
             written[text] = Passage(_make_document_id(text), "", passage)
-    excluded = _add_copies(training_passages.keys(), documents) | held_out
+    copies_of_written = _add_copies(training_passages.keys(), documents)
     for document in documents:
         text = normalise(document.passage)
         if text in training_passages and document.passage == training_passages[text]:
             written[text] = document  # replaces the training passage, to keep the corpus's id
-        elif text and text not in excluded:
+        elif text and text not in forbidden and text not in copies_of_written:
             written.setdefault(text, document)
     write_text(path, map(_format_document, written.values()))
     return len(written)

@@ -41,7 +41,8 @@ class CandidateFilter:
             query's positives.
         num_negatives: number of candidates that are needed. When so many are kept, the next
             candidates are not scored.
-        batch_size: number of text pairs that the cross-encoder scores at once.
+        batch_size: largest number of text pairs that the cross-encoder scores at once. They are
+            pairs of one query, with at most ``num_negatives`` candidates.
     """
 
     cross_encoder: Any

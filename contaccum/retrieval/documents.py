@@ -24,8 +24,9 @@ from contaccum.retrieval.quantization import QuantizedEmbeddings, decode_int8
 from contaccum.retrieval.store import EmbeddingStore
 
 ROWS_PER_BLOCK = 8192
-_MAX_SHARE_OF_FREE_MEMORY = 0.5  # blocks stay on a GPU if they need less of its free memory
-_MIN_LENGTH = 1e-12  # keeps 1 / length finite for a document whose embedding is zero
+# Blocks stay on a GPU if they need less than this share of its free memory.
+_MAX_SHARE_OF_FREE_MEMORY = 0.5
+_MIN_NORM = 1e-12  # keeps 1 / norm finite for a document whose embedding is zero
 
 
 class _EncodedBlock(NamedTuple):
@@ -38,7 +39,7 @@ class _EncodedBlock(NamedTuple):
         first: number of the block's first document.
         values: (b, d), float32, float16 or int8.
         ranges: (2, d), the range of each dimension with int8, as in `QuantizedEmbeddings`.
-        scales: (b,), 1 / the length of each document; None with dot product.
+        scales: (b,), 1 / the L2 norm of each embedding; None with dot product.
     """
 
     first: int
@@ -61,7 +62,7 @@ class StoreDocuments:
     the stored embeddings together with 1 / their L2 norms.
 
     Args:
-        store: a store of documents.
+        store: a store of documents, of another type than binary.
     """
 
     def __init__(self, store: EmbeddingStore) -> None:
@@ -237,7 +238,7 @@ class StoreDocuments:
             parts = []
             for _, embeddings in self._read_embeddings():
                 norms = torch.from_numpy(embeddings[:]).norm(dim=1)
-                parts.append(1 / norms.clamp_min(_MIN_LENGTH))
+                parts.append(1 / norms.clamp_min(_MIN_NORM))
             self._inverse_norms = torch.cat(parts)
         return self._inverse_norms
 

@@ -78,7 +78,7 @@ class DenseIndex:
 def build_index(
     embeddings: Embeddings,
     factory: str = "Flat",
-    metric: Similarity = "cos",
+    metric: Similarity | None = None,
     ids: Sequence[str] | None = None,
     parameters: str | None = None,
 ) -> DenseIndex:
@@ -90,8 +90,8 @@ def build_index(
         factory: FAISS factory string. "Flat" is exact and runs on all GPUs that FAISS has, else
             on the CPU. "HNSW32", "IVF1024,Flat", "SQ8", "OPQ16_64,IVF256,PQ16" and others trade
             exactness for speed or memory and run on the CPU.
-        metric: "cos" or "dot". With "cos", normalised copies are compared; the array of the
-            caller does not change.
+        metric: "cos" or "dot"; None: the similarity of the store, "cos" for an array. With "cos",
+            normalised copies are compared; the array of the caller does not change.
         ids: N document ids for an array; None: the row numbers. Documents with equal scores are
             ordered by id, descending, as by trec_eval.
         parameters: FAISS search parameters, such as "nprobe=32" or "efSearch=128"; None: one
@@ -102,6 +102,7 @@ def build_index(
         UserError: an embedding holds NaN or infinity ("Flat" raises it during the search).
     """
     num_rows, dimension = embeddings.shape
+    metric = metric or _get_metric(embeddings)
     index, parameters = check_factory(factory, dimension, num_rows, metric, parameters)
     get_ids = _make_id_lookup(embeddings, ids)
     if factory == "Flat":
@@ -127,6 +128,13 @@ def find_gpus() -> list[int]:
     return list(range(faiss.get_num_gpus()))
 
 
+def _get_metric(embeddings: Embeddings) -> Similarity:
+    """Return the similarity of a store; "cos" for other embeddings."""
+    if isinstance(embeddings, EmbeddingStore) and embeddings.similarity == "dot":
+        return "dot"
+    return "cos"
+
+
 def _make_id_lookup(
     embeddings: Embeddings, ids: Sequence[str] | None
 ) -> Callable[[np.ndarray], Sequence[str] | np.ndarray]:
@@ -149,14 +157,14 @@ def _train_index(index: faiss.Index, embeddings: Embeddings, metric: Similarity)
     num_points = min(num_points, num_rows)
     rows = np.random.default_rng(0).choice(num_rows, num_points, replace=False)
     sample = embeddings[np.sort(rows)]  # a store reads ascending rows fastest
-    index.train(prepare_vectors(sample, metric, "document embedding"))
+    index.train(prepare_vectors(sample, metric, "embedding of the training sample"))
 
 
 def open_index(
     path: AnyPath,
     store: EmbeddingStore,
     factory: str,
-    metric: Similarity = "cos",
+    metric: Similarity | None = None,
     parameters: str | None = None,
 ) -> DenseIndex:
     """Open the index of a store from a file, memory-mapped; without a file, build and write it.
@@ -168,7 +176,7 @@ def open_index(
         path: file of the index.
         store: the store that is indexed.
         factory: FAISS factory string, other than "Flat".
-        metric: "cos" or "dot".
+        metric: "cos" or "dot"; None: the similarity of the store.
         parameters: FAISS search parameters; see `build_index`.
 
     Raises:
@@ -179,6 +187,7 @@ def open_index(
     import faiss
 
     path = Path(path)
+    metric = metric or _get_metric(store)
     description_path = Path(f"{path}.json")
     description = {"fingerprint": store.fingerprint, "factory": factory, "metric": metric}
     if not path.exists():
@@ -240,9 +249,10 @@ def search(
 
     Returns:
         Scores, float32 (n, min(k, N)), and rows, int64 (n, min(k, N)), of each query's documents:
-        by score, and for equal scores by id, both descending. An approximate index may find
-        fewer documents, and a part may have fewer; then the last entries are row -1 with score
-        -inf.
+        by score, and for equal scores by id, both descending. (If more than 32 documents have the
+        score of position k, or the index is approximate, any of these may be left out.) An
+        approximate index may find fewer documents, and a part may have fewer; then the last entries
+        are row -1 with score -inf.
 
     Raises:
         UserError: a vector holds NaN or infinity.

@@ -349,4 +349,7 @@ def test_sets_of_hub_and_ir_datasets_become_beir_folders(tmp_path, server, monke
         if name[:2] == "ir"
         else "on the hub, it cannot be loaded either",
     ):
-        resolve_beir_data(f"{name}2")
+        resolve_beir_data(f"{name}2", get_default_split(f"{name}2"))
+    if name[:2] == "ir":
+        with pytest.raises(DataError, match="its id names the split 'test', and not 'dev'"):
+            resolve_beir_data(name, "dev")

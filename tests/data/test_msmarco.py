@@ -50,6 +50,17 @@ def test_negatives_are_sampled_from_thirty_triples_by_default(tmp_path):
         assert negatives == {f"passage {i}" for i in range(10, 10 + most)}
 
 
+def test_a_negative_that_two_positives_share_counts_once(tmp_path):
+    folder = put_msmarco(tmp_path / "m")
+    put(folder / "collection.tsv", "".join(f"{i}\tpassage {i}\n" for i in range(20)))
+    put(folder / "queries.train.tsv", "7\tquery\n")
+    put(folder / "qrels.train.tsv", "7 0 0 1\n7 0 1 1\n")
+    triples = [f"7\t{positive}\t{i}\n" for i in range(10, 16) for positive in (0, 1)]
+    put(folder / "qidpidtriples.train.full.2.tsv", "".join(triples))
+    [record] = read(folder, num_negatives=4)[0]
+    assert record.negatives == [f"passage {i}" for i in range(10, 14)]
+
+
 def test_the_collection_is_not_held_in_memory(tmp_path):
     folder = put_msmarco(tmp_path / "m")
     put(folder / "collection.tsv", "".join(f"{i}\t{'word ' * 100}\n" for i in range(20_000)))

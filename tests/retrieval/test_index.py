@@ -183,6 +183,22 @@ def store(tmp_path) -> EmbeddingStore:
     return EmbeddingStore.open(folder)
 
 
+@pytest.mark.parametrize("similarity", ["cos", "dot"])
+def test_a_store_is_searched_by_its_own_similarity(tmp_path, similarity):
+    identity = {"dtype": "float32", "shard_size": 50, "similarity": similarity}
+    embeddings = make_vectors(200) * np.linspace(0.5, 2, 200, dtype=np.float32)[:, None]
+    passages = [(f"d{number}", "", str(number)) for number in range(200)]
+    StoreWriter(tmp_path / "store", identity).fill(
+        passages, lambda texts: embeddings[[int(text) for text in texts]]
+    )
+    store = EmbeddingStore.open(tmp_path / "store")
+    queries = make_vectors(20, seed=1)
+    _, expected_rows = search(build_index(embeddings, metric=similarity), queries, 10)
+    _, rows = search(build_index(store), queries, 10)
+    np.testing.assert_array_equal(rows, expected_rows)
+    assert open_index(tmp_path / "index.faiss", store, "HNSW8").metric == similarity
+
+
 @pytest.mark.parametrize("factory", ["HNSW8", "IVF16,Flat", "IVF4,PQ4x4", "SQ8", "IVF8,Flat,RFlat"])
 def test_an_index_is_built_once_and_read_from_its_file(store, tmp_path, factory, monkeypatch):
     path = tmp_path / "index.faiss"
