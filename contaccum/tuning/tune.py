@@ -89,8 +89,7 @@ def tune(
     evaluator = _load_evaluator(data_args, args)
     encoder = load_encoder(model_args, args)
     training = config.load_data(data_args, args)
-    request_options = {**search_options, "fixed": sorted(fixed_keys)}
-    request = _make_request(request_options, options, encoder, training, evaluator)
+    request = _make_request(search_options, fixed_keys, options, encoder, training, evaluator)
     _require_same_search(output / REQUEST_FILE, request, args.process_index == 0)
     store = _prepare_store(options, args, encoder, output)
     if baselines is None:
@@ -129,7 +128,8 @@ def tune(
 
 
 def _make_request(
-    request_options: Options,
+    search_options: Options,
+    fixed_keys: Sequence[str],
     options: Options,
     encoder: DualEncoder,
     training: TrainingSets,
@@ -138,7 +138,8 @@ def _make_request(
     """Return everything that decides the results of a search, except the time.
 
     Args:
-        request_options: the options that all trials have, and the keys that are not searched.
+        search_options: the options that all trials have.
+        fixed_keys: the options that are not searched.
         options: the user's options, which may name a store or a corpus.
 
     Raises:
@@ -148,7 +149,7 @@ def _make_request(
     if "passage_store" in options:
         store_fingerprint = EmbeddingStore.open(options["passage_store"][0]).fingerprint
     return {
-        "options": request_options,
+        "options": {**search_options, "fixed": sorted(fixed_keys)},
         "model": model_fingerprint(encoder),
         "training data": training.fingerprint,
         "dev data": evaluator.dataset.fingerprint,
