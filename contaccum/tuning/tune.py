@@ -99,10 +99,8 @@ def tune(
     del encoder  # each trial loads the model again
     space = _make_space(training, args, fixed_keys, list(starts))
     mined = _mine_negatives(options, space, list(starts), data_args, args, output)
-
     adapt = partial(adapt_options, store=store, mined=mined, fixed_keys=fixed_keys)
     adapt = partial(adapt, num_processes=args.world_size)
-    has_fixed_length = not {"max_steps", "num_train_epochs"}.isdisjoint(fixed_keys)
     search = Search(
         options={**search_options, "eval_strategy": ["epoch"]},  # eval_data need a strategy
         starts=starts,
@@ -113,13 +111,13 @@ def tune(
         time=time,
         folder=folder,
         seed=args.seed,
-        has_fixed_length=has_fixed_length,
+        has_fixed_length=_has_fixed_length(fixed_keys),
         print_line=print_line,
     )
     choice = search.run()
-    chosen_options = _make_chosen_options(search_options, choice.settings, has_fixed_length)
-    adapted_options = adapt(chosen_options, choice.settings["method"])
-    final_options = {**adapted_options, **_select_options(run_options, OUTPUT_SETTINGS)}
+    chosen_options = _make_chosen_options(search_options, choice.settings, fixed_keys)
+    final_options = dict(adapt(chosen_options, choice.settings["method"]))
+    final_options.update(_select_options(run_options, OUTPUT_SETTINGS))
     trials = search.make_records()
     tuned = TunedSettings(choice, final_options, baselines.base, baselines.bm25, trials)
     if args.process_index == 0:
@@ -239,14 +237,20 @@ def _select_options(options: Options, keys: Collection[str]) -> dict[str, list[s
     return {key: list(values) for key, values in options.items() if key in keys}
 
 
+def _has_fixed_length(fixed_keys: Sequence[str]) -> bool:
+    """Return whether the user has fixed the length of the training."""
+    return "max_steps" in fixed_keys or "num_train_epochs" in fixed_keys
+
+
 def _make_chosen_options(
-    search_options: Options, settings: Settings, has_fixed_length: bool
+    search_options: Options, settings: Settings, fixed_keys: Sequence[str]
 ) -> Options:
     """Return the options of a search with the chosen settings.
 
     If the trials were cut, the settings contain ``max_steps``. The number of epochs is then
     dropped, because it had no effect in the trials. But a length that the user has fixed is kept.
     """
+    has_fixed_length = _has_fixed_length(fixed_keys)
     chosen_options = {**search_options}
     for key, value in settings.items():
         if key != "max_steps" or not has_fixed_length:
