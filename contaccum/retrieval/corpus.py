@@ -64,7 +64,8 @@ class CorpusEncoder:
         batch_size: texts per forward pass; see `encode_texts`.
         precision: type of autocast; see `encode_texts`.
         shard_size: rows per shard. A killed process loses one shard at most.
-        overwrite: remove a store that is in the folder.
+        overwrite: remove a store that is in the folder. Of several processes only one may do this,
+            before the others create their encoders.
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
 
     Raises:

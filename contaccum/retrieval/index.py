@@ -63,7 +63,8 @@ class DenseIndex:
         parameters: FAISS search parameters; None if the factory has none.
         faiss_index: the FAISS index; None for "Flat", which searches the embeddings themselves.
         gpus: numbers of the GPUs that search a "Flat" index. The CPU searches if there are none, or
-            if more results are asked for than FAISS finds on a GPU (2,048).
+            if more results are asked for than FAISS finds on a GPU (2,048, of which 32 are for
+            ties).
     """
 
     corpus: Embeddings

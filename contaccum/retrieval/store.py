@@ -303,8 +303,8 @@ class StoreWriter:
     ) -> bool:
         """Encode and write the shards that are missing.
 
-        Every shard that exists must come from the same corpus. This is checked for each shard
-        before a later shard is encoded. Memory holds the texts and embeddings of one shard.
+        Every shard that exists must come from the same corpus. This is checked before a later shard
+        is encoded, and again at the end. Memory holds the texts and embeddings of one shard.
 
         Args:
             passages: (id, title, text) of each passage of the corpus; ids are distinct.
@@ -322,12 +322,14 @@ class StoreWriter:
         """
         remaining = iter(passages)
         corpus = files.Fingerprint()  # of all passages up to the current shard
+        fingerprints = []  # of the corpus up to the end of each shard
         num_rows = 0
         shard_size = self.metadata["shard_size"]
         while shard_passages := list(islice(remaining, shard_size)):
             for passage in shard_passages:
                 corpus.add(*passage)
             fingerprint = corpus.hex()
+            fingerprints.append(fingerprint)
             if self.metadata["finished"] and num_rows >= self.metadata["rows"]:
                 raise self._other_corpus_error()
             shard_number = num_rows // shard_size
@@ -342,7 +344,7 @@ class StoreWriter:
                 f"{self.folder}: nothing to encode: the corpus has no usable passage (correct the "
                 "corpus file)"
             )
-        return self._finish(num_rows, corpus.hex())
+        return self._finish(num_rows, fingerprints)
 
     def _has_shard(self, shard_number: int, fingerprint: str) -> bool:
         """Return True if a shard exists; raise `DataError` if it comes from another corpus."""
@@ -395,30 +397,28 @@ class StoreWriter:
         # If another process wrote this shard first, its shard must come from the same corpus.
         self._has_shard(shard_number, fingerprint)
 
-    def _finish(self, num_rows: int, fingerprint: str) -> bool:
+    def _finish(self, num_rows: int, fingerprints: Sequence[str]) -> bool:
         """Mark the store as finished if all shards exist, and return whether they do.
 
         Args:
             num_rows: number of passages in the corpus.
-            fingerprint: hash of the whole corpus.
+            fingerprints: hash of the corpus up to the last row of each shard.
+
+        Raises:
+            DataError: a shard comes from another corpus.
         """
-        shard_size = self.metadata["shard_size"]
-        num_shards = -(-num_rows // shard_size)  # rounded up
-        shards = []
-        for shard in read_shard_files(self.folder, num_shards):
-            if shard is not None:
-                shards.append(shard)
+        num_shards = len(fingerprints)
+        shards = [x for x in read_shard_files(self.folder, num_shards) if x is not None]
         if len(shards) < num_shards:
-            # Other processes still write shards. The process that writes the last shard finishes
-            # the store.
-            return False
-        if self.folder.exists(get_shard_name(num_shards)):
+            return False  # other processes still write; the last of them finishes the store
+        is_same_corpus = [shard["fingerprint"] for shard in shards] == list(fingerprints)
+        if not is_same_corpus or self.folder.exists(get_shard_name(num_shards)):
             raise self._other_corpus_error()
         metadata = dict(self.metadata)
         metadata["finished"] = True
         metadata["rows"] = num_rows
         metadata["dimension"] = shards[0]["dimension"]
-        metadata["corpus"] = {**self.metadata.get("corpus", {}), "fingerprint": fingerprint}
+        metadata["corpus"] = {**self.metadata.get("corpus", {}), "fingerprint": fingerprints[-1]}
         self.folder.write_json(STORE_FILE, metadata)
         return True
 

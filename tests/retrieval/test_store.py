@@ -272,6 +272,24 @@ def test_two_processes_that_encode_the_same_corpus_share_the_shards(tmp_path, mo
         open_writer(folder).fill(other_passages, StubEncoder())
 
 
+def test_shards_of_two_corpora_do_not_become_a_store(tmp_path):
+    """Two ranks read different corpora, and the first rank passes a shard before it is there."""
+    folder = tmp_path / "s"
+    other_passages = [*PASSAGES[:12], ("other", "", "x" * 12), *PASSAGES[13:]]
+    first, second = open_writer(folder, shard_size=10), open_writer(folder, shard_size=10)
+
+    def encode_after_second_rank(texts: list[str]) -> np.ndarray:
+        """Write the shard 1 of the other corpus while the first rank encodes its last shard."""
+        if len(texts) < 10:
+            assert not second.fill(other_passages, StubEncoder(), rank=1, world_size=2)
+        return StubEncoder()(texts)
+
+    with pytest.raises(DataError, match="another corpus"):
+        first.fill(PASSAGES, encode_after_second_rank, rank=0, world_size=2)
+    with pytest.raises(DataError, match="not finished"):
+        EmbeddingStore.open(folder)
+
+
 def test_two_processes_may_overwrite_the_same_store_at_once(tmp_path, monkeypatch):
     folder = write_store(tmp_path / "s")
     remove = shutil.rmtree
