@@ -158,6 +158,8 @@ def _replace_folder(temporary_folder: Path, path: Path) -> None:
     except OSError as error:
         # These errors mean that another process has just written ``path``.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            with suppress(OSError):
+                earlier_folder.rename(path)  # the earlier folder is not changed by an error
             raise
     shutil.rmtree(earlier_folder, ignore_errors=True)
 

@@ -30,7 +30,7 @@ COMMANDS = {
     "quickstart": "train a small encoder on SciFact and score it before and after training",
     "new": "inspect training data and write a training config for it",
     "split": "hold out dev and test sets from training data",
-    "fit": "train on pairs within a time budget and test whether the result is better",
+    "fit": "search settings, train and test within a time budget, from a file of pairs",
     "tune": "choose training settings by scores on dev data within a time budget",
     "train": "train a retriever from YAML configs and command-line options",
     "evaluate": "score a model on BEIR data with FAISS",
@@ -40,7 +40,7 @@ COMMANDS = {
     "export": "write a model as folders that embedding servers can load",
     "open_qa": "score passage retrieval for questions by answer match, as DPR does",
     "compare": "train several methods side by side and report which one is better",
-    "merge": "choose a model between a base and a trained model by own and other data",
+    "merge": "average a base and a trained model, to lose little on other data",
     "report": "draw training runs, comparisons and evaluations as one HTML page",
 }
 

@@ -13,9 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contaccum.cli.options import Parser, parse_positive_int, split_config_files
+from contaccum.cli.options import (
+    Parser,
+    parse_positive_int,
+    refuse_credentials,
+    split_config_files,
+)
 from contaccum.defaults import PRECISIONS
-from contaccum.errors import ConfigError
 from contaccum.files import provenance, redact, write_json, write_text
 
 if TYPE_CHECKING:
@@ -42,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
     from contaccum.comparison.summary import build_report
 
     options = read_options(config_files, training_arguments)
-    _refuse_credentials(argv, options)
+    refuse_credentials(argv, options)
     plan = make_plan(options, args.methods, args.variant, args.grid, args.seeds, args.baseline)
     evaluation = _get_evaluation_options(args)
     evaluation_sets = describe_evaluation_sets(evaluation)
@@ -74,17 +78,6 @@ def run(argv: Sequence[str]) -> int:
     if failures:
         return 1
     return 0
-
-
-def _refuse_credentials(argv: Sequence[str], options: Mapping[str, Sequence[str]]) -> None:
-    """Raise `ConfigError` for a credential among the options, because the report lists them."""
-    has_token_option = any(key.endswith("_token") for key in options)
-    content = [*argv, options]
-    if has_token_option or redact(content) != content:
-        raise ConfigError(
-            "an option contains a credential, and options are written to files: "
-            "put it into the environment"
-        )
 
 
 def _make_parser() -> Parser:

@@ -111,6 +111,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "Encode a corpus of any size into a memory-mapped store of embeddings.",
         "passage_max_length",
         *ENCODING_OPTIONS,
+        usage="contaccum encode MODEL --corpus PATH --output FOLDER [OPTIONS]",
     )
     parser.add_model("the encoder: a folder, or a name on the model hub")
     parser.add_argument(

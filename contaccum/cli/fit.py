@@ -94,7 +94,9 @@ def _make_parser() -> Parser:
         metavar="PATH",
         help="documents; dev and test are searched in all of them",
     )
-    parser.add_budget_options(Path("runs/fit"))
+    parser.add_budget_options(
+        "the whole command, with the final training and the test", Path("runs/fit")
+    )
     parser.add_data_options()
     parser.add_argument(
         "--min_score",

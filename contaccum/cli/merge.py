@@ -55,14 +55,14 @@ def run(argv: Sequence[str]) -> int:
     # reported at once and not after hours. Only one set is in memory at a time.
     _check_data(data_sets, args.on_bad_record)
     interpolation = _load_models(args)
+    print(
+        f"note: {BEST_OF_SEVERAL}: use a dev set as --data, and score the model on test afterwards"
+    )
     choice = choose_weight(_score(args, interpolation, data_sets), args.guard_loss)
 
     print(f"\n{choice.rule}\n\n{choice.table()}\n")
     for warning in choice.warnings:
         print(f"warning: {warning}")
-    print(
-        f"note: {BEST_OF_SEVERAL}: use a dev set as --data, and score the model on test afterwards"
-    )
     print(choice.describe())
     if args.output is None:
         print("nothing was written: give --output to write the chosen model and this table")
@@ -97,11 +97,12 @@ def _make_parser() -> Parser:
     """Return the parser of the command."""
     parser = Parser(
         "merge",
-        "Score models between the weights of BASE and MODEL on own data and on other data, and "
+        "Score averages of the parameters of BASE and MODEL on own data and on other data, and "
         "choose the one that is best on the own data and loses little on the other data.",
         "passage_max_length",
         "similarity",
         *ENCODING_OPTIONS,
+        usage="contaccum merge BASE MODEL --data OWN ... --guard OTHER ... [OPTIONS]",
     )
     parser.add_argument("base", metavar="BASE", help="the model before training")
     parser.add_argument("model", metavar="MODEL", help="the model after training")
@@ -125,7 +126,7 @@ def _make_parser() -> Parser:
         type=float,
         default=DEFAULT_WEIGHTS,
         metavar="W",
-        help="weights of MODEL; 0 (BASE) and 1 (MODEL) are always scored too; "
+        help="weights w of MODEL in (1 - w) * BASE + w * MODEL; 0 and 1 are always scored too; "
         f"default: {' '.join(map(str, DEFAULT_WEIGHTS))}",
     )
     parser.add_argument(
@@ -133,9 +134,13 @@ def _make_parser() -> Parser:
         type=float,
         default=DEFAULT_GUARD_LOSS,
         metavar="LOSS",
-        help="nDCG@10 that a weight may lose on each guard set; default: %(default)s",
+        help="nDCG@10 that the model may lose against BASE on each guard set; default: %(default)s",
     )
-    parser.add_argument("--split", help="split of OWN; default: test, for msmarco dev")
+    parser.add_argument(
+        "--split",
+        help="split of OWN, by which the model is chosen. Give dev if OWN has it, because scores "
+        "on this split are too optimistic afterwards; default: test, for msmarco dev",
+    )
     parser.add_argument("--guard_split", help="split of OTHER; default: test, for msmarco dev")
     parser.add_argument(
         "--output",

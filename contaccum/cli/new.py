@@ -66,6 +66,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "new",
         "Inspect training data, and write a training config for it with a reason for each line.",
         "on_bad_record",
+        usage="contaccum new DIR --data DATA [OPTIONS]",
     )
     parser.add_argument(
         "folder", type=Path, metavar="DIR", help="folder in which config.yaml is written"

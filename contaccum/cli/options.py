@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from contaccum.defaults import PRECISIONS
 from contaccum.errors import ConfigError, suggest_options, translate_arguments
+from contaccum.files import redact
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -68,13 +69,13 @@ class Parser(argparse.ArgumentParser):
             help="column names in the data, such as query=question positive=answer",
         )
 
-    def add_budget_options(self, output: Path) -> None:
-        """Add ``--budget`` and ``--output``, whose default is ``output``."""
+    def add_budget_options(self, covered: str, output: Path) -> None:
+        """Add ``--budget``, the time of what is ``covered``, and ``--output`` with its default."""
         self.add_argument(
             "--budget",
             default="30m",
             metavar="TIME",
-            help="wall-clock time, such as 90s, 30m or 2h; default: %(default)s",
+            help=f"wall-clock time of {covered}, such as 90s, 30m or 2h; default: %(default)s",
         )
         self.add_argument(
             "--output",
@@ -112,6 +113,8 @@ class Parser(argparse.ArgumentParser):
             argument = unknown_arguments[0]
             option_name = argument.split("=")[0].lstrip("-")
             suggestion = suggest_options(option_name, self._option_names())
+            if option_name in self._positional_names():
+                suggestion = f": give {option_name.upper()} without --{option_name}"
             raise ConfigError(f"unknown argument {argument!r}{suggestion} (see {self.prog} --help)")
         return args
 
@@ -143,9 +146,28 @@ class Parser(argparse.ArgumentParser):
             if getattr(args, name) != self.get_default(name):
                 raise ConfigError(f"--{name} {reason}: leave it out")
 
+    def _positional_names(self) -> list[str]:
+        return [action.dest for action in self._actions if not action.option_strings]
+
     def _option_names(self) -> list[str]:
-        # argparse has no public list of its options.
-        return [action.dest for action in self._actions]
+        # argparse has no public list of its options. Positional arguments have no option strings.
+        return [action.dest for action in self._actions if action.option_strings]
+
+
+def refuse_credentials(argv: Sequence[str], options: Mapping[str, Sequence[str]]) -> None:
+    """Raise `ConfigError` for a credential among the options, which are written to files.
+
+    Args:
+        argv: the command line.
+        options: {key of `contaccum train`: values}, from the command line and from configs.
+    """
+    has_token_option = any(key.endswith("_token") for key in options)
+    content = [*argv, dict(options)]
+    if has_token_option or redact(content) != content:
+        raise ConfigError(
+            "an option contains a credential, and options are written to files: "
+            "put it into the environment"
+        )
 
 
 def split_config_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -191,7 +213,7 @@ SHARED_OPTIONS: dict[str, dict[str, Any]] = {
         "default": 32,
         "metavar": "N",
         "help": (
-            "number of texts per encoder batch (on a CPU at most 8, which is faster); "
+            "number of texts per encoder batch; on a CPU at most 8 are used, which is faster; "
             "default: %(default)s"
         ),
     },

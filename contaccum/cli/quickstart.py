@@ -19,6 +19,7 @@ from pathlib import Path
 
 from contaccum.cli.options import Parser
 from contaccum.defaults import DEFAULT_MODEL
+from contaccum.errors import ConfigError
 from contaccum.files import read_json
 
 CONFIG = Path(__file__).with_suffix(".yaml")
@@ -40,9 +41,11 @@ def run(argv: Sequence[str]) -> int:
     """Train, print the table of scores, and return exit code 0.
 
     Raises:
-        UserError: if one of the commands that are run raises it.
+        UserError: for ``--method``, or if one of the commands that are run raises it.
     """
     args, training_arguments = _make_parser().parse_known(argv)
+    if any(argument.split("=")[0] == "--method" for argument in training_arguments):
+        raise ConfigError("quickstart trains with fixed methods: leave out --method")
     from contaccum.data.beir import shipped_scifact
 
     model = _find_demo_model()
@@ -60,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
         )
 
     # A finished fit of an earlier quickstart is replaced. An interrupted one is resumed.
-    if fit_folder.is_dir() and "verdict" in read_json(fit_folder / "fit.json"):
+    if _has_finished_fit(fit_folder, scifact):
         shutil.rmtree(fit_folder)
     fit_argv = [
         str(scifact),
@@ -86,12 +89,21 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
+def _has_finished_fit(folder: Path, data: Path) -> bool:
+    """Return whether a folder has a finished fit of these data; another one is kept."""
+    record_file = folder / "fit.json"
+    if not record_file.is_file():
+        return False
+    record = read_json(record_file)
+    return "verdict" in record and record.get("request", {}).get("path") == str(data)
+
+
 def _make_parser() -> Parser:
     """Return the parser of all options except those of `contaccum train`."""
     parser = Parser(
         "quickstart",
         "Train all-MiniLM-L6-v2 on SciFact, and score it before and after training. Every other "
-        "--key is an option of `contaccum train`.",
+        "--key is an option of `contaccum train` for all trainings.",
         usage="contaccum quickstart [OPTIONS] [--key value ...]",
     )
     parser.add_argument(

@@ -15,7 +15,9 @@ def run(argv: Sequence[str]) -> int:
         UserError: if a path has nothing that can be drawn. No page is written then.
     """
     parser = Parser(
-        "report", "Draw training runs, comparisons and evaluation results as one HTML page."
+        "report",
+        "Draw training runs, comparisons and evaluation results as one HTML page.",
+        usage="contaccum report RUN ... [OPTIONS]",
     )
     parser.add_argument(
         "runs",

@@ -145,6 +145,7 @@ def _make_parser() -> Parser:
         # Queries do not depend on this length. It must be that of the documents in the store.
         "passage_max_length",
         *ENCODING_OPTIONS,
+        usage="contaccum search [MODEL] --store FOLDER --queries PATH [OPTIONS]",
     )
     parser.add_model("the encoder that wrote the store; leave it out if --queries is a store")
     parser.add_argument(

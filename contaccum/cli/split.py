@@ -52,6 +52,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "them are left out of train.jsonl.",
         "on_bad_record",
         "no_progress",
+        usage="contaccum split DATA DIR [OPTIONS]",
     )
     parser.add_argument("data", metavar="DATA", help="training data in any format of docs/data.md")
     parser.add_argument(
@@ -92,6 +93,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--split",
         default="train",
-        help="split of a BEIR folder that train and dev are made of; default: %(default)s",
+        help="of a BEIR folder: the split that train and dev are made of. A split named test is "
+        "kept as it is, and --test is refused; default: %(default)s",
     )
     return parser.parse(argv)

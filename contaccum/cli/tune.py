@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from contaccum.cli.options import Parser, split_config_files
-from contaccum.errors import ConfigError
-from contaccum.files import redact
+from contaccum.cli.options import Parser, refuse_credentials, split_config_files
 
 
 def run(argv: Sequence[str]) -> int:
@@ -30,11 +28,7 @@ def run(argv: Sequence[str]) -> int:
     config_options = all_options(config_files, [])
     fixed_options = all_options([], training_arguments)
     options = {**config_options, **fixed_options}
-    if redact(options) != options:
-        raise ConfigError(
-            "an option contains a credential, and options are written to files: "
-            "put it into the environment"
-        )
+    refuse_credentials(argv, options)
     budget = Budget(parse_duration(args.budget), args.output / BUDGET_FILE)
     tuned = tune(options, list(fixed_options), TimeForTrials(budget), args.output, _print_once)
 
@@ -60,7 +54,7 @@ def _make_parser() -> Parser:
         "searched.",
         usage="contaccum tune CONFIG.yaml ... [OPTIONS] [--key value ...]",
     )
-    parser.add_budget_options(Path("runs/tune"))
+    parser.add_budget_options("the search", Path("runs/tune"))
     return parser
 
 

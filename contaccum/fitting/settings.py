@@ -74,7 +74,8 @@ def check_settings(data: Path, model: str, settings: Options) -> ContAccumTraini
         raise ConfigError(f"{key} is set by contaccum fit itself: drop it")
     for key in sorted(NOT_IN_FIT & settings.keys()):
         raise ConfigError(f"{key} cannot be used with contaccum fit: drop it")
-    if redact(dict(settings)) != dict(settings):
+    has_token = any(key.endswith("_token") for key in settings)
+    if has_token or redact(dict(settings)) != dict(settings):
         raise ConfigError(
             "a credential among the settings, which are written to files: put it into the "
             "environment"

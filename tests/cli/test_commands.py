@@ -11,6 +11,7 @@ from small_data import write_judged_sentences, write_lines
 
 from contaccum.cli import main, quickstart
 from contaccum.errors import DataError
+from contaccum.files import write_json
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.config import parse
 from contaccum.training.options import GROUPS, MOST_USED
@@ -195,3 +196,35 @@ def test_the_shell_completes_commands_and_options(line, completion, tmp_path):
     }
     subprocess.run([sys.executable, "-m", "contaccum.cli"], env=environment, check=True)
     assert output.read_text().strip() == completion
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["export", "--model", "m", "out"], "'--model': give MODEL without --model"),
+        (["split", "--data", "pairs.jsonl", "out"], "'--data': give DATA without --data"),
+        (["evaluate", "--data", "scifact", "model"], "MODEL comes first"),
+        (["tune", "c.yaml", "--hub_token", "secret"], "an option contains a credential"),
+        (["fit", "pairs.csv", "--hub_token", "secret"], "a credential among the settings"),
+        (["quickstart", "--method", "pre_batch"], "leave out --method"),
+    ],
+)
+def test_arguments_that_cannot_work_are_named(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text("model: m\n")
+    (tmp_path / "pairs.csv").write_text("query,positive\na,b\n")
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert "secret" not in error
+
+
+def test_quickstart_replaces_no_fit_of_other_data(tmp_path):
+    folder = tmp_path / "fit"
+    assert not quickstart._has_finished_fit(folder, Path("scifact"))
+    write_json(folder / "fit.json", {"request": {"path": "scifact"}})
+    assert not quickstart._has_finished_fit(folder, Path("scifact"))
+    for path, is_replaced in (("scifact", True), ("pairs.csv", False)):
+        write_json(folder / "fit.json", {"request": {"path": path}, "verdict": {}})
+        assert quickstart._has_finished_fit(folder, Path("scifact")) == is_replaced
