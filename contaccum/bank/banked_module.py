@@ -130,16 +130,18 @@ class BankedModule(nn.Module):
         if self.settings.bank_size == 0:
             return None
         dim = documents.shape[2]
-        bank = self.bank
-        if bank is None:
-            bank = self._make_bank(dim, documents.dtype, documents.device)
-        if bank.documents.device != documents.device:
-            # The model was moved, or a state was loaded on another device.
-            self.to(documents.device)
         num_negatives = 0
         if self.settings.bank_hard_negatives:
             num_negatives = documents.shape[1] - 1
-        bank.ensure_shape(dim, num_negatives, guide_dim)
+        # An evaluation in inference mode may come first. Training could not use tensors of it.
+        with torch.inference_mode(False):
+            bank = self.bank
+            if bank is None:
+                bank = self._make_bank(dim, documents.dtype, documents.device)
+            if bank.documents.device != documents.device:
+                # The model was moved, or a state was loaded on another device.
+                self.to(documents.device)
+            bank.ensure_shape(dim, num_negatives, guide_dim)
         return bank
 
     def _make_bank(self, dim: int, dtype: torch.dtype, device: torch.device) -> MemoryBank:
@@ -201,10 +203,10 @@ class BankedModule(nn.Module):
             if not name.endswith("_extra_state"):
                 state_shapes[name] = value.shape
         buffer_shapes = {name: buffer.shape for name, buffer in self.named_buffers()}
-        bank_size_of_state = int(state["bank._extra_state"][0])
-        if state_shapes != buffer_shapes or bank_size_of_state != self.settings.bank_size:
+        has_same_numbers = torch.equal(state["bank._extra_state"][:2], bank.get_extra_state()[:2])
+        if state_shapes != buffer_shapes or not has_same_numbers:
             raise ConfigError(
-                "this state was saved with another bank_size, query_bank_size or "
+                "this state was saved with another bank_size, query_bank_size, temperature or "
                 "drift_compensation: load it into a loss with the settings of the saved one"
             )
 

@@ -10,9 +10,9 @@ sum, called the remainder, drives new embeddings away from old ones.
 `GradientCentering` removes the remainder of the whole update, although it gets the micro-batches
 one after another. The loss of a micro-batch is a mean over its n pairs, and has the weight n in the
 update. Let R be the weighted sum of the centred gradients of the update's earlier micro-batches,
-g_1 ... g_r the gradients of the current micro-batch, S = R + n (g_1 + ... + g_r), and f the number
-of pairs of the current micro-batch, divided by the number of pairs from it to the end of the
-update. Then
+g_1 ... g_r the gradients of the tower's rows in the current micro-batch (r is n for queries, and
+n (1 + h) for documents with h hard negatives), S = R + n (g_1 + ... + g_r), and f = n / (number of
+pairs in this micro-batch and in those that follow in the update). Then
 
     centred g_i = g_i - f S / (n r),    R <- (1 - f) S.
 

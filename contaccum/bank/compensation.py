@@ -195,7 +195,8 @@ class DriftCompensation(nn.Module):
     def _make_probe(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device
     ) -> DriftProbe:
-        probe = DriftProbe(shape, self.settings.bank_size, dtype, device)
+        with torch.inference_mode(False):  # as for the bank; see `BankedModule`
+            probe = DriftProbe(shape, self.settings.bank_size, dtype, device)
         self.probe = probe
         return probe
 

@@ -92,10 +92,11 @@ class BankedInfoNCE(BankedModule):
             positive of its query, by ids. False is the paper's behaviour. Texts without ids are
             never excluded.
         bank_hard_negatives: store hard negatives in the bank as columns.
-        drift_compensation: correction of old bank entries. ``"mean"`` moves them with the mean of
-            their tower; ``"auto"`` also retires entries that have drifted too far, measured by
-            `observe_probe`; ``"fresh"`` empties the bank after every update; ``"none"`` is the
-            paper. See docs/drift.md.
+        drift_compensation: correction of old bank entries. ``"mean"`` moves their documents with
+            the mean document embedding, and computes the gradients that their queries give as if
+            the queries had moved likewise; ``"auto"`` also retires entries that have drifted too
+            far, measured by `observe_probe`; ``"fresh"`` empties the bank after every update;
+            ``"none"`` is the paper. See docs/drift.md.
         gather_across_devices: compute the loss of the micro-batches of all ranks of
             ``torch.distributed``, in rank order; ranks may have different numbers of pairs, even 0.
             Every rank holds the same bank and returns the same loss. Gradients are multiplied by
@@ -313,7 +314,7 @@ class BankedInfoNCE(BankedModule):
         self.last = describe_micro_step(
             local, blocks, bank, local_losses, banked_losses, banked_row_weights, passage_mean
         )
-        if bank is not None:
+        if bank is not None and settings.has_plain_logits:
             masses = measure_softmax_masses(
                 local, blocks, bank, local_losses, bank_weight, self._num_aged
             )
@@ -405,7 +406,8 @@ class BankedInfoNCE(BankedModule):
                 "pass eight pairs, or at least two"
             )
         dtype = torch.promote_types(queries.dtype, torch.float32)
-        probe = [x.to(dtype) for x in probe]
+        device = queries.device if self.bank is None else self.bank.documents.device
+        probe = [x.to(device, dtype) for x in probe]
         queries, documents = make_queries_and_documents(probe, self.settings.similarity)
         self.end_pending_update()
         if self._prepare_bank(documents, guide_dim=None) is not None:

@@ -367,10 +367,7 @@ class MemoryBank(nn.Module):
 
     @torch.no_grad()
     def retire_before(self, number: int) -> None:
-        """Retire every block that holds a pair with a smaller number.
-
-        Example: with blocks of 2 pairs, ``retire_before(3)`` retires pairs 0 to 3.
-        """
+        """Retire every block with a smaller number; with blocks of 2, 3 retires the pairs 0 to 3."""
         end_block = _divide_rounding_up(number, self.block_size)
         self._reset_blocks(end_block)
         self.oldest_in_use = max(self.oldest_in_use, end_block * self.block_size)
@@ -411,12 +408,13 @@ class MemoryBank(nn.Module):
             first = end_of_block
 
     def get_extra_state(self) -> Tensor:
-        """Return bank_size (checked when a state is loaded) and the counters, int64, on the CPU."""
-        return torch.tensor([self.bank_size, self.total_enqueued, self.oldest_in_use])
+        """Return bank_size and temperature, then the counters, float64, on the CPU."""
+        numbers = [self.bank_size, self.temperature, self.total_enqueued, self.oldest_in_use]
+        return torch.tensor(numbers, dtype=torch.float64)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Restore the counters; `BankedModule` compares the bank_size."""
-        _, self.total_enqueued, self.oldest_in_use = state.tolist()
+        """Restore the counters; `BankedModule` compares the other numbers."""
+        self.total_enqueued, self.oldest_in_use = map(int, state[2:])
 
 
 def score_blocks(

@@ -31,8 +31,9 @@ def compute_banked_row_losses(bank: MemoryBank, blocks: LogitBlocks, bank_weight
         l_i = log( exp s(i, p(i)) + w sum_{j banked} exp s(i, j) + sum_{j local} exp s(i, j) )
               - s(i, p(i)),
 
-    where j runs over the negatives of row i. The bank stores the first term, and the logarithm of
-    the second sum as `MemoryBank.log_sums`. The values for rows that are not in use are arbitrary.
+    where j runs over the negatives of row i. `MemoryBank.positive_logits` holds s(i, p(i)), and
+    `MemoryBank.log_sums` the logarithm of the sum over banked j, without w. The values for rows
+    that are not in use are arbitrary.
     """
     positive_logits = bank.positive_logits[: bank.num_filled_slots]
     terms = [

@@ -40,7 +40,7 @@ MODES_THAT_MOVE_ENTRIES = ("auto", "mean")
 """Values of ``drift_compensation`` that move bank entries.
 
 While the encoder is trained, the mean of a tower's embeddings moves. These modes move the stored
-embeddings by the same vector. See `contaccum.bank.drift`.
+documents by the same vector. See `contaccum.bank.compensation`.
 """
 
 
@@ -177,6 +177,12 @@ class LossSettings(LossOptions):
                     f"partition_mode=per_direction with {direction}: that direction has no "
                     "positives, so it has no loss of its own; set partition_mode=joint"
                 )
+
+    @property
+    def has_plain_logits(self) -> bool:
+        """True if a row's loss is one softmax over its logits, without hardness weights."""
+        is_one_softmax = self.partition_mode == "joint" or len(self.directions) == 1
+        return is_one_softmax and self.hardness_mode is None
 
     @property
     def moves_entries(self) -> bool:

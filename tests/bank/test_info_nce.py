@@ -489,15 +489,65 @@ def test_a_pending_optimizer_step_survives_a_saved_state():
         {"bank_size": 66},  # with as many slots as a bank of 65
         {"bank_size": 65, "query_bank_size": 0},
         {"bank_size": 65, "drift_compensation": "none"},
+        {"bank_size": 65, "temperature": 0.05},
     ],
 )
 def test_a_state_of_other_settings_is_refused(settings):
     loss_fn = BankedInfoNCE(bank_size=65)
     loss_fn(*draw_embeddings(3))
     other = BankedInfoNCE(**settings)
-    message = "another bank_size, query_bank_size or drift_compensation"
+    message = "another bank_size, query_bank_size, temperature or drift_compensation"
     with pytest.raises(ConfigError, match=message):
         other.load_state_dict(loss_fn.state_dict())
+
+
+def test_evaluation_in_inference_mode_may_come_before_training():
+    loss_fn = BankedInfoNCE(bank_size=8)
+    probe = draw_embeddings(4, seed=9)
+    with torch.inference_mode():
+        loss_fn.eval()
+        loss_fn(*draw_embeddings(3))
+        loss_fn.observe_probe(probe[0], probe[1])
+    loss_fn.train()
+    expected = BankedInfoNCE(bank_size=8)
+    expected.observe_probe(probe[0], probe[1])
+    for step in range(4):
+        losses = []
+        for tested in (loss_fn, expected):
+            inputs = make_leaves(draw_embeddings(3, seed=step))
+            loss = tested(*inputs)
+            loss.backward()
+            tested.end_update()
+            losses.append(loss.item())
+            if step == 1:
+                # More hard negatives than before, in an evaluation.
+                with torch.inference_mode():
+                    tested.eval()
+                    tested(*draw_embeddings(3, h=2))
+                    tested.observe_probe(probe[0] + 0.1, probe[1])
+                    tested.train()
+        assert losses[0] == losses[1]
+    assert loss_fn.bank.in_use == 8 - 8 % loss_fn.bank.block_size
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_masses"),
+    [
+        ({}, True),
+        ({"directions": ALL_DIRECTIONS}, True),
+        ({"directions": ALL_DIRECTIONS[:3:2], "partition_mode": "per_direction"}, False),
+        ({"hardness_mode": "all_negatives", "hardness_strength": 1.0}, False),
+    ],
+)
+def test_softmax_masses_are_measured_only_if_there_is_one_softmax(settings, has_masses):
+    loss_fn = BankedInfoNCE(bank_size=8, temperature=0.5, **settings)
+    for step in range(3):
+        loss_fn(*make_leaves(draw_embeddings(3, seed=step))).backward()
+        loss_fn.end_update()
+    record = loss_fn.drift_record()
+    assert ("bank_mass" in record) == has_masses
+    if has_masses:
+        assert 0 < record["in_batch_mass"] + record["bank_mass"] < 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
