@@ -367,7 +367,9 @@ class MemoryBank(nn.Module):
 
     @torch.no_grad()
     def retire_before(self, number: int) -> None:
-        """Retire every block with a smaller number; with blocks of 2, 3 retires the pairs 0 to 3."""
+        """Retire every block that holds a pair with a smaller number.
+
+        With blocks of 2 pairs, ``retire_before(3)`` retires pairs 0 to 3."""
         end_block = _divide_rounding_up(number, self.block_size)
         self._reset_blocks(end_block)
         self.oldest_in_use = max(self.oldest_in_use, end_block * self.block_size)

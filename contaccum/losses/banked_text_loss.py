@@ -114,8 +114,9 @@ class BankedTextLoss(nn.Module):
         Args:
             embeddings: anchors, positives and any number of hard negatives, (n, d) each.
             labels: as in `forward`; only teacher scores are used here.
-            ids: ids of the texts of each column, int64 (n,) or (n, 2); see `content_ids`. Without
-                them no duplicates are masked.
+            ids: ids of the texts of each column: int64 (n, 2), a label id and a hash of the tokens,
+                from `stack_ids`; or (n,), the hashes of `content_ids` alone, by which no positives
+                of `set_known_positives` are found. Without ids no duplicates are masked.
             guide: guide embeddings of the columns, (n, g) each; required if the loss has a guide.
 
         Raises:
@@ -164,7 +165,7 @@ class BankedTextLoss(nn.Module):
         """Diagnostics of the last call in training; see `BankedInfoNCE`.
 
         With several embedding sizes they are those of the largest. With ``distill`` they include
-        ``distill_loss``, the unweighted term.
+        ``distill_loss``, the unweighted term (with several sizes, that of the last one computed).
         """
         info_nce = self.info_nce
         diagnostics = {}

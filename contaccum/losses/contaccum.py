@@ -60,8 +60,9 @@ class ContAccumLoss(BankedTextLoss):
     Args:
         model: a SentenceTransformer: one encoder for both queries and passages, or a Router with an
             encoder for each.
-        bank_size: maximum number of past pairs in the banks (of each rank); 0 trains without banks.
-            By default, the hard negatives of these pairs are in the bank too.
+        bank_size: maximum number of past pairs in the banks; 0 trains without banks. With several
+            ranks it is the size of the shared bank, or that of each rank's own bank. By default,
+            the hard negatives of these pairs are in the bank too.
         scale: factor of the similarities, 1 / temperature.
         similarity_fct: ``sentence_transformers.util.cos_sim`` or ``dot_score``.
         gather_across_devices: True: all ranks share one bank, and the loss is that of the pairs of

@@ -20,6 +20,7 @@ from sentence_transformers.util import batch_to_device
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from contaccum.encoders.towers import get_tower
 from contaccum.errors import ConfigError
 from contaccum.losses.text_ids import count_texts
 
@@ -46,7 +47,8 @@ class Guide:
             guide gets the tokens themselves.
 
     Raises:
-        ConfigError: if the model or the guide has no tokenizer of transformers.
+        ConfigError: if the model or the guide has no tokenizer of transformers, or the encoders of
+            queries and documents in the model have tokenizers with different vocabularies.
     """
 
     def __init__(self, model: SentenceTransformer, guide: SentenceTransformer) -> None:
@@ -54,6 +56,16 @@ class Guide:
         guide_tokenizer = _get_tokenizer(guide)
         model_limit = model.max_seq_length or _NO_LIMIT
         guide_limit = guide.max_seq_length or _NO_LIMIT
+        for task in ("query", "document"):
+            tower_tokenizer = getattr(next(get_tower(model, task).children()), "tokenizer", None)
+            if tower_tokenizer is None or tower_tokenizer is model_tokenizer:
+                continue
+            if tower_tokenizer.get_vocab() != model_tokenizer.get_vocab():
+                raise ConfigError(
+                    "guide: the encoders of queries and documents have tokenizers with different "
+                    "vocabularies, so their texts cannot be decoded for the guide. Train without "
+                    "guide"
+                )
         self.tokenizer: PreTrainedTokenizerBase | None = None
         has_same_vocabulary = model_tokenizer.get_vocab() == guide_tokenizer.get_vocab()
         if guide_limit < model_limit or not has_same_vocabulary:

@@ -231,8 +231,9 @@ def _collect_warnings(
 ) -> list[str]:
     """Return a warning if the own data do not separate the chosen weight from its neighbours.
 
-    The neighbours are the next smaller and the next larger allowed weight. A weight is not
-    separated if, on every own set, the 95% interval of the difference contains 0.
+    The neighbours are the next smaller and the next larger allowed weight. The chosen weight is
+    separated from a neighbour if it is significantly better on an own set and significantly worse
+    on none, judged by the 95% interval of the difference.
 
     Args:
         own_sets: the scores on the own sets.
@@ -246,12 +247,14 @@ def _collect_warnings(
     not_separated = []
     for neighbour in neighbours:
         comparisons = [scores.compare(best, neighbour) for scores in own_sets]
-        if all(comparison["low"] <= 0 <= comparison["high"] for comparison in comparisons):
+        is_better = any(comparison["low"] > 0 for comparison in comparisons)
+        is_worse = any(comparison["high"] < 0 for comparison in comparisons)
+        if is_worse or not is_better:
             not_separated.append(f"{neighbour:g}")
     if not not_separated:
         return []
     weights = " or ".join(not_separated)
     return [
-        f"the own data do not decide between weight {best:g} and {weights}: the 95% "
-        "interval of the difference contains 0; more own queries would decide"
+        f"the own data do not decide between weight {best:g} and {weights}: the first is not "
+        "significantly better on any own set, or is worse on one; more own queries may decide"
     ]

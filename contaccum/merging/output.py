@@ -47,7 +47,9 @@ def save_merged_model(
 def describe_merge(choice: WeightChoice, base_name: str, trained_name: str) -> str:
     """Return the section of the model card on the merge, in Markdown."""
     weight = choice.weight
-    summary = f"Merged: each weight is {1 - weight:g} * {base_name} + {weight:g} * {trained_name}."
+    summary = (
+        f"Merged: each parameter is {1 - weight:g} * {base_name} + {weight:g} * {trained_name}."
+    )
     if weight == 0:
         summary = f"Not merged: these are the weights of the base model, {base_name}."
     if weight == 1:

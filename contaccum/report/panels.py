@@ -70,11 +70,15 @@ class Panel(NamedTuple):
     is_diagnostic: bool = False
 
     def draw(self, axes: Any) -> None:
-        """Draw the lines onto axes of matplotlib, each as far as its shortest run goes."""
-        for position, (name, runs) in enumerate(self.lines.items()):
-            length = min(map(len, runs), default=0)
-            if not length:
+        """Draw the lines onto axes of matplotlib, each as far as its shortest run goes.
+
+        Runs without points, whose logs are missing, are left out.
+        """
+        for position, (name, all_runs) in enumerate(self.lines.items()):
+            runs = [run for run in all_runs if run]
+            if not runs:
                 continue
+            length = min(map(len, runs))
             points = np.asarray([run[:length] for run in runs], dtype=float)
             x = points[..., 0].mean(axis=0)
             y = points[..., 1]
@@ -180,7 +184,7 @@ def _tuning_panel(report: Mapping[str, Any], metric_title: str, line_names: Sequ
             if score is not None:
                 points.append((float(value), score))
         name = _get_line_name(report["groups"][group["final"]])
-        lines[name] = [points]
+        lines[name] = [sorted(points)]
     return Panel(f"{metric_title} on dev by {tuning['key']}", lines, tuning["key"], log_x=True)
 
 

@@ -138,7 +138,7 @@ def test_card_and_report_show_the_choice(guarded):
     record = json.loads(guarded.folder.record_file.read_text())
     card = (guarded.folder.model / "README.md").read_text()
     assert record["guard"]["table"] in card
-    assert card.index(str(guarded.verdict)) < card.index("Merged: each weight is")
+    assert card.index(str(guarded.verdict)) < card.index("Merged: each parameter is")
     page = guarded.report.read_text()
     assert "What it keeps" in page
     assert f"{record['guard']['weight']:g} (chosen)" in page

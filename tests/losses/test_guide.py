@@ -10,7 +10,7 @@ import torch
 from sample_texts import WORDS, sentences
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import GISTEmbedLoss, MatryoshkaLoss
-from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+from sentence_transformers.sentence_transformer.modules import Router, StaticEmbedding
 from tiny_models import tiny_encoder
 from torch import Tensor, nn
 from transformers import BertTokenizerFast
@@ -172,6 +172,16 @@ def test_a_guide_without_a_tokenizer_is_refused(guide, tiny_tokenizer):
     static_model = SentenceTransformer(modules=[static_embedding])
     with pytest.raises(ConfigError, match="each need a tokenizer"):
         ContAccumLoss(static_model, guide=guide)
+
+
+@pytest.mark.parametrize("guide", ["same tokens"], indirect=True)
+def test_a_model_whose_towers_have_other_vocabularies_is_refused(guide, tiny_config):
+    tower = tiny_encoder()
+    other_tower = DualEncoder.from_backbone(tiny_config, tokenizer=make_other_tokenizer())
+    router = Router.for_query_document([tower[0]], [other_tower[0]])
+    model = SentenceTransformer(modules=[router], device="cpu")
+    with pytest.raises(ConfigError, match="tokenizers with different vocabularies"):
+        ContAccumLoss(model, guide=guide)
 
 
 @pytest.mark.parametrize("guide", ["same tokens"], indirect=True)

@@ -93,6 +93,15 @@ def test_undecided_neighbour_gives_a_warning():
     assert "do not decide between weight 0.7 and 0.3:" in result.warnings[0]
 
 
+def test_own_sets_that_disagree_give_a_warning():
+    """Weight 1 is better on the first set and worse on the second, both significantly."""
+    first = make_set("own", {0.0: 0.2, 1.0: 0.6})
+    second = make_set("own", {0.0: 0.5, 1.0: 0.4})
+    result = choose_weight([first, second], 0.01)
+    assert result.weight == 1.0
+    assert "do not decide between weight 1 and 0:" in result.warnings[0]
+
+
 def test_decided_neighbours_give_no_warning():
     assert choose_weight([OWN], 0.01).warnings == []
 
