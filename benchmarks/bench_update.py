@@ -69,7 +69,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--output", type=Path, help="JSON file of the results")
     # Measure the peak memory of one cell; used in the processes that this program starts.
     add("--peak_of", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    for total in options.total:
+        if total < options.local or total % options.local:
+            parser.error(f"--total {total} is not a multiple of --local {options.local}")
+    return options
 
 
 def make_encoder(options: argparse.Namespace) -> DualEncoder:

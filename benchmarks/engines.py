@@ -105,13 +105,19 @@ def train(engine: str, folder: Path, num_gpus: int, num_updates: int) -> Trained
 
 
 def largest_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
-    """Return the largest absolute difference between tensors of the same name."""
-    differences = []
-    for name in first.keys() & second.keys():
-        if first[name].numel():
-            difference = (first[name].double() - second[name].double()).abs().max()
-            differences.append(difference.item())
-    return max(differences)
+    """Return the largest absolute difference between tensors of the same name.
+
+    Raises:
+        ValueError: if the names or the shapes differ.
+    """
+    if first.keys() != second.keys():
+        raise ValueError(f"only one has the tensors {sorted(first.keys() ^ second.keys())}")
+    differences = [torch.zeros(1, dtype=torch.float64)]
+    for name, values in first.items():
+        if values.shape != second[name].shape:
+            raise ValueError(f"{name} has the shapes {values.shape} and {second[name].shape}")
+        differences.append((values.double() - second[name].double()).abs().flatten())
+    return torch.cat(differences).max().item()
 
 
 def main() -> None:
@@ -134,7 +140,11 @@ def main() -> None:
         folder = Path(name)
         initial_weights = write_inputs(folder, args.backbone)
         ddp = train("ddp", folder, args.gpus, args.updates)
-        weight_change = largest_difference(initial_weights, ddp.weights)
+        shared_names = initial_weights.keys() & ddp.weights.keys()
+        weight_change = largest_difference(
+            {name: initial_weights[name] for name in shared_names},
+            {name: ddp.weights[name] for name in shared_names},
+        )
         for engine in engines:
             run = ddp
             if engine != "ddp":

@@ -55,8 +55,10 @@ trainer = ContAccumTrainer(model, args, data.dataset, data_record=data.record())
 trainer.train(resume_from_checkpoint="auto")
 trainer.save_model(options.output_dir)
 
-# 4. Evaluate again. The paired bootstrap tests if the difference on the same queries is significant
-result_after = evaluate_beir(model, test_set)
+# 4. Evaluate the saved model. (With bf16, the model in memory still computes in bfloat16.) The
+#    paired bootstrap tests if the difference on the same queries is significant
+trained_model = DualEncoder.from_pretrained(options.output_dir)
+result_after = evaluate_beir(trained_model, test_set)
 scores_before = [result_before.per_query[query]["NDCG@10"] for query in test_set.queries]
 scores_after = [result_after.per_query[query]["NDCG@10"] for query in test_set.queries]
 test = paired_bootstrap(scores_after, scores_before)

@@ -70,9 +70,10 @@ args = ContAccumTrainingArguments(
     logging_steps=10,
 )
 
-# 5. Train, evaluate again and save. SentenceTransformer(options.output_dir) loads the saved model
+# 5. Train, save, and evaluate the saved model. (With bf16, the model in memory still computes in
+#    bfloat16.) SentenceTransformer(options.output_dir) loads the saved model too
 trainer = ContAccumTrainer(model, args, data.dataset, data_record=data.record())
 trainer.train()
-scores_after = evaluator(model)
-print("after:", scores_after[evaluator.primary_metric])
 trainer.save_model(options.output_dir)
+scores_after = evaluator(DualEncoder.from_pretrained(options.output_dir))
+print("after:", scores_after[evaluator.primary_metric])

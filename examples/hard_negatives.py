@@ -35,7 +35,10 @@ model = DualEncoder.from_pretrained(options.model)
 #    out passages that score almost as high as the positive, because they may be relevant as well
 mined_file = Path(options.output_dir) / "mined.jsonl"
 if mined_file.exists():
-    print(f"{mined_file} exists and is used again; for other data, name another --output_dir")
+    print(
+        f"{mined_file} exists and is used again; for other data or another model, name another "
+        "--output_dir"
+    )
 else:
     mined_file.parent.mkdir(parents=True, exist_ok=True)
     mined = mine_hard_negatives(
@@ -48,7 +51,8 @@ else:
     )
     write_mined(mined, mined_file)
 
-# 3. Load rows of (query, positive, negative_1). Each epoch uses another one of the 8 negatives
+# 3. Load rows of (query, positive, negative_1). Each epoch draws one of the 8 negatives; with one
+#    epoch, as here, seven are only there for a longer training
 data = load_training_data(mined_file, num_hard_negatives=1)
 print(data.report.summary())
 print("First row:")

@@ -21,6 +21,7 @@ from contaccum.evaluation.beir_sets import evaluate_beir, load_data
 from contaccum.evaluation.metrics import paired_bootstrap
 from contaccum.evaluation.results import EvaluationResult, read_result, write_result
 
+COMPARED_METRIC = "NDCG@10"
 PRINTED_METRICS = ("NDCG@10", "MRR@10", "Recall@100")
 
 
@@ -42,18 +43,21 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def read_baseline(path: Path, data: BeirDataset) -> dict[str, Any]:
-    """Read an earlier result; raise `DataError` if it was computed on other data."""
+    """Read an earlier result; raise `DataError` if it cannot be compared with one on these data."""
     baseline = read_result(path)
     if baseline["data"].get("fingerprint") != data.fingerprint:
         raise DataError(
             f"--baseline {path}: its data are not {data.name}; "
             f"evaluate the baseline on {data.name} first"
         )
+    if COMPARED_METRIC not in baseline["metrics"]:
+        raise DataError(f"--baseline {path}: has no {COMPARED_METRIC}; evaluate it with k = 10")
     return baseline
 
 
-def compare(result: EvaluationResult, baseline: dict[str, Any], metric: str = "NDCG@10") -> str:
-    """Format the difference from the baseline in a metric, with interval and p-value."""
+def compare(result: EvaluationResult, baseline: dict[str, Any]) -> str:
+    """Format the difference from the baseline, with interval and p-value."""
+    metric = COMPARED_METRIC
     new_scores = [scores[metric] for scores in result.per_query.values()]
     old_scores = [baseline["per_query"][query][metric] for query in result.per_query]
     test = paired_bootstrap(new_scores, old_scores)
@@ -79,11 +83,11 @@ def main() -> None:
         batch_size=args.batch_size,
         model_name=args.model,
     )
+    print("written:", *write_result(result, args.output))
     for metric in PRINTED_METRICS:
         print(f"{metric}: {result.metrics[metric]:.4f}")
     if baseline is not None:
         print("difference from the baseline in", compare(result, baseline))
-    print("written:", *write_result(result, args.output))
 
 
 if __name__ == "__main__":

@@ -61,8 +61,8 @@ def write_record(record: Record, folder: Path) -> None:
     """Write the record of a part.
 
     A complete result replaces PART.json. A partial result is written to PART.partial.json, so that
-    an earlier complete result is kept, until the part is complete. A record without a result is
-    written only if PART.json does not exist.
+    an earlier complete result is kept, until the part is complete. A record without a result
+    replaces only an earlier one without a result.
     """
     file, partial_file = list_files(folder, record["part"])
     content = replace_non_finite(record)
@@ -71,7 +71,7 @@ def write_record(record: Record, folder: Path) -> None:
     elif record["measured"]:
         write_json(file, content)
         partial_file.unlink(missing_ok=True)
-    elif not file.exists():
+    elif not file.exists() or not read_json(file)["measured"]:
         write_json(file, content)
 
 
