@@ -82,9 +82,9 @@ class Plan(NamedTuple):
         baseline: the name of the entry that the others are compared with.
         groups: {name: group}, in the order of the report.
         comparisons: {(name of a group, name of the baseline's group in the same cell): labels of
-            the row in the report}. A label that only the baseline has stands in brackets. It
-            distinguishes rows with several baselines, but the runs of the row's group do not use
-            the setting.
+            the row in the report}. A group may be compared with several groups of the baseline, in
+            one row each. A label that only the baseline has stands in brackets: the row's group
+            does not use the setting, or it has a value of its own that is not in the grid.
     """
 
     entries: Sequence[Entry]

@@ -27,13 +27,14 @@ METRICS = {
 MAIN_METRIC = next(iter(METRICS))
 
 NOTES = """\
-The mean and the standard deviation (sd) are over seeds. A difference is the score of a row minus
-the score of the baseline in the same cell of the grid. Its interval and p-value come from a paired
-bootstrap over queries (10,000 resamples, two-sided; scores are averaged over seeds first): they
-show how the difference varies with the queries, and the sd shows how a score varies with the seed.
-Holm's p is corrected over the rows of its table. A value in brackets is a setting of the baseline
-that the method of the row does not use. Seconds are training time without evaluation; s/update is
-the median. The gradient ratio is the norm of the passage gradients over the norm of the query
+The mean and the standard deviation (sd) are over seeds. A difference is the score of a row
+minus the score of the baseline in the same cell of the grid. Its interval and p-value come from
+a paired bootstrap over queries (10,000 resamples, two-sided; scores are averaged over seeds
+first): they show how the difference varies with the queries, and the sd shows how a score
+varies with the seed. Holm's p is corrected over the rows of its table. A value in brackets is a
+setting of the baseline that the method of the row does not use, or for which the variant of the
+row has a value of its own. Seconds are training time without evaluation; s/update is the
+median. The gradient ratio is the norm of the passage gradients over the norm of the query
 gradients."""
 
 COST: dict[str, tuple[str, Callable[[list[float]], float], str]] = {

@@ -114,8 +114,8 @@ class UpdateLogCallback(TrainerCallback):
         self._updates = updates
         self._bank_losses = list(iter_bank_losses(loss))
         # A random guess among all documents that a query is compared with has the loss
-        # log(columns). The trainer logs a ContAccumLoss without the rows of banked queries, so its
-        # loss can be compared with that. Other losses may have further terms.
+        # log(columns). The logged loss of a ContAccumLoss is the mean over the update's own
+        # queries, so it can be compared with that. Other losses may have further terms.
         self._is_loss_comparable_to_guess = all(
             isinstance(part, ContAccumLoss) for part in list_losses(loss)
         )

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from contaccum.data.sampling import first_texts
 from contaccum.distributed import over_ranks
-from contaccum.errors import UserError
+from contaccum.errors import ConfigError, UserError
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.loss_factory import list_losses
@@ -174,23 +174,29 @@ def split_rows(inputs: Batch, max_rows: int | None) -> list[tuple[Batch, float]]
 def make_longest_rows(dataset: Any, num_rows: int) -> list[Row]:
     """Make rows from the longest texts of each column, so that no batch of the data is longer.
 
-    Row i combines the i-th longest text of every column, so most rows are not rows of the data.
+    Row i combines the i-th longest text of every column, so most rows are not rows of the data. Of
+    several training sets, the rows are those of the set with the most columns, with the longest
+    texts of all sets: the first column has the longest of all queries, and so on.
 
     Args:
-        dataset: the training set, or a dictionary of training sets; of several, the set with the
-            most columns is read.
+        dataset: the training set, or a dictionary of training sets.
         num_rows: number of rows to make.
     """
     name = None
+    parts = [dataset]
     if isinstance(dataset, dict):
-        name = max(dataset, key=lambda key: len(dataset[key].column_names))
-        dataset = dataset[name]
+        names = sorted(dataset, key=lambda key: len(dataset[key].column_names), reverse=True)
+        parts = [dataset[key] for key in names]
+        name = names[0]
     longest: dict[str, list[str]] = {}
-    for batch in first_texts(dataset):
-        for column, texts in batch.items():
-            new_texts = [str(text) for text in texts if text]
-            candidates = longest.get(column, []) + new_texts
-            longest[column] = heapq.nlargest(num_rows, candidates, key=len)
+    for part in parts:
+        for batch in first_texts(part):
+            if not longest:
+                longest = {column: [] for column in batch}
+            # Later sets have at most as many columns.
+            for column, texts in zip(longest, batch.values(), strict=False):
+                candidates = longest[column] + [str(text) for text in texts if text]
+                longest[column] = heapq.nlargest(num_rows, candidates, key=len)
     positives = list(longest.values())[1]
     for column, longest_texts in longest.items():
         if not longest_texts:  # negatives that are mined or filled in later, from passages
@@ -237,6 +243,7 @@ def find_micro_batch(
         The number of pairs per micro-batch.
 
     Raises:
+        ConfigError: if an update has fewer pairs than the smallest micro-batch.
         UserError: if the smallest micro-batch does not fit.
     """
     random_states = RandomStates.capture()
@@ -244,6 +251,11 @@ def find_micro_batch(
     num_pairs = args.per_device_train_batch_size * args.gradient_accumulation_steps
     rows = make_longest_rows(dataset, num_pairs)
     sizes = [size for size in range(smallest, num_pairs + 1) if num_pairs % size == 0]
+    if not sizes:
+        raise ConfigError(
+            f"per_device_train_batch_size=auto: an update has {num_pairs} pairs on each device, "
+            f"but a micro-batch needs at least {smallest}. Raise total_train_batch_size"
+        )
 
     def try_size(size: int) -> None:
         batch = rows[:size]

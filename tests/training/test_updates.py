@@ -307,6 +307,22 @@ def test_auto_measures_memory_in_training_mode_and_with_texts_for_missing_negati
     assert rows == [{"query": "b c", "positive": "d e f", "negative_1": "d e f"}]
 
 
+def test_the_longest_rows_have_the_longest_texts_of_all_training_sets():
+    sets = {
+        "long": Dataset.from_dict({"question": ["a b c d", "e"], "answer": ["f", "g h"]}),
+        "wide": Dataset.from_dict({"query": ["i"], "positive": ["j k l"], "negative_1": ["m"]}),
+    }
+    [row] = out_of_memory.make_longest_rows(sets, 1)
+    texts = {"query": "a b c d", "positive": "j k l", "negative_1": "m"}
+    assert row == {**texts, "dataset_name": "wide"}
+
+
+def test_auto_refuses_an_update_that_is_smaller_than_a_micro_batch(tmp_path):
+    settings = {**AUTO, "method": "grad_accum", "total_train_batch_size": 1}
+    with pytest.raises(ConfigError, match="but a micro-batch needs at least 2"):
+        make_trainer(tmp_path, **settings).get_train_dataloader()
+
+
 def test_auto_finds_how_many_pairs_a_gradient_cache_encodes_at_once(tmp_path):
     trainer = make_trainer(tmp_path, method="grad_cache", **AUTO)
     simulate_out_of_memory(trainer, "passages", EVERY_CALL, max_rows=5)
