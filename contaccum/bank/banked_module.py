@@ -203,8 +203,9 @@ class BankedModule(nn.Module):
             if not name.endswith("_extra_state"):
                 state_shapes[name] = value.shape
         buffer_shapes = {name: buffer.shape for name, buffer in self.named_buffers()}
-        has_same_numbers = torch.equal(state["bank._extra_state"][:2], bank.get_extra_state()[:2])
-        if state_shapes != buffer_shapes or not has_same_numbers:
+        numbers = state["bank._extra_state"].tolist()[:2]
+        expected_numbers = bank.get_extra_state().tolist()[:2]
+        if state_shapes != buffer_shapes or numbers != expected_numbers:
             raise ConfigError(
                 "this state was saved with another bank_size, query_bank_size, temperature or "
                 "drift_compensation: load it into a loss with the settings of the saved one"

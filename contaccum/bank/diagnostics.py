@@ -108,7 +108,7 @@ def measure_softmax_masses(
 
     Args:
         local: the micro-batch.
-        blocks: its logits.
+        blocks: its logits, with hardness weights if the loss has them.
         bank: the bank before the micro-batch is enqueued.
         local_losses: (n,), losses of the local rows.
         bank_weight: weight of a banked column.

@@ -45,7 +45,11 @@ from contaccum.bank.micro_batch import (
     make_queries_and_documents,
 )
 from contaccum.bank.precomputed_gradient import PrecomputedGradient
-from contaccum.bank.row_losses import compute_banked_row_losses, compute_local_row_losses
+from contaccum.bank.row_losses import (
+    compute_banked_row_losses,
+    compute_local_row_losses,
+    weight_local_logits,
+)
 from contaccum.bank.settings import (
     CenterGradients,
     DriftCompensationMode,
@@ -314,9 +318,15 @@ class BankedInfoNCE(BankedModule):
         self.last = describe_micro_step(
             local, blocks, bank, local_losses, banked_losses, banked_row_weights, passage_mean
         )
-        if bank is not None and settings.has_plain_logits:
+        if bank is not None and settings.has_one_softmax:
+            in_batch = weight_local_logits(local, blocks, passage_mean, settings)
             masses = measure_softmax_masses(
-                local, blocks, bank, local_losses, bank_weight, self._num_aged
+                local,
+                blocks._replace(in_batch=in_batch),
+                bank,
+                local_losses,
+                bank_weight,
+                self._num_aged,
             )
             self.last.update(masses)
         return (local_losses.sum() + banked_sum) / divisor

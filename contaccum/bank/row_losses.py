@@ -68,12 +68,7 @@ def compute_local_row_losses(
         positives: table of the data set's positives, or None.
     """
     score_offset = _compute_score_offset(local, passage_mean, settings.temperature)
-    in_batch = blocks.in_batch
-    if settings.hardness_mode is not None:
-        similarities = (in_batch + score_offset[:, None, None]) * settings.temperature
-        in_batch = add_hardness(
-            in_batch, similarities, settings.hardness_mode, settings.hardness_strength
-        )
+    in_batch = weight_local_logits(local, blocks, passage_mean, settings)
     against_bank_sums = blocks.against_bank_sums + math.log(bank_weight)
     log_sums = torch.cat([in_batch.flatten(1), against_bank_sums], dim=1).logsumexp(1)
     if len(settings.directions) == 1:
@@ -94,6 +89,19 @@ def compute_local_row_losses(
     if settings.partition_mode == "joint":
         return stacked.logsumexp(0) - positive_logits
     return stacked.mean(0) - positive_logits
+
+
+def weight_local_logits(
+    local: Pairs, blocks: LogitBlocks, passage_mean: Tensor | None, settings: LossSettings
+) -> Tensor:
+    """Return the logits (n, n, 1 + h) within the micro-batch, with hardness weights if set."""
+    if settings.hardness_mode is None:
+        return blocks.in_batch
+    score_offset = _compute_score_offset(local, passage_mean, settings.temperature)
+    similarities = (blocks.in_batch + score_offset[:, None, None]) * settings.temperature
+    return add_hardness(
+        blocks.in_batch, similarities, settings.hardness_mode, settings.hardness_strength
+    )
 
 
 def _compute_score_offset(local: Pairs, passage_mean: Tensor | None, temperature: float) -> Tensor:

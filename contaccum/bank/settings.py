@@ -179,10 +179,9 @@ class LossSettings(LossOptions):
                 )
 
     @property
-    def has_plain_logits(self) -> bool:
-        """True if a row's loss is one softmax over its logits, without hardness weights."""
-        is_one_softmax = self.partition_mode == "joint" or len(self.directions) == 1
-        return is_one_softmax and self.hardness_mode is None
+    def has_one_softmax(self) -> bool:
+        """True if a row's loss is one softmax over its logits, and not a mean over directions."""
+        return self.partition_mode == "joint" or len(self.directions) == 1
 
     @property
     def moves_entries(self) -> bool:

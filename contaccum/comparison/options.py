@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import NamedTuple
 
 from contaccum.errors import ConfigError, translate_option_name
-from contaccum.files import fingerprint
 from contaccum.training.arguments import BANK_METHODS, BANK_SETTINGS, ContAccumTrainingArguments
 from contaccum.training.config import parse, read_config_options
 from contaccum.training.options import DataArguments, ModelArguments
@@ -146,24 +144,3 @@ def parse_run(name: str, options: Options) -> RunArguments:
         return RunArguments(*parse([*to_command_line(options), "--output_dir=unused"]))
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
-
-
-def describe_local_paths(options: Options, keys: Iterable[str]) -> dict[str, str]:
-    """Return {key: fingerprint of the files} for the options among ``keys`` that are local paths.
-
-    The fingerprint covers names, sizes and times of the files, and not their content, because large
-    models take long to read.
-    """
-    descriptions = {}
-    for key in keys:
-        for value in options.get(key, ()):
-            path = Path(value)
-            files = sorted(path.rglob("*")) if path.is_dir() else [path]
-            content = []
-            for file in files:
-                if file.is_file():
-                    state = file.stat()
-                    content.append((str(file), state.st_size, state.st_mtime_ns))
-            if content:
-                descriptions[f"files of {key}"] = fingerprint(str(content))
-    return descriptions

@@ -22,7 +22,7 @@ import torch
 from transformers.trainer_utils import IntervalStrategy
 
 from contaccum import __version__
-from contaccum.comparison.options import describe_local_paths, to_command_line
+from contaccum.comparison.options import Options, to_command_line
 from contaccum.comparison.plan import Group, Plan
 from contaccum.comparison.processes import RESULT_FILE, Job, exit_with_parent, run_jobs
 from contaccum.comparison.summary import METRICS
@@ -114,11 +114,32 @@ def make_jobs(
                 "contaccum": __version__,
                 "train_data": train_fingerprints[data_key],
                 **{key: " ".join(values) for key, values in group.options.items()},
-                **describe_local_paths(group.options, _PATH_OPTIONS),
+                **_describe_local_paths(group.options),
                 **evaluation_identity,
             }
             jobs.append(job)
     return jobs
+
+
+def _describe_local_paths(options: Options) -> dict[str, str]:
+    """Return a fingerprint of the files of each model, store and corpus that is a local path.
+
+    The fingerprint covers names, sizes and times of the files, and not their content, because large
+    models take long to read.
+    """
+    descriptions = {}
+    for key in _PATH_OPTIONS:
+        for value in options.get(key, ()):
+            path = Path(value)
+            files = sorted(path.rglob("*")) if path.is_dir() else [path]
+            content = []
+            for file in files:
+                if file.is_file():
+                    state = file.stat()
+                    content.append((str(file), state.st_size, state.st_mtime_ns))
+            if content:
+                descriptions[f"files of {key}"] = fingerprint(str(content))
+    return descriptions
 
 
 def _make_job(group: Group, seed: int, folder: Path) -> Job:

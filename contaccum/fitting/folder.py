@@ -137,6 +137,7 @@ class FitFolder:
         """
         self.record_file.unlink()
         self.used_time_file.unlink(missing_ok=True)
+        self.stage_seconds_file.unlink(missing_ok=True)
         with suppress(OSError):  # the folder is not empty
             self.path.rmdir()
 

@@ -16,11 +16,11 @@ from sentence_transformers import SentenceTransformer
 # A private function, but the only one that splits features of every layout; see
 # `contaccum.losses.text_ids` for the layouts.
 from sentence_transformers.base.losses.gradcache import _create_minibatch
+from sentence_transformers.sentence_transformer.modules import Router
 from sentence_transformers.util import batch_to_device
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from contaccum.encoders.towers import get_tower
 from contaccum.errors import ConfigError
 from contaccum.losses.text_ids import count_texts
 
@@ -56,8 +56,11 @@ class Guide:
         guide_tokenizer = _get_tokenizer(guide)
         model_limit = model.max_seq_length or _NO_LIMIT
         guide_limit = guide.max_seq_length or _NO_LIMIT
-        for task in ("query", "document"):
-            tower_tokenizer = getattr(next(get_tower(model, task).children()), "tokenizer", None)
+        first_modules = [model[0]]
+        if isinstance(model[0], Router):
+            first_modules = [next(route.children()) for route in model[0].sub_modules.values()]
+        for first_module in first_modules:
+            tower_tokenizer = getattr(first_module, "tokenizer", None)
             if tower_tokenizer is None or tower_tokenizer is model_tokenizer:
                 continue
             if tower_tokenizer.get_vocab() != model_tokenizer.get_vocab():

@@ -25,7 +25,7 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from sentence_transformers.base.losses.gradcache import uses_gradient_cache
 from torch import Tensor, nn
 
-from contaccum.data.sampling import first_texts
+from contaccum.data.sampling import LABELS, first_texts
 from contaccum.distributed import over_ranks
 from contaccum.errors import ConfigError, UserError
 from contaccum.losses.contaccum import ContAccumLoss
@@ -185,7 +185,7 @@ def make_longest_rows(dataset: Any, num_rows: int) -> list[Row]:
     name = None
     parts = [dataset]
     if isinstance(dataset, dict):
-        names = sorted(dataset, key=lambda key: len(dataset[key].column_names), reverse=True)
+        names = sorted(dataset, key=lambda key: _count_text_columns(dataset[key]), reverse=True)
         parts = [dataset[key] for key in names]
         name = names[0]
     longest: dict[str, list[str]] = {}
@@ -208,6 +208,10 @@ def make_longest_rows(dataset: Any, num_rows: int) -> list[Row]:
             row["dataset_name"] = name
         rows.append(row)
     return rows
+
+
+def _count_text_columns(dataset: Any) -> int:
+    return sum(name not in LABELS for name in dataset.column_names)
 
 
 def find_largest_divisor(number: int, limit: int) -> int:

@@ -136,8 +136,9 @@ class ResumePoint:
         has_same_length = self.is_newest and _has_same_length(record, user_arguments)
         is_finished = has_same_length and bool(record.get("finished"))
         explanation = self._explain_end(args)
-        # A run that is limited by epochs may end within one.
-        is_last_update = has_same_length and self.state.global_step >= self.state.max_steps
+        # A run that is limited by epochs may end within one. (``state.max_steps`` may be that of an
+        # earlier, shorter start.)
+        is_last_update = has_same_length and self.state.global_step >= record["updates"]
         ended_here = explanation is not None or is_last_update
         # If only the best checkpoints are kept, a finished run may have gone on after this one.
         if not ended_here and not is_finished:

@@ -104,6 +104,6 @@ class TimeForTrials:
         """
         return self.budget.left() - self.reserve - self.final_training_factor * trial_seconds
 
-    def longest_trial(self) -> float:
-        """Return the seconds that a trial may take, so that its final training has time as well."""
-        return (self.budget.left() - self.reserve) / (1.0 + self.final_training_factor)
+    def longest_trial(self, num_trials: int = 1) -> float:
+        """Return the seconds of a trial of which so many, and the final training, have time."""
+        return (self.budget.left() - self.reserve) / (num_trials + self.final_training_factor)

@@ -45,7 +45,7 @@ _TOO_SLOW = "too slow for the budget"  # start of the journal's note on a method
 _LOADING_MARGIN = 1.2  # time of a trial with loading and scoring, relative to its updates
 # Once another method has a score, a method whose trials would be cut to less than this is left out.
 _MIN_SHARE_OF_UPDATES = 0.25
-_MAX_SHARE_OF_TIME = 1 / 6  # of the time that is left, so that about six trials fit into it
+_NUM_PLANNED_TRIALS = 6  # the first trial of a method may be so long that six have time
 
 
 class TrialPlan(NamedTuple):
@@ -179,10 +179,10 @@ class Search:
         for key, value in settings.items():
             options[key] = [str(value)]
         options = dict(self._adapt_options(options, method))
-        max_seconds = min(self._time_left(), self._time.longest_trial())
+        max_seconds = self._time_for_trial()
         if "max_steps" not in settings and self._estimate_seconds(method) is None:
             # Until a trial of the method has a score, its trials may be cut.
-            max_seconds *= _MAX_SHARE_OF_TIME
+            max_seconds = min(max_seconds, self._time.longest_trial(_NUM_PLANNED_TRIALS))
         return TrialPlan(options, max_seconds)
 
     def _create_trial(self) -> optuna.Trial | None:
@@ -196,7 +196,7 @@ class Search:
         starts = {}
         for method, start in self._starts.items():
             expected_seconds = self._estimate_seconds(method) or 0.0
-            has_time = expected_seconds <= self._time_left()
+            has_time = expected_seconds <= self._time_for_trial()
             if has_time and not _is_too_slow(method, finished):
                 starts[method] = start
         if not starts:
@@ -312,7 +312,7 @@ class Search:
         if slow.updates >= min_updates:
             final_length = f"if one is chosen, the final training has {slow.updates} updates too"
             if self._has_fixed_length:
-                final_length = "the final training has the length that you gave"
+                final_length = "the final training has the length that you gave, if time allows it"
             self._print_line(
                 f"{method}: trials are cut to {slow.updates} updates, so that there is time for "
                 f"several; {final_length}"
@@ -330,7 +330,8 @@ class Search:
             )
             return
         min_seconds = slow.seconds_per_update * MIN_UPDATES
-        seconds_of_search = _LOADING_MARGIN * min_seconds / _MAX_SHARE_OF_TIME
+        num_trials = _NUM_PLANNED_TRIALS + self._time.final_training_factor
+        seconds_of_search = _LOADING_MARGIN * min_seconds * num_trials
         budget = self._time.budget
         needed = budget.used() + self._time.reserve + seconds_of_search
         budget.save()
@@ -379,6 +380,10 @@ class Search:
         best = _find_best(self._finished_trials())
         return self._time.left(best.seconds if best is not None else 0.0)
 
+    def _time_for_trial(self) -> float:
+        """Return the seconds that a trial may take, so that its final training has time as well."""
+        return min(self._time_left(), self._time.longest_trial())
+
     def _has_time(self) -> bool:
         """Return True if there is time for one more trial.
 
@@ -391,7 +396,7 @@ class Search:
             if seconds is not None:
                 estimates.append(seconds)
         if estimates:
-            return self._time_left() > min(estimates)
+            return self._time_for_trial() > min(estimates)
         budget = self._time.budget
         if self._time_left() <= 0.0:
             needed = budget.used() + self._time.reserve

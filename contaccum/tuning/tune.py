@@ -6,19 +6,16 @@ trial trains it anew with other settings.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from contaccum.comparison.options import (
-    OUTPUT_SETTINGS,
-    Options,
-    describe_local_paths,
-    to_command_line,
-)
+from contaccum.comparison.options import OUTPUT_SETTINGS, Options, to_command_line
 from contaccum.data import TrainingSets
+from contaccum.data.beir import find_beir_file
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
@@ -153,8 +150,19 @@ def _make_request(
         "dev data": evaluator.dataset.fingerprint,
         "passage store": store_fingerprint,
         "corpus": options.get("corpus"),
-        "files of the corpus": describe_local_paths(options, ["corpus"]),
+        "content of the corpus": _hash_corpus(options),
     }
+
+
+def _hash_corpus(options: Options) -> str | None:
+    """Return a hash of the corpus; None without one, or if its store has a fingerprint."""
+    if "corpus" not in options or "passage_store" in options:
+        return None
+    path = Path(options["corpus"][0]).expanduser()
+    if path.is_dir():
+        path = find_beir_file(path, "corpus.jsonl")
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _make_space(
@@ -201,7 +209,8 @@ def _list_changes(earlier_request: dict[str, Any], request: dict[str, Any]) -> l
     """Return the names of what differs between two requests; options by their keys."""
     changed = []
     for name, value in request.items():
-        if name != "options" and earlier_request.get(name) != value:
+        # A request of an earlier version may lack an entry.
+        if name != "options" and earlier_request.get(name, value) != value:
             changed.append(name)
     options = dict(request["options"])
     earlier_options = dict(earlier_request.get("options", {}))

@@ -536,7 +536,7 @@ def test_evaluation_in_inference_mode_may_come_before_training():
         ({}, True),
         ({"directions": ALL_DIRECTIONS}, True),
         ({"directions": ALL_DIRECTIONS[:3:2], "partition_mode": "per_direction"}, False),
-        ({"hardness_mode": "all_negatives", "hardness_strength": 1.0}, False),
+        ({"hardness_mode": "all_negatives", "hardness_strength": 1.0}, True),
     ],
 )
 def test_softmax_masses_are_measured_only_if_there_is_one_softmax(settings, has_masses):

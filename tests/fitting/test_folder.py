@@ -38,7 +38,9 @@ def test_other_call_is_refused_if_only_the_store_was_removed(tmp_path):
 
 def test_folder_can_be_used_after_a_short_budget_and_then_refused_data(tmp_path):
     folder = open_folder(tmp_path / "out", data="a")
-    folder.used_time_file.write_text("{}")  # written if the budget is refused
+    # They are written if the budget is refused.
+    folder.used_time_file.write_text("{}")
+    folder.stage_seconds_file.write_text("{}")
     folder.data.mkdir()
     open_folder(tmp_path / "out", data="b").remove_request()
     assert not (tmp_path / "out").exists()

@@ -178,6 +178,30 @@ def test_auto_trains_no_further_update_of_a_run_limited_by_epochs(epochs, update
     assert len(read_log(tmp_path)) == updates
 
 
+@pytest.mark.parametrize("length", ["max_steps", "num_train_epochs"])
+def test_a_longer_run_killed_before_its_first_checkpoint_is_not_finished(length, tmp_path):
+    """The killed start has written its own length to run.json."""
+    settings = {**SAVE_EVERY_UPDATE, "resume_from_checkpoint": None}
+    del settings["resume_from_checkpoint"]
+    make_trainer(tmp_path, 12, **settings, **{length: 1}).train()
+
+    class Killed(BaseException):
+        pass
+
+    killed = make_trainer(tmp_path, 12, **settings, **{length: 3})
+
+    def kill(*_: Any) -> None:
+        raise Killed
+
+    killed.training_step = kill
+    with pytest.raises(Killed):
+        killed.train(resume_from_checkpoint="auto")
+    last = make_trainer(tmp_path, 12, **settings, **{length: 3})
+    last.train(resume_from_checkpoint="auto")
+    assert last.state.global_step == 3
+    assert list_updates(tmp_path) == [1, 2, 3]
+
+
 def test_last_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(UserError, match="no checkpoint to resume from"):
         make_trainer(tmp_path).train(resume_from_checkpoint="last")

@@ -309,7 +309,9 @@ def test_auto_measures_memory_in_training_mode_and_with_texts_for_missing_negati
 
 def test_the_longest_rows_have_the_longest_texts_of_all_training_sets():
     sets = {
-        "long": Dataset.from_dict({"question": ["a b c d", "e"], "answer": ["f", "g h"]}),
+        "long": Dataset.from_dict(
+            {"question": ["a b c d", "e"], "answer": ["f", "g h"], "score": [1.0, 2.0]}
+        ),
         "wide": Dataset.from_dict({"query": ["i"], "positive": ["j k l"], "negative_1": ["m"]}),
     }
     [row] = out_of_memory.make_longest_rows(sets, 1)

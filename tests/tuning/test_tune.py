@@ -307,6 +307,8 @@ def test_a_trial_leaves_time_for_a_final_training_as_long_as_itself(tmp_path, mo
     time_for_trials = TimeForTrials(budget, reserve=100.0, final_training_factor=1.5)
     assert time_for_trials.longest_trial() == pytest.approx(160.0)
     assert time_for_trials.left(160.0) == pytest.approx(160.0)
+    six_trials_and_training = (6 + 1.5) * time_for_trials.longest_trial(6)
+    assert six_trials_and_training == pytest.approx(400.0)
 
 
 def test_cut_trials_do_not_promise_a_cut_training_if_its_length_is_given(
