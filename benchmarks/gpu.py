@@ -104,7 +104,7 @@ def parse_arguments() -> argparse.Namespace:
         "--output",
         type=Path,
         help="folder of the PART.json files; default: benchmarks/gpu; runs/gpu for a dry run and "
-        "with other sizes, --seconds or --model",
+        "with other sizes",
     )
     add("--device", default="cuda", help="default: %(default)s")
     add("--tiny", action="store_true", help="tiny sizes, for a dry run")
@@ -137,8 +137,7 @@ def parse_arguments() -> argparse.Namespace:
     if args.page is None:
         check_device(args.device, parser)
     if args.output is None:
-        is_default = args.sizes == Sizes() and args.seconds is None and args.model is None
-        is_for_page = args.device.startswith("cuda") and is_default
+        is_for_page = args.device.startswith("cuda") and args.sizes == Sizes()
         args.output = RESULTS if is_for_page or args.page is not None else OTHER_RESULTS
     return args
 

@@ -151,6 +151,15 @@ def test_a_class_of_a_tower_s_choice_is_refused(harmless, tmp_path, mark):
         pytest.fail("the folder is loaded")
 
 
+def test_a_class_of_a_router_inside_a_router_is_refused(harmless, tmp_path):
+    folder = Path(shutil.copytree(harmless / "untied", tmp_path / "model"))
+    types = json.loads((folder / "router_config.json").read_text())["types"]
+    inner_config = folder / next(iter(types)) / "router_config.json"
+    inner_config.write_text(json.dumps({"types": {"0_Evil": "os.system"}}))
+    with pytest.raises(UserError, match=r"os\.system.*could run any code"), loading(folder):
+        pytest.fail("the folder is loaded")
+
+
 @pytest.mark.parametrize("kind", ["backbone", "tied", "cross"])
 def test_modelling_code_of_a_folder_is_refused(kind, harmless, train, tmp_path, mark, capsys):
     folder = Path(shutil.copytree(harmless / kind, tmp_path / kind))

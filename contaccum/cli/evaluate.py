@@ -168,7 +168,7 @@ def _make_parser() -> Parser:
         "evaluate",
         "Score a model or a run on BEIR data with FAISS, or a model on MTEB's retrieval tasks.",
         *SEARCH_OPTIONS,
-        usage="contaccum evaluate MODEL (--data SET ... | --mteb TASK ...) [OPTIONS]",
+        usage="contaccum evaluate (MODEL | --run RUN) (--data SET ... | --mteb TASK ...) [OPTIONS]",
     )
     data_options = parser.add_mutually_exclusive_group(required=True)
     data_options.add_argument(

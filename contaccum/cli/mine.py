@@ -89,7 +89,7 @@ def _make_parser() -> Parser:
         "similarity",
         "passage_max_length",
         *ENCODING_OPTIONS,
-        usage="contaccum mine MODEL --data DATA --output PATH [OPTIONS]",
+        usage="contaccum mine [MODEL] --data DATA --output PATH [OPTIONS]",
     )
     parser.add_model(
         "the encoder: a folder, or a name on the model hub; leave it out with --method bm25"

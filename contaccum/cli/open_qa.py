@@ -82,7 +82,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "open_qa",
         "Score passage retrieval for questions by answer match, as DPR does.",
         *SEARCH_OPTIONS,
-        usage="contaccum open_qa MODEL --questions FILE --passages FILE [OPTIONS]",
+        usage="contaccum open_qa (MODEL | --run RUN) --questions FILE --passages FILE [OPTIONS]",
     )
     parser.add_argument(
         "--questions",

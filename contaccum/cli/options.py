@@ -113,8 +113,9 @@ class Parser(argparse.ArgumentParser):
             argument = unknown_arguments[0]
             option_name = argument.split("=")[0].lstrip("-")
             suggestion = suggest_options(option_name, self._option_names())
-            if option_name in self._positional_names():
-                suggestion = f": give {option_name.upper()} without --{option_name}"
+            positional_name = self._positional_names().get(option_name)
+            if positional_name is not None:
+                suggestion = f": give {positional_name} without --{option_name}"
             raise ConfigError(f"unknown argument {argument!r}{suggestion} (see {self.prog} --help)")
         return args
 
@@ -146,8 +147,13 @@ class Parser(argparse.ArgumentParser):
             if getattr(args, name) != self.get_default(name):
                 raise ConfigError(f"--{name} {reason}: leave it out")
 
-    def _positional_names(self) -> list[str]:
-        return [action.dest for action in self._actions if not action.option_strings]
+    def _positional_names(self) -> dict[str, str]:
+        """Return {name of a positional argument: its name in the help}."""
+        names = {}
+        for action in self._actions:
+            if not action.option_strings:
+                names[action.dest] = str(action.metavar or action.dest)
+        return names
 
     def _option_names(self) -> list[str]:
         # argparse has no public list of its options. Positional arguments have no option strings.

@@ -62,8 +62,8 @@ def parse_scoring_arguments(
     has_run = args.run is not None
     if has_model == has_run:
         raise ConfigError(
-            "name either a MODEL to search with, or a --run to score. MODEL comes first, because "
-            f"options such as --data take several values (see {parser.prog} --help)"
+            "name either a MODEL to search with, or a --run to score; write MODEL before options "
+            f"that take several values (see {parser.prog} --help)"
         )
     if has_run:
         reason = "does nothing with --run, which is the result of a search"

@@ -93,7 +93,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--split",
         default="train",
-        help="of a BEIR folder: the split that train and dev are made of. A split named test is "
-        "kept as it is, and --test is refused; default: %(default)s",
+        help="split of a BEIR or MS MARCO folder or of a Hugging Face data set. A BEIR folder's "
+        "split test is kept as it is; --test and --corpus are then refused; default: %(default)s",
     )
     return parser.parse(argv)

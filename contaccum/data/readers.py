@@ -54,7 +54,7 @@ from contaccum.data.text_lookup import TextLookup
 from contaccum.errors import ConfigError, DataError, check_choice
 from contaccum.files import AnyPath, fingerprint
 
-_CACHE_VERSION = 9
+_CACHE_VERSION = 10
 """Version of the readers and the cache. Increase it when either changes, so that cached records of
 an older version are not used."""
 

@@ -125,7 +125,8 @@ def require_model(name: str) -> None:
         for repository in _list_repositories(name):
             # A model with two towers has no config.json, and an adapter has adapter_config.json.
             for file in ("modules.json", "config.json", "adapter_config.json"):
-                if try_to_load_from_cache(repository, file):
+                # The result is a path, None, or an object that says that the hub has no such file.
+                if isinstance(try_to_load_from_cache(repository, file), str):
                     return
         HfApi().model_info(name, timeout=5)
     except RepositoryNotFoundError:
@@ -191,25 +192,24 @@ def _refuse_foreign_classes(folder: Path) -> None:
 def _iterate_module_types(folder: Path) -> Iterator[tuple[Path, str]]:
     """Yield (file, module type) for each module type that a model's folder names.
 
-    A tower of a Router may be a whole SentenceTransformer, with a ``modules.json`` of its own.
+    A tower of a Router may be a whole SentenceTransformer with a ``modules.json`` of its own, or
+    another Router.
     """
     modules_file = folder / "modules.json"
-    if not modules_file.is_file():
-        return
-    for module in read_json(modules_file, list):
-        yield modules_file, str(module["type"])
-        module_folder = folder / module["path"]
-        if module["path"]:
-            yield from _iterate_module_types(module_folder)
-        for config_name in _ROUTER_CONFIGS:
-            config_file = module_folder / config_name
-            if not config_file.is_file():
-                continue
-            types = read_json(config_file).get("types")
-            if isinstance(types, dict):
-                for tower_name, type_name in types.items():
-                    yield config_file, str(type_name)
-                    yield from _iterate_module_types(module_folder / tower_name)
+    if modules_file.is_file():
+        for module in read_json(modules_file, list):
+            yield modules_file, str(module["type"])
+            if module["path"]:
+                yield from _iterate_module_types(folder / module["path"])
+    for config_name in _ROUTER_CONFIGS:
+        config_file = folder / config_name
+        if not config_file.is_file():
+            continue
+        types = read_json(config_file).get("types")
+        if isinstance(types, dict):
+            for tower_name, type_name in types.items():
+                yield config_file, str(type_name)
+                yield from _iterate_module_types(folder / tower_name)
 
 
 def _is_library_module(type_name: str) -> bool:

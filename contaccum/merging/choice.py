@@ -256,5 +256,6 @@ def _collect_warnings(
     weights = " or ".join(not_separated)
     return [
         f"the own data do not decide between weight {best:g} and {weights}: the first is not "
-        "significantly better on any own set, or is worse on one; more own queries may decide"
+        "significantly better on any own set, or is significantly worse on one; more own queries "
+        "may decide"
     ]

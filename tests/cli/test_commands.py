@@ -203,7 +203,8 @@ def test_the_shell_completes_commands_and_options(line, completion, tmp_path):
     [
         (["export", "--model", "m", "out"], "'--model': give MODEL without --model"),
         (["split", "--data", "pairs.jsonl", "out"], "'--data': give DATA without --data"),
-        (["evaluate", "--data", "scifact", "model"], "MODEL comes first"),
+        (["split", "pairs.jsonl", "--output", "out"], "'--output': give DIR without --output"),
+        (["evaluate", "--data", "scifact", "model"], "write MODEL before options"),
         (["tune", "c.yaml", "--hub_token", "secret"], "an option contains a credential"),
         (["fit", "pairs.csv", "--hub_token", "secret"], "a credential among the settings"),
         (["quickstart", "--method", "pre_batch"], "leave out --method"),

@@ -260,6 +260,19 @@ def test_another_model_or_entry_is_refused(study, monkeypatch, folder, tiny_mode
         study("schedule").Study(*arguments)
 
 
+def test_the_rate_of_an_entry_that_is_not_run_must_be_chosen(
+    study, monkeypatch, folder, tiny_model_path
+):
+    entries = {
+        "contaccum": {"has_bank": True, "settings": BANK},
+        "variant": {"has_bank": True, "settings": BANK, "rate_of": "contaccum"},
+    }
+    runs, _ = make_study(study, monkeypatch, folder, tiny_model_path, entries)
+    runs.entries = {"variant": runs.entries["variant"]}
+    with pytest.raises(ConfigError, match="learning rate of contaccum, which is not chosen yet"):
+        runs.run_learning_rates()
+
+
 def test_updates_fit_into_the_time_of_contaccum(study, monkeypatch, folder, tiny_model_path):
     entries = {
         "contaccum": {"has_bank": True, "settings": BANK},

@@ -217,6 +217,41 @@ def test_a_large_corpus_leaves_time_for_the_search_on_one_split(root, tmp_path):
     assert fit._count_folds_with_time(3, estimates) == 3
 
 
+def test_seconds_of_a_stage_are_those_of_all_starts(root, tmp_path, monkeypatch):
+    folder = FitFolder(tmp_path / "out")
+    clock = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(pipeline.time, "perf_counter", lambda: clock.seconds)
+    for _ in range(2):
+        settings = {"method": ["contaccum"], "use_cpu": ["True"]}
+        source = DataSource(root / "pairs.jsonl")
+        fit = pipeline.Fit(source, str(root / "fresh"), settings, 1000.0, folder, print)
+        monkeypatch.setattr(fit, "_hold_out", lambda: pytest.fail("stop here"))
+        with pytest.raises(pytest.fail.Exception):
+            fit.run()
+        with fit._measure("training"):
+            clock.seconds += 3.0
+    assert json.loads(folder.stage_seconds_file.read_text()) == {"training": 6.0}
+
+
+def test_a_partly_encoded_store_is_completed_even_if_the_baselines_exist(
+    root, tmp_path, monkeypatch
+):
+    folder = FitFolder(tmp_path / "out")
+    settings = {"method": ["contaccum"], "use_cpu": ["True"]}
+    source = DataSource(root / "pairs.jsonl")
+    fit = pipeline.Fit(source, str(root / "fresh"), settings, 1000.0, folder, print)
+    fit._budget = Budget(1000.0, folder.used_time_file)
+    write_json(folder.baselines_file, {})
+    encoded = []
+    monkeypatch.setattr(pipeline, "encode_corpus", lambda *arguments: encoded.append(arguments))
+    split = SimpleNamespace(documents={"train": 100, "test": 10})
+    for num_encoded, is_encoded in ((100, False), (60, True), (0, True)):
+        monkeypatch.setattr(pipeline, "count_encoded_documents", lambda _, n=num_encoded: n)
+        encoded.clear()
+        fit._encode_corpus(None, split, 0.1, 0.0)
+        assert bool(encoded) == is_encoded
+
+
 def test_a_fit_in_the_folder_of_its_data_can_continue(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()

@@ -216,8 +216,14 @@ class Study:
         seed = self.plan.seeds[0]
         names = [name for name, entry in self.entries.items() if entry.rate_of is None]
         # The finished runs decide which rates come next, so they must be runs of this plan.
-        for name in names:
-            self._run_cells([Cell(name, rate, seed) for rate in self.results.get_ladder(name)])
+        for name, entry in self.entries.items():
+            ladder = entry.rate_of or name
+            self._run_cells([Cell(ladder, rate, seed) for rate in self.results.get_ladder(ladder)])
+            if ladder not in self.entries and self._next_rates(ladder):
+                raise ConfigError(
+                    f"{self.data}: {name} has the learning rate of {ladder}, which is not chosen "
+                    "yet; add it to --entries"
+                )
         while True:
             cells = []
             for name in names:
@@ -287,7 +293,7 @@ class Study:
 
     def _make_job(self, cell: Cell) -> dict[str, Any]:
         """Return the job of a cell, as `time_study.cell` reads it."""
-        entry = self.entries[cell.entry]
+        entry = self.plan.entries[cell.entry]
         settings = self._make_settings(cell.entry, cell.rate, cell.seed)
         second_stage = None
         second_settings: Settings = {}
