@@ -348,8 +348,9 @@ class ContAccumTrainingArguments(
         num_pairs = self.total_train_batch_size
         if num_pairs is not None:
             # 1 is the default of the steps, so the user may not have set it; with in_batch, it is
-            # the only possible value.
-            has_fixed_steps = num_steps > 1 or self.method == "in_batch"
+            # the only possible value. With an automatic micro-batch, the steps are computed anyway.
+            sets_steps = num_steps > 1 and not self.has_auto_micro_batch
+            has_fixed_steps = sets_steps or self.method == "in_batch"
             is_multiple = num_pairs >= 1 and num_pairs % (micro_batch * num_ranks) == 0
             disagrees = has_fixed_steps and micro_batch * num_steps * num_ranks != num_pairs
             if not is_multiple or disagrees:

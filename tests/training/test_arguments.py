@@ -182,6 +182,13 @@ def test_the_method_determines_the_banks_but_not_the_pairs_per_update(
         assert arguments.pairs_per_micro_batch == 8
 
 
+def test_auto_ignores_the_steps_of_a_config_for_another_micro_batch(tmp_path):
+    settings = {**AUTO, "total_train_batch_size": 128, "gradient_accumulation_steps": 16}
+    args = ContAccumTrainingArguments(str(tmp_path), use_cpu=True, **settings)
+    args.set_micro_batch_size(32)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (32, 4)
+
+
 @pytest.mark.parametrize("method", ["contaccum", "grad_cache"])
 def test_arguments_as_a_dictionary_keep_auto_until_the_size_is_found(method, tmp_path):
     args = ContAccumTrainingArguments(
