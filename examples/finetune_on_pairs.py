@@ -5,8 +5,9 @@
 
 The data can be a csv file with a header, a jsonl file with lines {"query": ..., "positive": ...}, a
 data set on the Hugging Face Hub, or any other format of docs/data.md. The script holds out a test
-set and scores the model on it before and after training. `contaccum fit` does the same and also
-searches for the best settings. Natural Questions has 100,000 pairs: on a CPU, first try
+set and scores the model on it before and after training. (It also holds out a dev set, to compare
+settings with; the script does not use it.) `contaccum fit` does the same and also searches for the
+best settings. Natural Questions has 100,000 pairs: on a CPU, first try
 --max_steps 20.
 """
 
@@ -27,7 +28,9 @@ parser = argparse.ArgumentParser(
 parser.add_argument("--model", default="sentence-transformers/all-MiniLM-L6-v2")
 parser.add_argument("--data", default="sentence-transformers/natural-questions")
 parser.add_argument(
-    "--held_out", type=float, help="test queries: a number, or a share; default: a fifth"
+    "--held_out",
+    type=float,
+    help="test queries: a number, or a share; default: a fifth, at most 1,000",
 )
 parser.add_argument(
     "--max_steps", type=int, default=-1, help="number of updates; default: one epoch"
