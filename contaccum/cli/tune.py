@@ -5,10 +5,13 @@ The chosen settings are written as a config for `contaccum train`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from contaccum.cli.options import Parser, refuse_credentials, split_config_files
+from contaccum.folder_lock import lock_folder
 
 
 def run(argv: Sequence[str]) -> int:
@@ -29,8 +32,11 @@ def run(argv: Sequence[str]) -> int:
     fixed_options = all_options([], training_arguments)
     options = {**config_options, **fixed_options}
     refuse_credentials(argv, options)
-    budget = Budget(parse_duration(args.budget), args.output / BUDGET_FILE)
-    tuned = tune(options, list(fixed_options), TimeForTrials(budget), args.output, _print_once)
+    seconds = parse_duration(args.budget)
+    is_first_process = os.environ.get("RANK", "0") == "0"
+    with lock_folder(args.output, "contaccum tune") if is_first_process else nullcontext():
+        budget = Budget(seconds, args.output / BUDGET_FILE)
+        tuned = tune(options, list(fixed_options), TimeForTrials(budget), args.output, _print_once)
 
     choice = tuned.choice
     for warning in choice.warnings:

@@ -37,8 +37,8 @@ _PASSAGE_ID_FIELDS = ("id", "docid")
 _PASSAGE_FIELDS = (*_PASSAGE_ID_FIELDS, "title", "text", "score")
 """Fields of a passage object that are read."""
 
-_NO_MATCH_LABELS = (0, "0", "0.0")
-"""Labels of pairs without match; 0 equals 0.0 and False."""
+_WORDS_FOR_NUMBERS = {"true": 1, "yes": 1, "false": 0, "no": 0}
+"""Words that files have in place of the labels 1 and 0."""
 
 _MIN_SCORE_REMEDY = (
     'set the least score of a match: {"path": ..., "min_score": 1}, or with contaccum fit: '
@@ -171,10 +171,11 @@ class RecordParser:
         if self._min_score is not None:
             if record.keys().isdisjoint(self._names["score"]):
                 raise _make_missing_field_fault("score", record)
-            return parse_number(score) >= self._min_score
+            return parse_number(_replace_word(score)) >= self._min_score
         if score is not None and not _SCORED_PAIR_FIELDS.isdisjoint(chosen):
             raise Fault("a pair with a score", _MIN_SCORE_REMEDY)
-        if "label" in self._names["score"] and record.get("label") in _NO_MATCH_LABELS:
+        label = record.get("label")
+        if "label" in self._names["score"] and label is not None and _is_no_match(label):
             raise Fault("a pair with label 0", _MIN_SCORE_REMEDY)
         return True
 
@@ -367,3 +368,16 @@ def _parse_text_or_messages(value: Any, field_name: str) -> str:
         return parse_text(value, field_name)
     contents = [parse_text(message.get("content"), f"{field_name} content") for message in value]
     return " ".join(contents)
+
+
+def _replace_word(label: object) -> object:
+    """Return the number for which a label such as "True" stands, or else the label itself."""
+    return _WORDS_FOR_NUMBERS.get(str(label).strip().lower(), label)
+
+
+def _is_no_match(label: object) -> bool:
+    """Return True for a label that is a number up to 0, or a word such as "False"."""
+    try:
+        return float(_replace_word(label)) <= 0  # type: ignore[arg-type]  # may raise TypeError
+    except (TypeError, ValueError):
+        return False

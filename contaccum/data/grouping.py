@@ -7,7 +7,7 @@ records: all records that are linked directly or through other records.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from scipy.cluster.hierarchy import DisjointSet
@@ -45,6 +45,23 @@ class Grouping(NamedTuple):
     key_of_group: dict[int, str]
     groups_of_test: set[int]
     num_near_duplicates: int
+
+    def suggest_test_size(self, num_dev: int) -> str:
+        """Return the advice for data whose small groups have too few queries to be held out.
+
+        A group is small if it has at most a quarter of the queries of test. So with a larger test
+        set, more groups are small.
+        """
+        sizes = []
+        for group, size in self.queries_of_group.items():
+            if group not in self.groups_of_test:
+                sizes.append(size)
+        for largest in sorted(set(sizes)):
+            num_test = 4 * largest
+            num_available = sum(size for size in sizes if size <= largest)
+            if num_dev <= num_test and num_available >= num_dev + num_test:
+                return f"raise --test to {num_test:,}"
+        return "the questions have too few different passages to hold some of them out"
 
 
 def group_records(
@@ -124,3 +141,13 @@ def _iter_test_texts(test: BeirDataset, held_out_by: HeldOutBy) -> Iterator[str]
         yield text
         if held_out_by == "passage":
             yield from get_positives(test, query_id)
+
+
+def assign_records(
+    records: Sequence[Record], group_of_record: Sequence[int], sides: Mapping[int, str]
+) -> dict[str, list[Record]]:
+    """Return {side: its records}; records of a group without a side are on the side "left out"."""
+    parts: dict[str, list[Record]] = {"train": [], "dev": [], "test": [], "left out": []}
+    for record, group in zip(records, group_of_record, strict=True):
+        parts[sides.get(group, "left out")].append(record)
+    return parts

@@ -19,7 +19,7 @@ The same data, sizes and seed give the same split, whatever the order of the rec
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from typing import Any
 from contaccum.data import split_files
 from contaccum.data.beir import BeirDataset
 from contaccum.data.fields import Record
-from contaccum.data.grouping import Grouping, choose_held_out_by, group_records
+from contaccum.data.grouping import Grouping, assign_records, choose_held_out_by, group_records
 from contaccum.data.readers import Passage, Source
 from contaccum.data.records import RecordReport, normalise
 from contaccum.data.split_files import WrittenCounts, hash_text
@@ -206,15 +206,13 @@ def split_data(
     report = report or RecordReport()
     records = list(data.records(report))
     published_test = split_files.load_published_test(data, report)
-    if published_test is not None and corpus is not None:
-        raise ConfigError(f"{data.path}: its own test set and corpus stay as they are: drop corpus")
-    corpus_documents = _read_corpus(corpus, published_test, report)
+    corpus_documents = _read_corpus(data, corpus, published_test, settings, report)
 
     held_out_by = choose_held_out_by(records, published_test)
     grouping = group_records(records, published_test, held_out_by, show_progress)
     sizes = _choose_sizes(data.path, grouping, settings, published_test)
     sides = choose_sides(data.path, grouping, sizes, settings)
-    parts = _assign_records(records, grouping.group_of_record, sides)
+    parts = assign_records(records, grouping.group_of_record, sides)
 
     with atomic_folder(output) as folder:
         counts = _write_sides(folder, parts, published_test, corpus_documents, settings)
@@ -239,22 +237,23 @@ def split_data(
     return split
 
 
-def _assign_records(
-    records: Sequence[Record], group_of_record: Sequence[int], sides: Mapping[int, str]
-) -> dict[str, list[Record]]:
-    """Return {side: its records}; records of a group without a side are on the side "left out"."""
-    parts: dict[str, list[Record]] = {"train": [], "dev": [], "test": [], "left out": []}
-    for record, group in zip(records, group_of_record, strict=True):
-        parts[sides.get(group, "left out")].append(record)
-    return parts
-
-
 def _read_corpus(
-    corpus: AnyPath | None, published_test: BeirDataset | None, report: RecordReport
+    data: Source,
+    corpus: AnyPath | None,
+    published_test: BeirDataset | None,
+    settings: SplitSettings,
+    report: RecordReport,
 ) -> list[Passage] | None:
-    """Return the documents of the published test set or else of `corpus`; None without both."""
+    """Return the documents of `corpus`, or else those of a BEIR folder; None without both."""
     if published_test is not None:
+        if corpus is not None or settings.test is not None or settings.fold:
+            raise ConfigError(
+                f"{data.path}: its own test set and corpus stay as they are: drop corpus, test "
+                "and fold"
+            )
         return split_files.get_haystack(published_test)
+    if corpus is None and data.data_format == "beir":
+        corpus = data.path
     return None if corpus is None else split_files.read_haystack(corpus, report)
 
 
@@ -331,7 +330,7 @@ def choose_sides(
             f"{source}: cannot hold out {num_held_out:,} queries. Records that share a text, or "
             f"nearly so, must stay on one side: the largest group has "
             f"{max(grouping.queries_of_group.values()):,} queries, and small groups have "
-            f"{num_available:,} in all (hold out fewer, with --dev and --test)"
+            f"{num_available:,} in all ({grouping.suggest_test_size(sizes['dev'])})"
         )
     test_start = settings.fold * sizes["test"]
     if settings.fold and test_start + sizes["test"] > num_available:
@@ -409,8 +408,6 @@ def _choose_sizes(
         "test": _compute_size(settings.test, num_queries, default_test),
     }
     if published_test is not None:
-        if settings.test is not None or settings.fold:
-            raise ConfigError(f"{source}: its own test set stays as it is: remove test and fold")
         sizes["test"] = 0
     if sum(sizes.values()) >= num_queries:
         raise ConfigError(

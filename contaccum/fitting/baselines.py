@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from contaccum.data.beir import BeirDataset, load_beir_folder
 from contaccum.data.records import RecordReport
@@ -41,10 +42,35 @@ _MAX_SHARE_OF_BUDGET = 0.75  # of the time left, for encoding before and after t
 _ROWS_PER_SHARD = 2000  # a killed process loses at most one shard
 
 
-def measure_seconds_per_document(encoder: DualEncoder, folder: FitFolder, batch_size: int) -> float:
-    """Return the seconds to encode one document, measured on the first documents of the corpus."""
+class TimeEstimates(NamedTuple):
+    """Seconds to reserve for the stages after the search.
+
+    Attributes:
+        corpus: for encoding the corpus of another fold.
+        test: for the test of one fold.
+        guard: for the scores on the guard sets.
+    """
+
+    corpus: float
+    test: float
+    guard: float
+
+
+def measure_seconds_per_document(
+    encoder: DualEncoder, folder: FitFolder, num_documents: int, batch_size: int
+) -> float:
+    """Return the seconds to encode one document, measured on a part of the corpus.
+
+    The documents that are measured are evenly spread, because training passages come first, and may
+    be shorter than the others.
+
+    Args:
+        num_documents: number of documents in the corpus.
+    """
     documents = read_texts(folder.data / CORPUS_FILE, "document", RecordReport())
-    texts = [document.passage for document in islice(documents, NUM_MEASURED_DOCUMENTS)]
+    step = max(1, num_documents // NUM_MEASURED_DOCUMENTS)
+    spread_documents = islice(documents, 0, step * NUM_MEASURED_DOCUMENTS, step)
+    texts = [document.passage for document in spread_documents]
     return measure_seconds_per_text(encoder, texts, batch_size)
 
 

@@ -71,8 +71,8 @@ def fit(
         if value is not None:
             options[key] = [_format_value(item) for item in values]
     source = DataSource(
-        path=Path(data),
-        corpus=None if corpus is None else Path(corpus),
+        path=Path(data).expanduser(),
+        corpus=None if corpus is None else Path(corpus).expanduser(),
         data_format=data_format,
         columns=parse_columns(data_columns) or None,
         on_bad_record=on_bad_record,
@@ -80,12 +80,13 @@ def fit(
         test=test,
         min_score=min_score,
     )
-    folder = FitFolder(Path(output))
+    folder = FitFolder(Path(output).expanduser())
     seconds = parse_duration(budget)
     if isinstance(guard, (str, os.PathLike)):
         guard = [guard]
     guard_sets = Guard(guard, guard_loss, folder) if guard else None
-    return Fit(source, os.fspath(model), options, seconds, folder, print_line, guard_sets).run()
+    model_name = os.path.expanduser(os.fspath(model))
+    return Fit(source, model_name, options, seconds, folder, print_line, guard_sets).run()
 
 
 def _format_value(value: Any) -> str:

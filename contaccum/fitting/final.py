@@ -7,6 +7,7 @@ trial. It scores several checkpoints on dev, and the best checkpoint becomes the
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,7 +55,7 @@ def write_final_config(folder: FitFolder, tuned: TunedSettings, seconds_left: fl
     if folder.config_file.is_file():
         return None
     options = dict(tuned.options)
-    options["output_dir"] = [str(folder.retrained_model)]
+    options["output_dir"] = [os.path.abspath(folder.retrained_model)]
     # eval_data need an evaluation strategy. Any one will do, because only updates are counted here.
     run_options = {**options, "eval_strategy": ["epoch"]}
     _, data_args, args = config.parse(to_command_line(run_options))

@@ -149,9 +149,15 @@ class FitFolder:
                 "name another output folder, or remove this one"
             )
         earlier_request = record.get("request", {})
+        # The same files may have been named by other paths, such as absolute ones.
+        same_keys = set()
+        for key, hash_key in (("path", "content"), ("corpus", "corpus_content")):
+            if request.get(hash_key) is not None:
+                if request[hash_key] == earlier_request.get(hash_key):
+                    same_keys.add(key)
         for key, value in request.items():
             earlier_value = earlier_request.get(key)
-            if earlier_value == value:
+            if earlier_value == value or key in same_keys:
                 continue
             if key in _HASHED:
                 raise ConfigError(

@@ -8,6 +8,7 @@ sets. The rule of `contaccum.merging.choice` chooses one of them.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,8 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from contaccum.data.beir import load_beir_folder
-from contaccum.data.records import passage_text
+from contaccum.data.beir import find_beir_file, load_beir_folder
+from contaccum.data.records import normalise, passage_text
 from contaccum.defaults import DEFAULT_WEIGHTS
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.interpolation import WeightInterpolation
@@ -49,12 +50,14 @@ class _GuardSet(NamedTuple):
         fingerprint: hash of the data.
         num_documents: number of documents in its corpus.
         sample: a few documents, with which the time of encoding is measured.
+        queries: normalised texts of its queries.
     """
 
     source: str
     fingerprint: str
     num_documents: int
     sample: list[str]
+    queries: frozenset[str]
 
 
 class Guard:
@@ -87,6 +90,18 @@ class Guard:
         fingerprints = {guard_set.fingerprint for guard_set in self._sets}
         if len(fingerprints) < len(self._sets):
             raise DataError("guard: two of the guard sets have the same data; name each set once")
+
+    def refuse_test_queries(self, test: Path) -> None:
+        """Raise `DataError` if a guard set has queries of the fit's test set, a BEIR folder."""
+        lines = find_beir_file(test, "queries.jsonl").read_text(encoding="utf-8").splitlines()
+        test_queries = {normalise(json.loads(line)["text"]) for line in lines}
+        for guard_set in self._sets:
+            num_shared = len(test_queries & guard_set.queries)
+            if num_shared:
+                raise DataError(
+                    f"guard: {guard_set.source} has {num_shared:,} queries of the test set, which "
+                    "would be used for a choice before the verdict; give other data"
+                )
 
     def make_request(self) -> dict[str, Any]:
         """Return the guard's data and settings, for the record of the fit's settings."""
@@ -169,9 +184,11 @@ def _read_guard_set(source: str) -> _GuardSet:
     """
     dataset = load_data(source)
     sample = []
-    for document in islice(dataset.corpus.values(), NUM_MEASURED_DOCUMENTS):
+    step = max(1, len(dataset.corpus) // NUM_MEASURED_DOCUMENTS)
+    for document in islice(dataset.corpus.values(), 0, step * NUM_MEASURED_DOCUMENTS, step):
         sample.append(passage_text(document.get("title") or "", document["text"]))
-    return _GuardSet(source, dataset.fingerprint, len(dataset.corpus), sample)
+    queries = frozenset(normalise(query) for query in dataset.queries.values())
+    return _GuardSet(source, dataset.fingerprint, len(dataset.corpus), sample, queries)
 
 
 def read_guard_record(folder: FitFolder) -> dict[str, Any] | None:

@@ -10,10 +10,10 @@ which the search runs. A guard is other data on which the model must not become 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
 
 from contaccum.comparison.options import Options, to_command_line
 from contaccum.data.beir import BeirDataset
@@ -24,6 +24,7 @@ from contaccum.encoders.loading import require_model
 from contaccum.errors import UserError
 from contaccum.files import read_json, redact, write_json, write_text
 from contaccum.fitting.baselines import (
+    TimeEstimates,
     count_encoded_documents,
     encode_corpus,
     estimate_trial_documents,
@@ -48,6 +49,7 @@ from contaccum.fitting.result import FitResult, make_record, read_result
 from contaccum.fitting.settings import check_settings, make_start_options
 from contaccum.fitting.source import DataSource
 from contaccum.fitting.verdict import Verdict, compute_verdict
+from contaccum.folder_lock import lock_folder
 from contaccum.report.fit_page import build_fit_page
 from contaccum.report.sources import model_name
 from contaccum.training import config
@@ -64,20 +66,6 @@ _FINAL_TRAINING_FACTOR = 1.6
 _MAX_SHARE_OF_FOLDS = 0.5  # of the time left before the search, for encoding and testing folds
 _SAFETY_FACTOR = 1.3  # reserved time relative to the estimated time
 _LOADING_SECONDS = 10.0  # reserved for loading the models and writing the report
-
-
-class _TimeEstimates(NamedTuple):
-    """Seconds to reserve for the stages after the search.
-
-    Attributes:
-        corpus: for encoding the corpus of another fold.
-        test: for the test of one fold.
-        guard: for the scores on the guard sets.
-    """
-
-    corpus: float
-    test: float
-    guard: float
 
 
 class Fit:
@@ -121,7 +109,18 @@ class Fit:
         self._stage_seconds: dict[str, float] = {}  # over all starts of the command
 
     def run(self) -> FitResult:
-        """Run all stages; stages that an earlier start has finished are skipped."""
+        """Run all stages; stages that an earlier start has finished are skipped.
+
+        Raises:
+            UserError: for data, settings or a budget that cannot be used, or if another process
+                works in the folder.
+        """
+        if not self._is_first_process:
+            return self._run_stages()
+        with lock_folder(self._folder.path, "contaccum fit"):
+            return self._run_stages()
+
+    def _run_stages(self) -> FitResult:
         self._budget = Budget(self._seconds, self._folder.used_time_file)
         if self._folder.stage_seconds_file.is_file():
             self._stage_seconds = read_json(self._folder.stage_seconds_file)
@@ -174,7 +173,7 @@ class Fit:
     def _hold_out(self) -> None:
         """Open the output folder, and hold out dev and test."""
         request = {
-            "model": self._model,
+            "model": os.path.abspath(self._model) if os.path.isdir(self._model) else self._model,
             "settings": dict(self._settings),
             "guard": None if self._guard is None else self._guard.make_request(),
             **self._source.make_record(self._folder.path),
@@ -187,6 +186,8 @@ class Fit:
             raise
         if bad_records_line is not None:
             self._print_line(bad_records_line)
+        if self._guard is not None:
+            self._guard.refuse_test_queries(self._folder.data / "test")
 
     def _print_split(self, split: Split, num_folds: int) -> None:
         """Print the sizes of the split, and the number of folds or the warnings about the split."""
@@ -205,11 +206,13 @@ class Fit:
         model_args, _, args = config.parse(to_command_line(make_base_options(options)))
         return load_encoder(model_args, args)
 
-    def _score_baselines(self, base: DualEncoder, split: Split) -> tuple[Baselines, _TimeEstimates]:
+    def _score_baselines(self, base: DualEncoder, split: Split) -> tuple[Baselines, TimeEstimates]:
         """Encode the corpus, and score the base model and BM25 on dev."""
         batch_size = self._args.per_device_eval_batch_size
         with self._measure("baselines"):
-            document_seconds = measure_seconds_per_document(base, self._folder, batch_size)
+            document_seconds = measure_seconds_per_document(
+                base, self._folder, split.documents["train"], batch_size
+            )
             guard_seconds = 0.0
             if self._guard is not None:
                 dev_seconds = estimate_trial_documents(split) * document_seconds
@@ -222,7 +225,7 @@ class Fit:
             baselines = score_on_dev(base, self._folder, batch_size)
         test_seconds = document_seconds * split.documents["test"]
         corpus_seconds = document_seconds * split.documents["train"]
-        estimates = _TimeEstimates(
+        estimates = TimeEstimates(
             corpus=_SAFETY_FACTOR * corpus_seconds,
             test=_SAFETY_FACTOR * test_seconds + _LOADING_SECONDS,
             guard=_SAFETY_FACTOR * guard_seconds,
@@ -249,7 +252,7 @@ class Fit:
             batch_size = self._args.per_device_eval_batch_size
             encode_corpus(base, self._model_name, corpus, store, batch_size)
 
-    def _count_folds_with_time(self, num_folds: int, estimates: _TimeEstimates) -> int:
+    def _count_folds_with_time(self, num_folds: int, estimates: TimeEstimates) -> int:
         """Return the number of folds for which time is reserved, at least 1.
 
         With a large corpus, encoding it for each fold could leave no time for the search. The other
@@ -271,10 +274,10 @@ class Fit:
             return read_tuned(self._folder.tuning)
         search_options = {
             **options,
-            "eval_data": [str(get_trial_dev_set(self._folder))],
+            "eval_data": [os.path.abspath(get_trial_dev_set(self._folder))],
             "eval_split": ["test"],
-            "passage_store": [str(self._folder.store)],
-            "corpus": [str(self._folder.data / CORPUS_FILE)],
+            "passage_store": [os.path.abspath(self._folder.store)],
+            "corpus": [os.path.abspath(self._folder.data / CORPUS_FILE)],
         }
         with self._measure("search"):
             return tune(
@@ -321,7 +324,7 @@ class Fit:
                 )
 
     def _score_other_folds(
-        self, base: DualEncoder, tuned: TunedSettings, num_folds: int, estimates: _TimeEstimates
+        self, base: DualEncoder, tuned: TunedSettings, num_folds: int, estimates: TimeEstimates
     ) -> list[FoldScores]:
         """Train and test on the folds after fold 0, as many as there is time for."""
         fold_scores = []

@@ -5,6 +5,7 @@ A setting is an option of `contaccum train`, such as ``learning_rate``.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from contaccum.comparison.options import Options, to_command_line
@@ -111,7 +112,8 @@ def make_start_options(
         settings: the options that the user gave.
         num_processes: number of processes that train together.
     """
-    train_data = str(folder.data / TRAIN_FILE)
+    # Absolute paths, so that a later start may have another working directory.
+    train_data = os.path.abspath(folder.data / TRAIN_FILE)
     # With positives="all", an epoch has a row for each positive, so updates may be larger.
     [positives] = settings.get("positives", [None])
     proposal = propose(train_data, model, positives=positives)
@@ -121,9 +123,9 @@ def make_start_options(
         micro_batch = 1 if text.lower() == "auto" else int(text)
     pairs_per_update = proposal.micro_batch * proposal.accumulation_steps
     proposed = {
-        "model": model,
+        "model": os.path.abspath(model) if os.path.isdir(model) else model,
         "train_data": train_data,
-        "output_dir": folder.retrained_model,
+        "output_dir": os.path.abspath(folder.retrained_model),
         "bank_size": proposal.bank_size,
         "temperature": proposal.temperature,
         "per_device_train_batch_size": micro_batch,

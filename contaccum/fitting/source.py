@@ -51,6 +51,12 @@ class DataSource:
     test: float | None = None
     min_score: float | None = None
 
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for sizes or a score out of range."""
+        SplitSettings(self.dev, self.test)
+        if self.min_score is not None and not math.isfinite(self.min_score):
+            raise ConfigError(f"min_score={self.min_score}: give a number")
+
     def make_record(self, output: Path) -> dict[str, Any]:
         """Return everything that decides the split, with hashes of the files, as a JSON record.
 

@@ -450,7 +450,7 @@ def test_records_of_other_trainers_are_read(tmp_path, record):
     assert parsed == Record(f"{system}q", [f"{system}p"], [f"{system}m", f"{system}n"])
 
 
-@pytest.mark.parametrize("label", [0, "0", False])
+@pytest.mark.parametrize("label", [0, "0", " 0.00", -1, False, "False", "no"])
 def test_a_pair_with_label_0_is_no_match(tmp_path, label):
     pairs = [{"query": "q1", "positive": "p1", "label": 1}]
     pairs.append({"query": "q2", "positive": "p2", "label": label})

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from sample_texts import sentences
 from small_data import read_lines, write_beir, write_lines
 
 from contaccum.cli import main
@@ -348,11 +349,35 @@ def test_a_beir_folder_keeps_its_test_set(tmp_path):
     sides = texts_by_side(tmp_path / "split")
     assert queries["q3"] not in sides["train"][0] + sides["dev"][0]
     assert split.train + split.dev == 49
-    with pytest.raises(ConfigError, match="its own test set stays"):
+    with pytest.raises(ConfigError, match="its own test set and corpus stay as they are"):
         split_data(Source(folder), tmp_path / "again", SplitSettings(test=0.1))
     other = write_lines(tmp_path / "other.jsonl", [{"_id": "1", "text": "another document"}])
     with pytest.raises(ConfigError, match="its own test set and corpus stay as they are"):
         split_data(Source(folder), tmp_path / "again", corpus=other)
+
+
+def test_the_corpus_of_a_beir_folder_without_a_test_set_is_the_haystack(tmp_path):
+    documents = {f"d{number}": ("", text) for number, text in enumerate(sentences(60, 0, 9))}
+    queries = {f"q{number}": text for number, text in enumerate(sentences(30, 1, 9))}
+    qrels = [(f"q{number}", f"d{number}", 1) for number in range(30)]
+    folder = tmp_path / "beir"
+    write_beir(folder, documents, queries, qrels, "train")
+    split = split_data(Source(folder), tmp_path / "split", SplitSettings(haystack=1))
+    assert split.documents["dev"] == split.documents["test"] == 60
+    assert len(load_beir_folder(tmp_path / "split" / "test").corpus) == 60
+
+
+def test_few_answers_of_many_questions_need_a_larger_test_set(tmp_path):
+    """The advice works: groups of 60 queries are small in a test set of 240."""
+    pairs = []
+    answers = sentences(10, 0, 9)
+    for number, query in enumerate(sentences(600, 1, 9)):
+        pairs.append({"query": query, "positive": answers[number % 10]})
+    source = Source(write_lines(tmp_path / "faq.jsonl", pairs))
+    with pytest.raises(DataError, match=r"\(raise --test to 240\)"):
+        split_data(source, tmp_path / "split")
+    split = split_data(source, tmp_path / "split", SplitSettings(test=240))
+    assert split.test == 240
 
 
 def test_unusable_documents_are_counted_once(

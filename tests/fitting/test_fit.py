@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import signal
@@ -34,6 +35,7 @@ from contaccum.fitting.folder import FitFolder
 from contaccum.fitting.result import FitResult
 from contaccum.fitting.settings import check_settings, make_start_options
 from contaccum.fitting.source import DataSource
+from contaccum.folder_lock import lock_folder
 from contaccum.training import callbacks
 from contaccum.training.config import load_evaluator
 from contaccum.tuning import search
@@ -209,11 +211,11 @@ def test_a_large_corpus_leaves_time_for_the_search_on_one_split(root, tmp_path):
     settings = {"method": ["contaccum"], "use_cpu": ["True"]}
     fit = pipeline.Fit(source, str(root / "fresh"), settings, 1000.0, folder, print)
     fit._budget = Budget(1000.0, folder.used_time_file)
-    estimates = pipeline._TimeEstimates(corpus=150.0, test=100.0, guard=0.0)
+    estimates = pipeline.TimeEstimates(corpus=150.0, test=100.0, guard=0.0)
     assert fit._count_folds_with_time(3, estimates) == 2
-    estimates = pipeline._TimeEstimates(corpus=400.0, test=400.0, guard=0.0)
+    estimates = pipeline.TimeEstimates(corpus=400.0, test=400.0, guard=0.0)
     assert fit._count_folds_with_time(3, estimates) == 1
-    estimates = pipeline._TimeEstimates(corpus=1.0, test=1.0, guard=0.0)
+    estimates = pipeline.TimeEstimates(corpus=1.0, test=1.0, guard=0.0)
     assert fit._count_folds_with_time(3, estimates) == 3
 
 
@@ -250,6 +252,56 @@ def test_a_partly_encoded_store_is_completed_even_if_the_baselines_exist(
         encoded.clear()
         fit._encode_corpus(None, split, 0.1, 0.0)
         assert bool(encoded) == is_encoded
+
+
+def test_a_second_process_in_the_folder_is_refused(root, tmp_path):
+    with (
+        lock_folder(tmp_path / "out", "contaccum fit"),
+        pytest.raises(ConfigError, match="another contaccum fit works in this folder"),
+    ):
+        contaccum.fit(root / "pairs.jsonl", model=root / "fresh", output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_fit_continues_from_another_working_directory(root, tmp_path, monkeypatch):
+    """Data and output are named by relative paths first, and by absolute paths later."""
+    monkeypatch.chdir(root)
+    options = {"model": "fresh", "test": 100, "learning_rate": 0.01, **SETTINGS}
+    relative_output = os.path.relpath(tmp_path / "out", root)
+    with monkeypatch.context() as patch:
+        kill_in_stage(patch, "tune", after=True)
+        with pytest.raises(Killed):
+            contaccum.fit("pairs.jsonl", output=relative_output, **options)
+    monkeypatch.chdir(tmp_path)
+    kill_in_stage(monkeypatch, "train_final", after=False)
+    options["model"] = str(root / "fresh")
+    with pytest.raises(Killed):
+        contaccum.fit(root / "pairs.jsonl", output=tmp_path / "out", **options)
+    config = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
+    assert Path(config["train_data"]).is_absolute()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_score": float("nan")}, "min_score=nan: give a number"),
+        ({"dev": float("inf")}, "dev=inf: give a share"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused(root, tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        contaccum.fit(root / "pairs.jsonl", output=tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_home_folder_is_expanded_in_all_paths(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(root))
+    monkeypatch.chdir(tmp_path)
+    kill_in_stage(monkeypatch, "encode_corpus", after=False)
+    with pytest.raises(Killed):
+        contaccum.fit("~/pairs.jsonl", model="~/fresh", output="~/home_out", use_cpu=True)
+    assert (root / "home_out" / "fit.json").is_file()
+    assert not (tmp_path / "~").exists()
 
 
 def test_a_fit_in_the_folder_of_its_data_can_continue(tmp_path):

@@ -19,7 +19,7 @@ import contaccum
 from contaccum.cli import main
 from contaccum.encoders.adapters import add_adapter, has_adapter
 from contaccum.encoders.interpolation import WeightInterpolation
-from contaccum.errors import ConfigError, UserError
+from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.evaluation.metrics import paired_bootstrap
 from contaccum.fitting import guard, pipeline, result
 from contaccum.fitting.folder import FitFolder
@@ -245,6 +245,20 @@ def test_model_of_another_split_is_merged_with_the_chosen_weight(root, tmp_path)
     between = guard.load_at_weight(base, tmp_path, 0.5).encode_query(texts)
     assert not (abs(between - at_zero) < 1e-4).all()
     assert not (abs(between - at_one) < 1e-4).all()
+
+
+def test_guard_with_queries_of_the_test_set_is_refused(root, tmp_path):
+    fitted = root / "fitted"
+    write_beir(fitted, {"d": ("", "a text")}, {"q": "What is  Rain"}, [("q", "d", 1)], "test")
+    other = tmp_path / "other"
+    write_beir(other, {"d": ("", "a text")}, {"x": "what is rain"}, [("x", "d", 1)], "test")
+    sets = guard.Guard([other], 0.01, FitFolder(tmp_path))
+    sets.read_sets()
+    with pytest.raises(DataError, match="has 1 queries of the test set"):
+        sets.refuse_test_queries(fitted)
+    sets = guard.Guard([root / "other"], 0.01, FitFolder(tmp_path))
+    sets.read_sets()
+    sets.refuse_test_queries(fitted)
 
 
 def test_bm25_is_named_even_if_the_base_model_is_kept():
