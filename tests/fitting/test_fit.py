@@ -263,6 +263,7 @@ def test_a_second_process_in_the_folder_is_refused(root, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_a_fit_continues_from_another_working_directory(root, tmp_path, monkeypatch):
     """Data and output are named by relative paths first, and by absolute paths later."""
     monkeypatch.chdir(root)
