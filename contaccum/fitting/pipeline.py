@@ -180,7 +180,9 @@ class Fit:
         }
         self._folder.open(request)
         try:
-            bad_records_line = self._source.hold_out(self._folder.data)
+            bad_records_line = self._source.hold_out(
+                self._folder.data, show_progress=not self._args.disable_tqdm
+            )
         except UserError:
             self._folder.remove_request()
             raise

@@ -80,12 +80,13 @@ class DataSource:
         """True if the data are a folder that `contaccum split` wrote."""
         return (self.path / RECORD_FILE).is_file()
 
-    def hold_out(self, folder: Path, fold: int = 0) -> str | None:
+    def hold_out(self, folder: Path, fold: int = 0, show_progress: bool = False) -> str | None:
         """Split the pairs into train, dev and test in a folder, unless the folder exists.
 
         Args:
             fold: the number of the split, from 0. The test sets of two folds have no query in
                 common.
+            show_progress: True for a progress bar.
 
         Returns:
             A line for the user about records that were bad or left out; None if there is none.
@@ -107,7 +108,7 @@ class DataSource:
             min_score=self.min_score,
         )
         settings = SplitSettings(self.dev, self.test, fold=fold)
-        split_data(pairs, folder, settings, self.corpus, report)
+        split_data(pairs, folder, settings, self.corpus, report, show_progress)
         if not report.reported:
             return None
         return f"{self.path}: {report.summary()}"

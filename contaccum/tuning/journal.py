@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import warnings
 from pathlib import Path
+from typing import Any
 
 import optuna
 from optuna.storages import JournalStorage
@@ -21,12 +22,14 @@ _STUDY_NAME = "contaccum"
 _PRUNING_P_VALUE = 0.01
 
 
-def open_study(folder: Path) -> optuna.Study:
+def open_study(folder: Path) -> tuple[optuna.Study, list[dict[str, Any]]]:
     """Open the journal in a folder, or create it.
 
-    Trials that a killed search has not finished are marked as failed. Their settings are tried
-    again: the search proposes an unfinished rung of a ladder again by itself, and other settings
-    are put into the queue of the study.
+    Trials that a killed search has not finished are marked as failed. The search proposes an
+    unfinished rung of a ladder again by itself.
+
+    Returns:
+        The study, and Optuna's parameters of each other unfinished trial, to be tried again.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / JOURNAL
@@ -44,6 +47,7 @@ def open_study(folder: Path) -> optuna.Study:
         pruner=pruner,
         load_if_exists=True,
     )
+    interrupted = []
     for trial in study.get_trials(states=(TrialState.RUNNING,)):
         query_scores = trial.user_attrs.get("query_scores")
         if query_scores is not None:  # the search was killed after the trial had ended
@@ -51,8 +55,8 @@ def open_study(folder: Path) -> optuna.Study:
             continue
         study.tell(trial.number, state=TrialState.FAIL)
         if "rung" not in trial.user_attrs:
-            study.enqueue_trial(trial.params)
-    return study
+            interrupted.append(trial.params)
+    return study, interrupted
 
 
 def read_finished_trials(study: optuna.Study) -> list[FinishedTrial]:

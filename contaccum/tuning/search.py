@@ -111,7 +111,7 @@ class Search:
         self._is_first_process = rank() == 0
         if not self._is_first_process:
             return  # the other processes have no journal
-        self._study = open_study(folder)
+        self._study, self._interrupted = open_study(folder)
         for earlier_trial in self._study.trials:
             settings = earlier_trial.user_attrs.get("settings", {})
             if "max_steps" in settings:
@@ -213,6 +213,8 @@ class Search:
             space = {key: setting for key, setting in self._space.items() if key in _LADDER_KEYS}
         elif set(self._space) <= _LADDER_KEYS:
             return None  # the ladders have tried everything
+        elif self._interrupted:
+            self._study.enqueue_trial(self._interrupted.pop(0))
         trial = self._study.ask()
         if rung is not None:
             trial.set_user_attr("rung", format_value(rung.multiple))

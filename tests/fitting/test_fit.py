@@ -654,9 +654,9 @@ def test_pairs_below_the_least_score_are_left_out(tmp_path):
 def test_time_of_holding_out_counts_for_the_budget(root, tmp_path, monkeypatch):
     hold_out = DataSource.hold_out
 
-    def hold_out_slowly(source: DataSource, folder: Path) -> str | None:
+    def hold_out_slowly(source: DataSource, folder: Path, **options: Any) -> str | None:
         monkeypatch.setattr(time, "monotonic", lambda: started + 100.0)
-        return hold_out(source, folder)
+        return hold_out(source, folder, **options)
 
     started = time.monotonic()
     monkeypatch.setattr(DataSource, "hold_out", hold_out_slowly)

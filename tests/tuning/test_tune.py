@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from datasets import Dataset, DatasetDict
+from optuna.trial import TrialState
 from sample_texts import sentences
 from small_data import write_beir, write_lines
 from tiny_models import tiny_encoder
@@ -301,6 +302,18 @@ def test_no_trial_of_a_method_starts_that_has_no_time_left(root, tmp_path, monke
     assert "no time is left" not in capsys.readouterr().out
 
 
+def test_a_rung_does_not_take_the_place_of_an_interrupted_trial(tmp_path):
+    """A kill in the joint search leaves parameters, which are used after the next ladder."""
+    study, interrupted = open_study(tmp_path)
+    assert interrupted == []
+    trial = study.ask()
+    trial.suggest_categorical("method of a", ["a"])
+    del trial
+    study, interrupted = open_study(tmp_path)
+    assert interrupted == [{"method of a": "a"}]
+    assert study.get_trials(states=(TrialState.WAITING,)) == []
+
+
 def test_a_trial_leaves_time_for_a_final_training_as_long_as_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(Budget, "used", lambda budget: 100.0)
     budget = Budget(600.0, tmp_path / "used.json")
@@ -427,12 +440,13 @@ def test_search_continues_after_a_kill_with_the_same_trials(root, tmp_path, monk
 
 
 def test_a_trial_that_had_ended_before_a_kill_keeps_its_score(tmp_path):
-    study = open_study(tmp_path)
+    study, _ = open_study(tmp_path)
     trial = study.ask()
     trial.set_user_attr("settings", {"method": "contaccum"})
     trial.set_user_attr("seconds", 9.0)
     trial.set_user_attr("query_scores", {"q1": 0.5, "q2": 1.0})
-    [finished] = read_finished_trials(open_study(tmp_path))
+    study, _ = open_study(tmp_path)
+    [finished] = read_finished_trials(study)
     assert finished.score == 0.75
 
 
