@@ -18,7 +18,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
@@ -403,6 +403,12 @@ def redact(content: Any) -> Any:
             keys included.
     """
     return _redact(content, _find_credentials())
+
+
+def has_credential(options: Mapping[str, Any]) -> bool:
+    """Return whether an option is a token, or contains what `redact` removes."""
+    has_token_option = any(key.endswith("_token") for key in options)
+    return has_token_option or redact(dict(options)) != dict(options)
 
 
 def _find_credentials() -> list[tuple[str, str]]:

@@ -18,8 +18,8 @@ was therefore encoded by an older encoder. A tower is the encoder in one of its 
 or for passages. Drift is the movement of a tower's embeddings since the entries were encoded.
 
 Letters in shapes: n local pairs, h hard negatives per query, m slots of the bank that have held a
-pair, d the embedding size. The documents of a pair are its positive passage, then its
-hard negatives.
+pair, d the embedding size. The documents of a pair are its positive passage, then its hard
+negatives.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from contaccum.defaults import PRECISIONS
 from contaccum.errors import ConfigError, suggest_options, translate_arguments
-from contaccum.files import redact
+from contaccum.files import has_credential, redact
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -167,9 +167,7 @@ def refuse_credentials(argv: Sequence[str], options: Mapping[str, Sequence[str]]
         argv: the command line.
         options: {key of `contaccum train`: values}, from the command line and from configs.
     """
-    has_token_option = any(key.endswith("_token") for key in options)
-    content = [*argv, dict(options)]
-    if has_token_option or redact(content) != content:
+    if has_credential(options) or redact(list(argv)) != list(argv):
         raise ConfigError(
             "an option contains a credential, and options are written to files: "
             "put it into the environment"

@@ -13,7 +13,7 @@ from contaccum.data.split import TRAIN_FILE
 from contaccum.distributed import RANK_TIMEOUT
 from contaccum.encoders.loading import is_sentence_transformer
 from contaccum.errors import ConfigError
-from contaccum.files import redact
+from contaccum.files import has_credential
 from contaccum.fitting.folder import FitFolder
 from contaccum.training import config
 from contaccum.training.arguments import ContAccumTrainingArguments
@@ -75,8 +75,7 @@ def check_settings(data: Path, model: str, settings: Options) -> ContAccumTraini
         raise ConfigError(f"{key} is set by contaccum fit itself: drop it")
     for key in sorted(NOT_IN_FIT & settings.keys()):
         raise ConfigError(f"{key} cannot be used with contaccum fit: drop it")
-    has_token = any(key.endswith("_token") for key in settings)
-    if has_token or redact(dict(settings)) != dict(settings):
+    if has_credential(settings):
         raise ConfigError(
             "a credential among the settings, which are written to files: put it into the "
             "environment"

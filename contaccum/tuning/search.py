@@ -7,8 +7,7 @@ settings together. Trials are stored in a journal, so that a search can continue
 A trial may be too slow for the budget. The trials of its method are then cut to fewer updates, or
 the method is left out. The number of updates becomes the setting ``max_steps`` of these trials.
 Unless the user has fixed the length of the training, the final training is then as long as the
-chosen trial. A trial that is significantly worse
-than the best one is stopped halfway.
+chosen trial. A trial that is significantly worse than the best one is stopped halfway.
 """
 
 from __future__ import annotations
