@@ -27,6 +27,9 @@ _MAX_SHARED_QUERIES = 0.2
 """Largest share of test queries that may have a positive in common with the training records, if
 the test set is to count as held out by passage."""
 
+_SMALL_GROUPS_PER_SET = 4
+"""Smallest number of groups in a held-out set: a larger group would decide its score."""
+
 
 class Grouping(NamedTuple):
     """The groups of the records. A group is named by a number.
@@ -46,18 +49,32 @@ class Grouping(NamedTuple):
     groups_of_test: set[int]
     num_near_duplicates: int
 
+    def list_small_groups(self, num_held_out: int) -> list[int]:
+        """Return the groups that may be held out, without those of the test set.
+
+        A group with more than a quarter of the held-out queries would decide the score.
+
+        Args:
+            num_held_out: number of queries of dev or of test, whichever is larger.
+        """
+        largest_small_group = max(1, num_held_out // _SMALL_GROUPS_PER_SET)
+        small_groups = []
+        for group, num_queries in self.queries_of_group.items():
+            if group not in self.groups_of_test and num_queries <= largest_small_group:
+                small_groups.append(group)
+        return small_groups
+
     def suggest_test_size(self, num_dev: int) -> str:
         """Return the advice for data whose small groups have too few queries to be held out.
 
-        A group is small if it has at most a quarter of the queries of test. So with a larger test
-        set, more groups are small.
+        With a larger test set, more groups are small.
         """
         sizes = []
         for group, size in self.queries_of_group.items():
             if group not in self.groups_of_test:
                 sizes.append(size)
         for largest in sorted(set(sizes)):
-            num_test = 4 * largest
+            num_test = _SMALL_GROUPS_PER_SET * largest
             num_available = sum(size for size in sizes if size <= largest)
             if num_dev <= num_test and num_available >= num_dev + num_test:
                 return f"raise --test to {num_test:,}"

@@ -363,18 +363,12 @@ def _list_small_groups(
 ) -> list[int]:
     """Return the groups that may be held out, in a random order that depends on the seed.
 
-    A group with more queries than a quarter of the larger of dev and test would decide the score.
-
     Args:
         grouping: the groups. Those that are linked with the published test set are left out.
         sizes: number of queries of "dev" and "test".
         settings: the order is that of a hash of their seed and the group.
     """
-    largest_small_group = max(1, max(sizes.values()) // 4)
-    small_groups = []
-    for group, num_queries in grouping.queries_of_group.items():
-        if group not in grouping.groups_of_test and num_queries <= largest_small_group:
-            small_groups.append(group)
+    small_groups = grouping.list_small_groups(num_held_out=max(sizes.values()))
     seed = settings.seed
     small_groups.sort(key=lambda group: hash_text(f"{seed}:{grouping.key_of_group[group]}"))
     return small_groups

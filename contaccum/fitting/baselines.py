@@ -8,9 +8,10 @@ search for settings. Trials are scored on a pool of the dev documents if there a
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from contaccum.data.beir import BeirDataset, load_beir_folder
 from contaccum.data.records import RecordReport
@@ -33,13 +34,14 @@ from contaccum.tuning.budget import Budget, format_duration, suggest_budget
 MAX_TRIAL_DOCUMENTS = 2000
 """A dev corpus with more documents is reduced to a pool, because each trial encodes it again."""
 
-NUM_MEASURED_DOCUMENTS = 64
-"""Number of documents on which the time of encoding is measured."""
-
+_NUM_MEASURED_DOCUMENTS = 64  # documents on which the time of encoding is measured
 _POOL_DEPTH = 10  # top documents of each query in a run; nDCG@10 depends on no others
 _WARM_UP_DOCUMENTS = 4
 _MAX_SHARE_OF_BUDGET = 0.75  # of the time left, for encoding before and after the search
 _ROWS_PER_SHARD = 2000  # a killed process loses at most one shard
+
+
+T = TypeVar("T")
 
 
 class TimeEstimates(NamedTuple):
@@ -61,17 +63,26 @@ def measure_seconds_per_document(
 ) -> float:
     """Return the seconds to encode one document, measured on a part of the corpus.
 
-    The documents that are measured are evenly spread, because training passages come first, and may
-    be shorter than the others.
-
     Args:
         num_documents: number of documents in the corpus.
     """
     documents = read_texts(folder.data / CORPUS_FILE, "document", RecordReport())
-    step = max(1, num_documents // NUM_MEASURED_DOCUMENTS)
-    spread_documents = islice(documents, 0, step * NUM_MEASURED_DOCUMENTS, step)
-    texts = [document.passage for document in spread_documents]
+    sample = sample_for_timing(documents, num_documents)
+    texts = [document.passage for document in sample]
     return measure_seconds_per_text(encoder, texts, batch_size)
+
+
+def sample_for_timing(documents: Iterable[T], num_documents: int) -> list[T]:
+    """Return the documents of a corpus on which the time of encoding is measured.
+
+    They are evenly spread, because training passages come first, and may be shorter than the
+    others.
+
+    Args:
+        num_documents: number of documents in the corpus.
+    """
+    step = max(1, num_documents // _NUM_MEASURED_DOCUMENTS)
+    return list(islice(documents, 0, step * _NUM_MEASURED_DOCUMENTS, step))
 
 
 def measure_seconds_per_text(encoder: DualEncoder, texts: list[str], batch_size: int) -> float:

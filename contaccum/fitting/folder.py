@@ -14,6 +14,7 @@ from contaccum.files import read_json, redact, write_json
 
 # Keys of a request that hold hashes, and what is hashed.
 _HASHED = {"content": "the data", "corpus_content": "the corpus"}
+_HASH_OF_PATH = {"path": "content", "corpus": "corpus_content"}
 
 
 @dataclass(frozen=True)
@@ -149,25 +150,37 @@ class FitFolder:
                 "name another output folder, or remove this one"
             )
         earlier_request = record.get("request", {})
-        # The same files may have been named by other paths, such as absolute ones.
-        same_keys = set()
-        for key, hash_key in (("path", "content"), ("corpus", "corpus_content")):
-            if request.get(hash_key) is not None:
-                if request[hash_key] == earlier_request.get(hash_key):
-                    same_keys.add(key)
-        for key, value in request.items():
-            earlier_value = earlier_request.get(key)
-            if earlier_value == value or key in same_keys:
-                continue
-            if key in _HASHED:
-                raise ConfigError(
-                    f"{self.path}: this folder has an unfinished fit, and {_HASHED[key]} has "
-                    "changed since it started; name another output folder"
-                )
+        changed_key = _find_changed_key(request, earlier_request)
+        if changed_key is None:
+            return
+        if changed_key in _HASHED:
             raise ConfigError(
-                f"{self.path}: this folder has an unfinished fit with {key}={earlier_value}, "
-                f"and this call has {key}={value}; name another output folder"
+                f"{self.path}: this folder has an unfinished fit, and {_HASHED[changed_key]} has "
+                "changed since it started; name another output folder"
             )
+        raise ConfigError(
+            f"{self.path}: this folder has an unfinished fit with "
+            f"{changed_key}={earlier_request.get(changed_key)}, and this call has "
+            f"{changed_key}={request[changed_key]}; name another output folder"
+        )
+
+
+def _find_changed_key(request: dict[str, Any], earlier_request: dict[str, Any]) -> str | None:
+    """Return the first key of a request whose value is not that of the earlier one, or None.
+
+    A path may differ if its content is the same: the same file may have been named by another path,
+    such as an absolute one.
+    """
+    for key, value in request.items():
+        if value == earlier_request.get(key):
+            continue
+        if key in _HASH_OF_PATH:
+            hash_key = _HASH_OF_PATH[key]
+            content = request.get(hash_key)
+            if content is not None and content == earlier_request.get(hash_key):
+                continue
+        return key
+    return None
 
 
 def hash_content(path: Path, output: Path) -> str:

@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +24,9 @@ from contaccum.errors import DataError
 from contaccum.evaluation.beir_sets import load_data
 from contaccum.files import AnyPath, read_json, write_json
 from contaccum.fitting.baselines import (
-    NUM_MEASURED_DOCUMENTS,
     get_trial_dev_set,
     measure_seconds_per_text,
+    sample_for_timing,
 )
 from contaccum.fitting.final import load_trained
 from contaccum.fitting.folder import FitFolder
@@ -184,8 +183,7 @@ def _read_guard_set(source: str) -> _GuardSet:
     """
     dataset = load_data(source)
     sample = []
-    step = max(1, len(dataset.corpus) // NUM_MEASURED_DOCUMENTS)
-    for document in islice(dataset.corpus.values(), 0, step * NUM_MEASURED_DOCUMENTS, step):
+    for document in sample_for_timing(dataset.corpus.values(), len(dataset.corpus)):
         sample.append(passage_text(document.get("title") or "", document["text"]))
     queries = frozenset(normalise(query) for query in dataset.queries.values())
     return _GuardSet(source, dataset.fingerprint, len(dataset.corpus), sample, queries)

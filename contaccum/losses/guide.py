@@ -56,19 +56,7 @@ class Guide:
         guide_tokenizer = _get_tokenizer(guide)
         model_limit = model.max_seq_length or _NO_LIMIT
         guide_limit = guide.max_seq_length or _NO_LIMIT
-        first_modules = [model[0]]
-        if isinstance(model[0], Router):
-            first_modules = [next(route.children()) for route in model[0].sub_modules.values()]
-        for first_module in first_modules:
-            tower_tokenizer = getattr(first_module, "tokenizer", None)
-            if tower_tokenizer is None or tower_tokenizer is model_tokenizer:
-                continue
-            if tower_tokenizer.get_vocab() != model_tokenizer.get_vocab():
-                raise ConfigError(
-                    "guide: the encoders of queries and documents have tokenizers with different "
-                    "vocabularies, so their texts cannot be decoded for the guide. Train without "
-                    "guide"
-                )
+        _require_one_vocabulary(model, model_tokenizer)
         self.tokenizer: PreTrainedTokenizerBase | None = None
         has_same_vocabulary = model_tokenizer.get_vocab() == guide_tokenizer.get_vocab()
         if guide_limit < model_limit or not has_same_vocabulary:
@@ -128,6 +116,25 @@ def _get_tokenizer(model: SentenceTransformer) -> PreTrainedTokenizerBase:
             "read the same texts. Use another guide, or train without guide"
         )
     return tokenizer
+
+
+def _require_one_vocabulary(
+    model: SentenceTransformer, model_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raise `ConfigError` if an encoder of the model has another vocabulary than its tokenizer."""
+    encoders = [model[0]]
+    if isinstance(model[0], Router):
+        encoders = [next(route.children()) for route in model[0].sub_modules.values()]
+    for encoder in encoders:
+        tokenizer = getattr(encoder, "tokenizer", None)
+        if tokenizer is None or tokenizer is model_tokenizer:
+            continue
+        if tokenizer.get_vocab() != model_tokenizer.get_vocab():
+            raise ConfigError(
+                "guide: the encoders of queries and documents have tokenizers with different "
+                "vocabularies, so their texts cannot be decoded for the guide. Train without "
+                "guide"
+            )
 
 
 def _split_into_batches(features: dict[str, Any], batch_size: int) -> list[dict[str, Any]]:
