@@ -100,6 +100,8 @@ def run(argv: Sequence[str]) -> int:
     quality = "exact search"
     if recall is not None:
         quality = f"recall against exact search: {recall}"
+    elif args.no_recall:
+        quality = "recall not measured"
     print(f"{len(query_ids):,} queries over {len(store):,} rows in {seconds:,.1f} s; {quality}")
     print(f"written: {args.output}, and its record {record_file}")
     return 0
@@ -130,6 +132,11 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(
             "--index Flat searches the store itself and needs no file: "
             "leave --index_file out, or name another --index"
+        )
+    if args.no_recall and args.index == "Flat":
+        raise ConfigError(
+            "--index Flat is exact, so --no_recall does nothing: leave it out, or name another "
+            "--index"
         )
     return args
 
@@ -184,6 +191,12 @@ def _make_parser() -> Parser:
         type=Path,
         metavar="PATH",
         help="memory-map the index in this file; if there is no such file, build and write it",
+    )
+    parser.add_argument(
+        "--no_recall",
+        action="store_true",
+        help="do not measure the recall of an approximate index, which needs an exact search of "
+        "the whole store",
     )
     return parser
 
@@ -325,7 +338,9 @@ def _search(
         return None
     scores, rows = ranking
     seconds = time.perf_counter() - start_time
-    recall = faiss_index.recall_against_exact(index, queries, rows)
+    recall = None
+    if not args.no_recall:
+        recall = faiss_index.recall_against_exact(index, queries, rows, show_progress)
     record = {
         "index": index.factory,
         "index_parameters": index.parameters,

@@ -305,7 +305,7 @@ def order_ties_by_id(
 
 
 def recall_against_exact(
-    index: DenseIndex, queries: np.ndarray, rows: np.ndarray
+    index: DenseIndex, queries: np.ndarray, rows: np.ndarray, show_progress: bool = False
 ) -> dict[str, float] | None:
     """Compute the share of the exact results that an approximate index found.
 
@@ -313,6 +313,7 @@ def recall_against_exact(
         index: the index that was searched.
         queries: float32 (n, d), all queries. At most 100 of them, evenly spread, are compared.
         rows: (n, k), the rows that `search` returned for them.
+        show_progress: show a progress bar of the exact search, which reads the whole corpus.
 
     Returns:
         {"queries": number of compared queries, "recall@k": share}; None for an exact index or no
@@ -323,7 +324,7 @@ def recall_against_exact(
     k = rows.shape[1]
     sample = np.unique(np.linspace(0, len(queries) - 1, 100).astype(np.int64))
     exact_index = build_index(index.corpus, metric=index.metric)
-    _, exact_rows = search(exact_index, queries[sample], k)
+    _, exact_rows = search(exact_index, queries[sample], k, show_progress)
     recalls = []
     for exact_line, line in zip(exact_rows, rows[sample], strict=True):
         recalls.append(np.isin(exact_line, line).mean())

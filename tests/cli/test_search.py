@@ -17,6 +17,7 @@ from contaccum import DualEncoder
 from contaccum.cli import main
 from contaccum.evaluation.results import read_trec_run
 from contaccum.retrieval import exact_search
+from contaccum.retrieval import index as index_module
 from contaccum.retrieval.index import build_index, search
 from contaccum.retrieval.store import EmbeddingStore
 
@@ -173,6 +174,18 @@ def test_index_file_is_written_once_and_used_again(root, tmp_path):
     assert record["index_parameters"] == "nprobe=2"
 
 
+def test_recall_need_not_be_measured(root, tmp_path, monkeypatch, capsys):
+    def refuse_recall(*arguments):
+        raise AssertionError("the recall was measured")
+
+    monkeypatch.setattr(index_module, "recall_against_exact", refuse_recall)
+    output = tmp_path / "run.trec"
+    assert run(root, output, "--index", "IVF4,Flat", "--no_recall") == 0
+    assert capsys.readouterr().out.splitlines()[-2].endswith("recall not measured")
+    assert json.loads((tmp_path / "run.trec.json").read_text())["search"]["recall"] is None
+    assert len(read_trec_run(output)) == len(QUERIES)
+
+
 def test_a_model_that_cuts_its_embeddings_does_not_search_uncut_ones(root, tmp_path, capsys):
     model = DualEncoder.from_pretrained(str(root / "encoder"), device="cpu", truncate_dim=8)
     model.save_pretrained(str(tmp_path / "cut"))
@@ -199,6 +212,7 @@ def test_a_store_is_searched_with_the_passage_length_that_it_was_encoded_with(
         ([], None, "name a MODEL"),
         (["--output", "run.json"], "encoder", "end its name in .trec"),
         (["--index_file", "x.faiss"], "encoder", "leave --index_file out"),
+        (["--no_recall"], "encoder", "--no_recall does nothing"),
         (
             ["--index", "SQ8", "--index_file", "/dev/null/x"],
             "no model",
