@@ -13,17 +13,22 @@ WORDS = (  # noqa: SIM905  # sixty quoted words are harder to read
 
 
 def sentences(count: int, seed: int = 0, length: int = 6) -> list[str]:
-    """Return ``count`` distinct sentences over WORDS."""
+    """Return ``count`` distinct sentences of ``length`` random WORDS and the sentence's number."""
     generator = torch.Generator().manual_seed(seed)
-    picks = torch.randint(len(WORDS), (count, length), generator=generator)
-    return [
-        " ".join(WORDS[i] for i in row) + f" {number}" for number, row in enumerate(picks.tolist())
-    ]
+    word_indices = torch.randint(len(WORDS), (count, length), generator=generator)
+    texts = []
+    for number, indices in enumerate(word_indices.tolist()):
+        words = " ".join([WORDS[index] for index in indices])
+        # The number makes the sentences distinct.
+        texts.append(f"{words} {number}")
+    return texts
 
 
 def features(model: Any, n: int, columns: int = 2, seed: int = 0) -> list[dict[str, Any]]:
     """Return features of n queries and of n texts per further column, as losses receive them."""
     tasks = ["query"] + ["document"] * (columns - 1)
-    return [
-        model.preprocess(sentences(n, seed * 10 + i), task=task) for i, task in enumerate(tasks)
-    ]
+    features_by_column = []
+    for column, task in enumerate(tasks):
+        texts = sentences(n, seed=seed * 10 + column)
+        features_by_column.append(model.preprocess(texts, task=task))
+    return features_by_column

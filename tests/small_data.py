@@ -7,33 +7,30 @@ from typing import Any
 
 from sample_texts import sentences
 
-ANIMALS, PLACES = (
-    ("cat", "dog", "bird", "fish"),
-    ("tree", "river", "stone", "house", "road", "city"),
-)
+ANIMALS = ("cat", "dog", "bird", "fish")
+PLACES = ("tree", "river", "stone", "house", "road", "city")
 
 
 def write_lines(path: Path, records: list[dict[str, Any]]) -> Path:
-    """A file of JSON lines."""
+    """Write a file of JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records),
-        encoding="utf-8",
-    )
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    path.write_text("".join(lines), encoding="utf-8")
     return path
 
 
 def read_lines(path: Path) -> list[Any]:
+    """Read a file of JSON lines."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder, by its name in it."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    """Return {path relative to the folder: bytes} for all files in a folder and its subfolders."""
+    bytes_by_path = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            bytes_by_path[str(path.relative_to(folder))] = path.read_bytes()
+    return bytes_by_path
 
 
 def write_beir(
@@ -45,16 +42,27 @@ def write_beir(
         documents: {document id: (title, text)}.
         queries: {query id: text}.
         qrels: judgements (query id, document id, grade).
+        split: name of the file of judgements.
     """
-    write_lines(
-        folder / "corpus.jsonl",
-        [{"_id": i, "title": t, "text": x} for i, (t, x) in documents.items()],
-    )
-    write_lines(folder / "queries.jsonl", [{"_id": i, "text": text} for i, text in queries.items()])
+    corpus_records = []
+    for document_id, (title, text) in documents.items():
+        corpus_records.append({"_id": document_id, "title": title, "text": text})
+    write_lines(folder / "corpus.jsonl", corpus_records)
+    query_records = []
+    for query_id, text in queries.items():
+        query_records.append({"_id": query_id, "text": text})
+    write_lines(folder / "queries.jsonl", query_records)
     (folder / "qrels").mkdir()
-    rows = ["query-id\tcorpus-id\tscore", *("\t".join(map(str, row)) for row in qrels)]
-    (folder / "qrels" / f"{split}.tsv").write_text("\n".join(rows) + "\n")
+    write_qrels(folder / "qrels" / f"{split}.tsv", qrels)
     return folder
+
+
+def write_qrels(path: Path, qrels: list[tuple]) -> None:
+    """Write judgements (query id, document id, grade) as a table with a header."""
+    lines = ["query-id\tcorpus-id\tscore\n"]
+    for query_id, document_id, grade in qrels:
+        lines.append(f"{query_id}\t{document_id}\t{grade}\n")
+    path.write_text("".join(lines))
 
 
 def write_judged_places(folder: Path, train: bool = False) -> Path:
@@ -62,14 +70,15 @@ def write_judged_places(folder: Path, train: bool = False) -> Path:
 
     Each judged query has three relevant documents. With ``train``, the split train equals test.
     """
-    documents = {
-        f"{a}-{p}": (f"the {a}", f"one {a} sits on the {p}") for a in ANIMALS for p in PLACES
-    }
-    queries = {f"q{number}": f"where is the {place}" for number, place in enumerate(PLACES)} | {
-        "unjudged": "who"
-    }
-    grades = zip(ANIMALS, (2, 1, 0, 1), strict=True)
-    qrels = [(f"q{n}", f"{a}-{p}", grade) for a, grade in grades for n, p in enumerate(PLACES)]
+    documents = {}
+    qrels = []
+    for animal, grade in zip(ANIMALS, (2, 1, 0, 1), strict=True):
+        for number, place in enumerate(PLACES):
+            document_id = f"{animal}-{place}"
+            documents[document_id] = (f"the {animal}", f"one {animal} sits on the {place}")
+            qrels.append((f"q{number}", document_id, grade))
+    queries = {f"q{number}": f"where is the {place}" for number, place in enumerate(PLACES)}
+    queries["unjudged"] = "who"
     write_beir(folder, documents, queries, qrels, "test")
     if train:
         shutil.copy(folder / "qrels" / "test.tsv", folder / "qrels" / "train.tsv")
@@ -81,14 +90,30 @@ def write_judged_sentences(folder: Path) -> Path:
 
     Each query has one relevant document.
     """
-    documents = {f"d{row}": ("", text) for row, text in enumerate(sentences(40, 3, 9))}
-    queries = {f"q{row}": text for row, text in enumerate(sentences(32, 4))}
-    write_beir(
-        folder, documents, queries, [(f"q{row}", f"d{row}", 1) for row in range(24)], "train"
-    )
-    judged = "".join(f"q{row}\td{row}\t1\n" for row in range(24, 32))
-    (folder / "qrels" / "test.tsv").write_text(f"query-id\tcorpus-id\tscore\n{judged}")
+    documents = make_documents("d", sentences(40, 3, 9))
+    queries = make_queries("q", sentences(32, 4))
+    qrels = [(f"q{number}", f"d{number}", 1) for number in range(len(queries))]
+    write_beir(folder, documents, queries, qrels[:24], "train")
+    write_qrels(folder / "qrels" / "test.tsv", qrels[24:])
     return folder
+
+
+def make_documents(prefix: str, texts: list[str]) -> dict[str, tuple[str, str]]:
+    """Return documents without titles, {document id: ("", text)}."""
+    return {f"{prefix}{number}": ("", text) for number, text in enumerate(texts)}
+
+
+def make_queries(prefix: str, texts: list[str]) -> dict[str, str]:
+    """Return queries, {query id: text}."""
+    return {f"{prefix}{number}": text for number, text in enumerate(texts)}
+
+
+def write_pairs(path: Path, queries: list[str], positives: list[str]) -> Path:
+    """Write training pairs, a query and its positive in each line."""
+    records = []
+    for query, positive in zip(queries, positives, strict=True):
+        records.append({"query": query, "positive": positive})
+    return write_lines(path, records)
 
 
 def write_training_and_beir_data(root: Path, pairs: int) -> None:
@@ -96,34 +121,37 @@ def write_training_and_beir_data(root: Path, pairs: int) -> None:
 
     The BEIR folder has 8 documents and 4 queries with one positive each.
     """
-    rows = zip(sentences(pairs, 1), sentences(pairs, 2, 9), strict=True)
-    write_lines(root / "pairs.jsonl", [{"query": q, "positive": p} for q, p in rows])
-    documents = {f"corpus{i}": ("", text) for i, text in enumerate(sentences(8, 3))}
-    queries = {f"queries{i}": text for i, text in enumerate(sentences(4, 4))}
-    write_beir(
-        root / "beir",
-        documents,
-        queries,
-        [(f"queries{i}", f"corpus{i}", 1) for i in range(4)],
-        "test",
-    )
+    write_pairs(root / "pairs.jsonl", sentences(pairs, 1), sentences(pairs, 2, 9))
+    documents = make_documents("corpus", sentences(8, 3))
+    queries = make_queries("queries", sentences(4, 4))
+    qrels = [(f"queries{number}", f"corpus{number}", 1) for number in range(len(queries))]
+    write_beir(root / "beir", documents, queries, qrels, "test")
 
 
 def write_pairs_to_mine(path: Path) -> Path:
     """Write 40 pairs of 36 queries. The last 4 pairs have the first 4 queries again."""
     queries = sentences(36, 1)
-    rows = zip([*queries, *queries[:4]], sentences(40, 2, 9), strict=True)
-    return write_lines(path, [{"query": q, "positive": p} for q, p in rows])
+    return write_pairs(path, [*queries, *queries[:4]], sentences(40, 2, 9))
 
 
 def write_beir_to_mine(folder: Path) -> Path:
-    """Write a BEIR folder with 30 documents and 10 queries with 1 or 2 positives each."""
-    texts = zip(sentences(30, 3, 2), sentences(30, 4, 9), strict=True)
-    queries = {f"q{i}": text for i, text in enumerate(sentences(10, 5))}
-    qrels = [
-        (f"q{i}", f"d{(3 * i + j) % 30}", (1, 0, 2)[j]) for i in range(10) for j in range(3 - i % 2)
-    ]
-    return write_beir(folder, {f"d{i}": text for i, text in enumerate(texts)}, queries, qrels)
+    """Write a BEIR folder with 30 documents and 10 queries with 1 or 2 positives each.
+
+    Queries with an even number have three judgements, with the grades 1, 0 and 2. The others have
+    two, with the grades 1 and 0.
+    """
+    documents = {}
+    titles = sentences(30, 3, 2)
+    texts = sentences(30, 4, 9)
+    for number, (title, text) in enumerate(zip(titles, texts, strict=True)):
+        documents[f"d{number}"] = (title, text)
+    queries = make_queries("q", sentences(10, 5))
+    qrels = []
+    for number in range(len(queries)):
+        grades = (1, 0, 2) if number % 2 == 0 else (1, 0)
+        for position, grade in enumerate(grades):
+            qrels.append((f"q{number}", f"d{3 * number + position}", grade))
+    return write_beir(folder, documents, queries, qrels)
 
 
 def write_open_qa(folder: Path) -> list[str]:

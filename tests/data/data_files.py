@@ -28,71 +28,86 @@ def put(path: Path, content: str | bytes) -> Path:
     """Write text or bytes, compressed if the name ends in .gz."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode() if isinstance(content, str) else content
-    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+    if path.suffix == ".gz":
+        # Without a time, equal contents give equal files.
+        data = gzip.compress(data, mtime=0)
+    path.write_bytes(data)
     return path
 
 
 def lines(records: list[Any]) -> str:
+    """Return the text of a file of JSON lines."""
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
 def put_lines(path: Path, *records: Any, end: str = "") -> Path:
-    """Write a file of JSON lines."""
+    """Write a file of JSON lines, and ``end`` after the last line."""
     return put(path, lines(list(records)) + end)
 
 
 def passage(title: str | None, text: str) -> dict[str, Any]:
+    """Return a passage object of a DPR or Tevatron file."""
     return {"docid": "7", "title": title, "text": text}
 
 
 def dpr_records() -> list[dict[str, Any]]:
-    return [
-        {
-            "question": record.query,
-            "answers": ["an answer"],
-            "positive_ctxs": [passage(title, text)],
-            "negative_ctxs": [passage("", "random")],
-            "hard_negative_ctxs": [passage("", negative) for negative in record.negatives],
-        }
-        for record, title, text in zip(RECORDS, TITLES, TEXTS, strict=True)
-    ]
+    """Return RECORDS as the objects of a DPR file."""
+    dpr = []
+    for record, title, text in zip(RECORDS, TITLES, TEXTS, strict=True):
+        dpr.append(
+            {
+                "question": record.query,
+                "answers": ["an answer"],
+                "positive_ctxs": [passage(title, text)],
+                "negative_ctxs": [passage("", "random")],
+                "hard_negative_ctxs": [passage("", negative) for negative in record.negatives],
+            }
+        )
+    return dpr
 
 
 def tevatron_records() -> list[dict[str, Any]]:
-    names = {
-        "question": "query",
-        "positive_ctxs": "positive_passages",
-        "hard_negative_ctxs": "negative_passages",
-    }
-    return [
-        {names[name]: value for name, value in record.items() if name in names}
-        for record in dpr_records()
-    ]
+    """Return RECORDS as the objects of a Tevatron file."""
+    tevatron = []
+    for record in dpr_records():
+        tevatron.append(
+            {
+                "query": record["question"],
+                "positive_passages": record["positive_ctxs"],
+                "negative_passages": record["hard_negative_ctxs"],
+            }
+        )
+    return tevatron
 
 
 def rows() -> list[dict[str, Any]]:
-    return [
-        {
-            "query": r.query,
-            "title": title,
-            "positive": text,
-            "negative_1": r.negatives[0],
-            "negative_2": r.negatives[1],
-        }
-        for r, title, text in zip(RECORDS, TITLES, TEXTS, strict=True)
-    ]
+    """Return RECORDS as the rows of a table."""
+    table = []
+    for record, title, text in zip(RECORDS, TITLES, TEXTS, strict=True):
+        table.append(
+            {
+                "query": record.query,
+                "title": title,
+                "positive": text,
+                "negative_1": record.negatives[0],
+                "negative_2": record.negatives[1],
+            }
+        )
+    return table
 
 
 def delimited(delimiter: str, end: str = "\r\n") -> str:
+    """Return the text of a delimited file, such as CSV, with a header and the rows of RECORDS."""
     text = io.StringIO()
-    writer = csv.writer(text, delimiter=delimiter, lineterminator=end)
-    header = list(rows()[0])
-    writer.writerow(header)
-    writer.writerows([row[name] for name in header] for row in rows())
+    table = rows()
+    writer = csv.DictWriter(text, list(table[0]), delimiter=delimiter, lineterminator=end)
+    writer.writeheader()
+    writer.writerows(table)
     return text.getvalue()
 
 
 def put_parquet(path: Path, records: list[dict[str, Any]] | None = None, **options: Any) -> Path:
+    """Write records, or the rows of RECORDS, as a Parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -101,6 +116,7 @@ def put_parquet(path: Path, records: list[dict[str, Any]] | None = None, **optio
 
 
 def put_saved(path: Path, records: list[dict[str, Any]] | None = None) -> Path:
+    """Write records, or the rows of RECORDS, as a saved data set of Hugging Face datasets."""
     from datasets import Dataset
 
     Dataset.from_list(records or rows()).save_to_disk(str(path))
@@ -108,31 +124,51 @@ def put_saved(path: Path, records: list[dict[str, Any]] | None = None) -> Path:
 
 
 def put_beir(folder: Path) -> Path:
-    documents = {
-        f"d{i}": (title or "", text)
-        for i, (title, text) in enumerate(zip(TITLES, TEXTS, strict=True))
-    }
-    queries = {f"q{i}": record.query for i, record in enumerate(RECORDS)}
-    return write_beir(folder, documents, queries, [(f"q{i}", f"d{i}", 1) for i in range(3)])
+    """Write RECORDS as a BEIR folder, without the negatives, for which BEIR has no place."""
+    documents = {}
+    queries = {}
+    qrels = []
+    for i, record in enumerate(RECORDS):
+        documents[f"d{i}"] = (TITLES[i] or "", TEXTS[i])
+        queries[f"q{i}"] = record.query
+        qrels.append((f"q{i}", f"d{i}", 1))
+    return write_beir(folder, documents, queries, qrels)
 
 
 def put_msmarco(folder: Path) -> Path:
-    """Write a folder: passages 0-2 are positives of queries 100-102, passages 10-15 negatives."""
-    negatives = [negative for record in RECORDS for negative in record.negatives]
-    passages = [f"{i}\t{r.positives[0]}" for i, r in enumerate(RECORDS)]
-    passages += [f"{10 + i}\t{negative}" for i, negative in enumerate(negatives)]
-    # The order of both files differs from that of the judgements.
-    put(folder / "collection.tsv", "".join(f"{line}\n" for line in reversed(passages)))
-    queries = [f"{100 + i}\t{r.query}\n" for i, r in enumerate(RECORDS)]
+    """Write RECORDS as a folder of MS MARCO.
+
+    Passages 0-2 are the positives of queries 100-102, and passages 10-15 their negatives. Query 103
+    has no judgement.
+    """
+    queries = []
+    judgements = []
+    triples = []
+    positives = []
+    negatives = []
+    for i, record in enumerate(RECORDS):
+        query_id = 100 + i
+        queries.append(f"{query_id}\t{record.query}\n")
+        positives.append(f"{i}\t{record.positives[0]}\n")
+        judgements.append(f"{query_id}\t0\t{i}\t1\n")
+        for negative in record.negatives:
+            negative_id = 10 + len(negatives)
+            negatives.append(f"{negative_id}\t{negative}\n")
+            triples.append(f"{query_id}\t{i}\t{negative_id}\n")
+    # The order of passages and queries differs from that of the judgements.
+    put(folder / "collection.tsv", "".join(reversed(positives + negatives)))
     put(folder / "queries.train.tsv", "".join(reversed(queries)) + "103\tnot judged\n")
-    put(folder / "qrels.train.tsv", "".join(f"{100 + i}\t0\t{i}\t1\n" for i in range(3)))
-    triples = [f"{100 + i // 2}\t{i // 2}\t{10 + i}\n" for i in range(6)]
+    put(folder / "qrels.train.tsv", "".join(judgements))
     put(folder / "qidpidtriples.train.full.2.tsv", "".join(triples))
     return folder
 
 
 def text_triples() -> str:
-    return "".join(f"{r.query}\t{r.positives[0]}\t{r.negatives[0]}\n" for r in RECORDS)
+    """Return a table without a header: query, positive, negative."""
+    lines_of_table = []
+    for record in RECORDS:
+        lines_of_table.append(f"{record.query}\t{record.positives[0]}\t{record.negatives[0]}\n")
+    return "".join(lines_of_table)
 
 
 # {format: function that writes RECORDS into a folder and returns the source}
@@ -152,18 +188,21 @@ def peak_of_reading(source: Path) -> tuple[int, int]:
     """Return the number of records, and the peak of memory in bytes while they are read."""
     tracemalloc.start()
     try:
-        return sum(1 for _ in read_records(source)), tracemalloc.get_traced_memory()[1]
+        num_records = sum(1 for _ in read_records(source))
+        _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
+    return num_records, peak
 
 
 def ids(*texts: str) -> list[int]:
+    """Return the ids of texts, as they are in labels."""
     return text_ids(texts).tolist()
 
 
 def read(source: str | Path, **options: Any) -> tuple[list[Record], RecordReport]:
-    """Return all records of a source without bad records, and the report."""
+    """Read all records of a source that has no bad record; return them and the report."""
     report = RecordReport()
     records = list(read_records(source, report=report, **options))
-    assert report.seen == report.used + report.reported
+    assert report.reported == report.by_reason.total()
     return records, report

@@ -11,17 +11,23 @@ NUM_COLUMNS = 3
 
 
 def test_ids_and_scores_survive_encoding_bit_for_bit():
-    rows = [encode(text_ids=i, teacher_scores=s) for i, s in zip(IDS, SCORES, strict=True)]
+    rows = [
+        encode(text_ids=IDS[0], teacher_scores=SCORES[0]),
+        encode(text_ids=IDS[1], teacher_scores=SCORES[1]),
+    ]
     labels = decode(torch.tensor(rows), NUM_COLUMNS)
-    assert labels.text_ids is not None and labels.text_ids.tolist() == IDS
+    assert labels.text_ids is not None
+    assert labels.text_ids.tolist() == IDS
     assert labels.teacher_scores is not None
+    # Bits, because -0.0 == 0.0
     bits = labels.teacher_scores.view(torch.int32)
     assert torch.equal(bits, torch.tensor(SCORES).view(torch.int32))
 
 
 def test_ids_or_scores_alone_are_decoded_as_what_they_are():
     ids = decode(torch.tensor([encode(text_ids=row) for row in IDS]), NUM_COLUMNS)
-    assert ids.text_ids is not None and ids.text_ids.tolist() == IDS
+    assert ids.text_ids is not None
+    assert ids.text_ids.tolist() == IDS
     assert ids.teacher_scores is None
     scores = decode(torch.tensor([encode(teacher_scores=row) for row in SCORES]), NUM_COLUMNS)
     assert scores.teacher_scores is not None
@@ -31,12 +37,15 @@ def test_ids_or_scores_alone_are_decoded_as_what_they_are():
 
 def test_row_numbers_are_decoded_with_and_without_ids():
     numbers = decode_row_numbers(torch.tensor([encode(row_number=7), encode(row_number=9)]))
-    assert numbers.row_numbers is not None and numbers.row_numbers.tolist() == [7, 9]
+    assert numbers.row_numbers is not None
+    assert numbers.row_numbers.tolist() == [7, 9]
     assert numbers.text_ids is None
     rows = [encode(row_number=7, text_ids=IDS[0]), encode(row_number=9, text_ids=IDS[1])]
-    both = decode_row_numbers(torch.tensor(rows))
-    assert both.row_numbers is not None and both.row_numbers.tolist() == [7, 9]
-    assert both.text_ids is not None and both.text_ids.tolist() == IDS
+    numbers_and_ids = decode_row_numbers(torch.tensor(rows))
+    assert numbers_and_ids.row_numbers is not None
+    assert numbers_and_ids.row_numbers.tolist() == [7, 9]
+    assert numbers_and_ids.text_ids is not None
+    assert numbers_and_ids.text_ids.tolist() == IDS
 
 
 @pytest.mark.parametrize(

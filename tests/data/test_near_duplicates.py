@@ -9,14 +9,18 @@ from scipy.cluster.hierarchy import DisjointSet
 from contaccum.data.near_duplicates import join_near_duplicates
 
 
-def group(texts: list[str]) -> list[set[str]]:
+def group_near_duplicates(texts: list[str]) -> list[set[str]]:
     """Return the groups of near-duplicates, sorted by their first text."""
     groups = DisjointSet(range(len(texts)))
     join_near_duplicates(texts, groups)
-    return sorted(({texts[index] for index in members} for members in groups.subsets()), key=min)
+    text_groups = []
+    for indices in groups.subsets():
+        text_groups.append({texts[index] for index in indices})
+    return sorted(text_groups, key=min)
 
 
 def make_words(generator: random.Random, num_words: int) -> list[str]:
+    """Return random words, "w0" to "w999999"."""
     return [f"w{generator.randrange(10**6)}" for _ in range(num_words)]
 
 
@@ -34,39 +38,41 @@ def make_changed_texts(num_texts: int) -> list[str]:
 
 def test_texts_of_one_template_are_one_group_and_few_of_them_are_stored(monkeypatch):
     """If all of them were stored, the time would be quadratic in their number."""
-    stored: list[int] = []
+    stored_indices: list[int] = []
     insert = MinHashLSH.insert
 
-    def count_insert(self: MinHashLSH, key: int, *args: object, **kwargs: object) -> None:
-        stored.append(key)
-        insert(self, key, *args, **kwargs)
+    def insert_and_record(self: MinHashLSH, index: int, *args: object, **kwargs: object) -> None:
+        stored_indices.append(index)
+        insert(self, index, *args, **kwargs)
 
-    monkeypatch.setattr(MinHashLSH, "insert", count_insert)
-    texts = [
+    monkeypatch.setattr(MinHashLSH, "insert", insert_and_record)
+    template = (
         "please tell me what the current account balance and the status of the order of the "
-        f"customer with the following number is: {number:04d}"
-        for number in range(300)
-    ]
-    assert group([*texts, "another text"]) == [{"another text"}, set(texts)]
-    assert len(stored) < 60
+        "customer with the following number is: "
+    )
+    texts = [f"{template}{number:04d}" for number in range(300)]
+    assert group_near_duplicates([*texts, "another text"]) == [{"another text"}, set(texts)]
+    assert len(stored_indices) < 60
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_groups_do_not_depend_on_the_order_of_the_texts(seed):
-    generator = random.Random(seed + 1)
     texts = make_changed_texts(60)
-    texts += [" ".join(make_words(generator, 20)) for _ in range(20)]
-    shuffled = random.Random(seed).sample(texts, len(texts))
-    groups = group(shuffled)
-    assert groups == group(texts)
+    # Texts with no near-duplicate. A seed above 0, because make_changed_texts uses seed 0.
+    generator = random.Random(seed + 1)
+    for _ in range(20):
+        texts.append(" ".join(make_words(generator, 20)))
+    shuffled_texts = random.Random(seed).sample(texts, len(texts))
+    groups = group_near_duplicates(shuffled_texts)
+    assert groups == group_near_duplicates(texts)
     assert sorted(map(len, groups)) == [1] * 20 + [60]
 
 
 def test_vowel_signs_of_hindi_count():
     """Python's pattern for letters does not match these signs."""
     texts = ["\u0915\u093e " * 4, "\u0915\u0940 " * 4]
-    assert group(texts) == [{texts[0]}, {texts[1]}]
+    assert group_near_duplicates(texts) == [{texts[0]}, {texts[1]}]
 
 
 def test_texts_of_symbols_are_compared_as_they_are():
-    assert group(["+++", "???"]) == [{"+++"}, {"???"}]
+    assert group_near_duplicates(["+++", "???"]) == [{"+++"}, {"???"}]

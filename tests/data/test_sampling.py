@@ -2,8 +2,9 @@
 
 import copy
 import pickle
-from collections import Counter
-from itertools import combinations
+from collections import Counter, defaultdict
+from itertools import chain, combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,178 +18,223 @@ from contaccum.data.sampling import add_row_numbers, first_texts, get_samplings
 from contaccum.data.selection import Selection
 from contaccum.errors import ConfigError, DataError
 
-H = 2
+NUM_RECORDS = 30
+NUM_NEGATIVES = 2
 
 
-def records(n: int = 30) -> list[dict[str, Any]]:
-    """Return records, every third with three positives, with 0 to 5 negatives."""
-    return [
-        {
+def make_records() -> list[dict[str, Any]]:
+    """Return records with 0 to 5 negatives; every third has three positives, the others one."""
+    records = []
+    for i in range(NUM_RECORDS):
+        num_positives = 3 if i % 3 == 0 else 1
+        record = {
             "query": f"q{i}",
-            "positives": [f"p{i}_{k}" for k in range(3 if i % 3 == 0 else 1)],
+            "positives": [f"p{i}_{k}" for k in range(num_positives)],
             "negatives": [f"n{i}_{k}" for k in range(i % 6)],
         }
-        for i in range(n)
-    ]
+        records.append(record)
+    return records
 
 
-def rows(data: TrainingData, epoch: int = 0, seed: int = 0) -> list[dict[str, Any]]:
+def sample_rows(data: TrainingData, epoch: int = 0, seed: int = 0) -> list[dict[str, Any]]:
+    """Return all rows of an epoch."""
     data.transform.set_epoch(epoch, seed)
     return list(data.dataset)
 
 
+def load_fingerprint(path: Path, **settings: Any) -> str:
+    return load_training_data(path, **settings).fingerprint
+
+
 @pytest.fixture
 def data(tmp_path) -> TrainingData:
-    return load_training_data(put_lines(tmp_path / "a.jsonl", *records()), num_hard_negatives=H)
+    path = put_lines(tmp_path / "a.jsonl", *make_records())
+    return load_training_data(path, num_hard_negatives=NUM_NEGATIVES)
 
 
 def test_a_row_has_a_positive_and_distinct_negatives_of_its_record(data):
     assert data.dataset.column_names == ["query", "positive", "negative_1", "negative_2"]
     for epoch in range(5):
-        for row, record in zip(rows(data, epoch), records(), strict=True):
-            assert row["query"] == record["query"] and row["positive"] in record["positives"]
+        for row, record in zip(sample_rows(data, epoch), make_records(), strict=True):
+            assert row["query"] == record["query"]
+            assert row["positive"] in record["positives"]
             negatives = [row["negative_1"], row["negative_2"]]
-            assert len({*negatives}) == H
-            assert len({*negatives} & {*record["negatives"]}) == min(H, len(record["negatives"]))
+            assert len(set(negatives)) == NUM_NEGATIVES
+            # Only a record with too few negatives gets passages of other records.
+            negatives_of_record = set(negatives) & set(record["negatives"])
+            assert len(negatives_of_record) == min(NUM_NEGATIVES, len(record["negatives"]))
             assert row["label"] == ids(row["query"], row["positive"], *negatives)
 
 
 def test_samples_are_uniform_and_without_replacement():
-    selection = Selection(H, "draw")
-    positives = Counter[str]()
-    negatives = Counter[tuple[str, ...]]()
-    epochs = 6000
-    for epoch in range(epochs):
-        positive, texts = selection.sample(
-            np.random.default_rng([0, epoch, 0]), list("abcd"), list("uvwxyz")
-        )
-        positives[positive] += 1
-        negatives[tuple(sorted(texts))] += 1
-    assert set(positives) == set("abcd") and set(negatives) == set(combinations("uvwxyz", H))
-    for counts in (positives, negatives):
-        expected = epochs / len(counts)
-        # The 99.9 % quantile of chi-squared with 14 degrees of freedom.
-        assert sum((count - expected) ** 2 / expected for count in counts.values()) < 36.1
+    selection = Selection(NUM_NEGATIVES, "draw")
+    positive_counts = Counter[str]()
+    negatives_counts = Counter[tuple[str, ...]]()
+    num_epochs = 6000
+    for epoch in range(num_epochs):
+        rng = np.random.default_rng([0, epoch, 0])
+        positive, negatives = selection.sample(rng, list("abcd"), list("uvwxyz"))
+        positive_counts[positive] += 1
+        negatives_counts[tuple(sorted(negatives))] += 1
+    assert set(positive_counts) == set("abcd")
+    assert set(negatives_counts) == set(combinations("uvwxyz", NUM_NEGATIVES))
+    # The 99.9 % quantiles of chi-squared with 3 and 14 degrees of freedom: 4 positives, and 15
+    # pairs of negatives.
+    assert compute_chi_squared(positive_counts) < 16.2
+    assert compute_chi_squared(negatives_counts) < 36.1
+
+
+def compute_chi_squared(counts: Counter) -> float:
+    """Compute the chi-squared statistic of counts against a uniform distribution."""
+    expected = counts.total() / len(counts)
+    return sum((count - expected) ** 2 / expected for count in counts.values())
 
 
 def test_a_sample_depends_on_seed_epoch_and_row_alone(data, tmp_path):
-    first = rows(data, 1, 7)
-    assert rows(data, 2, 7) != first != rows(data, 1, 8)
-    assert (
-        rows(load_training_data(tmp_path / "a.jsonl", num_hard_negatives=H), 1, 7)
-        == first
-        == rows(data, 1, 7)
-    )
-    order = np.random.default_rng(0).permutation(len(first)).tolist()
-    assert list(data.dataset.select(order)) == [first[i] for i in order]
-    assert data.dataset[[5, 3]]["negative_1"] == [first[i]["negative_1"] for i in (5, 3)]
-    assert list(data.dataset.train_test_split(5, shuffle=False)["test"]) == first[-5:]
+    rows = sample_rows(data, epoch=1, seed=7)
+    assert sample_rows(data, epoch=2, seed=7) != rows
+    assert sample_rows(data, epoch=1, seed=8) != rows
+    loaded_again = load_training_data(tmp_path / "a.jsonl", num_hard_negatives=NUM_NEGATIVES)
+    assert sample_rows(loaded_again, epoch=1, seed=7) == rows
+    assert sample_rows(data, epoch=1, seed=7) == rows
+    # The rows do not depend on the order and the selection in which they are read.
+    order = np.random.default_rng(0).permutation(len(rows)).tolist()
+    assert list(data.dataset.select(order)) == [rows[i] for i in order]
+    assert data.dataset[[5, 3]]["negative_1"] == [rows[5]["negative_1"], rows[3]["negative_1"]]
+    assert list(data.dataset.train_test_split(5, shuffle=False)["test"]) == rows[-5:]
 
 
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_workers_see_the_epoch_while_they_live(data, start):
-    workers = {"num_workers": 2, "multiprocessing_context": start, "persistent_workers": True}
-    loader = DataLoader(data.dataset, batch_size=4, collate_fn=list, **workers)
-    rows_by_epoch = []
-    for epoch in range(2):
-        rows_by_epoch.append(rows(data, epoch, 3))
-        assert [row for batch in loader for row in batch] == rows_by_epoch[-1]
-    assert rows_by_epoch[0] != rows_by_epoch[1]
+    loader = DataLoader(
+        data.dataset,
+        batch_size=4,
+        collate_fn=list,
+        num_workers=2,
+        multiprocessing_context=start,
+        persistent_workers=True,
+    )
+    rows_of_first_epoch = sample_rows(data, epoch=0, seed=3)
+    assert list(chain.from_iterable(loader)) == rows_of_first_epoch
+    rows_of_second_epoch = sample_rows(data, epoch=1, seed=3)
+    assert list(chain.from_iterable(loader)) == rows_of_second_epoch
+    assert rows_of_first_epoch != rows_of_second_epoch
 
 
 def test_copies_of_a_data_set_share_its_epoch(data):
-    """Columns may be added and removed."""
-    longer = data.dataset.add_column("score", list(range(30)))
-    assert longer[4]["score"] == 4 and longer[4]["query"] == "q4"
-    assert (
-        get_samplings(longer.remove_columns("score"))
-        == get_samplings(copy.deepcopy(longer))
-        == [data.transform]
-    )
-    parts = DatasetDict({"a": data.dataset, "b": data.dataset.with_format(None)})
-    assert (
-        get_samplings(parts) == [data.transform] and get_samplings(None) == get_samplings([1]) == []
-    )
+    longer = data.dataset.add_column("score", list(range(NUM_RECORDS)))
+    assert get_samplings(longer.remove_columns("score")) == [data.transform]
+    assert get_samplings(copy.deepcopy(longer)) == [data.transform]
     data.transform.set_epoch(4, 2)
     assert pickle.loads(pickle.dumps(data.transform)).epoch == 4
+
+
+def test_only_data_sets_that_are_sampled_have_samplings(data):
+    parts = DatasetDict({"sampled": data.dataset, "plain": data.dataset.with_format(None)})
+    assert get_samplings(parts) == [data.transform]
+    assert get_samplings(None) == []
+    assert get_samplings([1]) == []
+
+
+def test_columns_may_be_added_and_removed_but_not_renamed(data):
+    longer = data.dataset.add_column("score", list(range(NUM_RECORDS)))
+    assert longer[4]["score"] == 4
+    assert longer[4]["query"] == "q4"
+    # An epoch in which samples differ from those of the first
+    data.transform.set_epoch(4, 2)
     assert data.dataset.select_columns(["positive"])[1] == {"positive": "p1_0"}
-    assert data.dataset.remove_columns("negative_2")[0].keys() == {
-        "query",
-        "positive",
-        "negative_1",
-        "label",
-    }
+    shorter = data.dataset.remove_columns("negative_2")
+    assert shorter[0].keys() == {"query", "positive", "negative_1", "label"}
+    renamed = data.dataset.rename_column("query", "anchor")
     with pytest.raises(ConfigError, match="keep the names query and positive"):
-        data.dataset.rename_column("query", "anchor")[0]
+        renamed[0]
 
 
 def test_missing_negatives_are_filled_without_known_positives(tmp_path):
-    # q0's positives are in three records; unmasked sampling would often hit one of them.
-    listed = [{"query": f"q{max(0, i - 2)}", "positive": f"p{i}"} for i in range(12)]
-    listed[11]["negatives"] = ["n", "p4"]
-    data = load_training_data(put_lines(tmp_path / "a.jsonl", *listed), num_hard_negatives=3)
-    passages = {row["positive"] for row in listed}
-    all_negatives: set[str] = set()
+    # The first three records have the query q0. Without the known positives, the negatives of one
+    # would often be a positive of another.
+    records = [{"query": f"q{max(0, i - 2)}", "positive": f"p{i}"} for i in range(12)]
+    records[11]["negatives"] = ["n", "p4"]
+    path = put_lines(tmp_path / "a.jsonl", *records)
+    data = load_training_data(path, num_hard_negatives=3)
+    positives_of_query = defaultdict(set)
+    for record in records:
+        positives_of_query[record["query"]].add(record["positive"])
+    sampled: set[str] = set()
     for epoch in range(60):
-        for number, row in enumerate(rows(data, epoch)):
-            positives = {record["positive"] for record in listed if record["query"] == row["query"]}
-            negatives = [row[f"negative_{i}"] for i in (1, 2, 3)]
-            assert len({*negatives}) == 3 and not positives & {*negatives}
-            assert number != 11 or negatives[:2] == ["n", "p4"]
-            all_negatives.update(negatives)
-    assert all_negatives == passages | {"n"}
+        for number, row in enumerate(sample_rows(data, epoch)):
+            negatives = [row["negative_1"], row["negative_2"], row["negative_3"]]
+            assert len(set(negatives)) == 3
+            assert positives_of_query[row["query"]].isdisjoint(negatives)
+            if number == 11:
+                # The record's own negatives come first.
+                assert negatives[:2] == ["n", "p4"]
+            sampled.update(negatives)
+    all_positives = {record["positive"] for record in records}
+    assert sampled == all_positives | {"n"}
 
 
 def test_records_with_too_few_negatives_are_dropped_and_counted(tmp_path):
-    path = put_lines(tmp_path / "a.jsonl", *records())
-    data = load_training_data(path, num_hard_negatives=H, missing_negatives="drop")
-    expected = [record["query"] for record in records() if len(record["negatives"]) >= H]
-    assert [row["query"] for row in data.dataset] == expected
-    assert (
-        "30 records: 20 used, 10 left out (10 too few hard negatives; first: "
-        in data.report.summary()
-    )
-    bare = put_lines(tmp_path / "b.jsonl", {"query": "q", "positive": "p"})
-    with pytest.raises(
-        DataError, match=r"b\.jsonl: num_hard_negatives=1, but no record has a negative \(mine"
-    ):
-        load_training_data(bare, num_hard_negatives=1)
-    assert len(load_training_data(bare, num_hard_negatives=1, negatives_to_come=True).dataset) == 1
+    path = put_lines(tmp_path / "a.jsonl", *make_records())
+    data = load_training_data(path, num_hard_negatives=NUM_NEGATIVES, missing_negatives="drop")
+    expected_queries = []
+    for record in make_records():
+        if len(record["negatives"]) >= NUM_NEGATIVES:
+            expected_queries.append(record["query"])
+    assert [row["query"] for row in data.dataset] == expected_queries
+    summary = "30 records: 20 used, 10 left out (10 too few hard negatives; first: "
+    assert summary in data.report.summary()
+
+
+def test_data_without_any_negative_are_refused_unless_negatives_are_to_come(tmp_path):
+    path = put_lines(tmp_path / "b.jsonl", {"query": "q", "positive": "p"})
+    message = r"b\.jsonl: num_hard_negatives=1, but no record has a negative \(mine"
+    with pytest.raises(DataError, match=message):
+        load_training_data(path, num_hard_negatives=1)
+    data = load_training_data(path, num_hard_negatives=1, negatives_to_come=True)
+    assert len(data.dataset) == 1
 
 
 def test_positives_are_drawn_or_first_or_all(tmp_path):
-    path = put_lines(tmp_path / "a.jsonl", *records())
-    drawn, first, every = (
-        load_training_data(path, positives=choice) for choice in ("draw", "first", "all")
-    )
-    assert load_training_data(path).fingerprint == drawn.fingerprint
-    assert [row["positive"] for row in rows(first)] == [
-        record["positives"][0] for record in records()
-    ]
-    expected = [
-        (record["query"], positive) for record in records() for positive in record["positives"]
-    ]
-    assert [(row["query"], row["positive"]) for row in rows(every, 3)] == expected
-    assert len({data.fingerprint for data in (drawn, first, every)}) == 3
-    assert len(every.dataset) == 50 and every.report.used == 30
-    several = sorted(tuple(ids(q, p)) for q, p in expected if int(q[1:]) % 3 == 0)
+    records = make_records()
+    path = put_lines(tmp_path / "a.jsonl", *records)
+    drawn = load_training_data(path, positives="draw")
+    first = load_training_data(path, positives="first")
+    every = load_training_data(path, positives="all")
+    assert load_fingerprint(path) == drawn.fingerprint
+    assert len({drawn.fingerprint, first.fingerprint, every.fingerprint}) == 3
+    first_positives = [record["positives"][0] for record in records]
+    assert [row["positive"] for row in sample_rows(first)] == first_positives
+    all_pairs = []
+    # Text ids of the pairs of queries with several positives
+    known_positives = []
+    for record in records:
+        for positive in record["positives"]:
+            all_pairs.append((record["query"], positive))
+            if len(record["positives"]) > 1:
+                known_positives.append(ids(record["query"], positive))
+    rows_of_every = sample_rows(every, epoch=3)
+    assert [(row["query"], row["positive"]) for row in rows_of_every] == all_pairs
+    # 10 records with three positives and 20 with one
+    assert len(every.dataset) == 50
+    assert every.report.used == 30
     for data in (drawn, first, every):
-        assert [tuple(pair) for pair in data.known_positives.tolist()] == several
+        assert data.known_positives.tolist() == sorted(known_positives)
 
 
 def test_negatives_come_from_the_first_negatives_from(tmp_path):
-    record = {"query": "q", "positive": "p", "negatives": ["a", "a", *"bcdef"]}
+    record = {"query": "q", "positive": "p", "negatives": ["a", "a", "b", "c", "d", "e", "f"]}
     path = put_lines(tmp_path / "a.jsonl", record, {**record, "query": "r"})
 
     def collect_negatives(**settings: Any) -> set[str]:
-        data = load_training_data(path, num_hard_negatives=H, **settings)
-        negatives = [
-            (row["negative_1"], row["negative_2"])
-            for epoch in range(60)
-            for row in rows(data, epoch)
-        ]
-        assert all(a != b for a, b in negatives)
-        return {text for pair in negatives for text in pair}
+        """Return the negatives of 60 epochs."""
+        data = load_training_data(path, num_hard_negatives=NUM_NEGATIVES, **settings)
+        negatives = set()
+        for epoch in range(60):
+            for row in sample_rows(data, epoch):
+                assert row["negative_1"] != row["negative_2"]
+                negatives.update([row["negative_1"], row["negative_2"]])
+        return negatives
 
     assert collect_negatives() == set("abcdef")
     # The list begins with "a" twice, which counts once.
@@ -197,48 +243,57 @@ def test_negatives_come_from_the_first_negatives_from(tmp_path):
 
 
 def test_the_fingerprint_covers_exactly_the_sampled_texts(tmp_path):
-    base = {"query": "q", "positives": ["a", "b"], "negatives": ["x", "y"]}
-    changed = [
-        {**base, "positives": ["a", "c"]},
-        {**base, "negatives": ["x", "z"]},
-        {**base, "positives": ["b", "a"]},
-    ]
-    paths = [
-        put_lines(tmp_path / f"{i}.jsonl", record) for i, record in enumerate([base, *changed])
-    ]
-    assert len({load_training_data(path, num_hard_negatives=1).fingerprint for path in paths}) == 4
-    assert (
-        load_training_data(paths[0]).fingerprint == load_training_data(paths[2]).fingerprint
-    )  # no negative is used
-    settings = [{}, {"negatives_from": 1}, {"missing_negatives": "drop"}]
-    fingerprints = [
-        load_training_data(paths[0], num_hard_negatives=1, **options).fingerprint
-        for options in settings
-    ]
-    assert fingerprints[0] == fingerprints[2] != fingerprints[1]
+    record = {"query": "q", "positives": ["a", "b"], "negatives": ["x", "y"]}
+    path = put_lines(tmp_path / "0.jsonl", record)
+    other_positive = put_lines(tmp_path / "1.jsonl", {**record, "positives": ["a", "c"]})
+    other_negative = put_lines(tmp_path / "2.jsonl", {**record, "negatives": ["x", "z"]})
+    other_order = put_lines(tmp_path / "3.jsonl", {**record, "positives": ["b", "a"]})
+    paths = [path, other_positive, other_negative, other_order]
+    fingerprints = {load_fingerprint(path, num_hard_negatives=1) for path in paths}
+    assert len(fingerprints) == 4
+    # No negative is used, so another negative does not count.
+    assert load_fingerprint(path) == load_fingerprint(other_negative)
+    by_default = load_fingerprint(path, num_hard_negatives=1)
+    from_first = load_fingerprint(path, num_hard_negatives=1, negatives_from=1)
+    assert from_first != by_default
+    # No record has too few negatives, so nothing is dropped.
+    dropping = load_fingerprint(path, num_hard_negatives=1, missing_negatives="drop")
+    assert dropping == by_default
 
 
 def test_plain_data_get_row_numbers_and_text_ids():
-    listed = [
-        {"query": f"q{i % 2}", "positive": f"p{i}", "negative_1": None if i else "n"}
-        for i in range(4)
-    ]
-    plain = Dataset.from_list(listed)
+    # Only the first row has a negative.
+    columns = {
+        "query": ["q0", "q1", "q0", "q1"],
+        "positive": ["p0", "p1", "p2", "p3"],
+        "negative_1": ["n", None, None, None],
+    }
+    plain = Dataset.from_dict(columns)
     dataset = add_row_numbers(plain)
     (sampling,) = get_samplings(dataset)
     sampling.has_row_numbers = True
-    assert dataset[0]["label"] == [0, *ids("q0", "p0", "n")] and dataset[0]["negative_1"] == "n"
-    assert dataset[1]["label"][0] == 1 and dataset[1]["negative_1"] in {"p0", "p2"}
-    assert sampling.known_positives is not None and len(sampling.known_positives) == 4
-    texts = {name: [row[name] for row in listed] for name in listed[0]}
-    assert list(first_texts(plain)) == list(first_texts(dataset)) == [texts]
+    assert dataset[0]["label"] == [0, *ids("q0", "p0", "n")]
+    assert dataset[0]["negative_1"] == "n"
+    assert dataset[1]["label"][0] == 1
+    # p1 and p3 are positives of q1.
+    assert dataset[1]["negative_1"] in {"p0", "p2"}
+    assert sampling.known_positives is not None
+    assert len(sampling.known_positives) == 4
+    assert list(first_texts(plain)) == [columns]
+    assert list(first_texts(dataset)) == [columns]
 
 
-CANNOT_WORK = [{"positives": "some"}, {"missing_negatives": "skip"}, {"num_hard_negatives": -1}]
-CANNOT_WORK += [{"negatives_from": 5}, {"num_hard_negatives": 3, "negatives_from": 2}]
+CANNOT_WORK = [
+    {"positives": "some"},
+    {"missing_negatives": "skip"},
+    {"num_hard_negatives": -1},
+    {"negatives_from": 5},
+    {"num_hard_negatives": 3, "negatives_from": 2},
+]
 
 
 @pytest.mark.parametrize("settings", CANNOT_WORK)
 def test_settings_that_cannot_work_together_are_refused(settings):
-    with pytest.raises(ConfigError, match=next(iter(settings))):
+    first_setting = next(iter(settings))
+    with pytest.raises(ConfigError, match=first_setting):
         Selection(**settings)

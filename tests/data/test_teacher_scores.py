@@ -1,7 +1,7 @@
 """Teacher scores: read from every field, and kept with their passage by cache and sampling."""
 
 import json
-from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,50 +15,52 @@ from contaccum.errors import ConfigError, DataError
 from contaccum.losses.distillation import split_labels
 
 
-def passages(*texts: str, scores: tuple[float, ...]) -> list[dict[str, Any]]:
+def make_passages(*texts: str, scores: tuple[float, ...]) -> list[dict[str, Any]]:
+    """Return passage objects, each with its score."""
     return [{"text": text, "score": score} for text, score in zip(texts, scores, strict=True)]
 
 
-FLAG = {
+# In the format of FlagEmbedding
+FLAG_RECORD = {
     "query": "q",
     "pos": ["p", "o"],
     "neg": ["m", "n"],
     "pos_scores": [4, 3.5],
     "neg_scores": [1, -2.0],
 }
-SAME: list[dict[str, object]] = [
-    FLAG,
+# The same record in several formats
+SAME_RECORDS: list[dict[str, object]] = [
+    FLAG_RECORD,
     {"query": "q", "positive": ["p", "o"], "negatives": ["m", "n"], "scores": [4, 3.5, 1, -2]},
     {
         "query": "q",
-        "positive_passages": passages("p", "o", scores=(4, 3.5)),
-        "negative_passages": passages("m", "n", scores=(1, -2)),
+        "positive_passages": make_passages("p", "o", scores=(4, 3.5)),
+        "negative_passages": make_passages("m", "n", scores=(1, -2)),
     },
     {
         "question": "q",
-        "positive_ctxs": passages("p", "o", scores=(4, 3.5)),
-        "hard_negative_ctxs": passages("m", "n", scores=(9, 9)),
+        "positive_ctxs": make_passages("p", "o", scores=(4, 3.5)),
+        # The field negative_scores has precedence.
+        "hard_negative_ctxs": make_passages("m", "n", scores=(9, 9)),
         "negative_scores": ["1", "-2.0"],
     },
 ]
 
 
-@pytest.mark.parametrize("record", SAME)
+@pytest.mark.parametrize("record", SAME_RECORDS)
 def test_every_way_to_write_scores_is_read(tmp_path, record):
-    for path in (
-        put_lines(tmp_path / "a.jsonl", record),
-        put_parquet(tmp_path / "a.parquet", [record]),
-    ):
-        (record_read,) = read(path)[0]
-        assert record_read == ("q", ["p", "o"], ["m", "n"], [4.0, 3.5, 1.0, -2.0])
+    expected = ("q", ["p", "o"], ["m", "n"], [4.0, 3.5, 1.0, -2.0])
+    records, _ = read(put_lines(tmp_path / "a.jsonl", record))
+    assert records == [expected]
+    records, _ = read(put_parquet(tmp_path / "a.parquet", [record]))
+    assert records == [expected]
 
 
 def test_a_table_has_a_score_in_a_cell_and_a_mapping_names_them(tmp_path):
     table = "query,positive,negative,good,bad\nq,p,n,3,0.5\n"
     columns = {"positive_scores": "good", "negative_scores": "bad"}
-    assert read(put(tmp_path / "a.csv", table), columns=columns)[0] == [
-        ("q", ["p"], ["n"], [3.0, 0.5])
-    ]
+    records, _ = read(put(tmp_path / "a.csv", table), columns=columns)
+    assert records == [("q", ["p"], ["n"], [3.0, 0.5])]
 
 
 BROKEN = [
@@ -69,60 +71,84 @@ BROKEN = [
     {"neg_scores": [1, float("nan")]},
     {"neg_scores": [1, 10**400]},
     {"neg_scores": [1, 1e300]},
+    # Four scores for four passages, but not two and two
     {"pos_scores": [1, 2, 3], "neg_scores": [4]},
 ]
 
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_record_without_all_scores_is_bad_if_scores_are_needed(tmp_path, broken):
-    path = put_lines(
-        tmp_path / "a.jsonl", FLAG, {**FLAG, "query": "r", **broken}, {**FLAG, "query": "s"}
-    )
-    assert [record.scores is None for record in read(path)[0]] == [False, True, False]
-    mend = r"contaccum mine --cross_encoder writes scores.*--on_bad_record skip\)$"
-    with pytest.raises(DataError, match=r"a\.jsonl:2: no teacher scores: .*" + mend):
+    good_record = {**FLAG_RECORD, "query": "s"}
+    broken_record = {**FLAG_RECORD, "query": "r", **broken}
+    path = put_lines(tmp_path / "a.jsonl", FLAG_RECORD, broken_record, good_record)
+    records, _ = read(path)
+    assert [record.scores is None for record in records] == [False, True, False]
+    remedy = r"contaccum mine --cross_encoder writes scores.*--on_bad_record skip\)$"
+    with pytest.raises(DataError, match=r"a\.jsonl:2: no teacher scores: .*" + remedy):
         load_training_data(path, num_hard_negatives=2, teacher_scores=True)
     data = load_training_data(path, num_hard_negatives=2, teacher_scores=True, on_bad_record="skip")
-    assert len(data.dataset) == 2 and "1 no teacher scores; first: " in data.report.summary()
-    assert len(load_training_data(path, num_hard_negatives=2).dataset) == 3
+    assert [row["query"] for row in data.dataset] == [FLAG_RECORD["query"], "s"]
+    assert "1 no teacher scores; first: " in data.report.summary()
+    data_without_scores = load_training_data(path, num_hard_negatives=2)
+    assert len(data_without_scores.dataset) == 3
 
 
-@pytest.mark.parametrize("ids", [False, True])
-def test_each_passage_that_an_epoch_draws_has_its_own_score(tmp_path, ids):
-    places = product(range(9), range(5), (("p", 0.5), ("n", -0.25)))
-    score_of = {f"{prefix}{i}_{k}": 10 * i + k + shift for i, k, (prefix, shift) in places}
+def make_scored_records(num_positives: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Return nine records with five negatives each, and {passage: score}.
+
+    No two passages have the same score, and float32 represents each score exactly.
+    """
     records = []
+    score_by_passage = {}
     for i in range(9):
-        positives, negatives = (
-            [f"{prefix}{i}_{k}" for k in range(n)]
-            for prefix, n in (("p", 3 if ids else 1), ("n", 5))
-        )
-        scores = {
-            "pos_scores": [score_of[x] for x in positives],
-            "neg_scores": [score_of[x] for x in negatives],
+        positives = [f"p{i}_{k}" for k in range(num_positives)]
+        positive_scores = [10 * i + k + 0.5 for k in range(num_positives)]
+        negatives = [f"n{i}_{k}" for k in range(5)]
+        negative_scores = [10 * i + k - 0.25 for k in range(5)]
+        record = {
+            "query": f"q{i}",
+            "pos": positives,
+            "neg": negatives,
+            "pos_scores": positive_scores,
+            "neg_scores": negative_scores,
         }
-        records.append({"query": f"q{i}", "pos": positives, "neg": negatives, **scores})
+        records.append(record)
+        score_by_passage.update(zip(positives, positive_scores, strict=True))
+        score_by_passage.update(zip(negatives, negative_scores, strict=True))
+    return records, score_by_passage
+
+
+@pytest.mark.parametrize("has_ids", [False, True])
+def test_each_passage_that_an_epoch_draws_has_its_own_score(tmp_path, has_ids):
+    # Labels contain text ids if a query has several positives.
+    records, score_by_passage = make_scored_records(num_positives=3 if has_ids else 1)
     path = put_lines(tmp_path / "a.jsonl", *records)
     data = load_training_data(path, num_hard_negatives=2, teacher_scores=True)
-    drawn = set()
+    drawn: set[str] = set()
     for epoch in range(5):
         data.transform.set_epoch(epoch, 3)
-        rows = list(data.dataset)
-        texts = [
-            [row[name] for name in ("query", "positive", "negative_1", "negative_2")]
-            for row in rows
-        ]
-        label_ids, scores = split_labels(torch.tensor([row["label"] for row in rows]), 4)
-        assert scores is not None and scores.tolist() == [
-            [score_of[text] for text in row[1:]] for row in texts
-        ]
-        assert (None if label_ids is None else label_ids.tolist()) == (
-            [text_ids(x).tolist() for x in texts] if ids else None
-        )
-        drawn |= {text for row in texts for text in row[1:]}
+        labels = []
+        expected_ids = []
+        expected_scores = []
+        for row in data.dataset:
+            passages = [row["positive"], row["negative_1"], row["negative_2"]]
+            labels.append(row["label"])
+            expected_ids.append(text_ids([row["query"], *passages]).tolist())
+            expected_scores.append([score_by_passage[passage] for passage in passages])
+            drawn.update(passages)
+        label_ids, label_scores = split_labels(torch.tensor(labels), 4)
+        assert label_scores is not None
+        assert label_scores.tolist() == expected_scores
+        if has_ids:
+            assert label_ids is not None
+            assert label_ids.tolist() == expected_ids
+        else:
+            assert label_ids is None
+    # The passages differ between epochs: one epoch has at most 9 * 3 of them.
     assert len(drawn) > 40
-    narrow = data.dataset.remove_columns("negative_1")[0]
-    assert len(narrow["label"]) == (5 if ids else 2)
+    row_with_one_negative = data.dataset.remove_columns("negative_1")[0]
+    # Two scores, after three ids if there are any
+    assert len(row_with_one_negative["label"]) == (5 if has_ids else 2)
 
 
 def test_a_negative_that_a_record_lists_twice_is_one_negative_with_a_score(tmp_path):
@@ -139,7 +165,7 @@ def test_a_text_in_two_roles_has_the_score_of_each_role(tmp_path):
     record = {"query": "q", "positive": "p", "negatives": ["p", "n"], "scores": [9, 1, 2]}
     path = put_lines(tmp_path / "a.jsonl", record)
     (row,) = load_training_data(path, num_hard_negatives=2, teacher_scores=True).dataset
-    assert [row[name] for name in ("positive", "negative_1", "negative_2")] == ["p", "p", "n"]
+    assert [row["positive"], row["negative_1"], row["negative_2"]] == ["p", "p", "n"]
     assert row["label"] == [9.0, 1.0, 2.0]
 
 
@@ -150,53 +176,54 @@ def test_the_first_score_of_a_repeated_text_counts(tmp_path):
     data = load_training_data(
         path, positives="first", num_hard_negatives=1, negatives_from=1, teacher_scores=True
     )
-    _, scores = split_labels(torch.tensor([row["label"] for row in data.dataset]), 3)
+    (row,) = data.dataset
+    _, scores = split_labels(torch.tensor([row["label"]]), 3)
     assert scores is not None
     assert scores.tolist() == [[9.0, 3.0]]
 
 
 def test_scores_count_for_the_fingerprint_where_they_are_used(tmp_path):
-    paths = [put_lines(tmp_path / f"{i}.jsonl", {**FLAG, "neg_scores": [i, 0]}) for i in range(2)]
-    for used, count in ((True, 2), (False, 1)):
-        data = [
-            load_training_data(path, num_hard_negatives=2, teacher_scores=used) for path in paths
-        ]
-        assert len({part.fingerprint for part in data}) == count
+    path = put_lines(tmp_path / "0.jsonl", {**FLAG_RECORD, "neg_scores": [0, 0]})
+    path_with_other_score = put_lines(tmp_path / "1.jsonl", {**FLAG_RECORD, "neg_scores": [1, 0]})
+
+    def load_fingerprint(path: Path, teacher_scores: bool) -> str:
+        data = load_training_data(path, num_hard_negatives=2, teacher_scores=teacher_scores)
+        return data.fingerprint
+
+    assert load_fingerprint(path, True) != load_fingerprint(path_with_other_score, True)
+    assert load_fingerprint(path, False) == load_fingerprint(path_with_other_score, False)
 
 
 def test_the_summary_names_sets_with_unused_scores(tmp_path):
-    names = {"with": FLAG, "without": {"query": "q", "positive": "p", "negative": "n", "score": 3}}
-    sets = {
-        name: {"path": put_lines(tmp_path / f"{name}.jsonl", record)}
-        for name, record in names.items()
-    }
-    lines = load_training_sets(sets).summary().splitlines()
-    assert [line.endswith("set distill)") for line in lines] == [
-        True,
-        False,
-    ]
-    assert (
-        load_training_sets({"with": sets["with"]}, teacher_scores=True)
-        .summary()
-        .endswith("1 used, 0 left out")
-    )
+    scored_set = {"path": put_lines(tmp_path / "with.jsonl", FLAG_RECORD)}
+    # The score of a pair is not a teacher score.
+    scored_pair = {"query": "q", "positive": "p", "negative": "n", "score": 3}
+    pairs_set = {"path": put_lines(tmp_path / "without.jsonl", scored_pair)}
+    sets = load_training_sets({"with": scored_set, "without": pairs_set})
+    line_with, line_without = sets.summary().splitlines()
+    assert line_with.endswith("set distill)")
+    assert not line_without.endswith("set distill)")
+    distilled_sets = load_training_sets({"with": scored_set}, teacher_scores=True)
+    assert distilled_sets.summary().endswith("1 used, 0 left out")
 
 
 def test_filling_with_passages_without_scores_is_refused(tmp_path):
-    path = put_lines(
-        tmp_path / "a.jsonl", FLAG, {**FLAG, "query": "r", "neg": ["m"], "neg_scores": [1]}
-    )
-    with pytest.raises(
-        DataError, match=r"a\.jsonl: 1 records have fewer than num_hard_negatives=2 .*=drop"
-    ):
+    record_with_one_negative = {**FLAG_RECORD, "query": "r", "neg": ["m"], "neg_scores": [1]}
+    path = put_lines(tmp_path / "a.jsonl", FLAG_RECORD, record_with_one_negative)
+    message = r"a\.jsonl: 1 records have fewer than num_hard_negatives=2 .*=drop"
+    with pytest.raises(DataError, match=message):
         load_training_data(path, num_hard_negatives=2, teacher_scores=True)
     data = load_training_data(
         path, num_hard_negatives=2, teacher_scores=True, missing_negatives="drop"
     )
     assert len(data.dataset) == 1
-    for name in ("beir", "msmarco"):
-        with pytest.raises(ConfigError, match=f"{name} data have no teacher scores"):
-            load_training_data(WRITERS[name](tmp_path), teacher_scores=True)
+
+
+@pytest.mark.parametrize("data_format", ["beir", "msmarco"])
+def test_teacher_scores_are_refused_for_formats_that_have_none(tmp_path, data_format):
+    path = WRITERS[data_format](tmp_path)
+    with pytest.raises(ConfigError, match=f"{data_format} data have no teacher scores"):
+        load_training_data(path, teacher_scores=True)
 
 
 def test_the_bm25_scores_of_published_dpr_files_are_not_called_teacher_scores(tmp_path):
