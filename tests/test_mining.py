@@ -4,6 +4,7 @@ import copy
 import gzip
 import json
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,8 @@ from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.losses.distillation import split_labels
 from contaccum.mining import (
     OUTPUT_FORMATS,
+    MinedNegatives,
+    MiningData,
     SelectionRules,
     check_output,
     load_cross_encoder,
@@ -54,11 +57,13 @@ def beir(tmp_path_factory) -> Path:
 def cross_encoder(tiny_config, tiny_tokenizer, tmp_path_factory) -> Any:
     """Return a random cross-encoder whose logits spread over about 10 points."""
     path = tmp_path_factory.mktemp("mining") / "cross-encoder"
-    options = {"initializer_range": 0.5, "id2label": {0: "relevant"}, "label2id": {"relevant": 0}}
+    options = tiny_config.to_dict()
+    options["initializer_range"] = 0.5
+    options["id2label"] = {0: "relevant"}  # one output
+    options["label2id"] = {"relevant": 0}
+    config = type(tiny_config)(**options)
     torch.manual_seed(0)
-    BertForSequenceClassification(
-        type(tiny_config)(**{**tiny_config.to_dict(), **options})
-    ).save_pretrained(path)
+    BertForSequenceClassification(config).save_pretrained(path)
     tiny_tokenizer.save_pretrained(path)
     return load_cross_encoder(str(path), "cpu")
 
@@ -72,8 +77,22 @@ def test_an_encoder_without_a_trained_head_is_no_cross_encoder(
         load_cross_encoder(str(tmp_path), "cpu")
 
 
-def mine(model: Any, data: Any, **settings: Any) -> Any:
+def mine(model: Any, data: Any, **settings: Any) -> MinedNegatives:
+    """Mine with a model, or with BM25 if the model is None."""
     return mine_hard_negatives(data, model, show_progress=False, **settings)
+
+
+def get_passages(data: MiningData, rows: Iterable[int]) -> list[str]:
+    return [data.documents[row].passage for row in rows]
+
+
+def get_ids(data: MiningData, rows: Iterable[int]) -> list[str]:
+    return [data.documents[row].id for row in rows]
+
+
+def get_negatives(mined: MinedNegatives, number: int) -> list[int]:
+    """Return the rows of a query's negatives; -1 stands for a negative that is missing."""
+    return [row for row in mined.rows[number].tolist() if row >= 0]
 
 
 @pytest.mark.parametrize(
@@ -90,36 +109,43 @@ def test_rules_are_those_of_sentence_transformers(model, pairs, rules):
     records = read_lines(pairs)[4:36]  # queries with one positive
     settings = {"num_negatives": 2, "range_min": 0, **rules}
     mined = mine(model, records, **settings)
-    settings |= {"output_format": "labeled-list", "verbose": False}
-    theirs = util.mine_hard_negatives(Dataset.from_list(records), model, **settings)
-    expected = dict(
-        zip(theirs["query"], (passages[1:] for passages in theirs["positive"]), strict=True)
+    their_rows = util.mine_hard_negatives(
+        Dataset.from_list(records), model, output_format="labeled-list", verbose=False, **settings
     )
-    data = mined.data
-    for number, query in enumerate(data.queries):
-        negatives = [data.documents[row].passage for row in mined.rows[number] if row >= 0]
+    expected = {}
+    for row in their_rows:
+        _, *negatives = row["positive"]  # this column has the positive and then the negatives
+        expected[row["query"]] = negatives
+    for number, query in enumerate(mined.data.queries):
         # sentence-transformers leaves out queries with too few negatives.
-        assert query not in expected or negatives == expected[query]
+        if query in expected:
+            negatives = get_passages(mined.data, get_negatives(mined, number))
+            assert negatives == expected[query]
     assert len(expected) > 5
 
 
-def test_random_sampling_is_uniform_and_depends_on_the_seed_alone(model, pairs):
+def test_random_sampling_chooses_every_candidate_equally_often():
+    """Scores between -7 and -1 leave rows 1 to 7, and range_min skips the first two of them."""
     rules = SelectionRules(
         num_negatives=1, range_min=2, max_score=-1, min_score=-7, sampling="random"
     )
     scores = -np.arange(10, dtype=np.float32)
     rng = np.random.default_rng(0)
-    counts = Counter(
-        int(select_candidates(scores, np.float32(1), rules, rng)[0]) for _ in range(2000)
-    )
+    counts: Counter[int] = Counter()
+    for _ in range(2000):
+        selected = select_candidates(scores, np.float32(1), rules, rng)
+        counts[int(selected[0])] += 1
     assert set(counts) == {3, 4, 5, 6, 7}
-    assert all(
-        330 < count < 470 for count in counts.values()
-    )  # 400, plus or minus four standard deviations of 18
-    first, repeated, other = (
-        mine(model, pairs, sampling="random", seed=seed).rows.tolist() for seed in (0, 0, 1)
-    )
-    assert first == repeated != other
+    # 400 on average, plus or minus four standard deviations of 18
+    assert all(330 < count < 470 for count in counts.values())
+
+
+def test_random_sampling_depends_on_the_seed_alone(model, pairs):
+    first = mine(model, pairs, sampling="random", seed=0).rows.tolist()
+    repeated = mine(model, pairs, sampling="random", seed=0).rows.tolist()
+    other = mine(model, pairs, sampling="random", seed=1).rows.tolist()
+    assert first == repeated
+    assert other != repeated
 
 
 @pytest.mark.parametrize("similarity", ["cos", "dot"])
@@ -132,56 +158,65 @@ def test_negatives_are_the_best_passages_that_are_not_excluded(
     )
     data = load_mining_data(beir)
     mined = mine(model, data, similarity=similarity, num_negatives=4)
-    settings = {"normalize_embeddings": similarity == "cos"}
-    passages = [{"title": d.title, "text": d.text} for d in data.documents]
-    expected = (
-        model.encode_queries(data.queries, **settings) @ model.encode_corpus(passages, **settings).T
-    )
+    is_cosine = similarity == "cos"
+    passages = [{"title": passage.title, "text": passage.text} for passage in data.documents]
+    query_embeddings = model.encode_queries(data.queries, normalize_embeddings=is_cosine)
+    passage_embeddings = model.encode_corpus(passages, normalize_embeddings=is_cosine)
+    expected = query_embeddings @ passage_embeddings.T
     for number in range(10):
-        order = [row for row in np.argsort(-expected[number]) if row not in data.excluded[number]]
+        scores = expected[number]
+        order = [row for row in np.argsort(-scores) if row not in data.excluded[number]]
         assert mined.rows[number].tolist() == order[:4]
-        assert mined.scores[number] == pytest.approx(expected[number, order[:4]], abs=1e-5)
-        assert mined.positive_scores[number] == pytest.approx(
-            expected[number, data.positives[number]], abs=1e-5
-        )
+        assert mined.scores[number] == pytest.approx(scores[order[:4]], abs=1e-5)
+        positive_scores = scores[data.positives[number]]
+        assert mined.positive_scores[number] == pytest.approx(positive_scores, abs=1e-5)
 
 
 def test_margins_start_at_the_lowest_of_several_positives(model, pairs):
-    everything = mine(model, pairs, num_negatives=38)
+    all_candidates = mine(model, pairs, num_negatives=38)
     mined = mine(model, pairs, num_negatives=3, range_max=38, absolute_margin=0.0)
-    apart = 0
-    for number in range(4):  # those with two positives
-        low, high = sorted(mined.positive_scores[number].tolist())
-        scores = everything.scores[number]
-        expected = scores[scores <= low][:3]
-        apart += expected.tolist() != scores[scores <= high][:3].tolist()
-        assert mined.scores[number][: len(expected)] == pytest.approx(expected, abs=1e-6)
-    assert apart
+    num_different = 0  # queries for which a margin from the highest positive gives other negatives
+    for number in range(4):  # the queries with two positives
+        lowest, highest = sorted(mined.positive_scores[number].tolist())
+        scores = all_candidates.scores[number]
+        below_lowest = scores[scores <= lowest][:3]
+        below_highest = scores[scores <= highest][:3]
+        if below_lowest.tolist() != below_highest.tolist():
+            num_different += 1
+        assert mined.scores[number][: len(below_lowest)] == pytest.approx(below_lowest, abs=1e-6)
+    assert num_different > 0
 
 
 @pytest.mark.parametrize("method", ["dense", "bm25"])
 def test_positives_outside_the_pool_are_scored_but_not_mined(model, pairs, tmp_path, method):
-    texts = [f"the cat {' '.join(sentences(1, n))}" for n in range(7)]
-    corpus = write_lines(
-        tmp_path / "c.jsonl", [{"_id": str(n), "text": text} for n, text in enumerate(texts)]
-    )
-    mined = mine(model if method == "dense" else None, load_mining_data(pairs, corpus))
-    assert 0 <= mined.rows.max() <= 6
-    assert [len(values) for values in mined.positive_scores] == [2] * 4 + [1] * 32
+    corpus = []
+    for number in range(7):
+        # These words are in some queries, so BM25 has candidates.
+        corpus.append({"_id": str(number), "text": f"the cat {sentences(1, number)[0]}"})
+    corpus_file = write_lines(tmp_path / "c.jsonl", corpus)
+    mined = mine(model if method == "dense" else None, load_mining_data(pairs, corpus_file))
+    assert mined.rows.max() >= 0
+    assert mined.rows.max() <= 6
+    assert [len(scores) for scores in mined.positive_scores] == [2] * 4 + [1] * 32
 
 
 def test_bm25_mines_only_passages_with_a_word_of_the_query():
     """Equal scores are in the order of rows."""
-    texts = {
+    text_of_query = {
         "colour": "blue sky",
         "x": "green grass",
         "lost": "grey sky",
         "Blue sky!": "sky high",
         "z": "a b",
     }
-    mined = mine(None, [{"query": query, "positive": text} for query, text in texts.items()])
-    assert mined.rows.tolist() == [[-1] * 3, [-1] * 3, [-1] * 3, [0, 2, -1], [-1] * 3]
-    assert mined.scores[3, 0] > mined.scores[3, 1] and np.isneginf(mined.scores[3, 2])
+    records = [{"query": query, "positive": text} for query, text in text_of_query.items()]
+    mined = mine(None, records)
+    nothing = [-1, -1, -1]
+    assert mined.rows.tolist() == [nothing, nothing, nothing, [0, 2, -1], nothing]
+    scores = mined.scores[3]
+    assert scores[0] > scores[1]
+    assert np.isneginf(scores[2])
+    # No word of "colour" is in its positive.
     assert mined.positive_scores[0] == 0
 
 
@@ -190,42 +225,59 @@ def test_bm25_without_a_word_is_refused():
         mine(None, [{"query": "a cat", "positive": "a b"}])
 
 
+def compute_logits(cross_encoder: Any, query: str, passages: list[str]) -> list[float]:
+    if not passages:
+        return []
+    texts = [(query, passage) for passage in passages]
+    return cross_encoder.predict(texts, activation_fn=torch.nn.Identity()).tolist()
+
+
 @pytest.mark.parametrize("sampling", ["top", "random"])
 def test_a_cross_encoder_drops_candidates_close_to_the_positives(
     model, cross_encoder, pairs, sampling
 ):
     """It keeps candidates at least the margin below the lowest positive."""
-    settings = {"range_max": 12, "num_negatives": 2, "sampling": sampling, "relative_margin": 0.0}
-    mined = mine(model, pairs, cross_encoder=cross_encoder, cross_encoder_margin=1.0, **settings)
-    without = mine(model, pairs, range_max=12, num_negatives=12, relative_margin=0.0)
+    margin = 1.0
+    settings = {"range_max": 12, "relative_margin": 0.0}
+    mined = mine(
+        model,
+        pairs,
+        cross_encoder=cross_encoder,
+        cross_encoder_margin=margin,
+        num_negatives=2,
+        sampling=sampling,
+        **settings,
+    )
+    without_cross_encoder = mine(model, pairs, num_negatives=12, **settings)
     data = mined.data
     for number, query in enumerate(data.queries):
+        positives = get_passages(data, data.positives[number])
+        positive_logits = compute_logits(cross_encoder, query, positives)
+        candidates = get_negatives(without_cross_encoder, number)
+        logits = compute_logits(cross_encoder, query, get_passages(data, candidates))
+        passing = []
+        for row, logit in zip(candidates, logits, strict=True):
+            if logit <= min(positive_logits) - margin:
+                passing.append(row)
 
-        def logits(rows: list[int], query: str = query) -> list[float]:
-            texts = [(query, data.documents[row].passage) for row in rows]
-            return (
-                cross_encoder.predict(texts, activation_fn=torch.nn.Identity()).tolist()
-                if texts
-                else []
-            )
+        negatives = get_negatives(mined, number)
+        assert len(negatives) == min(2, len(passing))
+        assert set(negatives) <= set(passing)
+        if sampling == "top":
+            assert negatives == passing[:2]
+        scores = mined.scores[number][mined.rows[number] >= 0]
+        negative_logits = compute_logits(cross_encoder, query, get_passages(data, negatives))
+        assert scores == pytest.approx(negative_logits, abs=1e-4)
+        assert mined.positive_scores[number] == pytest.approx(positive_logits, abs=1e-4)
 
-        candidates = [row for row in without.rows[number].tolist() if row >= 0]
-        bound = min(logits(data.positives[number])) - 1.0
-        passing = [
-            row for row, score in zip(candidates, logits(candidates), strict=True) if score <= bound
-        ]
-        has_negative = mined.rows[number] >= 0
-        negatives = mined.rows[number][has_negative].tolist()
-        assert len(negatives) == min(2, len(passing)) and set(negatives) <= set(passing)
-        assert sampling == "random" or negatives == passing[:2]
-        assert (
-            sampling == "random"
-            or (np.diff([candidates.index(row) for row in negatives]) > 0).all()
-        )
-        assert mined.scores[number][has_negative] == pytest.approx(logits(negatives), abs=1e-4)
-        assert mined.positive_scores[number] == pytest.approx(
-            logits(data.positives[number]), abs=1e-4
-        )
+
+def copy_weights_and_gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return copies of all weights and buffers, and of the gradients that are there."""
+    tensors = list(model.state_dict().values())
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            tensors.append(parameter.grad)
+    return copy.deepcopy(tensors)
 
 
 def test_mining_does_not_change_a_model_in_training(
@@ -238,36 +290,53 @@ def test_mining_does_not_change_a_model_in_training(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     live(live.preprocess(["the cat"]))["sentence_embedding"].sum().backward()
-    before = copy.deepcopy(
-        [*live.state_dict().values(), *(p.grad for p in live.parameters() if p.grad is not None)]
-    )
-    states = torch.get_rng_state(), np.random.get_state()[1].tolist()
-    first, again = (mine(live, read_lines(pairs), sampling="random") for _ in range(2))
+    tensors_before = copy_weights_and_gradients(live)
+    torch_state = torch.get_rng_state()
+    numpy_state = np.random.get_state()[1].tolist()
+    first = mine(live, read_lines(pairs), sampling="random")
+    second = mine(live, read_lines(pairs), sampling="random")
+    assert first.rows.tolist() == second.rows.tolist()
     # Scores would differ if dropout were on.
-    assert (
-        first.rows.tolist() == again.rows.tolist()
-        and first.scores.tolist() == again.scores.tolist()
-    )
-    assert all(module.training for module in live.modules()) and not list(tmp_path.iterdir())
-    assert (
-        torch.equal(torch.get_rng_state(), states[0])
-        and np.random.get_state()[1].tolist() == states[1]
-    )
-    after = [
-        *live.state_dict().values(),
-        *(p.grad for p in live.parameters() if p.grad is not None),
-    ]
-    assert all(map(torch.equal, before, after)) and len(before) == len(after)
+    assert first.scores.tolist() == second.scores.tolist()
+    assert all(module.training for module in live.modules())
+    assert list(tmp_path.iterdir()) == []
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert np.random.get_state()[1].tolist() == numpy_state
+    tensors_after = copy_weights_and_gradients(live)
+    assert len(tensors_before) == len(tensors_after)
+    assert all(map(torch.equal, tensors_before, tensors_after))
 
 
 @pytest.fixture(scope="module")
-def mined(model, cross_encoder, pairs, beir) -> dict[str, Any]:
-    """Mine two negatives per query of each source; a cross-encoder scores those of the third."""
+def mined(model, cross_encoder, pairs, beir) -> dict[str, MinedNegatives]:
+    """Mine two negatives per query of each source.
+
+    In "scored pairs", a cross-encoder scores the negatives. Its margin is so low that it drops no
+    candidate.
+    """
     scored = {"cross_encoder": cross_encoder, "cross_encoder_margin": -100.0, "range_max": 8}
-    sources = (("pairs", pairs, {}), ("beir", beir, {}), ("scored pairs", pairs, scored))
     return {
-        name: mine(model, path, num_negatives=2, **settings) for name, path, settings in sources
+        "pairs": mine(model, pairs, num_negatives=2),
+        "beir": mine(model, beir, num_negatives=2),
+        "scored pairs": mine(model, pairs, num_negatives=2, **scored),
     }
+
+
+def list_training_rows(
+    mined: MinedNegatives, output_format: str
+) -> list[tuple[str, str, set[str]]]:
+    """Return the query, first positive and negatives of each row that training should read."""
+    data = mined.data
+    rows = []
+    for number, query in enumerate(data.queries):
+        negatives = set(get_passages(data, mined.rows[number]))
+        records = data.record_positives[number]
+        if output_format in ("dpr", "tevatron"):
+            # These formats have one record for a query, with all its positives.
+            records = records[:1]
+        for positives in records:
+            rows.append((query, data.documents[positives[0]].passage, negatives))
+    return rows
 
 
 @pytest.mark.parametrize("output_format", OUTPUT_FORMATS)
@@ -275,58 +344,53 @@ def mined(model, cross_encoder, pairs, beir) -> dict[str, Any]:
 def test_written_negatives_are_read_back_as_training_data(
     mined, cross_encoder, tmp_path, output_format, source
 ):
-    negatives = mined[source]
-    data = negatives.data
     has_scores = source == "scored pairs"
-    path = tmp_path / "new" / f"out.json{'' if output_format == 'dpr' else 'l'}"
-    path, report = write_mined(negatives, path, output_format)
+    ending = "json" if output_format == "dpr" else "jsonl"
+    path, report = write_mined(mined[source], tmp_path / "new" / f"out.{ending}", output_format)
+    files = sorted(file.name for file in (tmp_path / "new").iterdir())
+    assert files == [path.name, report.name]
     training = load_training_data(
         path, num_hard_negatives=2, positives="first", teacher_scores=has_scores
     ).dataset
-    expected = [
-        (
-            data.queries[q],
-            data.documents[positives[0]].passage,
-            {data.documents[row].passage for row in negatives.rows[q]},
-        )
-        for q, records in enumerate(data.record_positives)
-        for positives in records[: 1 if output_format in ("dpr", "tevatron") else None]
-    ]
-    read = [
-        (row["query"], row["positive"], {row["negative_1"], row["negative_2"]}) for row in training
-    ]
-    assert read == expected
-    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == [path.name, report.name]
-    for row in training if has_scores else ():
-        texts = [(row["query"], row[name]) for name in ("positive", "negative_1", "negative_2")]
-        logits = cross_encoder.predict(texts, activation_fn=torch.nn.Identity())
-        scores = split_labels(torch.tensor([row["label"]]), 4)[1]
-        assert scores[0].tolist() == pytest.approx(logits.tolist(), abs=1e-4)
+    rows = []
+    for row in training:
+        negatives = [row["negative_1"], row["negative_2"]]
+        rows.append((row["query"], row["positive"], set(negatives)))
+        if has_scores:
+            logits = compute_logits(cross_encoder, row["query"], [row["positive"], *negatives])
+            # Four columns of texts: query, positive and two negatives.
+            _, scores = split_labels(torch.tensor([row["label"]]), 4)
+            assert scores[0].tolist() == pytest.approx(logits, abs=1e-4)
+    assert rows == list_training_rows(mined[source], output_format)
+
+
+def list_positive_ids(query_number: int) -> list[str]:
+    """Return the positives of a query in the folder of `write_beir_to_mine`."""
+    first = 3 * query_number
+    has_two_positives = query_number % 2 == 0
+    rows = [first, first + 2] if has_two_positives else [first]
+    return [f"d{row % 30}" for row in rows]
 
 
 def test_tevatron_and_dpr_records_have_all_fields_and_positives(mined, tmp_path):
-    tevatron = read_lines(write_mined(mined["beir"], tmp_path / "t.jsonl", "tevatron")[0])
-    dpr = json.loads(write_mined(mined["beir"], tmp_path / "d.json", "dpr")[0].read_text())
-    for line, record in zip(tevatron, dpr, strict=True):
-        assert list(line) == ["query_id", "query", "positive_passages", "negative_passages"]
-        number = int(line["query_id"].removeprefix("q"))
-        judged = [f"d{(3 * number + j) % 30}" for j in (0, 2)[: 2 - number % 2]]
-        assert [passage["docid"] for passage in line["positive_passages"]] == judged
-        assert set(record) == {
-            "question",
-            "answers",
-            "positive_ctxs",
-            "negative_ctxs",
-            "hard_negative_ctxs",
-        }
-        for ours, theirs in (
+    tevatron_file, _ = write_mined(mined["beir"], tmp_path / "t.jsonl", "tevatron")
+    dpr_file, _ = write_mined(mined["beir"], tmp_path / "d.json", "dpr")
+    dpr_records = json.loads(dpr_file.read_text())
+    dpr_fields = {"question", "answers", "positive_ctxs", "negative_ctxs", "hard_negative_ctxs"}
+    for tevatron, dpr in zip(read_lines(tevatron_file), dpr_records, strict=True):
+        assert list(tevatron) == ["query_id", "query", "positive_passages", "negative_passages"]
+        assert set(dpr) == dpr_fields
+        positive_ids = [passage["docid"] for passage in tevatron["positive_passages"]]
+        query_number = int(tevatron["query_id"].removeprefix("q"))
+        assert positive_ids == list_positive_ids(query_number)
+        for tevatron_name, dpr_name in (
             ("positive_passages", "positive_ctxs"),
             ("negative_passages", "hard_negative_ctxs"),
         ):
-            assert all(
-                list(passage) == ["docid", "title", "text", "score"] for passage in line[ours]
-            )
-            assert [{"passage_id": x.pop("docid"), **x} for x in line[ours]] == record[theirs]
+            for passage, context in zip(tevatron[tevatron_name], dpr[dpr_name], strict=True):
+                assert list(passage) == ["docid", "title", "text", "score"]
+                passage_id = passage.pop("docid")
+                assert context == {"passage_id": passage_id, **passage}
 
 
 def test_queries_with_too_few_negatives_are_counted(model, tmp_path):
@@ -337,10 +401,10 @@ def test_queries_with_too_few_negatives_are_counted(model, tmp_path):
     pairs, report = write_mined(mined, tmp_path / "pairs.jsonl")
     assert [len(line["negatives"]) for line in read_lines(pairs)] == [1, 1, 1, 2]
     record = json.loads(report.read_text())
-    assert (record["data"]["queries"], record["queries_with_too_few"]) == (2, 1)
-    assert [
-        line["query"] for line in read_lines(write_mined(mined, tmp_path / "n.jsonl", "ntuples")[0])
-    ] == ["q2"]
+    assert record["data"]["queries"] == 2
+    assert record["queries_with_too_few"] == 1
+    ntuples, _ = write_mined(mined, tmp_path / "n.jsonl", "ntuples")
+    assert [line["query"] for line in read_lines(ntuples)] == ["q2"]
     with pytest.raises(DataError, match="no query has 4 negatives"):
         write_mined(mine(model, data, num_negatives=4), tmp_path / "none.jsonl", "ntuples")
     assert not list(tmp_path.glob("none*"))
@@ -375,69 +439,70 @@ def test_training_on_mined_pairs_has_the_rows_and_known_positives_of_the_source(
 
 def test_ntuples_have_a_line_for_each_positive(tmp_path):
     mined = mine(None, RECORDS, num_negatives=1)
-    lines = read_lines(write_mined(mined, tmp_path / "n.jsonl", "ntuples")[0])
-    positives = [text for record in RECORDS for text in np.atleast_1d(record["positive"])]
+    path, _ = write_mined(mined, tmp_path / "n.jsonl", "ntuples")
+    positives: list[str] = []
+    for record in RECORDS:
+        positives.extend(np.atleast_1d(record["positive"]))
+    lines = read_lines(path)
     assert [line["positive"] for line in lines] == positives
-    assert all(set(line) == {"query", "positive", "negative_1", "scores"} for line in lines)
-    assert [line["scores"][0] for line in lines] == np.concatenate(mined.positive_scores).tolist()
+    for line in lines:
+        assert set(line) == {"query", "positive", "negative_1", "scores"}
+    first_scores = [line["scores"][0] for line in lines]
+    assert first_scores == np.concatenate(mined.positive_scores).tolist()
 
 
-def test_an_unusable_output_is_refused(tmp_path):
-    (tmp_path / "there.jsonl").write_text("mine")
-    for name, output_format, words in [
+@pytest.mark.parametrize(
+    ("name", "output_format", "message"),
+    [
         ("there.jsonl", "pairs", "exists already"),
         ("", "pairs", "is a folder"),
         ("x.jsonl", "csv", "output_format"),
-    ]:
-        with pytest.raises(UserError, match=words):
-            check_output(tmp_path / name, output_format)
+        # The report would be written over.
+        ("other.jsonl", "pairs", r"other\.jsonl\.report\.json: exists already"),
+    ],
+)
+def test_an_unusable_output_is_refused(tmp_path, name, output_format, message):
+    (tmp_path / "there.jsonl").write_text("mine")
     (tmp_path / "other.jsonl.report.json").write_text("mine")
-    with pytest.raises(UserError, match=r"other\.jsonl\.report\.json: exists already"):
-        check_output(tmp_path / "other.jsonl", "pairs")
+    with pytest.raises(UserError, match=message):
+        check_output(tmp_path / name, output_format)
 
 
 # Exclusion of known positives, under every id, title, spacing and case.
 
 
-def passages(data, rows):
-    return [data.documents[row].passage for row in rows]
-
-
 def test_the_pool_of_pairs_is_their_distinct_positives(tmp_path):
     """Queries of equal text share their positives."""
-    rows = [("q1", "a"), ("q2", "b"), ("q1", "c"), ("q1", "a"), ("Q1 ", "d")]
-    data = load_mining_data(
-        write_lines(tmp_path / "p.jsonl", [{"query": q, "positive": p} for q, p in rows])
-    )
-    assert data.queries == ["q1", "q2", "Q1 "] and data.pool_size == 4
-    assert [passages(data, rows) for rows in data.positives] == [
-        ["a", "c", "d"],
-        ["b"],
-        ["d", "a", "c"],
-    ]
-    assert [[passages(data, rows) for rows in records] for records in data.record_positives] == [
-        [["a"], ["c"]],
-        [["b"]],
-        [["d"]],
-    ]
-    assert [passages(data, rows) for rows in data.excluded] == [
-        ["a", "c", "d"],
-        ["b"],
-        ["a", "c", "d"],
-    ]
-    assert (data.record["queries"], data.record["pairs"], data.record["passages"]) == (3, 4, 4)
+    pairs = [("q1", "a"), ("q2", "b"), ("q1", "c"), ("q1", "a"), ("Q1 ", "d")]
+    lines = [{"query": query, "positive": positive} for query, positive in pairs]
+    data = load_mining_data(write_lines(tmp_path / "p.jsonl", lines))
+    assert data.queries == ["q1", "q2", "Q1 "]
+    assert data.pool_size == 4
+    positives = [get_passages(data, rows) for rows in data.positives]
+    assert positives == [["a", "c", "d"], ["b"], ["d", "a", "c"]]
+    excluded = [get_passages(data, rows) for rows in data.excluded]
+    assert excluded == [["a", "c", "d"], ["b"], ["a", "c", "d"]]
+    record_positives = []
+    for records in data.record_positives:
+        record_positives.append([get_passages(data, rows) for rows in records])
+    assert record_positives == [[["a"], ["c"]], [["b"]], [["d"]]]
+    assert data.record["queries"] == 3
+    assert data.record["pairs"] == 4
+    assert data.record["passages"] == 4
 
 
 def test_further_positives_of_a_record_are_excluded(tmp_path):
-    record = {"question": "q", "positive_ctxs": [{"title": "T", "text": x} for x in "ab"]}
-    (tmp_path / "d.json").write_text(json.dumps([record]))
+    contexts = [{"title": "T", "text": "a"}, {"title": "T", "text": "b"}]
+    dpr_file = tmp_path / "d.json"
+    dpr_file.write_text(json.dumps([{"question": "q", "positive_ctxs": contexts}]))
     for source, expected in (
-        (tmp_path / "d.json", ["T a", "T b"]),
-        ([{"query": "q", "positive": ["a", "b"]}], "ab"),
+        (dpr_file, ["T a", "T b"]),
+        ([{"query": "q", "positive": ["a", "b"]}], ["a", "b"]),
     ):
         data = load_mining_data(source)
-        assert passages(data, data.positives[0]) == list(expected)
-        assert data.record_positives == [[[0, 1]]] and data.excluded == [[0, 1]]
+        assert get_passages(data, data.positives[0]) == expected
+        assert data.record_positives == [[[0, 1]]]
+        assert data.excluded == [[0, 1]]
 
 
 DOCUMENTS = {
@@ -454,51 +519,63 @@ QUERIES = {"q0": "What  colour is the SKY?", "q1": "Is grass green?"}
 
 
 def test_copies_of_a_positive_are_excluded(tmp_path):
-    folder = write_beir(
-        tmp_path / "b", DOCUMENTS, QUERIES, [("q0", "d0", 1), ("q1", "d5", 2), ("q1", "d6", 0)]
-    )
-    data = load_mining_data(folder)
+    """A document with the text of the query is excluded too."""
+    qrels = [("q0", "d0", 1), ("q1", "d5", 2), ("q1", "d6", 0)]
+    data = load_mining_data(write_beir(tmp_path / "b", DOCUMENTS, QUERIES, qrels))
     assert [document.id for document in data.documents] == ["d0", "d2", "d3", "d5", "d6"]
-    assert [[data.documents[row].id for row in rows] for rows in data.excluded] == [
-        ["d0", "d2", "d3", "d6"],
-        ["d5"],
-    ]
+    assert get_ids(data, data.excluded[0]) == ["d0", "d2", "d3", "d6"]
+    assert get_ids(data, data.excluded[1]) == ["d5"]
+    assert len(data.excluded) == 2
+
+
+def write_packed_corpus(path: Path) -> Path:
+    """Write DOCUMENTS, without the empty one, as JSON lines that are compressed with gzip."""
+    lines = []
+    for document_id, (title, text) in DOCUMENTS.items():
+        if title or text:
+            lines.append(json.dumps({"_id": document_id, "title": title, "text": text}))
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    return path
 
 
 def test_a_separate_corpus_is_the_whole_pool(tmp_path):
-    data_file = write_lines(tmp_path / "p.jsonl", [{"query": "q", "positive": "It is blue."}])
-    records = [{"_id": i, "title": t, "text": x} for i, (t, x) in DOCUMENTS.items() if t or x]
-    packed = tmp_path / "c.jsonl.gz"
-    packed.write_bytes(gzip.compress("\n".join(map(json.dumps, records)).encode()))
-    data = load_mining_data(data_file, packed)
-    assert data.pool_size == 5 and data.positives == [[1]]
-    assert [data.documents[row].id for row in data.excluded[0]] == ["d0", "d2", "d3"]
+    pairs = write_lines(tmp_path / "p.jsonl", [{"query": "q", "positive": "It is blue."}])
+    data = load_mining_data(pairs, write_packed_corpus(tmp_path / "c.jsonl.gz"))
+    assert data.pool_size == 5
+    assert data.positives == [[1]]
+    assert get_ids(data, data.excluded[0]) == ["d0", "d2", "d3"]
+
+
+def test_a_positive_that_a_separate_corpus_lacks_is_not_in_the_pool(tmp_path):
+    pairs = write_lines(tmp_path / "p.jsonl", [{"query": "q", "positive": "It is blue."}])
     other = write_lines(tmp_path / "other.jsonl", [{"_id": "x", "text": "Nothing of the kind"}])
-    data = load_mining_data(data_file, other)
-    assert data.pool_size == 1 and data.positives == [[1]] and data.excluded == [[]]
+    data = load_mining_data(pairs, other)
+    assert data.pool_size == 1
+    assert data.positives == [[1]]
+    assert data.excluded == [[]]
 
 
 def test_a_separate_corpus_excludes_positives_by_id_too(tmp_path):
     folder = write_beir(tmp_path / "b", DOCUMENTS, QUERIES, [("q0", "d0", 1), ("q1", "d5", 1)])
-    cleaned = write_lines(
-        tmp_path / "c.jsonl", [{"_id": "d0", "text": "Sky: blue"}, {"_id": "d9", "text": "Other"}]
-    )
-    data = load_mining_data(folder, cleaned)
+    # The text of d0 has changed.
+    documents = [{"_id": "d0", "text": "Sky: blue"}, {"_id": "d9", "text": "Other"}]
+    data = load_mining_data(folder, write_lines(tmp_path / "c.jsonl", documents))
     assert data.excluded == [[0], []]
     assert data.record["fingerprint"] != load_mining_data(folder).record["fingerprint"]
 
 
 @pytest.mark.parametrize(
-    ("judged", "documents", "message"),
+    ("judgement", "documents", "message"),
     [
-        ("d0 0", DOCUMENTS, "no query"),
-        ("d4 1", DOCUMENTS, "no query"),
-        ("d4 1", {"d4": ("", " ")}, "no passage"),
+        (("q0", "d0", 0), DOCUMENTS, "no query"),
+        (("q0", "d4", 1), DOCUMENTS, "no query"),  # d4 is empty
+        (("q0", "d4", 1), {"d4": ("", " ")}, "no passage"),
     ],
 )
-def test_data_without_positives_or_passages_are_refused(tmp_path, judged, documents, message):
+def test_data_without_positives_or_passages_are_refused(tmp_path, judgement, documents, message):
+    folder = write_beir(tmp_path / "b", documents, QUERIES, [judgement])
     with pytest.raises(DataError, match=message):
-        load_mining_data(write_beir(tmp_path / "b", documents, QUERIES, [("q0", *judged.split())]))
+        load_mining_data(folder)
 
 
 @pytest.mark.parametrize(
@@ -533,8 +610,9 @@ def test_blank_passages_of_a_separate_corpus_are_not_mined(tmp_path):
 
 
 def test_a_query_with_many_positives_does_not_lengthen_the_rankings_of_all(monkeypatch):
-    data = SimpleNamespace(excluded=[[1], [1], list(range(60)), [1], [1]], queries=range(5))
-    data.pool_size = 1000
+    excluded = [[1], [1], list(range(60)), [1], [1]]
+    data = SimpleNamespace(excluded=excluded, queries=range(5), pool_size=1000)
     monkeypatch.setattr("contaccum.mining.search._RESULTS_PER_SEARCH", 80)
     groups = list(_group_queries(data, 10))
+    # A ranking has the 10 passages that are asked for, and as many more as are excluded.
     assert groups == [(range(2), 11), (range(2, 3), 70), (range(3, 5), 11)]

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from programs import ROOT, run_program
 from sample_texts import sentences
 from small_data import write_judged_places, write_lines
@@ -14,13 +15,16 @@ from contaccum.data import load_beir_folder, load_training_data
 from contaccum.data.beir import shipped_scifact
 from contaccum.evaluation.metrics import paired_bootstrap
 
-SCRIPT_FOLDERS = ("benchmarks", "eval", "eval/study", "examples", "scripts")
-SCRIPTS = sorted(
-    f"{folder}/{path.name}" for folder in SCRIPT_FOLDERS for path in (ROOT / folder).glob("*.py")
-)
+
+def list_scripts() -> list[str]:
+    """Return the paths, in the repository, of all programs outside the package."""
+    scripts = []
+    for folder in ("benchmarks", "eval", "eval/study", "examples", "scripts"):
+        scripts += [f"{folder}/{path.name}" for path in (ROOT / folder).glob("*.py")]
+    return sorted(scripts)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", list_scripts())
 def test_every_script_prints_its_help(script, capsys):
     with pytest.raises(SystemExit) as stopped:
         run_program(script, "--help")
@@ -72,21 +76,27 @@ def test_split_pairs_splits_the_judgements_of_a_beir_folder(tmp_path):
     train = load_beir_folder(tmp_path / "out", "train").qrels
     dev = load_beir_folder(tmp_path / "out", "dev").qrels
     test = load_beir_folder(tmp_path / "out", "test").qrels
-    train_documents = {document for grades in train.values() for document in grades}
-    dev_documents = {document for grades in dev.values() for document in grades}
+    train_documents = set().union(*train.values())
+    dev_documents = set().union(*dev.values())
     assert not train_documents & dev_documents
     assert not train.keys() & dev.keys()
     original = load_beir_folder(shipped_scifact(), "train").qrels
-    assert all(original[query] == grades for query, grades in dev.items())
+    for query, grades in dev.items():
+        assert original[query] == grades
     assert test == load_beir_folder(shipped_scifact()).qrels
-    assert len(original) > len(train) + len(dev) > 0.9 * len(original)
+    # A training query is left out if all its documents are in dev.
+    num_split = len(train) + len(dev)
+    assert num_split < len(original)
+    assert num_split > 0.9 * len(original)
 
 
 def make_score(entry: str, data: str, seed: int, query: int) -> float:
     """Return the score of a query in a made-up study, with a different gain for each entry."""
     gain = {"grad_accum": 0.0, "grad_cache": 0.02, "contaccum": 0.1}[entry]
     offset = 1.9 if data == "nqg" else 1
-    return 0.4 + gain * (query * 7 % 5 - offset) + seed * (query % 3) / 50
+    gain_of_query = gain * (query * 7 % 5 - offset)
+    noise_of_seed = seed * (query % 3) / 50
+    return 0.4 + gain_of_query + noise_of_seed
 
 
 def write_study(folder: Path, data: str) -> Path:
@@ -111,27 +121,36 @@ def write_study(folder: Path, data: str) -> Path:
     return report_file
 
 
+def compute_mean_scores(entry: str, data: str) -> list[float]:
+    """Return the score of each query, as the mean over the two seeds."""
+    scores = []
+    for query in range(20):
+        score_sum = make_score(entry, data, 0, query) + make_score(entry, data, 1, query)
+        scores.append(score_sum / 2)
+    return scores
+
+
 def test_holm_corrects_over_all_pairs_of_all_reports(tmp_path, capsys):
     reports = [write_study(tmp_path / data, data) for data in ("nqg", "arxiv")]
     pairs = ["contaccum:grad_accum", "contaccum:grad_cache_learning_rate-1e-4"]
     run_program("eval/study/holm.py", *reports, "--pairs", *pairs, "--output", tmp_path / "all")
     rows = json.loads((tmp_path / "all.json").read_text())["rows"]
-    expected_pairs = [(data, pair) for data in ("nqg", "arxiv") for pair in pairs]
-    assert [(row["training"], row["pair"]) for row in rows] == expected_pairs
+    assert [row["training"] for row in rows] == ["nqg", "nqg", "arxiv", "arxiv"]
+    assert [row["pair"] for row in rows] == [*pairs, *pairs]
     for row in rows:
-        mean_scores = []
-        for group in row["groups"]:
-            entry = group.rpartition("_learning")[0]
-            scores = []
-            for query in range(20):
-                seed_scores = [make_score(entry, row["training"], seed, query) for seed in (0, 1)]
-                scores.append(sum(seed_scores) / 2)
-            mean_scores.append(scores)
-        expected = paired_bootstrap(*mean_scores)
+        first_group, second_group = row["groups"]
+        first_entry, _, _ = first_group.rpartition("_learning")
+        second_entry, _, _ = second_group.rpartition("_learning")
+        expected = paired_bootstrap(
+            compute_mean_scores(first_entry, row["training"]),
+            compute_mean_scores(second_entry, row["training"]),
+        )
         for key in ("difference", "low", "p_value"):
             assert row[key] == pytest.approx(expected[key])
+    # Holm multiplies the smallest p by the number of all comparisons.
     smallest_p_value = min(row["p_value"] for row in rows)
-    assert smallest_p_value * 4 == pytest.approx(min(row["p_holm"] for row in rows))
+    smallest_p_holm = min(row["p_holm"] for row in rows)
+    assert smallest_p_value * 4 == pytest.approx(smallest_p_holm)
     assert f"{rows[0]['difference']:+.4f}" in (tmp_path / "all.md").read_text()
 
 
@@ -152,24 +171,28 @@ def make_small_backbone(model_path: str, output: Path, *options: object) -> PreT
 def test_small_backbone_copies_the_first_layers(tiny_model_path, tmp_path):
     original = AutoModel.from_pretrained(tiny_model_path)
     small = make_small_backbone(tiny_model_path, tmp_path / "small", "--layers", 1)
-    assert len(small.encoder.layer) == 1 < len(original.encoder.layer)
+    assert len(original.encoder.layer) > 1
+    assert len(small.encoder.layer) == 1
     small_weights = small.encoder.layer[0].state_dict()
     original_weights = original.encoder.layer[0].state_dict()
-    assert all(small_weights[key].equal(value) for key, value in original_weights.items())
+    for name, weight in original_weights.items():
+        assert small_weights[name].equal(weight)
     with pytest.raises(SystemExit, match="no bert of 99 layers"):
         make_small_backbone(tiny_model_path, tmp_path / "deep", "--layers", 99)
 
 
 def test_small_backbone_has_random_weights_by_seed(tiny_model_path, tmp_path):
     options = ["--layers", 1, "--hidden_size", 64]
-    weights = []
-    for number, seed in enumerate((0, 0, 1)):
-        output = tmp_path / f"random-{number}"
+
+    def make_weight(name: str, seed: int) -> torch.Tensor:
+        output = tmp_path / name
         model = make_small_backbone(tiny_model_path, output, *options, "--seed", seed)
-        weights.append(model.encoder.layer[0].attention.self.query.weight)
-    assert weights[0].shape == (64, 64)
-    assert weights[0].equal(weights[1])
-    assert not weights[0].equal(weights[2])
+        return model.encoder.layer[0].attention.self.query.weight
+
+    weight = make_weight("first", seed=0)
+    assert weight.shape == (64, 64)
+    assert weight.equal(make_weight("repeated", seed=0))
+    assert not weight.equal(make_weight("other", seed=1))
 
 
 @pytest.mark.long
@@ -186,7 +209,8 @@ def test_query_side_experiment_skips_finished_runs(tmp_path, tiny_model_path, ca
     record = json.loads(text)
     assert record["updates"] == 2
     assert record["pairs"] == 36
-    assert 0 < record["scores"]["test"] <= 1
+    assert record["scores"]["test"] > 0
+    assert record["scores"]["test"] <= 1
     assert record["git_commit"]
     assert str(tmp_path) not in text
     time_written = result_file.stat().st_mtime_ns

@@ -22,7 +22,10 @@ from contaccum.errors import UserError
 
 
 class Payload:
-    """Leaves a folder behind when it is unpickled. Nothing worse: it only has to be seen."""
+    """An object that makes the folder ``mark`` when it is unpickled.
+
+    An attacker's code could do anything. Making a folder is harmless, and tests can see it.
+    """
 
     def __init__(self, mark: Path) -> None:
         self.mark = str(mark)
@@ -33,26 +36,32 @@ class Payload:
 
 @pytest.fixture
 def mark(tmp_path) -> Path:
+    """Return the folder that exists only if a payload ran."""
     return tmp_path / "it_ran"
 
 
 @pytest.fixture(scope="module")
 def harmless(tiny_config, tiny_tokenizer, tmp_path_factory) -> Path:
-    """A backbone, a SentenceTransformer (tied and untied) and a cross-encoder."""
+    """Return a folder with a backbone, a cross-encoder, and a tied and an untied DualEncoder."""
     root = tmp_path_factory.mktemp("harmless")
     torch.manual_seed(0)
     AutoModel.from_config(tiny_config).save_pretrained(root / "backbone")
-    cross = {**tiny_config.to_dict(), "id2label": {0: "relevant"}, "label2id": {"relevant": 0}}
-    BertForSequenceClassification(type(tiny_config)(**cross)).save_pretrained(root / "cross")
+    options = tiny_config.to_dict()
+    options["id2label"] = {0: "relevant"}  # one output
+    options["label2id"] = {"relevant": 0}
+    cross_config = type(tiny_config)(**options)
+    BertForSequenceClassification(cross_config).save_pretrained(root / "cross")
     for name in ("backbone", "cross"):
         tiny_tokenizer.save_pretrained(root / name)
-    for name, tied in (("tied", True), ("untied", False)):
-        model = DualEncoder.from_backbone(
-            tiny_config, tokenizer=tiny_tokenizer, pooling="mean", tied=tied
-        )
-        if tied:
-            model.append(Dense(32, 32))
-        model.save_pretrained(str(root / name))
+    tied = DualEncoder.from_backbone(
+        tiny_config, tokenizer=tiny_tokenizer, pooling="mean", tied=True
+    )
+    tied.append(Dense(32, 32))
+    tied.save_pretrained(str(root / "tied"))
+    untied = DualEncoder.from_backbone(
+        tiny_config, tokenizer=tiny_tokenizer, pooling="mean", tied=False
+    )
+    untied.save_pretrained(str(root / "untied"))
     return root
 
 
@@ -69,7 +78,8 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def refused(kind: str, folder: Path, mark: Path) -> str:
+def assert_is_refused(kind: str, folder: Path, mark: Path) -> str:
+    """Check that a model is refused and that no payload runs; return the error message."""
     with pytest.raises(UserError) as error:
         LOADERS[kind](folder)
     assert not mark.exists(), "the payload ran"
@@ -84,8 +94,30 @@ def write_own_code(folder: Path, mark: Path) -> None:
     )
 
 
-def change(file: Path, **entries: Any) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
+def change_entries(file: Path, **entries: Any) -> None:
+    """Set entries of a JSON file."""
+    content = json.loads(file.read_text())
+    content.update(entries)
+    file.write_text(json.dumps(content))
+
+
+def change_module_type(model: Path, number: int, name: str) -> Path:
+    """Let a class be the type of a module in modules.json; return this file."""
+    file = model / "modules.json"
+    modules = json.loads(file.read_text())
+    modules[number]["type"] = name
+    file.write_text(json.dumps(modules))
+    return file
+
+
+def change_router_type(model: Path, name: str) -> Path:
+    """Let a class be the type of the first module in router_config.json; return this file."""
+    file = model / "router_config.json"
+    types = json.loads(file.read_text())["types"]
+    first_module = next(iter(types))
+    types[first_module] = name
+    change_entries(file, types=types)
+    return file
 
 
 @pytest.mark.parametrize("kind", LOADERS)
@@ -100,18 +132,18 @@ def test_pickled_weights_with_code_are_refused(kind, form, harmless, tmp_path, m
     else:
         name = "pytorch_model.bin" if form == "plain" else "model.safetensors"
         weights.with_name(name).write_bytes(pickle.dumps(Payload(mark)))
-    line = refused(kind, folder, mark)
-    assert str(folder) in line
+    error = assert_is_refused(kind, folder, mark)
+    assert str(folder) in error
     expected_reason = "not a model" if form == "as safetensors" else "could run code"
-    assert expected_reason in line
+    assert expected_reason in error
 
 
 @pytest.mark.parametrize(
     "name",
-    # The third is reached through what sentence-transformers' own modules have imported.
     [
         "evil.Evil",
         "os.system",
+        # A module of sentence-transformers imports importlib, so this path leads to it.
         "sentence_transformers.util.misc.importlib",
         "sentence_transformers.nothing.Here",
     ],
@@ -121,16 +153,12 @@ def test_a_class_of_the_folder_s_choice_is_refused(name, kind, harmless, tmp_pat
     folder = Path(shutil.copytree(harmless / kind, tmp_path / "model"))
     write_own_code(folder, mark)
     if kind == "tied":
-        file = folder / "modules.json"
-        modules = json.loads(file.read_text())
-        modules[1]["type"] = name
-        file.write_text(json.dumps(modules))
+        file = change_module_type(folder, 1, name)
     else:
-        file = folder / "router_config.json"
-        types = json.loads(file.read_text())["types"]
-        change(file, types={**types, next(iter(types)): name})
-    line = refused(kind, folder, mark)
-    assert str(file) in line and repr(name) in line
+        file = change_router_type(folder, name)
+    error = assert_is_refused(kind, folder, mark)
+    assert str(file) in error
+    assert repr(name) in error
 
 
 def test_a_class_of_a_tower_s_choice_is_refused(harmless, tmp_path, mark):
@@ -140,12 +168,11 @@ def test_a_class_of_a_tower_s_choice_is_refused(harmless, tmp_path, mark):
     folder = tmp_path / "model"
     router = Router.for_query_document(query_modules=[tower], document_modules=[document])
     SentenceTransformer(modules=[router], device="cpu").save_pretrained(str(folder))
+    # Without the planted class, the model can be loaded.
     with loading(folder) as name:
         SentenceTransformer(name, device="cpu")
-    [*_, file] = sorted(folder.glob("*/modules.json"))
-    modules = json.loads(file.read_text())
-    modules[0]["type"] = "evil.Module"
-    file.write_text(json.dumps(modules))
+    last_tower = sorted(folder.glob("*/modules.json"))[-1].parent
+    change_module_type(last_tower, 0, "evil.Module")
     (folder / "evil.py").write_text(f"import os\nos.makedirs({str(mark)!r})\n")
     with pytest.raises(UserError, match=r"evil\.Module.*could run any code"), loading(folder):
         pytest.fail("the folder is loaded")
@@ -164,25 +191,23 @@ def test_a_class_of_a_router_inside_a_router_is_refused(harmless, tmp_path):
 def test_modelling_code_of_a_folder_is_refused(kind, harmless, train, tmp_path, mark, capsys):
     folder = Path(shutil.copytree(harmless / kind, tmp_path / kind))
     write_own_code(folder, mark)
-    automatic = ("AutoConfig", "AutoModel", "AutoModelForSequenceClassification")
-    change(
-        folder / "config.json", model_type="evil", auto_map=dict.fromkeys(automatic, "evil.Evil")
-    )
-    line = f"{folder}: needs code that comes with the model. "
-    line += "Read that code, then set trust_remote_code"
-    assert refused(kind, folder, mark) == line
+    auto_classes = ("AutoConfig", "AutoModel", "AutoModelForSequenceClassification")
+    auto_map = dict.fromkeys(auto_classes, "evil.Evil")
+    change_entries(folder / "config.json", model_type="evil", auto_map=auto_map)
+    error = f"{folder}: needs code that comes with the model. "
+    error += "Read that code, then set trust_remote_code"
+    assert assert_is_refused(kind, folder, mark) == error
     if kind != "cross":
         assert train(tmp_path / "out", model=folder) == 2
-        assert capsys.readouterr().err == f"contaccum: error: {line}\n" and not mark.exists()
+        assert capsys.readouterr().err == f"contaccum: error: {error}\n"
+        assert not mark.exists()
 
 
 def test_code_of_a_folder_runs_by_the_flag_alone(harmless, tmp_path, mark):
-    """This shows that the payload of the tests above can run, and that the flag is what matters."""
+    """This shows that the payload of the tests above can run, and that the flag lets it run."""
     folder = Path(shutil.copytree(harmless / "tied", tmp_path / "model"))
     write_own_code(folder, mark)
-    modules = json.loads((folder / "modules.json").read_text())
-    modules[1]["type"] = "evil.Evil"
-    (folder / "modules.json").write_text(json.dumps(modules))
+    change_module_type(folder, 1, "evil.Evil")
     # The class of the payload is not a working module.
     with pytest.raises(UserError):
         DualEncoder.from_pretrained(folder, trust_remote_code=True)
@@ -212,7 +237,7 @@ def test_damaged_models_are_refused(file, content, harmless, tmp_path):
 
 def test_backbone_whose_weights_do_not_fit_its_config_is_refused(harmless, tmp_path):
     folder = Path(shutil.copytree(harmless / "backbone", tmp_path / "model"))
-    change(folder / "config.json", intermediate_size=48)
+    change_entries(folder / "config.json", intermediate_size=48)
     with pytest.raises(UserError, match="do not have the shapes of config"):
         DualEncoder.from_backbone(folder)
 
@@ -231,25 +256,32 @@ FORBIDDEN = re.compile(
 )
 
 
+def runs_what_it_reads(call: ast.Call) -> bool:
+    """Return True for a call that may run code that it reads, or that starts a shell."""
+    name = ast.unparse(call.func)
+    arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    if FORBIDDEN.match(name) is not None:
+        return True
+    if name == "torch.load":
+        return arguments.get("weights_only") != "True"
+    if name == "np.load":
+        return arguments.get("allow_pickle") != "False"
+    if name == "yaml.load":
+        return arguments.get("Loader") not in ("yaml.BaseLoader", "yaml.SafeLoader")
+    if name.startswith("subprocess."):
+        return arguments.get("shell", "False") != "False"
+    return False
+
+
 def test_library_calls_nothing_that_runs_what_it_reads():
-    found = []
     root = Path(__file__).parents[1]
-    for path in [
-        p for folder in ("contaccum", "scripts", "eval") for p in (root / folder).rglob("*.py")
-    ]:
+    modules: list[Path] = []
+    for folder in ("contaccum", "scripts", "eval"):
+        modules.extend((root / folder).rglob("*.py"))
+    forbidden_calls = []
+    for path in modules:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.Call):
-                continue
-            name = ast.unparse(node.func)
-            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            bad = FORBIDDEN.match(name) is not None
-            bad |= name == "torch.load" and given.get("weights_only") != "True"
-            bad |= name == "np.load" and given.get("allow_pickle") != "False"
-            bad |= name == "yaml.load" and given.get("Loader") not in (
-                "yaml.BaseLoader",
-                "yaml.SafeLoader",
-            )
-            bad |= name.startswith("subprocess.") and given.get("shell", "False") != "False"
-            if bad:
-                found.append(f"{path.relative_to(root)}:{node.lineno}: {name}")
-    assert found == []
+            if isinstance(node, ast.Call) and runs_what_it_reads(node):
+                name = ast.unparse(node.func)
+                forbidden_calls.append(f"{path.relative_to(root)}:{node.lineno}: {name}")
+    assert forbidden_calls == []

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.error
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,155 +39,195 @@ QUERIES = [
 QRELS = ["query-id\tcorpus-id\tscore", "q2\td1\t1", "q1\td2\t2", "q1\t3\t0"]
 
 
-def make(
+FILE_OF_PART = {
+    "corpus": "corpus.jsonl",
+    "queries": "queries.jsonl",
+    "qrels": "qrels/test.tsv",
+}
+LINES_OF_PART = {"corpus": CORPUS, "queries": QUERIES, "qrels": QRELS}
+
+
+def write_folder(
     folder: Path,
+    corpus: list[str] = CORPUS,
+    queries: list[str] = QUERIES,
+    qrels: list[str] = QRELS,
     split: str = "test",
-    ending: str = "",
-    end: str = "\n",
-    mark: str = "",
-    **parts: Any,
+    is_packed: bool = False,
+    line_end: str = "\n",
+    byte_order_mark: str = "",
 ) -> Path:
+    """Write the lines of each file of a BEIR folder."""
     (folder / "qrels").mkdir(parents=True, exist_ok=True)
-    files = {"corpus.jsonl": "corpus", "queries.jsonl": "queries", f"qrels/{split}.tsv": "qrels"}
-    for name, part in files.items():
-        lines = parts.get(part, {"corpus": CORPUS, "queries": QUERIES, "qrels": QRELS}[part])
-        content = (mark + end.join(lines) + end).encode()
-        (folder / (name + ending)).write_bytes(gzip.compress(content) if ending else content)
+    for name, lines in (
+        ("corpus.jsonl", corpus),
+        ("queries.jsonl", queries),
+        (f"qrels/{split}.tsv", qrels),
+    ):
+        content = (byte_order_mark + line_end.join(lines) + line_end).encode()
+        if is_packed:
+            (folder / f"{name}.gz").write_bytes(gzip.compress(content))
+        else:
+            (folder / name).write_bytes(content)
     return folder
 
 
 def test_a_document_may_have_a_null_text_and_a_query_may_not(tmp_path):
     """`contaccum encode` reads the same documents."""
     corpus = [*CORPUS, '{"_id": "d4", "title": "Four", "text": null}']
-    data = load_beir_folder(make(tmp_path / "documents", corpus=corpus))
+    data = load_beir_folder(write_folder(tmp_path / "documents", corpus=corpus))
     assert data.corpus["d4"] == {"title": "Four", "text": ""}
     queries = [*QUERIES, '{"_id": "q4", "text": null}']
     with pytest.raises(DataError, match=r"queries\.jsonl:4: missing text"):
-        load_beir_folder(make(tmp_path / "queries", queries=queries))
+        load_beir_folder(write_folder(tmp_path / "queries", queries=queries))
 
 
 def test_contents_equal_those_of_the_files(tmp_path):
-    data = load_beir_folder(make(tmp_path / "tiny"))
-    assert data.name == "tiny" and data.split == "test" and data.path == tmp_path / "tiny"
+    data = load_beir_folder(write_folder(tmp_path / "tiny"))
+    assert data.name == "tiny"
+    assert data.split == "test"
+    assert data.path == tmp_path / "tiny"
     assert data.corpus == {
         "d1": {"title": "One", "text": "first text"},
         "d2": {"title": "", "text": "second text"},
         "3": {"title": "", "text": "third text"},
     }
     assert data.queries == {"q2": "second query", "q1": "first query"}
-    assert list(data.queries) == list(data.qrels) == ["q2", "q1"]
+    assert list(data.queries) == ["q2", "q1"]
+    assert list(data.qrels) == ["q2", "q1"]
     assert data.qrels == {"q2": {"d1": 1}, "q1": {"d2": 2, "3": 0}}
-    assert (data.report.seen, data.report.used, data.report.reported) == (9, 9, 0)
-    headless = load_beir_folder(make(tmp_path / "headless", qrels=QRELS[1:]))
-    assert headless.qrels == data.qrels
+    assert data.report.seen == 9
+    assert data.report.used == 9
+    assert data.report.reported == 0
+
+
+def test_judgements_need_no_header(tmp_path):
+    with_header = load_beir_folder(write_folder(tmp_path / "tiny"))
+    without_header = load_beir_folder(write_folder(tmp_path / "headless", qrels=QRELS[1:]))
+    assert without_header.qrels == with_header.qrels
 
 
 def test_the_fingerprint_ignores_packing_and_sees_every_content(tmp_path):
-    plain = load_beir_folder(make(tmp_path / "plain"))
-    packed = load_beir_folder(make(tmp_path / "packed", ending=".gz", end="\r\n", mark="\ufeff"))
-    assert plain.fingerprint == packed.fingerprint and len(plain.fingerprint) == 64
+    plain = load_beir_folder(write_folder(tmp_path / "plain"))
+    packed_folder = write_folder(
+        tmp_path / "packed", is_packed=True, line_end="\r\n", byte_order_mark="\ufeff"
+    )
+    assert load_beir_folder(packed_folder).fingerprint == plain.fingerprint
+    assert len(plain.fingerprint) == 64
     changes = {
         "corpus": [*CORPUS[:2], CORPUS[2].replace("third", "fourth")],
         "queries": [QUERIES[0].replace("first", "other"), *QUERIES[1:]],
         "qrels": [*QRELS[:3], "q1\t3\t1"],
     }
-    fingerprints = {
-        load_beir_folder(make(tmp_path / part, **{part: lines})).fingerprint
-        for part, lines in changes.items()
-    }
-    assert len(fingerprints | {plain.fingerprint}) == 4
+    fingerprints = {plain.fingerprint}
+    for part, lines in changes.items():
+        changed = load_beir_folder(write_folder(tmp_path / part, **{part: lines}))
+        fingerprints.add(changed.fingerprint)
+    assert len(fingerprints) == 4
 
 
-CASES = [
-    ("corpus", "corpus.jsonl", CORPUS, '{"_id": 1.5, "text": "t"}', "_id is not text"),
-    (
-        "corpus",
-        "corpus.jsonl",
-        CORPUS,
-        '{"_id": "3", "text": "again, once as an integer"}',
-        "duplicate _id",
-    ),
-    ("corpus", "corpus.jsonl", CORPUS, '{"_id": "d9", "title": "no text"}', "missing text"),
-    ("queries", "queries.jsonl", QUERIES, '{"_id": "q9", "text": " \\n"}', "empty text"),
-    ("qrels", "qrels/test.tsv", QRELS, "q1 0 d1 1", "not 3 columns"),
-    ("qrels", "qrels/test.tsv", QRELS, "q1\td1\t1.5", "score is not an integer"),
-    ("qrels", "qrels/test.tsv", QRELS, "q9\td1\t1", "unknown query"),
-    ("qrels", "qrels/test.tsv", QRELS, "q1\td9\t1", "unknown document"),
-    ("qrels", "qrels/test.tsv", QRELS, "q1\td2\t2", "duplicate judgement"),
-]
-
-
-@pytest.mark.parametrize(("part", "name", "lines", "bad", "reason"), CASES)
-def test_every_bad_record_names_its_file_line_and_reason(tmp_path, part, name, lines, bad, reason):
-    folder = make(tmp_path, **{part: [*lines, "", bad]})
-    line = len(lines) + 2
+@pytest.mark.parametrize(
+    ("part", "bad_line", "reason"),
+    [
+        ("corpus", '{"_id": 1.5, "text": "t"}', "_id is not text"),
+        ("corpus", '{"_id": "3", "text": "again, once as an integer"}', "duplicate _id"),
+        ("corpus", '{"_id": "d9", "title": "no text"}', "missing text"),
+        ("queries", '{"_id": "q9", "text": " \\n"}', "empty text"),
+        ("qrels", "q1 0 d1 1", "not 3 columns"),
+        ("qrels", "q1\td1\t1.5", "score is not an integer"),
+        ("qrels", "q9\td1\t1", "unknown query"),
+        ("qrels", "q1\td9\t1", "unknown document"),
+        ("qrels", "q1\td2\t2", "duplicate judgement"),
+    ],
+)
+def test_every_bad_record_names_its_file_line_and_reason(tmp_path, part, bad_line, reason):
+    good_lines = LINES_OF_PART[part]
+    folder = write_folder(tmp_path, **{part: [*good_lines, "", bad_line]})
+    location = f"{folder / FILE_OF_PART[part]}:{len(good_lines) + 2}"
     with pytest.raises(DataError) as caught:
         load_beir_folder(folder)
-    assert str(caught.value).startswith(f"{folder / name}:{line}: {reason}")
-    assert "\n" not in str(caught.value) and "--on_bad_record skip" in str(caught.value)
+    error = str(caught.value)
+    assert error.startswith(f"{location}: {reason}")
+    assert "\n" not in error
+    assert "--on_bad_record skip" in error
     report = RecordReport("skip")
     data = load_beir_folder(folder, report=report)
-    assert data.report is report and report.first == f"{folder / name}:{line}"
-    assert (report.seen, report.used, report.reported, report.by_reason) == (10, 9, 1, {reason: 1})
-    assert data.fingerprint == load_beir_folder(make(tmp_path / "clean")).fingerprint
+    assert data.report is report
+    assert report.first == location
+    assert report.seen == 10
+    assert report.used == 9
+    assert report.reported == 1
+    assert report.by_reason == {reason: 1}
+    assert data.fingerprint == load_beir_folder(write_folder(tmp_path / "clean")).fingerprint
 
 
 def test_empty_documents_are_evaluated_but_not_trained_on(tmp_path):
+    corpus = [*CORPUS, '{"_id": "d9", "title": " ", "text": ""}']
     qrels = [QRELS[0], "q1\td1\t1", "q1\td9\t1"]
-    folder = make(
-        tmp_path, corpus=[*CORPUS, '{"_id": "d9", "title": " ", "text": ""}'], qrels=qrels
-    )
+    folder = write_folder(tmp_path, corpus, qrels=qrels)
     assert load_beir_folder(folder).corpus["d9"] == {"title": " ", "text": ""}
     data = load_training_data(folder, split="test")
-    assert len(data.dataset) == 1 and data.report.by_reason == {"empty document": 1}
+    assert len(data.dataset) == 1
+    assert data.report.by_reason == {"empty document": 1}
 
 
 def test_what_is_missing_in_a_folder_is_named(tmp_path):
-    make(tmp_path, split="dev")
-    make(tmp_path, split="train", ending=".gz")
+    write_folder(tmp_path, split="dev")
+    write_folder(tmp_path, split="train", is_packed=True)
     with pytest.raises(DataError, match="no split 'test'; it has: dev, train"):
         load_beir_folder(tmp_path)
     with pytest.raises(DataError, match="no such folder"):
         load_beir_folder(tmp_path / "nothing")
-    for part in ("corpus", "queries", "qrels"):
-        with pytest.raises(DataError, match=f"{part}.*: no records left to use; .* 2 left out"):
-            load_beir_folder(
-                make(tmp_path / part, **{part: ["bad", "worse"]}), on_bad_record="skip"
-            )
+
+
+@pytest.mark.parametrize("part", LINES_OF_PART)
+def test_a_file_with_bad_records_only_is_named(tmp_path, part):
+    folder = write_folder(tmp_path, **{part: ["bad", "worse"]})
+    with pytest.raises(DataError, match=f"{part}.*: no records left to use; .* 2 left out"):
+        load_beir_folder(folder, on_bad_record="skip")
 
 
 def test_shipped_scifact_is_the_published_one(tmp_path):
     test = load_beir_folder(shipped_scifact(), "test")
-    assert (len(test.corpus), len(test.queries)) == (5183, 300)
-    assert sum(len(judged) for judged in test.qrels.values()) == 339
-    assert test.report.reported == 0 and test.name == "scifact"
+    assert len(test.corpus) == 5183
+    assert len(test.queries) == 300
+    assert sum(len(judgements) for judgements in test.qrels.values()) == 339
+    assert test.report.reported == 0
+    assert test.name == "scifact"
     train = load_training_data(shipped_scifact())
-    assert train.data_format == "beir" and len(train.dataset) == 919 and train.report.reported == 0
-    # 809 judged claims, two of which occur under two ids each.
+    assert train.data_format == "beir"
+    assert len(train.dataset) == 919
+    assert train.report.reported == 0
+    # There are 809 judged claims. Two of them occur under two ids each.
     assert len({row["query"] for row in train.dataset}) == 807
 
 
 # Public sets by name
 
 
-def archive(*names: str) -> bytes:
+def make_archive(*extra_names: str) -> bytes:
+    """Return the archive of the set fiqa, with extra files of the given names."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as packed:
-        for name, lines in (
-            ("corpus.jsonl", CORPUS),
-            ("queries.jsonl", QUERIES),
-            ("qrels/test.tsv", QRELS),
-        ):
-            packed.writestr(f"fiqa/{name}", "\n".join(lines))
-        for name in names:
+        for part, file_name in FILE_OF_PART.items():
+            packed.writestr(f"fiqa/{file_name}", "\n".join(LINES_OF_PART[part]))
+        for name in extra_names:
             packed.writestr(name, "x")
     return content.getvalue()
 
 
+def list_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 @pytest.fixture
 def server(monkeypatch, tmp_path) -> dict[str, Any]:
-    """Replace the network: {"content": bytes or an error, "urls": requested URLs, "hub": sets}."""
-    state: dict[str, Any] = {"content": archive(), "urls": [], "hub": {}}
+    """Replace the network by a dictionary.
+
+    Its keys are "content" (the bytes of each download, or an error), "urls" (the requested URLs)
+    and "hub" (the sets on the hub).
+    """
+    state: dict[str, Any] = {"content": make_archive(), "urls": [], "hub": {}}
 
     def urlopen(url: str, timeout: float) -> io.BytesIO:
         state["urls"].append(url)
@@ -203,45 +244,51 @@ def server(monkeypatch, tmp_path) -> dict[str, Any]:
     return state
 
 
-def test_a_name_is_fetched_once_and_a_folder_is_used_as_it_is(tmp_path, server, monkeypatch):
-    monkeypatch.setitem(ARCHIVE_MD5, "fiqa", hashlib.md5(server["content"]).hexdigest())
+def accept_checksum(monkeypatch, content: bytes) -> None:
+    """Replace the published checksum of the set fiqa by that of its made-up archive."""
+    monkeypatch.setitem(ARCHIVE_MD5, "fiqa", hashlib.md5(content).hexdigest())
+
+
+def test_a_name_is_fetched_once(tmp_path, server, monkeypatch):
+    accept_checksum(monkeypatch, server["content"])
     folder = resolve_beir_data("fiqa")
-    assert folder == tmp_path / "cache" / "beir" / "fiqa" and resolve_beir_data("fiqa") == folder
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "corpus.jsonl",
-        "qrels",
-        "queries.jsonl",
-    ]
+    assert folder == tmp_path / "cache" / "beir" / "fiqa"
+    assert resolve_beir_data("fiqa") == folder
+    assert list_names(folder) == ["corpus.jsonl", "qrels", "queries.jsonl"]
     assert server["urls"] == [
         "https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets/fiqa.zip"
     ]
-    make(tmp_path / "nfcorpus")
-    assert resolve_beir_data("nfcorpus") == Path("nfcorpus") and len(server["urls"]) == 1
+
+
+def test_a_folder_with_the_name_of_a_public_set_is_used_as_it_is(tmp_path, server):
+    write_folder(tmp_path / "nfcorpus")
+    assert resolve_beir_data("nfcorpus") == Path("nfcorpus")
+    assert server["urls"] == []
     with pytest.raises(DataError, match="no split 'dev'; it has: test"):
         resolve_beir_data("nfcorpus", "dev")
 
 
 def test_two_processes_may_fetch_the_same_set_at_once(tmp_path, server, monkeypatch):
-    monkeypatch.setitem(ARCHIVE_MD5, "fiqa", hashlib.md5(server["content"]).hexdigest())
+    """The first process to finish stores the folder; the other one uses it.
+
+    Later, the first one may be reading in the folder, so it must not be replaced.
+    """
+    accept_checksum(monkeypatch, server["content"])
     fetch = urllib.request.urlopen
     inodes: list[int] = []
 
-    def interleaved(url: str, timeout: float) -> Any:
+    def fetch_after_another_process(url: str, timeout: float) -> Any:
         monkeypatch.setattr("urllib.request.urlopen", fetch)
-        inodes.append(
-            resolve_beir_data("fiqa").stat().st_ino
-        )  # another process, while this one has begun
+        # This takes the place of another process, which starts later and finishes earlier.
+        folder = resolve_beir_data("fiqa")
+        inodes.append(folder.stat().st_ino)
         return fetch(url, timeout=timeout)
 
-    monkeypatch.setattr("urllib.request.urlopen", interleaved)
+    monkeypatch.setattr("urllib.request.urlopen", fetch_after_another_process)
     folder = resolve_beir_data("fiqa")
-    assert [folder.stat().st_ino] == inodes  # that of the other, who may be reading in it
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "corpus.jsonl",
-        "qrels",
-        "queries.jsonl",
-    ]
-    assert [path.name for path in folder.parent.iterdir()] == ["fiqa"]
+    assert inodes == [folder.stat().st_ino]
+    assert list_names(folder) == ["corpus.jsonl", "qrels", "queries.jsonl"]
+    assert list_names(folder.parent) == ["fiqa"]
 
 
 @pytest.mark.parametrize("content", [urllib.error.URLError("no\nroute"), b"half a zip"])
@@ -253,8 +300,9 @@ def test_a_failed_download_is_one_line_and_leaves_nothing_behind(tmp_path, serve
 
 
 def test_an_archive_never_writes_outside_its_folder(tmp_path, server, monkeypatch):
-    server["content"] = archive("../outside", "fiqa/../../outside", "/outside", "C:\\outside")
-    monkeypatch.setitem(ARCHIVE_MD5, "fiqa", hashlib.md5(server["content"]).hexdigest())
+    names = ("../outside", "fiqa/../../outside", "/outside", "C:\\outside")
+    server["content"] = make_archive(*names)
+    accept_checksum(monkeypatch, server["content"])
     folder = resolve_beir_data("fiqa")
     unpacked = list(tmp_path.rglob("*outside*"))
     assert unpacked
@@ -262,94 +310,135 @@ def test_an_archive_never_writes_outside_its_folder(tmp_path, server, monkeypatc
     assert not Path("/outside").exists()
 
 
-def test_a_misspelt_name_gets_the_closest_public_name(server):
+def test_there_are_fifteen_public_sets():
     assert len(PUBLIC_NAMES) == 15
-    assert [get_default_split(name) for name in ("msmarco", "/data/msmarco/", "nq")] == [
-        "dev",
-        "dev",
-        "test",
-    ]
-    for wrong, right in (
-        ("scifct", "scifact"),
-        ("Trec-Covid", "trec-covid"),
-        ("data/nfcorpsu", "nfcorpus"),
-    ):
-        with pytest.raises(
-            DataError, match=f"'{wrong}': neither a folder nor .*did you mean '{right}'"
-        ):
-            resolve_beir_data(wrong)
-    for nonsense in (
-        "zzzz",
-        "x" * 5000,
-        "../msmarco/",
-        "robust04",
-        "cqadupstack",
-        "scifact/android",
-    ):
-        with pytest.raises(DataError, match="neither a folder nor the name"):
-            resolve_beir_data(nonsense)
+
+
+def test_the_default_split_is_test_except_for_msmarco():
+    assert get_default_split("msmarco") == "dev"
+    assert get_default_split("/data/msmarco/") == "dev"
+    assert get_default_split("nq") == "test"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("scifct", "scifact"), ("Trec-Covid", "trec-covid"), ("data/nfcorpsu", "nfcorpus")],
+)
+def test_a_misspelt_name_gets_the_closest_public_name(server, wrong, right):
+    message = f"'{wrong}': neither a folder nor .*did you mean '{right}'"
+    with pytest.raises(DataError, match=message):
+        resolve_beir_data(wrong)
+    assert server["urls"] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["zzzz", "x" * 5000, "../msmarco/", "robust04", "cqadupstack", "scifact/android"],
+    ids=lambda name: name[:20],
+)
+def test_an_unknown_name_is_refused(server, name):
+    with pytest.raises(DataError, match="neither a folder nor the name"):
+        resolve_beir_data(name)
     assert server["urls"] == []
 
 
 def test_importing_the_readers_is_cheap():
     code = "import json, sys, contaccum.data; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"beir", "datasets", "torch", "pyarrow", "ijson"} & {*json.loads(done.stdout)}
+    slow_imports = {"beir", "datasets", "torch", "pyarrow", "ijson"}
+    assert slow_imports.isdisjoint(json.loads(done.stdout))
 
 
-class Item(SimpleNamespace):
-    def default_text(self) -> str:
-        return self.text
+def parse_judgements() -> list[dict[str, str]]:
+    """Return the judgements as rows of the set on the hub, with the grade as text."""
+    judgements = []
+    for line in QRELS[1:]:
+        query_id, document_id, grade = line.split("\t")
+        judgements.append({"query-id": query_id, "corpus-id": document_id, "score": grade})
+    return judgements
 
 
-@pytest.mark.parametrize("name", ["mteb/fiqa", "BeIR/fiqa", "ir_datasets:beir/fiqa/test"])
-def test_sets_of_hub_and_ir_datasets_become_beir_folders(tmp_path, server, monkeypatch, name):
-    texts = {"corpus": [json.loads(x) for x in CORPUS], "queries": [json.loads(x) for x in QUERIES]}
-    judged = [
-        dict(zip(("query-id", "corpus-id", "score"), x.split("\t"), strict=True)) for x in QRELS[1:]
-    ]
+def replace_hub_sets(monkeypatch, configurations: list[str]) -> list[tuple[str, ...]]:
+    """Let `datasets` load the made-up set; return a list of what it is asked for."""
+    texts = {part: list(map(json.loads, LINES_OF_PART[part])) for part in ("corpus", "queries")}
     requested = []
 
     def load_dataset(*arguments: str, split: str | None = None) -> Any:
         requested.append(arguments)
-        graded = [{**row, "score": float(row["score"])} for row in judged]
-        return {"corpus": texts[arguments[1]]} if split is None else graded
+        if split is None:
+            _, part = arguments
+            return {"corpus": texts[part]}
+        # Some sets on the hub have grades as floats.
+        return [{**row, "score": float(row["score"])} for row in parse_judgements()]
 
-    docs = [Item(doc_id=x["_id"], title=x["title"], text=x["text"]) for x in texts["corpus"]]
-    queries = [Item(query_id=x["_id"], text=x["text"]) for x in texts["queries"]]
-    qrels = [
-        Item(query_id=x["query-id"], doc_id=x["corpus-id"], relevance=x["score"]) for x in judged
-    ]
-    iters = {
-        "docs_iter": lambda: docs,
-        "queries_iter": lambda: queries,
-        "qrels_iter": lambda: qrels,
-    }
-    library = SimpleNamespace(load={"beir/fiqa/test": SimpleNamespace(**iters)}.__getitem__)
-    monkeypatch.setitem(sys.modules, "ir_datasets", library)
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    parts = ["corpus", "queries", "default"][: 3 if name.startswith("mteb") else 2]
-    monkeypatch.setattr("datasets.get_dataset_config_names", lambda name: parts)
+    monkeypatch.setattr("datasets.get_dataset_config_names", lambda name: configurations)
+    return requested
+
+
+class IrRecord(SimpleNamespace):
+    """A document, a query or a judgement of ir_datasets."""
+
+    def default_text(self) -> str:
+        return self.text
+
+
+class IrDataset:
+    """The made-up set, in the form of ir_datasets."""
+
+    def docs_iter(self) -> Iterator[IrRecord]:
+        for document in map(json.loads, CORPUS):
+            yield IrRecord(doc_id=document["_id"], title=document["title"], text=document["text"])
+
+    def queries_iter(self) -> Iterator[IrRecord]:
+        for query in map(json.loads, QUERIES):
+            yield IrRecord(query_id=query["_id"], text=query["text"])
+
+    def qrels_iter(self) -> Iterator[IrRecord]:
+        for row in parse_judgements():
+            yield IrRecord(
+                query_id=row["query-id"], doc_id=row["corpus-id"], relevance=row["score"]
+            )
+
+
+@pytest.mark.parametrize(
+    ("name", "configurations", "first_request"),
+    [
+        ("mteb/fiqa", ["corpus", "queries", "default"], ("mteb/fiqa", "default")),
+        ("BeIR/fiqa", ["corpus", "queries"], ("BeIR/fiqa-qrels",)),
+    ],
+)
+def test_sets_of_the_hub_become_beir_folders(
+    tmp_path, server, monkeypatch, name, configurations, first_request
+):
+    requested = replace_hub_sets(monkeypatch, configurations)
     server["hub"][name] = None
     folder = resolve_beir_data(name, get_default_split(name))
     data = load_beir_folder(folder)
-    expected = load_beir_folder(make(tmp_path / "same"))
-    assert data.fingerprint == expected.fingerprint and data.name == {"ir": "beir-fiqa-test"}.get(
-        name[:2], "fiqa"
-    )
-    assert requested[:1] == {"mt": [("mteb/fiqa", "default")], "Be": [("BeIR/fiqa-qrels",)]}.get(
-        name[:2], []
-    )
+    assert data.fingerprint == load_beir_folder(write_folder(tmp_path / "same")).fingerprint
+    assert data.name == "fiqa"
+    assert requested[0] == first_request
+    # The set is not loaded again.
     monkeypatch.setattr("datasets.load_dataset", None)
+    assert resolve_beir_data(name) == folder
+    with pytest.raises(DataError, match="on the hub, it cannot be loaded either"):
+        resolve_beir_data(f"{name}2", get_default_split(f"{name}2"))
+
+
+def test_sets_of_ir_datasets_become_beir_folders(tmp_path, server, monkeypatch):
+    name = "ir_datasets:beir/fiqa/test"
+    requested_of_hub = replace_hub_sets(monkeypatch, ["corpus", "queries"])
+    library = SimpleNamespace(load={"beir/fiqa/test": IrDataset()}.__getitem__)
+    monkeypatch.setitem(sys.modules, "ir_datasets", library)
+    folder = resolve_beir_data(name, get_default_split(name))
+    data = load_beir_folder(folder)
+    assert data.fingerprint == load_beir_folder(write_folder(tmp_path / "same")).fingerprint
+    assert data.name == "beir-fiqa-test"
+    assert requested_of_hub == []
+    # The set is not loaded again. Without the library, other sets are refused.
     monkeypatch.setitem(sys.modules, "ir_datasets", None)
     assert resolve_beir_data(name) == folder
-    with pytest.raises(
-        DataError,
-        match="pip install .*ir_datasets"
-        if name[:2] == "ir"
-        else "on the hub, it cannot be loaded either",
-    ):
+    with pytest.raises(DataError, match=r"pip install .*ir_datasets"):
         resolve_beir_data(f"{name}2", get_default_split(f"{name}2"))
-    if name[:2] == "ir":
-        with pytest.raises(DataError, match="its id names the split 'test', and not 'dev'"):
-            resolve_beir_data(name, "dev")
+    with pytest.raises(DataError, match="its id names the split 'test', and not 'dev'"):
+        resolve_beir_data(name, "dev")

@@ -17,46 +17,57 @@ from contaccum.errors import ConfigError, DataError
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
+    """Set an empty cache, and return its folder of data sets, in which each entry is a folder."""
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "datasets"
 
 
 @pytest.fixture
 def reads(monkeypatch) -> list[str]:
-    """The queries of all records that are read from sources, in order."""
+    """Return a list to which the query of each record that is read from a source is added."""
     queries: list[str] = []
-    read = Source.records
+    read_records = Source.records
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        for record in read(*args, **kwargs):
+    def read_and_note_queries(*args: Any, **kwargs: Any) -> Any:
+        for record in read_records(*args, **kwargs):
             queries.append(record.query)
             yield record
 
-    monkeypatch.setattr(Source, "records", counted)
+    monkeypatch.setattr(Source, "records", read_and_note_queries)
     return queries
 
 
-ROWS = [
-    {"query": f"q{i}", "positives": [f"p{i}", "p"], "negatives": list("abcd")[: i % 4]}
-    for i in range(9)
-]
+def make_rows() -> list[dict[str, Any]]:
+    """Return nine records with two positives and up to three negatives."""
+    rows = []
+    for i in range(9):
+        negatives = ["a", "b", "c"][: i % 4]
+        rows.append({"query": f"q{i}", "positives": [f"p{i}", "p"], "negatives": negatives})
+    return rows
+
+
+ROWS = make_rows()
+
+
+def count_entries(folder: Path) -> int:
+    return len(list(folder.iterdir()))
 
 
 def test_a_second_run_opens_what_the_first_one_stored(tmp_path, folder, reads):
     path = put_lines(tmp_path / "a.jsonl", *ROWS, end="broken\n")
-    first, second = (
-        load_training_data(path, num_hard_negatives=2, on_bad_record="skip") for _ in range(2)
-    )
+    settings = {"num_hard_negatives": 2, "on_bad_record": "skip"}
+    first = load_training_data(path, **settings)
+    second = load_training_data(path, **settings)
     assert len(reads) == 9
-    assert first.fingerprint == second.fingerprint and first.report == second.report
-    assert "1 broken JSON" in second.report.summary() and list(first.dataset) == list(
-        second.dataset
-    )
+    assert second.fingerprint == first.fingerprint
+    assert second.report == first.report
+    assert "1 broken JSON" in second.report.summary()
+    assert list(second.dataset) == list(first.dataset)
 
 
 def test_texts_are_stored_once_for_all_sampling_settings(tmp_path, folder, reads):
     path = put_lines(tmp_path / "a.jsonl", *ROWS)
-    taken: list[dict[str, Any]] = [
+    sampling_settings: list[dict[str, Any]] = [
         {},
         {"positives": "all"},
         {"positives": "first"},
@@ -64,51 +75,72 @@ def test_texts_are_stored_once_for_all_sampling_settings(tmp_path, folder, reads
         {"num_hard_negatives": 2, "missing_negatives": "drop"},
         {"num_hard_negatives": 2, "negatives_from": 2},
     ]
-    for options in taken:
-        load_training_data(path, **options)
-    assert len(list(folder.iterdir())) == 1 and len(reads) == 9
-    assert sum(file.read_bytes().count(b"q7") for file in folder.rglob("*.arrow")) == 1
-    for options in ({"columns": {"query": "query"}}, {"on_bad_record": "skip"}):
-        load_training_data(path, **options)  # these settings change the records
-    assert len(list(folder.iterdir())) == 3
+    for settings in sampling_settings:
+        load_training_data(path, **settings)
+    assert count_entries(folder) == 1
+    assert len(reads) == 9
+    stored = b"".join(file.read_bytes() for file in folder.rglob("*.arrow"))
+    assert stored.count(b"q7") == 1
+
+
+def test_settings_that_change_the_records_have_their_own_entries(tmp_path, folder):
+    path = put_lines(tmp_path / "a.jsonl", *ROWS)
+    load_training_data(path)
+    load_training_data(path, columns={"query": "query"})
+    load_training_data(path, on_bad_record="skip")
+    assert count_entries(folder) == 3
 
 
 def test_a_source_that_changed_is_read_again(tmp_path, folder):
     path = tmp_path / "a.jsonl"
-    for number in range(3):  # of the same size
+    for number in range(3):  # the files have the same size
         put_lines(path, {"query": str(number), "positive": "p"})
         os.utime(path, (number, number))
         assert load_training_data(path).dataset[0]["query"] == str(number)
 
 
-def test_entries_unused_for_thirty_days_are_removed(tmp_path, folder, monkeypatch):
+def set_days_since_use(entry: Path, days: float) -> None:
+    """Set the times of a cache entry as if it had last been opened so many days ago."""
+    time_of_use = time.time() - days * 86_400
+    for file in (entry, entry / "about.json"):
+        os.utime(file, (time_of_use, time_of_use))
+
+
+def store_new_entry(path: Path, folder: Path) -> Path:
+    """Load a file that is not in the cache, and return its new entry."""
+    entries_before = set(folder.iterdir()) if folder.exists() else set()
+    load_training_data(path)
+    (entry,) = set(folder.iterdir()) - entries_before
+    return entry
+
+
+def test_entries_unused_for_thirty_days_are_removed(tmp_path, folder):
     """An entry that was not opened for 30 days is removed when another one is stored."""
     paths = [put_lines(tmp_path / f"{i}.jsonl", *ROWS[i:]) for i in range(4)]
-
-    def age(entry: Path, days: float) -> None:
-        then = time.time() - days * 86_400
-        for file in (entry, entry / "about.json"):
-            os.utime(file, (then, then))
-
-    load_training_data(paths[0])
-    (old,) = folder.iterdir()
-    load_training_data(paths[1])
-    (opened,) = set(folder.iterdir()) - {old}
-    age(old, 31)
-    age(opened, 29)
+    old_entry = store_new_entry(paths[0], folder)
+    entry = store_new_entry(paths[1], folder)
+    set_days_since_use(old_entry, 31)
+    set_days_since_use(entry, 29)
     load_training_data(paths[2])
-    assert not old.exists() and opened.exists()
-    age(opened, 31)
+    assert not old_entry.exists()
+    assert entry.exists()
+    set_days_since_use(entry, 31)
     load_training_data(paths[1])  # opening an entry marks it as used
     load_training_data(paths[3])
-    assert opened.exists()
+    assert entry.exists()
+
+
+def test_the_number_of_days_can_be_set(tmp_path, folder, monkeypatch):
+    paths = [put_lines(tmp_path / f"{i}.jsonl", *ROWS[i:]) for i in range(2)]
+    entry = store_new_entry(paths[1], folder)
     monkeypatch.setenv("CONTACCUM_CACHE_DAYS", "0.5")
-    age(opened, 1)
+    set_days_since_use(entry, 1)
     load_training_data(paths[0])
-    assert not opened.exists()
+    assert not entry.exists()
+    # With 0 days, each new entry removes all others, but not itself.
     monkeypatch.setenv("CONTACCUM_CACHE_DAYS", "0")
     assert len(load_training_data(paths[1]).dataset) == 8
-    assert len(list(folder.iterdir())) == 1
+    assert count_entries(folder) == 1
 
 
 def test_cache_days_that_are_no_number_are_refused_before_reading(
@@ -120,7 +152,9 @@ def test_cache_days_that_are_no_number_are_refused_before_reading(
     assert reads == []
 
 
-TWO = """
+# argv: the data, a folder for the marks, the number of the process. Each process waits until both
+# have been started, and reads so slowly that both would write if they did not share an entry.
+SLOW_READER = """
 import sys, time
 from pathlib import Path
 from contaccum.data import load_training_data, readers
@@ -142,25 +176,21 @@ print(load_training_data(sys.argv[1]).fingerprint)
 
 @pytest.mark.long
 def test_two_processes_that_start_at_once_share_one_entry(tmp_path, folder):
-    path = put_lines(
-        tmp_path / "a.jsonl", *[{"query": f"q{i}", "positive": f"p{i}"} for i in range(50)]
-    )
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", TWO, path, tmp_path, str(number)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
+    rows = [{"query": f"q{i}", "positive": f"p{i}"} for i in range(50)]
+    path = put_lines(tmp_path / "a.jsonl", *rows)
+    processes = []
+    for number in range(2):
+        command = [sys.executable, "-c", SLOW_READER, path, tmp_path, str(number)]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
     while len(list(tmp_path.glob("ready-*"))) < 2:
-        assert all(process.poll() is None for process in started)
+        assert all(process.poll() is None for process in processes)
         time.sleep(0.01)
     (tmp_path / "go").touch()
-    printed = {process.communicate()[0].strip() for process in started}
-    assert [process.returncode for process in started] == [0, 0]
-    assert printed == {load_training_data(path).fingerprint}
-    assert len(list(tmp_path.glob("writes-*"))) == 1 and len(list(folder.iterdir())) == 1
+    fingerprints = [process.communicate()[0].strip() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert set(fingerprints) == {load_training_data(path).fingerprint}
+    assert len(list(tmp_path.glob("writes-*"))) == 1
+    assert count_entries(folder) == 1
 
 
 def test_an_unfinished_entry_is_not_used(tmp_path, folder):
@@ -168,27 +198,32 @@ def test_an_unfinished_entry_is_not_used(tmp_path, folder):
     for _ in range(2):
         with pytest.raises(DataError, match=r"a\.jsonl:10: broken JSON"):
             load_training_data(path)
-    assert not list(folder.rglob("*.arrow")) and not list(folder.rglob("about.json"))
+    assert list(folder.rglob("*.arrow")) == []
+    assert list(folder.rglob("about.json")) == []
 
 
 def test_a_cache_that_cannot_be_written_is_one_clear_line(tmp_path, monkeypatch):
-    put_lines(tmp_path / "file")
+    put_lines(tmp_path / "file")  # where a folder is needed
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(DataError, match=r"cannot be stored: .*Not a directory.*CONTACCUM_CACHE"):
         load_training_data(put_lines(tmp_path / "a.jsonl", *ROWS))
 
 
-MEMORY = """
-import resource, sys
+# argv: a small data set and a large one. The program prints the number of pairs of the large one,
+# and the number of bytes of memory that it took. Mapped files are not in RssAnon.
+MEMORY_METER = """
+import sys
 from contaccum.data import load_training_data
 load_training_data(sys.argv[1]).dataset[0]  # imports are not counted
-def anonymous():
-    lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
-    return int(lines["RssAnon"].split()[0]) * 1024
-before = anonymous()
+def measure_memory():
+    for line in open("/proc/self/status"):
+        if line.startswith("RssAnon:"):
+            kibibytes = int(line.split()[1])
+            return kibibytes * 1024
+before = measure_memory()
 data = load_training_data(sys.argv[2])
 data.dataset[0]
-print(len(data.dataset), anonymous() - before)
+print(len(data.dataset), measure_memory() - before)
 """
 
 
@@ -196,11 +231,13 @@ print(len(data.dataset), anonymous() - before)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
 def test_memory_grows_by_few_bytes_for_each_pair(tmp_path, folder):
     records = [{"query": f"question {i}", "positive": f"passage {i} " * 30} for i in range(60_000)]
+    # The small set is loaded first, so that the imports are not measured.
     small = put_lines(tmp_path / "small.jsonl", *records[:2_000])
     large = put_lines(tmp_path / "large.jsonl", *records)
-    command = [sys.executable, "-c", MEMORY, str(small), str(large)]
-    rows, grown = map(
-        int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    )
-    # The texts alone take 400 bytes for each.
-    assert rows == 60_000 and grown / rows < 150, f"{grown / rows:.0f} bytes for each pair"
+    command = [sys.executable, "-c", MEMORY_METER, str(small), str(large)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    num_pairs, num_bytes = map(int, output.split())
+    bytes_per_pair = num_bytes / num_pairs
+    assert num_pairs == 60_000
+    # The texts of a pair alone have about 400 bytes.
+    assert bytes_per_pair < 150, f"{bytes_per_pair:.0f} bytes for each pair"

@@ -1,7 +1,7 @@
 """eval/study/by_time.py on a tiny model: its plan, its runs, its limit and its report."""
 
+import copy
 import importlib
-import json
 import shutil
 from pathlib import Path
 
@@ -37,14 +37,17 @@ QUERY_SIDE = {
 
 @pytest.fixture
 def study(monkeypatch):
-    """Return a function that imports a module of the study."""
+    """Return a function that imports a module of the study by its name."""
     monkeypatch.syspath_prepend(str(ROOT / "eval" / "study"))
     return lambda name: importlib.import_module(f"time_study.{name}")
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return a folder with the data set `sentences`, with the splits train, dev and test."""
+    """Return a folder with the data set `sentences`, with the splits train, dev and test.
+
+    The first 6 of the 24 training queries are dev queries instead; 18 are left to train on.
+    """
     data = write_judged_sentences(tmp_path / "sentences")
     header, *lines = (data / "qrels" / "train.tsv").read_text().splitlines()
     (data / "qrels" / "dev.tsv").write_text("\n".join([header, *lines[:6], ""]))
@@ -53,7 +56,7 @@ def folder(tmp_path):
 
 
 def write_plan(path, entries, **keys):
-    """Write a plan with one data set, and read it."""
+    """Write a plan with one data set to a file, and return its path."""
     plan = {
         "seeds": [0, 1],
         "learning_rates": ["1e-4", "3e-4"],
@@ -69,14 +72,14 @@ def write_plan(path, entries, **keys):
 
 
 def make_study(study, monkeypatch, folder, model, entries):
-    """Return a study whose runs happen in this process, and the list of their jobs."""
+    """Return a study whose runs happen in this process, and a list that receives their jobs."""
     schedule = study("schedule")
     cell = study("cell")
-    done = []
+    finished_jobs = []
 
     def run_jobs(jobs, processes, progress, command):
         for job in jobs:
-            done.append(job)
+            finished_jobs.append(job)
             Path(job["folder"]).mkdir(parents=True)
             work = cell.WORK[job["kind"]]
             write_json(Path(job["result"]), work(job))
@@ -85,7 +88,15 @@ def make_study(study, monkeypatch, folder, model, entries):
     monkeypatch.setattr(schedule, "run_jobs", run_jobs)
     plan = study("plan").read_plan(write_plan(folder / "plan.yaml", entries))
     output = folder / "results"
-    return schedule.Study(plan, "sentences", folder, model, output, jobs=1), done
+    runs = schedule.Study(plan, "sentences", folder, model, output, jobs=1)
+    return runs, finished_jobs
+
+
+def write_seconds(folder, seconds):
+    """Write the timings of entries, as if they had been measured; return the file."""
+    file = folder / "results" / "sentences" / "seconds.json"
+    write_json(file, {"entries": seconds})
+    return file
 
 
 def test_the_plan_of_the_repository_is_valid(study):
@@ -96,7 +107,8 @@ def test_the_plan_of_the_repository_is_valid(study):
     assert plan.make_settings("nqg", entry)["bank_size"] == 1024
     assert plan.make_settings("nqg", entry)["per_device_train_batch_size"] == 128
     timed = plan.make_settings("nqg", entry, is_timed=True)
-    assert (timed["method"], timed["per_device_train_batch_size"]) == ("contaccum_cached", 8)
+    assert timed["method"] == "contaccum_cached"
+    assert timed["per_device_train_batch_size"] == 8
 
 
 @pytest.mark.parametrize(
@@ -116,35 +128,37 @@ def test_a_plan_with_a_wrong_entry_is_refused(study, tmp_path, entry, message):
 
 @pytest.mark.long
 def test_every_run_has_a_file_and_is_done_once(study, monkeypatch, folder, tiny_model_path):
-    """Timing, ladder and seeds of two entries; the second start has nothing to do."""
+    """Timing, learning rates and seeds of two entries. A second start has nothing to do."""
     entries = {
         "contaccum": {"has_bank": True, "settings": BANK},
         "query_side": {**QUERY_SIDE, "compared_with": ["contaccum"]},
     }
-    runs, done = make_study(study, monkeypatch, folder, tiny_model_path, entries)
+    runs, _ = make_study(study, monkeypatch, folder, tiny_model_path, entries)
     runs.run()
     output = folder / "results" / "sentences"
     results = study("results").Results(runs.plan, output)
     for name in entries:
         rates = list(results.get_dev_scores(name))
-        assert 2 <= len(rates) <= 3
+        assert len(rates) in (2, 3)
         assert results.choose_rate(name) in rates
         assert results.is_complete(name)
-        record = results.get_final_runs(name)[1]
+        _, record = results.get_final_runs(name)
         assert record["updates"] == 4
-        assert [len(record["query_scores"][split]) for split in ("dev", "test")] == [6, 8]
+        assert len(record["query_scores"]["dev"]) == 6
+        assert len(record["query_scores"]["test"]) == 8
         assert set(record["curve"]) == {"1", "2"}
         assert record["versions"]["contaccum"]
-        assert len(record["bank_fill"]) == (4 if name == "contaccum" else 0)
+        num_updates_with_bank = 4 if name == "contaccum" else 0
+        assert len(record["bank_fill"]) == num_updates_with_bank
     seconds = results.get_timings()
-    # The two updates that are counted have 8 and 2 of the 18 pairs.
+    # The two updates that are counted have 8 and 2 of the 18 pairs, 5 on average. Contaccum encodes
+    # two texts of a pair, query_side one.
     assert seconds["contaccum"]["passes_per_update"] == 2 * 5
     assert seconds["query_side"]["passes_per_update"] == 5
 
-    num_done = len(done)
-    again, _ = make_study(study, monkeypatch, folder, tiny_model_path, entries)
+    again, jobs_of_second_start = make_study(study, monkeypatch, folder, tiny_model_path, entries)
     again.run()
-    assert len(done) == num_done
+    assert jobs_of_second_start == []
 
     record_file = next(output.glob("contaccum-*-1.json"))
     record = read_json(record_file)
@@ -158,7 +172,10 @@ def test_every_run_has_a_file_and_is_done_once(study, monkeypatch, folder, tiny_
 def test_a_second_stage_trains_queries_against_the_new_documents(
     study, monkeypatch, folder, tiny_model_path
 ):
-    """Four updates of contaccum take 8 s; four of the second stage 2 s, so three fit before."""
+    """The budget is 8 s, the time of four updates of contaccum.
+
+    Four updates of the second stage take 2 s, so three updates of contaccum fit in before them.
+    """
     entries = {
         "contaccum": {"has_bank": True, "settings": BANK},
         "query_side": QUERY_SIDE,
@@ -170,30 +187,35 @@ def test_a_second_stage_trains_queries_against_the_new_documents(
             "second_stage": "query_side",
         },
     }
-    runs, done = make_study(study, monkeypatch, folder, tiny_model_path, entries)
+    runs, finished_jobs = make_study(study, monkeypatch, folder, tiny_model_path, entries)
     seconds = {
         "contaccum": {"seconds_per_update": 2.0, "passes_per_update": 16},
         "query_side": {"seconds_per_update": 0.5, "passes_per_update": 8},
     }
-    write_json(folder / "results" / "sentences" / "seconds.json", {"entries": seconds})
+    write_seconds(folder, seconds)
     runs.run()
     results = runs.results
     (record, _) = results.get_final_runs("both")
     assert record["updates"] == 3
-    assert results.get_cost("both", 3) == (8.0 / 60, 3 * 16 + 4 * 8)
-    job = next(job for job in done if job["entry"] == "both")
-    first = DualEncoder.from_pretrained(f"{job['folder']}/first_model", device="cpu")
-    stores = f"{job['folder']}/stores"
-    documents = StoreDocuments(EmbeddingStore.open(f"{stores}/haystack"))
+    cost = results.get_cost("both", 3)
+    assert cost.minutes == 8.0 / 60
+    assert cost.texts == 3 * 16 + 4 * 8
+
+    # The second stage searches documents that the model of the first stage has encoded.
+    job = next(job for job in finished_jobs if job["entry"] == "both")
+    job_folder = Path(job["folder"])
+    store = EmbeddingStore.open(str(job_folder / "stores" / "haystack"))
     texts = [line["text"] for line in read_lines(folder / "sentences" / "corpus.jsonl")]
-    _, stored = documents.find_embeddings(texts)
+    _, stored = StoreDocuments(store).find_embeddings(texts)
+    first = DualEncoder.from_pretrained(str(job_folder / "first_model"), device="cpu")
     assert abs(stored - first.encode_document(texts)).max() < 1e-5
     base = DualEncoder.from_pretrained(tiny_model_path, device="cpu")
     assert abs(stored - base.encode_document(texts)).max() > 1e-3
+
     curve = read_json(runs.output / f"both-{record['rate']}-1.json")["curve"]
     assert set(curve) == {"1", "2", "3"}  # the last one is the end of the first stage
-    second = record["identity"]["second_stage_learning_rate"]
-    assert second == results.choose_rate("query_side")
+    second_rate = record["identity"]["second_stage_learning_rate"]
+    assert second_rate == results.choose_rate("query_side")
 
 
 def test_entries_that_are_added_later_are_timed_beside_contaccum(
@@ -205,13 +227,16 @@ def test_entries_that_are_added_later_are_timed_beside_contaccum(
         "later": {"settings": {"method": "grad_accum", "per_device_train_batch_size": 4}},
     }
     runs, _ = make_study(study, monkeypatch, folder, tiny_model_path, entries)
-    file = folder / "results" / "sentences" / "seconds.json"
-    write_json(file, {"entries": {"contaccum": {"seconds_per_update": 2.0}}})
-    turn = {
-        "contaccum": {"seconds": [4.0], "passes": [8]},
-        "later": {"seconds": [5.0], "passes": [8]},
+    file = write_seconds(folder, {"contaccum": {"seconds_per_update": 2.0}})
+    turns = {
+        "contaccum": [{"seconds": [4.0], "passes": [8]}],
+        "later": [{"seconds": [5.0], "passes": [8]}],
     }
-    monkeypatch.setattr(runs, "_run_timing", lambda names: {name: [turn[name]] for name in names})
+
+    def run_timing(names):
+        return {name: turns[name] for name in names}
+
+    monkeypatch.setattr(runs, "_run_timing", run_timing)
     runs.measure_seconds()
     seconds = read_json(file)["entries"]
     assert seconds["contaccum"]["seconds_per_update"] == 2.0
@@ -219,32 +244,33 @@ def test_entries_that_are_added_later_are_timed_beside_contaccum(
 
 
 def test_finished_turns_of_the_timing_are_not_repeated(study, monkeypatch, folder, tiny_model_path):
+    """The first of three turns is finished; the second one was timed with another bank size."""
     entries = {"contaccum": {"has_bank": True, "settings": BANK}}
     runs, _ = make_study(study, monkeypatch, folder, tiny_model_path, entries)
     schedule = study("schedule")
-    first = runs._make_timing_job("contaccum", 0)
-    second = runs._make_timing_job("contaccum", 1)
-    other = {**second, "settings": {**second["settings"], "bank_size": 16}}
-    for job, written in ((first, first), (second, other)):
-        write_json(Path(job["folder"], "job.json"), written)
+    first, second, third = [runs._make_timing_job("contaccum", turn) for turn in range(3)]
+    earlier_second = copy.deepcopy(second)
+    earlier_second["settings"]["bank_size"] = 16
+    for job in (first, earlier_second):
+        write_json(Path(job["folder"], "job.json"), job)
         write_json(Path(job["result"]), {"seconds": [3.0], "passes": [8]})
+    timed_folders = []
 
     def time_updates(jobs, processes, progress, command):
-        done.extend(job["folder"] for job in jobs)
         for job in jobs:
+            timed_folders.append(job["folder"])
             write_json(Path(job["result"]), {"seconds": [5.0], "passes": [8]})
         return {}
 
-    done = []
     monkeypatch.setattr(schedule, "run_jobs", time_updates)
     runs.measure_seconds()
-    assert done == [runs._make_timing_job("contaccum", turn)["folder"] for turn in (1, 2)]
+    assert timed_folders == [second["folder"], third["folder"]]
     seconds = read_json(folder / "results" / "sentences" / "seconds.json")["entries"]
     assert seconds["contaccum"]["seconds_of_updates"] == [[3.0], [5.0], [5.0]]
     assert not Path(first["folder"]).exists()
-    done.clear()
+    timed_folders.clear()
     runs.measure_seconds()
-    assert not done
+    assert timed_folders == []
 
 
 def test_another_model_or_entry_is_refused(study, monkeypatch, folder, tiny_model_path):
@@ -274,6 +300,7 @@ def test_the_rate_of_an_entry_that_is_not_run_must_be_chosen(
 
 
 def test_updates_fit_into_the_time_of_contaccum(study, monkeypatch, folder, tiny_model_path):
+    """Four updates of contaccum take 8 s. The budget of the entry `same` is updates, not time."""
     entries = {
         "contaccum": {"has_bank": True, "settings": BANK},
         "slow": {"settings": {"method": "grad_cache", "per_device_train_batch_size": 4}},
@@ -285,12 +312,19 @@ def test_updates_fit_into_the_time_of_contaccum(study, monkeypatch, folder, tiny
         "slow": {"seconds_per_update": 2.1},
         "same": {"seconds_per_update": 3.0},
     }
-    write_json(folder / "results" / "sentences" / "seconds.json", {"entries": seconds})
-    assert {name: runs.count_updates(name) for name in entries} == {
-        "contaccum": 4,
-        "slow": 3,
-        "same": 4,
-    }
+    write_seconds(folder, seconds)
+    assert runs.count_updates("contaccum") == 4
+    assert runs.count_updates("slow") == 3
+    assert runs.count_updates("same") == 4
+
+
+@torch.no_grad()
+def encode_column(model, micro_batches, column):
+    """Return the normalised embeddings of a column of texts: 0 for queries, 1 for passages."""
+    embeddings = []
+    for features in micro_batches:
+        embeddings.append(model(dict(features[column]))["sentence_embedding"])
+    return torch.nn.functional.normalize(torch.cat(embeddings), dim=-1)
 
 
 def test_entries_of_the_oracle_are_encoded_by_the_present_encoder(study, tiny_model_path, folder):
@@ -309,33 +343,33 @@ def test_entries_of_the_oracle_are_encoded_by_the_present_encoder(study, tiny_mo
     }
     trainers = study("trainers")
     trainer = trainers.make_oracle_trainer(settings)
-    (refresh,) = [c for c in trainer.callback_handler.callbacks if hasattr(c, "_micro_batches")]
+    refresh_class = study("oracle").BankRefresh
+    callbacks = trainer.callback_handler.callbacks
+    (refresh,) = [callback for callback in callbacks if isinstance(callback, refresh_class)]
     trainer.train()
     bank = trainer.loss.info_nce.bank
     model = trainers.get_trained_model(trainer)
-    with torch.no_grad():
-        columns = [
-            [model(dict(batch[column]))["sentence_embedding"] for batch in refresh._micro_batches]
-            for column in (0, 1)
-        ]
-    queries, passages = (torch.nn.functional.normalize(torch.cat(c), dim=-1) for c in columns)
-    assert bank.in_use == len(queries) == 16
-    first = bank.total_enqueued - 16
-    slots = torch.arange(first, first + 16) % bank.num_slots
+    queries = encode_column(model, refresh._micro_batches, 0)
+    passages = encode_column(model, refresh._micro_batches, 1)
+    assert len(queries) == 16
+    assert bank.in_use == 16
+    oldest = bank.total_enqueued - 16  # number of pairs that were enqueued before the bank's oldest
+    slots = torch.arange(oldest, oldest + 16) % bank.num_slots
     assert torch.allclose(bank.queries[slots], queries, atol=1e-5)
     assert torch.allclose(bank.passages[slots], passages, atol=1e-5)
-    logits = queries @ passages.T / 0.05
-    is_own = torch.eye(16, dtype=torch.bool)
-    negatives = logits.masked_fill(is_own, -torch.inf).logsumexp(1)
-    assert torch.allclose(bank.total_log_sums[slots], negatives, atol=1e-3)
+    logits = queries @ passages.T / SETTINGS["temperature"]
+    is_positive = torch.eye(16, dtype=torch.bool)
+    log_sums = logits.masked_fill(is_positive, -torch.inf).logsumexp(1)  # over the negatives
+    assert torch.allclose(bank.total_log_sums[slots], log_sums, atol=1e-3)
 
 
 @pytest.mark.parametrize("has_guide", [False, True])
 def test_the_recipe_of_sentence_transformers_trains(study, tiny_model_path, tmp_path, has_guide):
-    rows = [
-        {"query": f"cat {n}", "positive": f"the cat {n}", "negatives": [f"the dog {n}"]}
-        for n in range(16)
-    ]
+    rows = []
+    for i in range(16):
+        rows.append(
+            {"query": f"cat {i}", "positive": f"the cat {i}", "negatives": [f"the dog {i}"]}
+        )
     data = write_lines(tmp_path / "mined.jsonl", rows)
     settings = {
         **SETTINGS,
@@ -360,7 +394,8 @@ def test_the_recipe_of_sentence_transformers_trains(study, tiny_model_path, tmp_
     # 8 pairs with a negative are 24 texts, which the cached loss encodes twice.
     assert clock.texts == [48, 48]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(losses) == 2 and all(loss > 0 for loss in losses)
+    assert len(losses) == 2
+    assert min(losses) > 0
 
 
 @pytest.mark.long
@@ -369,14 +404,67 @@ def test_mined_negatives_are_no_document_of_held_out_queries(
 ):
     entries = {"contaccum": {"has_bank": True, "settings": BANK}}
     runs, _ = make_study(study, monkeypatch, folder, tiny_model_path, entries)
-    texts = {line["_id"]: line["text"] for line in read_lines(folder / "sentences/corpus.jsonl")}
-    held_out = {texts[f"d{row}"] for row in (*range(6), *range(24, 32))}
+    corpus = read_lines(folder / "sentences" / "corpus.jsonl")
+    # The document of query i is number i; 0 to 5 are dev queries, 24 to 31 test queries.
+    held_out = {document["text"] for document in corpus[:6] + corpus[24:32]}
     # The scores of a random model are too similar for a margin.
     monkeypatch.setattr(study("schedule"), "MINING_RULES", ("--num_negatives", "1"))
     records = list(read_records(runs._mine_negatives()))
-    assert all(record.negatives for record in records)
-    negatives = {negative for record in records for negative in record.negatives}
-    assert not negatives & held_out
+    assert len(held_out) == 14
+    for record in records:
+        assert record.negatives
+        assert held_out.isdisjoint(record.negatives)
+
+
+def write_runs(output, entry, test_scores):
+    """Write the results of two runs of an entry, which have the same test scores per query."""
+    for seed in (0, 1):
+        record = {
+            "entry": entry,
+            "rate": "1e-4",
+            "updates": 4,
+            "scores": {"dev": 0.5, "test": sum(test_scores) / len(test_scores)},
+            "query_scores": {"dev": [0.5], "test": test_scores},
+            "curve": {},
+        }
+        if seed == 1:
+            record["curve"] = {"2": {"dev": 0.4, "test": 0.6}}
+        write_json(output / f"{entry}-1e-4-{seed}.json", record)
+
+
+def write_base(output):
+    """Write the scores of the base model and of BM25. Two of four queries have known documents."""
+    record = {
+        "scores": {"dev": 0.3, "test": 0.4},
+        "bm25": {"dev": 0.2, "test": 0.25},
+        "query_scores": {"test": [0.1, 0.2, 0.6, 0.7]},
+        "has_known_document": {"test": [True, True, False, False]},
+    }
+    write_json(output / "base.json", record)
+
+
+def run_report(monkeypatch, *options):
+    """Run the program that writes the report; the fixture `study` makes it importable."""
+    monkeypatch.setattr("sys.argv", ["report", *map(str, options)])
+    importlib.import_module("by_time_report").main()
+
+
+def read_rows(text):
+    """Return the cells of each line of the tables in a Markdown text."""
+    rows = []
+    for line in text.splitlines():
+        if line.startswith("|"):
+            cells = line.split("|")[1:-1]  # the line ends with | too
+            rows.append([cell.strip() for cell in cells])
+    return rows
+
+
+def find_row(page, table, first_cell):
+    """Return the only row of a table of the page that starts with a cell."""
+    _, _, text = page.partition(f"<!-- table: {table} -->\n")
+    text, _, _ = text.partition("<!-- end of table -->")
+    (row,) = [row for row in read_rows(text) if row[0] == first_cell]
+    return row
 
 
 def test_the_report_shows_finished_runs_and_names_missing_ones(study, tmp_path, monkeypatch):
@@ -387,59 +475,35 @@ def test_the_report_shows_finished_runs_and_names_missing_ones(study, tmp_path, 
         "later": {"settings": {}, "compared_with": ["grad_cache"]},
     }
     plan_file = write_plan(tmp_path / "plan.yaml", entries)
-    output = tmp_path / "results" / "sentences"
-    scores = {"contaccum": [0.8, 0.9, 0.7, 0.8], "grad_cache": [0.7, 0.8, 0.6, 0.7]}
-    seconds = {}
-    for name, test in scores.items():
-        seconds[name] = {"seconds_per_update": 30.0, "passes_per_update": 256.0}
-        for seed in (0, 1):
-            record = {
-                "entry": name,
-                "rate": "1e-4",
-                "updates": 4,
-                "scores": {"dev": 0.5, "test": sum(test) / 4},
-                "query_scores": {"dev": [0.5], "test": test},
-                "curve": {"2": {"dev": 0.4, "test": 0.6}} if seed == 1 else {},
-            }
-            write_json(output / f"{name}-1e-4-{seed}.json", record)
-    write_json(output / "seconds.json", {"entries": seconds})
-    write_json(
-        output / "base.json",
-        {
-            "scores": {"dev": 0.3, "test": 0.4},
-            "bm25": {"dev": 0.2, "test": 0.25},
-            "query_scores": {"test": [0.1, 0.2, 0.6, 0.7]},
-            "has_known_document": {"test": [True, True, False, False]},
-        },
-    )
-    page = tmp_path / "page.md"
-    places = ("comparisons", "sentences", "sentences, learning rates", "sentences, known documents")
-    page.write_text("".join(f"<!-- table: {p} -->\n<!-- end of table -->\n" for p in places))
-    monkeypatch.setattr(
-        "sys.argv",
-        [
-            "report",
-            "--plan",
-            str(plan_file),
-            "--results",
-            str(tmp_path / "results"),
-            "--page",
-            str(page),
-            "--pictures",
-            str(tmp_path),
-        ],
-    )
-    importlib.import_module("by_time_report").main()
-    rows = [[cell.strip() for cell in line.split("|")] for line in page.read_text().splitlines()]
-    cells = next(row[2:9] for row in rows if len(row) > 8 and row[1] == "`contaccum`")
+    results = tmp_path / "results"
+    write_runs(results / "sentences", "contaccum", [0.8, 0.9, 0.7, 0.8])
+    write_runs(results / "sentences", "grad_cache", [0.7, 0.8, 0.6, 0.7])
+    write_base(results / "sentences")
+    timing = {"seconds_per_update": 30.0, "passes_per_update": 256.0}
+    write_seconds(tmp_path, {"contaccum": timing, "grad_cache": timing})
+    page_file = tmp_path / "page.md"
+    tables = ("comparisons", "sentences", "sentences, learning rates", "sentences, known documents")
+    places = [f"<!-- table: {table} -->\n<!-- end of table -->\n" for table in tables]
+    page_file.write_text("".join(places))
+    options = ["--plan", plan_file, "--results", results, "--page", page_file]
+    run_report(monkeypatch, *options, "--pictures", tmp_path)
+
+    page = page_file.read_text()
+    _, *cells = find_row(page, "sentences", "`contaccum`")
     assert cells == ["1e-4", "4", "2.0", "1,024", "2", "50.0 (0.0)", "80.0 (0.0)"]
-    (known,) = (row[2:5] for row in rows if row[1:2] == ["`contaccum`"] and len(row) == 6)
-    assert known[:2] == ["85.0", "75.0"]
-    assert known[2].startswith("+10.0 (")
-    comparison = next(row for row in rows if len(row) > 2 and " - " in row[2])
-    assert comparison[2:5] == ["`contaccum` - `grad_cache`", "+10.0", "+10.0 to +10.0"]
-    assert sum("not yet run" in row for row in rows) == 2
-    (test,) = json.loads((tmp_path / "results" / "tests.json").read_text())["tests"]
+    _, score_of_known, score_of_others, change = find_row(
+        page, "sentences, known documents", "`contaccum`"
+    )
+    assert score_of_known == "85.0"
+    assert score_of_others == "75.0"
+    assert change.startswith("+10.0 (")  # from the 65.0 of the base model
+    _, pair, difference, interval, _ = find_row(page, "comparisons", "sentences")
+    assert pair == "`contaccum` - `grad_cache`"
+    assert difference == "+10.0"
+    assert interval == "+10.0 to +10.0"
+    # "later" is in the table of results and in that of learning rates.
+    assert sum("not yet run" in row for row in read_rows(page)) == 2
+    (test,) = read_json(results / "tests.json")["tests"]
     assert test["p_holm"] == test["p_value"]
     for name in ("time_study.png", "time_study_texts.png"):
         assert (tmp_path / name).stat().st_size > 1000
@@ -451,17 +515,5 @@ def test_the_page_is_that_of_the_finished_runs(study, tmp_path, monkeypatch):
     shutil.copy(ROOT / "docs" / "time_study.md", page)
     results = tmp_path / "results"
     shutil.copytree(ROOT / "benchmarks" / "by_time", results)
-    monkeypatch.setattr(
-        "sys.argv",
-        [
-            "report",
-            "--results",
-            str(results),
-            "--page",
-            str(page),
-            "--pictures",
-            str(tmp_path),
-        ],
-    )
-    importlib.import_module("by_time_report").main()
+    run_report(monkeypatch, "--results", results, "--page", page, "--pictures", tmp_path)
     assert page.read_text() == (ROOT / "docs" / "time_study.md").read_text()

@@ -9,10 +9,12 @@ from contaccum.tuning.ladder import choose_value
 RATES = [3e-5 * 1.8**i for i in range(8)]
 
 
-def true_score(rate: float) -> float:
+def compute_true_score(rate: float) -> float:
     """Return a score like nDCG@10: a hill over the log of the rate, steeper at large rates."""
-    offset = np.log(rate / 3e-4)
-    return 80.0 - (3.0 if offset > 0 else 1.0) * offset**2
+    best_rate = 3e-4
+    offset = np.log(rate / best_rate)
+    steepness = 3.0 if rate > best_rate else 1.0
+    return 80.0 - steepness * offset**2
 
 
 def test_smoothing_keeps_a_parabola_without_noise():
@@ -21,16 +23,21 @@ def test_smoothing_keeps_a_parabola_without_noise():
 
 
 def test_curve_loses_less_than_the_highest_score():
-    """The mean loss of true score over 400 made-up dev sets with a standard error of 2 points."""
+    """The loss is in points of true score, as a mean over 400 made-up dev sets.
+
+    The standard error of a score on such a dev set is 2 points.
+    """
     generator = np.random.default_rng(0)
-    best = max(true_score(rate) for rate in RATES)
+    true_scores = {rate: compute_true_score(rate) for rate in RATES}
+    best_true_score = max(true_scores.values())
     losses_of_highest = []
     losses_of_curve = []
     for _ in range(400):
-        scores = {rate: true_score(rate) + generator.normal(0.0, 2.0) for rate in RATES}
-        highest = max(scores, key=scores.get)
-        losses_of_highest.append(best - true_score(highest))
-        losses_of_curve.append(best - true_score(find_best_value(scores)))
+        scores = {rate: true_scores[rate] + generator.normal(0.0, 2.0) for rate in RATES}
+        rate_of_highest = max(scores, key=scores.get)
+        rate_of_curve = find_best_value(scores)
+        losses_of_highest.append(best_true_score - true_scores[rate_of_highest])
+        losses_of_curve.append(best_true_score - true_scores[rate_of_curve])
     assert np.mean(losses_of_curve) < 0.75 * np.mean(losses_of_highest)
 
 
@@ -45,6 +52,9 @@ def test_smoothing_keeps_scores_with_fewer_than_three_neighbours():
     assert smooth(few_scores) == few_scores
     distant_scores = {1e-6: 1.0, 1e-4: 3.0, 1e-2: 2.0, 1.0: 0.0}
     assert smooth(distant_scores) == distant_scores
+
+
+def test_value_without_a_score_is_not_chosen():
     assert choose_value({"1e-5": 1.0, "3e-5": None, "9e-5": 2.0}) == "9e-5"
 
 
@@ -59,8 +69,18 @@ def test_smoothing_keeps_scores_with_fewer_than_three_neighbours():
 def test_warning_compares_the_chosen_settings_with_the_base_model(change, warning):
     base_scores = {f"q{number}": 0.5 for number in range(40)}
     scores = {query: score + change for query, score in base_scores.items()}
-    trial = FinishedTrial(0, {"learning_rate": 1e-4}, 0.5 + change, scores, 1.0, 10, "")
+    trial = FinishedTrial(
+        number=0,
+        settings={"learning_rate": 1e-4},
+        score=0.5 + change,
+        query_scores=scores,
+        seconds=1.0,
+        updates=10,
+        note="",
+    )
     choice = choose_trial([trial], base_scores)
-    assert len(choice.warnings) == (0 if warning is None else 1)
-    if warning is not None:
+    if warning is None:
+        assert choice.warnings == []
+    else:
+        assert len(choice.warnings) == 1
         assert warning in choice.warnings[0]
