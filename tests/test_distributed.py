@@ -4,6 +4,7 @@ The ranks use gloo on the CPU in float64. Starting processes takes seconds, so e
 cases and saves its results in a file.
 """
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,11 +14,11 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 from contaccum import BankedInfoNCE
-from contaccum.bank.full_softmax import DocumentBlock, compute_full_softmax_loss
+from contaccum.bank.full_softmax import NO_ROW, DocumentBlock, compute_full_softmax_loss
 from contaccum.bank.settings import DIRECTIONS
 
 D = 6
-WORLD = 3  # two and four train in tests/training/test_forked_runs.py
+WORLD = 3  # number of ranks; tests/training/test_forked_runs.py trains on two and four
 SETTINGS: dict[str, dict[str, Any]] = {
     "in_batch": {"bank_size": 0},
     "contaccum": {"bank_size": 17, "similarity": "cos", "temperature": 0.1},
@@ -43,11 +44,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "directions": {"bank_size": 17, "directions": tuple(DIRECTIONS), "similarity": "cos"},
 }
-CASES = [(name, h) for name in SETTINGS for h in (0, 2)]
+CASES = list(product(SETTINGS, (0, 2)))
+"""Names of the settings and number of hard negatives h."""
 
+STEPS_PER_UPDATE = 3
+NUM_PAIRS = [
+    [3, 3, 3],
+    [3, 3, 3],
+    [3, 3, 1],
+    [0, 2, 2],
+    [1, 0, 0],
+    [2, 2, 2],
+]
+"""Number of pairs of each rank, by micro-step.
 
-# Pairs by micro-step and rank: equal ones, then ragged ones, and ranks with none.
-SIZES = [[3, 3, 3], [3, 3, 3], [3, 3, 1], [0, 2, 2], [1, 0, 0], [2, 2, 2]]
+First the ranks have equally many, then different numbers, and some have none.
+"""
+
+PROBE_STEP = 99
+PROBE_PAIRS = [2, 2, 2]
+GUIDE_DIM = 4
 
 
 class Towers(torch.nn.Module):
@@ -61,133 +77,191 @@ class Towers(torch.nn.Module):
             self.register_parameter(name, torch.nn.Parameter(weight))
 
     def forward(self, columns: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [x @ (self.passage if index else self.query).T for index, x in enumerate(columns)]
+        """Encode a column of queries, and further columns of passages and hard negatives."""
+        embeddings = [columns[0] @ self.query.T]
+        for column in columns[1:]:
+            embeddings.append(column @ self.passage.T)
+        return embeddings
 
 
-def micro_batch(
-    step: int, rank: int, n: int, h: int
+def draw_micro_batch(
+    step: int, rank: int, n: int, num_negatives: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Draw inputs and ids of queries, passages and hard negatives, always the same for a rank."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    shapes = [(n, D), (n, D)] + ([(n, h, D)] if h else [])
+    shapes: list[tuple[int, ...]] = [(n, D), (n, D)]
+    if num_negatives > 0:
+        shapes.append((n, num_negatives, D))
     inputs = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    # 9 ids are so few that texts repeat.
     ids = [torch.randint(9, shape[:-1], generator=generator) for shape in shapes]
     return inputs, ids
 
 
-def run_steps(case: tuple[str, int], ranks: list[int], **more: Any) -> dict[str, Any]:
+def draw_micro_batches(
+    step: int, ranks: list[int], num_pairs: list[int], num_negatives: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Draw the micro-batches of several ranks, and concatenate them in rank order."""
+    inputs_of_ranks = []
+    ids_of_ranks = []
+    for rank in ranks:
+        inputs, ids = draw_micro_batch(step, rank, num_pairs[rank], num_negatives)
+        inputs_of_ranks.append(inputs)
+        ids_of_ranks.append(ids)
+    return concatenate_columns(inputs_of_ranks), concatenate_columns(ids_of_ranks)
+
+
+def concatenate_columns(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [torch.cat(column) for column in zip(*parts, strict=True)]
+
+
+def stack_gradients(towers: Towers) -> torch.Tensor:
+    return torch.stack([parameter.grad for parameter in towers.parameters()])
+
+
+def take_optimizer_step(towers: Towers) -> None:
+    """Take a step of gradient descent and delete the gradients."""
+    with torch.no_grad():
+        for parameter in towers.parameters():
+            parameter -= 0.05 * parameter.grad
+            parameter.grad = None
+
+
+def run_steps(case: tuple[str, int], ranks: list[int], **more_settings: Any) -> dict[str, Any]:
     """Run two updates of three micro-steps each, with a drift probe before each update.
 
     Returns:
         Gradients, losses, logged values, and the states of the loss and of the drift.
     """
-    settings, h = case
-    loss_fn = BankedInfoNCE(**SETTINGS[settings], **more).double()
+    name, num_negatives = case
+    settings = SETTINGS[name]
+    loss_fn = BankedInfoNCE(**settings, **more_settings).double()
     towers: Any = Towers()
     model = DistributedDataParallel(towers) if dist.is_initialized() else towers
-    probe = [micro_batch(99, rank, 2, 0)[0] for rank in ranks]
-    texts = [torch.cat(column) for column in zip(*probe, strict=True)]
-    gradients, losses, logged = [], [], []
-    for step, counts in enumerate(SIZES):
-        if step in (0, 3) and SETTINGS[settings].get("drift_compensation") != "mean":
+    has_probe = settings.get("drift_compensation") != "mean"  # "mean" is tested without a probe
+    probe, _ = draw_micro_batches(PROBE_STEP, ranks, PROBE_PAIRS, num_negatives=0)
+    gradients = []
+    losses = []
+    logged = []
+    for step, num_pairs in enumerate(NUM_PAIRS):
+        if has_probe and step % STEPS_PER_UPDATE == 0:
             with torch.no_grad():
-                loss_fn.observe_probe(*towers(texts))
-        parts = [micro_batch(step, rank, counts[rank], h) for rank in ranks]
-        inputs = [torch.cat(column) for column in zip(*(part[0] for part in parts), strict=True)]
-        ids = [torch.cat(column) for column in zip(*(part[1] for part in parts), strict=True)]
-        names = ("query_ids", "passage_ids", "negative_ids")
-        guide = [x[..., :4] for x in inputs] if "guide_margin" in SETTINGS[settings] else []
-        loss = loss_fn(*model(inputs), **dict(zip(names, ids, strict=False)), guide=guide)
-        (loss / 3).backward()
+                loss_fn.observe_probe(*towers(probe))
+        inputs, ids = draw_micro_batches(step, ranks, num_pairs, num_negatives)
+        # Without hard negatives, there is no third column of ids.
+        id_names = ("query_ids", "passage_ids", "negative_ids")
+        ids_by_name = dict(zip(id_names, ids, strict=False))
+        guide = []
+        if "guide_margin" in settings:
+            guide = [column[..., :GUIDE_DIM] for column in inputs]
+        loss = loss_fn(*model(inputs), **ids_by_name, guide=guide)
+        (loss / STEPS_PER_UPDATE).backward()
         losses.append(loss.item())
         logged.append({key: float(value) for key, value in loss_fn.last.items()})
-        if step == 2:
-            gradients.append(torch.stack([p.grad for p in towers.parameters()]))
-            with torch.no_grad():
-                for p in towers.parameters():
-                    p -= 0.05 * p.grad
-                    p.grad = None
-            loss_fn.end_update()
-    gradients.append(torch.stack([p.grad for p in towers.parameters()]))
+        if step % STEPS_PER_UPDATE == STEPS_PER_UPDATE - 1:
+            gradients.append(stack_gradients(towers))
+            if step < len(NUM_PAIRS) - 1:  # the last update needs no optimizer step
+                take_optimizer_step(towers)
+                loss_fn.end_update()
     state = {key: value.clone() for key, value in loss_fn.state_dict().items()}
-    drift = loss_fn.drift_record()
     return {
         "gradients": gradients,
         "losses": losses,
         "logged": logged,
         "state": state,
-        "drift": drift,
+        "drift": loss_fn.drift_record(),
     }
 
 
-def worker(rank: int, folder: str) -> None:
+def run_rank(rank: int, folder: str) -> None:
+    """Run everything on one rank and save the results; each rank is a process."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD
     )
-    results: dict[Any, Any] = {
-        case: run_steps(case, [rank], gather_across_devices=True) for case in CASES
-    }
+    results: dict[Any, Any] = {}
+    for case in CASES:
+        results[case] = run_steps(case, [rank], gather_across_devices=True)
     results["errors"] = collect_errors(rank)
-    results["full softmax"] = softmax_over_documents([rank])
+    results["full softmax"] = compute_full_softmax([rank])
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
+NUM_DOCUMENTS = 50
 DOCUMENTS_PER_BLOCK = 7
+NUM_QUERIES = [4, 0, 3]  # of each rank
+NUM_EXCLUDED = [1, 2, 3]  # documents per query that are not negatives, which differs between ranks
 
 
-def softmax_over_documents(ranks: list[int]) -> dict[str, Any]:
+def draw_queries(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw a rank's queries, the row of each query's positive, and excluded rows."""
+    generator = torch.Generator().manual_seed(10 + rank)
+    n = NUM_QUERIES[rank]
+    queries = torch.randn(n, D, generator=generator, dtype=torch.float64)
+    positive_rows = torch.arange(n) + 5 * rank
+    shape = (n, NUM_EXCLUDED[rank])
+    # Positives are in rows below 20.
+    excluded_rows = torch.randint(20, NUM_DOCUMENTS, shape, generator=generator)
+    return queries, positive_rows, excluded_rows
+
+
+def pad_to_widest(excluded_rows: torch.Tensor) -> torch.Tensor:
+    """Pad the rows, so that those of all ranks can be concatenated."""
+    n, width = excluded_rows.shape
+    padding = torch.full((n, max(NUM_EXCLUDED) - width), NO_ROW)
+    return torch.cat([excluded_rows, padding], 1)
+
+
+def compute_full_softmax(ranks: list[int]) -> dict[str, Any]:
     """Return loss and gradient of a linear query tower over 50 documents.
 
     Each rank reads a part of the documents.
     """
     generator = torch.Generator().manual_seed(3)
-    documents = torch.randn(50, D, generator=generator, dtype=torch.float64)
+    documents = torch.randn(NUM_DOCUMENTS, D, generator=generator, dtype=torch.float64)
     towers = Towers()
     towers.passage.requires_grad_(False)  # DDP would wait for its gradient
     model: Any = DistributedDataParallel(towers) if dist.is_initialized() else towers
-    sizes = [4, 0, 3]
-    widths = [1, 2, 3]  # of the lists of known positives, which differ from rank to rank
-    queries = []
-    positive_rows = []
-    excluded_rows = []
+    columns = []
     for rank in ranks:
-        generator = torch.Generator().manual_seed(10 + rank)
-        queries.append(torch.randn(sizes[rank], D, generator=generator, dtype=torch.float64))
-        positive_rows.append(torch.arange(sizes[rank]) + 5 * rank)
-        excluded = torch.full((sizes[rank], 3), -1)
-        shape = (sizes[rank], widths[rank])
-        excluded[:, : widths[rank]] = torch.randint(20, 50, shape, generator=generator)
-        excluded_rows.append(excluded[:, : widths[rank]] if len(ranks) == 1 else excluded)
+        queries, positive_rows, excluded_rows = draw_queries(rank)
+        if len(ranks) > 1:
+            excluded_rows = pad_to_widest(excluded_rows)
+        columns.append([queries, documents[positive_rows], excluded_rows])
+    queries, positives, excluded_rows = concatenate_columns(columns)
     blocks = []
-    for number, first in enumerate(range(0, 50, DOCUMENTS_PER_BLOCK)):
-        if len(ranks) > 1 or number % WORLD == ranks[0]:
+    for number, first in enumerate(range(0, NUM_DOCUMENTS, DOCUMENTS_PER_BLOCK)):
+        if number % WORLD in ranks:
             blocks.append(DocumentBlock(first, documents[first : first + DOCUMENTS_PER_BLOCK]))
-    embeddings, _ = model([torch.cat(queries), torch.zeros(0, D, dtype=torch.float64)])
-    positives = documents[torch.cat(positive_rows)]
-    excluded = torch.cat(excluded_rows)
+    embeddings, _ = model([queries, torch.zeros(0, D, dtype=torch.float64)])
     is_partitioned = dist.is_initialized()
-    loss = compute_full_softmax_loss(embeddings, positives, excluded, blocks, 0.5, is_partitioned)
+    loss = compute_full_softmax_loss(
+        embeddings, positives, excluded_rows, blocks, 0.5, is_partitioned
+    )
     loss.backward()
     return {"loss": loss.item(), "gradient": towers.query.grad}
 
 
 @pytest.mark.slow
 def test_full_softmax_over_partitioned_documents_equals_one_process(ranks):
-    alone = softmax_over_documents(list(range(WORLD)))
-    for result in (rank["full softmax"] for rank in ranks):
-        assert result["loss"] == pytest.approx(alone["loss"], abs=1e-10)
-        assert (result["gradient"] - alone["gradient"]).abs().max() < 1e-10
-    assert alone["gradient"].abs().max() > 1e-3
+    expected = compute_full_softmax(list(range(WORLD)))
+    assert expected["gradient"].abs().max() > 1e-3
+    for results in ranks:
+        result = results["full softmax"]
+        assert result["loss"] == pytest.approx(expected["loss"], abs=1e-10)
+        assert (result["gradient"] - expected["gradient"]).abs().max() < 1e-10
 
 
 def collect_errors(rank: int) -> dict[str, str]:
     """Return the error messages of this rank for micro-batches that do not fit together."""
+    num_negatives = 2 if rank == 1 else 1
+    micro_batches = {
+        "hard negatives": draw_micro_batch(0, rank, 2, num_negatives),
+        "empty": draw_micro_batch(0, rank, 0, 1),
+    }
     messages = {}
-    for name in ("hard negatives", "empty"):
-        inputs, _ = micro_batch(
-            0, rank, 0 if name == "empty" else 2, 1 + (rank == 1 and name == "hard negatives")
-        )
+    for name, (inputs, _) in micro_batches.items():
         try:
             BankedInfoNCE(bank_size=4, gather_across_devices=True)(*inputs)
         except ValueError as error:
@@ -197,8 +271,9 @@ def collect_errors(rank: int) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict[str, Any]]:
+    """Run all ranks; return the results of each."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(worker, args=(str(folder),), nprocs=WORLD)
+    mp.spawn(run_rank, args=(str(folder),), nprocs=WORLD)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
 
@@ -206,29 +281,32 @@ def ranks(tmp_path_factory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ranks_equal_one_process_with_all_micro_batches(case, ranks):
     """Losses and states are also equal bit for bit between the ranks."""
-    alone = run_steps(case, list(range(WORLD)))
-    for result in (rank[case] for rank in ranks):
-        assert result["losses"] == ranks[0][case]["losses"]
-        assert all(
-            torch.equal(value, result["state"][key])
-            for key, value in ranks[0][case]["state"].items()
-        )
-        assert result["losses"] == pytest.approx(alone["losses"], abs=1e-10)
-        for ours, theirs in zip(result["gradients"], alone["gradients"], strict=True):
-            assert theirs.abs().max() > 1e-3
-            assert (ours - theirs).abs().max() < 1e-10
-        for ours, theirs in zip(result["logged"], alone["logged"], strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-9, nan_ok=True)
-        assert result["drift"] == pytest.approx(alone["drift"], rel=1e-9, abs=1e-9)
-        assert result["state"].keys() == alone["state"].keys()
-        for key, value in alone["state"].items():
-            assert torch.allclose(result["state"][key].double(), value.double(), atol=1e-10), key
+    expected = run_steps(case, list(range(WORLD)))
+    first_rank = ranks[0][case]
+    for results in ranks:
+        result = results[case]
+        assert result["losses"] == first_rank["losses"]
+        assert result["losses"] == pytest.approx(expected["losses"], abs=1e-10)
+        for gradient, expected_gradient in zip(
+            result["gradients"], expected["gradients"], strict=True
+        ):
+            assert expected_gradient.abs().max() > 1e-3
+            assert (gradient - expected_gradient).abs().max() < 1e-10
+        for values, expected_values in zip(result["logged"], expected["logged"], strict=True):
+            assert values == pytest.approx(expected_values, rel=1e-9, abs=1e-9, nan_ok=True)
+        assert result["drift"] == pytest.approx(expected["drift"], rel=1e-9, abs=1e-9)
+        assert result["state"].keys() == expected["state"].keys()
+        for key, expected_value in expected["state"].items():
+            value = result["state"][key]
+            assert torch.equal(value, first_rank["state"][key]), key
+            assert torch.allclose(value.double(), expected_value.double(), atol=1e-10), key
 
 
 @pytest.mark.slow
 def test_invalid_micro_batch_of_one_rank_raises_on_every_rank(ranks):
-    for rank in ranks:
-        assert "differ in shape or in bytes per number" in rank["errors"]["hard negatives"]
-        assert "(n, 1, 6) of 8 bytes" in rank["errors"]["hard negatives"]
-        assert "(n, 2, 6) of 8 bytes" in rank["errors"]["hard negatives"]
-        assert "empty on every rank" in rank["errors"]["empty"]
+    for results in ranks:
+        errors = results["errors"]
+        assert "differ in shape or in bytes per number" in errors["hard negatives"]
+        assert "(n, 1, 6) of 8 bytes" in errors["hard negatives"]
+        assert "(n, 2, 6) of 8 bytes" in errors["hard negatives"]
+        assert "empty on every rank" in errors["empty"]

@@ -17,7 +17,10 @@ def draw_embeddings(
     seed: int | torch.Generator = 0,
     dtype: torch.dtype = torch.float64,
 ) -> list[Tensor]:
-    """Draw queries (n, d), passages (n, d) and, if h > 0, hard negatives (n, h, d)."""
+    """Draw queries (n, d), passages (n, d) and, if h > 0, hard negatives (n, h, d).
+
+    A generator as seed continues its sequence.
+    """
     generator = seed
     if isinstance(seed, int):
         generator = torch.Generator().manual_seed(seed)
@@ -31,8 +34,10 @@ def draw_ids(
     embeddings: Sequence[Tensor], num_texts: int, generator: torch.Generator
 ) -> list[Tensor]:
     """Draw an id below ``num_texts`` for each query, passage and hard negative."""
-    shapes = [x.shape[:-1] for x in embeddings]
-    return [torch.randint(num_texts, shape, generator=generator) for shape in shapes]
+    ids = []
+    for column in embeddings:
+        ids.append(torch.randint(num_texts, column.shape[:-1], generator=generator))
+    return ids
 
 
 def make_leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -46,7 +51,7 @@ def call_loss(
     ids: Sequence[Tensor] = (),
     guide: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Call the loss with ids of queries, passages and hard negatives, as far as there are any."""
+    """Call the loss with ids of queries, passages and hard negatives, or fewer columns."""
     names = ("query_ids", "passage_ids", "negative_ids")
-    ids_by_name = dict(zip(names, ids, strict=False))
+    ids_by_name = dict(zip(names, ids, strict=False))  # stops at the last column with ids
     return loss_fn(*embeddings, **ids_by_name, guide=guide)

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from contaccum import BankedInfoNCE
 
 N = 8  # pairs per micro-batch
-K = 16  # micro-batches per update
+NUM_STEPS = 16  # micro-batches per update
 D = 32
 QUERIES = 0
 PASSAGES = 1
@@ -20,24 +20,41 @@ TowerGradients = tuple[Tensor, Tensor]  # (n, d) of queries, (n + n h, d) of the
 
 def get_tower_gradients(inputs: list[Tensor]) -> TowerGradients:
     """Return the gradients of queries, and of passages and hard negatives together."""
-    documents = [x.grad.flatten(0, -2) for x in inputs[1:]]
-    return inputs[0].grad, torch.cat(documents)
+    queries, *documents = inputs
+    document_gradients = [column.grad.flatten(0, -2) for column in documents]
+    return queries.grad, torch.cat(document_gradients)
+
+
+def sum_over_update(steps: list[TowerGradients], tower: int) -> Tensor:
+    """Return the sum of a tower's gradients over all rows of an update, (d,)."""
+    return torch.cat([step[tower] for step in steps]).sum(0)
 
 
 def train(
-    loss_fn: BankedInfoNCE, sizes: list[int], num_updates: int = 2, h: int = 2, seed: int = 3
+    loss_fn: BankedInfoNCE,
+    sizes: list[int],
+    num_updates: int = 2,
+    num_negatives: int = 2,
+    seed: int = 3,
 ) -> list[list[TowerGradients]]:
     """Return the gradients of every micro-step, one list per update.
 
-    The embeddings of each update are shifted by the number of the update.
+    The embeddings of each update are shifted by the number of the update, as by drift.
+
+    Args:
+        loss_fn: the loss.
+        sizes: numbers of pairs of the micro-batches of each update.
+        num_updates: number of updates.
+        num_negatives: hard negatives per query.
+        seed: seed of the embeddings.
     """
     generator = torch.Generator().manual_seed(seed)
     gradients = []
     for update in range(num_updates):
         gradients_of_update = []
         for n in sizes:
-            batch = draw_embeddings(n, h, D, generator)
-            inputs = make_leaves([x + update for x in batch])
+            embeddings = draw_embeddings(n, num_negatives, D, generator)
+            inputs = make_leaves([column + update for column in embeddings])
             loss_fn(*inputs).backward()
             gradients_of_update.append(get_tower_gradients(inputs))
         loss_fn.end_update()
@@ -67,20 +84,21 @@ def spread_remainder(gradients: list[Tensor]) -> list[Tensor]:
         ("none", ()),
     ],
 )
-@pytest.mark.parametrize("h", [0, 2])
-def test_the_remainder_is_spread_over_the_remaining_rows(setting, centred_towers, h):
+@pytest.mark.parametrize("num_negatives", [0, 2])
+def test_the_remainder_is_spread_over_the_remaining_rows(setting, centred_towers, num_negatives):
     centred_loss_fn = BankedInfoNCE(
         bank_size=200,
         drift_compensation="none",
         temperature=5.0,
         center_gradients=setting,
-        pairs_per_update=N * K,
+        pairs_per_update=N * NUM_STEPS,
     )
     plain_loss_fn = BankedInfoNCE(
         bank_size=200, drift_compensation="none", temperature=5.0, center_gradients="none"
     )
-    centred_updates = train(centred_loss_fn, [N] * K, 3, h)
-    plain_updates = train(plain_loss_fn, [N] * K, 3, h)
+    sizes = [N] * NUM_STEPS
+    centred_updates = train(centred_loss_fn, sizes, 3, num_negatives)
+    plain_updates = train(plain_loss_fn, sizes, 3, num_negatives)
     for centred_update, plain_update in zip(centred_updates, plain_updates, strict=True):
         for tower in (QUERIES, PASSAGES):
             gradients = [step[tower] for step in centred_update]
@@ -89,11 +107,11 @@ def test_the_remainder_is_spread_over_the_remaining_rows(setting, centred_towers
                 expected = spread_remainder(expected)
             for rows, expected_rows in zip(gradients, expected, strict=True):
                 assert (rows - expected_rows).abs().max() < 1e-13
-            total = torch.cat(gradients).sum(0).abs().max()
+            largest_sum = sum_over_update(centred_update, tower).abs().max()
             if tower in centred_towers:
-                assert total < 1e-12
+                assert largest_sum < 1e-12
             else:
-                assert total > 1e-3
+                assert largest_sum > 1e-3
 
 
 @pytest.mark.parametrize("sizes", [[5, 8, 1, 3], [1] * 6, [17]])
@@ -127,11 +145,11 @@ def test_gradients_of_each_micro_batch_sum_to_zero_without_a_number_of_pairs():
 
 
 def test_an_update_that_ends_early_leaves_no_remainder_for_the_next():
-    early = BankedInfoNCE(0, center_gradients="both", pairs_per_update=N * K)
-    fresh = BankedInfoNCE(0, center_gradients="both", pairs_per_update=N * K)
-    train(early, [N] * (K - 3), num_updates=1, seed=8)
-    gradients = train(early, [N] * K, num_updates=1)[0]
-    expected = train(fresh, [N] * K, num_updates=1)[0]
+    early = BankedInfoNCE(0, center_gradients="both", pairs_per_update=N * NUM_STEPS)
+    fresh = BankedInfoNCE(0, center_gradients="both", pairs_per_update=N * NUM_STEPS)
+    train(early, [N] * (NUM_STEPS - 3), num_updates=1, seed=8)
+    gradients = train(early, [N] * NUM_STEPS, num_updates=1)[0]
+    expected = train(fresh, [N] * NUM_STEPS, num_updates=1)[0]
     for step, expected_step in zip(gradients, expected, strict=True):
         assert torch.equal(step[QUERIES], expected_step[QUERIES])
         assert torch.equal(step[PASSAGES], expected_step[PASSAGES])
@@ -143,19 +161,18 @@ def test_an_update_that_ends_early_leaves_no_remainder_for_the_next():
 def test_auto_centres_passages_while_aged_entries_are_in_use(drift_compensation, is_centred):
     """In the first update there are no aged entries."""
     loss_fn = BankedInfoNCE(64, drift_compensation=drift_compensation, pairs_per_update=2 * N)
-    for update, expected in zip(train(loss_fn, [N, N]), is_centred, strict=True):
-        query_total = torch.cat([step[QUERIES] for step in update]).sum(0)
-        passage_total = torch.cat([step[PASSAGES] for step in update]).sum(0)
-        assert bool(passage_total.abs().max() < 1e-14) == expected
-        assert query_total.abs().max() > 1e-6
+    updates = train(loss_fn, [N, N])
+    for update, expected in zip(updates, is_centred, strict=True):
+        largest_passage_sum = float(sum_over_update(update, PASSAGES).abs().max())
+        assert (largest_passage_sum < 1e-14) == expected
+        assert sum_over_update(update, QUERIES).abs().max() > 1e-6
 
 
 def test_auto_centres_to_the_end_of_an_update_whose_aged_entries_run_out():
     """From the second micro-batch on, the bank of N pairs holds pairs of this update alone."""
     loss_fn = BankedInfoNCE(N, drift_compensation="auto", pairs_per_update=4 * N)
     _, second_update = train(loss_fn, [N, N, N, N])
-    passage_total = torch.cat([step[PASSAGES] for step in second_update]).sum(0)
-    assert passage_total.abs().max() < 1e-14
+    assert sum_over_update(second_update, PASSAGES).abs().max() < 1e-14
 
 
 def test_auto_centres_nothing_without_a_bank():
@@ -168,25 +185,26 @@ def test_auto_centres_nothing_without_a_bank():
         assert torch.equal(step[PASSAGES], expected_step[PASSAGES])
 
 
-@pytest.mark.parametrize("bad_step", [0, 3, K - 1])
+@pytest.mark.parametrize("bad_step", [0, 3, NUM_STEPS - 1])
 def test_the_finite_micro_batches_of_an_update_sum_to_zero(bad_step):
     """One micro-batch is not finite, and its backward pass is skipped."""
     loss_fn = BankedInfoNCE(
-        64, center_gradients="both", drift_compensation="none", pairs_per_update=N * K
+        64, center_gradients="both", drift_compensation="none", pairs_per_update=N * NUM_STEPS
     )
     generator = torch.Generator().manual_seed(0)
     total = torch.zeros(2, D, dtype=torch.float64)
-    for step in range(K):
+    for step in range(NUM_STEPS):
         inputs = make_leaves(draw_embeddings(N, 0, D, generator))
         if step == bad_step:
             inputs[0].data[0] = torch.inf
+            assert not loss_fn(*inputs).isfinite()
+            continue
         loss = loss_fn(*inputs)
-        assert bool(loss.isfinite()) == (step != bad_step)
-        if step != bad_step:
-            loss.backward()
-            total += torch.stack([x.grad.sum(0) for x in inputs])
+        assert loss.isfinite()
+        loss.backward()
+        total += torch.stack([column.grad.sum(0) for column in inputs])
     assert total.isfinite().all()
-    if bad_step == K - 1:  # the last micro-batch would have subtracted the remainder
+    if bad_step == NUM_STEPS - 1:  # the last micro-batch, which would subtract the remainder
         assert total.abs().max() > 1e-6
     else:
         assert total.abs().max() < 1e-14
@@ -194,6 +212,7 @@ def test_the_finite_micro_batches_of_an_update_sum_to_zero(bad_step):
 
 def test_a_forward_in_eval_mode_changes_no_training_update():
     def compute_gradients(evaluates: bool) -> Tensor:
+        """Return the gradients of an update, with or without an evaluation within it."""
         loss_fn = BankedInfoNCE(
             64, center_gradients="both", drift_compensation="none", pairs_per_update=3 * N
         )
@@ -202,7 +221,7 @@ def test_a_forward_in_eval_mode_changes_no_training_update():
         for step in range(3):
             inputs = make_leaves(draw_embeddings(N, 0, D, generator))
             loss_fn(*inputs).backward()
-            gradients.extend(x.grad for x in inputs)
+            gradients.extend(column.grad for column in inputs)
             if evaluates and step == 1:
                 loss_fn.eval()
                 loss_fn(*make_leaves(inputs)).backward()
@@ -213,11 +232,12 @@ def test_a_forward_in_eval_mode_changes_no_training_update():
 
 
 def test_gradients_in_eval_mode_are_those_of_plain_info_nce():
-    batch = draw_embeddings(N, 0, D)
-    inputs = make_leaves(batch)
+    embeddings = draw_embeddings(N, 0, D)
+    queries, passages = make_leaves(embeddings)
     loss_fn = BankedInfoNCE(0, center_gradients="both").eval()
-    loss_fn(*inputs).backward()
-    queries, passages = make_leaves(batch)
-    cross_entropy(queries @ passages.T, torch.arange(N)).backward()
-    assert torch.allclose(inputs[0].grad, queries.grad, atol=1e-14)
-    assert torch.allclose(inputs[1].grad, passages.grad, atol=1e-14)
+    loss_fn(queries, passages).backward()
+    expected_queries, expected_passages = make_leaves(embeddings)
+    logits = expected_queries @ expected_passages.T
+    cross_entropy(logits, torch.arange(N)).backward()
+    assert torch.allclose(queries.grad, expected_queries.grad, atol=1e-14)
+    assert torch.allclose(passages.grad, expected_passages.grad, atol=1e-14)

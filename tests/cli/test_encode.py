@@ -24,8 +24,21 @@ from contaccum.retrieval.encode import model_fingerprint, read_texts, tokenisati
 from contaccum.retrieval.store import EmbeddingStore
 
 QUERIES = sentences(7, 2)
-TEXTS = [text * (1 + n % 3) for n, text in enumerate(sentences(45, 1, 5))]
-PASSAGES = [Passage(f"d{n}", f"title {n}" if n % 2 else "", text) for n, text in enumerate(TEXTS)]
+
+
+def make_passages() -> list[Passage]:
+    """Return 45 passages of three lengths; every second one has a title."""
+    passages = []
+    for number, sentence in enumerate(sentences(45, 1, 5)):
+        title = ""
+        if number % 2 == 1:
+            title = f"title {number}"
+        text = sentence * (1 + number % 3)
+        passages.append(Passage(f"d{number}", title, text))
+    return passages
+
+
+PASSAGES = make_passages()
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +55,14 @@ def root(tiny_config, tiny_tokenizer, tmp_path_factory) -> Path:
         device="cpu",
     )
     model.save_pretrained(str(root / "model"))
-    documents = {p.id: (p.title, p.text) for p in PASSAGES}
-    write_beir(root / "beir", documents, {f"q{n}": text for n, text in enumerate(QUERIES)}, [])
-    (root / "nq.qa.csv").write_text("".join(f"{query}\t['an answer']\n" for query in QUERIES))
+    documents = {passage.id: (passage.title, passage.text) for passage in PASSAGES}
+    queries = {}
+    lines_of_questions = []
+    for number, text in enumerate(QUERIES):
+        queries[f"q{number}"] = text
+        lines_of_questions.append(f"{text}\t['an answer']\n")
+    write_beir(root / "beir", documents, queries, [])
+    (root / "nq.qa.csv").write_text("".join(lines_of_questions))
     return root
 
 
@@ -53,30 +71,37 @@ def model(root) -> DualEncoder:
     return DualEncoder.from_pretrained(str(root / "model"), device="cpu")
 
 
-def encode(
-    root: Path, output: Path, *options: object, corpus: str = "beir/corpus.jsonl", expect: int = 0
+def run_encode(
+    root: Path,
+    output: Path,
+    *options: object,
+    corpus: str = "beir/corpus.jsonl",
+    exit_code: int = 0,
 ) -> None:
+    """Run `contaccum encode`, which must end with this exit code."""
     argv = ["encode", root / "model", "--corpus", root / corpus, "--output", output]
     argv += ["--no_progress", "--device", "cpu", "--shard_size", 16, *options]
-    assert main([str(argument) for argument in argv]) == expect
+    assert main([str(argument) for argument in argv]) == exit_code
 
 
 @pytest.fixture(scope="module")
 def store_folder(root) -> Path:
     """Return the store of corpus.jsonl."""
-    encode(root, root / "store")
+    run_encode(root, root / "store")
     return root / "store"
 
 
 def test_passages_are_encoded_as_documents_and_recorded(store_folder, model):
     store = EmbeddingStore.open(store_folder)
-    assert store.ids(range(45)) == [p.id for p in PASSAGES]
-    np.testing.assert_allclose(
-        store[:], model.encode_document([p.passage for p in PASSAGES]), atol=1e-5
-    )
+    assert store.ids(range(45)) == [passage.id for passage in PASSAGES]
+    expected = model.encode_document([passage.passage for passage in PASSAGES])
+    np.testing.assert_allclose(store[:], expected, atol=1e-5)
     record = store.metadata
     assert record["model"] == model_fingerprint(model, "document")
-    assert record["corpus"]["fingerprint"] == fingerprint(*(field for p in PASSAGES for field in p))
+    fields: list[str] = []
+    for passage in PASSAGES:
+        fields += [passage.id, passage.title, passage.text]
+    assert record["corpus"]["fingerprint"] == fingerprint(*fields)
     assert record["tokenisation"] == tokenisation_fingerprint(model, "document")
     assert record["similarity"] == "dot"
     assert record["kind"] == "document"
@@ -86,28 +111,33 @@ def test_passages_are_encoded_as_documents_and_recorded(store_folder, model):
 
 @pytest.mark.parametrize(("corpus", "first"), [("beir", "q0"), ("nq.qa.csv", "question-1")])
 def test_queries_are_encoded_as_queries(root, model, tmp_path, corpus, first):
-    encode(root, tmp_path / "s", "--kind", "query", corpus=corpus)
+    run_encode(root, tmp_path / "s", "--kind", "query", corpus=corpus)
     store = EmbeddingStore.open(tmp_path / "s")
     np.testing.assert_allclose(store[:], model.encode_query(QUERIES), atol=1e-5)
     assert store.ids([0]) == [first]
 
 
 def test_precision_and_dtype_are_independent(root, store_folder, tmp_path):
-    encode(root, tmp_path / "16", "--dtype", "float16")
-    encode(root, tmp_path / "b16", "--precision", "bfloat16")
-    exact = EmbeddingStore.open(store_folder)
-    half = EmbeddingStore.open(tmp_path / "16")
-    autocast = EmbeddingStore.open(tmp_path / "b16")
-    np.testing.assert_array_equal(half[:], exact[:].astype(np.float16).astype(np.float32))
-    assert 1e-4 < np.abs(autocast[:] - exact[:]).max() < 0.1
-    assert autocast.dtype == "float32"
-    for dtype in ("int8", "binary"):
-        encode(root, tmp_path / dtype, "--dtype", dtype)
-    codes = EmbeddingStore.open(tmp_path / "int8")[:]
-    bits = EmbeddingStore.open(tmp_path / "binary")[:]
-    # sentence-transformers 6.0 rounds codes towards 0, so the bound is wider than half a step.
-    assert (np.abs(codes - exact[:]) <= np.ptp(exact[:], axis=0) / 169).all()
-    np.testing.assert_array_equal(bits, np.where(exact[:] > 0, 1, -1))
+    exact = EmbeddingStore.open(store_folder)[:]
+
+    # --precision is the precision of the model, --dtype the number type of the store.
+    run_encode(root, tmp_path / "bfloat16", "--precision", "bfloat16")
+    autocast_store = EmbeddingStore.open(tmp_path / "bfloat16")
+    assert autocast_store.dtype == "float32"
+    greatest_error = np.abs(autocast_store[:] - exact).max()
+    assert 1e-4 < greatest_error < 0.1
+
+    for dtype in ("float16", "int8", "binary"):
+        run_encode(root, tmp_path / dtype, "--dtype", dtype)
+    rounded = EmbeddingStore.open(tmp_path / "float16")[:]
+    np.testing.assert_array_equal(rounded, exact.astype(np.float16).astype(np.float32))
+    decoded_codes = EmbeddingStore.open(tmp_path / "int8")[:]
+    # The codes divide the range of a dimension into 255 steps. sentence-transformers 6.0 rounds
+    # codes towards 0, so the bound is about one and a half steps instead of half a step.
+    bound = np.ptp(exact, axis=0) / 169
+    assert (np.abs(decoded_codes - exact) <= bound).all()
+    signs = EmbeddingStore.open(tmp_path / "binary")[:]
+    np.testing.assert_array_equal(signs, np.where(exact > 0, 1, -1))
 
 
 @pytest.mark.long
@@ -134,13 +164,13 @@ def test_a_document_without_text_is_encoded_and_a_query_without_text_is_refused(
     """Published sets have such documents, and an evaluation in memory scores with them."""
     lines = ['{"_id": "d0", "text": "a text"}', '{"_id": "d1", "title": "", "text": ""}']
     (root / "blank.jsonl").write_text("\n".join(lines))
-    encode(root, tmp_path / "documents", corpus="blank.jsonl")
+    run_encode(root, tmp_path / "documents", corpus="blank.jsonl")
     assert EmbeddingStore.open(tmp_path / "documents").ids([0, 1]) == ["d0", "d1"]
-    encode(root, tmp_path / "queries", "--kind", "query", corpus="blank.jsonl", expect=2)
+    run_encode(root, tmp_path / "queries", "--kind", "query", corpus="blank.jsonl", exit_code=2)
 
 
 def test_repeated_ids_are_refused(root, tmp_path, monkeypatch):
-    """Ids are checked in blocks. The repetition is in another block or in the same block."""
+    """Ids are checked in blocks. The repeated id is in another block, or in the same block."""
     lines = (root / "beir" / "corpus.jsonl").read_text().splitlines()
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n".join([*lines[:30], lines[2], *lines[30:]]))
@@ -164,7 +194,7 @@ def test_wrong_options_are_refused_before_anything_is_written(
 ):
     before = contents(store_folder)
     options = [store_folder if option == "STORE" else option for option in options]
-    encode(root, tmp_path / "s", *options, expect=2)
+    run_encode(root, tmp_path / "s", *options, exit_code=2)
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "s").exists()
     assert contents(store_folder) == before

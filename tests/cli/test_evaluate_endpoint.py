@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -74,9 +73,11 @@ def test_a_right_server_has_the_scores_of_the_model(
     record = read_result(tmp_path / "out.json")
     assert record["metrics"] == pytest.approx(expected["metrics"])
     assert record["model"] == expected["model"]
-    assert len(expected_run.splitlines()) == len((tmp_path / "out.trec").read_text().splitlines())
+    run = (tmp_path / "out.trec").read_text()
+    assert len(run.splitlines()) == len(expected_run.splitlines())
     comparison = record["endpoint"]
-    assert comparison["url"] == comparison["query_url"] == f"{server.url}/v1/embeddings"
+    assert comparison["url"] == f"{server.url}/v1/embeddings"
+    assert comparison["query_url"] == f"{server.url}/v1/embeddings"
     assert comparison["served_model"] == "mine"
     assert comparison["model_metrics"] == expected["metrics"]
     assert comparison["sample"]["document"]["least_cosine"] >= 0.9999
@@ -86,7 +87,9 @@ def test_a_right_server_has_the_scores_of_the_model(
     assert first["difference"] == pytest.approx(0)
     assert first["p_value"] == 1
     assert [row["metric"] for row in others] == ["MRR@10", "MAP@100", "Recall@100"]
-    assert {request["model"] for request in server.requests} == {"mine"}
+    assert server.requests
+    for request in server.requests:
+        assert request["model"] == "mine"
     printed = capsys.readouterr().out
     assert "No difference: the endpoint gives the model's embeddings" in printed
     assert "No difference" in (tmp_path / "out.md").read_text()
@@ -94,24 +97,32 @@ def test_a_right_server_has_the_scores_of_the_model(
 
 
 def test_a_wrong_server_is_compared_and_its_fault_is_named(
-    evaluate, server, model, tmp_path, capsys, caplog
+    evaluate, server, model, model_path, tmp_path, capsys, caplog
 ):
-    """The name of the model in requests is MODEL, and every text is sent with its prompt."""
+    """Every text is sent with its prompt, but this server encodes it without the prompt.
+
+    Without --served_model, the name of the model in requests is MODEL.
+    """
     embed = embed_with(model)
 
     def embed_without_prompts(texts):
-        return embed([text.partition(": ")[2] for text in texts])
+        texts_without_prompts = [text.partition(": ")[2] for text in texts]
+        return embed(texts_without_prompts)
 
     server.embed = embed_without_prompts
     assert evaluate("--endpoint", f"{server.url}/v1", "--metrics", "MRR@10", "NDCG@10") == 0
     record = read_result(tmp_path / "out.json")
-    texts = [text for request in server.requests for text in request["input"]]
-    assert all(text.startswith(("where is: ", "the river: ")) for text in texts)
+    assert server.requests
+    for request in server.requests:
+        assert request["model"] == model_path
+        for text in request["input"]:
+            assert text.startswith(("where is: ", "the river: ")), text
     first = record["endpoint"]["comparison"][0]
     assert first["metric"] == "MRR@10"
     assert first["endpoint"] == pytest.approx(record["metrics"]["MRR@10"])
     assert first["model"] == record["endpoint"]["model_metrics"]["MRR@10"]
-    assert first["low"] <= first["difference"] <= first["high"]
+    assert first["low"] <= first["difference"]
+    assert first["difference"] <= first["high"]
     assert first["difference"] == pytest.approx(first["endpoint"] - first["model"])
     causes = record["endpoint"]["sample"]["causes"]
     assert [cause["name"] for cause in causes] == ["prompt missing"]
@@ -119,7 +130,9 @@ def test_a_wrong_server_is_compared_and_its_fault_is_named(
     printed = capsys.readouterr().out
     assert "Likely cause for queries and documents: **prompt missing**" in printed
     lines = [line for line in printed.splitlines() if line.startswith("| prompt missing")]
-    assert lines[0].split()[4::2] == ["1.000000", "1.000000"]
+    # The row of a table: the cause, and the cosine similarity of queries and of documents.
+    cells = [cell.strip() for cell in lines[0].strip("|").split("|")]
+    assert cells == ["prompt missing", "1.000000", "1.000000"]
 
 
 def test_the_key_is_in_no_output(evaluate, server, tmp_path, capsys, caplog):
@@ -127,12 +140,15 @@ def test_the_key_is_in_no_output(evaluate, server, tmp_path, capsys, caplog):
     assert evaluate("--endpoint", server.url) == 0
     server.key = "another"
     assert evaluate("--endpoint", server.url) == 2
-    assert set(server.authorizations) == {f"Bearer {KEY}"}
+    assert set(server.authorizations) == {f"Bearer {KEY}"}  # also in the refused request
     captured = capsys.readouterr()
-    outputs = [captured.out, captured.err, caplog.text]
-    outputs += [path.read_text() for path in tmp_path.glob("out*")]
-    assert len(outputs) == 6
-    assert not any(KEY in output for output in outputs)
+    assert KEY not in captured.out
+    assert KEY not in captured.err
+    assert KEY not in caplog.text
+    paths = list(tmp_path.glob("out*"))
+    assert len(paths) == 3
+    for path in paths:
+        assert KEY not in path.read_text(), path
 
 
 def test_two_towers_are_compared_with_two_servers(tmp_path, data, capsys):
@@ -140,10 +156,10 @@ def test_two_towers_are_compared_with_two_servers(tmp_path, data, capsys):
     with torch.no_grad():
         for parameter in model.query_encoder.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    path = str(tmp_path / "towers")
-    model.save_pretrained(path)
+    model_path = str(tmp_path / "towers")
+    model.save_pretrained(model_path)
     output = tmp_path / "out.json"
-    argv = ["evaluate", path, "--data", data, "--output", str(output), *SETTINGS]
+    argv = ["evaluate", model_path, "--data", data, "--output", str(output), *SETTINGS]
     assert main([*argv, "--endpoint", "http://127.0.0.1:1"]) == 2
     assert "--query_endpoint" in capsys.readouterr().err.splitlines()[-1]
     assert not output.exists()
@@ -179,8 +195,10 @@ def test_results_of_servers_are_never_used_again(evaluate, server, tmp_path, cap
 def test_smaller_embeddings_of_a_server_are_scored(evaluate, server, tmp_path):
     assert evaluate("--endpoint", server.url, "--dims", "8") == 0
     record = read_result(tmp_path / "out.json")
-    assert [row["dimensions"] for row in record["served"]["rows"]] == [16, 8]
-    assert record["served"]["rows"][0]["NDCG@10"] == pytest.approx(record["metrics"]["NDCG@10"])
+    all_dimensions, eight_dimensions = record["served"]["rows"]
+    assert all_dimensions["dimensions"] == 16
+    assert eight_dimensions["dimensions"] == 8
+    assert all_dimensions["NDCG@10"] == pytest.approx(record["metrics"]["NDCG@10"])
 
 
 def test_wrong_arguments_and_servers_are_refused_in_one_line(
@@ -188,21 +206,17 @@ def test_wrong_arguments_and_servers_are_refused_in_one_line(
 ):
     """Nothing is written."""
     url = ["--endpoint", server.url]
-    embed = embed_with(model)
-    run = tmp_path / "run.trec"
-    run.write_text("q0 Q0 cat-tree 1 1.0 x\n")
 
-    def expect_error(argv: list[str], message: str) -> None:
-        assert main(argv) == 2
+    def expect_error(exit_code: int, message: str) -> None:
+        """Check the exit code, and that the last line is the only one with an error."""
+        assert exit_code == 2
         *progress, error = capsys.readouterr().err.splitlines()
         assert message in error
         assert "error" not in "".join(progress)
 
-    def expect_refusal(argv: list[str], message: str) -> None:
-        assert evaluate(*argv) == 2
-        *progress, error = capsys.readouterr().err.splitlines()
-        assert message in error
-        assert "error" not in "".join(progress)
+    def expect_refusal(options: list[str], message: str) -> None:
+        """Check the error of `contaccum evaluate` with these options."""
+        expect_error(evaluate(*options), message)
 
     expect_refusal(["--endpoint", "localhost:8080"], "not the URL of a server")
     expect_refusal(["--query_endpoint", server.url], "--query_endpoint needs --endpoint")
@@ -210,16 +224,20 @@ def test_wrong_arguments_and_servers_are_refused_in_one_line(
     expect_refusal([*url, "--request_fields", "[1]"], "is not a JSON object")
     expect_refusal([*url, "--request_fields", "{"], "is not JSON")
     expect_refusal([*url, "--update_card"], "--update_card")
+    run = tmp_path / "run.trec"
+    run.write_text("q0 Q0 cat-tree 1 1.0 x\n")
     output = ["--output", str(tmp_path / "out.json")]
-    with_run = ["evaluate", "--run", str(run), "--data", data, *output]
-    expect_error([*with_run, *url], "--endpoint needs a MODEL")
-    mteb = ["evaluate", "model", "--mteb", "SciFact", *output]
-    expect_error([*mteb, *url], "--endpoint cannot be combined with --mteb")
-
+    with_run = ["evaluate", "--run", str(run), "--data", data, *output, *url]
+    expect_error(main(with_run), "--endpoint needs a MODEL")
+    with_mteb = ["evaluate", "model", "--mteb", "SciFact", *output, *url]
+    expect_error(main(with_mteb), "--endpoint cannot be combined with --mteb")
     assert server.requests == []
+
+    # Errors of the server. Each one hides the earlier ones, which stay switched on.
+    embed = embed_with(model)
     server.embed = lambda texts: embed(texts)[:, :8]
     expect_refusal(url, "answers with 8 dimensions, but the model has 16")
-    server.statuses = [500] * 6
+    server.statuses = [500] * 6  # the first try and five retries
     expect_refusal(url, "still answers with status 500 after 5 retries")
     server.model_name = "another"
     expect_refusal(url, "--served_model")
@@ -232,6 +250,8 @@ def test_wrong_arguments_and_servers_are_refused_in_one_line(
 def test_request_fields_are_sent_and_recorded(evaluate, server, tmp_path):
     fields = {"truncate_prompt_tokens": 40}
     assert evaluate("--endpoint", server.url, "--request_fields", json.dumps(fields)) == 0
-    assert all(request["truncate_prompt_tokens"] == 40 for request in server.requests)
-    record = json.loads(Path(tmp_path / "out.json").read_text())
+    assert server.requests
+    for request in server.requests:
+        assert request["truncate_prompt_tokens"] == 40
+    record = json.loads((tmp_path / "out.json").read_text())
     assert record["endpoint"]["request_fields"] == fields

@@ -20,33 +20,33 @@ from contaccum.training.log import CollapseWatch
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+def read_updates(folder: Path) -> list[int]:
+    """Return the number of the update in each line of the training log of a run."""
+    return [line["update"] for line in read_lines(folder / "train_log.jsonl")]
+
+
 def test_run_writes_a_model_and_resumes_from_a_checkpoint(places, train, tmp_path, capsys):
     """The trained model is then used as the model and the guide of another run."""
     output = tmp_path / "out"
     assert train(output, tied="false", save_strategy="epoch") == 0
     assert f"saved {output}; score it with: contaccum evaluate {output}" in capsys.readouterr().out
-    assert {"modules.json", "run.json", "train_log.jsonl"} <= {
-        path.name for path in output.iterdir()
-    }
+    for name in ("modules.json", "run.json", "train_log.jsonl"):
+        assert (output / name).exists(), name
     assert not list(output.rglob("training_args.bin"))
     assert train(output) == 2
     assert f"{output}: the folder contains a finished run" in capsys.readouterr().err
     assert train(output, tied="false", num_train_epochs=2, resume_from_checkpoint="last") == 0
-    assert [line["update"] for line in read_lines(output / "train_log.jsonl")] == [*range(1, 7)]
-    assert train(tmp_path / "again", model=output, guide=output, guide_margin=0.1) == 0
-    record = json.loads((tmp_path / "again" / "run.json").read_text())
+    assert read_updates(output) == [1, 2, 3, 4, 5, 6]
+
+    guided_run = tmp_path / "again"
+    guide = {"guide": output, "guide_margin": 0.1}
+    assert train(guided_run, model=output, **guide) == 0
+    record = json.loads((guided_run / "run.json").read_text())
     assert record["model"]["guide"].startswith(str(output))
     # That run has no checkpoint to resume from.
-    assert train(tmp_path / "again", model=output, resume_from_checkpoint="auto") == 2
-    exit_code = train(
-        tmp_path / "again",
-        model=output,
-        guide=output,
-        guide_margin=0.1,
-        overwrite_output_dir="true",
-    )
-    assert exit_code == 0
-    for line in read_lines(tmp_path / "again" / "train_log.jsonl"):
+    assert train(guided_run, model=output, resume_from_checkpoint="auto") == 2
+    assert train(guided_run, model=output, **guide, overwrite_output_dir="true") == 0
+    for line in read_lines(guided_run / "train_log.jsonl"):
         assert 0 < line["masked"] <= 1
 
 
@@ -54,33 +54,36 @@ def test_overwrite_output_dir_is_needed_to_replace_a_run(places, train, tmp_path
     output = tmp_path / "out"
     saves = {"save_strategy": "steps", "save_steps": 1}
     assert train(output, **saves, max_steps=2) == 0
-    # Without this file, the run looks as if it had been killed after update 2.
+    # Without this file, the run looks like one that was killed after update 2.
     (output / "modules.json").unlink()
     assert train(output, **saves) == 2
     error = capsys.readouterr().err
     assert f"{output}: the folder contains an unfinished run with checkpoint-2" in error
-    assert "resume_from_checkpoint=last" in error and "overwrite_output_dir=true" in error
-    removed = {"model": output / "checkpoint-2", "overwrite_output_dir": "true"}
-    assert train(output, **removed) == 2
+    assert "resume_from_checkpoint=last" in error
+    assert "overwrite_output_dir=true" in error
+    assert train(output, model=output / "checkpoint-2", overwrite_output_dir="true") == 2
     assert "the run would remove that checkpoint" in capsys.readouterr().err
-    both = {
-        "overwrite_output_dir": "true",
-        "resume_from_checkpoint": "auto",
-        "model": "nowhere/at/all",
-    }
-    assert train(output, **both) == 2
+    both = {"overwrite_output_dir": "true", "resume_from_checkpoint": "auto"}
+    assert train(output, **both, model="nowhere/at/all") == 2
     assert "overwrite_output_dir=true with resume_from_checkpoint=auto" in capsys.readouterr().err
-    assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}
+    # The refused calls have removed nothing.
+    checkpoints = sorted(output.glob("checkpoint-*"))
+    assert checkpoints == [output / "checkpoint-1", output / "checkpoint-2"]
     assert train(output, **saves, resume_from_checkpoint="auto") == 0
-    assert [line["update"] for line in read_lines(output / "train_log.jsonl")] == [1, 2, 3]
+    assert read_updates(output) == [1, 2, 3]
+
+
+def interrupt(*_: object, **__: object) -> None:
+    """Raise an error after which no code of the trainer runs, as after SIGKILL."""
+    raise KeyboardInterrupt
 
 
 def test_auto_restarts_a_killed_run_in_the_folder_of_another(train, tmp_path, monkeypatch):
     """The run with seed 2 replaces the run with seed 1, and is killed before its first update."""
     output = tmp_path / "out"
     assert train(output, seed=1) == 0
-    finished = json.loads((output / "run.json").read_text())
-    assert finished["finished"] is True
+    first_record = json.loads((output / "run.json").read_text())
+    assert first_record["finished"] is True
     with monkeypatch.context() as patch:
         patch.setattr("contaccum.training.trainer.ContAccumTrainer.training_step", interrupt)
         assert train(output, seed=2, overwrite_output_dir="true") == 130
@@ -91,14 +94,9 @@ def test_auto_restarts_a_killed_run_in_the_folder_of_another(train, tmp_path, mo
     record = json.loads((output / "run.json").read_text())
     assert record["seed"] == 2
     assert record["finished"] is True
-    assert record["run_id"] != finished["run_id"]
+    assert record["run_id"] != first_record["run_id"]
     # The run is finished now, and has no checkpoint to resume from.
     assert train(output, seed=2, resume_from_checkpoint="auto") == 2
-
-
-def interrupt(*_: object, **__: object) -> None:
-    """Raise an error after which no code of the trainer runs, as after SIGKILL."""
-    raise KeyboardInterrupt
 
 
 def test_evaluation_during_training_is_logged_and_recorded(places, train, tmp_path, capsys):
@@ -113,12 +111,13 @@ def test_evaluation_during_training_is_logged_and_recorded(places, train, tmp_pa
     }
     assert train(tmp_path / "run", save_strategy="best", **evaluation) == 0
     lines = read_lines(tmp_path / "run" / "eval_log.jsonl")
-    assert [line["update"] for line in lines] == [2, 3]
+    assert [line["update"] for line in lines] == [2, 3]  # every two updates and at the end
     assert 0 <= lines[0]["eval_recall@1"] <= 1
     record = json.loads((tmp_path / "run" / "run.json").read_text())["evaluation"]
     assert record["documents"] == 6
     assert record["of_documents"] == 8
-    assert train(tmp_path / "no", **{**evaluation, "eval_split": "dev"}) == 2
+    evaluation["eval_split"] = "dev"
+    assert train(tmp_path / "no", **evaluation) == 2
     assert "dev" in capsys.readouterr().err
 
 
@@ -154,7 +153,8 @@ def test_first_process_of_a_host_loads_data_first(places, train, tmp_path, monke
 def test_warnings_are_printed_on_their_own_line_above_the_bar(train, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(CollapseWatch, "observe", lambda *_: ["odd"])
     assert train(tmp_path / "run", disable_tqdm="false") == 0
-    assert len(re.findall("(?:^|[\r\n])odd\n", capfd.readouterr().err)) == 3
+    warnings = re.findall("(?:^|[\r\n])odd\n", capfd.readouterr().err)
+    assert len(warnings) == 3  # one for each update
 
 
 @pytest.mark.parametrize(
@@ -174,15 +174,15 @@ def test_wrong_settings_are_refused_in_one_line(places, train, keys, message, tm
     settings = {key: str(value).format(places=places) for key, value in keys.items()}
     assert train(tmp_path / "o", **settings) == 2
     lines = capsys.readouterr().err.splitlines()
-    errors = [line for line in lines if line.startswith("contaccum: error")]
-    assert len(errors) == 1
-    assert message in errors[0]
+    [error] = [line for line in lines if line.startswith("contaccum: error")]
+    assert message in error
 
 
 def test_bad_record_stops_before_a_model_is_loaded(places, train, tmp_path, capsys):
-    """With on_bad_record=skip it is counted instead. The model's folder has no model."""
+    """With on_bad_record=skip, the record is counted and left out."""
     data = tmp_path / "pairs.jsonl"
     data.write_text((places / "pairs.jsonl").read_text() + '{"query": "no positive"}\n')
+    # The folder of the model has no model, so loading it would give another error.
     assert train(tmp_path / "out", train_data=data, model=tmp_path) == 2
     error = capsys.readouterr().err
     assert "pairs.jsonl:25" in error
@@ -191,33 +191,45 @@ def test_bad_record_stops_before_a_model_is_loaded(places, train, tmp_path, caps
     assert "1 left out" in capsys.readouterr().out
 
 
+def write_files_of_several_sets(folder: Path) -> None:
+    """Write the files of the example of docs/data.md, with 20 queries in each."""
+    passages = sentences(60, 2, 9)
+    pairs = []
+    mined = []
+    faq_lines = ["frage,antwort\n"]
+    for i, query in enumerate(sentences(20, 1)):
+        pair = {"query": query, "positive": passages[i]}
+        negatives = passages[20 + 2 * i : 22 + 2 * i]
+        pairs.append(pair)
+        mined.append({**pair, "negatives": negatives})
+        faq_lines.append(f"{query},{passages[-1 - i]}\n")
+    write_lines(folder / "pairs.jsonl", pairs)
+    write_lines(folder / "hard.jsonl", mined)
+    (folder / "faq.csv").write_text("".join(faq_lines))
+
+
 def test_docs_example_of_several_sets_trains(places, train, tmp_path, monkeypatch, capsys):
-    (section,) = re.findall(
-        r"^## Several sets\n(.*?)^## ", (DOCS / "data.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    queries, passages = sentences(20, 1), sentences(60, 2, 9)
-    rows = [{"query": q, "positive": passages[i]} for i, q in enumerate(queries)]
-    mined = [{**row, "negatives": passages[20 + 2 * i : 22 + 2 * i]} for i, row in enumerate(rows)]
-    write_lines(tmp_path / "pairs.jsonl", rows)
-    write_lines(tmp_path / "hard.jsonl", mined)
-    lines = [f"{q},{passages[-1 - i]}\n" for i, q in enumerate(queries)]
-    (tmp_path / "faq.csv").write_text("frage,antwort\n" + "".join(lines))
-    (tmp_path / "example.yaml").write_text(re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)[0])
+    page = (DOCS / "data.md").read_text()
+    (section,) = re.findall(r"^## Several sets\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    first_example = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)[0]
+    (tmp_path / "example.yaml").write_text(first_example)
+    write_files_of_several_sets(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert train(tmp_path / "out", "example.yaml", train_data=None, max_steps=2) == 0, (
-        capsys.readouterr().err
-    )
+    exit_code = train(tmp_path / "out", "example.yaml", train_data=None, max_steps=2)
+    assert exit_code == 0, capsys.readouterr().err
     data = json.loads(Path("out/run.json").read_text())["data"]
     num_rows = {name: data_set["rows"] for name, data_set in data["sets"].items()}
     assert num_rows == {"pairs": 20, "faq": 20, "mined": 20}
 
 
 def test_distillation_trains_on_scored_negatives(train, tmp_path):
-    texts = [sentences(20, i) for i in range(4)]
-    rows = [
-        {"query": q, "positive": p, "negatives": n, "scores": [3, 1, 0.5]}
-        for q, p, *n in zip(*texts, strict=True)
-    ]
+    rows = []
+    texts = zip(sentences(20, 0), sentences(20, 1), sentences(20, 2), sentences(20, 3), strict=True)
+    for query, positive, *negatives in texts:
+        scores = [3, 1, 0.5]  # of the positive and the two negatives
+        rows.append(
+            {"query": query, "positive": positive, "negatives": negatives, "scores": scores}
+        )
     keys = {
         "train_data": write_lines(tmp_path / "scored.jsonl", rows),
         "num_hard_negatives": 2,
@@ -232,37 +244,33 @@ def test_distillation_trains_on_scored_negatives(train, tmp_path):
 def test_torchrun_reads_data_once_and_prints_on_rank_0_only(places, train, tmp_path):
     """The command is that of docs/scaling.md for one host."""
     page = (DOCS / "scaling.md").read_text()
-    (line,) = re.findall(r"^    torchrun (.*--nproc_per_node.*) CONFIG.yaml$", page, re.MULTILINE)
-    keys = {
-        "model": places / "backbone",
-        "train_data": places / "pairs.jsonl",
-        "output_dir": tmp_path / "run",
-    }
-    keys = {key: str(path) for key, path in keys.items()}
-    keys |= {
+    (options,) = re.findall(
+        r"^    torchrun (.*--nproc_per_node.*) CONFIG.yaml$", page, re.MULTILINE
+    )
+    config = {
+        "model": str(places / "backbone"),
+        "train_data": str(places / "pairs.jsonl"),
+        "output_dir": str(tmp_path / "run"),
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 1,
         "bank_size": 16,
         "use_cpu": True,
+        "num_train_epochs": 1,
+        "disable_tqdm": True,
     }
-    (tmp_path / "config.yaml").write_text(
-        yaml.safe_dump(keys | {"num_train_epochs": 1, "disable_tqdm": True})
-    )
-    environment = {**os.environ, "CONTACCUM_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(DOCS.parent), os.environ.get("PYTHONPATH", "")]
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *line.replace("node 8", "node 2").split(),
-    ]
-    done = subprocess.run(
-        [*command, str(tmp_path / "config.yaml")], env=environment, capture_output=True, text=True
-    )
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    environment = {
+        **os.environ,
+        "CONTACCUM_CACHE": str(tmp_path / "cache"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(DOCS.parent), os.environ.get("PYTHONPATH", "")]),
+    }
+    options_of_two_processes = options.replace("node 8", "node 2").split()
+    command = [sys.executable, "-m", "torch.distributed.run", *options_of_two_processes]
+    command.append(str(tmp_path / "config.yaml"))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    for text in ("saved ", "24 "):
-        assert sum(text in line for line in done.stdout.splitlines()) == 1, text
-    log = read_lines(tmp_path / "run" / "train_log.jsonl")
-    assert [line["update"] for line in log] == [1, 2, 3]
+    for text in ("saved ", "24 "):  # the number of pairs is printed when the data are read
+        lines = [line for line in done.stdout.splitlines() if text in line]
+        assert len(lines) == 1, text
+    assert read_updates(tmp_path / "run") == [1, 2, 3]

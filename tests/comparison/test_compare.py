@@ -1,4 +1,4 @@
-"""`contaccum compare` as a user runs it: in real processes once, then what a second call does."""
+"""`contaccum compare` with real processes, a second call, and wrong options."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def options(tokens, data_folder) -> list[str]:
 
 @pytest.fixture(scope="module")
 def compared(options, tmp_path_factory) -> tuple[list[str], Path]:
-    """The arguments and the output folder of a comparison of two tiny models."""
+    """Compare two tiny models; return the arguments and the output folder."""
     folder = tmp_path_factory.mktemp("compared")
     arguments = ["compare", *options, f"--output_dir={folder}"]
     arguments += ["--methods", "grad_accum", "contaccum", "--seeds", "3"]
@@ -36,37 +36,44 @@ def test_two_methods_are_trained_scored_and_reported(compared):
     assert report["failed"] == {}
     assert len(report["comparisons"]) == 4
     assert report["data"]["evaluation"][0]["queries"] == 4
-    assert {run["machine"]["threads"] for run in report["runs"].values()} == {1}
+    assert len(report["runs"]) == 2
     for name, run in report["runs"].items():
+        assert run["machine"]["threads"] == 1
         result = json.loads((folder / "runs" / name / "result.json").read_text())
         evaluation = result["evaluations"]["beir"]
         assert [point["update"] for point in run["curve"]] == [0, 4, 8]
+        last_point = run["curve"][-1]
         for metric in METRICS:
             values = [scores[metric] for scores in evaluation["per_query"].values()]
             mean = evaluation["metrics"][metric]
             assert sum(values) / 4 == pytest.approx(mean)
-            assert run["curve"][-1][metric] == pytest.approx(mean)
+            assert last_point[metric] == pytest.approx(mean)
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
     page = build_page([folder])
-    [row] = [row for row in report["comparisons"] if row["metric"] == "NDCG@10"]
-    assert f">{row['difference']:+.4f}</td>" in page
+    differences = {row["metric"]: row["difference"] for row in report["comparisons"]}
+    assert differences.keys() == METRICS.keys()
+    assert f">{differences['NDCG@10']:+.4f}</td>" in page
     assert "nDCG@10 by update" in page
     assert "bank_fill" in page
-    files = {path.name for path in (folder / "runs" / "contaccum_seed-3").iterdir()}
-    assert {"job.json", "result.json", "run.json", "stderr.log"} <= files
-    assert {"train_log.jsonl", "eval_log.jsonl"} <= files
-    assert not any(name.endswith(".safetensors") for name in files)
+    run_folder = folder / "runs" / "contaccum_seed-3"
+    for name in ("job.json", "result.json", "run.json", "stderr.log"):
+        assert (run_folder / name).exists(), name
+    for name in ("train_log.jsonl", "eval_log.jsonl"):
+        assert (run_folder / name).exists(), name
+    # The weights are not kept.
+    assert not list(run_folder.glob("*.safetensors"))
 
 
 @pytest.mark.slow
 def test_second_call_trains_only_missing_runs(compared, capsys, monkeypatch):
     """A second call with other settings is refused."""
     arguments, folder = compared
-    started_runs: list[list[str]] = []
+    started_runs: list[list[str]] = []  # the names of the runs that each call starts
 
     def fail_all(jobs: Any, *args: Any) -> dict[str, str]:
-        started_runs.append([job["name"] for job in jobs])
-        return {job["name"]: "exit code 1: too bad" for job in jobs}
+        names = [job["name"] for job in jobs]
+        started_runs.append(names)
+        return dict.fromkeys(names, "exit code 1: too bad")
 
     monkeypatch.setattr(comparison_run, "run_jobs", fail_all)
     assert main(arguments) == 0

@@ -1,5 +1,6 @@
 """The report of a comparison: from results of runs to numbers, warnings and tables."""
 
+import re
 import statistics
 from collections.abc import Mapping
 from typing import Any
@@ -45,17 +46,38 @@ EQUAL_IN_ALL_RUNS = {
 
 def make_score(entry: str, labels: Mapping[str, str], seed: int, query: int) -> float:
     """Return a made-up score: larger with a larger bank, slightly different by seed and query."""
-    gain = {"grad_accum": 0.0, "contaccum": 0.1, "published": -0.02}[entry]
-    bank = int(labels.get("bank_size", 0)) / 1000
-    return 0.4 + gain + bank + 0.01 * seed + (query * 37 % 11) / 50 + (query * seed * 13 % 7) / 70
+    gain_of_entry = {"grad_accum": 0.0, "contaccum": 0.1, "published": -0.02}[entry]
+    gain_of_bank = int(labels.get("bank_size", 0)) / 1000
+    gain_of_seed = 0.01 * seed
+    # Remainders of products vary without a pattern, and are the same in every test.
+    change_of_query = (query * 37 % 11) / 50
+    change_of_query_and_seed = (query * seed * 13 % 7) / 70
+    gains = gain_of_entry + gain_of_bank + gain_of_seed
+    return 0.4 + gains + change_of_query + change_of_query_and_seed
+
+
+def make_scores(entry: str, labels: Mapping[str, str], seed: int) -> list[float]:
+    """Return the made-up score of each query."""
+    return [make_score(entry, labels, seed, query) for query in range(NUM_QUERIES)]
 
 
 def average_over_seeds(entry: str, labels: Mapping[str, str]) -> list[float]:
     """Return the score of each query, averaged over the two seeds."""
+    first_scores = make_scores(entry, labels, seed=0)
+    second_scores = make_scores(entry, labels, seed=1)
     means = []
-    for query in range(NUM_QUERIES):
-        means.append(statistics.fmean(make_score(entry, labels, seed, query) for seed in (0, 1)))
+    for scores in zip(first_scores, second_scores, strict=True):
+        means.append(statistics.fmean(scores))
     return means
+
+
+def make_evaluation(scores: list[float]) -> dict[str, Any]:
+    """Return an evaluation, in the form of result.json, in which all metrics are equal."""
+    per_query = {}
+    for query, score in enumerate(scores):
+        per_query[f"q{query}"] = dict.fromkeys(METRICS, score)
+    mean = statistics.fmean(scores)
+    return {"metrics": dict.fromkeys(METRICS, mean), "per_query": per_query}
 
 
 def make_results(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -63,18 +85,10 @@ def make_results(plan: Plan) -> dict[str, dict[str, Any]]:
     results = {}
     for group in plan.groups.values():
         for seed in plan.seeds:
-            scores = {}
-            for query in range(NUM_QUERIES):
-                scores[f"q{query}"] = make_score(group.entry, group.labels, seed, query)
-            evaluation = {
-                "metrics": dict.fromkeys(METRICS, statistics.fmean(scores.values())),
-                "per_query": {
-                    query: dict.fromkeys(METRICS, score) for query, score in scores.items()
-                },
-            }
+            scores = make_scores(group.entry, group.labels, seed)
             results[group.run_name(seed)] = {
                 "name": group.run_name(seed),
-                "evaluations": {"beir": evaluation},
+                "evaluations": {"beir": make_evaluation(scores)},
                 "initial_weights": f"weights {seed}",
                 "data_order": f"order {seed}",
                 "train_seconds": 8.0 + seed,
@@ -101,26 +115,36 @@ def plan(tokens) -> Plan:
     return make_small_plan(tokens)
 
 
+def find_comparisons(report: Mapping[str, Any], **values: str) -> list[dict[str, Any]]:
+    """Return the comparisons that have the wanted values, such as metric="MRR@10"."""
+    rows = []
+    for row in report["comparisons"]:
+        if values.items() <= row.items():
+            rows.append(row)
+    return rows
+
+
 def test_differences_are_to_the_baseline_of_the_same_cell_query_by_query(plan):
     report = build_report(plan, make_results(plan), {}, CONTEXT)
-    rows = [row for row in report["comparisons"] if row["metric"] == "NDCG@10"]
+    rows = find_comparisons(report, metric="NDCG@10")
     assert [(row["entry"], row["labels"]["bank_size"]) for row in rows] == [
         ("contaccum", "8"),
         ("contaccum", "16"),
         ("published", "8"),
         ("published", "16"),
     ]
-    # grad_accum does not use bank_size, so one of its runs serves for both cells.
-    assert {row["baseline_group"] for row in rows} == {"grad_accum"}
     baseline_means = average_over_seeds("grad_accum", {})
     for row in rows:
+        # grad_accum does not use bank_size, so one of its runs serves for both cells.
+        assert row["baseline_group"] == "grad_accum"
         means = average_over_seeds(row["entry"], row["labels"])
-        expected = paired_bootstrap(means, baseline_means)
-        assert {key: row[key] for key in expected} == pytest.approx(expected)
+        for key, expected in paired_bootstrap(means, baseline_means).items():
+            assert row[key] == pytest.approx(expected), key
         assert statistics.fmean(row["difference_by_seed"]) == pytest.approx(row["difference"])
-    corrected = [{"p_value": row["p_value"]} for row in rows]
-    add_holm(corrected)
-    assert [row["p_holm"] for row in rows] == [row["p_holm"] for row in corrected]
+    tests = [{"p_value": row["p_value"]} for row in rows]
+    add_holm(tests)
+    for row, test in zip(rows, tests, strict=True):
+        assert row["p_holm"] == test["p_holm"]
     assert report["warnings"] == []
 
 
@@ -129,27 +153,24 @@ def test_group_has_mean_and_standard_deviation_over_seeds(plan):
     group = report["groups"]["contaccum_bank_size-16"]
     seed_means = []
     for seed in (0, 1):
-        scores = [
-            make_score("contaccum", group["labels"], seed, query) for query in range(NUM_QUERIES)
-        ]
+        scores = make_scores("contaccum", group["labels"], seed)
         seed_means.append(statistics.fmean(scores))
     summary = group["metrics"]["beir"]["NDCG@10"]
     assert summary["mean"] == pytest.approx(statistics.fmean(seed_means))
     assert summary["sd"] == pytest.approx(statistics.stdev(seed_means))
     assert group["seeds"] == [0, 1]
-    assert group["train_seconds"] == 8.5
-    assert group["peak_memory_mb"] == 101.0
+    assert group["train_seconds"] == 8.5  # the mean of 8 and 9
+    assert group["peak_memory_mb"] == 101.0  # the maximum of 100 and 101
 
 
 def test_baseline_with_a_bank_is_compared_in_each_cell(tokens):
     plan = make_small_plan(tokens, baseline="contaccum")
     report = build_report(plan, make_results(plan), {}, CONTEXT)
-    rows = []
-    for row in report["comparisons"]:
-        if row["metric"] == "MRR@10" and row["entry"] == "grad_accum":
-            rows.append(row)
-    assert [row["labels"]["bank_size"] for row in rows] == ["(8)", "(16)"]
-    assert rows[0]["difference"] > rows[1]["difference"]
+    small_bank, large_bank = find_comparisons(report, metric="MRR@10", entry="grad_accum")
+    assert small_bank["labels"]["bank_size"] == "(8)"
+    assert large_bank["labels"]["bank_size"] == "(16)"
+    # The baseline has a higher score with the larger bank.
+    assert small_bank["difference"] > large_bank["difference"]
     assert "| grad_accum | (16) |" in render_markdown(report)
 
 
@@ -171,7 +192,7 @@ def test_report_has_result_then_warnings_then_what_was_compared(plan):
     results = make_results(plan)
     results["contaccum_bank_size-8_seed-1"]["initial_weights"] = "other"
     text = render_markdown(build_report(plan, results, {}, CONTEXT))
-    headings = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     assert headings == [
         "grad_accum, contaccum and published on beir",
         "Result",
@@ -196,11 +217,8 @@ def test_failed_runs_are_named_and_the_rest_is_reported(plan):
     del results["published_bank_size-8_seed-1"]
     failed = {"contaccum_bank_size-8_seed-1": "exit code -9"}
     report = build_report(plan, results, failed, CONTEXT)
-    rows = []
-    for row in report["comparisons"]:
-        if row["group"] == "contaccum_bank_size-8" and row["metric"] == "MRR@10":
-            rows.append(row)
-    assert [row["seeds"] for row in rows] == [[0]]
+    [row] = find_comparisons(report, metric="MRR@10", group="contaccum_bank_size-8")
+    assert row["seeds"] == [0]
     assert report["groups"]["published_bank_size-8"]["metrics"] == {}
     assert "- contaccum_bank_size-8_seed-1: exit code -9" in render_markdown(report)
     empty_report = build_report(plan, {}, {"a": "b"}, CONTEXT)
@@ -212,15 +230,15 @@ def test_markdown_has_every_metric_and_the_costs(plan):
     report = build_report(plan, make_results(plan), {}, CONTEXT)
     lines = render_markdown(report).splitlines()
     for metric, title in METRICS.items():
-        start = lines.index(f"### {title} on beir")
-        table = []
-        for line in lines[start + 4 : start + 9]:
-            table.append([cell.strip() for cell in line.split("|")[1:-1]])
-        expected = []
-        for row in table_rows(report, "beir", metric):
-            expected.append((row["entry"], f"{row['mean']:.4f}"))
-        assert [(cells[0], cells[2]) for cells in table] == expected
-        assert {len(cells) for cells in table} == {8}
+        rows = list(table_rows(report, "beir", metric))
+        assert len(rows) == 5  # grad_accum, and two entries with two sizes of the bank each
+        # A blank line, the header and the line below it are between the title and the first row.
+        start = lines.index(f"### {title} on beir") + 4
+        for row, line in zip(rows, lines[start : start + 5], strict=True):
+            cells = line.strip("|").split("|")
+            assert len(cells) == 8
+            assert cells[0].strip() == row["entry"]
+            assert cells[2].strip() == f"{row['mean']:.4f}"
     for line in (
         "- published: contaccum with drift_compensation=none",
         "| contaccum | 16 | 2 | 8 | 86 | 1.000 | 8.5 | 101 | 1.500 | - |",
@@ -239,12 +257,14 @@ def test_loss_settings_that_a_method_does_not_use_are_named_and_shown_as_dashes(
     for entry_settings in settings.values():
         assert list(entry_settings) == list(LOSS_SETTINGS)
     keys = ("temperature", "bank_size", "bank_hard_negatives", "drift_compensation", "normalize_by")
-    values = {entry: [settings[entry][key] for key in keys] for entry in settings}
-    assert values == {
+    expected_values = {
         "grad_accum": ["0.1", "-", "-", "-", "-"],
         "contaccum": ["0.1", "8 or 16", "false", "auto", "local"],
         "published": ["0.1", "8 or 16", "false", "none", "all"],
     }
+    assert settings.keys() == expected_values.keys()
+    for entry, values in expected_values.items():
+        assert [settings[entry][key] for key in keys] == values, entry
     description = report["tricks"]["said"]
     assert "Settings of the loss that only some entries use: " in description
     assert "drift_compensation" in description
@@ -274,7 +294,7 @@ def test_settings_that_differ_between_entries_or_from_the_default_are_listed(tok
     plan = make_plan(options, methods, variants, ["bank_size=8,16"], [0])
     text = render_markdown(build_report(plan, {}, {}, CONTEXT))
     settings = text[text.index("## Settings") : text.index("## How to read it")]
-    table = [line for line in settings.splitlines() if line.startswith("|")]
+    table = re.findall(r"^\|.*$", settings, re.MULTILINE)
     assert table[0] == "| setting | grad_cache | contaccum | pre_batch | in_batch | published |"
     assert set(table[2:]) == {
         "| per_device_train_batch_size | 4 | 4 | 4 | 12 | 4 |",
@@ -284,8 +304,14 @@ def test_settings_that_differ_between_entries_or_from_the_default_are_listed(tok
         "| drift_compensation | - | auto | auto | - | none |",
         r"| query_prompt | default | default | default | default | a\|b |",
     }
-    common = {line.partition(":")[0] for line in settings.splitlines() if line.startswith("- ")}
-    assert common == {"- model", "- train_data", "- num_train_epochs", "- temperature", "- use_cpu"}
+    equal_settings = re.findall(r"^- ([^:\n]*)", settings, re.MULTILINE)
+    assert set(equal_settings) == {
+        "model",
+        "train_data",
+        "num_train_epochs",
+        "temperature",
+        "use_cpu",
+    }
     assert "- temperature: 0.1\n" in settings
 
 

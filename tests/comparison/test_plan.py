@@ -1,9 +1,10 @@
-"""The plan of the runs: no run twice, no unfair run, and every mistake before the first run."""
+"""The plan of the runs: no run twice, equal batch sizes, and mistakes refused before a run."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import yaml
 
 from contaccum.comparison.options import read_options
 from contaccum.comparison.plan import Plan, make_plan
@@ -23,7 +24,11 @@ def plan_runs(
 
 def get_arguments(plan: Plan, entry: str) -> list[ContAccumTrainingArguments]:
     """Return the training arguments of an entry's groups."""
-    return [group.arguments.training for group in plan.groups.values() if group.entry == entry]
+    arguments = []
+    for group in plan.groups.values():
+        if group.entry == entry:
+            arguments.append(group.arguments.training)
+    return arguments
 
 
 def test_method_without_the_grid_setting_runs_once_for_all_cells(tokens):
@@ -37,8 +42,13 @@ def test_method_without_the_grid_setting_runs_once_for_all_cells(tokens):
         "contaccum": 4,
         "pre_batch": 4,
     }
-    baselines = [baseline for name, baseline in plan.comparisons if name.startswith("contaccum")]
-    assert baselines == 2 * ["grad_accum_learning_rate-1e-5", "grad_accum_learning_rate-5e-5"]
+    comparisons = [names for names in plan.comparisons if names[0].startswith("contaccum")]
+    assert comparisons == [
+        ("contaccum_bank_size-8_learning_rate-1e-5", "grad_accum_learning_rate-1e-5"),
+        ("contaccum_bank_size-8_learning_rate-5e-5", "grad_accum_learning_rate-5e-5"),
+        ("contaccum_bank_size-16_learning_rate-1e-5", "grad_accum_learning_rate-1e-5"),
+        ("contaccum_bank_size-16_learning_rate-5e-5", "grad_accum_learning_rate-5e-5"),
+    ]
     args = plan.groups["contaccum_bank_size-8_learning_rate-5e-5"].arguments.training
     assert args.bank_size == 8
     assert args.learning_rate == 5e-5
@@ -47,23 +57,29 @@ def test_method_without_the_grid_setting_runs_once_for_all_cells(tokens):
 def test_in_batch_has_all_pairs_of_an_update_in_one_batch(tokens):
     grid = ["per_device_train_batch_size=4,8", "gradient_accumulation_steps=2,4"]
     plan = plan_runs(tokens, ["in_batch", "grad_accum"], grid=grid)
-    in_batch = get_arguments(plan, "in_batch")
-    assert {args.gradient_accumulation_steps for args in in_batch} == {1}
-    assert sorted(args.per_device_train_batch_size for args in in_batch) == [8, 16, 16, 32]
-    for names in plan.comparisons:
-        runs = [plan.groups[name].arguments.training for name in names]
-        assert len({args.total_train_batch_size for args in runs}) == 1
+    batch_sizes = []
+    for args in get_arguments(plan, "in_batch"):
+        assert args.gradient_accumulation_steps == 1
+        batch_sizes.append(args.per_device_train_batch_size)
+    assert sorted(batch_sizes) == [4 * 2, 4 * 4, 8 * 2, 8 * 4]
+    for name, baseline in plan.comparisons:
+        args = plan.groups[name].arguments.training
+        baseline_args = plan.groups[baseline].arguments.training
+        assert args.total_train_batch_size == baseline_args.total_train_batch_size
 
 
 def test_bank_settings_are_dropped_for_methods_without_a_bank(tokens):
     options = [*tokens, "--normalize_by", "all"]
     options += ["--mask_duplicates=false", "--center_gradients=both", "--temperature=0.1"]
     plan = plan_runs(options, ["grad_accum", "contaccum"])
-    [plain] = get_arguments(plan, "grad_accum")
-    [banked] = get_arguments(plan, "contaccum")
-    assert (plain.bank_size, plain.normalize_by) == (None, "local")
-    assert (banked.bank_size, banked.normalize_by) == (20, "all")
-    for args in (plain, banked):  # settings that need no bank
+    [without_bank] = get_arguments(plan, "grad_accum")
+    assert without_bank.bank_size is None
+    assert without_bank.normalize_by == "local"
+    [with_bank] = get_arguments(plan, "contaccum")
+    assert with_bank.bank_size == 20
+    assert with_bank.normalize_by == "all"
+    # Settings that need no bank are kept for both methods.
+    for args in (without_bank, with_bank):
         assert args.mask_duplicates is False
         assert args.center_gradients == "both"
         assert args.temperature == 0.1
@@ -77,9 +93,11 @@ def test_variant_that_fixes_a_grid_value_is_compared_in_that_cell_only(tokens):
     plan = plan_runs(tokens, ["grad_accum"], variants, ["learning_rate=1e-5,2e-5"])
     [published] = get_arguments(plan, "published")
     [other] = get_arguments(plan, "other")
-    assert (published.method, published.drift_compensation) == ("contaccum", "none")
+    assert published.method == "contaccum"
+    assert published.drift_compensation == "none"
     assert published.learning_rate == 2e-5
-    assert (other.method, other.learning_rate) == ("pre_batch", 3e-5)
+    assert other.method == "pre_batch"
+    assert other.learning_rate == 3e-5
     # The value of `other` is in no cell, so it is compared in every cell.
     assert list(plan.comparisons) == [
         ("published_learning_rate-2e-5", "grad_accum_learning_rate-2e-5"),
@@ -90,13 +108,22 @@ def test_variant_that_fixes_a_grid_value_is_compared_in_that_cell_only(tokens):
 
 
 def test_command_line_overrides_config_files(tmp_path):
+    settings_of_comparison = {
+        "seed": 3,
+        "output_dir": "o",
+        "eval_data": "d",
+        "eval_strategy": "steps",
+        "early_stopping_patience": 3,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "mrr@10",
+        "save_steps": 2,
+        "push_to_hub": True,
+    }
+    settings = {"model": "m", "bank_size": 8, "train_data": ["a", "b"], **settings_of_comparison}
     path = tmp_path / "config.yaml"
-    path.write_text(
-        "model: m\nseed: 3\noutput_dir: o\neval_data: d\nbank_size: 8\ntrain_data: [a, b]\n"
-        "eval_strategy: steps\nearly_stopping_patience: 3\nload_best_model_at_end: true\n"
-        "metric_for_best_model: mrr@10\nsave_steps: 2\npush_to_hub: true\n"
-    )
+    path.write_text(yaml.safe_dump(settings))
     options = read_options([str(path)], ["--bank-size", "16", "--no_bank_hard_negatives", "--bf16"])
+    # A comparison sets the other settings itself, so it ignores their values in config files.
     assert options == {
         "model": ["m"],
         "bank_size": ["16"],

@@ -1,11 +1,10 @@
 """Data sets that `--data` stands for; scores of a model by hand and as published."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from small_data import write_beir, write_judged_places
+from small_data import write_beir, write_judged_places, write_lines
 from tiny_models import tiny_encoder
 
 from contaccum import DualEncoder
@@ -23,15 +22,18 @@ from contaccum.evaluation.beir_sets import (
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 
 OUT = Path("out.json")
-
-
 CQADUPSTACK_PARTS = [f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS]
+
+
+def get_labels(sets: list[EvaluationSet]) -> list[str]:
+    return [evaluation_set.label for evaluation_set in sets]
 
 
 def test_beir_stands_for_all_public_sets():
     sets = evaluation_sets(["beir"], OUT)
-    labels = {evaluation_set.label for evaluation_set in sets}
-    assert labels == {*PUBLIC_NAMES, *CQADUPSTACK_PARTS} - {"cqadupstack"}
+    # cqadupstack itself is no set: its twelve parts take its place.
+    expected = {*PUBLIC_NAMES, *CQADUPSTACK_PARTS} - {"cqadupstack"}
+    assert set(get_labels(sets)) == expected
     assert len(sets) == 26
     assert sets[-1] == ("scifact", "scifact", Path("out.scifact.json"))
 
@@ -45,15 +47,16 @@ def test_a_folder_of_cqadupstack_stands_for_its_twelve_parts(tmp_path):
     for part in CQADUPSTACK_PARTS:
         write_judged_places(tmp_path / part)
     sets = evaluation_sets([str(tmp_path / "cqadupstack")], OUT)
-    assert [evaluation_set.label for evaluation_set in sets] == CQADUPSTACK_PARTS
+    assert get_labels(sets) == CQADUPSTACK_PARTS
     assert sets[0].source == str(tmp_path / CQADUPSTACK_PARTS[0])
     assert sets[0].output == Path("out.cqadupstack-android.json")
 
 
 def test_folders_of_the_same_name_are_labelled_by_the_folder_around_them(tmp_path):
-    first, second = str(tmp_path / "a" / "dev"), str(tmp_path / "b" / "dev")
+    first = str(tmp_path / "a" / "dev")
+    second = str(tmp_path / "b" / "dev")
     sets = evaluation_sets([first, second, str(tmp_path / "other")], OUT)
-    assert [evaluation_set.label for evaluation_set in sets] == ["a/dev", "b/dev", "other"]
+    assert get_labels(sets) == ["a/dev", "b/dev", "other"]
     assert sets[0].output == Path("out.a-dev.json")
     with pytest.raises(ConfigError, match=r"--data: two sets are called a/dev; name each set once"):
         evaluation_sets([first, first], OUT)
@@ -63,19 +66,22 @@ def test_a_folder_with_the_name_of_a_public_set_is_labelled_by_its_parent(tmp_pa
     folder = tmp_path / "own" / "scifact"
     write_judged_places(folder)
     sets = evaluation_sets(["scifact", str(folder)], OUT)
-    assert [evaluation_set.label for evaluation_set in sets] == ["scifact", "own/scifact"]
+    assert get_labels(sets) == ["scifact", "own/scifact"]
 
 
 def test_cqadupstack_is_one_row_only_if_all_its_parts_are_there():
-    sets = [EvaluationSet(label, label, Path(f"{label}.json")) for label in CQADUPSTACK_PARTS]
+    sets = []
     records = []
-    for number in range(len(sets)):
+    for number, label in enumerate(CQADUPSTACK_PARTS):
+        sets.append(EvaluationSet(label, label, Path(f"{label}.json")))
         data = {"split": "test", "queries": 2, "documents": 3}
         records.append({"data": data, "metrics": {"NDCG@10": float(number)}})
     [row] = tables.table_rows(sets, records)
-    assert (row["name"], row["queries"], row["metrics"]) == ("cqadupstack", 24, {"NDCG@10": 5.5})
-    rows = tables.table_rows(sets[:2], records[:2])
-    assert [row["name"] for row in rows] == CQADUPSTACK_PARTS[:2]
+    assert row["name"] == "cqadupstack"
+    assert row["queries"] == 12 * 2
+    assert row["metrics"] == {"NDCG@10": 5.5}  # the mean of 0 to 11
+    rows_of_two_parts = tables.table_rows(sets[:2], records[:2])
+    assert [row["name"] for row in rows_of_two_parts] == CQADUPSTACK_PARTS[:2]
 
 
 @pytest.fixture(scope="module")
@@ -90,20 +96,27 @@ def model(tiny_model_path):
 
 def write_shared_ids(folder: Path) -> Path:
     """Write a BEIR folder in which document i is relevant to query i, for three of four queries."""
-    documents = [{"_id": str(i), "text": f"document {i}"} for i in range(4)]
-    queries = [{"_id": str(i), "text": f"query {i}"} for i in range(4)]
+    documents = []
+    queries = []
+    for text_id in ("0", "1", "2", "3"):
+        documents.append({"_id": text_id, "text": f"document {text_id}"})
+        queries.append({"_id": text_id, "text": f"query {text_id}"})
+    write_lines(folder / "corpus.jsonl", documents)
+    write_lines(folder / "queries.jsonl", queries)
+    # Query id, document id, grade.
     judgements = ["0\t0\t1", "1\t1\t2", "2\t2\t0", "2\t3\t1", "3\t3\t1"]
-    (folder / "qrels").mkdir(parents=True)
-    for name, rows in (("corpus", documents), ("queries", queries)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "qrels").mkdir()
     (folder / "qrels" / "test.tsv").write_text("\n".join(judgements) + "\n")
     return folder
 
 
 def get_package_warnings(caplog) -> list[str]:
     """Return the messages of this package's loggers."""
-    records = caplog.records
-    return [record.getMessage() for record in records if record.name.startswith("contaccum")]
+    messages = []
+    for record in caplog.records:
+        if record.name.startswith("contaccum"):
+            messages.append(record.getMessage())
+    return messages
 
 
 def evaluate_model_twice(model, data):
@@ -126,7 +139,8 @@ EVALUATIONS = [evaluate_model_twice, evaluate_while_training, score_run_of_anoth
 
 @pytest.mark.parametrize("evaluate", EVALUATIONS)
 def test_ignored_judgements_are_warned_of_once(evaluate, model, tmp_path, caplog):
-    name = evaluate.__name__  # warnings are given once for each data set
+    # Each case has a data set of another name, because a warning is given once for each data set.
+    name = evaluate.__name__
     data = load_beir_folder(write_shared_ids(tmp_path / name))
     assert not caplog.records
     evaluate(model, data)
@@ -149,16 +163,14 @@ def test_a_run_with_fewer_results_than_the_largest_cut_off_is_warned_of(places, 
 
 
 def test_documents_with_equal_scores_score_the_same_at_each_number_of_results(tmp_path):
-    """Two equal documents: trec_eval puts the larger id first, so a search must keep this one."""
+    """trec_eval ranks the larger id first, so a search for one result must return this document."""
     documents = {"a": ("", "the same text"), "b": ("", "the same text")}
     (tmp_path / "twins").mkdir()
     write_beir(tmp_path / "twins", documents, {"q": "a text"}, [("q", "b", 1)], "test")
     data = load_beir_folder(tmp_path / "twins")
-    metrics = [
-        evaluate_beir(tiny_encoder(), data, k_values, show_progress=False).metrics["NDCG@1"]
-        for k_values in ((1,), (1, 2))
-    ]
-    assert metrics == [1.0, 1.0]
+    for k_values in ((1,), (1, 2)):
+        result = evaluate_beir(tiny_encoder(), data, k_values, show_progress=False)
+        assert result.metrics["NDCG@1"] == 1.0, k_values
 
 
 @pytest.mark.parametrize("similarity", ["cos", "dot"])
@@ -167,11 +179,11 @@ def test_a_run_has_the_largest_inner_products_of_all_pairs(model, places, simila
     settings = {"normalize_embeddings": similarity == "cos"}
     queries = model.encode_queries(list(places.queries.values()), **settings)
     documents = model.encode_corpus(list(places.corpus.values()), **settings)
-    document_ids = list(places.corpus)
+    document_ids = np.array(list(places.corpus))
     for query_id, scores in zip(places.queries, queries @ documents.T, strict=True):
         best_rows = np.argsort(-scores)[:5]
         hits = result.run[query_id]
-        assert list(hits) == [document_ids[row] for row in best_rows]
+        assert list(hits) == document_ids[best_rows].tolist()
         assert list(hits.values()) == pytest.approx(scores[best_rows].tolist(), abs=1e-5)
     assert result.model["similarity"] == similarity
     assert result.model["dimension"] == queries.shape[1]
@@ -184,8 +196,11 @@ def test_a_models_run_scores_as_the_model_and_missing_queries_count_as_zero(mode
     same_result = score_beir_run(places, run, (1, 5), "r")
     assert same_result.metrics == result.metrics
     assert same_result.data["queries_without_results"] == 0
-    with_own_ids = {query: {query: 9.0, **hits} for query, hits in result.run.items()}
-    assert score_beir_run(places, with_own_ids, (1, 5), "r").metrics == result.metrics
+    # A document with the id of the query is ignored.
+    run_with_query_ids = {query: {query: 9.0, **hits} for query, hits in result.run.items()}
+    same_result = score_beir_run(places, run_with_query_ids, (1, 5), "r")
+    assert same_result.metrics == result.metrics
+    # The mean is over all six judged queries, five of which have no results.
     result_of_one_query = score_beir_run(places, {"q0": result.run["q0"]}, (1, 5), "r")
     expected = result.per_query["q0"]["P@5"] / 6
     assert result_of_one_query.metrics["P@5"] == pytest.approx(expected)

@@ -19,16 +19,24 @@ from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.store import EmbeddingStore
 
+NUM_DOCUMENTS = 40
+NUM_QUERIES = 12
+
 
 @pytest.fixture
-def dataset():
-    """40 documents and 12 queries.
+def dataset() -> BeirDataset:
+    """Return 40 documents and 12 queries.
 
-    Document 3q + 1 is relevant to query q; document 3q + 2 is judged and not relevant.
+    Document 3 * i + 1 is relevant to query i. Document 3 * i + 2 is judged and not relevant.
     """
-    corpus = {f"d{n}": {"title": "", "text": f"document number {n}"} for n in range(40)}
-    qrels = {f"q{q}": {f"d{3 * q + 1}": 1, f"d{3 * q + 2}": 0} for q in range(12)}
-    queries = {f"q{q}": f"what is topic{q}" for q in range(12)}
+    corpus = {}
+    for i in range(NUM_DOCUMENTS):
+        corpus[f"d{i}"] = {"title": "", "text": f"document number {i}"}
+    queries = {}
+    qrels = {}
+    for i in range(NUM_QUERIES):
+        queries[f"q{i}"] = f"what is topic{i}"
+        qrels[f"q{i}"] = {f"d{3 * i + 1}": 1, f"d{3 * i + 2}": 0}
     return BeirDataset(
         "made", corpus, queries, qrels, "dev", "f" * 64, Path("made"), RecordReport("stop")
     )
@@ -43,8 +51,10 @@ def test_a_sample_keeps_every_relevant_document(dataset):
         grades = dataset.qrels[query]
         relevant = {document for document, grade in grades.items() if grade > 0}
         assert relevant
-        assert relevant <= judged.keys() <= part.corpus.keys()
-    relevant_documents = {f"d{3 * query + 1}" for query in range(12)}
+        assert relevant <= judged.keys()
+        assert judged.keys() <= part.corpus.keys()
+    # All relevant documents are kept, even if they are more than the wanted number.
+    relevant_documents = {f"d{3 * i + 1}" for i in range(NUM_QUERIES)}
     assert sample(dataset, corpus=1).corpus.keys() == relevant_documents
 
 
@@ -54,13 +64,13 @@ def test_a_sample_is_the_same_every_time(dataset):
     assert repeated.corpus == part.corpus
     assert repeated.fingerprint == part.fingerprint
     assert part.fingerprint != dataset.fingerprint
-    # A constant, so that scores can be compared with those of earlier versions.
+    # This value must not change between versions: scores are compared only on the same sample.
     assert part.fingerprint == "5455437334086a1cc13d78650e7d69c764163014d87f740bf9cd410d1885425f"
     assert sample(dataset, queries=3).queries.keys() < part.queries.keys()
 
 
 def test_a_sample_of_everything_is_the_data_set_itself(dataset):
-    assert sample(dataset, 12, 40) is dataset
+    assert sample(dataset, NUM_QUERIES, NUM_DOCUMENTS) is dataset
     assert sample(dataset) is dataset
 
 
@@ -104,14 +114,18 @@ def make_nanobeir_part(data: BeirDataset, part: str) -> Dataset:
     """Make the part "corpus", "queries" or "qrels" of a NanoBEIR set from a BEIR data set."""
     if part == "qrels":
         judgements = []
-        for query, grades in data.qrels.items():
-            for document in grades:
-                judgements.append({"query-id": query, "corpus-id": document})
+        for query_id, grades in data.qrels.items():
+            for document_id in grades:
+                judgements.append({"query-id": query_id, "corpus-id": document_id})
         return Dataset.from_list(judgements)
-    texts = data.queries
+    rows = []
     if part == "corpus":
-        texts = {name: document["text"] for name, document in data.corpus.items()}
-    return Dataset.from_list([{"_id": name, "text": text} for name, text in texts.items()])
+        for document_id, document in data.corpus.items():
+            rows.append({"_id": document_id, "text": document["text"]})
+    else:
+        for query_id, text in data.queries.items():
+            rows.append({"_id": query_id, "text": text})
+    return Dataset.from_list(rows)
 
 
 def test_nanobeir_scores_have_the_names_of_the_default_metrics_too(
@@ -130,9 +144,10 @@ def test_nanobeir_scores_have_the_names_of_the_default_metrics_too(
     assert loaded_splits == {"NanoSciFact", "NanoNQ"}
     scores = read_lines(folder / "eval_log.jsonl")[-1]
     model = DualEncoder.from_pretrained(folder, device="cpu")
-    expected = RetrievalEvaluator(data)(model)
-    actual = {name: scores[f"eval_{name}"] for name in expected}
-    assert actual == pytest.approx(expected, abs=1e-6)
+    evaluator = RetrievalEvaluator(data)
+    for name, expected in evaluator(model).items():
+        assert scores[f"eval_{name}"] == pytest.approx(expected, abs=1e-6), name
+    # Both sets have the same data here, so each set and their mean have the same score.
     assert scores["eval_NanoNQ_dot_ndcg@10"] == scores["eval_ndcg@10"]
     assert scores["eval_NanoBEIR_mean_dot_ndcg@10"] == scores["eval_ndcg@10"]
     record = json.loads((folder / "run.json").read_text())
@@ -156,18 +171,21 @@ def test_unknown_nanobeir_sets_and_samples_of_them_are_refused(
 def test_new_documents_replace_the_embeddings_of_the_earlier_ones(tmp_path):
     folder = write_judged_places(tmp_path / "places")
     evaluator = RetrievalEvaluator(load_beir_folder(folder))
-    for number in range(2):
+    for noise in (0.0, 0.1):  # the second model has other weights than the first
         model = tiny_encoder()
         with torch.no_grad():
             for weight in model.parameters():
-                weight.add_(0.1 * number * torch.randn_like(weight))
+                weight.add_(noise * torch.randn_like(weight))
+        # Without stored embeddings, the evaluator encodes the documents itself.
         evaluator.documents = None
         expected = evaluator.search(model)
-        store = tmp_path / f"store-{number}"
+        store = tmp_path / f"store-{noise}"
         CorpusEncoder(model, "tiny", folder, store).encode(show_progress=False)
         evaluator.documents = StoreDocuments(EmbeddingStore.open(store))
-        for query, hits in evaluator.search(model).items():
-            assert hits == pytest.approx(expected[query], abs=1e-5)
+        run = evaluator.search(model)
+        assert run.keys() == expected.keys()
+        for query_id, hits in run.items():
+            assert hits == pytest.approx(expected[query_id], abs=1e-5)
 
 
 def test_the_primary_metric_is_checked_and_scored(dataset):

@@ -1,6 +1,7 @@
 """Metrics equal their formulas, the bootstrap equals all resamples, Holm equals the textbook."""
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -21,49 +22,66 @@ K_VALUES = [1, 3, 10, 100]
 
 def compute_gain(grades: list[int], k: int) -> float:
     """Compute the discounted cumulative gain at k of grades in the order of their ranks."""
-    return sum(grade / np.log2(rank + 1) for rank, grade in enumerate(grades[:k], 1))
+    gain = 0.0
+    for rank, grade in enumerate(grades[:k], 1):
+        gain += grade / np.log2(rank + 1)
+    return gain
 
 
 def compute_metrics(grades: dict[str, int], hits: dict[str, float], k: int) -> dict[str, float]:
     """Compute the metrics at k of one query by their formulas."""
     ranking = sorted(hits, key=hits.get, reverse=True)
     ranked_grades = [grades.get(document, 0) for document in ranking]
-    num_relevant = sum(grade > 0 for grade in grades.values())
-    num_found = np.cumsum(np.array(ranked_grades) > 0)
-    relevant_ranks = [rank for rank, grade in enumerate(ranked_grades, 1) if grade > 0]
-    relevant_ranks_to_k = [rank for rank in relevant_ranks if rank <= k]
+    num_relevant = sum(1 for grade in grades.values() if grade > 0)
+    # The ranks of the relevant documents among the first k, and the precision at each rank.
+    relevant_ranks: list[int] = []
+    precisions: list[float] = []
+    for rank, grade in enumerate(ranked_grades[:k], 1):
+        if grade > 0:
+            relevant_ranks.append(rank)
+            precisions.append(len(relevant_ranks) / rank)
+    num_found = len(relevant_ranks)
     best_gain = compute_gain(sorted(grades.values(), reverse=True), k)
-    precisions = [num_found[rank - 1] / rank for rank in relevant_ranks_to_k]
     metrics = {
         "NDCG": 0.0,
         "MAP": 0.0,
         "Recall": 0.0,
-        "P": num_found[k - 1] / k,
+        "P": num_found / k,
         "MRR": 0.0,
-        "Accuracy": float(len(relevant_ranks_to_k) > 0),
+        "Accuracy": float(num_found > 0),
     }
     if best_gain > 0:
         metrics["NDCG"] = compute_gain(ranked_grades, k) / best_gain
     if num_relevant > 0:
         metrics["MAP"] = sum(precisions) / num_relevant
-        metrics["Recall"] = num_found[k - 1] / num_relevant
-    if relevant_ranks_to_k:
-        metrics["MRR"] = 1 / relevant_ranks_to_k[0]
+        metrics["Recall"] = num_found / num_relevant
+    if relevant_ranks:
+        metrics["MRR"] = 1 / relevant_ranks[0]
     return metrics
+
+
+def make_random_judgements(rng: np.random.Generator, document_ids: Sequence[str]) -> dict[str, int]:
+    """Return grades from 0 to 2 for one to seven documents."""
+    judged_ids = rng.choice(document_ids, rng.integers(1, 8), replace=False).tolist()
+    grades = rng.integers(0, 3, len(judged_ids)).tolist()
+    return dict(zip(judged_ids, grades, strict=True))
+
+
+def make_random_hits(rng: np.random.Generator, document_ids: Sequence[str]) -> dict[str, float]:
+    """Return different scores for 120 documents: more than the largest cut-off."""
+    retrieved_ids = rng.choice(document_ids, 120, replace=False).tolist()
+    scores = rng.permutation(120).astype(float).tolist()
+    return dict(zip(retrieved_ids, scores, strict=True))
 
 
 def test_every_metric_equals_its_formula_on_random_runs():
     rng = np.random.default_rng(0)
-    ids = [f"d{number}" for number in range(200)]
+    document_ids = [f"d{number}" for number in range(200)]
     qrels = {}
     run = {}
     for number in range(30):
-        judged = rng.choice(ids, rng.integers(1, 8), replace=False)
-        retrieved = rng.choice(ids, 120, replace=False)
-        qrels[f"q{number}"] = {str(document): int(rng.integers(0, 3)) for document in judged}
-        scores = rng.permutation(120)
-        hits = zip(retrieved, scores, strict=True)
-        run[f"q{number}"] = {str(document): float(score) for document, score in hits}
+        qrels[f"q{number}"] = make_random_judgements(rng, document_ids)
+        run[f"q{number}"] = make_random_hits(rng, document_ids)
     means, per_query = score_run(qrels, run, K_VALUES)
     assert list(means) == metric_names(K_VALUES)
     for query, grades in qrels.items():
@@ -72,7 +90,8 @@ def test_every_metric_equals_its_formula_on_random_runs():
                 actual = per_query[query][f"{kind}@{k}"]
                 assert actual == pytest.approx(expected), (query, kind, k)
     for name, mean in means.items():
-        assert mean == pytest.approx(np.mean([scores[name] for scores in per_query.values()]))
+        values = [scores[name] for scores in per_query.values()]
+        assert mean == pytest.approx(np.mean(values))
 
 
 def test_scores_that_are_equal_in_float32_are_ordered_by_id_descending():
@@ -104,10 +123,13 @@ def test_empty_judgements_are_refused():
         score_run({"q": {}}, {"q": {"a": 1.0}})
 
 
-@pytest.mark.parametrize(("a", "b"), [([1.0], [1.0, 2.0]), ([], []), ([float("nan")], [1.0])])
-def test_unpaired_or_nan_scores_are_refused(a, b):
+@pytest.mark.parametrize(
+    ("scores", "other_scores"),
+    [([1.0], [1.0, 2.0]), ([], []), ([float("nan")], [1.0])],
+)
+def test_unpaired_or_nan_scores_are_refused(scores, other_scores):
     with pytest.raises(DataError, match="paired scores"):
-        paired_bootstrap(a, b)
+        paired_bootstrap(scores, other_scores)
 
 
 def test_metrics_may_be_named_in_any_case():
@@ -132,8 +154,11 @@ def test_unknown_metrics_and_other_cut_offs_are_refused():
 def test_p_value_and_interval_agree_with_all_resamples_of_a_small_sample():
     differences = np.array([0.5, 0.25, -0.125, 1.0, 0.375])
     observed = differences.mean()
-    means = np.array([np.mean(resample) for resample in itertools.product(differences, repeat=5)])
-    exact_p_value = float((np.abs(means - observed) >= observed - 1e-12).mean())
+    all_resamples = np.array(list(itertools.product(differences, repeat=5)))
+    means = all_resamples.mean(axis=1)
+    # The tolerance of 1e-12 counts means that equal the observed one except for rounding.
+    is_as_extreme = np.abs(means - observed) >= observed - 1e-12
+    exact_p_value = float(is_as_extreme.mean())
     exact_low, exact_high = np.quantile(means, [0.025, 0.975])
     result = paired_bootstrap(differences, np.zeros(5), resamples=50_000)
     assert result["p_value"] == pytest.approx(exact_p_value, abs=0.005)

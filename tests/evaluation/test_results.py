@@ -36,13 +36,17 @@ def test_record_and_run_round_trip_without_credentials(tmp_path, monkeypatch):
     record = read_result(tmp_path / "out.json")
     assert record == {**result.record(), "data": {**data, "path": "/data/<HF_TOKEN>"}}
     assert read_trec_run(tmp_path / "out.trec") == RUN
-    lines = [line.split() for line in (tmp_path / "out.trec").read_text().splitlines()]
-    for line in lines:
-        assert len(line) == 6
-        assert line[1] == "Q0"
-        assert line[5] == "model"
-    documents = [line[2:4] for line in lines[2:]]
-    assert documents == [["percent-encoded:a%20b", "1"], ["100%", "2"]]  # ties by id, descending
+    documents_of_second_query = []
+    for line in (tmp_path / "out.trec").read_text().splitlines():
+        columns = line.split()
+        assert len(columns) == 6
+        query_id, constant, document_id, rank, _, tag = columns
+        assert constant == "Q0"
+        assert tag == "model"
+        if query_id == "q2":
+            documents_of_second_query.append((document_id, rank))
+    # Documents with equal scores are ordered by id, descending.
+    assert documents_of_second_query == [("percent-encoded:a%20b", "1"), ("100%", "2")]
 
 
 def test_a_kill_leaves_no_older_record_beside_a_new_run(tmp_path, monkeypatch):
@@ -77,13 +81,15 @@ UNUSUAL_IDS = [
     "percent-encoded:a%20b",
     "Zürich 東京",
     *WHITE_SPACE,
-    *(f"a{character}b" for character in WHITE_SPACE),
-    *(f"{character}a{character}" for character in WHITE_SPACE),
 ]
+for character in WHITE_SPACE:
+    UNUSUAL_IDS.append(f"a{character}b")
+    UNUSUAL_IDS.append(f"{character}a{character}")
 
 
 def test_any_id_survives_a_run_file(tmp_path):
-    hits = {document: float(rank) for rank, document in enumerate(UNUSUAL_IDS)}
+    # Every id is the id of a query and, with a different score, of a document.
+    hits = {document_id: float(number) for number, document_id in enumerate(UNUSUAL_IDS)}
     run = dict.fromkeys(UNUSUAL_IDS, hits)
     path = tmp_path / "run.trec"
     path.write_text("".join(trec_lines(run.items(), "tag")), encoding="utf-8", newline="")
@@ -92,8 +98,10 @@ def test_any_id_survives_a_run_file(tmp_path):
 
 def test_ids_that_a_trec_line_can_hold_are_written_as_they_are():
     ids = ["https://example.org/a%20b?c=d&e#f", "100%", "doc:1", "東京"]
-    lines = list(trec_lines([(query, {query: 1.0}) for query in ids], "tag"))
-    assert lines == [f"{query} Q0 {query} 1 1 tag\n" for query in ids]
+    run = {text_id: {text_id: 1.0} for text_id in ids}
+    lines = trec_lines(run.items(), "tag")
+    for text_id, line in zip(ids, lines, strict=True):
+        assert line == f"{text_id} Q0 {text_id} 1 1 tag\n"
 
 
 def test_percent_signs_in_a_run_of_another_system_stay(tmp_path):
@@ -132,6 +140,7 @@ def test_a_file_that_is_not_a_result_is_refused(tmp_path, content, message):
 
 def test_a_table_lists_only_records_that_lie_beside_it(tmp_path):
     path = tmp_path / "r.json"
-    files = [{"file": "a.json"}, {"parts": [{"file": "/b.json"}, {"file": "../c.json"}]}]
-    path.write_text(json.dumps({"sets": files}))
-    assert result_files(path) == [tmp_path / name for name in ("a.json", "b.json", "c.json")]
+    parts = [{"file": "/b.json"}, {"file": "../c.json"}]
+    sets = [{"file": "a.json"}, {"parts": parts}]
+    path.write_text(json.dumps({"sets": sets}))
+    assert result_files(path) == [tmp_path / "a.json", tmp_path / "b.json", tmp_path / "c.json"]

@@ -24,8 +24,10 @@ def test_a_comparison_counts_wins_ties_and_losses_and_lists_the_greatest_changes
     assert row["greatest_losses"] == [loss]
     assert row["ours"] == pytest.approx(0.44)
     assert row["earlier"] == pytest.approx(0.36)
-    expected = paired_bootstrap(list(ours.values()), [theirs[query] for query in ours])
-    assert {key: row[key] for key in expected} == pytest.approx(expected)
+    our_scores = list(ours.values())
+    their_scores = [theirs[query] for query in ours]
+    for key, expected in paired_bootstrap(our_scores, their_scores).items():
+        assert row[key] == pytest.approx(expected), key
     table = tables.comparison_table(comparison)
     assert table.startswith("## NDCG@10 against r.json\n")
     assert "| 0.4400 | 0.3600  | +0.0800    |" in table
@@ -33,7 +35,7 @@ def test_a_comparison_counts_wins_ties_and_losses_and_lists_the_greatest_changes
 
 
 def write_record(folder: Path, name: str) -> None:
-    """Write a result on data set ``name``, whose fingerprint is "of NAME"."""
+    """Write a result, s.NAME.json, on a data set that has the fingerprint "of NAME"."""
     record = {
         "metrics": {"NDCG@10": 0.5},
         "per_query": {"q": {"NDCG@10": 0.5}, "r": {"NDCG@10": 0.5}},
@@ -45,17 +47,20 @@ def write_record(folder: Path, name: str) -> None:
 def test_sets_of_the_same_data_are_compared_with_holms_correction(tmp_path):
     for name in ("x", "y", "old"):
         write_record(tmp_path, name)
-    files = [{"file": "s.x.json"}, {"parts": [{"file": "s.y.json"}, {"file": "s.old.json"}]}]
+    parts = [{"file": "s.y.json"}, {"file": "s.old.json"}]
+    sets = [{"file": "s.x.json"}, {"parts": parts}]
     path = tmp_path / "s.json"
-    path.write_text(json.dumps({"sets": files}))
+    path.write_text(json.dumps({"sets": sets}))
     labels = {"of x": "x", "of y": "y", "of z": "z"}
     previous = tables.read_previous(path, labels, "NDCG@10")
+    # The set "old" has no label, so it is not compared.
     assert previous == {"x": {"q": 0.5, "r": 0.5}, "y": {"q": 0.5, "r": 0.5}}
     ours = {"x": {"q": 0.25, "r": 0.5}, "y": {"q": 1.0, "r": 0.75}}
     rows = tables.compare(path, "NDCG@10", ours, previous)["rows"]
-    expected = [{"p_value": row["p_value"]} for row in rows]
-    add_holm(expected)
-    assert [row["p_holm"] for row in rows] == [test["p_holm"] for test in expected]
+    tests = [{"p_value": row["p_value"]} for row in rows]
+    add_holm(tests)
+    for row, test in zip(rows, tests, strict=True):
+        assert row["p_holm"] == test["p_holm"]
 
 
 def test_an_earlier_result_without_the_metric_or_on_other_data_is_refused(tmp_path):

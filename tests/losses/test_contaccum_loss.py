@@ -30,11 +30,23 @@ from contaccum.losses.text_ids import content_ids, copy_first_texts
 
 @pytest.fixture
 def model(request: pytest.FixtureRequest) -> DualEncoder:
+    """Return a tiny model without dropout; the parameter says whether it is tied (default: yes)."""
     return tiny_encoder(tied=getattr(request, "param", True), normalize=False)
 
 
 def collect_gradients(model: nn.Module) -> list[Tensor]:
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    gradients = []
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            gradients.append(parameter.grad.clone())
+    return gradients
+
+
+def assert_equal_states(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Assert that two states have the same keys, and values that are equal bit for bit."""
+    assert state.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(state[key], value), key
 
 
 def draw_columns(n: int, seed: int) -> list[dict[str, Any]]:
@@ -146,15 +158,13 @@ def test_matryoshka_cuts_the_probe_of_a_wrapped_model(model):
             matryoshka(features(encoder, 10, 2, seed=seed), None).backward()
         assert loss_fn.info_nces["8"].compensation.probe.embeddings.shape[-1] == 8
         states.append(loss_fn.bank_state_dict())
-    assert states[0].keys() == states[1].keys()
-    for key in states[0]:
-        assert torch.equal(states[0][key], states[1][key])
+    assert_equal_states(states[1], states[0])
 
 
 @pytest.mark.parametrize("mode", [False, True])
-@pytest.mark.parametrize("make", [ContAccumLoss, CachedContAccumLoss])
-def test_evaluation_is_the_loss_of_the_batch_alone(model, make, mode):
-    loss_fn = make(model, bank_size=6)
+@pytest.mark.parametrize("loss_class", [ContAccumLoss, CachedContAccumLoss])
+def test_evaluation_is_the_loss_of_the_batch_alone(model, loss_class, mode):
+    loss_fn = loss_class(model, bank_size=6)
     loss_fn(features(model, 4, 2, seed=1), None)
     loss_fn.train(mode)  # trainers leave a loss in training mode
     model.eval()
@@ -186,15 +196,17 @@ def test_ids_in_labels_and_known_positives_decide_what_is_masked(model):
     assert compute_losses(ids + 1000, has_table=True) == losses  # ids that the table does not list
 
     masked_losses = compute_losses(ids, has_table=True)
-    queries, passages = (model(column)["sentence_embedding"] for column in texts)
+    queries = model(texts[0])["sentence_embedding"]
+    passages = model(texts[1])["sentence_embedding"]
     scores = 20 * cos_sim(queries, passages)
-    scores[0, 1] = -torch.inf
+    scores[0, 1] = -torch.inf  # the other positive of query 0 is masked
     targets = torch.arange(4)
     expected = cross_entropy(scores, targets).item()
     assert masked_losses[0] == pytest.approx(expected, rel=1e-5)
     assert masked_losses[0] < losses[0]
-    # The second time every row is in the bank again, and every negative counts twice; the copy of a
-    # row's own positive is masked.
+    # The second time, the bank holds a copy of every pair. Every negative counts twice, which adds
+    # log 2 to its score; the copy of the positive is masked. The queries in the bank add the same
+    # loss once more.
     doubled = scores + torch.log(2 - torch.eye(4))
     expected = 2 * cross_entropy(doubled, targets).item()
     assert masked_losses[1] == pytest.approx(expected, rel=1e-5)
@@ -204,7 +216,10 @@ def test_ids_in_labels_and_known_positives_decide_what_is_masked(model):
 def test_inside_another_loss_updates_count_and_one_warning_names_what_is_off(
     model, has_ids, caplog
 ):
-    """The other loss computes the embeddings once, as the docs of sentence-transformers show."""
+    """The other loss computes the embeddings once, as the docs of sentence-transformers show.
+
+    Without ids, duplicates are not masked. In both cases there is no probe.
+    """
     loss_fn = ContAccumLoss(model.train(), bank_size=64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(10):
@@ -222,11 +237,13 @@ def test_inside_another_loss_updates_count_and_one_warning_names_what_is_off(
     info_nce.end_pending_update()
     assert info_nce.clock.num_updates == 10
     assert info_nce.bank_age >= 4
-    assert bool((info_nce.bank.document_ids != NO_ID).any()) == has_ids
+    bank_has_ids = bool((info_nce.bank.document_ids != NO_ID).any())
+    assert bank_has_ids == has_ids
     expected_warnings = ["old bank entries are not retired"]
     if not has_ids:
-        expected_warnings.insert(0, "duplicates are not masked")
-    assert [record.message.split(",")[0] for record in caplog.records] == expected_warnings
+        expected_warnings = ["duplicates are not masked", "old bank entries are not retired"]
+    first_clauses = [record.message.split(",")[0] for record in caplog.records]
+    assert first_clauses == expected_warnings
 
 
 def test_positives_and_hard_negatives_are_encoded_in_one_pass(model):
@@ -244,7 +261,7 @@ def test_positives_and_hard_negatives_are_encoded_in_one_pass(model):
 
 
 def test_settings_reach_the_loss_under_their_own_names(model):
-    """The trainer's test covers most of them: tests/training/test_arguments.py."""
+    """Most settings are covered by the test of the trainer: tests/training/test_arguments.py."""
     loss_fn = ContAccumLoss(model, 4, 5.0, dot_score, True, normalize_by="all", pairs_per_update=12)
     settings = dataclasses.asdict(loss_fn.settings)
     assert settings["bank_size"] == 4
@@ -317,7 +334,8 @@ def test_the_encoder_is_probed_after_updates_at_most_every_128_pairs(model, monk
     assert steps_per_probe == 8
     # At step 24 no probe is due, because no optimizer step has been taken at step 23.
     assert probed_steps == [0, 8, 16, 26, 34]
-    assert all(module.training for module in model.modules())
+    for module in model.modules():
+        assert module.training
 
 
 @pytest.mark.parametrize("model", [False], indirect=True)
@@ -353,39 +371,50 @@ def test_probing_uses_no_random_number_and_restores_the_modes_of_modules():
     random_state = torch.get_rng_state()
     first = text_probe.encode(model, columns)
     second = text_probe.encode(model, columns)
-    assert torch.equal(random_state, torch.get_rng_state())
-    assert modes == [module.training for module in model.modules()]
-    assert torch.equal(first[0], second[0])
-    assert torch.equal(first[1], second[1])
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(second[0], first[0])
+    assert torch.equal(second[1], first[1])
     model.eval()
     expected = model.encode_query(sentences(16)[:PROBE_PAIRS], convert_to_tensor=True)
     assert first[0].shape == (PROBE_PAIRS, 16)
     assert torch.allclose(first[0], expected, atol=1e-6)
     restored = TextProbe.from_state_dict(text_probe.state_dict(), is_shared=False)
     queries, passages = restored.encode(model, columns)
-    assert torch.equal(first[0], queries)
-    assert torch.equal(first[1], passages)
+    assert torch.equal(queries, first[0])
+    assert torch.equal(passages, first[1])
 
 
 def test_ranks_encode_equally_many_parts_of_the_probe_and_return_their_own(model, monkeypatch):
-    """The parts of three ranks, resumed on two: the second rank has two parts, the first one."""
+    """Two ranks resume the probe of three ranks: the first has one part, the second has two parts.
+
+    Every rank encodes two parts, because the forward passes of FSDP are collective calls.
+    """
     parts = []
     for part in range(3):
-        columns = [model.preprocess(sentences(3, 2 * part + i), task="query") for i in (0, 1)]
+        columns = [
+            model.preprocess(sentences(3, 2 * part), task="query"),
+            model.preprocess(sentences(3, 2 * part + 1), task="query"),
+        ]
         parts.append([copy_first_texts(column, 3) for column in columns])
-    expected = TextProbe(is_shared=False, parts=parts).encode(model, columns)
+    expected_queries, expected_passages = TextProbe(is_shared=False, parts=parts).encode(
+        model, columns
+    )
     monkeypatch.setattr(probe, "world_size", lambda: 2)
     calls = []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
-    own = []
+    queries_of_ranks = []
+    passages_of_ranks = []
     for rank in (0, 1):
         monkeypatch.setattr(probe, "rank", lambda rank=rank: rank)
-        own.append(TextProbe(is_shared=True, parts=parts).encode(model, columns))
+        queries, passages = TextProbe(is_shared=True, parts=parts).encode(model, columns)
+        queries_of_ranks.append(queries)
+        passages_of_ranks.append(passages)
         assert len(calls) == 4  # two parts of two columns
         calls.clear()
-    assert [len(queries) for queries, _ in own] == [3, 6]
-    for column in (0, 1):
-        assert torch.equal(torch.cat([own[0][column], own[1][column]]), expected[column])
+    assert [len(queries) for queries in queries_of_ranks] == [3, 6]
+    assert torch.equal(torch.cat(queries_of_ranks), expected_queries)
+    assert torch.equal(torch.cat(passages_of_ranks), expected_passages)
 
 
 def test_the_probe_of_a_matryoshka_model_runs_the_hooks_of_the_model(model):
@@ -412,12 +441,14 @@ def test_a_probe_is_not_collected_from_texts_that_cannot_be_separated():
 def test_ranks_that_share_a_bank_encode_parts_of_the_same_probe(model, monkeypatch):
     columns_of_ranks = []
     for n in (5, 3, 1):
-        texts = [sentences(n, 10 * n, 4 + n), sentences(n, 10 * n + 1, 4 + n)]
-        columns_of_ranks.append([model.preprocess(column) for column in texts])
-    # The states that three ranks gather: three queries of each, then three passages of each.
-    queries_of_ranks = [copy_first_texts(columns[0], 3) for columns in columns_of_ranks]
-    passages_of_ranks = [copy_first_texts(columns[1], 3) for columns in columns_of_ranks]
-    gathered_states = iter([queries_of_ranks, passages_of_ranks])
+        length = 4 + n  # another length on each rank
+        queries = model.preprocess(sentences(n, 10 * n, length))
+        passages = model.preprocess(sentences(n, 10 * n + 1, length))
+        columns_of_ranks.append([queries, passages])
+    # The states that three ranks gather: first up to three queries of each, then the passages.
+    gathered_queries = [copy_first_texts(queries, 3) for queries, _ in columns_of_ranks]
+    gathered_passages = [copy_first_texts(passages, 3) for _, passages in columns_of_ranks]
+    gathered_states = iter([gathered_queries, gathered_passages])
     monkeypatch.setattr(probe, "world_size", lambda: 3)
     monkeypatch.setattr(probe, "gather_states", lambda state, device: next(gathered_states))
     shared_probe = TextProbe(is_shared=True)
@@ -428,19 +459,20 @@ def test_ranks_that_share_a_bank_encode_parts_of_the_same_probe(model, monkeypat
     expected = all_parts.encode(model, columns_of_ranks[1])
     model.eval()
     for embeddings, column in zip(expected, columns_of_ranks[1], strict=True):
-        assert len(embeddings) == 7  # 3 of 5, 3 of 3, 1 of 1
+        assert len(embeddings) == 7  # 3 of 5 pairs, 3 of 3, and 1 of 1
         embeddings_of_rank_1 = model(dict(column))["sentence_embedding"]
         assert torch.allclose(embeddings[3:6], embeddings_of_rank_1, atol=1e-6)
     for num_ranks in (2, 3, 8):
         monkeypatch.setattr(probe, "world_size", lambda num_ranks=num_ranks: num_ranks)
-        parts = []
+        queries_of_ranks = []
+        passages_of_ranks = []
         for rank in range(num_ranks):
             monkeypatch.setattr(probe, "rank", lambda rank=rank: rank)
-            parts.append(shared_probe.encode(model, columns_of_ranks[0]))
-        queries = torch.cat([part[0] for part in parts])
-        passages = torch.cat([part[1] for part in parts])
-        assert torch.allclose(queries, expected[0], atol=1e-6)
-        assert torch.allclose(passages, expected[1], atol=1e-6)
+            queries, passages = shared_probe.encode(model, columns_of_ranks[0])
+            queries_of_ranks.append(queries)
+            passages_of_ranks.append(passages)
+        assert torch.allclose(torch.cat(queries_of_ranks), expected[0], atol=1e-6)
+        assert torch.allclose(torch.cat(passages_of_ranks), expected[1], atol=1e-6)
 
 
 @pytest.mark.parametrize("drift_compensation", ["auto", "fresh"])
@@ -450,7 +482,8 @@ def test_a_loss_restored_between_two_updates_continues_like_the_original(model, 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     train(loss_fn, optimizer, range(12))
     state = {key: value.clone() for key, value in loss_fn.bank_state_dict().items()}
-    assert all(isinstance(value, Tensor) for value in state.values())
+    for value in state.values():
+        assert isinstance(value, Tensor)
     assert loss_fn.bank_state_dict(keep=False) == {}
 
     copied_model = copy.deepcopy(model)
@@ -488,10 +521,9 @@ def test_banks_that_ranks_do_not_share_are_saved_in_one_state_and_restored(model
         restored_state = {}
         for key, value in restored.bank_state_dict().items():
             restored_state[key.removeprefix("of_rank_0.")] = value
-        assert restored_state.keys() == states_of_ranks[rank].keys()
-        for key, value in restored_state.items():
-            assert torch.equal(value, states_of_ranks[rank][key])
+        assert_equal_states(restored_state, states_of_ranks[rank])
 
+    # Neither three ranks nor two ranks with a shared bank can continue with two separate banks.
     for num_ranks, is_shared in ((3, False), (2, True)):
         set_world_size(num_ranks)
         loss_fn = ContAccumLoss(model, bank_size=8, gather_across_devices=is_shared)
@@ -499,13 +531,16 @@ def test_banks_that_ranks_do_not_share_are_saved_in_one_state_and_restored(model
             loss_fn.load_bank_state_dict(gathered_state)
 
 
-@pytest.mark.parametrize("make", [ContAccumLoss, CachedContAccumLoss])
-def test_a_probe_of_eight_pairs_is_collected_from_micro_batches_of_one(model, make):
-    """At a rate that moves the encoder fast, entries retire as with micro-batches of eight."""
+@pytest.mark.parametrize("loss_class", [ContAccumLoss, CachedContAccumLoss])
+def test_a_probe_of_eight_pairs_is_collected_from_micro_batches_of_one(model, loss_class):
+    """At a learning rate that moves the encoder fast, entries retire as in micro-batches of eight.
+
+    Then only the eight pairs of the current update remain in use.
+    """
     in_use = []
     for n in (1, 8):
         encoder = copy.deepcopy(model).double()
-        loss_fn = make(encoder, bank_size=256)
+        loss_fn = loss_class(encoder, bank_size=256)
         optimizer = torch.optim.SGD(encoder.parameters(), lr=0.3)
         for update in range(20):
             columns = features(encoder, 8, 2, seed=update)
@@ -526,8 +561,8 @@ def test_a_probe_completed_within_the_first_update_moves_and_centres_nothing(mod
 
     def compute_gradient(loss_fn: ContAccumLoss) -> Tensor:
         model.zero_grad()
-        for start in range(num_pairs):
-            loss_fn(copy_rows(columns, start, start + 1)).backward()
+        for row in range(num_pairs):
+            loss_fn(copy_rows(columns, row, row + 1)).backward()
         return torch.cat([gradient.flatten() for gradient in collect_gradients(model)])
 
     compensated = ContAccumLoss(model, bank_size=64)
@@ -545,20 +580,15 @@ def test_a_loss_restored_while_its_probe_is_collected_continues_collecting(model
     uninterrupted = ContAccumLoss(model, bank_size=64)
     interrupted = ContAccumLoss(model, bank_size=64)
     restored = ContAccumLoss(model, bank_size=64)
-    for start in range(PROBE_PAIRS):
-        uninterrupted(copy_rows(columns, start, start + 1)).backward()
-        if start == 5:
-            restored.load_bank_state_dict(interrupted.bank_state_dict())
-        loss_fn = restored
-        if start < 5:
-            loss_fn = interrupted
-        loss_fn(copy_rows(columns, start, start + 1)).backward()
+    for row in range(PROBE_PAIRS):
+        uninterrupted(copy_rows(columns, row, row + 1)).backward()
+    for row in range(5):
+        interrupted(copy_rows(columns, row, row + 1)).backward()
+    restored.load_bank_state_dict(interrupted.bank_state_dict())
+    for row in range(5, PROBE_PAIRS):
+        restored(copy_rows(columns, row, row + 1)).backward()
     assert restored.info_nce.compensation.probe is not None
-    expected = uninterrupted.bank_state_dict()
-    state = restored.bank_state_dict()
-    assert expected.keys() == state.keys()
-    for key in expected:
-        assert torch.equal(expected[key], state[key])
+    assert_equal_states(restored.bank_state_dict(), uninterrupted.bank_state_dict())
 
 
 def test_a_probe_of_one_pair_is_refused():
@@ -582,6 +612,7 @@ def test_texts_that_differ_only_in_case_are_duplicates_although_their_label_ids_
     label_ids = torch.arange(8).view(4, 2)
     loss_fn(first_columns, label_ids)
     loss_fn(second_columns, label_ids + 100)
+    # Of the 7 negatives of a query, the bank's copy of its positive is masked.
     assert loss_fn.last["masked"].item() == pytest.approx(1 / 7)
 
 

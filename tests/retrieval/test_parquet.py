@@ -41,7 +41,8 @@ def write_store(folder: Path | str, **changes: Any) -> EmbeddingStore:
         rows = [int(text.split()[1]) for text in texts]
         return EMBEDDINGS[rows]
 
-    assert StoreWriter(folder, identity, {"model_name": "my-model"}).fill(PASSAGES, encode)
+    writer = StoreWriter(folder, identity, {"model_name": "my-model"})
+    assert writer.fill(PASSAGES, encode)
     return EmbeddingStore.open(folder)
 
 
@@ -52,26 +53,33 @@ def store(request, tmp_path) -> EmbeddingStore:
 
 def get_expected_columns(dtype: str) -> dict[str, list[Any]]:
     """Return all columns of the files as Python values."""
+    ids, titles, texts = zip(*PASSAGES, strict=True)
     return {
-        "id": [passage_id for passage_id, _, _ in PASSAGES],
-        "title": [title for _, title, _ in PASSAGES],
-        "text": [text for _, _, text in PASSAGES],
+        "id": list(ids),
+        "title": list(titles),
+        "text": list(texts),
         "embedding": EMBEDDINGS.astype(dtype).tolist(),
     }
+
+
+def read_embeddings(path: Path) -> np.ndarray:
+    """Return the embeddings of a file, or of a folder of files, one after the other in 1-D."""
+    return pq.read_table(path)["embedding"].combine_chunks().flatten().to_numpy()
 
 
 def test_files_hold_the_rows_of_the_shards_bit_for_bit(store, tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "ROWS_PER_GROUP", 4)
     paths = write_parquet(store, tmp_path / "p", PASSAGES)
-    assert [path.name for path in paths] == [f"shard-0000{number}.parquet" for number in range(3)]
-    tables = [pq.read_table(path) for path in paths]
-    assert [len(table) for table in tables] == [10, 10, 5]
-    assert pq.read_metadata(paths[0]).num_row_groups == 3
-    embeddings = np.concatenate(
-        [table["embedding"].combine_chunks().flatten().to_numpy() for table in tables]
-    )
-    assert embeddings.dtype == store.dtype
-    assert embeddings.tobytes() == EMBEDDINGS.astype(store.dtype).tobytes()
+    names = [path.name for path in paths]
+    assert names == ["shard-00000.parquet", "shard-00001.parquet", "shard-00002.parquet"]
+    assert pq.read_metadata(paths[0]).num_row_groups == 3  # of 4, 4 and 2 rows
+    expected = EMBEDDINGS.astype(store.dtype)
+    expected_of_shards = [expected[:10], expected[10:20], expected[20:]]
+    for path, expected_embeddings in zip(paths, expected_of_shards, strict=True):
+        assert pq.read_metadata(path).num_rows == len(expected_embeddings)
+        embeddings = read_embeddings(path)
+        assert embeddings.dtype == store.dtype
+        assert embeddings.tobytes() == expected_embeddings.tobytes()
     columns = pq.read_table(tmp_path / "p").to_pydict()
     assert columns == get_expected_columns(store.dtype)
 
@@ -109,8 +117,9 @@ def test_datasets_reads_the_files_bit_for_bit(store, tmp_path):
         cache_dir=str(tmp_path / "cache"),
     )
     assert rows.features["embedding"].length == DIMENSION
-    assert rows["id"][:] == [passage_id for passage_id, _, _ in PASSAGES]
-    assert rows["text"][:] == [text for _, _, text in PASSAGES]
+    expected = get_expected_columns(store.dtype)
+    assert rows["id"][:] == expected["id"]
+    assert rows["text"][:] == expected["text"]
     embeddings = np.stack(rows.with_format("numpy")["embedding"][:])
     assert embeddings.astype(store.dtype).tobytes() == EMBEDDINGS.astype(store.dtype).tobytes()
 
@@ -119,17 +128,17 @@ def test_duckdb_reads_the_files_bit_for_bit(store, tmp_path):
     duckdb = pytest.importorskip("duckdb")
     write_parquet(store, tmp_path / "p", PASSAGES)
     pattern = f"'{tmp_path}/p/*.parquet'"
-    columns = duckdb.sql(f"SELECT * FROM {pattern}").fetchall()
-    assert [row[:3] for row in columns] == PASSAGES
-    embeddings = np.array([row[3] for row in columns], dtype=store.dtype)
+    rows = duckdb.sql(f"SELECT * FROM {pattern}").fetchall()
+    assert [row[:3] for row in rows] == PASSAGES
+    embeddings = np.array([row[3] for row in rows], dtype=store.dtype)
     assert embeddings.tobytes() == EMBEDDINGS.astype(store.dtype).tobytes()
     metadata = duckdb.sql(f"SELECT key, value FROM parquet_kv_metadata({pattern})").fetchall()
     assert (b"contaccum.similarity", b"cos") in metadata
-    nearest = duckdb.sql(
-        f"SELECT id FROM {pattern} ORDER BY array_cosine_similarity("
-        f"embedding::FLOAT[{DIMENSION}], {EMBEDDINGS[7].tolist()}::FLOAT[{DIMENSION}]) DESC"
-    ).fetchall()
-    assert nearest[0] == ("id-7",)
+    vector_type = f"FLOAT[{DIMENSION}]"
+    query = f"{EMBEDDINGS[7].tolist()}::{vector_type}"
+    cosine = f"array_cosine_similarity(embedding::{vector_type}, {query})"
+    ranking = duckdb.sql(f"SELECT id FROM {pattern} ORDER BY {cosine} DESC").fetchall()
+    assert ranking[0] == ("id-7",)
 
 
 def test_polars_reads_the_files_bit_for_bit(tmp_path):
@@ -154,7 +163,8 @@ def test_lancedb_finds_the_documents_and_scores_of_our_search(tmp_path):
     hits = table.search(query).distance_type("cosine").limit(5).to_list()
     scores, rows = search(build_index(store), query[None], 5)
     assert [hit["id"] for hit in hits] == store.ids(rows[0])
-    np.testing.assert_allclose([1 - hit["_distance"] for hit in hits], scores[0], atol=1e-6)
+    cosines = [1 - hit["_distance"] for hit in hits]
+    np.testing.assert_allclose(cosines, scores[0], atol=1e-6)
 
 
 def test_only_missing_and_cut_off_files_are_written_again(tmp_path):
@@ -191,18 +201,18 @@ def test_an_interrupted_file_leaves_nothing_and_the_next_run_completes(tmp_path)
     assert pq.read_table(tmp_path / "p").to_pydict() == get_expected_columns("float32")
 
 
-def replace_passage(row: int, *values: str) -> list[tuple[str, ...]]:
-    """Return `PASSAGES` with other values in a row."""
-    passages: list[tuple[str, ...]] = list(PASSAGES)
-    passages[row] = values
+def replace_passage(row: int, passage: tuple[str, str, str]) -> list[tuple[str, str, str]]:
+    """Return `PASSAGES` with another passage in a row."""
+    passages = list(PASSAGES)
+    passages[row] = passage
     return passages
 
 
 @pytest.mark.parametrize(
     "passages",
     [
-        replace_passage(12, "id-12", "title 12", "another text"),
-        replace_passage(12, "id-99", "title 12", "text 12 é"),
+        replace_passage(12, ("id-12", "title 12", "another text")),
+        replace_passage(12, ("id-99", "title 12", "text 12 é")),
         PASSAGES[:12],
     ],
     ids=["text", "id", "end"],
@@ -217,16 +227,18 @@ def test_passages_of_another_corpus_are_refused(tmp_path, passages):
 @pytest.mark.parametrize("difference", ["store", "columns", "number of files"])
 def test_other_parquet_files_are_refused_before_anything_is_written(tmp_path, difference):
     store = write_store(tmp_path / "store")
-    other_store = store
     if difference == "store":
         other_store = write_store(tmp_path / "other", model="b" * 64)
-    if difference == "number of files":
-        other_store = write_store(tmp_path / "other", shard_size=5)
-    passages = None if difference == "columns" else PASSAGES
-    last_path = write_parquet(other_store, tmp_path / "p", passages)[-1]
-    for path in (tmp_path / "p").glob("*.parquet"):
-        if path != last_path:
-            path.unlink()
+        paths = write_parquet(other_store, tmp_path / "p", PASSAGES)
+    elif difference == "columns":
+        paths = write_parquet(store, tmp_path / "p")
+    else:
+        store_of_more_shards = write_store(tmp_path / "other", shard_size=5)
+        paths = write_parquet(store_of_more_shards, tmp_path / "p", PASSAGES)
+    # Only the last file is left, so the check must look at all files.
+    *other_paths, last_path = paths
+    for path in other_paths:
+        path.unlink()
     contents_before = contents(tmp_path / "p")
     with pytest.raises(UserError, match=rf"{last_path.name}: holds another store or other columns"):
         write_parquet(store, tmp_path / "p", PASSAGES)
@@ -241,7 +253,7 @@ def test_types_that_other_programs_cannot_decode_are_refused(tmp_path, dtype):
     assert not (tmp_path / "p").exists()
 
 
-def encode(model: str, corpus: Path, output: Path | str, *options: str) -> int:
+def run_encode(model: str, corpus: Path, output: Path | str, *options: str) -> int:
     """Run `contaccum encode --format parquet` and return its exit code."""
     argv = ["encode", model, "--corpus", str(corpus), "--output", str(output), "--device", "cpu"]
     return main([*argv, "--format", "parquet", "--shard_size", "10", "--no_progress", *options])
@@ -249,9 +261,9 @@ def encode(model: str, corpus: Path, output: Path | str, *options: str) -> int:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
-    records = [
-        {"_id": passage_id, "title": title, "text": text} for passage_id, title, text in PASSAGES
-    ]
+    records = []
+    for passage_id, title, text in PASSAGES:
+        records.append({"_id": passage_id, "title": title, "text": text})
     return write_lines(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", records)
 
 
@@ -259,7 +271,7 @@ def corpus(tmp_path_factory) -> Path:
 def encoded_folder(tiny_model_path, corpus, tmp_path_factory) -> Path:
     """Return a store that `contaccum encode --format parquet` has written."""
     folder = tmp_path_factory.mktemp("encoded") / "store"
-    assert encode(tiny_model_path, corpus, folder) == 0
+    assert run_encode(tiny_model_path, corpus, folder) == 0
     return folder
 
 
@@ -276,29 +288,28 @@ def test_encode_completes_the_files_of_a_finished_store(
 ):
     contents_before = contents(encoded_folder)
     (encoded_folder / "parquet" / "shard-00001.parquet").unlink()
-    assert encode(tiny_model_path, corpus, encoded_folder) == 0
+    assert run_encode(tiny_model_path, corpus, encoded_folder) == 0
     assert contents(encoded_folder) == contents_before
     output = capsys.readouterr().out
     assert "0 encoded by rank 0" in output
     assert "parquet (3 parquet files)" in output
 
 
-def test_overwrite_replaces_the_parquet_files(encoded_folder, tiny_model_path, corpus, tmp_path):
+def test_overwrite_replaces_the_parquet_files(tiny_model_path, corpus, tmp_path):
     folder = tmp_path / "store"
-    encode(tiny_model_path, corpus, folder)
-    assert encode(tiny_model_path, corpus, folder, "--dtype", "float16", "--overwrite") == 0
-    embeddings = pq.read_table(folder / "parquet")["embedding"].combine_chunks().flatten()
-    assert embeddings.to_numpy().dtype == np.float16
+    assert run_encode(tiny_model_path, corpus, folder) == 0
+    assert run_encode(tiny_model_path, corpus, folder, "--dtype", "float16", "--overwrite") == 0
+    assert read_embeddings(folder / "parquet").dtype == np.float16
 
 
 def test_encode_refuses_int8_parquet_before_a_model_is_loaded(corpus, tmp_path, capsys):
-    assert encode("no/such/model", corpus, tmp_path / "s", "--dtype", "int8") == 2
+    assert run_encode("no/such/model", corpus, tmp_path / "s", "--dtype", "int8") == 2
     assert "int8 embeddings cannot be written as parquet" in capsys.readouterr().err
     assert not (tmp_path / "s").exists()
 
 
 def test_encode_refuses_parquet_at_a_url_before_a_model_is_loaded(corpus, capsys):
-    assert encode("no/such/model", corpus, "memory://parquet-refused") == 2
+    assert run_encode("no/such/model", corpus, "memory://parquet-refused") == 2
     message = capsys.readouterr().err
     assert "--output memory://parquet-refused: parquet files are written to local" in message
     assert message.count("\n") == 1
@@ -315,25 +326,30 @@ def test_qdrant_lines_of_the_page_find_the_documents_and_scores_of_our_search(
 ):
     """The Python block of docs/encoding.md runs with another store, model and number of hits."""
     pytest.importorskip("qdrant_client")
-    blocks = re.findall(r"^```python\n(.*?)^```$", ENCODING_PAGE.read_text(), re.M | re.S)
+    page = ENCODING_PAGE.read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (script,) = [block for block in blocks if "qdrant_client" in block]
-    for old, new in (
-        ("stores/wikipedia", str(encoded_folder)),
-        ('"MODEL"', repr(tiny_model_path)),
-        ("who wrote the Iliad", "text 7"),
-    ):
+    replacements = {
+        "stores/wikipedia": str(encoded_folder),
+        '"MODEL"': repr(tiny_model_path),
+        "who wrote the Iliad": "text 7",
+    }
+    for old, new in replacements.items():
         assert old in script
         script = script.replace(old, new)
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    exec(compile(script, str(ENCODING_PAGE), "exec"), names)
+    variables: dict[str, Any] = {}
+    exec(compile(script, str(ENCODING_PAGE), "exec"), variables)
 
-    points = names["client"].query_points("passages", names["query"].tolist(), limit=10).points
+    client = variables["client"]
+    query = variables["query"].tolist()
+    points = client.query_points("passages", query, limit=10).points
+    client.close()
     model = DualEncoder.from_pretrained(tiny_model_path, device="cpu")
     store = EmbeddingStore.open(encoded_folder)
     queries = encode_texts(model, ["text 7"], "query")
     scores, rows = search(build_index(store, metric="cos"), queries, 10)
-    names["client"].close()
     assert [point.payload["id"] for point in points] == store.ids(rows[0])
-    np.testing.assert_allclose([point.score for point in points], scores[0], atol=1e-6)
+    point_scores = [point.score for point in points]
+    np.testing.assert_allclose(point_scores, scores[0], atol=1e-6)
     assert points[0].payload["text"].startswith("text ")

@@ -1,16 +1,18 @@
 """A search by several ranks writes the run of a search by one process.
 
 The ranks are forks of a new process and use gloo; see forked_searches.py. Each rank runs the whole
-command. Stores of small integers have scores without rounding errors, and many equal scores.
+command. Scores of embeddings of small integers have no rounding errors, and many of them are equal.
 """
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from programs import run_forking_script
 from sample_texts import sentences
+from small_data import write_lines
 
 from contaccum import DualEncoder
 from contaccum.cli import main
@@ -20,30 +22,49 @@ from contaccum.retrieval.store import EmbeddingStore, StoreWriter
 
 IDENTITY = {"model": "a" * 64, "dtype": "float32"}
 NUM_QUERIES = 9
+
+
+class Case(NamedTuple):
+    """A search that is run by one process and by several ranks."""
+
+    embeddings: str
+    shard_size: int
+    top_k: int
+    num_ranks: int
+
+
+# Stores of integers have 55 documents, the store of floats has 200.
 CASES = {
-    # name: store, shard size, k, ranks
-    "ties at place k": ("integers", 10, 20, 2),
-    "k larger than a shard": ("integers", 10, 23, 3),
-    "more ranks than shards": ("integers", 40, 15, 3),
-    "k larger than the store": ("integers", 10, 99, 2),
-    "cosine": ("floats", 35, 12, 3),
-    "remote": ("integers", 10, 20, 2),
+    "ties at place k": Case("integers", shard_size=10, top_k=20, num_ranks=2),
+    "k larger than a shard": Case("integers", shard_size=10, top_k=23, num_ranks=3),
+    "more ranks than shards": Case("integers", shard_size=40, top_k=15, num_ranks=3),
+    "k larger than the store": Case("integers", shard_size=10, top_k=99, num_ranks=2),
+    "cosine": Case("floats", shard_size=35, top_k=12, num_ranks=3),
+    "remote": Case("integers", shard_size=10, top_k=20, num_ranks=2),
 }
+CASES_OF_INTEGERS = [name for name, case in CASES.items() if case.embeddings == "integers"]
 
 
 def write_store(folder: Path, kind: str, embeddings: np.ndarray, shard_size: int, similarity: str):
     """Write a store whose ids are not in the order of its rows."""
     numbers = np.random.default_rng(len(embeddings)).permutation(len(embeddings))
-    passages = [(f"{kind}-{number:03}", "", str(row)) for row, number in enumerate(numbers)]
+    # The text of a passage is the number of its row.
+    passages = []
+    for row, number in enumerate(numbers):
+        passages.append((f"{kind}-{number:03}", "", str(row)))
+
+    def encode(texts: list[str]) -> np.ndarray:
+        rows = [int(text) for text in texts]
+        return embeddings[rows]
+
     identity = {**IDENTITY, "kind": kind, "similarity": similarity, "shard_size": shard_size}
-    writer = StoreWriter(folder, identity)
-    assert writer.fill(passages, lambda texts: embeddings[[int(text) for text in texts]])
+    assert StoreWriter(folder, identity).fill(passages, encode)
 
 
-def make_embeddings(name: str) -> tuple[np.ndarray, np.ndarray, str]:
+def make_embeddings(kind: str) -> tuple[np.ndarray, np.ndarray, str]:
     """Return embeddings of 55 or 200 documents and of the queries, and their similarity."""
     generator = np.random.default_rng(3)
-    if name == "integers":
+    if kind == "integers":
         documents = generator.integers(-1, 2, (55, 4)).astype(np.float32)
         queries = generator.integers(-1, 2, (NUM_QUERIES, 4)).astype(np.float32)
         return documents, queries, "dot"
@@ -55,24 +76,23 @@ def make_embeddings(name: str) -> tuple[np.ndarray, np.ndarray, str]:
 
 @pytest.fixture(scope="module")
 def root(tiny_model_path, tmp_path_factory) -> Path:
-    """Return a folder with the runs of all cases: NAME.trec by one process, NAME-ranks.trec."""
+    """Return a folder with the runs of all cases.
+
+    For each case, NAME.trec is the run of one process, and NAME-ranks.trec the run of several
+    ranks. The file exit_codes.json has a list of the ranks' exit codes for each command.
+    """
     root = tmp_path_factory.mktemp("ranks")
+    # Each command is a number of ranks and the arguments of `contaccum search`.
     commands = []
-    for name, (store, shard_size, k, num_ranks) in CASES.items():
-        documents, queries, similarity = make_embeddings(store)
-        write_store(root / name / "documents", "document", documents, shard_size, similarity)
-        write_store(root / name / "queries", "query", queries, shard_size, similarity)
-        argv = ["--store", root / name / "documents", "--queries", root / name / "queries"]
-        argv += ["--top_k", k, "--device", "cpu", "--no_progress"]
-        assert main(["search", *map(str, argv), "--output", str(root / f"{name}.trec")]) == 0
-        if name == "remote":
-            argv[1] = "memory://documents"
-        commands.append([num_ranks, [*argv, "--output", root / f"{name}-ranks.trec"]])
-    commands.append(add_model_case(root, tiny_model_path))
-    refused = commands[0][1]
-    commands.append([2, [*refused, "--output", root / "refused.trec", "--index", "HNSW8"]])
-    texts = [(num_ranks, [str(argument) for argument in argv]) for num_ranks, argv in commands]
-    (root / "commands.json").write_text(json.dumps(texts))
+    for name, case in CASES.items():
+        commands.append([case.num_ranks, search_in_one_process(root, name, case)])
+    commands.append([2, search_with_model_in_one_process(root, tiny_model_path)])
+    # The last --output counts.
+    arguments = commands[0][1]
+    refused = [*arguments, "--output", str(root / "refused.trec"), "--index", "HNSW8"]
+    commands.append([2, refused])
+
+    (root / "commands.json").write_text(json.dumps(commands))
     printed = run_forking_script(
         Path(__file__).with_name("forked_searches.py"), str(root / "commands.json"), root
     )
@@ -80,36 +100,59 @@ def root(tiny_model_path, tmp_path_factory) -> Path:
     return root
 
 
-def add_model_case(root: Path, model_path: str) -> list:
-    """Write a store of texts and search it with a model; return the command for two ranks."""
-    texts = {name: sentences(num_texts, 1) for name, num_texts in (("corpus", 30), ("queries", 5))}
-    for name, lines in texts.items():
-        records = [{"_id": f"{name}{n}", "text": text} for n, text in enumerate(lines)]
-        (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
+def search_in_one_process(root: Path, name: str, case: Case) -> list[str]:
+    """Write the stores of a case and NAME.trec; return the arguments for several ranks."""
+    documents, queries, similarity = make_embeddings(case.embeddings)
+    document_store = root / name / "documents"
+    query_store = root / name / "queries"
+    write_store(document_store, "document", documents, case.shard_size, similarity)
+    write_store(query_store, "query", queries, case.shard_size, similarity)
+    options = ["--queries", str(query_store), "--top_k", str(case.top_k)]
+    options += ["--device", "cpu", "--no_progress"]
+    output = str(root / f"{name}.trec")
+    assert main(["search", "--store", str(document_store), *options, "--output", output]) == 0
+
+    # forked_searches.py copies the documents of the case "remote" to this URL.
+    store = "memory://documents" if name == "remote" else str(document_store)
+    return ["--store", store, *options, "--output", str(root / f"{name}-ranks.trec")]
+
+
+def search_with_model_in_one_process(root: Path, model_path: str) -> list[str]:
+    """Write a store of texts and model.trec, a search with texts as queries.
+
+    Return the arguments for several ranks.
+    """
+    for name, num_texts in (("corpus", 30), ("queries", 5)):
+        records = []
+        for number, text in enumerate(sentences(num_texts, 1)):
+            records.append({"_id": f"{name}{number}", "text": text})
+        write_lines(root / f"{name}.jsonl", records)
     model = DualEncoder.from_pretrained(model_path, device="cpu")
     encoder = CorpusEncoder(
         model, model_path, root / "corpus.jsonl", root / "encoded", shard_size=8
     )
     encoder.encode(show_progress=False)
-    argv = [model_path, "--store", root / "encoded", "--queries", root / "queries.jsonl"]
-    argv += ["--device", "cpu", "--no_progress", "--top_k", 30]
-    assert main(["search", *map(str, argv), "--output", str(root / "model.trec")]) == 0
-    return [2, [*argv, "--output", root / "model-ranks.trec"]]
+    arguments = [model_path, "--store", str(root / "encoded")]
+    arguments += ["--queries", str(root / "queries.jsonl")]
+    arguments += ["--device", "cpu", "--no_progress", "--top_k", "30"]
+    assert main(["search", *arguments, "--output", str(root / "model.trec")]) == 0
+    return [*arguments, "--output", str(root / "model-ranks.trec")]
 
 
 def test_every_rank_ends_with_exit_code_0(root):
+    """Only the last command is refused; see below."""
     exit_codes = json.loads((root / "exit_codes.json").read_text())
-    num_ranks = [case[3] for case in CASES.values()] + [2]
+    num_ranks = [case.num_ranks for case in CASES.values()] + [2]
     assert exit_codes[:-1] == [[0] * count for count in num_ranks]
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[0] == "integers"])
+@pytest.mark.parametrize("name", CASES_OF_INTEGERS)
 def test_the_run_without_rounding_errors_has_the_same_bytes(root, name):
     expected = (root / f"{name}.trec").read_text()
     assert (root / f"{name}-ranks.trec").read_text() == expected
     expected_record = json.loads((root / f"{name}.trec.json").read_text())
     record = json.loads((root / f"{name}-ranks.trec.json").read_text())
-    assert record["search"]["ranks"] == CASES[name][3]
+    assert record["search"]["ranks"] == CASES[name].num_ranks
     assert expected_record["search"]["ranks"] == 1
     for key in ("fingerprint", "rows"):
         assert record["store"][key] == expected_record["store"][key]
@@ -121,17 +164,20 @@ def test_equal_scores_at_place_k_are_ordered_by_id(root):
     store = EmbeddingStore.open(root / "ties at place k" / "documents")
     ids = store.ids(range(len(store)))
     _, queries, _ = make_embeddings("integers")
-    hits = read_trec_run(root / "ties at place k-ranks.trec")
-    queries_store = EmbeddingStore.open(root / "ties at place k" / "queries")
+    run = read_trec_run(root / "ties at place k-ranks.trec")
+    query_store = EmbeddingStore.open(root / "ties at place k" / "queries")
     num_ties_across_ranks = 0
-    for row, query_id in enumerate(queries_store.ids(range(NUM_QUERIES))):
-        scores = store[:] @ queries[row]
-        ranking = sorted(range(len(ids)), key=lambda n: (scores[n], ids[n]), reverse=True)
-        assert set(hits[query_id]) == {ids[n] for n in ranking[:20]}
-        tied_rows = np.flatnonzero(scores == scores[ranking[19]])
-        is_cut = scores[ranking[20]] == scores[ranking[19]]
-        tied_ranks = set(tied_rows // 10 % 2)
-        num_ties_across_ranks += is_cut and len(tied_ranks) == 2
+    for query, query_id in zip(queries, query_store.ids(range(NUM_QUERIES)), strict=True):
+        scores = store[:] @ query
+        ranking = sorted(zip(scores, ids, strict=True), reverse=True)
+        assert run[query_id].keys() == {document_id for _, document_id in ranking[:20]}
+        score_at_k, _ = ranking[19]
+        next_score, _ = ranking[20]
+        tied_rows = np.flatnonzero(scores == score_at_k)
+        # Shards have 10 rows, and the two ranks take turns.
+        ranks_of_ties = tied_rows // 10 % 2
+        if next_score == score_at_k and len(set(ranks_of_ties)) == 2:
+            num_ties_across_ranks += 1
     assert num_ties_across_ranks >= 5
 
 
@@ -149,8 +195,8 @@ def test_scores_are_those_of_one_process(root, name):
 def test_an_approximate_index_with_several_ranks_is_refused(root):
     exit_codes = json.loads((root / "exit_codes.json").read_text())
     assert exit_codes[-1] == [2, 2]
-    number = len(exit_codes) - 1
+    command_number = len(exit_codes) - 1
     for rank, start in enumerate(["contaccum: error: ", "contaccum: error on rank 1: "]):
-        error = (root / f"stderr-{number}-{rank}.txt").read_text().splitlines()[-1]
+        error = (root / f"stderr-{command_number}-{rank}.txt").read_text().splitlines()[-1]
         assert error.startswith(f"{start}--index HNSW8: several processes")
     assert not (root / "refused.trec").exists()

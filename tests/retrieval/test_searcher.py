@@ -1,4 +1,4 @@
-"""FaissSearcher is BEIR's exact search behind BEIR's own interface."""
+"""FaissSearcher gives the results of BEIR's exact search, and has the interface of BEIR."""
 
 import numpy as np
 import pytest
@@ -29,18 +29,29 @@ class StoredModel:
         return self.encode_query([document["text"] for document in corpus])
 
 
+# Each of these ids is the id of a document and of a query with the same embedding. So this
+# document would be the best result of this query if it were not left out.
+SHARED_IDS = ["d17", "d18", "d19"]
+
+
 @pytest.fixture
 def search_data():
-    """150 documents, 20 queries and a model; three queries share their id with a document."""
+    """Return 150 documents, 20 queries and a model."""
     rng = np.random.default_rng(0)
-    corpus = {f"d{number}": {"title": "", "text": f"document {number}"} for number in range(150)}
-    queries = {f"q{number}": f"query {number}" for number in range(17)}
-    for number in (17, 18, 19):
-        queries[f"d{number}"] = f"query {number}"
-    texts = [document["text"] for document in corpus.values()] + list(queries.values())
-    embeddings = {text: rng.normal(size=24).astype(np.float32) for text in texts}
-    for document_id in ("d17", "d18", "d19"):
-        embeddings[corpus[document_id]["text"]] = embeddings[queries[document_id]]
+    corpus = {}
+    embeddings = {}
+    for number in range(150):
+        text = f"document {number}"
+        corpus[f"d{number}"] = {"title": "", "text": text}
+        embeddings[text] = rng.normal(size=24).astype(np.float32)
+    query_ids = [f"q{number}" for number in range(17)] + SHARED_IDS
+    queries = {}
+    for query_id in query_ids:
+        text = f"query {query_id}"
+        queries[query_id] = text
+        embeddings[text] = rng.normal(size=24).astype(np.float32)
+    for shared_id in SHARED_IDS:
+        embeddings[corpus[shared_id]["text"]] = embeddings[queries[shared_id]]
     return corpus, queries, StoredModel(embeddings)
 
 
@@ -50,19 +61,23 @@ def test_retrieve_equals_beirs_exact_search(search_data, score_function):
     from beir.retrieval.search.dense import DenseRetrievalExactSearch
 
     corpus, queries, model = search_data
-    runs = []
     beir_searcher = DenseRetrievalExactSearch(model, show_progress_bar=False)
     faiss_searcher = FaissSearcher(model, show_progress_bar=False)
-    for searcher in (beir_searcher, faiss_searcher):
+
+    def retrieve(searcher):
         retriever = evaluation.EvaluateRetrieval(searcher, [1, 10, 50], score_function)
-        runs.append(retriever.retrieve(corpus, queries))
-    expected, actual = runs
-    assert actual.keys() == expected.keys()
+        return retriever.retrieve(corpus, queries)
+
+    expected_run = retrieve(beir_searcher)
+    run = retrieve(faiss_searcher)
+    assert run.keys() == expected_run.keys()
     for query_id in queries:
-        assert actual[query_id].keys() == expected[query_id].keys()
-        assert len(actual[query_id]) == 50
-        for document_id, score in expected[query_id].items():
-            assert actual[query_id][document_id] == pytest.approx(score, abs=1e-4)
+        hits = run[query_id]
+        expected_hits = expected_run[query_id]
+        assert hits.keys() == expected_hits.keys()
+        assert len(hits) == 50
+        for document_id, score in expected_hits.items():
+            assert hits[document_id] == pytest.approx(score, abs=1e-4)
 
 
 def test_the_document_with_the_querys_id_is_replaced_by_the_next_best(search_data):
@@ -74,7 +89,8 @@ def test_the_document_with_the_querys_id_is_replaced_by_the_next_best(search_dat
         assert query_id not in hits
         assert len(hits) == 5
         assert scores == sorted(scores, reverse=True)
-        assert all(type(score) is float for score in scores)
+        for score in scores:
+            assert type(score) is float
 
 
 def test_an_approximate_index_may_find_fewer_documents_and_measures_recall(search_data):
@@ -83,7 +99,7 @@ def test_an_approximate_index_may_find_fewer_documents_and_measures_recall(searc
     run = searcher.search(corpus, queries, top_k=100)
     for hits in run.values():
         assert 0 < len(hits) < 100
-        assert set(hits) <= set(corpus)
+        assert hits.keys() <= corpus.keys()
     recall = searcher.search_details["recall"]
     assert recall["queries"] == 20
     assert 0 < recall["recall@100"] < 1

@@ -14,7 +14,7 @@ from tiny_models import tiny_encoder
 from tiny_runs import RUN_SETTINGS, assert_resumes, make_trainer, read_log
 from transformers import AutoModel, set_seed
 
-from contaccum import DualEncoder
+from contaccum import ContAccumTrainer, DualEncoder
 from contaccum.encoders.adapters import add_adapter, has_adapter
 from contaccum.errors import UserError
 
@@ -23,6 +23,7 @@ CHECKPOINTING = {"gradient_checkpointing": True}
 
 
 def make_model(places: Path, tied: bool, dtype: str = "float32") -> DualEncoder:
+    """Return a model with adapters of rank 2 and dropout, always with the same weights."""
     set_seed(8)
     model = DualEncoder.from_backbone(
         places / "backbone",
@@ -49,7 +50,7 @@ def make_model(places: Path, tied: bool, dtype: str = "float32") -> DualEncoder:
 def test_the_base_does_not_change_and_a_run_resumes_bit_for_bit(
     places, tmp_path, tied, dtype, settings
 ):
-    def make(folder, **saves):
+    def make_run(folder: Path, **saves: Any) -> ContAccumTrainer:
         return make_trainer(
             folder,
             model=make_model(places, tied, dtype),
@@ -60,46 +61,63 @@ def test_the_base_does_not_change_and_a_run_resumes_bit_for_bit(
         )
 
     before = make_model(places, tied, dtype).state_dict()
-    after = assert_resumes(make, tmp_path, 3).model.state_dict()
-    moved = {name for name in after if not torch.equal(after[name], before[name])}
-    assert moved == {name for name in after if "lora_" in name and ".pooler." not in name}
-    ratios = [line["grad_norm_ratio"] for line in read_log(tmp_path / "straight")]
-    assert len(ratios) == 5
-    assert all(0.1 < ratio < 10 and ratio != 1 for ratio in ratios)
+    after = assert_resumes(make_run, tmp_path, 3).model.state_dict()
+    for name, weight in after.items():
+        # No embedding depends on the pooler.
+        is_trained = "lora_" in name and ".pooler." not in name
+        assert torch.equal(weight, before[name]) != is_trained, name
+    log = read_log(tmp_path / "straight")
+    assert len(log) == 5
+    for line in log:
+        assert 0.1 < line["grad_norm_ratio"] < 10
+        assert line["grad_norm_ratio"] != 1
     assert not list(tmp_path.rglob("model.safetensors"))  # checkpoints contain only the adapter
-    record = json.loads((tmp_path / "straight" / "run.json").read_text())["model"]["adapters"]
-    num_adapters = 1 if tied else 2
-    settings_of_adapters = [(adapter["r"], adapter["lora_alpha"]) for adapter in record]
-    assert settings_of_adapters == [(2, 4)] * num_adapters
+    record = json.loads((tmp_path / "straight" / "run.json").read_text())
+    adapters = record["model"]["adapters"]
+    assert len(adapters) == (1 if tied else 2)
+    for adapter in adapters:
+        assert adapter["r"] == 2
+        assert adapter["lora_alpha"] == 4
     if tied:
         other = make_model(places, tied, dtype)
         other[0].model.peft_config["default"].lora_alpha = 8
+        trainer = make_trainer(tmp_path / "other", model=other, **RUN_SETTINGS)
         with pytest.raises(UserError, match="adapters"):
-            make_trainer(tmp_path / "other", model=other, **RUN_SETTINGS).train(
-                str(tmp_path / "straight" / "checkpoint-3")
-            )
+            trainer.train(str(tmp_path / "straight" / "checkpoint-3"))
+
+
+def compute_gradient_norm(tower: torch.nn.Module) -> float:
+    """Return the norm of the gradients of all weights of a tower together."""
+    gradients = []
+    for parameter in tower.parameters():
+        if parameter.grad is not None:
+            gradients.append(parameter.grad.flatten())
+    return torch.cat(gradients).norm().item()
 
 
 @pytest.mark.parametrize("has_adapters", [False, True], ids=["full", "adapter"])
 def test_logged_gradient_norms_are_those_of_each_towers_weights(places, tmp_path, has_adapters):
-    model = make_model(places, tied=False) if has_adapters else tiny_encoder(tied=False)
+    if has_adapters:
+        model = make_model(places, tied=False)
+    else:
+        model = tiny_encoder(tied=False)
     trainer = make_trainer(tmp_path, 12, model=model, max_grad_norm=0.0)
     norms = {}
 
-    def watch(*_: Any) -> None:
-        for name, tower in (("query", model.query_encoder), ("passage", model.passage_encoder)):
-            gradients = [p.grad.flatten() for p in tower.parameters() if p.grad is not None]
-            norms[name] = torch.cat(gradients).norm().item()
+    def record_norms(*_: Any) -> None:
+        norms["query"] = compute_gradient_norm(model.query_encoder)
+        norms["passage"] = compute_gradient_norm(model.passage_encoder)
 
-    trainer.create_optimizer().register_step_pre_hook(watch)
+    trainer.create_optimizer().register_step_pre_hook(record_norms)
     trainer.train()
-    (line,) = read_log(tmp_path)
+    (line,) = read_log(tmp_path)  # 12 pairs are one update
     assert line["grad_norm_query"] == pytest.approx(norms["query"], rel=1e-5)
     assert line["grad_norm_passage"] == pytest.approx(norms["passage"], rel=1e-5)
     assert line["grad_norm_ratio"] == pytest.approx(norms["passage"] / norms["query"], rel=1e-5)
 
 
 def encode_texts(folder: Path) -> np.ndarray:
+    """Encode TEXTS with a saved model, as queries and as documents."""
     model = SentenceTransformer(str(folder), device="cpu")
     return np.stack([model.encode_query(TEXTS), model.encode_document(TEXTS)])
 
@@ -119,7 +137,7 @@ def test_the_command_line_trains_continues_and_merges_an_adapter(
     }
     assert train(first, model="backbone", tied=tied, **adapter) == 0, capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
-    config_file = next(first.rglob("adapter_config.json"))
+    config_file = next(first.rglob("adapter_config.json"))  # the first of one or two
     config = json.loads(config_file.read_text())
     assert config["r"] == 2
     assert config["lora_alpha"] == 8
@@ -127,26 +145,33 @@ def test_the_command_line_trains_continues_and_merges_an_adapter(
     # Training with learning rate 0 shows that the second run starts from the first one's weights.
     assert train(second, model=first, learning_rate=0.0) == 0, capsys.readouterr().err
     assert np.array_equal(encode_texts(second), encode_texts(first))
-    again = {"overwrite_output_dir": "true"}
-    assert train(second, model=first, **again) == 0
+    overwrite = {"overwrite_output_dir": "true"}
+    assert train(second, model=first, **overwrite) == 0
     trained = encode_texts(second)
     assert not np.allclose(trained, encode_texts(first), atol=1e-3)
-    for output in (tmp_path / "merged", first):  # the second folder contains an adapter
-        assert train(output, model=second, learning_rate=0.0, merge_adapter="true", **again) == 0
-        assert np.abs(encode_texts(output) - trained).max() < 1e-5 and not list(
-            output.rglob("adapter*")
-        )
+    merge = {"merge_adapter": "true", **overwrite}
+    for output in (tmp_path / "merged", first):  # the folder "first" contains an adapter
+        assert train(output, model=second, learning_rate=0.0, **merge) == 0
+        assert np.abs(encode_texts(output) - trained).max() < 1e-5
+        assert list(output.rglob("adapter*")) == []
     assert train(second, model=second, merge_adapter="true") == 2
     assert "merge_adapter with model as output_dir" in capsys.readouterr().err
-    assert train(second, merge_adapter="true", **again) == 2
+    assert train(second, **merge) == 2
     assert "merge_adapter=True without lora_r" in capsys.readouterr().err
 
 
 def test_a_finished_run_with_a_merged_adapter_is_resumed_with_the_same_result(train, tmp_path):
     """The merged model in output_dir has no adapter that the run could load."""
     output = tmp_path / "merged"
-    settings = {"lora_r": 2, "merge_adapter": "true", "pooling": "mean", "max_steps": 3}
-    settings |= {"save_strategy": "steps", "save_steps": 1, "resume_from_checkpoint": "auto"}
+    settings = {
+        "lora_r": 2,
+        "merge_adapter": "true",
+        "pooling": "mean",
+        "max_steps": 3,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "resume_from_checkpoint": "auto",
+    }
     assert train(output, **settings) == 0
     weights = (output / "model.safetensors").read_bytes()
     # The checkpoint of the last update is loaded, and merged again.
@@ -161,24 +186,27 @@ def test_a_finished_run_with_a_merged_adapter_is_resumed_with_the_same_result(tr
 
 
 def test_adapters_of_tied_and_untied_models_and_beside_their_base(places, train, tmp_path):
-    full, tied, untied = (tmp_path / name for name in ("full", "tied", "untied"))
-    DualEncoder.from_backbone(places / "backbone", pooling="mean", device="cpu").save_pretrained(
-        str(full)
-    )
-    before = encode_texts(full)
+    full = tmp_path / "full"
+    tied = tmp_path / "tied"
+    untied = tmp_path / "untied"
+    model = DualEncoder.from_backbone(places / "backbone", pooling="mean", device="cpu")
+    model.save_pretrained(str(full))
+    embeddings = encode_texts(full)
+    # Untying the model copies the adapter. Both adapters use one base.
     assert train(tied, model=full, lora_r=2) == 0
     assert train(untied, model=tied, tied="false") == 0
     model = DualEncoder.from_pretrained(untied, device="cpu")
-    base = len(list(AutoModel.from_pretrained(full).parameters()))
-    assert (
-        not model.tied and sum("lora_" not in name for name, _ in model.named_parameters()) == base
-    )
-    assert np.array_equal(encode_texts(full), before)
+    assert not model.tied
+    base_parameters = [name for name, _ in model.named_parameters() if "lora_" not in name]
+    assert len(base_parameters) == len(list(AutoModel.from_pretrained(full).parameters()))
+    assert np.array_equal(encode_texts(full), embeddings)
+    # An adapter that is saved in the folder of its base leaves the base unchanged.
     weights = (full / "model.safetensors").read_bytes()
     assert train(full, model=full, lora_r=2) == 0
-    assert not np.allclose(encode_texts(full), before, atol=1e-3)
+    assert not np.allclose(encode_texts(full), embeddings, atol=1e-3)
     assert (full / "model.safetensors").read_bytes() == weights
+    # Other libraries save an adapter without the pooling.
     for name in ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"):
-        (tied / name).unlink()  # other libraries save an adapter without the pooling
+        (tied / name).unlink()
     assert train(tmp_path / "bare", model=tied, learning_rate=0.0) == 0
     assert has_adapter(SentenceTransformer(str(tmp_path / "bare"), device="cpu"))

@@ -17,15 +17,15 @@ def read_outcome(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, 
     return outcome["state"], outcome["log"]
 
 
-def assert_same_outcome(expected: Path, actual: Path, num_updates: int) -> None:
+def assert_same_outcome(expected_folder: Path, folder: Path, num_updates: int) -> None:
     """Assert that two runs ended with the same state, bit for bit, and with the same log."""
-    expected_state, expected_log = read_outcome(expected)
-    state, log = read_outcome(actual)
-    assert expected_state.keys() == state.keys()
-    different = [key for key, value in expected_state.items() if not torch.equal(value, state[key])]
-    assert different == []
-    assert expected_log == log
-    assert [line["update"] for line in expected_log] == list(range(1, num_updates + 1))
+    expected_state, expected_log = read_outcome(expected_folder)
+    state, log = read_outcome(folder)
+    assert state.keys() == expected_state.keys()
+    for key, expected in expected_state.items():
+        assert torch.equal(state[key], expected), key
+    assert log == expected_log
+    assert [line["update"] for line in log] == list(range(1, num_updates + 1))
 
 
 @pytest.mark.long
@@ -34,8 +34,9 @@ def test_a_run_killed_at_random_instants_ends_bit_identical(num_kills, tmp_path)
     result = run_forking_script(SCRIPT, str(num_kills), tmp_path)
     assert result["killed"] == num_kills, result
     assert set(result["codes"]) == {0}, result
-    # With many kills, runs are killed after different updates.
-    assert num_kills == 1 or len(set(result["reached"])) > 3, result
+    if num_kills > 1:
+        last_saved_updates = set(result["reached"])
+        assert len(last_saved_updates) > 3, result  # the kills hit different updates
     for name in result["folders"]:
         folder = tmp_path / name
         assert_same_outcome(tmp_path / "straight", folder, num_updates=6)
@@ -51,9 +52,23 @@ def test_a_run_killed_at_random_instants_ends_bit_identical(num_kills, tmp_path)
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
-    """The folder and the result of the runs on several ranks."""
+    """Run forked_runs.py on several ranks; return the folder of its runs and its result."""
     folder = tmp_path_factory.mktemp("ranks")
     return folder, run_forking_script(SCRIPT, "ranks", folder)
+
+
+def assert_close_outcome(expected_folder: Path, folder: Path) -> None:
+    """Assert that two runs ended with the same weights and log, up to the order of sums."""
+    expected_state, expected_log = read_outcome(expected_folder)
+    state, log = read_outcome(folder)
+    for key, expected in expected_state.items():
+        if key.startswith("model."):
+            assert (state[key] - expected).abs().max() < 1e-10, (folder.name, key)
+    assert len(log) == 2
+    assert len(expected_log) == 2
+    for line, expected_line in zip(log, expected_log, strict=True):
+        for key, expected in expected_line.items():
+            assert line[key] == pytest.approx(expected, rel=1e-6, abs=1e-9), (folder.name, key)
 
 
 @pytest.mark.long
@@ -61,19 +76,10 @@ def test_two_and_four_ranks_end_with_the_weights_of_one_process(ranks):
     folder, result = ranks
     assert result["codes"]["1"] == [0]
     assert result["codes"]["2"] == [0, 0]
-    assert result["codes"]["4"] == [0] * 4
-    compared = [(name, 2) for name in result["cases"]]
-    compared.append(("contaccum, untied", 4))
-    for name, num_ranks in compared:
-        expected_state, expected_log = read_outcome(folder / f"{name}-1")
-        state, log = read_outcome(folder / f"{name}-{num_ranks}")
-        for key, expected in expected_state.items():
-            if key.startswith("model."):
-                assert (expected - state[key]).abs().max() < 1e-10, name
-        assert len(expected_log) == len(log) == 2
-        for line, expected_line in zip(log, expected_log, strict=True):
-            for key, value in expected_line.items():
-                assert line[key] == pytest.approx(value, rel=1e-6, abs=1e-9), (name, key)
+    assert result["codes"]["4"] == [0, 0, 0, 0]
+    for name in result["cases"]:
+        assert_close_outcome(folder / f"{name}-1", folder / f"{name}-2")
+    assert_close_outcome(folder / "contaccum, untied-1", folder / "contaccum, untied-4")
 
 
 @pytest.mark.long
@@ -87,12 +93,14 @@ def test_ranks_stop_together_and_resume_on_two_ranks_or_on_one(ranks):
     assert_same_outcome(folder / "ranks", folder / "stopped", num_updates=4)
     for name in ("ranks", "stopped"):
         record = json.loads((folder / name / "run.json").read_text())
-        run_ids = [(folder / name / f"run_id-{rank}").read_text() for rank in range(2)]
-        assert run_ids == [record["run_id"]] * 2
+        for rank in (0, 1):
+            run_id = (folder / name / f"run_id-{rank}").read_text()
+            assert run_id == record["run_id"]
     # A single rank continues with the whole bank, and with the remaining pairs.
     assert codes["alone"] == [0]
     alone, _ = read_outcome(folder / "alone")
     two_ranks, _ = read_outcome(folder / "ranks")
     id_keys = [key for key in alone if key.endswith("bank.document_ids")]
-    assert id_keys
-    assert all(torch.equal(alone[key], two_ranks[key]) for key in id_keys)
+    assert len(id_keys) > 0
+    for key in id_keys:
+        assert torch.equal(alone[key], two_ranks[key]), key
