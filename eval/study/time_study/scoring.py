@@ -67,10 +67,10 @@ class Scorer:
 
     def _split_scores(self) -> QueryScores:
         scores = self._evaluator.query_scores
-        return {
-            split: {query_id: round(scores[query_id], 4) for query_id in query_ids}
-            for split, query_ids in self.query_ids.items()
-        }
+        scores_by_split = {}
+        for split, query_ids in self.query_ids.items():
+            scores_by_split[split] = {name: round(scores[name], 4) for name in query_ids}
+        return scores_by_split
 
 
 def average(scores: QueryScores) -> dict[str, float]:
