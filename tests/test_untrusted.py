@@ -250,30 +250,43 @@ def test_empty_weights_are_refused(harmless, tmp_path):
         DualEncoder.from_backbone(folder)
 
 
-FORBIDDEN = re.compile(
-    r"^(pickle|cPickle|dill|cloudpickle|joblib|marshal|shelve)\.(load|loads|Unpickler|open)$"
-    r"|^(eval|exec|os\.system|tarfile\.open|shutil\.unpack_archive|yaml\.(unsafe_load|full_load))$"
-)
+UNPICKLING = ("cloudpickle.load", "cloudpickle.loads", "joblib.load", "shutil.unpack_archive")
 
 
-def runs_what_it_reads(call: ast.Call) -> bool:
-    """Return True for a call that may run code that it reads, or that starts a shell."""
+def unpickles(call: ast.Call) -> bool:
+    """Return True for a call that may unpickle, or write outside of its folder.
+
+    It covers the libraries for which ruff has no rule. The rules "S..." in pyproject.toml cover
+    pickle, yaml, shells and others.
+    """
     name = ast.unparse(call.func)
     arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-    if FORBIDDEN.match(name) is not None:
-        return True
     if name == "torch.load":
         return arguments.get("weights_only") != "True"
-    if name == "np.load":
+    if name in ("np.load", "numpy.load"):
         return arguments.get("allow_pickle") != "False"
-    if name == "yaml.load":
-        return arguments.get("Loader") not in ("yaml.BaseLoader", "yaml.SafeLoader")
-    if name.startswith("subprocess."):
-        return arguments.get("shell", "False") != "False"
-    return False
+    return name in UNPICKLING
 
 
-def test_library_calls_nothing_that_runs_what_it_reads():
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("torch.load(file)", True),
+        ("torch.load(file, weights_only=False)", True),
+        ("torch.load(file, weights_only=True)", False),
+        ("np.load(file)", True),
+        ("np.load(file, allow_pickle=False)", False),
+        ("joblib.load(file)", True),
+        ("json.load(file)", False),
+    ],
+)
+def test_calls_that_unpickle_are_recognised(code, expected):
+    call = ast.parse(code, mode="eval").body
+    assert isinstance(call, ast.Call)
+    assert unpickles(call) == expected
+
+
+def test_library_calls_nothing_that_unpickles():
     root = Path(__file__).parents[1]
     modules: list[Path] = []
     for folder in ("contaccum", "scripts", "eval"):
@@ -281,7 +294,7 @@ def test_library_calls_nothing_that_runs_what_it_reads():
     forbidden_calls = []
     for path in modules:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and runs_what_it_reads(node):
+            if isinstance(node, ast.Call) and unpickles(node):
                 name = ast.unparse(node.func)
                 forbidden_calls.append(f"{path.relative_to(root)}:{node.lineno}: {name}")
     assert forbidden_calls == []
