@@ -14,7 +14,7 @@ from contaccum import DualEncoder
 from contaccum.cli import main
 from contaccum.evaluation import endpoint
 from contaccum.evaluation.endpoint import KEY_VARIABLE
-from contaccum.evaluation.results import read_result
+from contaccum.evaluation.results import read_result, read_trec_run
 
 KEY = "a-secret-key-of-tests"
 SETTINGS = ("--device", "cpu", "--no_progress", "--k_values", "10", "100")
@@ -68,13 +68,15 @@ def test_a_right_server_has_the_scores_of_the_model(
 ):
     assert evaluate() == 0
     expected = read_result(tmp_path / "out.json")
-    expected_run = (tmp_path / "out.trec").read_text()
+    expected_run = read_trec_run(tmp_path / "out.trec")
     assert evaluate("--endpoint", server.url, "--served-model", "mine") == 0
     record = read_result(tmp_path / "out.json")
     assert record["metrics"] == pytest.approx(expected["metrics"])
     assert record["model"] == expected["model"]
-    run = (tmp_path / "out.trec").read_text()
-    assert len(run.splitlines()) == len(expected_run.splitlines())
+    run = read_trec_run(tmp_path / "out.trec")
+    assert run.keys() == expected_run.keys()
+    for query_id, expected_scores in expected_run.items():
+        assert run[query_id] == pytest.approx(expected_scores, abs=1e-5)
     comparison = record["endpoint"]
     assert comparison["url"] == f"{server.url}/v1/embeddings"
     assert comparison["query_url"] == f"{server.url}/v1/embeddings"
