@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 from sample_texts import sentences
-from small_data import read_lines, write_beir, write_lines
+from small_data import read_lines, write_beir, write_lines, write_qrels
 
 from contaccum.cli import main
 from contaccum.data import load_beir_folder
@@ -20,7 +20,6 @@ from contaccum.errors import ConfigError, DataError
 
 SHIPPED = Path(__file__).parents[2] / "contaccum" / "data" / "scifact"
 SIDES = ("train", "dev", "test")
-QRELS_HEADER = "query-id\tcorpus-id\tscore\n"
 NOUNS = (
     "cell",
     "gene",
@@ -77,10 +76,10 @@ def make_judged_claims(count: int) -> JudgedClaims:
     return JudgedClaims(documents, queries, qrels)
 
 
-def write_test_qrels(folder: Path, qrels: list[tuple[str, str, int]], header: str = "") -> None:
+def write_test_qrels_without_header(folder: Path, qrels: list[tuple[str, str, int]]) -> None:
     """Write the judgements of the split "test" of a BEIR folder. The header is optional in BEIR."""
     lines = ["\t".join(map(str, judgement)) + "\n" for judgement in qrels]
-    (folder / "qrels" / "test.tsv").write_text(header + "".join(lines))
+    (folder / "qrels" / "test.tsv").write_text("".join(lines))
 
 
 def read_scifact_pairs() -> list[dict[str, str]]:
@@ -408,7 +407,7 @@ def test_a_title_without_text_stays_in_the_training_corpus(tmp_path):
     documents["empty"] = ("", "")
     documents["title"] = ("a title without text", "")
     folder = write_beir(tmp_path / "beir", documents, queries, qrels[:15])
-    write_test_qrels(folder, [*qrels[15:], ("q19", "empty", 1)])
+    write_test_qrels_without_header(folder, [*qrels[15:], ("q19", "empty", 1)])
     split_data(Source(folder), tmp_path / "split")
     ids = [row["_id"] for row in read_lines(tmp_path / "split" / "corpus.jsonl")]
     assert "title" in ids
@@ -445,7 +444,7 @@ def test_a_beir_folder_keeps_its_test_set(tmp_path):
     documents, queries, qrels = make_judged_claims(60)
     queries["q50"] = queries["q3"].upper()
     folder = write_beir(tmp_path / "beir", documents, queries, qrels[:50])
-    write_test_qrels(folder, qrels[50:], QRELS_HEADER)
+    write_qrels(folder / "qrels" / "test.tsv", qrels[50:])
     split = split_data(Source(folder), tmp_path / "split")
     assert split.test == 10
     assert split.left_out == 1
@@ -461,7 +460,7 @@ def test_a_beir_folder_keeps_its_test_set(tmp_path):
 def test_sizes_and_corpus_do_not_replace_the_test_set_of_a_beir_folder(tmp_path):
     documents, queries, qrels = make_judged_claims(60)
     folder = write_beir(tmp_path / "beir", documents, queries, qrels[:50])
-    write_test_qrels(folder, qrels[50:], QRELS_HEADER)
+    write_qrels(folder / "qrels" / "test.tsv", qrels[50:])
     with pytest.raises(ConfigError, match="its own test set and corpus stay as they are"):
         split_data(Source(folder), tmp_path / "again", SplitSettings(test=0.1))
     other = write_lines(tmp_path / "other.jsonl", [{"_id": "1", "text": "another document"}])
@@ -508,7 +507,7 @@ def test_empty_documents_of_a_beir_folder_stay_in_the_haystacks(tmp_path):
     documents, queries, qrels = make_judged_claims(20)
     documents["empty"] = ("", "")
     folder = write_beir(tmp_path / "beir", documents, queries, qrels[:15])
-    write_test_qrels(folder, qrels[15:], QRELS_HEADER)
+    write_qrels(folder / "qrels" / "test.tsv", qrels[15:])
     split = split_data(Source(folder), tmp_path / "split")
     assert split.documents == {"train": 20 - split.dev - split.test, "dev": 21, "test": 21}
 
@@ -595,7 +594,7 @@ def test_bad_judgements_of_a_published_test_set_are_counted_and_not_copied(tmp_p
     folder = write_beir(tmp_path / "beir", documents, queries, qrels[:15])
     with open(folder / "corpus.jsonl", "a") as file:
         file.write("{broken\n")
-    write_test_qrels(folder, [*qrels[15:], ("q19", "missing", 1)])
+    write_test_qrels_without_header(folder, [*qrels[15:], ("q19", "missing", 1)])
     with pytest.raises(DataError, match="broken JSON"):
         split_data(Source(folder), tmp_path / "split")
     report = RecordReport("skip")
