@@ -64,15 +64,20 @@ class Grouping(NamedTuple):
                 small_groups.append(group)
         return small_groups
 
+    def list_sizes(self) -> list[int]:
+        """Return the number of queries of each group that is not linked with the test set."""
+        sizes = []
+        for group, num_queries in self.queries_of_group.items():
+            if group not in self.groups_of_test:
+                sizes.append(num_queries)
+        return sizes
+
     def suggest_test_size(self, num_dev: int) -> str:
         """Return the advice for data whose small groups have too few queries to be held out.
 
         With a larger test set, more groups are small.
         """
-        sizes = []
-        for group, size in self.queries_of_group.items():
-            if group not in self.groups_of_test:
-                sizes.append(size)
+        sizes = self.list_sizes()
         for largest in sorted(set(sizes)):
             num_test = _SMALL_GROUPS_PER_SET * largest
             num_available = sum(size for size in sizes if size <= largest)

@@ -386,10 +386,7 @@ def _choose_sizes(
 
     The number of test queries is 0 if the data came with a test set, which is used as it is.
     """
-    num_queries = 0
-    for group, count in grouping.queries_of_group.items():
-        if group not in grouping.groups_of_test:
-            num_queries += count
+    num_queries = sum(grouping.list_sizes())
     if num_queries < LEAST_QUERIES:
         raise DataError(
             f"{source}: has {num_queries} distinct queries; it takes at least {LEAST_QUERIES} "

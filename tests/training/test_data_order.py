@@ -15,7 +15,7 @@ from tiny_models import tiny_encoder
 from tiny_runs import SAVE_EVERY_UPDATE, assert_resumes, make_pairs, make_trainer, record_texts
 
 from contaccum.data import load_training_data, load_training_sets, parse_training_sets
-from contaccum.data.sampling import get_samplings
+from contaccum.data.sampling import get_samplings, text_ids
 from contaccum.errors import DataError
 
 SIZES = {"large": 31, "small": 9, "other": 5}
@@ -104,14 +104,43 @@ def test_the_order_depends_on_the_data_seed_and_not_on_method_or_workers(tmp_pat
 
 
 def test_every_known_positive_reaches_the_loss(tmp_path):
+    records = make_records(43)
     data = load_training_data(write_records(tmp_path), num_hard_negatives=2)
-    assert data.known_positives is not None
     trainer = make_trainer(tmp_path / "run", data.dataset)
-    assert trainer.loss._positives is not None
-    batch = next(iter(trainer.get_train_dataloader()))
-    # 4 rows with the ids of a query, its positive and two hard negatives.
-    assert batch["label"].shape == (4, 4)
-    assert batch["label"].dtype == torch.int64
+    table = trainer.loss._positives
+    assert table is not None
+
+    passages = []
+    for record in records:
+        passages += record["positives"]
+    query_ids = torch.from_numpy(text_ids(record["query"] for record in records))
+    passage_ids = torch.from_numpy(text_ids(passages))
+    is_listed = table.passages_by_query.contains(query_ids, passage_ids)
+    for record, listed in zip(records, is_listed.tolist(), strict=True):
+        several = len(record["positives"]) > 1  # a single positive is in the query's own row
+        for passage, passage_is_listed in zip(passages, listed, strict=True):
+            assert passage_is_listed == (several and passage in record["positives"])
+
+
+def test_a_row_of_a_batch_has_the_ids_of_its_query_positive_and_negatives(tmp_path):
+    data = load_training_data(write_records(tmp_path), num_hard_negatives=2)
+    trainer = make_trainer(tmp_path / "run", data.dataset)
+    record_of_query = {}
+    for record in make_records(43):
+        [query_id] = text_ids([record["query"]])
+        record_of_query[query_id] = record
+    batches = list(trainer.get_train_dataloader())
+    assert len(batches) == 11
+    for batch in batches:
+        assert batch["label"].dtype == torch.int64
+        for query_id, positive_id, *negative_ids in batch["label"].tolist():
+            record = record_of_query[query_id]
+            assert positive_id in text_ids(record["positives"])
+            assert len(negative_ids) == 2
+            for negative_id in negative_ids:
+                assert negative_id not in text_ids(record["positives"])
+                if len(record["negatives"]) >= 2:
+                    assert negative_id in text_ids(record["negatives"])
 
 
 def test_a_loss_has_no_table_of_known_positives_if_no_query_has_several(tmp_path):
