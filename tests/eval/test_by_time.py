@@ -399,6 +399,30 @@ def test_the_recipe_of_sentence_transformers_trains(study, tiny_model_path, tmp_
 
 
 @pytest.mark.long
+def test_another_file_of_mined_negatives_is_recorded_and_does_not_make_a_run_another(
+    study, monkeypatch, folder, tiny_model_path
+):
+    """The file of another machine has other digits in its scores."""
+    entries = {
+        "contaccum": {"has_bank": True, "settings": BANK},
+        "mined": {"has_bank": True, "has_mined_negatives": True, "settings": BANK},
+    }
+    monkeypatch.setattr(study("schedule"), "MINING_RULES", ("--num_negatives", "1"))
+    runs, _ = make_study(study, monkeypatch, folder, tiny_model_path, entries)
+    cell = study("schedule").Cell("mined", "1e-4", 0)
+    write_seconds(folder, {name: {"seconds_per_update": 2.0} for name in entries})
+    job = runs._make_job(cell)
+    [file] = runs.work.glob("mined-*.jsonl")
+    text = file.read_text()
+    assert '"scores": [0.' in text
+    file.write_text(text.replace('"scores": [0.', '"scores": [0.0'))
+    later_job = runs._make_job(cell)
+    assert later_job["identity"] == job["identity"]
+    assert later_job["mined_negatives"] != job["mined_negatives"]
+    assert runs._make_job(cell._replace(entry="contaccum"))["mined_negatives"] is None
+
+
+@pytest.mark.long
 def test_mined_negatives_are_no_document_of_held_out_queries(
     study, monkeypatch, folder, tiny_model_path
 ):

@@ -26,6 +26,9 @@ from time_study.trainers import TRAINERS, get_trained_model
 CURVE_SHARES = (0.25, 0.5)
 """Shares of the updates after which a run with a curve is scored, besides its end."""
 
+RECORDED_KEYS = ("data", "entry", "rate", "seed", "updates", "identity", "mined_negatives")
+"""Values of a job that are part of the record of its run."""
+
 
 def run_cell(job: dict[str, Any]) -> dict[str, Any]:
     """Train and score a model, and return the record of the run.
@@ -59,7 +62,7 @@ def run_cell(job: dict[str, Any]) -> dict[str, Any]:
         num_texts += sum(second_clock.texts)
     query_scores = scorer.score(get_trained_model(trainer))
     return {
-        **{key: job[key] for key in ("data", "entry", "rate", "seed", "updates", "identity")},
+        **{key: job[key] for key in RECORDED_KEYS},
         "cpu_seconds": round(seconds, 2),
         "encoder_passes": num_texts,
         "scores": average(query_scores),

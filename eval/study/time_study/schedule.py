@@ -325,6 +325,7 @@ class Study:
                 **self._describe_extras(entry),
                 **{f"second_stage_{key}": value for key, value in second_settings.items()},
             },
+            "mined_negatives": self._fingerprint_negatives(entry),
         }
 
     def _has_curve(self, cell: Cell) -> bool:
@@ -341,19 +342,25 @@ class Study:
         return settings
 
     def _describe_extras(self, entry: Entry) -> dict[str, str]:
-        """Return fingerprints of store, mined negatives and guide of an entry, if it has them.
-
-        Negatives that are missing are mined.
-        """
+        """Return what identifies store, mining and guide of an entry, if it has them."""
         extras = {}
         if entry.store is not None:
             extras["store"] = EmbeddingStore.open(self.stores[entry.store]).fingerprint
         if entry.has_mined_negatives:
-            mined = self._mine_negatives().read_text(encoding="utf-8")
-            extras["mined_negatives"] = fingerprint(mined)
+            extras["mining"] = " ".join(MINING_RULES)
         if entry.has_guide:
             extras["guide"] = self.model_fingerprint
         return extras
+
+    def _fingerprint_negatives(self, entry: Entry) -> str | None:
+        """Return the fingerprint of an entry's file of mined negatives, None if it has none.
+
+        It is recorded with a run, but does not identify it: the file has the scores too, and
+        machines differ in their last digits. A missing file is mined.
+        """
+        if not entry.has_mined_negatives:
+            return None
+        return fingerprint(self._mine_negatives().read_text(encoding="utf-8"))
 
     def _make_timing_job(self, name: str, turn: int) -> dict[str, Any]:
         entry = self.plan.entries[name]
