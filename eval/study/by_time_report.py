@@ -84,15 +84,16 @@ def make_result_table(plan: Plan, data: str, results: Results) -> str:
         rows.append([name, "", "", "", "", "", *scores])
     for name in plan.get_entries(data):
         runs = results.get_final_runs(name)
-        if not runs:
+        second_stage = plan.entries[name].second_stage
+        if not runs or (second_stage is not None and not results.get_final_runs(second_stage)):
             rows.append([f"`{name}`", NOT_RUN, "", "", "", "", "", ""])
             continue
         updates = runs[0]["updates"]
         cost = results.get_cost(name, updates)
         minutes = f"{cost.minutes:.1f}"
-        passes = f"{cost.texts:,.0f}"
+        texts = f"{results.count_texts(name):,.0f}"
         if plan.entries[name].trainer == "oracle":
-            minutes = passes = "not counted"
+            minutes = texts = "not counted"
         second_updates = results.count_second_updates(name)
         shown_updates = f"{updates} + {second_updates}" if second_updates else str(updates)
         rows.append(
@@ -101,7 +102,7 @@ def make_result_table(plan: Plan, data: str, results: Results) -> str:
                 results.choose_rate(name),
                 shown_updates,
                 minutes,
-                passes,
+                texts,
                 len(runs),
                 format_mean(runs, "dev"),
                 format_mean(runs, "test"),

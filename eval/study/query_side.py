@@ -62,8 +62,8 @@ QUERY_SIDE = {"method": "query_side", "per_device_train_batch_size": 32}
 BANK = {"method": "contaccum", "bank_size": 512, "per_device_train_batch_size": 8}
 ADAPTER = {**QUERY_SIDE, "lora_r": 16}
 ARMS = {
-    "query_full_corpus": Arm(QUERY_SIDE, "corpus", FULL_RATES),
-    "query_adapter_corpus": Arm(ADAPTER, "corpus", ("4e-4", "1e-3", "3e-3")),
+    "query_full_corpus": Arm(QUERY_SIDE, "without_held_out", FULL_RATES),
+    "query_adapter_corpus": Arm(ADAPTER, "without_held_out", ("4e-4", "1e-3", "3e-3")),
     "query_full_train": Arm(QUERY_SIDE, "train", FULL_RATES),
     "contaccum": Arm(BANK, None, FULL_RATES[:3]),
 }

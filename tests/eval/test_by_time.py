@@ -30,7 +30,7 @@ SETTINGS = {
 BANK = {"method": "contaccum", "per_device_train_batch_size": 4}
 QUERY_SIDE = {
     "settings": {"method": "query_side", "per_device_train_batch_size": 4},
-    "store": "corpus",
+    "store": "without_held_out",
     "budget": "updates",
 }
 
@@ -286,17 +286,27 @@ def test_another_model_or_entry_is_refused(study, monkeypatch, folder, tiny_mode
         study("schedule").Study(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("entry", "needed"),
+    [
+        ({"has_bank": True, "settings": BANK, "rate_of": "contaccum"}, "contaccum"),
+        ({"has_bank": True, "settings": BANK, "second_stage": "query_side"}, "query_side"),
+    ],
+    ids=["rate of another entry", "second stage"],
+)
 def test_the_rate_of_an_entry_that_is_not_run_must_be_chosen(
-    study, monkeypatch, folder, tiny_model_path
+    study, monkeypatch, folder, tiny_model_path, entry, needed
 ):
     entries = {
         "contaccum": {"has_bank": True, "settings": BANK},
-        "variant": {"has_bank": True, "settings": BANK, "rate_of": "contaccum"},
+        "query_side": QUERY_SIDE,
+        "variant": entry,
     }
-    runs, _ = make_study(study, monkeypatch, folder, tiny_model_path, entries)
+    runs, jobs = make_study(study, monkeypatch, folder, tiny_model_path, entries)
     runs.entries = {"variant": runs.entries["variant"]}
-    with pytest.raises(ConfigError, match="learning rate of contaccum, which is not chosen yet"):
+    with pytest.raises(ConfigError, match=f"learning rate of {needed}, which is not chosen yet"):
         runs.run_learning_rates()
+    assert jobs == []
 
 
 def test_updates_fit_into_the_time_of_contaccum(study, monkeypatch, folder, tiny_model_path):
@@ -407,7 +417,7 @@ def test_another_file_of_mined_negatives_is_recorded_and_does_not_make_a_run_ano
         "contaccum": {"has_bank": True, "settings": BANK},
         "mined": {"has_bank": True, "has_mined_negatives": True, "settings": BANK},
     }
-    monkeypatch.setattr(study("schedule"), "MINING_RULES", ("--num_negatives", "1"))
+    monkeypatch.setattr(study("mining"), "MINING_RULES", ("--num_negatives", "1"))
     runs, _ = make_study(study, monkeypatch, folder, tiny_model_path, entries)
     cell = study("schedule").Cell("mined", "1e-4", 0)
     write_seconds(folder, {name: {"seconds_per_update": 2.0} for name in entries})
@@ -432,7 +442,7 @@ def test_mined_negatives_are_no_document_of_held_out_queries(
     # The document of query i is number i; 0 to 5 are dev queries, 24 to 31 test queries.
     held_out = {document["text"] for document in corpus[:6] + corpus[24:32]}
     # The scores of a random model are too similar for a margin.
-    monkeypatch.setattr(study("schedule"), "MINING_RULES", ("--num_negatives", "1"))
+    monkeypatch.setattr(study("mining"), "MINING_RULES", ("--num_negatives", "1"))
     records = list(read_records(runs._mine_negatives()))
     assert len(held_out) == 14
     for record in records:
@@ -447,6 +457,7 @@ def write_runs(output, entry, test_scores):
             "entry": entry,
             "rate": "1e-4",
             "updates": 4,
+            "encoder_passes": 1_000 + 20 * seed,
             "scores": {"dev": 0.5, "test": sum(test_scores) / len(test_scores)},
             "query_scores": {"dev": [0.5], "test": test_scores},
             "curve": {},
@@ -492,16 +503,18 @@ def find_row(page, table, first_cell):
 
 
 def test_the_report_shows_finished_runs_and_names_missing_ones(study, tmp_path, monkeypatch):
-    """Two entries with known scores: means, difference and p; a third one is not yet run."""
+    """Two entries have known scores; two others have no runs, or none of their second stage."""
     entries = {
         "contaccum": {"settings": {}, "compared_with": ["grad_cache"]},
-        "grad_cache": {"settings": {}},
+        "grad_cache": {"settings": {}, "timed_settings": {"method": "grad_cache"}},
         "later": {"settings": {}, "compared_with": ["grad_cache"]},
+        "two_stages": {"settings": {}, "second_stage": "later"},
     }
     plan_file = write_plan(tmp_path / "plan.yaml", entries)
     results = tmp_path / "results"
     write_runs(results / "sentences", "contaccum", [0.8, 0.9, 0.7, 0.8])
     write_runs(results / "sentences", "grad_cache", [0.7, 0.8, 0.6, 0.7])
+    write_runs(results / "sentences", "two_stages", [0.5, 0.5, 0.5, 0.5])
     write_base(results / "sentences")
     timing = {"seconds_per_update": 30.0, "passes_per_update": 256.0}
     write_seconds(tmp_path, {"contaccum": timing, "grad_cache": timing})
@@ -514,7 +527,11 @@ def test_the_report_shows_finished_runs_and_names_missing_ones(study, tmp_path, 
 
     page = page_file.read_text()
     _, *cells = find_row(page, "sentences", "`contaccum`")
-    assert cells == ["1e-4", "4", "2.0", "1,024", "2", "50.0 (0.0)", "80.0 (0.0)"]
+    assert cells == ["1e-4", "4", "2.0", "1,010", "2", "50.0 (0.0)", "80.0 (0.0)"]
+    # Trained as one batch, and charged with what was measured: 4 updates of 256 texts.
+    assert find_row(page, "sentences", "`grad_cache`")[4] == "1,024"
+    # The runs of its second stage are missing.
+    assert find_row(page, "sentences", "`two_stages`")[1] == "not yet run"
     _, score_of_known, score_of_others, change = find_row(
         page, "sentences, known documents", "`contaccum`"
     )
@@ -525,8 +542,8 @@ def test_the_report_shows_finished_runs_and_names_missing_ones(study, tmp_path, 
     assert pair == "`contaccum` - `grad_cache`"
     assert difference == "+10.0"
     assert interval == "+10.0 to +10.0"
-    # "later" is in the table of results and in that of learning rates.
-    assert sum("not yet run" in row for row in read_rows(page)) == 2
+    assert find_row(page, "sentences", "`later`")[1] == "not yet run"
+    assert find_row(page, "sentences, learning rates", "`later`")[1] == "not yet run"
     (test,) = read_json(results / "tests.json")["tests"]
     assert test["p_holm"] == test["p_value"]
     for name in ("time_study.png", "time_study_texts.png"):

@@ -82,6 +82,18 @@ class Results:
         minutes = updates * timing["seconds_per_update"] / 60
         return Cost(minutes, updates * timing["passes_per_update"])
 
+    def count_texts(self, entry: str) -> float:
+        """Return the number of texts that a run of an entry encodes, as a mean over its runs.
+
+        It is the number that the runs recorded, unless they were trained as another method than the
+        one that is charged. Texts that a guide encodes do not count.
+        """
+        runs = self.get_final_runs(entry)
+        timed_as = self.plan.entries[entry].timed_as or entry
+        if self.plan.entries[timed_as].timed_settings is not None:
+            return self.get_cost(entry, runs[0]["updates"]).texts
+        return fmean(run["encoder_passes"] for run in runs)
+
     def _read(self, name: str) -> Record | None:
         file = self.folder / name
         return read_json(file) if file.exists() else None
@@ -119,7 +131,10 @@ class Results:
         return runs
 
     def is_complete(self, entry: str) -> bool:
-        """Return True if the runs of all seeds are finished."""
+        """Return True if the runs of all seeds are finished, and those of the second stage."""
+        second_stage = self.plan.entries[entry].second_stage
+        if second_stage is not None and not self.is_complete(second_stage):
+            return False
         return len(self.get_final_runs(entry)) == len(self.plan.seeds)
 
 

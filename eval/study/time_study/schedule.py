@@ -5,11 +5,9 @@ Every finished cell is a JSON file, and a cell with a file is not run again.
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,6 +23,7 @@ from contaccum.files import atomic_folder, fingerprint, provenance, read_json, w
 from contaccum.retrieval.encode import model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.tuning.ladder import next_values
+from time_study.mining import MINING_RULES, mine_negatives
 from time_study.plan import Entry, Plan, Settings
 from time_study.results import Results
 from time_study.scoring import SPLITS, Scorer, average, drop_query_ids
@@ -45,9 +44,6 @@ CURVE_SEED_INDEX = 1
 It is the second seed, because its runs all have the chosen learning rate. The first seed has runs
 at all learning rates.
 """
-
-MINING_RULES = ("--num_negatives", "1", "--relative_margin", "0.05", "--range_max", "100")
-"""Rules of `contaccum mine`: a hard negative has at most 95 % of the positive's score."""
 
 
 class Cell(NamedTuple):
@@ -182,7 +178,8 @@ class Study:
                 **provenance(),
             }
         write_json(self.output / "seconds.json", {"entries": measured})
-        # A later timing starts anew, because the speed of the machine may have changed.
+        # Only an interrupted timing uses its finished turns again. The next one measures anew,
+        # because the speed of the machine may have changed.
         for folder in self.work.glob("timing-*"):
             shutil.rmtree(folder)
 
@@ -215,15 +212,10 @@ class Study:
         """Train each entry with the first seed at every learning rate that has to be tried."""
         seed = self.plan.seeds[0]
         names = [name for name, entry in self.entries.items() if entry.rate_of is None]
-        # The finished runs decide which rates come next, so they must be runs of this plan.
         for name, entry in self.entries.items():
-            ladder = entry.rate_of or name
-            self._run_cells([Cell(ladder, rate, seed) for rate in self.results.get_ladder(ladder)])
-            if ladder not in self.entries and self._next_rates(ladder):
-                raise ConfigError(
-                    f"{self.data}: {name} has the learning rate of {ladder}, which is not chosen "
-                    "yet; add it to --entries"
-                )
+            self._check_ladder(name, entry.rate_of or name)
+            if entry.second_stage is not None:
+                self._check_ladder(name, entry.second_stage)
         while True:
             cells = []
             for name in names:
@@ -232,6 +224,25 @@ class Study:
             if not cells:
                 return
             self._run_cells(cells)
+
+    def _check_ladder(self, name: str, ladder: str) -> None:
+        """Check the finished runs of an entry whose learning rate is needed.
+
+        Args:
+            name: the entry that needs the rate.
+            ladder: the entry whose runs choose the rate.
+
+        Raises:
+            ConfigError: a finished run is not of this plan, or the rate is not chosen yet and its
+                runs are not among those of this start.
+        """
+        seed = self.plan.seeds[0]
+        self._check_finished([Cell(ladder, rate, seed) for rate in self.results.get_ladder(ladder)])
+        if ladder not in self.entries and self._next_rates(ladder):
+            raise ConfigError(
+                f"{self.data}: {name} has the learning rate of {ladder}, which is not chosen "
+                "yet; add it to --entries"
+            )
 
     def run_seeds(self) -> None:
         """Train each entry with every seed at its chosen rate."""
@@ -269,20 +280,31 @@ class Study:
             raise ConfigError(f"{self.data}: {name}: the time is too short for one update")
         return count
 
-    def _run_cells(self, cells: Iterable[Cell]) -> None:
+    def _run_cells(self, cells: Sequence[Cell]) -> None:
         """Do the runs that have no result yet."""
+        self._check_finished(cells)
         jobs = []
         for cell in cells:
-            job = self._make_job(cell)
-            file = Path(job["result"])
-            if not file.exists():
-                jobs.append(job)
-            elif read_json(file)["identity"] != job["identity"]:
+            if not self._get_result_file(cell).exists():
+                jobs.append(self._make_job(cell))
+        self._run_jobs(jobs, self.jobs)
+
+    def _check_finished(self, cells: Iterable[Cell]) -> None:
+        """Check that the finished runs among some runs had the settings and data of this plan.
+
+        Raises:
+            ConfigError: for a run that had others.
+        """
+        for cell in cells:
+            file = self._get_result_file(cell)
+            if file.exists() and read_json(file)["identity"] != self._make_job(cell)["identity"]:
                 raise ConfigError(
                     f"{file}: this run had other settings or data than the plan has now; remove "
                     "the file to run it again"
                 )
-        self._run_jobs(jobs, self.jobs)
+
+    def _get_result_file(self, cell: Cell) -> Path:
+        return self.output / f"{cell.name}.json"
 
     def _run_jobs(self, jobs: list[dict[str, Any]], processes: int) -> None:
         command = (sys.executable, "-m", "time_study.cell")
@@ -305,7 +327,7 @@ class Study:
             "kind": "cell",
             "name": f"{self.data} {cell.name}",
             "folder": str(self.work / cell.name),
-            "result": str(self.output / f"{cell.name}.json"),
+            "result": str(self._get_result_file(cell)),
             "data": self.data,
             "entry": cell.entry,
             "rate": cell.rate,
@@ -398,28 +420,10 @@ class Study:
         return {**settings, **paths}
 
     def _mine_negatives(self) -> Path:
-        """Mine a hard negative for each training pair with the base model; return the file.
-
-        Only documents of the store `corpus` are mined. Pairs without a negative are left out.
-        """
-        file = self.work / f"mined-{self.model.name}.jsonl"
-        if file.exists():
-            return file
-        dataset = load_beir_folder(self.beir_folder, "train")
-        corpus = self.work / "mining_corpus.jsonl"
-        store = EmbeddingStore.open(self.stores["corpus"])
-        with open(corpus, "w", encoding="utf-8") as lines:
-            for document_id in store.ids(range(len(store))):
-                record = {"_id": document_id, **dataset.corpus[document_id]}
-                lines.write(json.dumps(record) + "\n")
-        command = [sys.executable, "-m", "contaccum.cli", "mine", str(self.model)]
-        command += ["--data", str(self.beir_folder), "--split", "train", "--corpus", str(corpus)]
-        # Queries without enough negatives are left out of n-tuples.
-        command += ["--output", str(file), "--output_format", "ntuples"]
-        precision = "bfloat16" if self.bf16 else "float32"
-        command += ["--precision", precision, "--no_progress"]
-        subprocess.run([*command, *MINING_RULES], check=True)
-        return file
+        """Return the file of mined negatives, which is made if it is missing."""
+        return mine_negatives(
+            self.model, self.beir_folder, self.stores["without_held_out"], self.work, self.bf16
+        )
 
 
 def _is_finished(job: dict[str, Any]) -> bool:

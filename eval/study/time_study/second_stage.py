@@ -36,7 +36,7 @@ def make_second_stage(model: DualEncoder, settings: Settings, folder: Path) -> t
         {
             **settings,
             "model": str(model_folder),
-            "passage_store": str(stores["corpus"]),
+            "passage_store": str(stores["without_held_out"]),
             "output_dir": str(folder / "second_model"),
         }
     )

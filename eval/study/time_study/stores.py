@@ -36,22 +36,23 @@ def make_stores(
         eval_sets: {split: data} of the held-out queries.
 
     Returns:
-        Folders of the stores: `haystack` is the whole corpus, `corpus` leaves out documents that
-        are relevant to held-out queries only, and `train` has the documents of training pairs.
+        Folders of the stores: `haystack` is the whole corpus, `without_held_out` leaves out the
+        documents that are relevant to held-out queries only, and `train` has the documents of
+        training pairs.
     """
     model = DualEncoder.from_pretrained(str(model_folder), device="cpu")
     haystack = folder / "haystack"
-    CorpusEncoder(model, data.name, data, haystack).encode()
+    CorpusEncoder(model, str(model_folder), data, haystack).encode()
 
     train_documents = collect_positives(train)
     held_out = set()
     for eval_set in eval_sets.values():
         held_out |= collect_positives(eval_set)
     excluded = held_out - train_documents
-    corpus_documents = [name for name in train.corpus if name not in excluded]
-    copy_embeddings(haystack, folder / "corpus", model, train, corpus_documents)
+    kept_documents = [name for name in train.corpus if name not in excluded]
+    copy_embeddings(haystack, folder / "without_held_out", model, train, kept_documents)
     copy_embeddings(haystack, folder / "train", model, train, sorted(train_documents))
-    return {"haystack": haystack, "corpus": folder / "corpus", "train": folder / "train"}
+    return {name: folder / name for name in ("haystack", "without_held_out", "train")}
 
 
 def collect_positives(dataset: BeirDataset) -> set[str]:
@@ -88,10 +89,11 @@ def copy_embeddings(
     Args:
         source: a store that has the documents.
         folder: the new store; a finished one is used again.
-        model: the model of the embeddings, which the store names.
+        model: the model of the embeddings.
         document_ids: distinct ids of documents of ``dataset``.
     """
-    documents = StoreDocuments(EmbeddingStore.open(source))
+    source_store = EmbeddingStore.open(source)
+    documents = StoreDocuments(source_store)
 
     def look_up(texts: list[str]) -> np.ndarray:
         _, embeddings = documents.find_embeddings(texts)
@@ -102,4 +104,5 @@ def copy_embeddings(
         document = dataset.corpus[document_id]
         passages.append((document_id, document["title"], document["text"]))
     identity = encoding_identity(model, "document", "float32", "float32", 50_000)
-    StoreWriter(folder, identity, {"model_name": "part of the corpus"}).fill(passages, look_up)
+    notes = {"model_name": source_store.metadata["model_name"], "part_of": str(source)}
+    StoreWriter(folder, identity, notes).fill(passages, look_up)
