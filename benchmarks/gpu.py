@@ -1,14 +1,15 @@
-r"""Measure contaccum on a GPU, in short independent parts.
+r"""Measure contaccum on a GPU, in independent parts.
 
     python benchmarks/gpu.py --part loss_exact host_syncs
     python benchmarks/gpu.py --part update_time --bank_size 8192    # other sizes: in runs/gpu
-    python benchmarks/gpu.py --part study_cell --seconds 60 --model models/all-MiniLM-L6-v2
-    python benchmarks/gpu.py --device cpu --tiny --output /tmp/gpu    # a dry run
-    python benchmarks/gpu.py --page docs/gpu.md                 # fill the tables of docs/gpu.md
+    python benchmarks/gpu.py --part study_cell --seconds 60         # also in runs/gpu
+    python benchmarks/gpu.py --part study_cell --model FOLDER       # also in runs/gpu
+    python benchmarks/gpu.py --device cpu --tiny --output /tmp/gpu  # a dry run
+    python benchmarks/gpu.py --page docs/gpu.md                     # fill the tables of docs/gpu.md
 
 If contaccum is not installed, set PYTHONPATH to the folder of the clone.
 
-All parts are planned to fit into two calls:
+All parts, in two calls; parts that do not fit into the time are listed at the end:
 
     python benchmarks/gpu.py --minutes 8 --part loss_exact host_syncs update_time decoder \
         out_of_memory compile
@@ -30,12 +31,12 @@ query_side     measures a micro-step of QuerySideLoss with ten million documents
 study_cell     trains on SciFact with the same number of seconds for each method, and scores
 search         measures exact and approximate search with FAISS on the GPU and on the CPU
 
-Each part takes one to four minutes on a fast GPU, and writes OUTPUT/PART.json with its command,
-versions, device and commit. Until a part is complete, the cases that it has finished are in
-OUTPUT/PART.partial.json. The program prints which parts were run and which were not, and has exit
-code 1 if a check or a part failed. A part whose packages are missing is not measured. Nothing is
-downloaded: texts are random or from the package, and weights are random, except that study_cell
-trains all-MiniLM-L6-v2 if the `demo` extra is installed.
+Each part writes OUTPUT/PART.json with its command, versions, device and commit. Until a part is
+complete, the cases that it has finished are in OUTPUT/PART.partial.json. The program prints which
+parts were run and which were not, and has exit code 1 if a check or a part failed. A part whose
+packages are missing is not measured. Nothing is downloaded: texts are random or from the package,
+and weights are random, except that study_cell trains all-MiniLM-L6-v2 if the `demo` extra is
+installed, or the model in --model.
 """
 
 # ruff: noqa: E402  # The time and the environment must be read and set before the other imports.
@@ -61,7 +62,16 @@ from typing import Any
 
 import torch
 from gpu_parts.records import Record, describe_run, read_records, write_record
-from gpu_parts.settings import TINY, NotMeasured, Run, Sizes, format_error, format_reason
+from gpu_parts.settings import (
+    METHOD_SECONDS,
+    PARTS_WITH_SIZES,
+    TINY,
+    NotMeasured,
+    Run,
+    Sizes,
+    format_error,
+    format_reason,
+)
 from gpu_parts.tables import make_tables
 
 from contaccum.evaluation.tables import fill_page
@@ -81,12 +91,42 @@ PARTS = (
     "study_cell",
     "search",
 )
+# The parts that use an option. All others would ignore it, so they are refused with it.
+PARTS_OF_OPTION = {
+    "pairs": PARTS_WITH_SIZES,
+    "local": PARTS_WITH_SIZES,
+    "bank_size": ("host_syncs", "update_time"),
+    "turns": ("update_time",),
+    "precision": ("update_time",),
+    "seconds": ("study_cell",),
+    "model": ("study_cell",),
+}
 RESULTS = Path(__file__).parent / "gpu"  # the results that docs/gpu.md shows
 OTHER_RESULTS = Path("runs/gpu")
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
+    parser = make_parser()
+    args = parser.parse_args()
+    if args.page is None:
+        check_part_options(args, parser)
+        check_device(args.device, parser)
+    args.sizes = TINY if args.tiny else Sizes()
+    for name in ("pairs", "local", "bank_size", "turns", "precision"):
+        value = getattr(args, name)
+        if value is not None:
+            args.sizes = replace(args.sizes, **{name: value})
+    if args.sizes.pairs % args.sizes.local or args.sizes.pairs == args.sizes.local:
+        parser.error("--pairs must be a multiple of --local, at least twice as large")
+    if args.output is None:
+        is_for_page = args.page is not None or has_settings_of_page(args)
+        args.output = RESULTS if is_for_page else OTHER_RESULTS
+    return args
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Create the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -103,43 +143,69 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--output",
         type=Path,
-        help="folder of the PART.json files; default: benchmarks/gpu; runs/gpu for a dry run and "
-        "with other sizes",
+        help="folder of the PART.json files; default: benchmarks/gpu; runs/gpu for a dry run, and "
+        "with other sizes, another --seconds or a --model",
     )
     add("--device", default="cuda", help="default: %(default)s")
-    add("--tiny", action="store_true", help="tiny sizes, for a dry run")
-    add("--pairs", type=int, help=f"pairs per update; default: {Sizes.pairs}")
-    add("--local", type=int, help=f"pairs per micro-batch; default: {Sizes.local}")
-    add("--bank_size", type=int, help=f"default: {Sizes.bank_size}")
-    add("--turns", type=int, help=f"updates of each method; default: {Sizes.turns}")
-    add(
-        "--precision",
-        choices=("float32", "bfloat16"),
-        help="precision of the encoder in update_time",
-    )
+    add("--tiny", action="store_true", help="tiny sizes of all parts, for a dry run")
     add("--commit", help="git commit of the code, if the folder has no .git")
-    add("--seconds", type=float, help="study_cell: seconds of training of each method; default: 40")
-    add("--model", type=Path, help="study_cell: folder of a SentenceTransformer to train")
     add(
         "--page",
         type=Path,
         metavar="PAGE.md",
         help="run no part, and fill the tables of this page with the results in --output",
     )
-    args = parser.parse_args()
-    args.sizes = TINY if args.tiny else Sizes()
-    for name in ("pairs", "local", "bank_size", "turns", "precision"):
-        value = getattr(args, name)
-        if value is not None:
-            args.sizes = replace(args.sizes, **{name: value})
-    if args.sizes.pairs % args.sizes.local or args.sizes.pairs == args.sizes.local:
-        parser.error("--pairs must be a multiple of --local, at least twice as large")
-    if args.page is None:
-        check_device(args.device, parser)
-    if args.output is None:
-        is_for_page = args.device.startswith("cuda") and args.sizes == Sizes()
-        args.output = RESULTS if is_for_page or args.page is not None else OTHER_RESULTS
-    return args
+    add_part_options(parser)
+    return parser
+
+
+def add_part_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only some parts use."""
+    group = parser.add_argument_group("options of some parts, refused with other parts in --part")
+
+    def add(name: str, help_text: str, **settings: Any) -> None:
+        parts = ", ".join(PARTS_OF_OPTION[name])
+        group.add_argument(f"--{name}", help=f"{parts}: {help_text}", **settings)
+
+    add("pairs", f"pairs per update; default: {Sizes.pairs}", type=int)
+    add("local", f"pairs per micro-batch; default: {Sizes.local}", type=int)
+    add("bank_size", f"pairs in the bank; default: {Sizes.bank_size}", type=int)
+    add("turns", f"timed updates of each method; default: {Sizes.turns}", type=int)
+    add(
+        "precision",
+        f"precision of the encoder; default: {Sizes.precision}",
+        choices=("float32", "bfloat16"),
+    )
+    add(
+        "seconds",
+        f"seconds of training of each method; default: {METHOD_SECONDS:g}",
+        type=float,
+    )
+    add(
+        "model",
+        "folder of a SentenceTransformer to train; default: all-MiniLM-L6-v2 of the demo extra",
+        type=Path,
+    )
+
+
+def check_part_options(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """End the program if an option is given that one of the parts to run would ignore."""
+    for option, parts in PARTS_OF_OPTION.items():
+        is_given = getattr(args, option) is not None
+        if is_given and not set(args.part).issubset(parts):
+            parser.error(
+                f"--{option} is used by {', '.join(parts)} only; name no other part in --part"
+            )
+
+
+def has_settings_of_page(args: argparse.Namespace) -> bool:
+    """Return True for a run on a GPU with the settings that docs/gpu.md names."""
+    return (
+        args.device.startswith("cuda")
+        and args.sizes == Sizes()
+        and args.seconds in (None, METHOD_SECONDS)
+        and args.model is None
+    )
 
 
 def check_device(device_name: str, parser: argparse.ArgumentParser) -> None:

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+# The store needs pyarrow. Without it, each case would fail only after its forward passes.
+import pyarrow  # noqa: F401
 import torch
 from measuring.encoders import BACKBONES, make_encoder, make_features, make_texts, make_words
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from contaccum.files import provenance, read_json, write_json
-from gpu_parts.settings import PARTS_WITH_SIZES, Run, Sizes
+from gpu_parts.settings import METHOD_SECONDS, PARTS_WITH_SIZES, Run, Sizes
 
 Record = dict[str, Any]
 
@@ -110,7 +110,12 @@ def read_records(folder: Path, parts: Sequence[str]) -> dict[str, Record | None]
 
 
 def is_for_page(record: Record) -> bool:
-    """Return True for a run on a GPU with the sizes that docs/gpu.md names."""
+    """Return True for a run on a GPU with the settings that docs/gpu.md names.
+
+    The model of study_cell may be any, because its table names it.
+    """
     if record["is_tiny"] or record["device"]["type"] != "cuda":
         return False
+    if record["part"] == "study_cell" and record["measured"]:
+        return record["result"]["budget_seconds"] == METHOD_SECONDS
     return record["part"] not in PARTS_WITH_SIZES or record["sizes"] == asdict(Sizes())

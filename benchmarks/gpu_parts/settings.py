@@ -15,6 +15,7 @@ import torch
 
 TEMPERATURE = 0.05
 PARTS_WITH_SIZES = ("loss_exact", "host_syncs", "update_time")
+METHOD_SECONDS = 40.0  # of training, for each method of study_cell
 _MAX_REASON_LENGTH = 200  # characters of an error that a record and a page show
 
 

@@ -27,7 +27,7 @@ from contaccum.data.beir import BeirDataset, load_beir_folder
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 from contaccum.training.config import parse
 from contaccum.training.run import load_encoder, load_run_data, make_trainer
-from gpu_parts.settings import NotMeasured, Run, add_failures, collect_error
+from gpu_parts.settings import METHOD_SECONDS, NotMeasured, Run, add_failures, collect_error
 
 METHODS = ("grad_accum", "grad_cache", "contaccum", "contaccum_cached")
 SCIFACT = Path(contaccum.__file__).parent / "data" / "scifact"
@@ -54,7 +54,7 @@ class StudySizes:
     """Sizes of this part."""
 
     backbone: str = "minilm"  # of random weights
-    seconds: float = 40.0  # of training, for each method
+    seconds: float = METHOD_SECONDS  # of training, for each method
     pairs: int = 128  # pairs per update
     local: int = 8  # pairs per micro-batch
     bank_size: int = 512
@@ -164,7 +164,7 @@ def prepare_model(run: Run, sizes: StudySizes, dataset: BeirDataset) -> Iterator
 
     It is the folder in ``--model``, or that of all-MiniLM-L6-v2 in the package of the `demo` extra.
     Without both, it is a temporary folder with random weights and a tokenizer for the most frequent
-    words of SciFact. A dry run always uses random weights.
+    words of SciFact. A dry run without ``--model`` always uses random weights.
     """
     if run.model is not None:
         yield StudyModel(run.model, run.model.name, True)

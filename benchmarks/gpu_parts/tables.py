@@ -268,7 +268,9 @@ def make_search_table(result: Record) -> str:
     for name, case in result["cases"].items():
         seconds = format_number(case["seconds"]["median"])
         rate = format_number(case["queries_per_second"])
-        rows.append([f"`{name}`", seconds, rate, f"{case['recall']:.3f}"])
+        recall = case["recall"]
+        shown_recall = "-" if recall is None else f"{recall:.3f}"
+        rows.append([f"`{name}`", seconds, rate, shown_recall])
     sizes = result["sizes"]
     header = [
         f"index of {format_number(sizes['documents'])} documents",

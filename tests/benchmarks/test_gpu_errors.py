@@ -18,7 +18,7 @@ from programs import ROOT, run_program
 
 pytestmark = pytest.mark.long
 
-PACKAGES = ("faiss", "datasets", "pytrec_eval", "peft")
+PACKAGES = ("faiss", "datasets", "pyarrow", "pytrec_eval", "peft")
 OLD_RECORD = {"part": "loss_exact", "measured": True}
 
 
@@ -59,9 +59,10 @@ def without_packages(monkeypatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("without_packages")
 def test_a_part_without_its_package_is_not_measured_and_the_next_part_runs(tmp_path):
-    run = run_parts(tmp_path, "--part", "search", "loss_exact")
+    run = run_parts(tmp_path, "--part", "search", "encoding", "loss_exact")
     assert run.code == 0
     assert run.records["search"]["reason"] == "faiss is not installed"
+    assert run.records["encoding"]["reason"] == "pyarrow is not installed"
     assert "search: NOT RUN: faiss is not installed" in run.printed
     assert run.records["loss_exact"]["result"]["passed"]
 
@@ -172,15 +173,41 @@ def test_an_error_after_a_part_does_not_end_the_program(part, tmp_path, monkeypa
         assert f"{name}: FAILED: RuntimeError: an illegal memory access" in run.printed
 
 
-def test_other_sizes_are_written_to_another_folder(program, parse, monkeypatch):
+def test_other_settings_are_written_to_another_folder(program, parse, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     results = program.RESULTS
+    update_time = ("--device", "cuda", "--part", "update_time")
+    study_cell = ("--device", "cuda", "--part", "study_cell")
     assert parse("--device", "cuda").output == results
-    assert parse("--device", "cuda", "--bank_size", "2048").output == results
+    assert parse(*update_time, "--bank_size", "2048").output == results
+    assert parse(*study_cell, "--seconds", "40").output == results
     for argv in (["--bank_size", "8192"], ["--turns", "3"], ["--tiny"]):
-        assert parse("--device", "cuda", *argv).output == Path("runs/gpu")
+        assert parse(*update_time, *argv).output == Path("runs/gpu")
+    for argv in (["--seconds", "5"], ["--model", "folder"]):
+        assert parse(*study_cell, *argv).output == Path("runs/gpu")
     assert parse("--device", "cpu").output == Path("runs/gpu")
-    assert parse("--device", "cuda", "--local", "16", "--output", "x").output == Path("x")
+    assert parse(*update_time, "--local", "16", "--output", "x").output == Path("x")
+    assert parse(*study_cell, "--model", "folder", "--output", "x").output == Path("x")
+
+
+@pytest.mark.parametrize(
+    ("argv", "users"),
+    [
+        (["--part", "decoder", "--turns", "1"], "update_time"),
+        (["--part", "update_time", "decoder", "--turns", "1"], "update_time"),
+        (["--part", "loss_exact", "--bank_size", "64"], "host_syncs, update_time"),
+        (["--part", "compile", "--pairs", "64"], "loss_exact, host_syncs, update_time"),
+        (["--part", "encoding", "--precision", "float32"], "update_time"),
+        (["--part", "search", "study_cell", "--seconds", "5"], "study_cell"),
+        (["--model", "folder"], "study_cell"),
+    ],
+)
+def test_an_option_that_a_part_would_ignore_is_refused(parse, capsys, argv, users):
+    with pytest.raises(SystemExit) as stopped:
+        parse("--device", "cpu", *argv)
+    assert stopped.value.code == 2
+    message = f"error: {argv[-2]} is used by {users} only; name no other part in --part\n"
+    assert capsys.readouterr().err.endswith(message)
 
 
 def test_a_gpu_that_the_trainers_would_not_use_is_refused(parse, monkeypatch, capsys):
@@ -226,6 +253,24 @@ def test_each_place_where_the_host_waits_is_listed_once(part, monkeypatch):
     assert host_syncs.find_waits(wait) == [f"tests/benchmarks/test_gpu_errors.py:{line}"]
     assert host_syncs.find_waits(lambda: None) == []
     assert host_syncs.shorten_path(torch.nn.functional.__file__) == "torch/nn/functional.py"
+
+
+def test_recall_is_missing_if_no_exact_search_was_measured(part, make_run, monkeypatch, capsys):
+    search = part("search")
+    measure_search = search.measure_search
+
+    def fail_for_the_exact_index(index: Any, *args: Any) -> Any:
+        if index.factory == "Flat":
+            raise RuntimeError("out of memory")
+        return measure_search(index, *args)
+
+    monkeypatch.setattr(search, "measure_search", fail_for_the_exact_index)
+    result = search.measure_indexes(make_run(), search.TINY, (), lambda index: index)
+    recalls = {name: case["recall"] for name, case in result["cases"].items()}
+    assert recalls == {"IVF4,PQ4x4np, CPU": None, "IVF4,PQ4x4np, GPU": None}
+    assert result["failures"][0] == "Flat, CPU: RuntimeError: out of memory"
+    assert part("tables").make_search_table(result).count(" | - |") == 2
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_compiling_does_not_use_the_code_of_earlier_runs(part, monkeypatch):

@@ -273,6 +273,17 @@ def test_runs_with_other_sizes_are_shown_only_for_parts_with_sizes_of_their_own(
     assert [name for name, record in shown.items() if record is not None] == ["decoder"]
 
 
+def test_a_study_cell_with_another_time_is_not_shown(records, make_record, tmp_path):
+    result = {**RESULTS_BY_PART["study_cell"], "budget_seconds": 5.0}
+    records.write_record(make_record("study_cell", result=result), tmp_path)
+    assert records.read_records(tmp_path, ["study_cell"]) == {"study_cell": None}
+    result = {**RESULTS_BY_PART["study_cell"], "model": "a folder"}
+    records.write_record(make_record("study_cell", result=result), tmp_path)
+    assert records.read_records(tmp_path, ["study_cell"])["study_cell"]["measured"]
+    not_measured = make_record("study_cell", measured=False, reason="faiss is not installed")
+    assert records.is_for_page(not_measured)
+
+
 def test_a_part_that_a_gpu_could_not_measure_shows_the_reason(tables, make_record):
     record = make_record("search", measured=False, reason="this FAISS has no GPU")
     assert tables.make_part_table("search", record) == "*Not measured: this FAISS has no GPU*"
