@@ -28,7 +28,7 @@ from contaccum.distributed import over_ranks
 
 
 class TowerMeans(NamedTuple):
-    """Means of the towers' embeddings, (d,), for one micro-step; None if entries do not move."""
+    """Means of the towers' embeddings, (d,), for one micro-step; None without a mean shift."""
 
     queries: Tensor | None = None
     passages: Tensor | None = None
@@ -45,7 +45,7 @@ class DriftCompensation(nn.Module):
         expects_probe: True if `observe` will be called soon; until then the means stay as they
             are. The text loss, which encodes the probe, sets it. It is not part of the state.
         age_limit: maximum number of entries in use, before it is rounded to whole blocks of the
-            bank. Entries of the current update never retire.
+            bank. It never retires entries of the current update; a full bank does.
     """
 
     def __init__(self, settings: LossSettings) -> None:
@@ -90,8 +90,9 @@ class DriftCompensation(nn.Module):
             means: the means from `compute_means`, with the micro-batch included.
 
         Returns:
-            (runs, d), for each run of pairs that share a stored mean; None without a bank or
-            compensation, or while a running mean moves by sampling noise.
+            (runs, d), for each run of pairs that share a stored mean. None without a bank or
+            compensation; without a probe, also for the first `PAIRS_PER_MEAN` pairs, when the
+            running mean still moves by sampling noise.
         """
         if bank is None or means.queries is None:
             return None
@@ -128,8 +129,9 @@ class DriftCompensation(nn.Module):
     def compute_oldest_allowed(self, bank: MemoryBank, num_new: int, clock: UpdateClock) -> int:
         """Compute the number of the oldest pair that stays in use; older pairs must retire.
 
-        Pairs are numbered from the start of training. The bank retires whole blocks, so the number
-        is the start of a block. It is 0 or negative if no pair is too old.
+        Pairs are numbered from the start of training, by clock and bank alike, because all pairs of
+        the bank have passed through the loss. The bank retires whole blocks, so the number is the
+        start of a block. It is 0 or negative if no pair is too old.
 
         Args:
             num_new: number of pairs that are about to be enqueued.

@@ -8,9 +8,11 @@ the mean of their tower,
 
     stored_j = d_j - mean at the time of storing,    used_j = stored_j + current mean,
 
-and it retires entries (banked pairs) whose residual has become too large. Without compensation an
-encoder can lower the loss by moving every new embedding away from every old one, because "new or
-old" is easier to learn than "relevant or not".
+and it retires entries (banked pairs) when the residual of the passages has become too large. (The
+code subtracts the current mean from new documents instead, which gives the same loss.)
+
+Without compensation an encoder can lower the loss by moving every new embedding away from every old
+one, because "new or old" is easier to learn than "relevant or not".
 
 `RunningMean` estimates a tower's mean from the micro-batches. `DriftProbe` measures mean shift and
 residual on a few fixed texts, which is far more exact. docs/drift.md has the reasons and the

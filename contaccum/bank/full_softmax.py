@@ -6,15 +6,15 @@ and the temperature tau, query i and its positive p(i) have the loss
     l_i = logsumexp_j s(i, j)/tau - s(i, p(i))/tau,
 
 where j runs over all documents, the positive included, except documents that are excluded for this
-query. With the softmax weights a(i, j) and the document embeddings d_j, the gradient of the mean
+query. With the softmax weights a(i, j) and the document embeddings x_j, the gradient of the mean
 loss for query i is
 
-    (sum_j a(i, j) d_j - d_p(i)) / (tau n).
+    (sum_j a(i, j) x_j - x_p(i)) / (tau n).
 
-Documents are read in blocks, each block once: logsumexp_j and sum_j a(i, j) d_j are accumulated
+Documents are read in blocks, each block once: logsumexp_j and sum_j a(i, j) x_j are accumulated
 together, so only n x b logits are in memory at once. Documents get no gradient.
 
-Letters in shapes: n queries, b documents in a block, p excluded documents per query at most, d the
+Letters in shapes: n queries, b documents in a block, e excluded documents per query at most, d the
 embedding size.
 
 Source: the running maximum is that of Milakov and Gimelshein, 2018 (arXiv 1805.02867).
@@ -76,13 +76,14 @@ def compute_full_softmax_loss(
     """Compute the mean loss of n queries over all documents, a scalar with a gradient.
 
     Args:
-        queries: (n, d).
+        queries: (n, d), at least one over all ranks; normalised if similarity is the cosine.
         positives: (n, d), the embedding of each query's positive, times its scale (see
             `DocumentBlock`).
-        excluded: int64 (n, p), numbers of the documents that are not negatives of a query: its
+        excluded: int64 (n, e), numbers of the documents that are not negatives of a query: its
             other positives, and copies of its positive, but not the positive itself. Shorter lists
             are padded with `NO_ROW`.
-        blocks: the documents, at least one over all ranks; they include each query's positive.
+        blocks: the documents, no block empty, at least one over all ranks. They include each
+            query's positive. Numbers of documents count over the whole index, on all ranks.
         temperature: tau > 0.
         is_partitioned: True if each rank of ``torch.distributed`` has its own part of the documents
             in ``blocks`` and its own queries, whose number n may differ. Every rank then returns
@@ -168,7 +169,7 @@ def _combine_over_ranks(sums: SoftmaxSums) -> SoftmaxSums:
 
 
 def _pad_to_widest(excluded: Tensor) -> Tensor:
-    """Pad this rank's lists of documents, (n, p), to the largest p of all ranks."""
+    """Pad this rank's lists of documents, (n, e), to the largest e of all ranks."""
     width = torch.tensor(excluded.shape[1], device=excluded.device)
     num_missing = int(over_ranks("MAX", width)) - excluded.shape[1]
     return torch.nn.functional.pad(excluded, (0, num_missing), value=NO_ROW)

@@ -17,9 +17,9 @@ A pair in the bank is called an entry. An entry is aged if it is from before the
 was therefore encoded by an older encoder. A tower is the encoder in one of its roles, for queries
 or for passages. Drift is the movement of a tower's embeddings since the entries were encoded.
 
-Letters in shapes: n local pairs, h hard negatives per query, m slots of the bank that have held a
-pair, d the embedding size. The documents of a pair are its positive passage, then its hard
-negatives.
+Letters in shapes: n local pairs, h hard negatives per query, m slots of the bank that are filled
+(`MemoryBank.num_filled_slots`), d the embedding size. The documents of a pair are its positive
+passage, then its hard negatives.
 """
 
 from __future__ import annotations
@@ -79,10 +79,12 @@ class BankedInfoNCE(BankedModule):
 
     Let the full batch be all pairs of an update. If the encoder does not change, w is 1, and the
     bank holds exactly the other pairs of the full batch in each micro-step, then the mean gradient
-    of the micro-steps, weighted by n, is the InfoNCE gradient of the full batch.
+    of the micro-steps, weighted by n, is the InfoNCE gradient of the full batch. (In training, the
+    bank lacks the pairs of later micro-steps. This is how the formula is checked.)
 
-    The host never waits for the device. So NaN or infinite embeddings raise no error: the loss and
-    its gradients are not finite, the pairs are stored as invalid, and ``last["enqueued"]`` is 0.
+    In `forward` the host never waits for the device. So NaN or infinite embeddings raise no error:
+    the loss and its gradients are not finite, the pairs are stored as invalid, and
+    ``last["enqueued"]`` is 0.
 
     Args:
         bank_size: maximum number of banked pairs in use; see `MemoryBank`. 0 is plain InfoNCE.
@@ -105,8 +107,8 @@ class BankedInfoNCE(BankedModule):
             ``torch.distributed``, in rank order; ranks may have different numbers of pairs, even 0.
             Every rank holds the same bank and returns the same loss. Gradients are multiplied by
             the number of ranks, because DDP and FSDP average them.
-        center_gradients: towers whose mean gradient is subtracted, so that no update moves them as
-            a whole: ``"both"``, ``"passages"``, ``"queries"`` or ``"none"``. ``"auto"`` centres
+        center_gradients: towers whose mean gradient is subtracted, so that the loss does not push
+            their mean: ``"both"``, ``"passages"``, ``"queries"`` or ``"none"``. ``"auto"`` centres
             passages with ``drift_compensation="auto"``, in updates that start while aged entries
             are in use. See `contaccum.bank.centering`.
         pairs_per_update: number of pairs between two optimizer steps, over all ranks that share the
@@ -115,8 +117,9 @@ class BankedInfoNCE(BankedModule):
         bank_weight: w, if it is at most 1. A larger value is the weight of the whole bank, as a
             number of pairs: w is then min(1, bank_weight / number of banked pairs in use).
         false_negative_margin: exclude columns whose similarity to a row exceeds that of its own
-            positive by more than this, at the time when they are first scored (Qwen3-Embedding:
-            0.1, with cosine). None turns it off.
+            positive by more than this (Qwen3-Embedding: 0.1, with cosine). Row and column are
+            judged each time they are scored; two banked pairs were scored when the later one was
+            stored. None turns it off.
         guide_margin, guide_margin_strategy: with guide embeddings, exclude columns whose cosine c_j
             by the guide exceeds c - margin (``"absolute"``) or c - margin * |c| (``"relative"``),
             with c the guide's cosine of the row's own positive (GISTEmbed, arXiv 2402.16829).
@@ -209,15 +212,17 @@ class BankedInfoNCE(BankedModule):
     ) -> Tensor:
         """Compute the loss of one micro-batch, a scalar, and enqueue the micro-batch in training.
 
-        In eval mode, or without gradients, the loss uses the bank but does not change it. The
-        gradients are computed here; ``backward`` only passes them on.
+        In eval mode, or without gradients, the loss uses the bank but stores no pairs, and ``last``
+        has no ``enqueued`` and ``bank_fill``. The gradients are computed here; ``backward`` only
+        passes them on.
 
         Args:
             queries, passages: (n, d), the pairs of this rank; row i of ``passages`` is the
-                positive of row i of ``queries``.
+                positive of row i of ``queries``. All calls have the same dtype.
             negatives: (n, h, d), the hard negatives of each query.
             query_ids, passage_ids, negative_ids: int64 (n,), (n,), (n, h). Equal ids mean the same
-                text; the two smallest int64 numbers are reserved. With a last dimension of two, a
+                text; ids of queries are never compared with those of passages and negatives. The
+                two smallest int64 numbers are reserved. With a last dimension of two, a
                 text has two ids, and two texts are the same if either of their ids is equal.
             guide: embeddings of the same texts by a second, frozen model: (n, g), (n, g),
                 (n, h, g). Pass them with every micro-batch or with none.
@@ -303,10 +308,10 @@ class BankedInfoNCE(BankedModule):
         banked_losses = local_losses.new_zeros(0)
         banked_row_weights = local_losses.new_zeros(0)
         if bank is not None and bank.has_queries:
-            is_in_use = bank.valid[: bank.num_filled_slots, 0]  # (m,), column 0 is the passage
-            banked_row_weights = bank_weight * is_in_use.to(local_losses.dtype)
+            is_valid = bank.valid[: bank.num_filled_slots, 0]  # (m,), column 0 is the passage
+            banked_row_weights = bank_weight * is_valid.to(local_losses.dtype)
             banked_losses = compute_banked_row_losses(bank, blocks, bank_weight)
-            banked_losses = torch.where(is_in_use, banked_losses, 0.0)
+            banked_losses = torch.where(is_valid, banked_losses, 0.0)
         banked_sum = (banked_losses * banked_row_weights).sum()
         if settings.partition_mode == "per_direction":
             # The loss is the mean over the directions, and banked rows have query_to_doc only.
@@ -393,12 +398,13 @@ class BankedInfoNCE(BankedModule):
         """Measure the drift of both towers on embeddings of the same few pairs of texts.
 
         These pairs are called the probe. Call the method before the first micro-batch, and again
-        after updates; once every 64 pairs is enough. The stored mean of each tower is moved as far
-        as the probe's mean has moved since the last call. With ``drift_compensation="auto"`` the
-        call also retires entries that have drifted too far, and reads a small tensor from the
-        device; with ``"fresh"`` and ``"none"`` it only measures. Ranks that share a bank call it
-        together, each with its own texts; their number S may differ between ranks and be 0. The
-        probe consists of the texts of all ranks.
+        after updates; once every 64 to 128 pairs is enough. A later call within an update counts
+        its entries as encoded by an older encoder. The stored mean of each tower is moved as far as
+        the probe's mean has moved since the last call. With ``drift_compensation="auto"`` the call
+        also sets the age limit: entries beyond it retire at the end of the next call in training.
+        With ``"fresh"`` and ``"none"`` it only measures. The host waits for the device. Ranks that
+        share a bank call it together, each with its own texts; their number S may differ between
+        ranks and be 0. The probe consists of the texts of all ranks.
 
         Args:
             queries, passages: (S, d), encoded without dropout by the current encoder.

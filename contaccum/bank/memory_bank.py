@@ -56,8 +56,8 @@ class MemoryBank(nn.Module):
     ``bank_size`` and the sizes of all micro-batches are multiples of the block size.
 
     Pairs are numbered from the start of training, and pair i is stored in slot i % num_slots. A
-    pair is in use until it retires. A document is valid, which means that it takes part in the
-    loss, if its pair is in use and its micro-batch was finite. m is the number of slots.
+    pair is in use until it retires. A document is valid (takes part in the loss) if its pair is in
+    use and its micro-batch was finite. m is the number of slots; q is m, or 0 without a query bank.
 
     Args:
         bank_size: maximum number of pairs in use, at least 1.
@@ -77,15 +77,15 @@ class MemoryBank(nn.Module):
         ConfigError (a ValueError): for sizes out of range.
     """
 
-    queries: Tensor  # (m, d), or (0, d) without a query bank
+    queries: Tensor  # (q, d)
     documents: Tensor  # (m, 1 + h, d): a passage, then its hard negatives
     query_ids: Tensor  # int64 (IDS_PER_TEXT, m)
     document_ids: Tensor  # int64 (IDS_PER_TEXT, m, 1 + h)
-    positive_logits: Tensor  # (m,), logit of each query and its own passage
+    positive_logits: Tensor  # (q,), logit of each query and its own passage
     valid: Tensor  # bool (m, 1 + h)
-    block_log_sums: Tensor  # (blocks, m), logsumexp of each query over the negatives of each block
-    total_log_sums: Tensor  # (m,), logsumexp of `block_log_sums` over the blocks
-    query_means: Tensor  # (m / pairs_per_mean, d), mean query embedding at the start of each run
+    block_log_sums: Tensor  # (blocks, q), logsumexp of each query over the negatives of each block
+    total_log_sums: Tensor  # (q,), logsumexp of `block_log_sums` over the blocks
+    query_means: Tensor  # (q / pairs_per_mean, d), mean query embedding at the start of each run
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class MemoryBank(nn.Module):
 
     @property
     def log_sums(self) -> Tensor:
-        """Logsumexp (num_filled_slots,) of each query's logits over all banked negatives in use."""
+        """Logsumexp of each filled slot's query over all banked negatives in use; see `pairs`."""
         return self.total_log_sums[: self.num_filled_slots]
 
     def ensure_shape(self, dim: int, hard_negatives: int, guide_dim: int | None = None) -> None:
@@ -234,7 +234,7 @@ class MemoryBank(nn.Module):
         passage_ids: Tensor | None = None,
         negative_ids: Tensor | None = None,
     ) -> None:
-        """Score and append pairs outside training, without drift compensation and margins.
+        """Score and append pairs to a bank that belongs to no loss; a loss counts its pairs itself.
 
         Args:
             queries, passages: (n, d).
@@ -426,9 +426,9 @@ def score_blocks(
     rules: Sequence[FalseNegativeRule],
     query_drift: Tensor | None = None,
 ) -> LogitBlocks:
-    """Score a micro-batch against itself and the bank; see `masked_logits` for the arguments.
+    """Score three blocks of the score matrix (see `contaccum.bank.info_nce`) with `masked_logits`.
 
-    Without a bank, or without banked queries, the logits of these are empty.
+    Blocks of a missing bank, or of missing banked queries, are empty.
     """
     in_batch = masked_logits(local, local, temperature, rules)
     n, num_documents = local.valid.shape

@@ -4,8 +4,8 @@
 gradients itself), gathers them from all ranks that share a bank, and casts them to float32, or
 leaves them in float64. `make_pairs` makes the `Pairs` that are scored.
 
-A guide is a second, frozen model. Documents that it scores too high beside a row's positive are
-false negatives (GISTEmbed).
+A guide is a second, frozen model. Documents that it scores too high, compared with a row's
+positive, are false negatives (GISTEmbed).
 
 Letters in shapes: n pairs, h hard negatives per query, d the embedding size, g the embedding size
 of the guide. The documents of a pair are its positive passage, then its hard negatives.
@@ -47,7 +47,7 @@ class TextIds(NamedTuple):
             is_shape_valid = ids.shape in (shape, shape_of_two_ids)
             if not is_shape_valid or ids.dtype not in (torch.int64, torch.int32):
                 raise ValueError(
-                    f"{name} must be int64 {shape} or {shape_of_two_ids}, "
+                    f"{name} must be int64 or int32 {shape} or {shape_of_two_ids}, "
                     f"got {ids.dtype} {tuple(ids.shape)}"
                 )
 
@@ -80,7 +80,7 @@ class MicroBatch(NamedTuple):
     query_ids: Tensor  # int64 (IDS_PER_TEXT, n)
     document_ids: Tensor  # int64 (IDS_PER_TEXT, n, 1 + h)
     guide: GuideEmbeddings | None
-    rows_of_this_rank: slice  # the rows of this rank
+    rows_of_this_rank: slice  # where this rank's pairs are among those of all ranks
 
     @property
     def guide_dim(self) -> int:

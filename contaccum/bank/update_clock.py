@@ -29,8 +29,9 @@ class UpdateClock:
     Attributes:
         num_pairs: number of pairs of all training micro-steps.
         num_updates: number of updates that have ended.
-        update_start: number of the first pair of the current update, counted from the start of
-            training. Entries of earlier pairs are aged: an older encoder encoded them.
+        update_start: number of the first pair that is not aged, counted from the start of training:
+            the first of the current update, or the first since `age_entries`. Entries of earlier
+            pairs are aged: an older encoder encoded them.
         update_ends: for each past update whose pairs the bank still uses, the value of
             ``num_pairs`` at its end, oldest first.
     """
@@ -50,7 +51,7 @@ class UpdateClock:
 
     @property
     def is_at_update_start(self) -> bool:
-        """True if the current update has no pairs yet."""
+        """True if the current update has no pairs yet, or none since `age_entries`."""
         return self.num_pairs == self.update_start
 
     def record_forward(self) -> None:

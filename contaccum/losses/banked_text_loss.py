@@ -93,9 +93,12 @@ class BankedTextLoss(nn.Module):
             labels: None; or ids of the texts, int64 (n, columns); or teacher scores, float; or
                 ids, then scores. See `contaccum.losses.distillation.split_labels`. Two texts are
                 duplicates if these ids are equal, or if the hashes of their tokens are equal.
+
+        Raises:
+            ValueError: for fewer than two columns.
         """
         features = list(sentence_features)
-        ids = self._prepare_columns(features, labels)
+        ids = self._encode_probe_and_compute_ids(features, labels)
         guide_embeddings = self._compute_guide_embeddings(features)
         embeddings = embed_columns(self.model, features)
         return self.compute_loss_from_embeddings(embeddings, labels, ids, guide_embeddings)
@@ -228,6 +231,8 @@ class BankedTextLoss(nn.Module):
         state = self._probe.load_state_dict(state, self._is_shared)
         # The keys are "<embedding size>.<name>".
         sizes = {int(key.split(".", 1)[0]) for key in state}
+        for size in self._get_info_nces().keys() - sizes:
+            del self.info_nces[str(size)]
         for size in sizes:
             self._get_or_make_info_nce(size)
         self.info_nces.load_state_dict(state)
@@ -287,7 +292,7 @@ class BankedTextLoss(nn.Module):
         self._probe.pass_to_loss(loss_fn, size)
         return loss_fn
 
-    def _prepare_columns(
+    def _encode_probe_and_compute_ids(
         self, features: list[dict[str, Any]], labels: Tensor | None
     ) -> list[Tensor | None]:
         """Check the columns, encode the drift probe if it is due, and compute the text ids.
@@ -340,7 +345,12 @@ class BankedTextLoss(nn.Module):
 
         Without them it estimates the mean embeddings of queries and passages from micro-batches.
         """
-        loss_fn.compensation.expects_probe = self._probe.texts is not None
+        expects_probe = self._probe.texts is not None
+        is_probe_lost = loss_fn.compensation.expects_probe and not expects_probe
+        if is_probe_lost and loss_fn.bank is not None:
+            # Its pairs are relative to a mean of 0; the means now start at those of a micro-batch.
+            loss_fn.bank.retire_all()
+        loss_fn.compensation.expects_probe = expects_probe
 
     def _compute_guide_embeddings(
         self, features: list[dict[str, Any]], batch_size: int | None = None

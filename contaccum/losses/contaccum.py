@@ -349,7 +349,7 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
     ) -> Tensor:
         """Compute the loss of a batch of tokenised columns; see `BankedTextLoss.forward`."""
         features = list(sentence_features)
-        text_ids = self._prepare_columns(features, labels)
+        text_ids = self._encode_probe_and_compute_ids(features, labels)
         guide_embeddings = self._compute_guide_embeddings(features, self.mini_batch_size)
         # `forward_cached` of CachedLossMixin calls `calculate_loss` and passes on its second
         # argument unchanged, so a tuple can carry more than labels.

@@ -610,9 +610,9 @@ def test_shapes_that_do_not_agree_are_refused():
         loss_fn(queries, passages[:2])
     with pytest.raises(ValueError, match="negatives must be"):
         loss_fn(queries, passages, negatives[:, 0])
-    with pytest.raises(ValueError, match=r"query_ids must be int64 \(3,\)"):
+    with pytest.raises(ValueError, match=r"query_ids must be int64 or int32 \(3,\)"):
         loss_fn(queries, passages, query_ids=torch.zeros(2, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"query_ids must be int64 \(3,\)"):
+    with pytest.raises(ValueError, match=r"query_ids must be int64 or int32 \(3,\)"):
         loss_fn(queries, passages, query_ids=torch.zeros(3))
 
 

@@ -438,6 +438,33 @@ def test_a_probe_is_not_collected_from_texts_that_cannot_be_separated():
     assert not TextProbe(is_shared=False).collect(columns)
 
 
+def test_pairs_from_before_the_probe_was_lost_leave_the_bank(model, monkeypatch):
+    """They are relative to a mean of 0, later ones to the running mean of the micro-batches."""
+    micro_batches = [features(model.double(), 6, 2, seed=seed) for seed in range(4)]
+
+    def compute_losses(separable: int, first: int) -> list[float]:
+        """Train from a micro-batch on; only texts of so many micro-batches can be separated."""
+        answers = iter([True] * separable + [False] * 4)
+
+        def collect(text_probe: TextProbe, columns: list[dict[str, Any]]) -> bool:
+            text_probe.parts.append([copy_first_texts(column, 6) for column in columns])
+            return next(answers)
+
+        monkeypatch.setattr(TextProbe, "collect", collect)
+        loss_fn = ContAccumLoss(model, bank_size=64)
+        losses = []
+        for columns in micro_batches[first:]:
+            loss = loss_fn([dict(column) for column in columns])
+            loss.backward()
+            losses.append(loss.item())
+        assert loss_fn.info_nce.compensation.probe is None
+        return losses
+
+    without_probe = compute_losses(separable=0, first=1)
+    losses = compute_losses(separable=1, first=0)
+    assert losses[1:] == pytest.approx(without_probe, abs=1e-12)
+
+
 def test_ranks_that_share_a_bank_encode_parts_of_the_same_probe(model, monkeypatch):
     columns_of_ranks = []
     for n in (5, 3, 1):
@@ -497,6 +524,16 @@ def test_a_loss_restored_between_two_updates_continues_like_the_original(model, 
     smaller = ContAccumLoss(model, bank_size=100, drift_compensation=drift_compensation)
     with pytest.raises(ConfigError):
         smaller.load_bank_state_dict(state)
+
+
+def test_a_restored_state_replaces_banks_that_it_does_not_have(model):
+    loss_fn = ContAccumLoss(model, bank_size=64)
+    empty_state = loss_fn.bank_state_dict()
+    loss_fn(features(model, 4, 2)).backward()
+    assert len(loss_fn.bank_state_dict()) > 0
+    loss_fn.load_bank_state_dict(empty_state)
+    assert loss_fn.info_nce is None
+    assert loss_fn.bank_state_dict() == {}
 
 
 def test_banks_that_ranks_do_not_share_are_saved_in_one_state_and_restored(model, monkeypatch):
