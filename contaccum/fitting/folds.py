@@ -84,7 +84,8 @@ class Fold:
             with args.main_process_first(local=False, desc="testing a split"):
                 if args.process_index == 0:
                     write_json(self._scores_file, self._test(base, args))
-                    shutil.rmtree(self._folder)
+        if args.process_index == 0:  # also if an earlier start was killed before it removed them
+            shutil.rmtree(self._folder, ignore_errors=True)
         scores: FoldScores = read_json(self._scores_file)
         return scores
 

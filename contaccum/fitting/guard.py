@@ -8,15 +8,14 @@ sets. The rule of `contaccum.merging.choice` chooses one of them.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from contaccum.data.beir import find_beir_file, load_beir_folder
-from contaccum.data.records import normalise, passage_text
+from contaccum.data.beir import load_beir_folder, read_split_queries
+from contaccum.data.records import RecordReport, normalise, passage_text
 from contaccum.defaults import DEFAULT_WEIGHTS
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.interpolation import WeightInterpolation
@@ -62,6 +61,8 @@ class _GuardSet(NamedTuple):
 class Guard:
     """The guard sets of a fit, and the choice of a weight by their scores.
 
+    `read_sets` must be called first: the other methods use what it has read.
+
     Args:
         sources: BEIR folders or names of public sets.
         guard_loss: the nDCG@10 that a weight may lose on each guard set.
@@ -92,8 +93,8 @@ class Guard:
 
     def refuse_test_queries(self, test: Path) -> None:
         """Raise `DataError` if a guard set has queries of the fit's test set, a BEIR folder."""
-        lines = find_beir_file(test, "queries.jsonl").read_text(encoding="utf-8").splitlines()
-        test_queries = {normalise(json.loads(line)["text"]) for line in lines}
+        queries = read_split_queries(test, "test", RecordReport("stop"))
+        test_queries = {normalise(query) for query in queries.values()}
         for guard_set in self._sets:
             num_shared = len(test_queries & guard_set.queries)
             if num_shared:
@@ -177,7 +178,7 @@ class Guard:
 
 
 def _read_guard_set(source: str) -> _GuardSet:
-    """Read a guard set, and return its fingerprint, its size and a few of its documents.
+    """Read a guard set, and return its fingerprint, its size, its queries and a few documents.
 
     The corpus itself is not kept in memory.
     """

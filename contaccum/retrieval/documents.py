@@ -62,7 +62,11 @@ class StoreDocuments:
     the stored embeddings together with 1 / their L2 norms.
 
     Args:
-        store: a store of documents, of another type than binary.
+        store: a store of documents, of another type than binary (which is not checked here).
+
+    Attributes:
+        store: as above.
+        similarity: "cos" or "dot".
     """
 
     def __init__(self, store: EmbeddingStore) -> None:
@@ -288,8 +292,8 @@ class PositiveRows:
             positives: the text of each query's positive in this batch.
 
         Returns:
-            int64 (n, p): the row of the positive in this batch, followed by the rows of other
-            known positives and copies, padded with `NO_ROW`.
+            int64 (n, w), with w the largest number of rows of a query: the row of the positive in
+            this batch, then the rows of other known positives and copies, padded with `NO_ROW`.
 
         Raises:
             DataError: a positive is not among the documents.

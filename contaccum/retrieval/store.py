@@ -134,8 +134,8 @@ class EmbeddingStore:
     def __getitem__(self, rows: slice | Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the embeddings of n rows, in the order of the request, as float32 (n, d).
 
-        Rows are a slice, a list or a one-dimensional array of integers; negative numbers do not
-        count from the end. Ascending rows are read fastest.
+        Rows are a slice, or a list or one-dimensional array of integers, in which a negative number
+        is an error. Ascending rows are read fastest.
 
         Raises:
             IndexError: a row does not exist, or the rows are a number or a mask of booleans.
@@ -153,7 +153,7 @@ class EmbeddingStore:
         """Return the ids of some rows, in the order of the request.
 
         Raises:
-            IndexError: see `__getitem__`.
+            IndexError: see `__getitem__`; a slice is not accepted.
         """
         rows = self._check_rows(rows)
         ids = np.empty(len(rows), dtype=object)
@@ -166,7 +166,9 @@ class EmbeddingStore:
         """Return the hashes of all texts, int64 (N,); see `contaccum.data.sampling.text_ids`."""
         parts = []
         for shard_number in range(self.num_shards):
-            parts.append(np.load(self._get_file(shard_number, TEXTS_FILE), allow_pickle=False))
+            with self._refuse_broken_shard(shard_number):
+                path = self._get_file(shard_number, TEXTS_FILE)
+                parts.append(np.load(path, allow_pickle=False))
         return np.concatenate(parts)
 
     def blocks(self, size: int) -> Iterator[tuple[int, QuantizedEmbeddings]]:
@@ -195,15 +197,13 @@ class EmbeddingStore:
             return row_numbers.astype(np.int64)
         if row_numbers.ndim != 1 or not np.issubdtype(row_numbers.dtype, np.integer):
             raise IndexError(
-                f"{self.folder}: rows must be a slice or a one-dimensional list or array of "
-                f"integers, got {row_numbers.dtype} of shape {row_numbers.shape}"
+                f"{self.folder}: rows must be a one-dimensional list or array of integers, "
+                f"got {row_numbers.dtype} of shape {row_numbers.shape}"
             )
-        smallest = row_numbers.min()
-        largest = row_numbers.max()
-        if smallest < 0 or largest >= len(self):
+        if row_numbers.min() < 0 or row_numbers.max() >= len(self):
             raise IndexError(
-                f"{self.folder}: has rows 0 to {len(self) - 1}, but rows from {smallest} to "
-                f"{largest} were requested"
+                f"{self.folder}: has rows 0 to {len(self) - 1}, but rows from {row_numbers.min()} "
+                f"to {row_numbers.max()} were requested"
             )
         return row_numbers.astype(np.int64)
 
@@ -331,7 +331,7 @@ class StoreWriter:
             fingerprint = corpus.hex()
             fingerprints.append(fingerprint)
             if self.metadata["finished"] and num_rows >= self.metadata["rows"]:
-                raise self._other_corpus_error()
+                raise self._other_corpus_error()  # a finished store gets no further shard
             shard_number = num_rows // shard_size
             is_missing = not self._has_shard(shard_number, fingerprint)
             if is_missing and shard_number % world_size == rank:
@@ -444,7 +444,7 @@ def check_folder(path: files.AnyPath, overwrite: bool = False) -> dict[str, Any]
     folder = open_folder(path)
     if folder.exists(STORE_FILE):
         return read_metadata(folder, any_version=overwrite)
-    # A process that was killed before it wrote store.json may have left hidden files.
+    # Hidden files do not count: a process that was killed before it wrote store.json leaves some.
     if folder.list_names():
         raise UserError(f"{folder}: exists and is not a store of embeddings (name a new folder)")
     return None

@@ -29,6 +29,7 @@ from contaccum.training.options import (
     MethodArguments,
     NegativesArguments,
     get_default,
+    refuse_unsupported,
     refuse_without_effect,
 )
 
@@ -193,11 +194,7 @@ class ContAccumTrainingArguments(
                 "per_device_train_batch_size=auto: its update is a single batch. Drop them, or set "
                 "method=grad_accum"
             )
-        if self.auto_find_batch_size:
-            raise ConfigError(
-                "auto_find_batch_size: it would change the pairs per update. Set "
-                "per_device_train_batch_size=auto instead, which does not"
-            )
+        refuse_unsupported(self)
         if is_auto and self.total_train_batch_size is None:
             raise ConfigError(
                 "per_device_train_batch_size=auto: set the number of pairs per update with "

@@ -116,7 +116,8 @@ class UpdateLogCallback(TrainerCallback):
         # A random guess among all documents that a query is compared with has the loss
         # log(columns). The logged loss of a ContAccumLoss is the mean over the update's own
         # queries, so it can be compared with that. Other losses may have further terms.
-        self._is_loss_comparable_to_guess = all(
+        # With several of them, the logged loss is that of all, and the columns are of one.
+        self._is_loss_comparable_to_guess = len(self._bank_losses) == 1 and all(
             isinstance(part, ContAccumLoss) for part in list_losses(loss)
         )
         self._collapse_watch = log.CollapseWatch()
@@ -130,6 +131,7 @@ class UpdateLogCallback(TrainerCallback):
         losses = [loss for loss in self._bank_losses if loss.last]
         record["bank_fill"] = sum(int(loss.last.get("bank_fill", 0)) for loss in losses)
         if losses:
+            # Of several losses, the first one's: its last micro-step may be of an earlier update.
             record |= _measure_loss(losses[0])
             if not self._is_loss_comparable_to_guess:
                 record["loss_has_other_terms"] = True
@@ -157,7 +159,7 @@ class UpdateLogCallback(TrainerCallback):
             "loss": float(loss) / args.world_size,
             "learning_rate": update.learning_rate,
             **update.grad_norms,
-            "bank_fill": 0,
+            "bank_fill": 0,  # its place in the line; `on_step_end` sets it
             "pairs": num_pairs,
             "seconds": seconds,
             "pairs_per_second": num_pairs / seconds,
@@ -216,6 +218,7 @@ def choose_metric(args: ContAccumTrainingArguments, evaluator: Any, has_eval_dat
     metrics = getattr(evaluator, "metrics", ())  # only evaluators of contaccum list their metrics
     is_unset = not metric or (metric == "loss" and not has_eval_dataset)
     if not is_unset:
+        # Names without "@", such as "loss", are not those of the evaluator's metrics.
         if metrics and "@" in metric and metric not in metrics:
             raise ConfigError(
                 f"metric_for_best_model={metric}: the evaluator computes {', '.join(metrics)}. Set "
@@ -268,8 +271,8 @@ class EvaluationCallback(EarlyStoppingCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # transformers saves the states of callbacks in checkpoints, but does not restore them
-        # unless the user asks for it.
+        # transformers saves the states of callbacks in checkpoints, but restores them only with an
+        # argument that is refused here.
         saved_attributes: dict[str, int] = {}
         name = type(self).__name__
         # stateful_callbacks may be a list by its type, but TrainerState makes it a dictionary.
@@ -278,6 +281,8 @@ class EvaluationCallback(EarlyStoppingCallback):
             saved_attributes = callback_states.get(name, {}).get("attributes", {})
         counter = saved_attributes.get("early_stopping_patience_counter", 0)
         self.early_stopping_patience_counter = counter
+        # transformers needs the entry when it saves a checkpoint. That of a run without evaluation,
+        # which may be resumed with it, has none.
         callback_states[name] = self.state()
         self._random_states = RandomStates.capture()
 

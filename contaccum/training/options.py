@@ -277,6 +277,26 @@ def get_default(setting: Field[Any]) -> Any:
     return setting.default
 
 
+_UNSUPPORTED = {
+    "auto_find_batch_size": "it would change the pairs per update. Set "
+    "per_device_train_batch_size=auto instead, which does not",
+    "restore_callback_states_from_checkpoint": "the state of early stopping is always restored. "
+    "Drop it",
+}
+"""{training argument of transformers that cannot work here: the reason and what to do instead}"""
+
+
+def refuse_unsupported(args: Any) -> None:
+    """Raise `ConfigError` for an argument of transformers that cannot work with contaccum.
+
+    Args:
+        args: the training arguments.
+    """
+    for name, reason in _UNSUPPORTED.items():
+        if getattr(args, name):
+            raise ConfigError(f"{name}: {reason}")
+
+
 def refuse_without_effect(
     settings: Any, names: Iterable[str], needed: str, needed_in: Any = None
 ) -> None:

@@ -4,8 +4,8 @@ The search is for ``per_device_train_batch_size=auto``, before training starts. 
 in which memory runs out later. In both cases the pairs of an update stay the same: a smaller
 micro-batch means more micro-steps. `contaccum.training.updates` runs the micro-steps.
 
-A loss with a gradient cache has no small micro-batches: one batch is a whole update. What is
-limited or searched for instead is its ``mini_batch_size``, the rows that the cache encodes at once.
+A batch of a loss with a gradient cache is never split into smaller micro-batches. What is limited
+or searched for instead is its ``mini_batch_size``, the rows that the cache encodes at once.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class MicroBatchLimit:
     Args:
         loss: the training loss, or a dictionary with one loss for each data set. The mini-batches
             of a gradient cache in it are limited too.
-        smallest: the smallest number of rows with which every query has a negative.
+        smallest: the smallest number of rows with which every query has a negative; the limit is
+            never set below it. The last part of an uneven batch may nevertheless have fewer rows.
         rank: rank of this process, for messages.
         can_halve: whether this process can repeat an update in smaller micro-steps. It cannot if
             there are other ranks, or if an engine has already reduced a part of the gradient.
@@ -172,7 +173,9 @@ def split_rows(inputs: Batch, max_rows: int | None) -> list[tuple[Batch, float]]
 
 
 def make_longest_rows(dataset: Any, num_rows: int) -> list[Row]:
-    """Make rows from the longest texts of each column, so that no batch of the data is longer.
+    """Make rows from the longest texts of each column, by their number of characters.
+
+    Few batches of the data can have more tokens.
 
     Row i combines the i-th longest text of every column, so most rows are not rows of the data. Of
     several training sets, the rows are those of the set with the most columns, with the longest
@@ -340,7 +343,7 @@ def try_micro_batch(
         for _ in range(2):
             compute_loss(trial_loss).backward()
     finally:
-        del optimizer_states
+        del optimizer_states  # otherwise the traceback of an error keeps them in memory
         model.zero_grad()
 
 

@@ -55,7 +55,7 @@ class Proposal:
         num_queries: number of distinct queries.
         num_passages: number of distinct passages.
         query_max_length: number of tokens that 95% of the queries do not exceed, rounded up to a
-            multiple of 8, and at most the model's maximum.
+            multiple of 8, and at most 512 and the model's maximum.
         passage_max_length: number of tokens that 95% of the passages do not exceed, rounded and
             limited in the same way.
         lengths_measured_by: a phrase that says how the lengths were measured.
@@ -63,7 +63,7 @@ class Proposal:
         passage_prompt: the prompt for passages; empty if there is none.
         are_alike: whether queries and passages are the same kind of text.
         tied: whether one encoder is proposed for queries and passages, rather than two encoders.
-        has_negatives: whether the data have hard negatives.
+        has_negatives: whether a row of the sample has a hard negative.
         micro_batch: pairs per micro-batch.
         accumulation_steps: micro-batches per update.
         bank_size: rows of each bank.
@@ -181,7 +181,7 @@ class _Tokenizer(NamedTuple):
 
     Attributes:
         count_tokens: returns the number of tokens in a text.
-        max_tokens: maximum number of tokens that the model encodes.
+        max_tokens: maximum number of tokens that the model encodes, at most 512.
         description: a phrase that says how lengths are measured.
     """
 
@@ -202,7 +202,7 @@ def _load_tokenizer(model: str) -> _Tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(model)
         settings_file = load_file_path(model, "sentence_bert_config.json")
     except (UserError, OSError, ValueError):
-        description = "estimated from their letters, without the tokenizer"
+        description = "estimated from their bytes, without the tokenizer"
         return _Tokenizer(lambda text: len(text.encode()) / 4, _MAX_TOKENS, description)
     max_seq_length = None
     if settings_file:
@@ -219,7 +219,7 @@ def _compute_max_length(texts: Sequence[str | None], prompt: str, tokenizer: _To
     """Return a maximum length in tokens that 95% of the texts do not exceed.
 
     It is rounded up to the next multiple of 8, because accelerators are fastest with such lengths.
-    It is at most the model's maximum.
+    It is at most 512 and the model's maximum.
     """
     lengths = [tokenizer.count_tokens(f"{prompt}{text}") for text in texts]
     length = np.quantile(lengths, _LENGTH_QUANTILE)

@@ -231,6 +231,9 @@ class NegativeRefresh:
                 if len(sample) < num_columns and passage not in excluded:
                     excluded.add(passage)
                     sample.append(passage)
+        if not sample:  # no draw was another one, because nearly all passages are positives
+            others = np.setdiff1d(np.arange(self.data.pool_size), list(excluded))
+            sample = others[:num_columns].tolist()
         if not sample:
             text = self.data.queries[query][:60]
             raise ConfigError(

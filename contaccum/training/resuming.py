@@ -71,7 +71,8 @@ class ResumePoint:
         folder: the checkpoint.
         marker: the content of its marker, from `RunDescription.make_marker`.
         state: the state of transformers' trainer, which the checkpoint contains.
-        is_newest: True if the user asked for the newest checkpoint and no newer one is damaged.
+        is_newest: True if the user asked for the newest checkpoint, and no newer folder was skipped
+            as incomplete or as one of another run.
     """
 
     folder: Path
@@ -133,11 +134,12 @@ class ResumePoint:
         """
         output_dir = Path(str(args.output_dir))
         record = read_run_record(output_dir)
-        has_same_length = self.is_newest and _has_same_length(record, user_arguments)
-        is_finished = has_same_length and bool(record.get("finished"))
+        is_same_run = record.get("run_id") == self.run_id
+        has_same_length = is_same_run and _has_same_length(record, user_arguments)
+        is_finished = self.is_newest and has_same_length and bool(record.get("finished"))
         explanation = self._explain_end(args)
-        # A run that is limited by epochs may end within one. (``state.max_steps`` may be that of an
-        # earlier, shorter start.)
+        # ``num_train_epochs`` may be a fraction, so a run may end in the middle of an epoch.
+        # (``state.max_steps`` may be that of an earlier, shorter start.)
         is_last_update = has_same_length and self.state.global_step >= record["updates"]
         ended_here = explanation is not None or is_last_update
         # If only the best checkpoints are kept, a finished run may have gone on after this one.
@@ -152,8 +154,9 @@ class ResumePoint:
             return None
         if explanation is None:
             explanation = "has finished. Raise max_steps or num_train_epochs to train on"
+        num_updates = self.state.global_step if ended_here else record["updates"]
         logger.warning(
-            f"nothing is left to train after update {self.state.global_step}: the run {explanation}"
+            f"nothing is left to train after update {num_updates}: the run {explanation}"
         )
         return str(final_model)
 
@@ -309,6 +312,7 @@ def _would_overwrite(
         # "auto" would start a new run here. That is allowed if the latest run has not finished: it
         # was killed before its first checkpoint. If there is a model nevertheless, it is from an
         # older run, which the user has already allowed the latest run to overwrite.
+        # A folder without a record is treated as that of a finished run.
         return has_model and record.get("finished", True)
     if find_defect(Path(request)) is not None:
         return False  # `choose_checkpoint` refuses this checkpoint

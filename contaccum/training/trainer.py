@@ -189,7 +189,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             )
             self.add_callback(evaluation)
         self.signals = callbacks.SignalCallback()
-        self.add_callback(self.signals)
+        self.add_callback(self.signals)  # the last one: a signal also cancels an evaluation
 
     def bank_losses(self) -> Iterator[ContAccumLoss]:
         """Yield every ContAccumLoss in the training loss; see `loss_factory.iter_bank_losses`."""
@@ -249,7 +249,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         """Return a loader whose order depends only on seed and epoch, so that runs can resume."""
         if self.args.has_auto_micro_batch:
             # Only now: gradient checkpointing is on, and transformers has not read the batch size.
-            self.updates.find_micro_batch_size(self.model, self.train_dataset, self._compute_loss)
+            self.updates.find_micro_batch_size(self.model, self.train_dataset, self._try_rows)
         if isinstance(self.train_dataset, IterableDataset):
             # With dispatch_batches, the first rank would tokenize the rows of all ranks.
             self.accelerator.dataloader_config.dispatch_batches = False
@@ -259,7 +259,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self.batch_sampler = train_data.unwrap_batch_sampler(loader)
         return loader
 
-    def _compute_loss(self, loss: nn.Module, rows: list[train_data.Row]) -> Tensor:
+    def _try_rows(self, loss: nn.Module, rows: list[train_data.Row]) -> Tensor:
         inputs = self._prepare_inputs(self.data_collator(rows))
         with self.accelerator.autocast():
             return loss(*self.collect_features(inputs))
@@ -336,13 +336,13 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         return self.updates.run_micro_batch(model, inputs, self.micro_step, self.optimizer)
 
     def micro_step(
-        self, model: nn.Module, inputs: train_data.Batch, weight: float, is_last: bool
+        self, model: nn.Module, inputs: train_data.Batch, weight: float, is_last_part: bool
     ) -> Tensor:
         """Run forward and backward for a micro-batch or a part of it; see `updates.MicroStep`."""
         num_steps = self.current_gradient_accumulation_steps
         # transformers divides the loss by this number, so this multiplies the loss by ``weight``.
         self.current_gradient_accumulation_steps = 1 / weight  # type: ignore[assignment]  # int
-        synchronisation = nullcontext() if is_last else self.accelerator.no_sync(model)
+        synchronisation = nullcontext() if is_last_part else self.accelerator.no_sync(model)
         try:
             with synchronisation:
                 loss = super().training_step(model, dict(inputs))
@@ -399,9 +399,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             if folder == Path(str(self.args.output_dir)) and not self.is_in_train:
                 log.mark_finished(folder, self.run_id)
 
-    def push_to_hub(
-        self, commit_message: str | None = "End of training", *_: Any, **kwargs: Any
-    ) -> Any:
+    def push_to_hub(self, commit_message: str | None = "End of training", **kwargs: Any) -> Any:  # type: ignore[override]  # all but the message by keyword
         """Upload the model and its card; see `saving.upload_model`."""
         save = partial(self.save_model, _internal_call=True)
         is_first = self.is_world_process_zero()

@@ -51,13 +51,16 @@ class HasParameterGroups(Protocol):
 class MicroStep(Protocol):
     """A function that runs forward and backward for a micro-batch or a part of it.
 
-    ``weight`` is the fraction of the update's pairs that ``inputs`` holds. ``is_last`` is True for
-    the last part of the newest micro-batch. In all other micro-steps the ranks must not reduce
-    their gradients, because another part follows. The function returns the loss multiplied by
-    ``weight``, so that the sum over an update is the update's loss.
+    ``weight`` is the fraction of the update's pairs that ``inputs`` holds. ``is_last_part`` is True
+    for the last part of the newest micro-batch. Ranks must not reduce their gradients in any other
+    part; in this one they do so if transformers lets them, in the last micro-batch of an update.
+    The function returns the loss multiplied by ``weight``, so that the sum over an update is the
+    update's loss.
     """
 
-    def __call__(self, model: nn.Module, inputs: Batch, weight: float, is_last: bool) -> Tensor: ...
+    def __call__(
+        self, model: nn.Module, inputs: Batch, weight: float, is_last_part: bool
+    ) -> Tensor: ...
 
 
 def iter_parameters(optimizer: HasParameterGroups) -> Iterator[nn.Parameter]:
@@ -132,6 +135,7 @@ class Updates:
             not so with FSDP or DeepSpeed.
 
     Attributes:
+        limit: as above.
         current: the update in progress.
     """
 
@@ -182,6 +186,10 @@ class Updates:
             model: the model in training.
             dataset: the training set, or a dictionary of training sets.
             compute_loss: function that returns the value of a loss for rows of the data.
+
+        Raises:
+            ConfigError: if an update has fewer pairs than the smallest micro-batch.
+            UserError: if the smallest micro-batch does not fit.
         """
         num_pairs = find_micro_batch(
             self._args, model, self._loss, dataset, self.limit.smallest, compute_loss
@@ -260,8 +268,14 @@ class Updates:
     def _count_rows_of_micro_step(self) -> int:
         """Return the number of rows in the largest micro-step of the current update."""
         limit = self.limit.rows or self._args.pairs_per_micro_batch
-        largest_batch = max(self._count_pairs(inputs) for inputs in self.current.micro_batches)
-        return min(limit, largest_batch)
+        largest = 0
+        for inputs in self.current.micro_batches:
+            num_rows = min(limit, self._count_pairs(inputs))
+            loss = get_batch_loss(self._loss, inputs)
+            if uses_gradient_cache(loss):  # the user's own loss may have smaller mini-batches
+                num_rows = min(num_rows, getattr(loss, "mini_batch_size", num_rows))
+            largest = max(largest, num_rows)
+        return largest
 
     def _run_micro_steps(self, model: nn.Module, micro_step: MicroStep, first: int) -> Tensor:
         """Run the micro-steps of all micro-batches from index ``first`` on.
@@ -284,8 +298,8 @@ class Updates:
             is_newest_batch = index == len(update.micro_batches) - 1
             batch_loss = torch.zeros((), device=self._args.device)
             for part_number, (part, share) in enumerate(parts, start=1):
-                is_last = is_newest_batch and part_number == len(parts)
-                part_loss = micro_step(model, part, share * batch_weight, is_last)
+                is_last_part = is_newest_batch and part_number == len(parts)
+                part_loss = micro_step(model, part, share * batch_weight, is_last_part)
                 update.losses.append(part_loss)
                 update.micro_batch_of_loss.append(index)
                 batch_loss = batch_loss + part_loss

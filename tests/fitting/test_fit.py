@@ -337,7 +337,7 @@ def test_other_splits_get_mined_negatives_if_the_first_split_has_them(root, tmp_
     monkeypatch.setattr(folds, "train_final", train_final)
     args = check_settings(source.path, str(root / "fresh"), {"use_cpu": ["true"]})
     with monkeypatch.context() as patch:
-        patch.setattr(folds, "shutil", SimpleNamespace(rmtree=lambda folder: None))
+        patch.setattr(folds, "shutil", SimpleNamespace(rmtree=lambda *_, **__: None))
         scores = folds.Fold(source, folder, 1, "contaccum").score(base, args)
     records = [json.loads(line) for line in Path(train_files[0]).read_text().splitlines()]
     assert sum(len(record["negatives"]) for record in records) > 0
@@ -397,6 +397,12 @@ def test_no_model_is_trained_on_other_splits_if_the_guard_keeps_the_base_model(
     scores = fold.score(base, args)
     assert len(scores["base"]) > 0
     assert scores["trained"] == scores["base"]
+    # The files of a start that was killed after it had scored the split are removed too.
+    split_folder = tmp_path / "out" / "folds" / "1"
+    assert not split_folder.exists()
+    split_folder.mkdir()
+    assert fold.score(base, args) == scores
+    assert not split_folder.exists()
 
 
 class Killed(BaseException):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import shutil
@@ -247,9 +248,16 @@ def test_model_of_another_split_is_merged_with_the_chosen_weight(root, tmp_path)
     assert not (abs(between - at_one) < 1e-4).all()
 
 
-def test_guard_with_queries_of_the_test_set_is_refused(root, tmp_path):
-    fitted = root / "fitted"
-    write_beir(fitted, {"d": ("", "a text")}, {"q": "What is  Rain"}, [("q", "d", 1)], "test")
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_guard_with_queries_of_the_test_set_is_refused(root, tmp_path, is_compressed):
+    """The test set is read as BEIR folders are; it may be compressed, and have other queries."""
+    fitted = tmp_path / "fitted"
+    queries = {"q": "What is  Rain", "not judged": "word"}
+    write_beir(fitted, {"d": ("", "a text")}, queries, [("q", "d", 1)], "test")
+    if is_compressed:
+        file = fitted / "queries.jsonl"
+        Path(f"{file}.gz").write_bytes(gzip.compress(file.read_bytes()))
+        file.unlink()
     other = tmp_path / "other"
     write_beir(other, {"d": ("", "a text")}, {"x": "what is rain"}, [("x", "d", 1)], "test")
     sets = guard.Guard([other], 0.01, FitFolder(tmp_path))

@@ -107,6 +107,9 @@ def damage_store(folder: Path, damage: str) -> None:
     elif damage == "pickled":
         objects = np.array([[{}] * 4] * 10, dtype=object)
         np.save(shard / "embeddings.npy", objects, allow_pickle=True)
+    elif damage == "no hashes of texts":
+        num_bytes = (shard / "texts.npy").stat().st_size
+        (shard / "texts.npy").write_bytes(b"x" * num_bytes)
     elif damage == "no ids":
         num_bytes = (shard / "ids.arrow").stat().st_size
         (shard / "ids.arrow").write_bytes(b"x" * num_bytes)
@@ -138,6 +141,7 @@ def change_metadata(folder: Path, **changes: Any) -> None:
     "damage",
     [
         "pickled",
+        "no hashes of texts",
         "no ids",
         "ids outside of the file",
         "ids of another shard",
@@ -151,6 +155,7 @@ def test_a_broken_or_foreign_store_is_refused_in_one_line(tmp_path, damage):
     with pytest.raises(DataError) as caught:
         EmbeddingStore.open(folder)[:]
         EmbeddingStore.open(folder).ids(range(NUM_ROWS))
+        EmbeddingStore.open(folder).text_ids()
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -51,6 +51,10 @@ SETTINGS_OF_A_BANK = {
             {"auto_find_batch_size": True},
             ["auto_find_batch_size", "per_device_train_batch_size=auto"],
         ),
+        (
+            {"restore_callback_states_from_checkpoint": True},
+            ["restore_callback_states_from_checkpoint", "always restored"],
+        ),
         (AUTO, ["per_device_train_batch_size=auto", "total_train_batch_size"]),
         ({**AUTO, "total_train_batch_size": 12, "method": "in_batch"}, ["in_batch", "auto"]),
         (

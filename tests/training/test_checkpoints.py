@@ -167,14 +167,21 @@ def test_auto_starts_a_run_resumes_it_and_stops_at_its_end(tmp_path, caplog):
     assert have_same_weights(third, second)
 
 
-@pytest.mark.parametrize(("epochs", "updates"), [(1, 1), (1.5, 2), (0.5, 1)])
-def test_auto_trains_no_further_update_of_a_run_limited_by_epochs(epochs, updates, tmp_path):
+@pytest.mark.parametrize(
+    ("pairs", "epochs", "updates"), [(12, 1, 1), (12, 1.5, 2), (12, 0.5, 1), (24, 1.5, 3)]
+)
+def test_a_run_limited_by_epochs_trains_no_further_update(pairs, epochs, updates, tmp_path):
     settings = {**SAVE_EVERY_UPDATE, "num_train_epochs": epochs}
-    trainers = [make_trainer(tmp_path, 12, **settings) for _ in range(2)]
+    trainers = [make_trainer(tmp_path, pairs, **settings) for _ in range(2)]
     for trainer in trainers:
         trainer.train(resume_from_checkpoint="auto")
         assert trainer.state.global_step == updates
-    assert have_same_weights(trainers[0], trainers[1])
+    # The last checkpoint by its name.
+    named = make_trainer(tmp_path, pairs, **settings)
+    named.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{updates}"))
+    for trainer in (trainers[1], named):
+        assert trainer.state.global_step == updates
+        assert have_same_weights(trainers[0], trainer)
     assert len(read_log(tmp_path)) == updates
 
 

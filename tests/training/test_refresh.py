@@ -1,7 +1,9 @@
 """Refresh of hard negatives during training: mining, the texts in batches, resuming."""
 
 import copy
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +91,23 @@ def test_every_update_trains_on_the_negatives_of_the_last_refresh(tmp_path, work
     log = read_log(tmp_path)
     assert [line.get("mined_at") for line in log] == [0, None, 2, None, 4, None]
     assert log[0]["mining_seconds"] > 0
+
+
+def test_the_only_passage_that_is_no_positive_is_found_in_a_large_pool(tmp_path):
+    """Random draws would miss it: all other passages are positives of the query."""
+    trainer = make_trainer(tmp_path, make_pairs_without_negatives(), **REFRESH)
+    refresh = trainer.refresh
+    num_passages = 50_000
+    documents = []
+    for number in range(num_passages):
+        documents.append(SimpleNamespace(passage=f"passage {number}"))
+    refresh.data = replace(
+        refresh.data,
+        documents=documents,
+        pool_size=num_passages,
+        excluded=[range(num_passages - 1)] * NUM_PAIRS,
+    )
+    assert refresh._sample_negatives(0) == [f"passage {num_passages - 1}"] * 2
 
 
 def test_a_run_resumes_bit_for_bit_right_before_a_refresh_and_between_two(tmp_path):

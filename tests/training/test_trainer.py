@@ -431,6 +431,8 @@ def test_an_upload_has_a_model_and_a_card_and_no_credentials(tmp_path, monkeypat
         **SAVE_EVERY_UPDATE,
     )
     trainer.train()
+    with pytest.raises(TypeError):
+        trainer.push_to_hub("a message", True)  # would be ignored
     assert trainer.push_to_hub() == "https://hub/me/mine"
     (uploaded_names,) = uploads
     assert {"README.md", "model.safetensors", "modules.json"} <= uploaded_names
@@ -573,3 +575,6 @@ def test_each_of_several_losses_receives_the_number_of_pairs_of_its_data_set(tmp
     assert announced_two == received_two
     assert sum(received_one) == 20
     assert sum(received_two) == 16
+    # The logged loss is that of both, so it is not compared with a random guess of one.
+    for line in read_log(tmp_path):
+        assert line["loss_has_other_terms"]

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+from sentence_transformers.sentence_transformer.losses import (
+    CachedMultipleNegativesRankingLoss,
+    MultipleNegativesRankingLoss,
+)
 from tiny_models import tiny_encoder
 from tiny_runs import (
     SAVE_EVERY_UPDATE,
@@ -183,6 +186,24 @@ def test_a_gradient_cache_encodes_fewer_rows_and_its_update_stays_the_same(tmp_p
         weights.append(get_weights(trainer))
     assert trainer.loss.mini_batch_size == 2
     assert (weights[0] - weights[1]).abs().max() < 1e-6
+
+
+def test_a_cached_loss_of_the_user_halves_its_own_mini_batches(tmp_path, caplog):
+    """The batch is larger, but memory runs out at a mini-batch."""
+    model = tiny_encoder()
+    loss = CachedMultipleNegativesRankingLoss(model, mini_batch_size=4)
+    trainer = make_trainer(
+        tmp_path,
+        model=model,
+        loss=loss,
+        per_device_train_batch_size=12,
+        gradient_accumulation_steps=1,
+    )
+    simulate_out_of_memory(trainer, "passages", {1}, max_rows=2)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert "out of memory at a micro-batch of 4" in caplog.text
+    assert loss.mini_batch_size == 2
 
 
 def test_a_resumed_run_with_a_gradient_cache_keeps_its_limit(tmp_path):
