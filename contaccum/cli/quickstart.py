@@ -113,10 +113,10 @@ def _make_parser() -> Parser:
     )
     parser.add_argument(
         "--budget",
-        default="30m",
+        default="2h",
         metavar="TIME",
-        help="wall-clock time of `contaccum fit`, for slow machines such as 1h; "
-        "default: %(default)s",
+        help="largest wall-clock time of `contaccum fit`; a slow machine needs more than a fast "
+        "one. Default: %(default)s",
     )
     parser.add_argument(
         "--output_dir",
