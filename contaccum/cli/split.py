@@ -72,8 +72,8 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         type=int,
         default=defaults.haystack,
         metavar="N",
-        help="without --corpus: minimum number of documents in each of dev and test; "
-        "default: %(default)s",
+        help="minimum number of documents in each of dev and test, if there is neither --corpus "
+        "nor a BEIR folder with its own; default: %(default)s",
     )
     parser.add_argument(
         "--seed",

@@ -10,6 +10,7 @@ epoch although the record is stored once.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -393,8 +394,12 @@ def parse_training_sets(
 def _parse_set(item: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `load_training_data` that the settings of one set contain."""
     settings: Mapping[str, Any]
-    if not isinstance(item, str):
+    if isinstance(item, os.PathLike):
+        settings = {"path": os.fspath(item)}
+    elif isinstance(item, Mapping):
         settings = item
+    elif not isinstance(item, str):
+        raise ConfigError("a set is a path, or a mapping of settings")
     elif item.lstrip().startswith("{"):
         try:
             settings = json.loads(item)
@@ -407,7 +412,8 @@ def _parse_set(item: str | Mapping[str, Any]) -> dict[str, Any]:
     arguments = {}
     for key, value in settings.items():
         check_choice("a key of a set", key, SET_KEYS)
-        arguments[SET_KEYS[key]] = value
+        if value is not None:
+            arguments[SET_KEYS[key]] = value
     return arguments
 
 

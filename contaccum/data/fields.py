@@ -6,6 +6,7 @@ A field holds a text, a passage object, messages, an id, or a list of these. Fil
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from contaccum.data.records import (
     quoted,
 )
 from contaccum.data.text_lookup import TextLookup
+from contaccum.errors import ConfigError
 
 TEACHER_SCORES_REMEDY = "contaccum mine --cross_encoder writes scores"
 
@@ -77,6 +79,12 @@ class _ChosenFields(NamedTuple):
     positive: str
 
 
+def check_min_score(min_score: float | None) -> None:
+    """Raise `ConfigError` for a ``min_score`` that is not finite; None is accepted."""
+    if min_score is not None and not math.isfinite(min_score):
+        raise ConfigError(f"min_score={min_score}: give a number")
+
+
 class RecordParser:
     """Parser for the records of one file.
 
@@ -125,17 +133,16 @@ class RecordParser:
         """
         if self.unseen_columns:
             self.unseen_columns.difference_update(record)
-        if self._chosen is None:
-            self._chosen = _ChosenFields(
-                self._choose_field("query", record), self._choose_field("positive", record)
-            )
-        query = _parse_text_or_messages(record.get(self._chosen.query), self._chosen.query)
-        if not self._is_match(record, self._chosen):
+        chosen = self._chosen or _ChosenFields(
+            self._choose_field("query", record), self._choose_field("positive", record)
+        )
+        query = _parse_text_or_messages(record.get(chosen.query), chosen.query)
+        if not self._is_match(record, chosen):
             return None
         # There is no name if `columns` gives the column "title" another role.
         title_names = self._names["title"]
         title = parse_title(record, title_names[0]) if title_names else ""
-        positive_field = self._chosen.positive
+        positive_field = chosen.positive
         positives = self._parse_passages(record.get(positive_field), positive_field, title)
         if not positives:
             raise Fault(f"empty {positive_field}")
@@ -146,6 +153,7 @@ class RecordParser:
                 "no teacher scores",
                 f"distill needs a number for each of its passages; {TEACHER_SCORES_REMEDY}",
             )
+        self._chosen = chosen  # the first usable record decides for all others
         parsed_record = Record(
             query,
             positives=[positive.text for positive in positives],
@@ -155,9 +163,12 @@ class RecordParser:
         return _remove_repeated_negatives(parsed_record)
 
     def _choose_field(self, role: str, record: Mapping[str, Any]) -> str:
-        for name in self._names[role]:
-            if name in record:
+        present_names = [name for name in self._names[role] if name in record]
+        for name in present_names:
+            if record[name] is not None:
                 return name
+        if present_names:
+            return present_names[0]
         raise _make_missing_field_fault(role, record)
 
     def _is_match(self, record: Mapping[str, Any], chosen: _ChosenFields) -> bool:

@@ -37,6 +37,10 @@ _SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
 _HUB_NAME = r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?"
 
 
+SPLIT_RECORD = "split.json"
+"""The file that marks a folder of `contaccum split`, and has its counts."""
+
+
 def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> DataFormat:
     """Detect the format of training data from their content.
 
@@ -95,6 +99,10 @@ def _is_text_triple(line: bytes) -> bool:
 
 
 def _sniff_folder(folder: Path) -> DataFormat:
+    if (folder / SPLIT_RECORD).is_file():
+        raise DataError(
+            one_line(f"{folder}: a folder of contaccum split (give {folder}/train.jsonl)")
+        )
     for file_name, data_format in _FORMAT_BY_FILE.items():
         if any(folder.glob(f"{file_name}*")):
             return data_format

@@ -72,17 +72,21 @@ class Grouping(NamedTuple):
                 sizes.append(num_queries)
         return sizes
 
-    def suggest_test_size(self, num_dev: int) -> str:
+    def suggest_size(self, num_dev: int, num_test: int) -> str:
         """Return the advice for data whose small groups have too few queries to be held out.
 
-        With a larger test set, more groups are small.
+        With a larger test set, more groups are small. (If the data came with a test set, only dev
+        is held out: ``num_test`` is 0, and dev must be larger.)
         """
         sizes = self.list_sizes()
         for largest in sorted(set(sizes)):
-            num_test = _SMALL_GROUPS_PER_SET * largest
+            raised = _SMALL_GROUPS_PER_SET * largest
+            num_held_out = raised if num_test == 0 else num_dev + raised
             num_available = sum(size for size in sizes if size <= largest)
-            if num_dev <= num_test and num_available >= num_dev + num_test:
-                return f"raise --test to {num_test:,}"
+            # Only whole groups are held out, so dev and test may be larger by one group each.
+            leaves_some = sum(sizes) >= num_held_out + 2 * largest
+            if num_dev <= raised and num_available >= num_held_out and leaves_some:
+                return f"raise --{'dev' if num_test == 0 else 'test'} to {raised:,}"
         return "the questions have too few different passages to hold some of them out"
 
 

@@ -20,7 +20,12 @@ from typing import Any, NamedTuple, cast
 
 from contaccum.data.beir import find_beir_file, is_beir_folder, read_judged_pairs
 from contaccum.data.columns import parse_columns
-from contaccum.data.fields import TEACHER_SCORES_REMEDY, Record, RecordParser
+from contaccum.data.fields import (
+    TEACHER_SCORES_REMEDY,
+    Record,
+    RecordParser,
+    check_min_score,
+)
 from contaccum.data.formats import (
     DATA_FORMATS,
     JUDGED_FORMATS,
@@ -153,6 +158,7 @@ class Source:
         is_corpus: bool = False,
     ) -> None:
         check_choice("data_format", data_format, (None, *DATA_FORMATS))
+        check_min_score(min_score)
         self.path = Path(os.path.expanduser(path))
         self.columns = parse_columns(columns)
         if data_format:
@@ -207,6 +213,7 @@ class Source:
                 corpus = TextLookup(self.corpus, texts)
             parser = RecordParser(self.columns, corpus, self.min_score, self.needs_scores)
             is_table = self.data_format in _TABLE_FORMATS
+            num_matches = 0
             for record in parse_rows(self.path, self.rows(), parser.parse, report):
                 # The first row of a table has all columns, so a wrong name is refused at once.
                 if is_table and parser.unseen_columns:
@@ -214,8 +221,10 @@ class Source:
                 if record is None:
                     report.leave_out(self.path, "score below min_score")
                 else:
+                    num_matches += 1
                     yield record
             self._refuse_unseen_columns(parser)
+            report.refuse_if_nothing_left(self.path, num_matches, "records")
 
     def _refuse_unseen_columns(self, parser: RecordParser) -> None:
         """Raise `DataError` if a name in `columns` is not a field of any record read so far."""

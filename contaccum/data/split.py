@@ -27,6 +27,7 @@ from typing import Any
 from contaccum.data import split_files
 from contaccum.data.beir import BeirDataset
 from contaccum.data.fields import Record
+from contaccum.data.formats import SPLIT_RECORD
 from contaccum.data.grouping import Grouping, assign_records, choose_held_out_by, group_records
 from contaccum.data.readers import Passage, Source
 from contaccum.data.records import RecordReport, normalise
@@ -47,7 +48,6 @@ LEAST_QUERIES = 10
 FEW_TEST_QUERIES = 100
 """Number of test queries below which the split warns: most differences would be noise."""
 
-RECORD_FILE = "split.json"
 TRAIN_FILE = "train.jsonl"
 CORPUS_FILE = "corpus.jsonl"
 
@@ -115,6 +115,7 @@ class Split:
             of an earlier version, which did not count them.
         positives_added: number of positives of dev and test that the given corpus lacks and that
             were added to the haystacks; 0 in a folder of an earlier version.
+        has_own_test: whether the data came with a test set.
     """
 
     train: int
@@ -132,6 +133,7 @@ class Split:
     fingerprint: str
     available: int = 0
     positives_added: int = 0
+    has_own_test: bool = False
 
     def summary(self) -> str:
         """Return one line: the numbers of queries, near-duplicates, and positives added."""
@@ -152,10 +154,10 @@ class Split:
         """Return warnings about the split, one line each."""
         warnings = []
         if self.test < FEW_TEST_QUERIES:
-            warnings.append(
-                f"{self.test} test queries are few: only large differences exceed the noise. "
-                "`contaccum split` holds out other queries with --fold 1, 2, ..."
-            )
+            warning = f"{self.test} test queries are few: only large differences exceed the noise."
+            if not self.has_own_test and self.available >= 2 * self.test:
+                warning += " `contaccum split` holds out other queries with --fold 1, 2, ..."
+            warnings.append(warning)
         if self.left_out:
             warnings.append(
                 f"{self.left_out:,} training records are left out: "
@@ -205,6 +207,8 @@ def split_data(
     settings = settings or SplitSettings()
     report = report or RecordReport()
     records = list(data.records(report))
+    if data.data_format == "dpr":  # its scores are those of BM25, not of a teacher
+        records = [record._replace(scores=None) for record in records]
     published_test = split_files.load_published_test(data, report)
     corpus_documents = _read_corpus(data, corpus, published_test, settings, report)
 
@@ -232,8 +236,9 @@ def split_data(
             fingerprint=_compute_fingerprint(records, settings, corpus),
             available=_count_available(grouping, _list_small_groups(grouping, sizes, settings)),
             positives_added=counts.positives_added,
+            has_own_test=published_test is not None,
         )
-        write_json(folder / RECORD_FILE, {**asdict(split), **provenance()})
+        write_json(folder / SPLIT_RECORD, {**asdict(split), **provenance()})
     return split
 
 
@@ -253,7 +258,9 @@ def _read_corpus(
             )
         return split_files.get_haystack(published_test)
     if corpus is None and data.data_format == "beir":
-        corpus = data.path
+        # The training records have counted its documents already. Published sets have blank ones.
+        own_report = RecordReport(report.on_bad_record)
+        return split_files.read_haystack(data.path, own_report, may_be_blank=True)
     return None if corpus is None else split_files.read_haystack(corpus, report)
 
 
@@ -287,7 +294,7 @@ def _write_sides(
 
 def read_split(folder: AnyPath) -> Split:
     """Read the counts of the split in a folder; raises `DataError` if they are incomplete."""
-    file = Path(folder) / RECORD_FILE
+    file = Path(folder) / SPLIT_RECORD
     content = read_json(file)
     try:
         return Split(**{f.name: content[f.name] for f in fields(Split) if f.name in content})
@@ -330,7 +337,7 @@ def choose_sides(
             f"{source}: cannot hold out {num_held_out:,} queries. Records that share a text, or "
             f"nearly so, must stay on one side: the largest group has "
             f"{max(grouping.queries_of_group.values()):,} queries, and small groups have "
-            f"{num_available:,} in all ({grouping.suggest_test_size(sizes['dev'])})"
+            f"{num_available:,} in all ({grouping.suggest_size(sizes['dev'], sizes['test'])})"
         )
     test_start = settings.fold * sizes["test"]
     if settings.fold and test_start + sizes["test"] > num_available:
@@ -355,6 +362,8 @@ def choose_sides(
                 f"{source}: {side} would be empty, because a group of linked records has more than "
                 f"{size:,} queries (raise --{side})"
             )
+    if "train" not in sides.values():
+        raise DataError(f"{source}: no group of linked records is left to train on (lower --test)")
     return sides
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from pathlib import Path
@@ -116,13 +117,17 @@ def _get_copied_texts(document: Passage) -> set[str]:
 
 
 def _add_copies(texts: Set[str], documents: Iterable[Passage]) -> set[str]:
-    """Return normalised texts together with those of the documents that are copies of them."""
-    copies = {
-        normalise(document.passage)
-        for document in documents
-        if not texts.isdisjoint(_get_copied_texts(document))
-    }
-    return copies | texts
+    """Return normalised texts together with those of the documents that are copies of them.
+
+    The texts of a document are those with its title and without it, because hard negatives may
+    have either.
+    """
+    all_texts = set(texts)
+    for document in documents:
+        copied_texts = _get_copied_texts(document)
+        if not texts.isdisjoint(copied_texts):
+            all_texts |= copied_texts
+    return all_texts
 
 
 def _collect_positives(records: Iterable[Record]) -> set[str]:
@@ -177,10 +182,20 @@ def load_published_test(data: Source, report: RecordReport) -> BeirDataset | Non
     return load_beir_folder(data.path, "test", report=report, texts_report=texts_report)
 
 
-def read_haystack(corpus: AnyPath, report: RecordReport) -> list[Passage]:
-    """Read the documents of a corpus; raise `DataError` for an id that occurs twice."""
+def read_haystack(
+    corpus: AnyPath, report: RecordReport, may_be_blank: bool = False
+) -> list[Passage]:
+    """Read the documents of a corpus, as `read_passages` does.
+
+    Raises:
+        DataError: for an id that occurs twice, or that a file of judgements cannot contain.
+    """
     documents: dict[str, Passage] = {}
-    for document in read_passages(corpus, report):
+    for document in read_passages(corpus, report, may_be_blank):
+        if re.search(r"[\t\r\n]", document.id):
+            raise DataError(
+                f"{corpus}: the id {quoted(document.id)} has a tab or a line break; remove it"
+            )
         if document.id in documents:
             raise DataError(
                 f"{corpus}: has the id {quoted(document.id)} twice; keep one of the two"

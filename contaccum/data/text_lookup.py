@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterable
+from contextlib import suppress
 
 from contaccum.data.records import Fault, one_line, quoted
 from contaccum.errors import DataError
@@ -47,8 +48,11 @@ class TextLookup:
 
         A number takes less memory than an id. `get_text` returns its text.
         """
-        cursor = self._connection.execute("SELECT number FROM texts WHERE id = ?", (str(text_id),))
-        row = cursor.fetchone()
+        row = None
+        with suppress(UnicodeEncodeError):  # no text has an id that is not valid Unicode
+            row = self._connection.execute(
+                "SELECT number FROM texts WHERE id = ?", (str(text_id),)
+            ).fetchone()
         if row is None:
             raise Fault(f"unknown id in {self._file_name}", quoted(text_id))
         return int(row[0])

@@ -184,7 +184,7 @@ def _find_changed_key(request: dict[str, Any], earlier_request: dict[str, Any]) 
 
 
 def hash_content(path: Path, output: Path) -> str:
-    """Return a SHA-256 hash of a file, or of the names and sizes of the files in a folder.
+    """Return a SHA-256 hash of a file, or of the names and contents of the files in a folder.
 
     Args:
         output: the output folder of the fit. If it is in the folder, its files are left out.
@@ -197,9 +197,13 @@ def hash_content(path: Path, output: Path) -> str:
         if path.is_dir():
             for file in sorted(path.rglob("*")):
                 if file.is_file() and not file.resolve().is_relative_to(output.resolve()):
-                    content.update(f"{file.relative_to(path)} {file.stat().st_size}\n".encode())
+                    content.update(f"{file.relative_to(path)} {_hash_file(file)}\n".encode())
             return content.hexdigest()
-        with path.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
+        return _hash_file(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _hash_file(path: Path) -> str:
+    with path.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

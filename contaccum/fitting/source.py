@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from contaccum.data.dataset import MSMARCO_NEGATIVES
+from contaccum.data.fields import check_min_score
+from contaccum.data.formats import SPLIT_RECORD
 from contaccum.data.readers import Source
 from contaccum.data.records import RecordReport
 from contaccum.data.split import (
     CORPUS_FILE,
     FEW_TEST_QUERIES,
-    RECORD_FILE,
     TRAIN_FILE,
     Split,
     SplitSettings,
@@ -54,8 +55,7 @@ class DataSource:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for sizes or a score out of range."""
         SplitSettings(self.dev, self.test)
-        if self.min_score is not None and not math.isfinite(self.min_score):
-            raise ConfigError(f"min_score={self.min_score}: give a number")
+        check_min_score(self.min_score)
 
     def make_record(self, output: Path) -> dict[str, Any]:
         """Return everything that decides the split, with hashes of the files, as a JSON record.
@@ -78,7 +78,7 @@ class DataSource:
     @property
     def is_split(self) -> bool:
         """True if the data are a folder that `contaccum split` wrote."""
-        return (self.path / RECORD_FILE).is_file()
+        return (self.path / SPLIT_RECORD).is_file()
 
     def hold_out(self, folder: Path, fold: int = 0, show_progress: bool = False) -> str | None:
         """Split the pairs into train, dev and test in a folder, unless the folder exists.
@@ -125,7 +125,7 @@ class DataSource:
                 raise ConfigError(
                     f"{name} is set, but {self.path} is a split already: drop it, or give the pairs"
                 )
-        parts = (TRAIN_FILE, CORPUS_FILE, "dev", "test", RECORD_FILE)
+        parts = (TRAIN_FILE, CORPUS_FILE, "dev", "test", SPLIT_RECORD)
         for name in parts:
             if not (self.path / name).exists():
                 raise DataError(

@@ -1,6 +1,7 @@
 """Readers: every format gives the same records by one call, with the format detected or named."""
 
 import json
+import math
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from data_files import (
     read,
     rows,
 )
+from small_data import write_lines
 
 from contaccum.data import (
     Record,
@@ -561,3 +563,36 @@ def test_a_name_that_begins_with_a_tilde_may_be_no_home_folder(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     put(tmp_path / "~pairs.jsonl", lines([{"query": "q", "positive": "p"}]))
     assert read("~pairs.jsonl")[0] == [Record("q", ["p"], [])]
+
+
+@pytest.mark.parametrize(
+    "first_record",
+    [
+        {"question": "a b", "positive": None, "passage": "x"},
+        {"query": "", "question": "", "positive": "x"},
+    ],
+    ids=["null", "empty"],
+)
+def test_a_bad_field_of_the_first_record_does_not_decide_the_names(tmp_path, first_record):
+    good_records = [{"question": f"q {number}", "passage": "a text"} for number in range(5)]
+    path = write_lines(tmp_path / "data.jsonl", [first_record, *good_records])
+    records = list(read_records(path, report=RecordReport("skip")))
+    queries = [record.query for record in records]
+    assert queries[-5:] == [record["question"] for record in good_records]
+
+
+def test_a_min_score_that_no_pair_reaches_is_named(tmp_path):
+    record = {"query": "a b", "positive": "a text", "score": 0.5}
+    path = write_lines(tmp_path / "data.jsonl", [record] * 3)
+    with pytest.raises(DataError, match=r"no records left to use; .*3 score below min_score"):
+        list(read_records(path, min_score=1))
+    with pytest.raises(ConfigError, match="min_score=nan"):
+        list(read_records(path, min_score=math.nan))
+
+
+def test_an_id_that_is_not_valid_unicode_is_an_unknown_id(tmp_path):
+    corpus = write_lines(tmp_path / "corpus.jsonl", [{"_id": "1", "text": "a text"}])
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"query": "q", "positive_id": "\\ud800"}\n')
+    with pytest.raises(DataError, match=r"data\.jsonl:1: "):
+        list(read_records(path, corpus=corpus))

@@ -1,5 +1,6 @@
 """Several training sets: their settings, and the known positives that they share."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,3 +73,10 @@ def test_sets_share_known_positives_and_have_text_ids(tmp_path):
     assert (
         sets.record()["sets"]["a"] == expected and sets.record()["fingerprint"] == sets.fingerprint
     )
+
+
+def test_a_set_is_a_path_or_a_mapping_and_null_settings_are_unset():
+    sets = parse_training_sets([Path("a.jsonl"), {"path": "b.jsonl", "name": None}])
+    assert list(sets) == ["a", "b"]
+    with pytest.raises(ConfigError, match=r"train_data: .*2024.*: a set is a path"):
+        parse_training_sets([2024])

@@ -1,5 +1,6 @@
 """Splits: held-out sets share no text with training, by a comparison of words."""
 
+import json
 import math
 import random
 import re
@@ -389,6 +390,21 @@ def test_documents_are_held_out_if_the_pairs_have_their_texts_without_titles(tmp
     for text in training_texts:
         assert not normalise_text(text).endswith(tuple(held_out_texts))
     assert split.train == 28
+
+    # Hard negatives may have the form with the title as positives, and the other one themselves.
+    for number, record in enumerate(records):
+        record["positive"] = f"{corpus[2 * number]['title']} {corpus[2 * number]['text']}"
+        record["negatives"] = [corpus[2 * ((number + 1) % len(records))]["text"], f"never {number}"]
+    pairs = write_lines(tmp_path / "titled.jsonl", records)
+    split_data(Source(pairs), tmp_path / "titled", corpus=corpus_file)
+    held_out_ids = set()
+    for side in ("dev", "test"):
+        for judgements in load_beir_folder(tmp_path / "titled" / side, "test").qrels.values():
+            held_out_ids |= judgements.keys()
+    held_out = {row["text"] for row in corpus if row["_id"] in held_out_ids}
+    assert len(held_out) > 0
+    for row in read_lines(tmp_path / "titled" / "train.jsonl"):
+        assert held_out.isdisjoint(row["negatives"])
     # The positives of 28 queries without titles, and negatives that are no document.
     assert split.documents["train"] >= 28 + 28
 
@@ -491,6 +507,94 @@ def test_few_answers_of_many_questions_need_a_larger_test_set(tmp_path):
         split_data(source, tmp_path / "split")
     split = split_data(source, tmp_path / "split", SplitSettings(test=240))
     assert split.test == 240
+
+
+def test_advice_for_large_groups_leaves_queries_to_train_on(tmp_path):
+    """Only whole groups of 18 are held out, so 9 dev queries become 18."""
+    pairs = []
+    passages = sentences(7, 0, 9)
+    for number, query in enumerate(sentences(5 * 18, 1, 9)):
+        pairs.append({"query": query, "positive": passages[number % 5]})
+    source = Source(write_lines(tmp_path / "five.jsonl", pairs))
+    with pytest.raises(DataError, match="too few different passages"):
+        split_data(source, tmp_path / "split")
+    with pytest.raises(DataError, match="no group of linked records is left to train on"):
+        split_data(source, tmp_path / "split", SplitSettings(test=72))
+    assert not (tmp_path / "split").exists()
+    for number, query in enumerate(sentences(2 * 18, 2, 9)):
+        pairs.append({"query": query, "positive": passages[5 + number % 2]})
+    source = Source(write_lines(tmp_path / "seven.jsonl", pairs))
+    with pytest.raises(DataError, match=r"\(raise --test to 72\)"):
+        split_data(source, tmp_path / "split")
+    assert split_data(source, tmp_path / "split", SplitSettings(test=72)).train == 36
+
+
+def write_beir_of_groups(folder, num_test):
+    """Write a BEIR folder of 10 documents with 10 queries each, and a test set of others."""
+    texts = sentences(10 + num_test, 0, 9)
+    documents = {f"d{number}": ("", text) for number, text in enumerate(texts)}
+    queries = {f"q{number}": text for number, text in enumerate(sentences(100 + num_test, 1, 9))}
+    qrels = [(f"q{number}", f"d{number % 10}", 1) for number in range(100)]
+    test_qrels = [(f"q{100 + number}", f"d{10 + number}", 1) for number in range(num_test)]
+    write_beir(folder, documents, queries, qrels, "train")
+    if num_test:
+        write_qrels(folder / "qrels" / "test.tsv", test_qrels)
+    return folder
+
+
+def test_with_a_test_set_of_its_own_the_advice_concerns_dev_and_no_folds(tmp_path):
+    source = Source(write_beir_of_groups(tmp_path / "beir", 12))
+    with pytest.raises(DataError, match=r"\(raise --dev to 40\)"):
+        split_data(source, tmp_path / "split")
+    split = split_data(source, tmp_path / "split", SplitSettings(dev=40))
+    [warning] = [line for line in split.warnings() if "test queries are few" in line]
+    assert "--fold" not in warning
+    pairs = Source(write_lines(tmp_path / "pairs.jsonl", make_pairs(40)))
+    [warning] = split_data(pairs, tmp_path / "other").warnings()
+    assert "--fold 1, 2" in warning
+
+
+def test_the_corpus_of_a_beir_folder_is_counted_once_and_may_have_blank_documents(tmp_path):
+    documents, queries, qrels = make_judged_claims(20)
+    documents["blank"] = ("", "")
+    folder = write_beir(tmp_path / "beir", documents, queries, qrels)
+    with open(folder / "corpus.jsonl", "a") as file:
+        file.write("{broken\n")
+    report = RecordReport("skip")
+    split = split_data(Source(folder), tmp_path / "split", report=report)
+    assert report.by_reason == {"broken JSON": 1}
+    assert split.documents["test"] == 21
+
+
+def test_scores_of_a_dpr_file_do_not_become_teacher_scores(tmp_path):
+    """They are those of BM25."""
+    records = []
+    for number, pair in enumerate(make_pairs(40)):
+        passage = {"title": "", "text": pair["positive"], "score": "1000", "passage_id": "1"}
+        negative = {**passage, "text": f"never {number}", "score": "12.3"}
+        record = {"question": pair["query"], "answers": []}
+        records.append({**record, "positive_ctxs": [passage], "hard_negative_ctxs": [negative]})
+    file = tmp_path / "nq.json"
+    file.write_text(json.dumps(records))
+    split_data(Source(file), tmp_path / "split")
+    lines = read_lines(tmp_path / "split" / "train.jsonl")
+    assert len(lines) > 0
+    for line in lines:
+        assert len(line["negatives"]) == 1
+        assert "scores" not in line
+
+
+def test_a_folder_of_a_split_is_not_taken_for_training_data(tmp_path):
+    split_data(Source(write_lines(tmp_path / "p.jsonl", make_pairs(40))), tmp_path / "split")
+    with pytest.raises(DataError, match=r"contaccum split \(give .*split/train\.jsonl\)"):
+        Source(tmp_path / "split")
+
+
+def test_ids_that_judgements_cannot_contain_are_refused(tmp_path):
+    pairs = write_lines(tmp_path / "pairs.jsonl", make_pairs(40))
+    corpus = write_lines(tmp_path / "corpus.jsonl", [{"_id": "a\tb", "text": "a text"}])
+    with pytest.raises(DataError, match="has a tab or a line break"):
+        split_data(Source(pairs), tmp_path / "split", corpus=corpus)
 
 
 def test_unusable_documents_are_counted_once(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from contaccum.errors import ConfigError
-from contaccum.fitting.folder import FitFolder
+from contaccum.fitting.folder import FitFolder, hash_content
 
 
 def open_folder(path: Path, **request: object) -> FitFolder:
@@ -52,3 +52,13 @@ def test_changed_data_are_named_without_their_hashes(tmp_path):
     folder.baselines_file.write_text("{}")
     with pytest.raises(ConfigError, match="and the data has changed since it started"):
         open_folder(tmp_path / "out", content="81c2")
+
+
+def test_the_hash_of_a_folder_depends_on_the_contents_of_its_files(tmp_path):
+    data = tmp_path / "beir"
+    data.mkdir()
+    (data / "test.tsv").write_text("q\td\t1\n")
+    first = hash_content(data, tmp_path / "out")
+    assert hash_content(data, tmp_path / "out") == first
+    (data / "test.tsv").write_text("q\td\t0\n")
+    assert hash_content(data, tmp_path / "out") != first
