@@ -98,10 +98,10 @@ def run(argv: Sequence[str]) -> int:
         write_json(args.output.with_suffix(".compare.json"), comparisons)
     title = f"# Evaluation of {args.model or args.run}"
     write_text(args.output.with_suffix(".md"), f"{title}\n\n{text}\n")
+    print(text)
     if args.update_card:
         section = _write_card_section(metrics_table, argv)
         results.update_card(_get_model_card(args), rows, shown_metrics, section)
-    print(text)
     print(f"written: {args.output}, with runs and tables beside it")
     return 0
 
@@ -124,6 +124,12 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             f"--update_card: {args.model or args.run} is not a folder with a model card, "
             "README.md: name such a folder as MODEL, or leave --update_card out"
         )
+    if args.update_card:
+        from contaccum.evaluation import results
+
+        results.read_card(_get_model_card(args))  # a broken card is refused before the evaluation
+    if "binary" not in (args.quantize or ()):
+        parser.refuse_given(args, ["rescore"], "has an effect only with --quantize binary")
     return args
 
 

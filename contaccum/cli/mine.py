@@ -70,11 +70,15 @@ def run(argv: Sequence[str]) -> int:
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line, and check that a MODEL is named if it is needed."""
-    args = _make_parser().parse(argv)
+    parser = _make_parser()
+    args = parser.parse(argv)
     if args.method == "dense" and args.model is None:
         raise ConfigError("--method dense needs a MODEL to encode with: name one")
     if args.method == "bm25" and args.model is not None:
         raise ConfigError("--method bm25 uses no MODEL: leave it out")
+    if args.method == "bm25":
+        options = ("similarity", "query_max_length", "passage_max_length", "precision")
+        parser.refuse_given(args, options, "has no effect with --method bm25")
     return args
 
 

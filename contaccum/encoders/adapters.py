@@ -164,6 +164,7 @@ def merge_adapter(model: nn.Module) -> None:
     ``model.float()`` first to keep the whole update.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
     adapted_transformers = []  # the transformers of one tower or of both
     for module in model.modules():
@@ -180,6 +181,12 @@ def merge_adapter(model: nn.Module) -> None:
         # A copy, because another tower may share the base.
         backbone = copy.deepcopy(transformer.model)
         transformer.model = backbone
+        for name, layer in list(backbone.named_modules()):
+            if isinstance(layer, ModulesToSaveWrapper):  # trained as a whole, in a copy
+                backbone.set_submodule(name, layer.modules_to_save[layer.active_adapters[0]])
+            elif isinstance(layer, TrainableTokensWrapper):  # some rows of the word embeddings
+                _merge_layer(layer.token_adapter)
+                backbone.set_submodule(name, layer.token_adapter.get_base_layer())
         for name, layer in list(backbone.named_modules()):
             if isinstance(layer, BaseTunerLayer):
                 _merge_layer(layer)

@@ -239,7 +239,10 @@ def complete_url(url: str) -> str:
     Raises:
         ConfigError: this is not a URL of a server.
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # such as a bracket that is not closed
+        parts = urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(
             f"{redact(url)}: not the URL of a server; write it as http://localhost:8080"

@@ -283,11 +283,16 @@ def sample(
 
 
 def _sample_documents(dataset: BeirDataset, query_ids: set[str], corpus: int | None) -> set[str]:
-    """Return the ids of the documents to keep; see `sample`."""
+    """Return the ids of the documents to keep; see `sample`.
+
+    Of a query without relevant documents, one that was judged is kept: the query has the score 0,
+    and without judgements it would not count.
+    """
     relevant_ids: set[str] = set()
     for query_id, grades in dataset.qrels.items():
         if query_id in query_ids:
-            relevant_ids.update(document for document, grade in grades.items() if grade > 0)
+            relevant = {document for document, grade in grades.items() if grade > 0}
+            relevant_ids |= relevant or {min(grades, key=_hash_id)}
     other_ids = sorted(dataset.corpus.keys() - relevant_ids, key=_hash_id)
     if corpus is not None:
         num_others = max(0, corpus - len(relevant_ids))

@@ -16,16 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote, unquote
 
+import yaml
+
 from contaccum.data.records import (
     Fault,
     RecordReport,
+    one_line,
     parse_number,
     parse_rows,
     quoted,
     read_lines,
     split_cells,
 )
-from contaccum.errors import DataError
+from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.metrics import sort_as_trec_eval
 from contaccum.files import provenance, read_json, redact, require_writable, write_text
 
@@ -160,6 +163,22 @@ def result_files(path: Path) -> list[Path]:
     return records
 
 
+def read_card(path: Path) -> Any:
+    """Read a model card; return it as a `ModelCard` of huggingface_hub.
+
+    Raises:
+        ConfigError: its metadata are not YAML.
+    """
+    from huggingface_hub import ModelCard
+
+    try:
+        return ModelCard.load(path)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(
+            one_line(f"{path}: its metadata cannot be read ({error}): correct them")
+        ) from error
+
+
 def update_card(
     path: Path, rows: Iterable[Mapping[str, Any]], metrics: Sequence[str], section: str
 ) -> None:
@@ -173,9 +192,7 @@ def update_card(
         metrics: names of the metrics to write.
         section: text of the section, in Markdown.
     """
-    from huggingface_hub import ModelCard
-
-    card = ModelCard.load(path)
+    card = read_card(path)
     new_results = []
     for row in rows:
         for metric in metrics:

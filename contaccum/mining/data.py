@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -23,7 +23,7 @@ from contaccum.data import (
 )
 from contaccum.data.formats import JUDGED_FORMATS
 from contaccum.data.readers import Source
-from contaccum.data.records import normalise
+from contaccum.data.records import Fault, normalise, parse_text
 from contaccum.errors import DataError
 from contaccum.files import AnyPath, Fingerprint
 
@@ -167,10 +167,17 @@ def _drop_blank_passages(passages: Iterable[Passage]) -> list[Passage]:
 
 
 def _iter_queries_in_memory(records: Iterable[Mapping[str, Any]]) -> Iterator[_JudgedQuery]:
-    for record in records:
-        positive = record["positive"]
-        texts = [positive] if isinstance(positive, str) else positive
-        yield _JudgedQuery(None, record["query"], _make_passages(texts))
+    for number, record in enumerate(records):
+        positive = record.get("positive")
+        texts = positive if isinstance(positive, Sequence) else [positive]
+        if isinstance(positive, str):
+            texts = [positive]
+        try:
+            query = parse_text(record.get("query"), "query")
+            passages = _make_passages([parse_text(text, "positive") for text in texts])
+        except Fault as fault:
+            raise DataError(f"record {number}: {fault} (correct the record)") from fault
+        yield _JudgedQuery(None, query, passages)
 
 
 def _make_beir_passages(dataset: BeirDataset) -> dict[str, Passage]:

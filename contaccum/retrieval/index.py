@@ -385,6 +385,7 @@ def _set_parameters(index: faiss.Index, factory: str, parameters: str | None) ->
         if num_lists == 0:
             return None
         parameters = f"nprobe={math.ceil(num_lists / 8)}"
+    _check_parameters(parameters)
     space: Any = faiss.ParameterSpace()  # FAISS's type stub has only one of the two overloads
     try:
         space.set_index_parameters(index, parameters)
@@ -393,6 +394,19 @@ def _set_parameters(index: faiss.Index, factory: str, parameters: str | None) ->
             f"index {factory!r} does not take parameters {parameters!r} (correct or drop them)"
         ) from error
     return parameters
+
+
+def _check_parameters(parameters: str) -> None:
+    """Raise `ConfigError` for a number below 1, which FAISS accepts and with which searches fail.
+
+    Args:
+        parameters: as FAISS takes them, such as "nprobe=8,k_factor_rf=4".
+    """
+    for parameter in parameters.split(","):
+        name, _, value = parameter.strip().partition("=")
+        is_number_of_candidates = re.search("nprobe|efSearch|k_factor", name) is not None
+        if is_number_of_candidates and re.fullmatch(r"-?[\d.]+", value) and float(value) < 1:
+            raise ConfigError(f"index parameter {parameter.strip()!r} must be at least 1")
 
 
 def _count_inverted_lists(index: faiss.Index) -> int:

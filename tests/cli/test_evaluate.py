@@ -192,6 +192,23 @@ def test_model_card_gets_the_metrics_and_keeps_its_content(tiny_model_path, two,
     assert main(argv) == 2
 
 
+def test_a_broken_model_card_is_refused_before_the_evaluation(
+    tiny_model_path, two, tmp_path, capsys
+):
+    shutil.copytree(tiny_model_path, tmp_path / "mine")
+    (tmp_path / "mine" / "README.md").write_text("---\nlanguage: [en\n---\n# Mine\n")
+    argv = ["evaluate", str(tmp_path / "mine"), "--device", "cpu", "--update_card"]
+    argv += [f"--output={tmp_path}/out.json", "--data", *two]
+    assert main(argv) == 2
+    assert "README.md: its metadata cannot be read" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_rescoring_without_binary_embeddings_is_refused(evaluate, two, capsys):
+    assert evaluate("--data", two[0], "--rescore", "9") == 2
+    assert "--rescore has an effect only with --quantize binary" in capsys.readouterr().err
+
+
 def test_a_run_has_the_scores_of_the_model_that_made_it(evaluate, two, tmp_path):
     assert evaluate("--data", two[0]) == 0
     run = str(tmp_path / "out.trec")

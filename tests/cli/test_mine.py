@@ -7,7 +7,9 @@ import pytest
 from small_data import read_lines, write_beir_to_mine, write_lines, write_pairs_to_mine
 
 from contaccum.cli import main
+from contaccum.errors import DataError
 from contaccum.files import package_versions
+from contaccum.mining import load_mining_data
 
 
 @pytest.fixture
@@ -98,3 +100,24 @@ def test_wrong_arguments_are_refused_in_one_line(
     assert error.startswith("contaccum: error: ")
     assert message in error
     assert [path.name for path in tmp_path.iterdir()] == [pairs.name]
+
+
+def test_options_of_a_model_are_refused_with_bm25(pairs, tmp_path, capsys):
+    for option in (["--similarity", "dot"], ["--precision", "bfloat16"]):
+        argv = ["--data", pairs, "--output", tmp_path / "hard.jsonl", "--method", "bm25", *option]
+        assert mine(*argv) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert f"{option[0]} has no effect with --method bm25" in error
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"anchor": "a", "positive": "b"}, "record 1: missing query"),
+        ({"query": "a", "positive": None}, "record 1: missing positive"),
+        ({"query": "a", "positive": ["b", 7]}, "record 1: positive is not text"),
+    ],
+)
+def test_a_bad_record_in_memory_is_named(record, message):
+    with pytest.raises(DataError, match=message):
+        load_mining_data([{"query": "q", "positive": "p"}, record])

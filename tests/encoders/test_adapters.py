@@ -144,6 +144,34 @@ def test_merged_model_has_no_adapter_and_encodes_equally(tied, bases, tmp_path):
     assert np.abs(encode_texts(merged) - expected).max() < 1e-5
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["query"], "modules_to_save": ["intermediate"]},
+        {"target_modules": ["query"], "trainable_token_indices": list(range(40))},
+    ],
+    ids=["whole modules", "word embeddings"],
+)
+def test_merging_keeps_everything_that_an_adapter_has_trained(settings, bases, tmp_path):
+    model = DualEncoder.from_backbone(
+        bases / "bert", tied=True, pooling="mean", device="cpu"
+    ).eval()
+    model.add_adapter(LoraConfig(r=2, **settings))
+    base_embeddings = encode_texts(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.5)
+    expected = encode_texts(model)
+    assert np.abs(expected - base_embeddings).max() > 1e-2
+    merge_adapter(model)
+    assert not has_adapter(model)
+    assert np.abs(encode_texts(model) - expected).max() < 1e-5
+    model.save_pretrained(str(tmp_path))
+    merged = SentenceTransformer(str(tmp_path), device="cpu")
+    assert np.abs(encode_texts(merged) - expected).max() < 1e-5
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_merged_weights_on_a_half_precision_base_are_rounded_once(bases, dtype, caplog):
     """In the dtype of the base, peft would round the adapter's part and then the sum."""

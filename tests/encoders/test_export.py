@@ -242,6 +242,13 @@ def test_a_dot_product_model_is_not_normalised_and_the_guide_warns(tmp_path):
     assert "Infinity\n\nIt cannot serve this model" in guide
 
 
+def test_the_guide_of_a_normalised_model_that_compares_by_dot_contains_no_warning(tmp_path):
+    export_model(tiny_encoder(normalize=True, similarity="dot"), tmp_path / "out")
+    guide = (tmp_path / "out" / "SERVING.md").read_text()
+    assert "compares by dot. Its embeddings have length 1" in guide
+    assert "not normalised" not in guide
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_weights_are_saved_in_the_dtype_and_the_cosine_is_recorded(tmp_path, dtype):
     result = export_model(tiny_encoder(), tmp_path / "out", dtype=dtype)

@@ -202,6 +202,7 @@ def test_the_url_may_be_the_base_or_the_full_path(end):
     [
         ("localhost:8080", "not the URL of a server"),
         ("ftp://host", "not the URL of a server"),
+        ("http://[::1", "not the URL of a server"),
         ("http://", "not the URL of a server"),
         ("http://host/v1?key=secret", KEY_VARIABLE),
     ],

@@ -15,6 +15,7 @@ from contaccum.data import BeirDataset, RecordReport, load_beir_folder
 from contaccum.errors import ConfigError
 from contaccum.evaluation.beir_sets import evaluate_beir
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
+from contaccum.evaluation.metrics import score_run
 from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.store import EmbeddingStore
@@ -56,6 +57,18 @@ def test_a_sample_keeps_every_relevant_document(dataset):
     # All relevant documents are kept, even if they are more than the wanted number.
     relevant_documents = {f"d{3 * i + 1}" for i in range(NUM_QUERIES)}
     assert sample(dataset, corpus=1).corpus.keys() == relevant_documents
+
+
+def test_a_query_without_relevant_documents_counts_in_a_sample_too(dataset):
+    for document in dataset.qrels["q0"]:
+        dataset.qrels["q0"][document] = 0
+    part = sample(dataset, corpus=20)
+    assert len(part.corpus) == 20
+    run = {}
+    for query in dataset.queries:
+        number = query.removeprefix("q")
+        run[query] = {f"d{3 * int(number) + 1}": 1.0}
+    assert score_run(part.qrels, run, [10])[0]["NDCG@10"] == pytest.approx(11 / 12)
 
 
 def test_a_sample_is_the_same_every_time(dataset):

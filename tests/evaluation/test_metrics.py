@@ -112,7 +112,7 @@ def test_a_document_with_the_querys_id_and_queries_without_judgements_are_ignore
     assert run["a"] == {"a": 9.0, "b": 1.0}  # the caller's run has not changed
 
 
-@pytest.mark.parametrize("k_values", [[], [0]])
+@pytest.mark.parametrize("k_values", [[], [0], [1.5]])
 def test_wrong_cut_offs_are_refused(k_values):
     with pytest.raises(ConfigError, match="k_values"):
         score_run({"q": {"a": 1}}, {}, k_values)

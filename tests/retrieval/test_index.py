@@ -160,6 +160,8 @@ def test_recall_is_the_share_of_exact_results_that_were_found():
         ("PQ4", None, "should be at least as large as number of clusters"),
         ("IDMap,Flat", None, "cannot build index 'IDMap,Flat'"),
         ("IVF4,Flat", "nprobes=4", "does not take parameters 'nprobes=4'"),
+        ("IVF4,Flat", "nprobe=0", "'nprobe=0' must be at least 1"),
+        ("HNSW8", "efSearch=0", "'efSearch=0' must be at least 1"),
     ],
 )
 def test_impossible_index_settings_are_refused(factory, parameters, message):
