@@ -206,9 +206,7 @@ def split_data(
         raise ConfigError(f"{output}: exists already; name another folder, or remove it")
     settings = settings or SplitSettings()
     report = report or RecordReport()
-    records = list(data.records(report))
-    if data.data_format == "dpr":  # its scores are those of BM25, not of a teacher
-        records = [record._replace(scores=None) for record in records]
+    records = split_files.read_training_records(data, report)
     published_test = split_files.load_published_test(data, report)
     corpus_documents = _read_corpus(data, corpus, published_test, settings, report)
 

@@ -33,6 +33,14 @@ class WrittenCounts(NamedTuple):
     positives_added: int
 
 
+def read_training_records(data: Source, report: RecordReport) -> list[Record]:
+    """Read all training records; those of a DPR file without their scores, which are BM25's."""
+    records = list(data.records(report))
+    if data.data_format == "dpr":
+        records = [record._replace(scores=None) for record in records]
+    return records
+
+
 def write_train(
     path: Path, parts: Mapping[str, Sequence[Record]], documents: Sequence[Passage]
 ) -> int:

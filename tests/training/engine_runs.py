@@ -127,7 +127,7 @@ def main() -> None:
                 if case not in SKIPPED_CASES[engine]:
                     train(engine, case, models[case])
 
-        exit_codes[engine] = run_on_ranks(2, train_cases)
+        exit_codes[engine] = run_on_ranks(ROOT, 2, train_cases)
     print(json.dumps(exit_codes))
 
 
