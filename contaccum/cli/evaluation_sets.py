@@ -147,6 +147,7 @@ def _make_model_scorer(
     for description in descriptions:
         num_documents = description["documents"]
         plan = beir_sets.plan_search(model, num_documents, max(args.k_values), **search_settings)
+        plan["model"]["name"] = args.model  # a copy of the model has the same fingerprint
         plans.append(plan)
     settings = {
         "k_values": args.k_values,
@@ -233,7 +234,8 @@ def _read_finished_record(
     if not path.exists():
         return None
     record = results.read_result(path)
-    if record.get("endpoint"):
+    has_other_tables = bool(record.get("served")) != bool(expected.get("served"))
+    if record.get("endpoint") or has_other_tables:
         return None
     has_same_metrics = record["metrics"].keys() == set(metric_names(k_values))
     if has_same_metrics and results.agrees(record, expected):

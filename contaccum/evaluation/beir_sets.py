@@ -355,11 +355,19 @@ def assign_outputs(sources: Mapping[str, str], output: Path) -> list[EvaluationS
         sources: {label: folder or public name}.
         output: file of the record of a single set. For several sets, their labels, with "-" for
             "/", are inserted before its suffix: out.json becomes out.cqadupstack-android.json.
+
+    Raises:
+        ConfigError: two files would have the same name.
     """
     if len(sources) == 1:
         return [EvaluationSet(source, label, output) for label, source in sources.items()]
     sets = []
+    names_in_use = {output.with_suffix(".compare.json")}  # the file of --compare
     for label, source in sources.items():
         suffix = f".{label.replace('/', '-')}.json"
-        sets.append(EvaluationSet(source, label, output.with_suffix(suffix)))
+        file = output.with_suffix(suffix)
+        if file in names_in_use:
+            raise ConfigError(f"{source}: another result has the name {file}; rename the folder")
+        names_in_use.add(file)
+        sets.append(EvaluationSet(source, label, file))
     return sets

@@ -126,6 +126,37 @@ def test_results_are_compared_with_earlier_ones(evaluate, two, tmp_path):
     assert "## MRR@10 against" in (tmp_path / "old.one.md").read_text()
 
 
+def test_results_of_a_copy_of_the_model_or_with_other_tables_are_not_kept(
+    tiny_model_path, two, tmp_path, capsys
+):
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_model_path, copy)
+    output = f"--output={tmp_path}/out.json"
+    for model, options in (
+        (tiny_model_path, ["--dims", "8"]),
+        (tiny_model_path, []),
+        (copy, []),
+    ):
+        argv = ["evaluate", str(model), "--device", "cpu", output, "--data", *two, *options]
+        assert main(argv) == 0
+        assert "kept: " not in capsys.readouterr().out
+        record = read_result(tmp_path / "out.two.json")
+        assert record["model"]["name"] == str(model)
+        assert bool(record.get("served")) == bool(options)
+
+
+def test_two_sets_that_would_write_one_file_are_refused(evaluate, tmp_path, capsys):
+    folders = []
+    for name in ("x/s", "y/s", "x-s", "compare"):
+        folder = tmp_path / name
+        write_judged_places(folder)
+        folders.append(str(folder))
+    assert evaluate("--data", *folders[:3]) == 2
+    assert "x-s: another result has the name" in capsys.readouterr().err.splitlines()[-1]
+    assert evaluate("--data", folders[0], folders[3]) == 2
+    assert "compare: another result has the name" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_truncated_and_quantized_embeddings_are_scored(evaluate, two, tmp_path, capsys):
     """They are compared with float32 embeddings of all dimensions."""
     forms = ["--dims", "32", "16", "--quantize", "float32", "int8", "binary", "--metrics", "MRR@10"]
