@@ -327,14 +327,17 @@ def fingerprint(*values: Any) -> str:
     return Fingerprint(*values).hex()
 
 
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 hash of the bytes of a file as 64 hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def cache_folder(*parts: str) -> Path:
-    """Return a path in the cache folder of contaccum.
+    """Return the path of ``parts``, names of folders, below the cache folder of contaccum.
 
     The cache folder is ``$CONTACCUM_CACHE``, else ``contaccum`` in ``$XDG_CACHE_HOME`` or in
     ``~/.cache``. ``~`` is expanded in both variables.
-
-    Args:
-        parts: folder names below the cache folder.
     """
     root = os.environ.get("CONTACCUM_CACHE")
     if not root:

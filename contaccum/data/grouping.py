@@ -16,6 +16,8 @@ from contaccum.data.beir import BeirDataset, get_positives
 from contaccum.data.fields import Record
 from contaccum.data.near_duplicates import join_near_duplicates
 from contaccum.data.records import normalise
+from contaccum.errors import DataError
+from contaccum.files import AnyPath
 
 HeldOutBy = Literal["passage", "query"]
 """Texts that link records: queries and passages ("passage"), or queries alone ("query").
@@ -78,15 +80,20 @@ class Grouping(NamedTuple):
         With a larger test set, more groups are small. (If the data came with a test set, only dev
         is held out: ``num_test`` is 0, and dev must be larger.)
         """
+        raised_side = "test"
+        num_unchanged = num_dev
+        if num_test == 0:
+            raised_side = "dev"
+            num_unchanged = 0
         sizes = self.list_sizes()
         for largest in sorted(set(sizes)):
             raised = _SMALL_GROUPS_PER_SET * largest
-            num_held_out = raised if num_test == 0 else num_dev + raised
+            num_held_out = num_unchanged + raised
             num_available = sum(size for size in sizes if size <= largest)
             # Only whole groups are held out, so dev and test may be larger by one group each.
             leaves_some = sum(sizes) >= num_held_out + 2 * largest
             if num_dev <= raised and num_available >= num_held_out and leaves_some:
-                return f"raise --{'dev' if num_test == 0 else 'test'} to {raised:,}"
+                return f"raise --{raised_side} to {raised:,}"
         return "the questions have too few different passages to hold some of them out"
 
 
@@ -167,6 +174,27 @@ def _iter_test_texts(test: BeirDataset, held_out_by: HeldOutBy) -> Iterator[str]
         yield text
         if held_out_by == "passage":
             yield from get_positives(test, query_id)
+
+
+def refuse_empty_sides(source: AnyPath, sides: Mapping[int, str], sizes: Mapping[str, int]) -> None:
+    """Raise `DataError` if train, or a side that should have queries, has no group.
+
+    Args:
+        source: the data, for messages.
+        sides: {group: side}.
+        sizes: number of queries of "dev" and "test"; 0 for a test set that the data came with.
+    """
+    for side, size in sizes.items():
+        if size > 0 and side not in sides.values():
+            raise DataError(
+                f"{source}: {side} would be empty, because a group of linked records has more than "
+                f"{size:,} queries (raise --{side})"
+            )
+    if "train" not in sides.values():
+        largest_side = max(sizes, key=sizes.__getitem__)
+        raise DataError(
+            f"{source}: no group of linked records is left to train on (lower --{largest_side})"
+        )
 
 
 def assign_records(

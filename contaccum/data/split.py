@@ -28,7 +28,13 @@ from contaccum.data import split_files
 from contaccum.data.beir import BeirDataset
 from contaccum.data.fields import Record
 from contaccum.data.formats import SPLIT_RECORD
-from contaccum.data.grouping import Grouping, assign_records, choose_held_out_by, group_records
+from contaccum.data.grouping import (
+    Grouping,
+    assign_records,
+    choose_held_out_by,
+    group_records,
+    refuse_empty_sides,
+)
 from contaccum.data.readers import Passage, Source
 from contaccum.data.records import RecordReport, normalise
 from contaccum.data.split_files import WrittenCounts, hash_text
@@ -354,14 +360,7 @@ def choose_sides(
         elif offset < num_held_out:
             sides[group] = "dev"
         position += grouping.queries_of_group[group]
-    for side, size in sizes.items():
-        if size > 0 and side not in sides.values():
-            raise DataError(
-                f"{source}: {side} would be empty, because a group of linked records has more than "
-                f"{size:,} queries (raise --{side})"
-            )
-    if "train" not in sides.values():
-        raise DataError(f"{source}: no group of linked records is left to train on (lower --test)")
+    refuse_empty_sides(source, sides, sizes)
     return sides
 
 

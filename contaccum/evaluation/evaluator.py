@@ -292,7 +292,7 @@ def _sample_documents(dataset: BeirDataset, query_ids: set[str], corpus: int | N
     for query_id, grades in dataset.qrels.items():
         if query_id in query_ids:
             relevant = {document for document, grade in grades.items() if grade > 0}
-            relevant_ids |= relevant or {min(grades, key=_hash_id)}
+            relevant_ids.update(relevant or sorted(grades, key=_hash_id)[:1])
     other_ids = sorted(dataset.corpus.keys() - relevant_ids, key=_hash_id)
     if corpus is not None:
         num_others = max(0, corpus - len(relevant_ids))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.errors import ConfigError
-from contaccum.files import read_json, redact, write_json
+from contaccum.files import hash_file, read_json, redact, write_json
 
 # Keys of a request that hold hashes, and what is hashed.
 _HASHED = {"content": "the data", "corpus_content": "the corpus"}
@@ -197,13 +197,8 @@ def hash_content(path: Path, output: Path) -> str:
         if path.is_dir():
             for file in sorted(path.rglob("*")):
                 if file.is_file() and not file.resolve().is_relative_to(output.resolve()):
-                    content.update(f"{file.relative_to(path)} {_hash_file(file)}\n".encode())
+                    content.update(f"{file.relative_to(path)} {hash_file(file)}\n".encode())
             return content.hexdigest()
-        return _hash_file(path)
+        return hash_file(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-def _hash_file(path: Path) -> str:
-    with path.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

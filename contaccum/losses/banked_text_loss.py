@@ -344,6 +344,7 @@ class BankedTextLoss(nn.Module):
         """Tell a `BankedInfoNCE` whether it will get embeddings of the probe.
 
         Without them it estimates the mean embeddings of queries and passages from micro-batches.
+        If the probe turns off while its texts are collected, the pairs so far leave the bank.
         """
         expects_probe = self._probe.texts is not None
         is_probe_lost = loss_fn.compensation.expects_probe and not expects_probe

@@ -169,9 +169,9 @@ def _drop_blank_passages(passages: Iterable[Passage]) -> list[Passage]:
 def _iter_queries_in_memory(records: Iterable[Mapping[str, Any]]) -> Iterator[_JudgedQuery]:
     for number, record in enumerate(records):
         positive = record.get("positive")
-        texts = positive if isinstance(positive, Sequence) else [positive]
-        if isinstance(positive, str):
-            texts = [positive]
+        texts: Sequence[Any] = [positive]
+        if isinstance(positive, Sequence) and not isinstance(positive, str):
+            texts = positive
         try:
             query = parse_text(record.get("query"), "query")
             passages = _make_passages([parse_text(text, "positive") for text in texts])

@@ -6,7 +6,6 @@ trial trains it anew with other settings.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from contaccum.data.beir import find_beir_file
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.files import AnyPath, read_json, write_json
+from contaccum.files import AnyPath, hash_file, read_json, write_json
 from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.encode import model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
@@ -161,8 +160,7 @@ def _hash_corpus(options: Options) -> str | None:
     path = Path(options["corpus"][0]).expanduser()
     if path.is_dir():
         path = find_beir_file(path, "corpus.jsonl")
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return hash_file(path)
 
 
 def _make_space(

@@ -297,7 +297,7 @@ class Study:
         """
         for cell in cells:
             file = self._get_result_file(cell)
-            if file.exists() and read_json(file)["identity"] != self._make_job(cell)["identity"]:
+            if file.exists() and read_json(file)["identity"] != self._make_identity(cell):
                 raise ConfigError(
                     f"{file}: this run had other settings or data than the plan has now; remove "
                     "the file to run it again"
@@ -317,12 +317,9 @@ class Study:
         """Return the job of a cell, as `time_study.cell` reads it."""
         entry = self.plan.entries[cell.entry]
         settings = self._make_settings(cell.entry, cell.rate, cell.seed)
-        second_stage = None
-        second_settings: Settings = {}
-        if entry.second_stage is not None:
-            rate = self._choose_rate(entry.second_stage)
-            second_settings = self._make_settings(entry.second_stage, rate, cell.seed)
-            second_stage = {**second_settings, "train_data": str(self.beir_folder)}
+        second_stage = self._make_second_settings(cell)
+        if second_stage:
+            second_stage["train_data"] = str(self.beir_folder)
         return {
             "kind": "cell",
             "name": f"{self.data} {cell.name}",
@@ -333,22 +330,29 @@ class Study:
             "rate": cell.rate,
             "seed": cell.seed,
             "updates": settings["max_steps"],
-            "second_stage": second_stage,
+            "second_stage": second_stage or None,
             "has_curve": self._has_curve(cell),
             "trainer": entry.trainer,
             "data_folder": str(self.beir_folder),
             "haystack": self._get_haystack(entry),
             "settings": self._add_paths(settings, entry, self.work / cell.name),
-            "identity": {
-                **settings,
-                "trainer": entry.trainer,
-                "max_length": self.plan.data[self.data].max_length,
-                "data_fingerprints": self.fingerprints,
-                **self._describe_extras(entry),
-                **{f"second_stage_{key}": value for key, value in second_settings.items()},
-            },
+            "identity": self._make_identity(cell),
             "mined_negatives": self._fingerprint_negatives(entry),
         }
+
+    def _make_identity(self, cell: Cell) -> dict[str, Any]:
+        """Return what a finished run must have in common with a cell; nothing is mined for it."""
+        entry = self.plan.entries[cell.entry]
+        identity = {
+            **self._make_settings(cell.entry, cell.rate, cell.seed),
+            "trainer": entry.trainer,
+            "max_length": self.plan.data[self.data].max_length,
+            "data_fingerprints": self.fingerprints,
+            **self._describe_extras(entry),
+        }
+        for key, value in self._make_second_settings(cell).items():
+            identity[f"second_stage_{key}"] = value
+        return identity
 
     def _has_curve(self, cell: Cell) -> bool:
         """Whether the run is scored during training: one seed of each entry of a picture."""
@@ -363,6 +367,13 @@ class Study:
         settings["max_steps"] = self.count_updates(name)
         return settings
 
+    def _make_second_settings(self, cell: Cell) -> Settings:
+        """Return the settings of the second stage, without paths; empty if there is none."""
+        second_stage = self.plan.entries[cell.entry].second_stage
+        if second_stage is None:
+            return {}
+        return self._make_settings(second_stage, self._choose_rate(second_stage), cell.seed)
+
     def _describe_extras(self, entry: Entry) -> dict[str, str]:
         """Return what identifies store, mining and guide of an entry, if it has them."""
         extras = {}
@@ -375,10 +386,9 @@ class Study:
         return extras
 
     def _fingerprint_negatives(self, entry: Entry) -> str | None:
-        """Return the fingerprint of an entry's file of mined negatives, None if it has none.
+        """Return the fingerprint of an entry's mined file, for the record; None if it has none.
 
-        It is recorded with a run, but does not identify it: the file has the scores too, and
-        machines differ in their last digits. A missing file is mined.
+        It does not identify a run: the file has scores, whose last digits differ between machines.
         """
         if not entry.has_mined_negatives:
             return None
