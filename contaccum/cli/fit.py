@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from contaccum.cli.options import Parser
-from contaccum.defaults import DEFAULT_GUARD_LOSS, DEFAULT_MODEL
+from contaccum.defaults import DEFAULT_MODEL
 from contaccum.errors import ConfigError
 
 EXIT_CODE_NOT_BETTER = 1
@@ -105,20 +105,7 @@ def _make_parser() -> Parser:
         help="least score or label of a pair that is a match, for scored pairs",
     )
     parser.add_held_out_options()
-    parser.add_argument(
-        "--guard",
-        nargs="+",
-        metavar="SET",
-        help="other data, BEIR folders or public names: the trained model is merged with the base "
-        "model so that it loses little on them",
-    )
-    parser.add_argument(
-        "--guard_loss",
-        type=float,
-        default=DEFAULT_GUARD_LOSS,
-        metavar="LOSS",
-        help="nDCG@10 that the model may lose on each guard set; default: %(default)s",
-    )
+    parser.add_guard_options()
     parser.add_argument(
         "--require",
         choices=["better"],

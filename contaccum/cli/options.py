@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from contaccum.defaults import PRECISIONS
+from contaccum.defaults import DEFAULT_GUARD_LOSS, PRECISIONS
 from contaccum.errors import ConfigError, suggest_options, translate_arguments
 from contaccum.files import has_credential, redact
 
@@ -100,6 +100,24 @@ class Parser(argparse.ArgumentParser):
             metavar="SIZE",
             help="number of test queries, or their share if below 1; "
             "default: 0.2, at most 1,000 queries",
+        )
+
+    def add_guard_options(self, required: bool = False) -> None:
+        """Add the guard sets of a merge, and the loss that is allowed on them."""
+        self.add_argument(
+            "--guard",
+            nargs="+",
+            required=required,
+            metavar="SET",
+            help="other data, BEIR folders or public names: the trained model is merged with the "
+            "base model so that it loses little on them",
+        )
+        self.add_argument(
+            "--guard_loss",
+            type=float,
+            default=DEFAULT_GUARD_LOSS,
+            metavar="LOSS",
+            help="nDCG@10 that the model may lose on each guard set; default: %(default)s",
         )
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:

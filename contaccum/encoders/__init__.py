@@ -1,1 +1,1 @@
-"""Encoders: `DualEncoder`, loading, settings, adapters, interpolation and export of models."""
+"""Encoders: `DualEncoder`, loading, settings, adapters and export of models."""

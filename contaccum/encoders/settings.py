@@ -7,8 +7,6 @@ limited by the positions of the backbone, the transformers model inside a Senten
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from sentence_transformers import SentenceTransformer
@@ -41,25 +39,6 @@ def set_max_lengths(
         _set_max_length(model, "query", query, "query_max_length")
     if document is not None:
         _set_max_length(model, "document", document, "passage_max_length")
-
-
-@contextmanager
-def use_max_lengths(
-    model: SentenceTransformer, query: int | None = None, document: int | None = None
-) -> Iterator[None]:
-    """Set maximum lengths for a ``with`` block only; see `set_max_lengths`."""
-    query_transformer: Any = next(get_tower(model, "query").children())
-    document_transformer: Any = next(get_tower(model, "document").children())
-    saved_query_length = getattr(query_transformer, "query_length", None)
-    saved_document_length = getattr(document_transformer, "document_length", None)
-    try:
-        set_max_lengths(model, query, document)
-        yield
-    finally:
-        if query is not None:
-            query_transformer.query_length = saved_query_length
-        if document is not None:
-            document_transformer.document_length = saved_document_length
 
 
 def _set_max_length(model: SentenceTransformer, task: str, length: int, option: str) -> None:

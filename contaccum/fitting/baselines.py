@@ -11,11 +11,10 @@ import time
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from contaccum.data.beir import BeirDataset, load_beir_folder
-from contaccum.data.records import RecordReport
-from contaccum.data.split import CORPUS_FILE, Split
+from contaccum.data.split import Split
 from contaccum.data.split_files import write_part
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
@@ -25,7 +24,7 @@ from contaccum.files import atomic_folder, read_json, write_json
 from contaccum.fitting.folder import FitFolder
 from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.documents import StoreDocuments
-from contaccum.retrieval.encode import encode_texts, read_texts
+from contaccum.retrieval.encode import encode_texts
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.retrieval.store_files import SHARD_FILE
 from contaccum.tuning.baselines import Baselines
@@ -39,9 +38,6 @@ _POOL_DEPTH = 10  # top documents of each query in a run; nDCG@10 depends on no 
 _WARM_UP_DOCUMENTS = 4
 _MAX_SHARE_OF_BUDGET = 0.75  # of the time left, for encoding before and after the search
 _ROWS_PER_SHARD = 2000  # a killed process loses at most one shard
-
-
-T = TypeVar("T")
 
 
 class TimeEstimates(NamedTuple):
@@ -59,39 +55,23 @@ class TimeEstimates(NamedTuple):
 
 
 def measure_seconds_per_document(
-    encoder: DualEncoder, folder: FitFolder, num_documents: int, batch_size: int
+    encoder: DualEncoder, documents: Iterable[str], num_documents: int, batch_size: int
 ) -> float:
-    """Return the seconds to encode one document, measured on a part of the corpus.
+    """Return the seconds to encode one document, as a mean over a sample of a corpus.
 
-    Args:
-        num_documents: number of documents in the corpus.
-    """
-    documents = read_texts(folder.data / CORPUS_FILE, "document", RecordReport())
-    sample = sample_for_timing(documents, num_documents)
-    texts = [document.passage for document in sample]
-    return measure_seconds_per_text(encoder, texts, batch_size)
-
-
-def sample_for_timing(documents: Iterable[T], num_documents: int) -> list[T]:
-    """Return the documents of a corpus on which the time of encoding is measured.
-
-    They are evenly spread, because training passages come first, and may be shorter than the
+    The sample is evenly spread, because training passages come first, and may be shorter than the
     others.
 
     Args:
         num_documents: number of documents in the corpus.
     """
     step = max(1, num_documents // _NUM_MEASURED_DOCUMENTS)
-    return list(islice(documents, 0, step * _NUM_MEASURED_DOCUMENTS, step))
-
-
-def measure_seconds_per_text(encoder: DualEncoder, texts: list[str], batch_size: int) -> float:
-    """Return the seconds to encode one document, as a mean over these documents."""
+    sample = list(islice(documents, 0, step * _NUM_MEASURED_DOCUMENTS, step))
     # The first batch is slower than all others, because it allocates memory.
-    encode_texts(encoder, texts[:_WARM_UP_DOCUMENTS], "document", batch_size)
+    encode_texts(encoder, sample[:_WARM_UP_DOCUMENTS], "document", batch_size)
     started = time.perf_counter()
-    encode_texts(encoder, texts, "document", batch_size)
-    return (time.perf_counter() - started) / len(texts)
+    encode_texts(encoder, sample, "document", batch_size)
+    return (time.perf_counter() - started) / len(sample)
 
 
 def estimate_trial_documents(split: Split) -> int:

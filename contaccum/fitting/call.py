@@ -12,7 +12,6 @@ from contaccum.data.columns import parse_columns
 from contaccum.defaults import DEFAULT_GUARD_LOSS, DEFAULT_MODEL
 from contaccum.files import AnyPath
 from contaccum.fitting.folder import FitFolder
-from contaccum.fitting.guard import Guard
 from contaccum.fitting.pipeline import Fit
 from contaccum.fitting.result import FitResult
 from contaccum.fitting.source import DataSource
@@ -84,9 +83,11 @@ def fit(
     seconds = parse_duration(budget)
     if isinstance(guard, (str, os.PathLike)):
         guard = [guard]
-    guard_sets = Guard(guard, guard_loss, folder) if guard else None
+    guard_sets = [os.fspath(guard_set) for guard_set in guard or ()]
     model_name = os.path.expanduser(os.fspath(model))
-    return Fit(source, model_name, options, seconds, folder, print_line, guard_sets).run()
+    return Fit(
+        source, model_name, options, seconds, folder, print_line, guard_sets, guard_loss
+    ).run()
 
 
 def _format_value(value: Any) -> str:

@@ -79,13 +79,8 @@ class FitFolder:
         return self.path / "trained"
 
     @property
-    def guard_scores_file(self) -> Path:
-        """The scores of the merged model at each weight, on dev and on the guard sets."""
-        return self.path / "guard_scores.json"
-
-    @property
     def guard_file(self) -> Path:
-        """The weight of the trained model that was chosen by these scores."""
+        """The scores of the merged models on dev and on the guard sets, and the chosen weight."""
         return self.path / "guard.json"
 
     @property

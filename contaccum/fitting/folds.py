@@ -21,10 +21,10 @@ from contaccum.data.split import CORPUS_FILE, TRAIN_FILE
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.files import read_json, write_json
 from contaccum.fitting.baselines import encode_corpus, get_trial_dev_set, load_evaluator
-from contaccum.fitting.final import SystemResult, search_test_set, train_final
+from contaccum.fitting.final import SystemResult, load_trained, search_test_set, train_final
 from contaccum.fitting.folder import FitFolder
-from contaccum.fitting.guard import load_at_weight
 from contaccum.fitting.source import DataSource
+from contaccum.merging import merge_models
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.tuning.negatives import MINED_FILE, mine_once
 
@@ -132,7 +132,11 @@ class Fold:
         test_set = self._folder / "data" / "test"
         store = self._folder / "store"
         evaluator = load_evaluator(test_set, store, args.per_device_eval_batch_size)
-        trained = load_at_weight(base, self._folder / "model", self._weight)
+        trained = base
+        if self._weight != 0:
+            trained = load_trained(self._folder / "model", base)
+            if self._weight is not None:
+                trained = merge_models(base, trained, self._weight)
         has_documents_of_base = self._is_query_side or self._weight == 0
         results = search_test_set(evaluator, base, trained, has_documents_of_base)
         # The folder dev has a single BEIR split, which is called "test".

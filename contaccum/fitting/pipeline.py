@@ -14,14 +14,19 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
 
 from contaccum.comparison.options import Options, to_command_line
-from contaccum.data.beir import BeirDataset
+from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
+from contaccum.data.records import RecordReport, normalise, passage_text
 from contaccum.data.split import CORPUS_FILE, Split, read_split
+from contaccum.defaults import DEFAULT_GUARD_LOSS, DEFAULT_WEIGHTS
 from contaccum.distributed import share
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import require_model
-from contaccum.errors import UserError
+from contaccum.errors import DataError, UserError
+from contaccum.evaluation.beir_sets import load_data
 from contaccum.files import read_json, redact, write_json, write_text
 from contaccum.fitting.baselines import (
     TimeEstimates,
@@ -44,14 +49,15 @@ from contaccum.fitting.final import (
 )
 from contaccum.fitting.folder import FitFolder
 from contaccum.fitting.folds import Fold, FoldScores, pool_scores
-from contaccum.fitting.guard import Guard, read_guard_record
 from contaccum.fitting.result import FitResult, make_record, read_result
 from contaccum.fitting.settings import check_settings, make_start_options
 from contaccum.fitting.source import DataSource
 from contaccum.fitting.verdict import Verdict, compute_verdict
 from contaccum.folder_lock import lock_folder
+from contaccum.merging import write_best_merge
 from contaccum.report.fit_page import build_fit_page
 from contaccum.report.sources import model_name
+from contaccum.retrieval.encode import read_texts
 from contaccum.training import config
 from contaccum.training.run import load_encoder
 from contaccum.tuning.baselines import Baselines
@@ -78,7 +84,8 @@ class Fit:
         seconds: the wall time of the whole call.
         folder: the output folder.
         print_line: is called with each line for the user, by the first process only.
-        guard: other data on which the model is to keep its quality; None: no other data.
+        guard: names of the guard sets, on which the model is to keep its quality; may be empty.
+        guard_loss: the nDCG@10 that the model may lose on each guard set.
 
     Raises:
         UserError: for settings or a guard set that cannot be used, or if there is no such model.
@@ -92,17 +99,18 @@ class Fit:
         seconds: float,
         folder: FitFolder,
         print_line: Callable[[str], None],
-        guard: Guard | None = None,
+        guard: Sequence[str] = (),
+        guard_loss: float = DEFAULT_GUARD_LOSS,
     ) -> None:
-        self._guard = guard
         self._source = source
         self._model = model
         self._settings = settings
         self._seconds = seconds
         self._folder = folder
         self._args = check_settings(source.path, model, settings)
-        if guard is not None:
-            guard.read_sets()
+        # They are read before anything else, so that a faulty set is refused at once.
+        self._guard_sets = {source: load_data(source) for source in guard}
+        self._guard_loss = guard_loss
         require_model(model)
         self._is_first_process = self._args.process_index == 0
         self._print_line = print_line if self._is_first_process else _print_nothing
@@ -156,8 +164,8 @@ class Fit:
 
         # Train, and with a guard merge the trained model with the base model.
         self._train(tuned, (self._budget.left() - reserved_seconds) / num_reserved_folds)
-        if self._guard is not None:
-            self._choose_merge_weight(self._guard, base)
+        if self._guard_sets:
+            self._merge_with_base(base)
         fold_scores = self._score_other_folds(base, tuned, num_folds, estimates)
 
         # Verdict and report.
@@ -172,10 +180,11 @@ class Fit:
 
     def _hold_out(self) -> None:
         """Open the output folder, and hold out dev and test."""
+        guard = {source: dataset.fingerprint for source, dataset in self._guard_sets.items()}
         request = {
             "model": os.path.abspath(self._model) if os.path.isdir(self._model) else self._model,
             "settings": dict(self._settings),
-            "guard": None if self._guard is None else self._guard.make_request(),
+            "guard": {"sets": guard, "guard_loss": self._guard_loss} if guard else None,
             **self._source.make_record(self._folder.path),
         }
         self._folder.open(request)
@@ -188,8 +197,8 @@ class Fit:
             raise
         if bad_records_line is not None:
             self._print_line(bad_records_line)
-        if self._guard is not None:
-            self._guard.refuse_test_queries(self._folder.data / "test")
+        if self._guard_sets:
+            _refuse_test_queries(self._guard_sets, self._folder.data / "test")
 
     def _print_split(self, split: Split, num_folds: int) -> None:
         """Print the sizes of the split, and the number of folds or the warnings about the split."""
@@ -212,15 +221,14 @@ class Fit:
         """Encode the corpus, and score the base model and BM25 on dev."""
         batch_size = self._args.per_device_eval_batch_size
         with self._measure("baselines"):
+            corpus = read_texts(self._folder.data / CORPUS_FILE, "document", RecordReport())
             document_seconds = measure_seconds_per_document(
-                base, self._folder, split.documents["train"], batch_size
+                base, (text.passage for text in corpus), split.documents["train"], batch_size
             )
             guard_seconds = 0.0
-            if self._guard is not None:
-                dev_seconds = estimate_trial_documents(split) * document_seconds
-                is_query_side = self._settings.get("method") == ["query_side"]
-                guard_seconds = self._guard.estimate_seconds(
-                    base, dev_seconds, batch_size, is_query_side
+            if self._guard_sets:
+                guard_seconds = self._estimate_guard_seconds(
+                    base, estimate_trial_documents(split) * document_seconds
                 )
             if self._is_first_process:
                 self._encode_corpus(base, split, document_seconds, guard_seconds)
@@ -233,6 +241,16 @@ class Fit:
             guard=_SAFETY_FACTOR * guard_seconds,
         )
         return baselines, estimates
+
+    def _estimate_guard_seconds(self, base: DualEncoder, dev_seconds: float) -> float:
+        """Return the time of encoding dev, which takes dev_seconds, and the guard sets."""
+        seconds = dev_seconds
+        for dataset in self._guard_sets.values():
+            texts = (passage_text(row["title"], row["text"]) for row in dataset.corpus.values())
+            seconds += len(dataset.corpus) * measure_seconds_per_document(
+                base, texts, len(dataset.corpus), self._args.per_device_eval_batch_size
+            )
+        return len(DEFAULT_WEIGHTS) * seconds
 
     def _encode_corpus(
         self, base: DualEncoder, split: Split, document_seconds: float, guard_seconds: float
@@ -309,28 +327,37 @@ class Fit:
             settings = ", ".join(f"{key} {value}" for key, value in tuned.choice.settings.items())
             self._print_line(f"training at the best settings: {settings}")
             model_folder = self._folder.model
-            if self._guard is not None:
+            if self._guard_sets:
                 model_folder = self._folder.trained_model
             train_final(self._folder.config_file, model_folder)
 
-    def _choose_merge_weight(self, guard: Guard, base: DualEncoder) -> None:
-        """Merge the base model and the trained model at the weight that the guard allows."""
+    def _merge_with_base(self, base: DualEncoder) -> None:
+        """Merge the trained model with the base model, unless an earlier start has done it."""
         with self._measure("guard"), self._first_process_first("choosing a weight"):
-            if self._is_first_process:
-                guard.choose(
+            if self._is_first_process and not self._folder.guard_file.is_file():
+                dev = load_beir_folder(get_trial_dev_set(self._folder), "test")
+                record = write_best_merge(
                     base,
-                    self._model_name,
+                    load_trained(self._folder.trained_model, base),
+                    [("dev", dev), *self._guard_sets.items()],
+                    DEFAULT_WEIGHTS,
+                    self._guard_loss,
                     self._args.per_device_eval_batch_size,
-                    not self._args.disable_tqdm,
+                    self._folder.model,
                     self._print_line,
                 )
+                write_json(self._folder.guard_file, record)
+
+    def _read_guard_record(self) -> dict[str, Any] | None:
+        """Return the record of the merge, or None if the fit has no guard."""
+        return read_json(self._folder.guard_file) if self._guard_sets else None
 
     def _score_other_folds(
         self, base: DualEncoder, tuned: TunedSettings, num_folds: int, estimates: TimeEstimates
     ) -> list[FoldScores]:
         """Train and test on the folds after fold 0, as many as there is time for."""
         fold_scores = []
-        guard_record = read_guard_record(self._folder)
+        guard_record = self._read_guard_record()
         merge_weight = None if guard_record is None else guard_record["weight"]
         method = tuned.choice.settings["method"]
         training_seconds = self._stage_seconds["training"]
@@ -364,7 +391,7 @@ class Fit:
             batch_size = self._args.per_device_eval_batch_size
             evaluator = load_evaluator(self._folder.data / "test", self._folder.store, batch_size)
             trained = load_trained(self._folder.model, base)
-            guard_record = read_guard_record(self._folder)
+            guard_record = self._read_guard_record()
             is_base = guard_record is not None and guard_record["weight"] == 0
             has_documents_of_base = is_base or tuned.choice.settings["method"] == "query_side"
             results = search_test_set(evaluator, base, trained, has_documents_of_base)
@@ -400,6 +427,7 @@ class Fit:
             test_set,
             results,
             verdict,
+            self._read_guard_record(),
         )
         record["seconds"] = {**self._stage_seconds, "total": self._budget.used()}
         record["budget_seconds"] = self._seconds
@@ -442,6 +470,18 @@ class Fit:
             if self._is_first_process:
                 self._budget.save()
                 write_json(self._folder.stage_seconds_file, self._stage_seconds)
+
+
+def _refuse_test_queries(guard_sets: Mapping[str, BeirDataset], test: Path) -> None:
+    """Raise `DataError` if a guard set has queries of the test set, a BEIR folder."""
+    queries = read_split_queries(test, "test", RecordReport())
+    test_queries = set(map(normalise, queries.values()))
+    for source, dataset in guard_sets.items():
+        if not test_queries.isdisjoint(map(normalise, dataset.queries.values())):
+            raise DataError(
+                f"guard: {source} has queries of the test set, by which a weight would be chosen "
+                "before the verdict; give other data"
+            )
 
 
 def _print_nothing(line: str) -> None:

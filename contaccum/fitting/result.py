@@ -22,19 +22,10 @@ from contaccum.fitting.final import (
     select_shown_metrics,
 )
 from contaccum.fitting.folder import FitFolder
-from contaccum.fitting.guard import find_chosen_row, read_guard_record
 from contaccum.fitting.source import DataSource
 from contaccum.fitting.verdict import Verdict, collect_warnings, warn_of_bm25
-from contaccum.merging.choice import METRIC
 from contaccum.tuning.baselines import Baselines
-from contaccum.tuning.choice import Choice
 from contaccum.tuning.result import TunedSettings
-
-# Warning for weight 0 of the guard: the merged model is then the base model.
-_BASE_IS_KEPT = (
-    "the model in the folder model is the base model: no weight above 0 is better on dev and loses "
-    "little enough on every guard set"
-)
 
 
 @dataclass(frozen=True)
@@ -83,6 +74,7 @@ def make_record(
     test_set: BeirDataset,
     results: Mapping[str, SystemResult],
     verdict: Verdict,
+    guard_record: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Return the content of fit.json, without the times of the stages.
 
@@ -96,14 +88,16 @@ def make_record(
         test_set: the test set.
         results: {system: result on the test set} with the systems "bm25", "base" and "trained".
         verdict: the comparison of the trained model with the base model.
+        guard_record: the scores of the merged models; None: the fit has no guard.
     """
-    guard_record = read_guard_record(folder)
     if guard_record is None:
         trained_dev_score = read_best_dev_score(folder.model)
         warnings = collect_warnings(verdict, tuned.choice)
     else:
-        trained_dev_score = find_chosen_row(guard_record)[METRIC]
-        warnings = _collect_guarded_warnings(verdict, tuned.choice, guard_record)
+        dev_scores_of_weights = {row[0]: row[1] for row in guard_record["scores"]}
+        trained_dev_score = dev_scores_of_weights[guard_record["weight"]]
+        # The dev score of the choice is that of a trial, and the verdict is about a merged model.
+        warnings = [*tuned.choice.warnings, *warn_of_bm25(verdict)]
     dev_scores = {"bm25": baselines.bm25, "base": baselines.base, "trained": trained_dev_score}
     names = {"bm25": "BM25", "base": f"{base_name} (as it is)", "trained": "trained"}
     score_table = []
@@ -128,21 +122,3 @@ def make_record(
         "settings": yaml.safe_load(folder.config_file.read_text(encoding="utf-8")),
         "made_with": {**provenance(), "time": datetime.now(UTC).isoformat(timespec="seconds")},
     }
-
-
-def _collect_guarded_warnings(
-    verdict: Verdict, choice: Choice, guard_record: Mapping[str, Any]
-) -> list[str]:
-    """Return the warnings of a fit with a guard, one line each.
-
-    The verdict is about the model that was merged at the chosen weight. So the warnings compare the
-    verdict with the dev scores of this model, and not with those of the trial.
-    """
-    if guard_record["weight"] == 0:
-        # The base model is compared with itself, so dev and test cannot disagree.
-        guard_warnings = [*guard_record["warnings"], _BASE_IS_KEPT]
-        return [*choice.warnings, *guard_warnings, *warn_of_bm25(verdict)]
-    chosen_row = find_chosen_row(guard_record)
-    difference = {name: chosen_row[name] for name in ("difference", "low", "high")}
-    merged_choice = choice._replace(against_base=difference)
-    return [*collect_warnings(verdict, merged_choice), *guard_record["warnings"]]

@@ -21,9 +21,7 @@ from contaccum import DualEncoder
 from contaccum.encoders.loading import require_model
 from contaccum.encoders.settings import (
     configure,
-    get_max_length,
     set_max_lengths,
-    use_max_lengths,
 )
 from contaccum.encoders.towers import is_tied
 from contaccum.errors import ConfigError, UserError
@@ -132,10 +130,6 @@ def test_invalid_arguments_are_refused(tiny_config, tiny_tokenizer):
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     with pytest.raises(ConfigError, match="passage_max_length=65: this model takes 3 to 64 tokens"):
         set_max_lengths(model, document=65)
-    length = get_max_length(model, "query")
-    with pytest.raises(ConfigError, match="65"), use_max_lengths(model, query=9, document=65):
-        pytest.fail("the document length is refused")
-    assert get_max_length(model, "query") == length
     with pytest.raises(ConfigError, match="dropout"):
         configure(model, dropout=1.0)
 

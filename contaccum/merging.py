@@ -1,0 +1,151 @@
+"""Linear merge of a base model and the model that was trained from it, at a chosen weight.
+
+Sources: WiSE-FT (arXiv 2109.01903) and LM-Cocktail (arXiv 2311.13534). Other methods, such as SLERP
+and TIES, are in `SentenceTransformer.merge`. It is not used here, because it needs mergekit, and
+refuses a base with one tower whose trained model has two, as after query-side training.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from sentence_transformers.sentence_transformer.modules import Transformer
+from torch import nn
+
+from contaccum.data import BeirDataset
+from contaccum.encoders.adapters import has_adapter, merge_adapter
+from contaccum.encoders.dual_encoder import DualEncoder
+from contaccum.encoders.model_card import insert_card_section
+from contaccum.encoders.towers import get_tower, is_tied
+from contaccum.errors import ConfigError
+from contaccum.evaluation.evaluator import RetrievalEvaluator
+from contaccum.files import atomic_folder
+
+
+def merge_models(base: DualEncoder, trained: DualEncoder, weight: float) -> DualEncoder:
+    """Return the model with the tensors (1 - weight) * base + weight * trained.
+
+    They are computed in float32 at least, and have the dtype of ``trained``. Integers, prompts,
+    maximum lengths and the tokenizer are those of ``trained``. Adapters are first merged into the
+    weights of both models, in place.
+
+    Args:
+        weight: from 0, which returns ``base`` itself, to 1, which returns ``trained`` itself.
+
+    Raises:
+        ConfigError: if the models have different architectures.
+    """
+    for model in (base, trained):
+        if has_adapter(model):
+            merge_adapter(model)
+    _require_equal_architecture(base, trained)
+    if weight == 0:
+        return base
+    if weight == 1:
+        return trained
+    merged = copy.deepcopy(trained)
+    for task in ("query", "document"):
+        base_state = get_tower(base, task).state_dict()
+        trained_state = get_tower(trained, task).state_dict()
+        # The tensors of a state_dict share the memory of the model, so writing to them changes it.
+        for name, tensor in get_tower(merged, task).state_dict().items():
+            if tensor.is_floating_point():
+                dtype = torch.promote_types(tensor.dtype, torch.float32)
+                base_tensor = base_state[name].to(tensor.device, dtype)
+                # lerp is exact where both are equal, so an index of an untrained tower stays valid.
+                tensor.copy_(torch.lerp(base_tensor, trained_state[name].to(dtype), weight))
+    return merged
+
+
+def _require_equal_architecture(base: DualEncoder, trained: DualEncoder) -> None:
+    """Raise `ConfigError` with the first difference; only ``trained`` may have two towers."""
+    if is_tied(trained) and not is_tied(base):
+        raise ConfigError("the models cannot be merged: only the base model has two towers")
+    for task in ("query", "document"):
+        base_description = _describe_architecture(get_tower(base, task))
+        trained_description = _describe_architecture(get_tower(trained, task))
+        for name in [*trained_description, *base_description]:
+            if base_description.get(name) != trained_description.get(name):
+                raise ConfigError(f"the models cannot be merged: {name} is not the same in both")
+    if not all(parameter.is_floating_point() for parameter in trained.parameters()):
+        raise ConfigError("quantized models cannot be merged: save them in float32 or bfloat16")
+
+
+def _describe_architecture(tower: nn.Module) -> dict[str, Any]:
+    """Return {name: value} of everything that must be equal in two towers that are merged."""
+    description: dict[str, Any] = {"types of modules": list(map(type, tower.children()))}
+    for module in tower.children():
+        if isinstance(module, Transformer):
+            # Settings that change the embeddings, but not the shapes of the weights.
+            for name in ("model_type", "num_attention_heads", "num_key_value_heads", "hidden_act"):
+                description[name] = getattr(module.config, name, None)
+            tokenizer: Any = module.tokenizer
+            description["vocabulary"] = tokenizer.get_vocab()
+        else:
+            get_settings: Any = getattr(module, "get_config_dict", dict)  # such as the pooling's
+            description.update(get_settings())
+    for name, tensor in tower.state_dict().items():
+        description[f"shape of {name}"] = tensor.shape
+    return description
+
+
+def choose_weight(scores: Mapping[float, Sequence[float]], guard_loss: float) -> float:
+    """Return the weight with the best dev score among those that lose little on each guard set.
+
+    Of equal weights, the smallest is chosen. Weight 0, the base model, loses nothing.
+
+    Args:
+        scores: {weight: nDCG@10 on the dev set, then on each guard set}; 0 is one of the weights.
+        guard_loss: the nDCG@10 that a weight may lose on each guard set.
+    """
+    allowed = []
+    for weight in sorted(scores):
+        losses = [base - score for base, score in zip(scores[0.0], scores[weight], strict=True)]
+        if max(losses[1:]) <= guard_loss + 1e-9:  # differences of means are rounded
+            allowed.append(weight)
+    return max(allowed, key=lambda weight: scores[weight][0])  # the first one of equal scores
+
+
+def write_best_merge(
+    base: DualEncoder,
+    trained: DualEncoder,
+    data_sets: Sequence[tuple[str, BeirDataset]],
+    weights: Iterable[float],
+    guard_loss: float,
+    batch_size: int,
+    output: Path,
+    print_line: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Score the merged models, and write the model of the weight that `choose_weight` chooses.
+
+    Args:
+        data_sets: (name, data set) of the dev set, and then of the guard sets.
+        weights: weights of the trained model; 0 and 1 are scored too.
+
+    Returns:
+        The content of a JSON record. A row of its ``scores`` begins with the weight.
+    """
+    scores: dict[float, list[float]] = {weight: [] for weight in sorted({0.0, 1.0, *weights})}
+    for name, dataset in data_sets:
+        evaluator = RetrievalEvaluator(dataset, ["ndcg@10"], batch_size)
+        for weight, scores_of_weight in scores.items():
+            score = evaluator.score(merge_models(base, trained, weight))["ndcg@10"]
+            scores_of_weight.append(score)
+            print_line(f"{name}, weight {weight:g}: nDCG@10 {score:.4f}")
+    chosen = choose_weight(scores, guard_loss)
+    line = (
+        f"chosen: {1 - chosen:g} * base model + {chosen:g} * trained model, with the best nDCG@10 "
+        f"on dev among those that lose at most {guard_loss:g} on each guard set"
+    )
+    print_line(line)
+    with atomic_folder(output) as folder:
+        merge_models(base, trained, chosen).save_pretrained(str(folder))
+        note = f"Merge of two models, {line}. The card below is that of one of them."
+        insert_card_section(folder, "merge of contaccum", note)
+    rows = [[weight, *scores_of_weight] for weight, scores_of_weight in scores.items()]
+    names = [name for name, _ in data_sets]
+    return {"weight": chosen, "line": line, "data_sets": names, "scores": rows}
