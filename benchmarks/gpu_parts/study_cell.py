@@ -1,6 +1,6 @@
 """Training on SciFact with the same number of seconds for each method, and the scores.
 
-The settings are those of `contaccum quickstart`, but with a constant learning rate, because the
+The settings are those of configs/scifact.yaml, but with a constant learning rate, because the
 number of updates is not known before. They were tuned for `contaccum` on a CPU, and each method
 trains with one seed only, so small differences between the scores mean nothing.
 """

@@ -27,7 +27,6 @@ from contaccum.errors import UserError, closest
 from contaccum.files import redact
 
 COMMANDS = {
-    "quickstart": "train a small encoder on SciFact and score it before and after training",
     "new": "inspect training data and write a training config for it",
     "split": "hold out dev and test sets from training data",
     "fit": "search settings, train and test within a time budget, from a file of pairs",

@@ -1,17 +1,15 @@
-"""Errors, help, `contaccum new`, the quickstart, option names of other tools, completion."""
+"""Errors, help, `contaccum new`, option names of other tools, completion."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from small_data import write_judged_sentences, write_lines
+from small_data import write_lines
 
-from contaccum.cli import main, quickstart
+from contaccum.cli import main
 from contaccum.errors import DataError
-from contaccum.files import write_json
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.config import parse
 from contaccum.training.options import GROUPS, MOST_USED
@@ -57,29 +55,6 @@ def test_train_help_is_fast_and_lists_every_option(capsys):
     for name in all_names:
         assert f"\n  --{name} " in full_help_text
     assert set(MOST_USED) < all_names
-
-
-def test_quickstart_trains_and_scores(tiny_model_path, tmp_path, monkeypatch, capsys):
-    """The model and the data are tiny. A wrong training option is refused before anything runs."""
-    scifact = write_judged_sentences(tmp_path / "scifact")
-    monkeypatch.setattr("contaccum.data.beir.shipped_scifact", lambda: scifact)
-    monkeypatch.setattr(quickstart, "_find_demo_model", lambda: tiny_model_path)
-    monkeypatch.chdir(tmp_path)
-    assert main(["quickstart", "--bank_sise", "3"]) == 2
-    assert not Path("runs").exists()
-    assert "did you mean 'bank_size'" in capsys.readouterr().err
-    overrides = ["--max_steps", "1", "--passage_max_length", "40"]
-    overrides += ["--gradient_accumulation_steps", "1"]
-    # The second quickstart replaces the results of the first one.
-    assert main(["quickstart", *overrides]) == 0
-    assert main(["quickstart", "--compare", *overrides]) == 0
-    output = capsys.readouterr().out
-    names = r"BM25|.* \(as it is\)|query_side, by fit|contaccum|grad_accum"
-    rows = re.findall(rf"^({names}) +\d\.\d{{4}} +\d\.\d{{4}} +\d\.\d{{4}}$", output, re.MULTILINE)
-    assert len(rows) == 4 + 5
-    written = {path.name for path in Path("runs/quickstart").iterdir()}
-    assert {"fit", "contaccum", "contaccum.json", "grad_accum", "grad_accum.json"} <= written
-    assert Path("runs/quickstart/fit/report.html").is_file()
 
 
 def test_new_writes_a_config_that_trains(places, tmp_path, monkeypatch, capsys):
@@ -182,7 +157,7 @@ def test_option_names_of_other_tools_are_translated_or_suggested(tmp_path, capsy
 
 @pytest.mark.parametrize(
     ("line", "completion"),
-    [("contaccum q", "quickstart"), ("contaccum train --lora_a", "--lora_alpha")],
+    [("contaccum fi", "fit"), ("contaccum train --lora_a", "--lora_alpha")],
 )
 def test_the_shell_completes_commands_and_options(line, completion, tmp_path):
     pytest.importorskip("argcomplete")
@@ -207,7 +182,6 @@ def test_the_shell_completes_commands_and_options(line, completion, tmp_path):
         (["evaluate", "--data", "scifact", "model"], "write MODEL before options"),
         (["tune", "c.yaml", "--hub_token", "secret"], "an option contains a credential"),
         (["fit", "pairs.csv", "--hub_token", "secret"], "a credential among the settings"),
-        (["quickstart", "--method", "pre_batch"], "leave out --method"),
     ],
 )
 def test_arguments_that_cannot_work_are_named(arguments, message, capsys, tmp_path, monkeypatch):
@@ -219,13 +193,3 @@ def test_arguments_that_cannot_work_are_named(arguments, message, capsys, tmp_pa
     assert message in error
     assert error.count("\n") == 1
     assert "secret" not in error
-
-
-def test_quickstart_replaces_no_fit_of_other_data(tmp_path):
-    folder = tmp_path / "fit"
-    assert not quickstart._has_finished_fit(folder, Path("scifact"))
-    write_json(folder / "fit.json", {"request": {"path": "scifact"}})
-    assert not quickstart._has_finished_fit(folder, Path("scifact"))
-    for path, is_replaced in (("scifact", True), ("pairs.csv", False)):
-        write_json(folder / "fit.json", {"request": {"path": path}, "verdict": {}})
-        assert quickstart._has_finished_fit(folder, Path("scifact")) == is_replaced

@@ -176,7 +176,7 @@ SHIPPED = sorted(
 
 
 # tests/test_reproduce.py tests the configs of the paper.
-@pytest.mark.parametrize("name", [*SHIPPED, "../contaccum/cli/quickstart.yaml"])
+@pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_configs_parse(name):
     assert parse([str(CONFIGS / name)])[2].total_train_batch_size == 128
 
