@@ -6,8 +6,7 @@ metrics, model, data and settings. With ``--output out.json``, these files are w
 - for one data set its record, out.json, and its run, out.trec;
 - for several data sets out.NAME.json and out.NAME.trec each, and in out.json a table of all sets;
 - the table as Markdown, out.md;
-- with ``--compare``, comparisons with earlier results, out.compare.json;
-- with ``--mteb``, mteb's own result files, in the folder out.mteb.
+- with ``--compare``, comparisons with earlier results, out.compare.json.
 
 With ``--endpoint``, an embedding server encodes the texts. The record and the tables then also
 have the comparison of the server with MODEL.
@@ -34,18 +33,6 @@ if TYPE_CHECKING:
 
 _ENDPOINT_OPTIONS = ("query_endpoint", "served_model", "request_fields")
 """Options that need ``--endpoint``."""
-_OPTIONS_WITHOUT_MTEB = (
-    "run",
-    "split",
-    "dims",
-    "quantize",
-    "index",
-    "index_parameters",
-    "similarity",
-    "precision",
-    "endpoint",
-)
-"""Options that cannot be combined with ``--mteb``."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -59,17 +46,13 @@ def run(argv: Sequence[str]) -> int:
     from contaccum.cli.evaluation_sets import (
         make_scorer,
         open_beir_sets,
-        open_mteb_tasks,
         score_sets,
     )
     from contaccum.evaluation import metrics, results, tables
 
     shown_metrics = metrics.check_metrics(args.metrics, args.k_values)
     main_metric = shown_metrics[0]
-    if args.mteb:
-        data_sets = open_mteb_tasks(args)
-    else:
-        data_sets = open_beir_sets(args)
+    data_sets = open_beir_sets(args)
     # Earlier results are read first, because this evaluation may replace their files.
     earlier_scores = _read_earlier_scores(args.compare, data_sets, main_metric)
     scorer = make_scorer(args, data_sets, shown_metrics)
@@ -110,9 +93,6 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line, and refuse options that cannot be combined."""
     parser = _make_parser()
     args = parse_scoring_arguments(parser, argv, Path("results.json"), DEFAULT_K_VALUES)
-    if args.mteb:
-        reason = "cannot be combined with --mteb, whose tasks determine the search"
-        parser.refuse_given(args, _OPTIONS_WITHOUT_MTEB, reason)
     if args.run is not None and (args.dims or args.quantize):
         raise ConfigError(
             "--dims and --quantize need a MODEL, because a --run has no embeddings: "
@@ -172,22 +152,16 @@ def _make_parser() -> Parser:
 
     parser = Parser(
         "evaluate",
-        "Score a model or a run on BEIR data with FAISS, or a model on MTEB's retrieval tasks.",
+        "Score a model or a run on BEIR data with FAISS.",
         *SEARCH_OPTIONS,
-        usage="contaccum evaluate (MODEL | --run RUN) (--data SET ... | --mteb TASK ...) [OPTIONS]",
+        usage="contaccum evaluate (MODEL | --run RUN) --data SET ... [OPTIONS]",
     )
-    data_options = parser.add_mutually_exclusive_group(required=True)
-    data_options.add_argument(
+    parser.add_argument(
         "--data",
         nargs="+",
+        required=True,
         metavar="SET",
         help="BEIR folders, names of public BEIR sets, or beir for all public sets",
-    )
-    data_options.add_argument(
-        "--mteb",
-        nargs="+",
-        metavar="TASK",
-        help="names of MTEB retrieval tasks or benchmarks, which mteb runs",
     )
     _add_table_options(parser)
     _add_endpoint_options(parser)

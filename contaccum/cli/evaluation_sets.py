@@ -1,7 +1,7 @@
-"""Data sets that `contaccum evaluate` scores on, and the four ways to score one of them.
+"""Data sets that `contaccum evaluate` scores on, and the three ways to score one of them.
 
-A data set is a BEIR set or a retrieval task of MTEB. There are four ways to score it: search with a
-model, search with an embedding server, read a run from a file, or let mteb search with the model.
+There are three ways to score a data set: search with a model, search with an embedding server, or
+read a run from a file.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from contaccum.cli.options import get_search_settings, load_model
 from contaccum.errors import ConfigError
-from contaccum.evaluation import beir_sets, endpoint_check, forms, mteb_tasks, results
+from contaccum.evaluation import beir_sets, endpoint_check, forms, results
 from contaccum.evaluation.beir_sets import EvaluationSet
 from contaccum.evaluation.metrics import metric_names
 
@@ -29,7 +28,7 @@ class DataSets(NamedTuple):
     Attributes:
         sets: label and output file of each data set.
         descriptions: the part of each set's record that describes its data.
-        load: returns the `BeirDataset` or the MTEB task of a set.
+        load: returns the `BeirDataset` of a set.
     """
 
     sets: Sequence[EvaluationSet]
@@ -79,18 +78,6 @@ def open_beir_sets(args: argparse.Namespace) -> DataSets:
     return DataSets(sets, descriptions, load)
 
 
-def open_mteb_tasks(args: argparse.Namespace) -> DataSets:
-    """Find the tasks of ``--mteb``. mteb loads their data later.
-
-    Raises:
-        ConfigError: if a task does not exist, or mteb is not installed.
-    """
-    tasks = mteb_tasks.find_tasks(args.mteb)
-    sets = beir_sets.assign_outputs(dict.fromkeys(tasks, ""), args.output)
-    descriptions = [mteb_tasks.describe_task(task) for task in tasks.values()]
-    return DataSets(sets, descriptions, lambda evaluation_set: tasks[evaluation_set.label])
-
-
 def make_scorer(
     args: argparse.Namespace, data_sets: DataSets, shown_metrics: Sequence[str]
 ) -> Scorer:
@@ -103,29 +90,9 @@ def make_scorer(
     Raises:
         UserError: if the model, the run or the settings cannot be used.
     """
-    if args.mteb:
-        return _make_mteb_scorer(args, len(data_sets.sets))
     if args.run is not None:
         return _make_run_scorer(args)
     return _make_model_scorer(args, data_sets.descriptions, shown_metrics)
-
-
-def _make_mteb_scorer(args: argparse.Namespace, num_tasks: int) -> Scorer:
-    """Return a scorer that lets mteb search with the model."""
-    model = load_model(args.model, args)
-    max_k = max(args.k_values)
-    plan = beir_sets.plan_search(model, max_k, max_k)
-    plan["model"]["name"] = args.model
-    plan["search"]["index"] = f"mteb {metadata.version('mteb')}"
-    score = partial(
-        mteb_tasks.run_task,
-        model=model,
-        record_fields=plan,
-        encode_kwargs={"batch_size": args.batch_size, "show_progress_bar": not args.no_progress},
-        folder=args.output.with_suffix(".mteb"),
-        k_values=args.k_values,
-    )
-    return Scorer([plan] * num_tasks, score)
 
 
 def _make_run_scorer(args: argparse.Namespace) -> Scorer:

@@ -285,12 +285,25 @@ def evaluation_sets(data: Sequence[str], output: Path) -> list[EvaluationSet]:
     Args:
         data: folders and public names. "beir" stands for all public sets; "cqadupstack", or a
             folder with its twelve parts, stands for these parts.
-        output: file of the record of a single set; see `assign_outputs`.
+        output: file of the record of a single set. For several sets, their labels, with "-" for
+            "/", are inserted before its suffix: out.json becomes out.cqadupstack-android.json.
 
     Raises:
-        ConfigError: a set is named twice.
+        ConfigError: a set is named twice, or two files would have the same name.
     """
-    return assign_outputs(list_sources(data, "--data"), output)
+    sources = list_sources(data, "--data")
+    if len(sources) == 1:
+        return [EvaluationSet(source, label, output) for label, source in sources.items()]
+    sets = []
+    names_in_use = {output.with_suffix(".compare.json")}  # the file of --compare
+    for label, source in sources.items():
+        suffix = f".{label.replace('/', '-')}.json"
+        file = output.with_suffix(suffix)
+        if file in names_in_use:
+            raise ConfigError(f"{source}: another result has the name {file}; rename the folder")
+        names_in_use.add(file)
+        sets.append(EvaluationSet(source, label, file))
+    return sets
 
 
 def list_sources(data: Sequence[str], option: str) -> dict[str, str]:
@@ -346,28 +359,3 @@ def _expand_cqadupstack(item: str) -> dict[str, str]:
     if item == "cqadupstack":
         return {label: label for label in part_folders}
     return {get_set_name(folder): item}
-
-
-def assign_outputs(sources: Mapping[str, str], output: Path) -> list[EvaluationSet]:
-    """Return data sets with the files of their records.
-
-    Args:
-        sources: {label: folder or public name}.
-        output: file of the record of a single set. For several sets, their labels, with "-" for
-            "/", are inserted before its suffix: out.json becomes out.cqadupstack-android.json.
-
-    Raises:
-        ConfigError: two files would have the same name.
-    """
-    if len(sources) == 1:
-        return [EvaluationSet(source, label, output) for label, source in sources.items()]
-    sets = []
-    names_in_use = {output.with_suffix(".compare.json")}  # the file of --compare
-    for label, source in sources.items():
-        suffix = f".{label.replace('/', '-')}.json"
-        file = output.with_suffix(suffix)
-        if file in names_in_use:
-            raise ConfigError(f"{source}: another result has the name {file}; rename the folder")
-        names_in_use.add(file)
-        sets.append(EvaluationSet(source, label, file))
-    return sets

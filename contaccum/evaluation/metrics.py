@@ -59,7 +59,6 @@ def score_run(
     qrels: Mapping[str, Mapping[str, int]],
     run: Mapping[str, Mapping[str, float]],
     k_values: Sequence[int] = DEFAULT_K_VALUES,
-    ignore_identical_ids: bool = True,
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Score a run by NDCG@k, MAP@k, Recall@k, P@k, Accuracy@k and MRR@k.
 
@@ -70,7 +69,6 @@ def score_run(
         qrels: relevance judgements, {query id: {document id: grade}}.
         run: {query id: {document id: score}}.
         k_values: cut-offs.
-        ignore_identical_ids: ignore a document that has the id of its query, as BEIR does.
 
     Returns:
         {metric: mean over the judged queries}, and {query id: {metric: value}}.
@@ -90,8 +88,7 @@ def score_run(
         hits = run.get(query_id, {})
         judgements[query_id] = {document: int(grade) for document, grade in grades.items()}
         trec_run[query_id] = {document: float(score) for document, score in hits.items()}
-        if ignore_identical_ids:
-            trec_run[query_id].pop(query_id, None)
+        trec_run[query_id].pop(query_id, None)
     if not judgements:
         raise DataError(
             "the relevance judgements (qrels) are empty, so there is nothing to score a run "

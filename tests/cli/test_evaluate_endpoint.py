@@ -231,8 +231,6 @@ def test_wrong_arguments_and_servers_are_refused_in_one_line(
     output = ["--output", str(tmp_path / "out.json")]
     with_run = ["evaluate", "--run", str(run), "--data", data, *output, *url]
     expect_error(main(with_run), "--endpoint needs a MODEL")
-    with_mteb = ["evaluate", "model", "--mteb", "SciFact", *output, *url]
-    expect_error(main(with_mteb), "--endpoint cannot be combined with --mteb")
     assert server.requests == []
 
     # Errors of the server. Each one hides the earlier ones, which stay switched on.
