@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contaccum.cli.options import SEARCH_OPTIONS, Parser, parse_positive_int, require_models
+from contaccum.cli.options import SEARCH_OPTIONS, Parser, require_models
 from contaccum.cli.scoring import parse_scoring_arguments
 from contaccum.defaults import DEFAULT_K_VALUES
 from contaccum.errors import ConfigError
@@ -67,8 +67,6 @@ def run(argv: Sequence[str]) -> int:
     metrics_table = tables.sets_table(rows, shown_metrics)
     sections = [metrics_table]
     for label, record in zip(labels, records, strict=True):
-        if record.get("served"):
-            sections.append(tables.forms_table(label, record["served"]))
         if record.get("endpoint"):
             sections.append(tables.endpoint_tables(label, record["endpoint"]))
     for comparison in comparisons:
@@ -93,11 +91,6 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line, and refuse options that cannot be combined."""
     parser = _make_parser()
     args = parse_scoring_arguments(parser, argv, Path("results.json"), DEFAULT_K_VALUES)
-    if args.run is not None and (args.dims or args.quantize):
-        raise ConfigError(
-            "--dims and --quantize need a MODEL, because a --run has no embeddings: "
-            "leave them out, or name a MODEL"
-        )
     _check_endpoint_options(args)
     if args.update_card and not (args.model and _get_model_card(args).is_file()):
         raise ConfigError(
@@ -108,8 +101,6 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         from contaccum.evaluation import results
 
         results.read_card(_get_model_card(args))  # a broken card is refused before the evaluation
-    if "binary" not in (args.quantize or ()):
-        parser.refuse_given(args, ["rescore"], "has an effect only with --quantize binary")
     return args
 
 
@@ -148,8 +139,6 @@ def _parse_json_object(text: str) -> dict[str, Any]:
 
 def _make_parser() -> Parser:
     """Return the parser, without the options that `parse_scoring_arguments` adds."""
-    from contaccum.retrieval.store import STORED
-
     parser = Parser(
         "evaluate",
         "Score a model or a run on BEIR data with FAISS.",
@@ -166,28 +155,6 @@ def _make_parser() -> Parser:
     _add_table_options(parser)
     _add_endpoint_options(parser)
     parser.add_argument("--split", help="split of the judgements; default: test, for msmarco dev")
-    parser.add_argument(
-        "--dims",
-        nargs="+",
-        type=parse_positive_int,
-        metavar="D",
-        help="also score embeddings that are truncated to their first D dimensions",
-    )
-    parser.add_argument(
-        "--quantize",
-        nargs="+",
-        choices=STORED,
-        metavar="TYPE",
-        help=f"also score embeddings of these types: {', '.join(STORED)}",
-    )
-    parser.add_argument(
-        "--rescore",
-        type=parse_positive_int,
-        default=4,
-        metavar="N",
-        help="with binary embeddings, retrieve N times the results and rescore them; "
-        "default: %(default)s",
-    )
     return parser
 
 

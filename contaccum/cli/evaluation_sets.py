@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from contaccum.cli.options import get_search_settings, load_model
 from contaccum.errors import ConfigError
-from contaccum.evaluation import beir_sets, endpoint_check, forms, results
+from contaccum.evaluation import beir_sets, endpoint_check, results
 from contaccum.evaluation.beir_sets import EvaluationSet
 from contaccum.evaluation.metrics import metric_names
 
@@ -84,8 +84,7 @@ def make_scorer(
     """Return the way to score that the command line asks for.
 
     Args:
-        shown_metrics: the metrics by which a server is compared with its model. The first one
-            compares truncated and quantized embeddings.
+        shown_metrics: the metrics by which a server is compared with its model.
 
     Raises:
         UserError: if the model, the run or the settings cannot be used.
@@ -132,21 +131,6 @@ def _make_model_scorer(
         )
     else:
         score = partial(beir_sets.evaluate_beir, model, **settings)
-    if args.dims or args.quantize:
-        # By its type in sentence-transformers, the dimension may be None. A DualEncoder always has
-        # a dimension.
-        dimension = model.get_embedding_dimension()
-        assert dimension is not None
-        form_plan = forms.plan_forms(
-            dimension,
-            args.dims,
-            args.quantize or ["float32"],
-            args.rescore,
-            shown_metrics[0],
-        )
-        for plan in plans:
-            plan["served"] = form_plan
-        score = partial(score, form_plan=form_plan)
     return Scorer(plans, score, is_repeatable=not args.endpoint)
 
 
@@ -201,8 +185,7 @@ def _read_finished_record(
     if not path.exists():
         return None
     record = results.read_result(path)
-    has_other_tables = bool(record.get("served")) != bool(expected.get("served"))
-    if record.get("endpoint") or has_other_tables:
+    if record.get("endpoint"):
         return None
     has_same_metrics = record["metrics"].keys() == set(metric_names(k_values))
     if has_same_metrics and results.agrees(record, expected):

@@ -121,7 +121,7 @@ def _search(
     corpus = {}
     for passage_id, passage in passages.items():
         corpus[passage_id] = {"title": passage.title, "text": passage.text}
-    hits, search_record, _ = beir_sets.search(
+    return beir_sets.search(
         load_model(args.model, args),
         corpus,
         question_texts,
@@ -130,7 +130,6 @@ def _search(
         model_name=args.model,
         **get_search_settings(args),
     )
-    return hits, search_record
 
 
 def _read_run(args: argparse.Namespace) -> Run:

@@ -17,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
-
 from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, BeirDataset, get_default_split
 from contaccum.data.beir import is_beir_folder, load_beir_folder
 from contaccum.data.public_sets import get_set_name, resolve_beir_data
@@ -45,7 +43,6 @@ def evaluate_beir(
     model: SentenceTransformer,
     dataset: BeirDataset,
     k_values: Sequence[int] = DEFAULT_K_VALUES,
-    form_plan: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> EvaluationResult:
     """Encode the corpus and the queries of a data set, search, and score.
@@ -54,7 +51,6 @@ def evaluate_beir(
         model: a SentenceTransformer.
         dataset: the data set.
         k_values: cut-offs of the metrics. As many documents as the largest are retrieved.
-        form_plan: sizes and types in which the embeddings are scored too; see `plan_forms`.
         settings: settings of `search` and `plan_search`.
 
     Raises:
@@ -63,19 +59,10 @@ def evaluate_beir(
     """
     k_values = check_k_values(k_values)
     warn_of_ignored_judgements(dataset.qrels, dataset.name)
-    outcome = search(model, dataset.corpus, dataset.queries, max(k_values), **settings)
-    record_fields = outcome.record_fields
-    if form_plan:
-        # Imported late, because scoring a run needs no FAISS.
-        from contaccum.evaluation.forms import score_forms
-
-        query_embeddings, document_embeddings = outcome.embeddings
-        similarity = record_fields["model"]["similarity"]
-        rows = score_forms(dataset, query_embeddings, document_embeddings, similarity, **form_plan)
-        record_fields["served"] = {**form_plan, "rows": rows}
-    metrics, per_query = score_run(dataset.qrels, outcome.run, k_values)
+    run, record_fields = search(model, dataset.corpus, dataset.queries, max(k_values), **settings)
+    metrics, per_query = score_run(dataset.qrels, run, k_values)
     data = describe_data(dataset)
-    return EvaluationResult(metrics, per_query, outcome.run, data, **record_fields)
+    return EvaluationResult(metrics, per_query, run, data, **record_fields)
 
 
 def score_beir_run(
@@ -162,14 +149,6 @@ def load_data(
     return load_beir_folder(folder, split, on_bad_record)
 
 
-class SearchOutcome(NamedTuple):
-    """Results of `search`."""
-
-    run: Run
-    record_fields: JsonObject  # fields of an EvaluationResult: model, search, timing, ...
-    embeddings: tuple[np.ndarray, np.ndarray]  # of queries (n, d) and of documents (N, d)
-
-
 def search(
     model: SentenceTransformer,
     corpus: Mapping[str, Mapping[str, str]],
@@ -181,7 +160,7 @@ def search(
     encode_queries: Encode | None = None,
     encode_documents: Encode | None = None,
     **settings: Any,
-) -> SearchOutcome:
+) -> tuple[Run, JsonObject]:
     """Encode a corpus and queries, and find the k best documents of every query.
 
     Args:
@@ -195,6 +174,9 @@ def search(
         encode_queries, encode_documents: functions that encode in place of the model; see
             `FaissSearcher`.
         settings: further settings of `plan_search`, which is called first.
+
+    Returns:
+        The run, and the fields of an `EvaluationResult` that describe the search.
 
     Raises:
         ConfigError: see `plan_search`.
@@ -210,11 +192,10 @@ def search(
         **settings,
     )
     run = searcher.search(corpus, queries, k, similarity)
-    assert searcher.embeddings is not None
     record_fields["model"]["name"] = model_name
     record_fields["search"].update(searcher.search_details)
     record_fields["timing"] = searcher.timing
-    return SearchOutcome(run, record_fields, searcher.embeddings)
+    return run, record_fields
 
 
 def plan_search(

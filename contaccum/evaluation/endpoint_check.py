@@ -146,7 +146,6 @@ def evaluate_endpoint(
     dataset: BeirDataset,
     k_values: Sequence[int],
     compared_metrics: Sequence[str],
-    form_plan: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> EvaluationResult:
     """Evaluate servers on a data set, and compare them with the model.
@@ -159,8 +158,6 @@ def evaluate_endpoint(
         dataset: the data set.
         k_values: cut-offs of the metrics.
         compared_metrics: metrics, such as "NDCG@10", by which servers and model are compared.
-        form_plan: sizes and types in which the servers' embeddings are scored too; see
-            `evaluate_beir`.
         settings: settings of `search` and `plan_search` for both evaluations.
 
     Returns:
@@ -184,7 +181,6 @@ def evaluate_endpoint(
         model,
         dataset,
         k_values,
-        form_plan,
         encode_queries=lambda _, texts: served_model.encode(texts, "query"),
         encode_documents=lambda _, texts: served_model.encode(texts, "document"),
         **settings,

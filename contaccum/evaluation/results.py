@@ -66,8 +66,6 @@ class EvaluationResult:
         search: index, index_parameters, k, gpus; for an approximate index also its recall.
         tokenisation: hash of the settings, beside the weights, that decide embeddings; None for a
             run of another system.
-        served: scores of the embeddings in smaller forms (types and sizes), in which a vector
-            database may hold them; see `forms.score_forms`.
         endpoint: the embedding server whose embeddings were scored in place of the model's, and
             its comparison with the model; see `endpoint_check.evaluate_endpoint`.
         timing: seconds of encoding, indexing and searching.
@@ -82,7 +80,6 @@ class EvaluationResult:
     model: JsonObject
     search: JsonObject
     tokenisation: str | None = None
-    served: JsonObject = field(default_factory=dict)
     endpoint: JsonObject = field(default_factory=dict)
     timing: dict[str, float] = field(default_factory=dict)
     precision: str = "unknown"

@@ -125,47 +125,6 @@ def sets_table(rows: Sequence[Row], names: Sequence[str]) -> str:
     return markdown_table(["data", "split", "queries", *names], cells)
 
 
-def forms_table(label: str, scored_forms: Mapping[str, Any]) -> str:
-    """Return the Markdown table of a record's ``served``: scores by size and type of embeddings.
-
-    Differences are from the first row.
-
-    Args:
-        label: name of the data set.
-        scored_forms: see `forms.plan_forms` and `forms.score_forms`.
-    """
-    header = [
-        "dimensions",
-        "type",
-        scored_forms["metric"],
-        "difference",
-        "95% interval",
-        "bytes a document",
-        "queries/s",
-    ]
-    cells: list[list[str | float | None]] = []
-    for row in scored_forms["rows"]:
-        is_first = not cells
-        difference = None if is_first else f"{row['difference']:+.4f}"
-        interval = None if is_first else _format_interval(row)
-        cells.append(
-            [
-                row["dimensions"],
-                row["type"],
-                row[scored_forms["metric"]],
-                difference,
-                interval,
-                row["bytes_per_document"],
-                f"{row['queries_per_second']:,.0f}",
-            ]
-        )
-    title = (
-        f"## {label}: scores by size and type of the embeddings "
-        f"(binary rescored {scored_forms['rescore']}x)"
-    )
-    return f"{title}\n\n{markdown_table(header, cells)}"
-
-
 def endpoint_tables(label: str, endpoint: Mapping[str, Any]) -> str:
     """Return the Markdown tables of a record's ``endpoint``: scores, sample and likely causes.
 

@@ -54,8 +54,6 @@ class FaissSearcher:
 
     Attributes:
         timing: seconds per stage of the last search.
-        embeddings: embeddings of queries and of documents in the last search, as the model gives
-            them.
         search_details: the number of ``gpus`` of the last search and, for an approximate index, the
             ``recall`` (see `recall_against_exact`).
     """
@@ -81,7 +79,6 @@ class FaissSearcher:
         self.encode_documents = encode_documents
         self.timing: dict[str, float] = {}
         self.search_details: dict[str, int | dict[str, float]] = {}
-        self.embeddings: tuple[np.ndarray, np.ndarray] | None = None
 
     def search(
         self,
@@ -118,7 +115,6 @@ class FaissSearcher:
         passages = get_passage_texts(corpus)
         with self._measure_time("encode_corpus"):
             document_embeddings = self._encode(passages, "document", self.encode_documents)
-        self.embeddings = (query_embeddings, document_embeddings)
         with self._measure_time("index"):
             index = build_index(
                 document_embeddings, self.index, metric, list(corpus), self.index_parameters

@@ -126,23 +126,16 @@ def test_results_are_compared_with_earlier_ones(evaluate, two, tmp_path):
     assert "## MRR@10 against" in (tmp_path / "old.one.md").read_text()
 
 
-def test_results_of_a_copy_of_the_model_or_with_other_tables_are_not_kept(
-    tiny_model_path, two, tmp_path, capsys
-):
+def test_results_of_a_copy_of_the_model_are_not_kept(tiny_model_path, two, tmp_path, capsys):
     copy = tmp_path / "copy"
     shutil.copytree(tiny_model_path, copy)
     output = f"--output={tmp_path}/out.json"
-    for model, options in (
-        (tiny_model_path, ["--dims", "8"]),
-        (tiny_model_path, []),
-        (copy, []),
-    ):
-        argv = ["evaluate", str(model), "--device", "cpu", output, "--data", *two, *options]
+    for model in (tiny_model_path, copy):
+        argv = ["evaluate", str(model), "--device", "cpu", output, "--data", *two]
         assert main(argv) == 0
         assert "kept: " not in capsys.readouterr().out
         record = read_result(tmp_path / "out.two.json")
         assert record["model"]["name"] == str(model)
-        assert bool(record.get("served")) == bool(options)
 
 
 def test_two_sets_that_would_write_one_file_are_refused(evaluate, tmp_path, capsys):
@@ -155,34 +148,6 @@ def test_two_sets_that_would_write_one_file_are_refused(evaluate, tmp_path, caps
     assert "x-s: another result has the name" in capsys.readouterr().err.splitlines()[-1]
     assert evaluate("--data", folders[0], folders[3]) == 2
     assert "compare: another result has the name" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_truncated_and_quantized_embeddings_are_scored(evaluate, two, tmp_path, capsys):
-    """They are compared with float32 embeddings of all dimensions."""
-    forms = ["--dims", "32", "16", "--quantize", "float32", "int8", "binary", "--metrics", "MRR@10"]
-    for rescore in ("2", "100", "100"):
-        assert evaluate("--data", *two, *forms, "--rescore", rescore) == 0
-    # Only the third evaluation has the settings of the one before it.
-    assert capsys.readouterr().out.count("kept: ") == 2
-    record = read_result(tmp_path / "out.one.json")
-    first, *other_rows = record["served"]["rows"]
-    assert first["MRR@10"] == pytest.approx(record["metrics"]["MRR@10"])
-    forms = []
-    for row in record["served"]["rows"]:
-        forms.append((row["dimensions"], row["type"], row["bytes_per_document"]))
-    assert forms == [
-        (32, "float32", 128),
-        (16, "float32", 64),
-        (32, "int8", 32),
-        (16, "int8", 16),
-        (32, "binary", 4),
-        (16, "binary", 2),
-    ]
-    for row in other_rows:
-        assert row["difference"] == pytest.approx(row["MRR@10"] - first["MRR@10"])
-        assert row["low"] <= row["difference"] <= row["high"]
-        assert row["queries_per_second"] > 0
-    assert "## two: scores by size and type of the embeddings" in (tmp_path / "out.md").read_text()
 
 
 def test_model_card_gets_the_metrics_and_keeps_its_content(tiny_model_path, two, tmp_path):
@@ -235,11 +200,6 @@ def test_a_broken_model_card_is_refused_before_the_evaluation(
     assert not (tmp_path / "out.json").exists()
 
 
-def test_rescoring_without_binary_embeddings_is_refused(evaluate, two, capsys):
-    assert evaluate("--data", two[0], "--rescore", "9") == 2
-    assert "--rescore has an effect only with --quantize binary" in capsys.readouterr().err
-
-
 def test_a_run_has_the_scores_of_the_model_that_made_it(evaluate, two, tmp_path):
     assert evaluate("--data", two[0]) == 0
     run = str(tmp_path / "out.trec")
@@ -275,9 +235,6 @@ def test_wrong_arguments_are_refused_in_one_line(evaluate, two, tmp_path, monkey
         (["--data", *two], "two/corpus.jsonl:25"),
         ([*data, "--output", "out.txt"], "end its name in .json"),
         ([*data, *run, "model"], "name either a MODEL to search with, or a --run to score"),
-        ([*data, "--dims", "64"], "--dims 64: the model's embeddings have 32 dimensions"),
-        ([*data, "--dims", "12", "--quantize", "binary"], "must be a multiple of 8"),
-        ([*run, *data, "--quantize", "int8"], "a --run has no embeddings"),
         ([*run, *data, "--index", "SQ8"], "--index does nothing with --run"),
         ([*run, "--data", *two], "--run has the results of one data set"),
         ([*run, *data], "for none of one's judged queries"),

@@ -194,15 +194,6 @@ def test_results_of_servers_are_never_used_again(evaluate, server, tmp_path, cap
     assert [row["name"] for row in summary["sets"]] == ["places", "other"]
 
 
-def test_smaller_embeddings_of_a_server_are_scored(evaluate, server, tmp_path):
-    assert evaluate("--endpoint", server.url, "--dims", "8") == 0
-    record = read_result(tmp_path / "out.json")
-    all_dimensions, eight_dimensions = record["served"]["rows"]
-    assert all_dimensions["dimensions"] == 16
-    assert eight_dimensions["dimensions"] == 8
-    assert all_dimensions["NDCG@10"] == pytest.approx(record["metrics"]["NDCG@10"])
-
-
 def test_wrong_arguments_and_servers_are_refused_in_one_line(
     evaluate, server, model, data, tmp_path, capsys
 ):
