@@ -184,17 +184,8 @@ def write_json(path: AnyPath, content: Any) -> None:
     Raises:
         ValueError: if a number is NaN or infinite, which JSON cannot represent.
     """
-    write_text(path, format_json(content))
-
-
-def format_json(content: Any) -> str:
-    """Return ``content`` as the text of a JSON file, without credentials.
-
-    Raises:
-        ValueError: if a number is NaN or infinite, which JSON cannot represent.
-    """
     text = json.dumps(redact(content), indent=1, allow_nan=False, ensure_ascii=False)
-    return text + "\n"
+    write_text(path, text + "\n")
 
 
 def read_json(path: AnyPath, expected_type: type = dict) -> Any:

@@ -28,7 +28,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("model", help="a SentenceTransformer: a folder, or a name on the hub")
     parser.add_argument("--corpus", type=Path, required=True, help="jsonl, tsv or a BEIR folder")
-    parser.add_argument("--output", required=True, help="folder of the store: a path or a URL")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the store")
     parser.add_argument(
         "--kind", choices=("document", "query"), default="document", help="the encoder to use"
     )

@@ -1,7 +1,7 @@
 """Stores of random embeddings, written in seconds for millions of rows.
 
 `StoreWriter` hashes every text in Python, which takes minutes for ten million of them. Here the
-files of a shard are written from arrays. `contaccum.retrieval.store_files` describes the files.
+files of a shard are written from arrays. `contaccum.retrieval.store` describes the files.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import pyarrow as pa
 import torch
 
 from contaccum.files import write_json
-from contaccum.retrieval.store import EmbeddingStore
-from contaccum.retrieval.store_files import (
+from contaccum.retrieval.store import (
     EMBEDDINGS_FILE,
     FORMAT,
     IDS_FILE,
@@ -24,6 +23,7 @@ from contaccum.retrieval.store_files import (
     SHARD_FILE,
     STORE_FILE,
     TEXTS_FILE,
+    EmbeddingStore,
     get_shard_name,
 )
 

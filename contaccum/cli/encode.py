@@ -8,7 +8,6 @@ at the start.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +19,6 @@ from contaccum.cli.options import (
     parse_positive_int,
     start_ranks,
 )
-from contaccum.errors import ConfigError
-from contaccum.files import redact
 
 
 def run(argv: Sequence[str]) -> int:
@@ -32,18 +29,12 @@ def run(argv: Sequence[str]) -> int:
     """
     args = _parse_arguments(argv)
     from contaccum.retrieval.corpus import CorpusEncoder, require_texts
-    from contaccum.retrieval.folders import is_url
     from contaccum.retrieval.parquet import check_parquet_dtype
     from contaccum.retrieval.store import check_folder
 
     # Options, input and output are checked before a model is loaded.
     if args.format == "parquet":
         check_parquet_dtype(args.dtype)
-        if is_url(args.output):
-            raise ConfigError(
-                f"--format parquet with --output {args.output}: parquet files are written to local "
-                "folders only; encode to a folder, or use write_parquet (docs/encoding.md)"
-            )
     require_texts(args.corpus, args.kind, args.on_bad_record)
     check_folder(args.output, args.overwrite)
     state = start_ranks(args)
@@ -76,7 +67,7 @@ def run(argv: Sequence[str]) -> int:
         print(encoded.report.summary())
     status = "other ranks are still encoding"
     if encoded.is_finished:
-        status = f"written: {redact(args.output)} ({encoded.report.used:,} rows)"
+        status = f"written: {args.output} ({encoded.report.used:,} rows)"
     print(
         f"{encoded.num_encoded:,} encoded by rank {rank}, "
         f"{texts_per_second:,.0f} per second; {status}"
@@ -92,11 +83,10 @@ def _write_parquet(args: argparse.Namespace, show_progress: bool) -> None:
     from contaccum.data import RecordReport
     from contaccum.retrieval.encode import read_texts
     from contaccum.retrieval.parquet import write_parquet
-    from contaccum.retrieval.store import EmbeddingStore
-    from contaccum.retrieval.store_files import PARQUET_FOLDER
+    from contaccum.retrieval.store import PARQUET_FOLDER, EmbeddingStore
 
     store = EmbeddingStore.open(args.output)
-    folder = Path(os.path.expanduser(args.output)) / PARQUET_FOLDER
+    folder = store.folder / PARQUET_FOLDER
     passages = read_texts(args.corpus, args.kind, RecordReport(args.on_bad_record))
     paths = write_parquet(store, folder, passages, show_progress)
     print(f"written: {folder} ({len(paths):,} parquet files)")
@@ -123,9 +113,10 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--output",
+        type=Path,
         required=True,
         metavar="FOLDER",
-        help="folder of the store; also a URL, such as s3://BUCKET/FOLDER",
+        help="folder of the store",
     )
     parser.add_argument(
         "--kind",

@@ -87,9 +87,9 @@ def run(argv: Sequence[str]) -> int:
     hits = zip(query_ids, _get_hits(store, results.scores, results.rows), strict=True)
     write_text(args.output, trec_lines(hits, "contaccum"))
     record = {
-        "store": {"path": args.store, "fingerprint": store.fingerprint, "rows": len(store)},
+        "store": {"path": str(args.store), "fingerprint": store.fingerprint, "rows": len(store)},
         "model": {"name": store.metadata.get("model_name"), "similarity": index_settings["metric"]},
-        "queries": {"path": args.queries, "count": len(query_ids)},
+        "queries": {"path": str(args.queries), "count": len(query_ids)},
         "search": results.record,
         **provenance(),
     }
@@ -157,13 +157,14 @@ def _make_parser() -> Parser:
     parser.add_model("the encoder that wrote the store; leave it out if --queries is a store")
     parser.add_argument(
         "--store",
+        type=Path,
         required=True,
         metavar="FOLDER",
-        help="store of documents that contaccum encode wrote; also a URL, such as "
-        "s3://BUCKET/FOLDER",
+        help="store of documents that contaccum encode wrote",
     )
     parser.add_argument(
         "--queries",
+        type=Path,
         required=True,
         metavar="PATH",
         help="jsonl, tsv (id, text), DPR's .qa.csv, a BEIR folder, or a store of encoded queries",
@@ -215,12 +216,9 @@ def _load_queries(args: argparse.Namespace, store: EmbeddingStore) -> tuple[list
         model_fingerprint,
         tokenisation_fingerprint,
     )
-    from contaccum.retrieval.folders import is_url
-    from contaccum.retrieval.store import EmbeddingStore
-    from contaccum.retrieval.store_files import STORE_FILE
+    from contaccum.retrieval.store import STORE_FILE, EmbeddingStore
 
-    # A URL can only be a store, because files of texts are read from this machine only.
-    if is_url(args.queries) or Path(args.queries, STORE_FILE).is_file():
+    if (args.queries / STORE_FILE).is_file():
         query_store = EmbeddingStore.open(args.queries)
         _refuse_encoding_options(args)
         _check_stores(
@@ -272,10 +270,9 @@ def _read_query_texts(args: argparse.Namespace, report: Any) -> dict[str, str]:
     from contaccum.data.beir import read_split_queries
     from contaccum.retrieval.encode import read_texts
 
-    path = Path(args.queries)
     if args.split:
-        return read_split_queries(path, args.split, report)
-    return {query.id: query.passage for query in read_texts(path, "query", report)}
+        return read_split_queries(args.queries, args.split, report)
+    return {query.id: query.passage for query in read_texts(args.queries, "query", report)}
 
 
 def _check_stores(

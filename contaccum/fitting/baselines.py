@@ -25,8 +25,7 @@ from contaccum.fitting.folder import FitFolder
 from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encode_texts
-from contaccum.retrieval.store import EmbeddingStore
-from contaccum.retrieval.store_files import SHARD_FILE
+from contaccum.retrieval.store import SHARD_FILE, EmbeddingStore
 from contaccum.tuning.baselines import Baselines
 from contaccum.tuning.budget import Budget, format_duration, suggest_budget
 

@@ -66,7 +66,7 @@ class QuerySideLoss(nn.Module):
     Args:
         model: the SentenceTransformer whose document tower encoded the store. To train an adapter
             instead of a copy, call `contaccum.encoders.query_tower.add_query_adapter` first.
-        store: an `EmbeddingStore`, the path or URL of its folder (``contaccum encode`` writes one)
+        store: an `EmbeddingStore`, the path of its folder (``contaccum encode`` writes one)
             or `StoreDocuments`.
         scale: 1 / temperature. None: 20 for a store with cosine similarity, 1 for dot product. The
             similarity function is that of the store.

@@ -14,7 +14,7 @@ from contaccum.data import RecordReport
 from contaccum.defaults import PRECISIONS
 from contaccum.encoders.towers import Kind
 from contaccum.errors import ConfigError, check_choice
-from contaccum.files import AnyPath, redact
+from contaccum.files import AnyPath
 from contaccum.retrieval.encode import encode_texts, encoding_identity, read_texts
 from contaccum.retrieval.quantization import check_binary_dimension
 from contaccum.retrieval.store import STORED, StoreWriter
@@ -58,7 +58,7 @@ class CorpusEncoder:
         model: a SentenceTransformer.
         model_name: name of the model for store.json.
         corpus: file or BEIR folder that `read_texts` reads.
-        folder: folder of the store: a path, or a URL that fsspec opens.
+        folder: folder of the store.
         kind: "query" or "document", the prompt and tower that encode the texts.
         dtype: type of the stored embeddings, one of `STORED`.
         batch_size: texts per forward pass; see `encode_texts`.
@@ -102,7 +102,7 @@ class CorpusEncoder:
         self.precision = precision
         require_texts(corpus, kind, on_bad_record)  # before anything is written
         identity = encoding_identity(model, kind, precision, dtype, shard_size)
-        notes = {"model_name": redact(model_name), "corpus": {"path": redact(str(corpus))}}
+        notes = {"model_name": model_name, "corpus": {"path": str(corpus)}}
         self.writer = StoreWriter(folder, identity, notes, overwrite)
 
     def encode(

@@ -19,7 +19,7 @@ from contaccum.bank.full_softmax import NO_ROW, DocumentBlock
 from contaccum.data.records import quoted
 from contaccum.data.sampling import text_ids
 from contaccum.errors import DataError
-from contaccum.files import fingerprint, redact
+from contaccum.files import fingerprint
 from contaccum.retrieval.quantization import QuantizedEmbeddings, decode_int8
 from contaccum.retrieval.store import EmbeddingStore
 
@@ -101,7 +101,7 @@ class StoreDocuments:
     def describe(self) -> dict[str, Any]:
         """Return store, fingerprint, counts and types of these documents, for records."""
         return {
-            "store": redact(str(self.store.folder)),
+            "store": str(self.store.folder),
             "fingerprint": self.fingerprint,
             "documents": len(self),
             "added": len(self._appended),

@@ -1,12 +1,26 @@
 """Stores: folders of corpus embeddings, written in shards and memory-mapped when they are read.
 
-`store_files` describes the files of a store. Nothing is encoded or searched here.
+    store.json            model, type and number of the embeddings; "finished" once all are written
+    shard-00000/          the first rows of the corpus, in its order; shard-00001 has the next rows
+        embeddings.npy    (n, d) in float32, float16 or int8; (n, d / 8) of packed bits for binary
+        ranges.npy        only for int8: minimum and maximum of each dimension in the shard, (2, d)
+        ids.arrow         ids of the rows: Arrow IPC, one column ``id`` of strings
+        texts.npy         hashes of the texts, int64 (n,); training looks up positives by them
+        shard.json        rows, dimension, bytes of each file, fingerprint of the corpus up to the
+                          last row of this shard
+    parquet/              only after `contaccum encode --format parquet`; see `parquet`
+
+A shard appears as a whole or not at all. So a killed process loses only the shard that it was
+writing, and several processes may write to the same folder. No file holds a pickle. Nothing is
+encoded or searched here.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -18,24 +32,7 @@ from contaccum import files
 from contaccum.data.records import passage_text
 from contaccum.data.sampling import text_ids
 from contaccum.errors import DataError, UserError
-from contaccum.retrieval.folders import StoreFolder, open_folder
 from contaccum.retrieval.quantization import QuantizedEmbeddings
-from contaccum.retrieval.store_files import (
-    EMBEDDINGS_FILE,
-    FORMAT,
-    IDS_FILE,
-    RANGES_FILE,
-    REPLACE_REMEDY,
-    SHARD_FILE,
-    STORE_FILE,
-    TEXTS_FILE,
-    check_identity,
-    get_shard_name,
-    read_metadata,
-    read_shard_file,
-    read_shard_files,
-    remove_store,
-)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -43,8 +40,20 @@ if TYPE_CHECKING:
 STORED = ("float32", "float16", "int8", "binary")
 """Types of stored embeddings: 4 bytes, 2 bytes, 1 byte and 1 bit per dimension."""
 
+STORE_FILE = "store.json"
+SHARD_FILE = "shard.json"
+EMBEDDINGS_FILE = "embeddings.npy"
+RANGES_FILE = "ranges.npy"
+IDS_FILE = "ids.arrow"
+TEXTS_FILE = "texts.npy"
+PARQUET_FOLDER = "parquet"
+FORMAT = {"format": "contaccum embedding store", "version": 3}
+
 # Each shard keeps two files open, and many systems allow a process 1,024 open files.
 _MAX_MAPPED_SHARDS = 64
+_REPLACE_REMEDY = (
+    "name another folder, or remove this store; contaccum encode does so with --overwrite"
+)
 _CONTINUE_REMEDY = "run the same contaccum encode again, without --overwrite, to continue"
 # Keys of store.json that decide the rows of a store, in the order in which they are hashed.
 _FINGERPRINT_KEYS = (
@@ -57,6 +66,10 @@ _FINGERPRINT_KEYS = (
     "dimension",
     "rows",
 )
+# Keys of store.json whose names do not say what differs.
+_DESCRIPTIONS = {
+    "tokenisation": "tokenisation (tokenizer, prompt, maximum length, pooling or dimension)",
+}
 
 
 class _ShardRows(NamedTuple):
@@ -74,7 +87,7 @@ class EmbeddingStore:
     these rows alone.
 
     Attributes:
-        folder: the path of the store's folder, or its URL without credentials.
+        folder: the path of the store's folder.
         metadata: the content of store.json.
         shape: (N, d).
         dtype: type of the embeddings on disk, one of `STORED`.
@@ -82,41 +95,39 @@ class EmbeddingStore:
         shard_size: number of rows in a shard; the last shard may have fewer.
     """
 
-    def __init__(self, folder: StoreFolder, metadata: dict[str, Any]) -> None:
-        self.folder = folder.location
+    def __init__(self, folder: Path, metadata: dict[str, Any]) -> None:
+        self.folder = folder
         self.metadata = metadata
         self.similarity: str = metadata.get("similarity", "")
         self.shape: tuple[int, int] = (metadata["rows"], metadata["dimension"])
         self.dtype: str = metadata["dtype"]
         self.shard_size: int = metadata["shard_size"]
-        self._folder = folder
         # The most recently used shards stay mapped.
         self._get_embeddings = lru_cache(_MAX_MAPPED_SHARDS)(self._map_embeddings)
         self._get_ids = lru_cache(_MAX_MAPPED_SHARDS)(self._map_ids)
 
     @classmethod
     def open(cls, folder: files.AnyPath) -> EmbeddingStore:
-        """Open the store in a folder: a path, or a URL that fsspec opens, such as ``s3://``.
+        """Open the store in a folder.
 
         Raises:
-            ConfigError: the scheme of the URL is unknown, or its package is not installed.
             DataError: the folder holds no store, the store is not finished, or a shard or a part
                 of a shard is missing.
         """
-        store_folder = open_folder(folder)
-        if not store_folder.exists(STORE_FILE):
+        folder = Path(folder).expanduser()
+        if not (folder / STORE_FILE).exists():
             raise DataError(
-                f"{store_folder}: not a store of embeddings (write one with contaccum encode)"
+                f"{folder}: not a store of embeddings (write one with contaccum encode)"
             )
-        metadata = read_metadata(store_folder)
+        metadata = _read_metadata(folder)
         if not metadata["finished"]:
-            raise DataError(f"{store_folder}: the store is not finished ({_CONTINUE_REMEDY})")
-        store = cls(store_folder, metadata)
-        for number, shard in enumerate(read_shard_files(store_folder, store.num_shards)):
-            if shard is None:
+            raise DataError(f"{folder}: the store is not finished ({_CONTINUE_REMEDY})")
+        store = cls(folder, metadata)
+        for number in range(store.num_shards):
+            if _read_shard_file(folder, number) is None:
                 raise DataError(
-                    f"{store_folder}: the shard from row {number * store.shard_size:,} on is "
-                    f"missing or cut off ({_CONTINUE_REMEDY})"
+                    f"{folder}: the shard from row {number * store.shard_size:,} on is missing or "
+                    f"cut off ({_CONTINUE_REMEDY})"
                 )
         return store
 
@@ -242,8 +253,8 @@ class EmbeddingStore:
         return ids
 
     def _get_file(self, shard_number: int, name: str) -> Path:
-        """Return a file of a shard; it is downloaded if the store is remote."""
-        return self._folder.get_local_file(f"{get_shard_name(shard_number)}/{name}")
+        """Return the path of a file of a shard."""
+        return self.folder / get_shard_name(shard_number) / name
 
     @contextmanager
     def _refuse_broken_shard(self, shard_number: int) -> Iterator[None]:
@@ -253,7 +264,7 @@ class EmbeddingStore:
         except (OSError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())
             raise DataError(
-                f"{self._folder}/{get_shard_name(shard_number)}: the shard is broken: {reason} "
+                f"{self.folder}/{get_shard_name(shard_number)}: the shard is broken: {reason} "
                 f"(remove this folder, and {_CONTINUE_REMEDY})"
             ) from error
 
@@ -262,7 +273,7 @@ class StoreWriter:
     """Writer of a store, shard by shard. Several processes may write shards of the same folder.
 
     Args:
-        folder: path or URL of the folder. A store that is there is continued if its identity is
+        folder: path of the folder. A store that is there is continued if its identity is
             the same.
         identity: the settings that decide the embeddings, as JSON values: kind, model,
             similarity, tokenisation, precision, dtype, shard_size; see `encoding_identity`.
@@ -281,17 +292,17 @@ class StoreWriter:
         notes: Mapping[str, Any] | None = None,
         overwrite: bool = False,
     ) -> None:
-        self.folder = open_folder(folder)
+        self.folder = Path(folder).expanduser()
         metadata = check_folder(folder, overwrite)
         if metadata is not None and overwrite:
-            remove_store(self.folder)
+            _remove_store(self.folder)
             metadata = None
         if metadata is None:
             metadata = {**FORMAT, "finished": False, **identity}
             metadata.update(notes or {})
             metadata.update(files.provenance())
-            self.folder.write_json(STORE_FILE, metadata)
-        check_identity(self.folder, metadata, identity)
+            files.write_json(self.folder / STORE_FILE, metadata)
+        _check_identity(self.folder, metadata, identity)
         self.metadata = metadata
 
     def fill(
@@ -348,7 +359,7 @@ class StoreWriter:
 
     def _has_shard(self, shard_number: int, fingerprint: str) -> bool:
         """Return True if a shard exists; raise `DataError` if it comes from another corpus."""
-        shard = read_shard_file(self.folder, shard_number)
+        shard = _read_shard_file(self.folder, shard_number)
         if shard is None:
             return False
         if shard["fingerprint"] != fingerprint:
@@ -376,11 +387,8 @@ class StoreWriter:
 
         quantized = QuantizedEmbeddings.quantize(embeddings, self.metadata["dtype"])
         id_table = pa.record_batch([pa.array(ids, pa.string())], names=["id"])
-        name = get_shard_name(shard_number)
-        with (
-            self.folder.new_subfolder(name, SHARD_FILE) as folder,
-            files.report_failed_write(f"{self.folder}/{name}"),
-        ):
+        path = self.folder / get_shard_name(shard_number)
+        with files.atomic_folder(path) as folder, files.report_failed_write(path):
             np.save(folder / EMBEDDINGS_FILE, quantized.values, allow_pickle=False)
             np.save(folder / TEXTS_FILE, text_ids(texts), allow_pickle=False)
             if quantized.ranges is not None:
@@ -408,43 +416,105 @@ class StoreWriter:
             DataError: a shard comes from another corpus.
         """
         num_shards = len(fingerprints)
-        shards = [x for x in read_shard_files(self.folder, num_shards) if x is not None]
-        if len(shards) < num_shards:
-            return False  # other processes still write; the last of them finishes the store
+        shards = []
+        for shard_number in range(num_shards):
+            shard = _read_shard_file(self.folder, shard_number)
+            if shard is None:
+                return False  # other processes still write; the last of them finishes the store
+            shards.append(shard)
         is_same_corpus = [shard["fingerprint"] for shard in shards] == list(fingerprints)
-        if not is_same_corpus or self.folder.exists(get_shard_name(num_shards)):
+        if not is_same_corpus or (self.folder / get_shard_name(num_shards)).exists():
             raise self._other_corpus_error()
         metadata = dict(self.metadata)
         metadata["finished"] = True
         metadata["rows"] = num_rows
         metadata["dimension"] = shards[0]["dimension"]
         metadata["corpus"] = {**self.metadata.get("corpus", {}), "fingerprint": fingerprints[-1]}
-        self.folder.write_json(STORE_FILE, metadata)
+        files.write_json(self.folder / STORE_FILE, metadata)
         return True
 
     def _other_corpus_error(self) -> DataError:
-        return DataError(f"{self.folder}: holds embeddings of another corpus ({REPLACE_REMEDY})")
+        return DataError(f"{self.folder}: holds embeddings of another corpus ({_REPLACE_REMEDY})")
 
 
-def check_folder(path: files.AnyPath, overwrite: bool = False) -> dict[str, Any] | None:
+def check_folder(folder: files.AnyPath, overwrite: bool = False) -> dict[str, Any] | None:
     """Check that a store can be written to a folder. Nothing is written.
 
     Args:
-        path: a path, or a URL.
+        folder: path of the folder.
         overwrite: True if a store that is there will be removed, whatever its version.
 
     Returns:
         The content of store.json of a store that is there; None for a new or empty folder.
 
     Raises:
-        ConfigError: the scheme of the URL is unknown, or its package is not installed.
         UserError: the folder holds something else.
         DataError: store.json is broken, or of another version.
     """
-    folder = open_folder(path)
-    if folder.exists(STORE_FILE):
-        return read_metadata(folder, any_version=overwrite)
+    folder = Path(folder).expanduser()
+    if (folder / STORE_FILE).exists():
+        return _read_metadata(folder, any_version=overwrite)
     # Hidden files do not count: a process that was killed before it wrote store.json leaves some.
-    if folder.list_names():
+    if folder.is_file() or any(folder.glob("[!.]*")):
         raise UserError(f"{folder}: exists and is not a store of embeddings (name a new folder)")
     return None
+
+
+def get_shard_name(shard_number: int) -> str:
+    """Return the name of a shard's folder in the folder of its store."""
+    return f"shard-{shard_number:05d}"
+
+
+def _read_metadata(folder: Path, any_version: bool = False) -> dict[str, Any]:
+    """Return the content of store.json; with ``any_version``, also of another version.
+
+    Raises:
+        DataError: the file is broken, is not of a store, or is of another version of the format.
+    """
+    metadata: dict[str, Any] = files.read_json(folder / STORE_FILE)
+    stored_format = {key: metadata.get(key) for key in FORMAT}
+    is_store = stored_format["format"] == FORMAT["format"]
+    if stored_format != FORMAT and not (any_version and is_store):
+        raise DataError(
+            f"{folder}/{STORE_FILE}: has {stored_format}, expected {FORMAT} (encode the corpus "
+            "again with this version of contaccum and --overwrite)"
+        )
+    return metadata
+
+
+def _check_identity(folder: Path, metadata: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Raise `UserError` if store.json differs from the identity of the embeddings to write."""
+    differences = []
+    # Through JSON, because store.json holds lists where the identity may hold tuples.
+    for name, value in json.loads(json.dumps(identity)).items():
+        if metadata.get(name) != value:
+            differences.append(name)
+    if differences:
+        names = " and ".join(_DESCRIPTIONS.get(name, name) for name in differences)
+        raise UserError(f"{folder}: holds embeddings of another {names} ({_REPLACE_REMEDY})")
+
+
+def _read_shard_file(folder: Path, shard_number: int) -> dict[str, Any] | None:
+    """Return the content of shard.json; None if the shard is missing or a file is cut off."""
+    shard_folder = folder / get_shard_name(shard_number)
+    try:
+        sizes = {path.name: path.stat().st_size for path in shard_folder.iterdir()}
+    except FileNotFoundError:
+        return None
+    if SHARD_FILE not in sizes:
+        return None
+    shard: dict[str, Any] = files.read_json(shard_folder / SHARD_FILE)
+    for name, size in shard["bytes"].items():
+        if sizes.get(name) != size:
+            return None
+    return shard
+
+
+def _remove_store(folder: Path) -> None:
+    """Remove the shards, their parquet files and store.json from a folder."""
+    for path in [folder / PARQUET_FOLDER, *folder.glob("shard-*/")]:
+        # Another process may remove the same folder at the same time.
+        with suppress(FileNotFoundError):
+            shutil.rmtree(path)
+    # Removed last: without it, a partly removed folder would not be recognised as a store.
+    (folder / STORE_FILE).unlink(missing_ok=True)

@@ -193,7 +193,7 @@ class MethodArguments:
         None, "Rows of the query bank: bank_size or 0 (as pre_batch). Default: bank_size."
     )
     passage_store: str | None = option(
-        None, "With query_side: the store of the corpus, written by contaccum encode; also a URL."
+        None, "With query_side: the store of the corpus, written by contaccum encode."
     )
     corpus: str | None = option(
         None, "With query_side: a file or BEIR folder to encode, instead of passage_store."

@@ -44,7 +44,7 @@ def root(tiny_config, tiny_tokenizer, tmp_path_factory) -> Path:
     return root
 
 
-def encode(root: Path, texts: str, output: Path | str, *options: str) -> None:
+def encode(root: Path, texts: str, output: Path, *options: str) -> None:
     argv = ["encode", str(root / "encoder"), "--device", "cpu", "--no_progress"]
     argv += ["--corpus", str(root / texts), "--output", str(output), *options]
     assert main(argv) == 0
@@ -137,23 +137,6 @@ def test_record_does_not_replace_the_record_of_a_training_run(root, tmp_path):
     assert (tmp_path / "run.json").read_text() == "of a training run"
 
 
-def test_stores_at_urls_give_the_run_of_local_stores(root, tmp_path, capsys):
-    assert run(root, tmp_path / "local.trec") == 0
-    store = "memory://user:secret-password@bucket/store"
-    queries = "memory://bucket/queries"
-    encode(root, "corpus.jsonl", store, "--shard_size", "17")
-    encode(root, "queries.jsonl", queries, "--kind", "query")
-    output = tmp_path / "remote.trec"
-    assert run(root, output, "--store", store, "--queries", queries, model=None) == 0
-    assert output.read_text() == (tmp_path / "local.trec").read_text()
-    record = json.loads((tmp_path / "remote.trec.json").read_text())
-    assert record["store"]["path"] == "memory://***@bucket/store"
-    assert record["queries"]["path"] == queries
-    printed = capsys.readouterr().out
-    assert "written: memory://***@bucket/store (60 rows)" in printed
-    assert "secret-password" not in printed
-
-
 def test_split_selects_the_queries_of_a_beir_folder(root, tmp_path):
     queries = tmp_path / "queries"  # without a corpus, which is not needed
     shutil.copytree(root, queries, ignore=shutil.ignore_patterns("corpus.jsonl", "store*"))
@@ -219,9 +202,6 @@ def test_a_store_is_searched_with_the_passage_length_that_it_was_encoded_with(
             "null/x: cannot be written",
         ),
         (["--store", "nowhere"], "encoder", "not a store"),
-        (["--store", "memory://nowhere"], "encoder", "memory://nowhere: not a store"),
-        (["--store", "nowhere://bucket/store"], "encoder", "Protocol not known: nowhere"),
-        (["--queries", "memory://nowhere"], "encoder", "memory://nowhere: not a store"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(root, tmp_path, capsys, options, model, message):

@@ -2,8 +2,7 @@
 
 The first argument names a file with a list of [number of ranks, arguments of the command]. The
 exit codes of all ranks are printed for each command, and the folder in the second argument gets
-what rank R of command N writes to stderr, as stderr-N-R.txt. The store remote/documents in this
-folder is also at memory://documents.
+what rank R of command N writes to stderr, as stderr-N-R.txt.
 """
 
 import contextlib
@@ -11,7 +10,6 @@ import json
 import sys
 from pathlib import Path
 
-import fsspec
 from forks import run_on_ranks
 
 import contaccum.cli.search
@@ -29,8 +27,6 @@ def search(command_number: int, argv: list[str], rank: int) -> None:
         sys.exit(main(["search", *argv]))
 
 
-# Forks have a copy of the memory of this process.
-fsspec.filesystem("memory").put(f"{ROOT}/remote/documents", "/documents", recursive=True)
 exit_codes = []
 for number, (num_ranks, argv) in enumerate(json.loads(Path(sys.argv[1]).read_text())):
 

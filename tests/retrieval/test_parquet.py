@@ -26,7 +26,7 @@ EMBEDDINGS = np.random.default_rng(0).standard_normal((NUM_ROWS, DIMENSION)).ast
 PASSAGES = [(f"id-{row}", f"title {row}", f"text {row} é") for row in range(NUM_ROWS)]
 
 
-def write_store(folder: Path | str, **changes: Any) -> EmbeddingStore:
+def write_store(folder: Path, **changes: Any) -> EmbeddingStore:
     """Write a store of 25 rows in shards of 10."""
     identity = {
         "kind": "document",
@@ -253,7 +253,7 @@ def test_types_that_other_programs_cannot_decode_are_refused(tmp_path, dtype):
     assert not (tmp_path / "p").exists()
 
 
-def run_encode(model: str, corpus: Path, output: Path | str, *options: str) -> int:
+def run_encode(model: str, corpus: Path, output: Path, *options: str) -> int:
     """Run `contaccum encode --format parquet` and return its exit code."""
     argv = ["encode", model, "--corpus", str(corpus), "--output", str(output), "--device", "cpu"]
     return main([*argv, "--format", "parquet", "--shard_size", "10", "--no_progress", *options])
@@ -306,19 +306,6 @@ def test_encode_refuses_int8_parquet_before_a_model_is_loaded(corpus, tmp_path, 
     assert run_encode("no/such/model", corpus, tmp_path / "s", "--dtype", "int8") == 2
     assert "int8 embeddings cannot be written as parquet" in capsys.readouterr().err
     assert not (tmp_path / "s").exists()
-
-
-def test_encode_refuses_parquet_at_a_url_before_a_model_is_loaded(corpus, capsys):
-    assert run_encode("no/such/model", corpus, "memory://parquet-refused") == 2
-    message = capsys.readouterr().err
-    assert "--output memory://parquet-refused: parquet files are written to local" in message
-    assert message.count("\n") == 1
-
-
-def test_a_store_at_a_url_is_converted_to_a_folder_of_this_machine(tmp_path):
-    store = write_store("memory://parquet-source")
-    write_parquet(store, tmp_path / "p", PASSAGES)
-    assert pq.read_table(tmp_path / "p").to_pydict() == get_expected_columns("float32")
 
 
 def test_qdrant_lines_of_the_page_find_the_documents_and_scores_of_our_search(

@@ -40,7 +40,6 @@ CASES = {
     "more ranks than shards": Case("integers", shard_size=40, top_k=15, num_ranks=3),
     "k larger than the store": Case("integers", shard_size=10, top_k=99, num_ranks=2),
     "cosine": Case("floats", shard_size=35, top_k=12, num_ranks=3),
-    "remote": Case("integers", shard_size=10, top_k=20, num_ranks=2),
 }
 CASES_OF_INTEGERS = [name for name, case in CASES.items() if case.embeddings == "integers"]
 
@@ -112,9 +111,7 @@ def search_in_one_process(root: Path, name: str, case: Case) -> list[str]:
     output = str(root / f"{name}.trec")
     assert main(["search", "--store", str(document_store), *options, "--output", output]) == 0
 
-    # forked_searches.py copies the documents of the case "remote" to this URL.
-    store = "memory://documents" if name == "remote" else str(document_store)
-    return ["--store", store, *options, "--output", str(root / f"{name}-ranks.trec")]
+    return ["--store", str(document_store), *options, "--output", str(root / f"{name}-ranks.trec")]
 
 
 def search_with_model_in_one_process(root: Path, model_path: str) -> list[str]:

@@ -78,6 +78,18 @@ def test_rows_and_ids_come_back_in_the_requested_order(tmp_path):
     assert store.ids([24, 0, 10, 9, 0]) == ["id-24", "id-0", "id-10", "id-9", "id-0"]
 
 
+def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_store(Path("~/stores/wiki"))
+    assert EmbeddingStore.open("~/stores/wiki").folder == tmp_path / "stores" / "wiki"
+
+
+def test_other_files_in_the_folder_of_a_shard_do_no_harm(tmp_path):
+    folder = write_store(tmp_path / "s")
+    (folder / "shard-00000" / ".DS_Store").write_text("x")
+    assert len(EmbeddingStore.open(folder)) == NUM_ROWS
+
+
 @pytest.mark.parametrize("rows", [[-1], [25], [0, 99]])
 def test_rows_that_do_not_exist_are_refused(tmp_path, rows):
     store = EmbeddingStore.open(write_store(tmp_path / "s"))
@@ -298,14 +310,13 @@ def test_shards_of_two_corpora_do_not_become_a_store(tmp_path):
 def test_two_processes_may_overwrite_the_same_store_at_once(tmp_path, monkeypatch):
     folder = write_store(tmp_path / "s")
     remove = shutil.rmtree
-    remove_name = "contaccum.retrieval.folders.shutil.rmtree"
 
     def remove_after_other_process(path: Path, **kwargs: Any) -> None:
-        monkeypatch.setattr(remove_name, remove)
+        monkeypatch.setattr(shutil, "rmtree", remove)
         open_writer(folder, overwrite=True)
         remove(path, **kwargs)
 
-    monkeypatch.setattr(remove_name, remove_after_other_process)
+    monkeypatch.setattr(shutil, "rmtree", remove_after_other_process)
     writer = open_writer(folder, overwrite=True)
     assert writer.fill(PASSAGES, StubEncoder())
     np.testing.assert_array_equal(EmbeddingStore.open(folder)[:], EMBEDDINGS)
