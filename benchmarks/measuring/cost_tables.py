@@ -167,33 +167,24 @@ def make_storing_table(rates: Rates) -> str:
 def make_search_table(rates: Rates) -> str:
     """Return time and price of the exact search of all queries."""
     rows = []
-    for device, num_ranks in ((CPU, 1), (CPU, 16), (H100, 1), (EIGHT_H100, 8)):
-        processes = "1 process"
-        if num_ranks > 1:
-            processes = f"{num_ranks} processes"
+    for device in (CPU, H100):
         for dtype in rates["scan"]:
 
-            def compute_seconds(
-                size: int, device: Device = device, num_ranks: int = num_ranks, dtype: str = dtype
-            ) -> float:
-                return compute_search_seconds(rates, device, num_ranks, dtype, size)
+            def compute_seconds(size: int, device: Device = device, dtype: str = dtype) -> float:
+                return compute_search_seconds(rates, device, dtype, size)
 
-            cells = make_cost_cells(compute_seconds, device)
-            rows.append([f"{device.name}, {processes}", dtype, *cells])
+            rows.append([device.name, dtype, *make_cost_cells(compute_seconds, device)])
     return make_table(["device", "store", *SIZE_NAMES], rows)
 
 
-def compute_search_seconds(
-    rates: Rates, device: Device, num_ranks: int, dtype: str, num_rows: int
-) -> float:
+def compute_search_seconds(rates: Rates, device: Device, dtype: str, num_rows: int) -> float:
     """Return seconds of an exact search of `NUM_QUERIES` queries.
 
-    Each process decodes its rows in one thread. The products run on all cores, or on the GPUs after
-    the decoded float32 rows have been copied. A store that does not fit the memory is read from
-    the disk.
+    The rows are decoded in one thread. The products run on all cores, or on the GPUs after the
+    decoded float32 rows have been copied. A store that does not fit the memory is read from the
+    disk.
     """
     scan = rates["scan"][dtype]
-    seconds_per_row = scan["seconds_per_row"] / num_ranks
     if device.num_gpus == 0:
         scoring = NUM_QUERIES * scan["seconds_per_row_and_query"] / device.cores
     else:
@@ -205,7 +196,7 @@ def compute_search_seconds(
     reading = 0.0
     if num_rows * scan["bytes_per_row"] > device.memory_bytes:
         reading = scan["bytes_per_row"] / DISK_BYTES_PER_SECOND
-    return num_rows * (seconds_per_row + scoring + reading)
+    return num_rows * (scan["seconds_per_row"] + scoring + reading)
 
 
 def make_index_table(rates: Rates) -> str:

@@ -14,8 +14,6 @@ from contaccum.errors import ConfigError, suggest_options, translate_arguments
 from contaccum.files import has_credential, redact
 
 if TYPE_CHECKING:
-    from accelerate import PartialState
-
     from contaccum.encoders.dual_encoder import DualEncoder
 
 _HELP_POSITION = 34
@@ -301,38 +299,6 @@ SEARCH_OPTIONS = (
     *ENCODING_OPTIONS,
 )
 """Shared options of the commands that encode a corpus and search it in memory."""
-
-
-def start_ranks(args: argparse.Namespace) -> PartialState:
-    """Join the process group of torchrun or `accelerate launch`, and set ``args.device``.
-
-    Without ``--device``, each rank on a machine has a GPU of its own, or all ranks use the CPU. A
-    process that was started alone is rank 0 of 1.
-
-    Raises:
-        ConfigError: if a machine has more ranks than GPUs.
-    """
-    import torch
-    from accelerate import PartialState
-
-    from contaccum.distributed import RANK_TIMEOUT
-
-    # Without cpu=True on a machine without accelerator, PartialState would report a single process
-    # for all ranks.
-    use_cpu = args.device == "cpu" or not torch.accelerator.is_available()
-    if not use_cpu:
-        # PartialState would give the same GPU to several ranks, which cannot communicate then.
-        num_devices = torch.accelerator.device_count()
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        if local_rank >= num_devices:
-            raise ConfigError(
-                f"process {local_rank + 1} on this machine has no GPU, because the machine has "
-                f"{num_devices}: start at most {num_devices} with --nproc_per_node, or use "
-                "--device cpu"
-            )
-    state = PartialState(cpu=use_cpu, timeout=RANK_TIMEOUT)
-    args.device = args.device or str(state.device)
-    return state
 
 
 def load_model(name: str, args: argparse.Namespace) -> DualEncoder:

@@ -3,33 +3,22 @@
 A store has the embeddings of documents; `contaccum encode` writes it. The command writes the best
 documents of each query as a run in TREC's format. `contaccum evaluate` and `contaccum open_qa`
 score such a run.
-
-Under torchrun or `accelerate launch`, each of N processes searches every N-th shard of the store.
-Rank 0 encodes the queries and writes the run.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from contaccum.cli.options import (
-    ENCODING_OPTIONS,
-    Parser,
-    load_model,
-    parse_positive_int,
-    start_ranks,
-)
+from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model, parse_positive_int
 from contaccum.errors import ConfigError, DataError
 from contaccum.files import provenance, require_writable, write_json, write_text
 
 if TYPE_CHECKING:
     import numpy as np
-    from accelerate import PartialState
 
     from contaccum.retrieval.store import EmbeddingStore
 
@@ -37,27 +26,15 @@ if TYPE_CHECKING:
 _QUERIES_PER_LOOKUP = 4096  # queries whose documents' ids are read together, shard by shard
 
 
-class _Results(NamedTuple):
-    """Results of a search for n queries."""
-
-    scores: np.ndarray  # float32 (n, k)
-    rows: np.ndarray  # int64 (n, k), rows of the store
-    record: dict[str, Any]  # the part of the run's record that describes index and search
-
-
 def run(argv: Sequence[str]) -> int:
     """Search a store, write the run and its record, and return exit code 0.
-
-    Under torchrun, rank 0 encodes the queries, every rank searches its own shards, and rank 0
-    writes the merged results.
 
     Raises:
         UserError: if the arguments, the queries, the model, the store or the index cannot be used.
     """
     args = _parse_arguments(argv)
     from contaccum.evaluation.results import trec_lines
-    from contaccum.retrieval.index import check_factory
-    from contaccum.retrieval.rank_search import share_queries
+    from contaccum.retrieval import index as faiss_index
     from contaccum.retrieval.store import EmbeddingStore
 
     store = EmbeddingStore.open(args.store)
@@ -66,37 +43,44 @@ def run(argv: Sequence[str]) -> int:
         "metric": args.similarity or store.similarity,
         "parameters": args.index_parameters,
     }
-    # The index settings are checked before the queries are encoded.
-    check_factory(dimension=store.shape[1], n=len(store), **index_settings)
-    _refuse_approximate_index_on_ranks(args.index)
-    state = start_ranks(args)
-    query_ids: list[str] = []
-    query_embeddings: np.ndarray | None = None
-    if state.is_main_process:
-        require_writable(args.output)
-        if args.index_file is not None and not args.index_file.exists():
-            require_writable(args.index_file)
-        query_ids, query_embeddings = _load_queries(args, store)
-    query_embeddings = share_queries(query_embeddings, store.shape[1])
-    results = _search(args, store, index_settings, query_embeddings, state)
-    # Only rank 0 has results, and it needs nothing more from the other ranks.
-    state.destroy_process_group()
-    if results is None:
-        return 0
+    # Index settings and outputs are checked before the queries are encoded.
+    faiss_index.check_factory(dimension=store.shape[1], n=len(store), **index_settings)
+    require_writable(args.output)
+    if args.index_file is not None and not args.index_file.exists():
+        require_writable(args.index_file)
+    query_ids, queries = _load_queries(args, store)
 
-    hits = zip(query_ids, _get_hits(store, results.scores, results.rows), strict=True)
+    if args.index_file is None:
+        index = faiss_index.build_index(store, **index_settings)
+    else:
+        index = faiss_index.open_index(args.index_file, store, **index_settings)
+    show_progress = not args.no_progress
+    start_time = time.perf_counter()
+    scores, rows = faiss_index.search(index, queries, args.top_k, show_progress)
+    seconds = time.perf_counter() - start_time
+    recall = None
+    if not args.no_recall:
+        recall = faiss_index.recall_against_exact(index, queries, rows, show_progress)
+
+    hits = zip(query_ids, _get_hits(store, scores, rows), strict=True)
     write_text(args.output, trec_lines(hits, "contaccum"))
     record = {
         "store": {"path": str(args.store), "fingerprint": store.fingerprint, "rows": len(store)},
         "model": {"name": store.metadata.get("model_name"), "similarity": index_settings["metric"]},
         "queries": {"path": str(args.queries), "count": len(query_ids)},
-        "search": results.record,
+        "search": {
+            "index": index.factory,
+            "index_parameters": index.parameters,
+            "k": rows.shape[1],
+            "gpus": len(index.gpus),
+            "index_file": str(args.index_file) if args.index_file else None,
+            "seconds": seconds,
+            "recall": recall,
+        },
         **provenance(),
     }
     record_file = Path(f"{args.output}.json")
     write_json(record_file, record)
-    seconds = results.record["seconds"]
-    recall = results.record["recall"]
     quality = "exact search"
     if recall is not None:
         quality = f"recall against exact search: {recall}"
@@ -105,20 +89,6 @@ def run(argv: Sequence[str]) -> int:
     print(f"{len(query_ids):,} queries over {len(store):,} rows in {seconds:,.1f} s; {quality}")
     print(f"written: {args.output}, and its record {record_file}")
     return 0
-
-
-def _refuse_approximate_index_on_ranks(factory: str) -> None:
-    """Raise `ConfigError` for an approximate index with several ranks.
-
-    This is checked before the ranks connect. If a rank ended while another rank is connecting, the
-    connection would fail.
-    """
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if num_ranks > 1 and factory != "Flat":
-        raise ConfigError(
-            f"--index {factory}: several processes search the shards exactly; use --index Flat, "
-            "or start one process"
-        )
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -300,55 +270,6 @@ def _check_stores(
             f"{args.store}: was encoded by another model, {model_name}: "
             "use that model, or encode the documents again"
         )
-
-
-def _search(
-    args: argparse.Namespace,
-    store: EmbeddingStore,
-    index_settings: dict[str, Any],
-    queries: np.ndarray,
-    state: PartialState,
-) -> _Results | None:
-    """Search a store for n queries, with all ranks of a distributed run.
-
-    Args:
-        index_settings: factory, metric and parameters of the index.
-        queries: embeddings, float32 (n, d).
-
-    Returns:
-        The results on rank 0; None on the other ranks.
-    """
-    from contaccum.retrieval import index as faiss_index
-    from contaccum.retrieval.rank_search import search_with_all_ranks
-
-    if args.index_file is None:
-        index = faiss_index.build_index(store, **index_settings)
-    else:
-        index = faiss_index.open_index(args.index_file, store, **index_settings)
-    show_progress = not args.no_progress and state.is_main_process
-    start_time = time.perf_counter()
-    if state.num_processes > 1:
-        ranking = search_with_all_ranks(store, queries, args.top_k, index.metric, show_progress)
-    else:
-        ranking = faiss_index.search(index, queries, args.top_k, show_progress)
-    if ranking is None:
-        return None
-    scores, rows = ranking
-    seconds = time.perf_counter() - start_time
-    recall = None
-    if not args.no_recall:
-        recall = faiss_index.recall_against_exact(index, queries, rows, show_progress)
-    record = {
-        "index": index.factory,
-        "index_parameters": index.parameters,
-        "k": rows.shape[1],
-        "ranks": state.num_processes,
-        "gpus": len(index.gpus),
-        "index_file": str(args.index_file) if args.index_file else None,
-        "seconds": seconds,
-        "recall": recall,
-    }
-    return _Results(scores, rows, record)
 
 
 def _get_hits(

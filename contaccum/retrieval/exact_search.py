@@ -43,8 +43,6 @@ def search_slices(
     metric: Similarity,
     gpus: Sequence[int] = (),
     show_progress: bool = False,
-    part: int = 0,
-    num_parts: int = 1,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find the k best documents of n queries exactly. Documents with equal scores are in any order.
 
@@ -56,13 +54,9 @@ def search_slices(
         gpus: numbers of the GPUs that search; the CPU searches if there are none, or if k is too
             large for them.
         show_progress: show a progress bar over the slices.
-        part: with several parts of a store, search the shards whose number modulo ``num_parts`` is
-            ``part``.
-        num_parts: number of parts, for example of ranks.
 
     Returns:
-        Scores, float32 (n, k), descending, and rows, int64 (n, k). If a part has fewer than k rows,
-        the last entries are row -1.
+        Scores, float32 (n, k), descending, and rows, int64 (n, k).
 
     Raises:
         UserError: a vector of the corpus holds NaN or infinity.
@@ -94,7 +88,7 @@ def search_slices(
         initargs=(num_threads // num_workers,),
     )
     with _use_blas(dimension), workers:
-        slices = _list_slices(corpus, slice_size, part, num_parts)
+        slices = _list_slices(corpus, slice_size)
         for rows in tqdm(slices, desc="Searching", disable=not show_progress):
             start = rows.start
             documents = prepare_vectors(corpus[rows], metric, "document embedding", start, buffer)
@@ -105,26 +99,21 @@ def search_slices(
     return _concatenate_results(heaps)
 
 
-def _list_slices(corpus: Embeddings, size: int, part: int, num_parts: int) -> list[slice]:
-    """Return the slices to search, of at most ``size`` rows; see `search_slices`.
+def _list_slices(corpus: Embeddings, size: int) -> list[slice]:
+    """Return the slices to search, of at most ``size`` rows.
 
-    A slice of a store never crosses the border of a shard. So the products of matrices, and their
-    rounding, do not depend on the number of parts.
+    A slice of a store never crosses the border of a shard, so that it is read from one file.
     """
-    if not isinstance(corpus, EmbeddingStore):
-        return _cut_rows(0, len(corpus), size)
+    num_rows = len(corpus)
+    shard_size = num_rows
+    if isinstance(corpus, EmbeddingStore):
+        shard_size = corpus.shard_size
     slices = []
-    for shard_number in range(part, corpus.num_shards, num_parts):
-        first_row = shard_number * corpus.shard_size
-        end_row = min(first_row + corpus.shard_size, len(corpus))
-        slices += _cut_rows(first_row, end_row, size)
+    for shard_start in range(0, num_rows, shard_size):
+        shard_end = min(shard_start + shard_size, num_rows)
+        for start in range(shard_start, shard_end, size):
+            slices.append(slice(start, min(start + size, shard_end)))
     return slices
-
-
-def _cut_rows(first_row: int, end_row: int, size: int) -> list[slice]:
-    """Return slices of at most ``size`` rows, from ``first_row`` to before ``end_row``."""
-    starts = range(first_row, end_row, size)
-    return [slice(start, min(start + size, end_row)) for start in starts]
 
 
 @contextmanager

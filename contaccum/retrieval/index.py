@@ -228,12 +228,7 @@ def open_index(
 
 
 def search(
-    index: DenseIndex,
-    queries: np.ndarray,
-    k: int,
-    show_progress: bool = False,
-    part: int = 0,
-    num_parts: int = 1,
+    index: DenseIndex, queries: np.ndarray, k: int, show_progress: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find the k best documents of n queries.
 
@@ -244,16 +239,13 @@ def search(
         queries: float32 (n, d).
         k: number of documents per query.
         show_progress: show a progress bar of an exact search.
-        part: with several parts, search the shards of a store whose number modulo ``num_parts`` is
-            ``part``. The index must be "Flat".
-        num_parts: number of parts; see `rank_search`.
 
     Returns:
         Scores, float32 (n, min(k, N)), and rows, int64 (n, min(k, N)), of each query's documents:
         by score, and for equal scores by id, both descending. (If more than 32 documents have the
         score of position k, or the index is approximate, any of these may be left out.) An
-        approximate index may find fewer documents, and a part may have fewer; then the last entries
-        are row -1 with score -inf.
+        approximate index may find fewer documents; then the last entries are row -1 with score
+        -inf.
 
     Raises:
         UserError: a vector holds NaN or infinity.
@@ -264,23 +256,16 @@ def search(
     if index.faiss_index is None:
         num_results = min(k + _NUM_EXTRA_RESULTS, num_documents)
         scores, rows = search_slices(
-            index.corpus,
-            queries,
-            num_results,
-            index.metric,
-            index.gpus,
-            show_progress,
-            part,
-            num_parts,
+            index.corpus, queries, num_results, index.metric, index.gpus, show_progress
         )
     else:
         scores, rows = index.faiss_index.search(queries, k)
     scores[rows < 0] = -np.inf
-    order_ties_by_id(index.ids, scores, rows)
+    _order_ties_by_id(index.ids, scores, rows)
     return scores[:, :k], rows[:, :k]
 
 
-def order_ties_by_id(
+def _order_ties_by_id(
     ids: Callable[[np.ndarray], Sequence[str] | np.ndarray], scores: np.ndarray, rows: np.ndarray
 ) -> None:
     """Order documents with equal scores by id, descending, in place.

@@ -91,18 +91,15 @@ def test_encoding_time_on_a_gpu_is_products_and_tokenising(cost_tables):
     assert seconds == pytest.approx(flops / (0.3 * 989e12) + 1 / 8000)
 
 
-def test_decoding_is_divided_by_processes_and_scoring_by_cores(cost_tables):
+def test_search_time_is_decoding_and_scoring_divided_by_cores(cost_tables):
     scoring = 1000 * 1e-8 / 16
-    for num_ranks in (1, 16):
-        seconds = cost_tables.compute_search_seconds(
-            RATES, cost_tables.CPU, num_ranks, "float32", 10**6
-        )
-        assert seconds == pytest.approx(10**6 * (16e-6 / num_ranks + scoring))
+    seconds = cost_tables.compute_search_seconds(RATES, cost_tables.CPU, "float32", 10**6)
+    assert seconds == pytest.approx(10**6 * (16e-6 + scoring))
 
 
 def test_a_store_larger_than_memory_is_read_from_disk(cost_tables):
     in_memory, from_disk = (
-        cost_tables.compute_search_seconds(RATES, cost_tables.CPU, 1, "float32", num_rows)
+        cost_tables.compute_search_seconds(RATES, cost_tables.CPU, "float32", num_rows)
         for num_rows in (10**8, 10**9)
     )
     assert from_disk - 10 * in_memory == pytest.approx(10**9 * 400 / 2e9)

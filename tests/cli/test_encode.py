@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from sample_texts import sentences
 from small_data import contents, write_beir
 
@@ -158,6 +159,18 @@ def test_two_processes_write_the_store_of_one_process(root, store_folder, tmp_pa
     assert "16 encoded by rank 1" in done.stdout
     assert done.stdout.count("45 records") == 1
     assert "written:" in done.stdout
+
+
+def test_a_rank_without_a_device_is_refused(root, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    argv = ["encode", str(root / "model"), "--output", str(tmp_path / "s")]
+    assert main([*argv, "--corpus", str(root / "beir" / "corpus.jsonl")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "process 3 on this machine has no GPU" in error
+    assert "--nproc_per_node" in error
+    assert not (tmp_path / "s").exists()
 
 
 def test_a_document_without_text_is_encoded_and_a_query_without_text_is_refused(root, tmp_path):

@@ -1,15 +1,11 @@
 """`contaccum search`: runs and records of a store that `contaccum encode` wrote."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from sample_texts import sentences
 from small_data import write_beir
 
@@ -211,33 +207,3 @@ def test_wrong_arguments_are_refused_in_one_line(root, tmp_path, capsys, options
     assert error.startswith("contaccum: error")
     assert message in error
     assert not (tmp_path / "run.trec").exists()
-
-
-def test_a_rank_without_a_device_is_refused(root, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    argv = ["search", str(root / "encoder"), "--store", str(root / "store")]
-    argv += ["--queries", str(root / "queries.jsonl"), "--output", str(tmp_path / "run.trec")]
-    assert main(argv) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "process 3 on this machine has no GPU" in error
-    assert "--nproc_per_node" in error
-    assert not (tmp_path / "run.trec").exists()
-
-
-@pytest.mark.long
-def test_torchrun_writes_the_run_of_one_process(root, tmp_path):
-    """The forks of tests/retrieval/test_rank_search.py test more cases, but not the launcher."""
-    assert run(root, tmp_path / "one.trec") == 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", "2", "-m", "contaccum.cli"]
-    command += ["search", str(root / "encoder"), "--no_progress", "--store", str(root / "store")]
-    command += ["--queries", str(root / "queries.jsonl"), "--output", str(tmp_path / "two.trec")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("written:") == 1
-    expected = read_trec_run(tmp_path / "one.trec")
-    for query_id, hits in read_trec_run(tmp_path / "two.trec").items():
-        assert hits == pytest.approx(expected[query_id], rel=1e-6, abs=1e-6)
