@@ -27,7 +27,7 @@ from contaccum.retrieval.store import EmbeddingStore
 from gpu_parts.settings import Run, add_failures, collect_error
 from gpu_parts.turns import quartiles
 
-DTYPES = ("float16", "int8")
+DTYPES = ("float16", "float32")
 MAX_ERROR = 1e-5  # relative error of the gradient in float32
 SHARD_SIZE = 50_000
 # The first micro-step reads the store. In the second, the loss waits for the GPU to log its cost,

@@ -19,15 +19,12 @@ from contaccum.retrieval.store import (
     EMBEDDINGS_FILE,
     FORMAT,
     IDS_FILE,
-    RANGES_FILE,
     SHARD_FILE,
     STORE_FILE,
     TEXTS_FILE,
     EmbeddingStore,
     get_shard_name,
 )
-
-_INT8_RANGE = 4.0  # standard deviations of the random numbers that the codes span, on each side
 
 
 def write_random_store(
@@ -68,14 +65,7 @@ def _write_shard(
 ) -> None:
     """Write the files of a shard; ``rows`` are its row numbers, int64 (n,)."""
     embeddings = torch.randn(len(rows), dimension, device=device)
-    if dtype == "int8":
-        scaled = embeddings * (128 / _INT8_RANGE)
-        embeddings = scaled.floor().clamp(-128, 127).to(torch.int8)
-        ranges = np.full((2, dimension), _INT8_RANGE, dtype=np.float32)
-        ranges[0] = -_INT8_RANGE
-        np.save(folder / RANGES_FILE, ranges, allow_pickle=False)
-    else:
-        embeddings = embeddings.to(getattr(torch, dtype))
+    embeddings = embeddings.to(getattr(torch, dtype))
     np.save(folder / EMBEDDINGS_FILE, embeddings.cpu().numpy(), allow_pickle=False)
     np.save(folder / TEXTS_FILE, rows, allow_pickle=False)
     ids = pa.record_batch([pa.array(rows).cast(pa.string())], names=["id"])

@@ -86,7 +86,7 @@ class QuerySideLoss(nn.Module):
     Relations:
         - With several ranks of ``torch.distributed``, each rank reads its part of the blocks of the
           store, and the loss is that of the queries of all ranks.
-        - With a store in float16 or int8, the loss uses the rounded embeddings of the store.
+        - With a store in float16, the loss uses the rounded embeddings of the store.
 
     Example:
         ```python
@@ -335,11 +335,6 @@ def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
         raise ConfigError(
             f"{store.folder}: holds queries: encode the documents (--kind document), and use that "
             "store"
-        )
-    if store.dtype == "binary":
-        raise ConfigError(
-            f"{store.folder}: is binary, which is too coarse for training: encode with dtype int8 "
-            "or float16"
         )
     remedy = "encode the corpus with this model, or train the model that wrote the store"
     if metadata["model"] != model_fingerprint(model, "document"):

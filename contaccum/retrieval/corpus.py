@@ -16,7 +16,6 @@ from contaccum.encoders.towers import Kind
 from contaccum.errors import ConfigError, check_choice
 from contaccum.files import AnyPath
 from contaccum.retrieval.encode import encode_texts, encoding_identity, read_texts
-from contaccum.retrieval.quantization import check_binary_dimension
 from contaccum.retrieval.store import STORED, StoreWriter
 
 ROWS_PER_SHARD = 50_000
@@ -69,8 +68,7 @@ class CorpusEncoder:
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
 
     Raises:
-        ConfigError: a setting is not one of the allowed values, or the model's dimension does not
-            fit a binary store.
+        ConfigError: a setting is not one of the allowed values.
         DataError: the corpus cannot be read.
         UserError: the folder holds another store or something else.
     """
@@ -93,7 +91,6 @@ class CorpusEncoder:
         check_choice("precision", precision, PRECISIONS)
         if shard_size < 1:
             raise ConfigError(f"shard_size must be at least 1, got {shard_size}")
-        check_binary_dimension(dtype, model.get_embedding_dimension() or 0)
         self.model = model
         self.corpus = corpus
         self.kind: Kind = kind

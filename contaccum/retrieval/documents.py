@@ -9,7 +9,7 @@ may read its own part of the blocks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,39 +20,12 @@ from contaccum.data.records import quoted
 from contaccum.data.sampling import text_ids
 from contaccum.errors import DataError
 from contaccum.files import fingerprint
-from contaccum.retrieval.quantization import QuantizedEmbeddings, decode_int8
 from contaccum.retrieval.store import EmbeddingStore
 
 ROWS_PER_BLOCK = 8192
 # Blocks stay on a GPU if they need less than this share of its free memory.
 _MAX_SHARE_OF_FREE_MEMORY = 0.5
 _MIN_NORM = 1e-12  # keeps 1 / norm finite for a document whose embedding is zero
-
-
-class _EncodedBlock(NamedTuple):
-    """Consecutive documents in the number type of the store, on a device.
-
-    They are decoded where they are used: an int8 block needs a quarter of the memory of a float32
-    block.
-
-    Attributes:
-        first: number of the block's first document.
-        values: (b, d), float32, float16 or int8.
-        ranges: (2, d), the range of each dimension with int8, as in `QuantizedEmbeddings`.
-        scales: (b,), 1 / the L2 norm of each embedding; None with dot product.
-    """
-
-    first: int
-    values: Tensor
-    ranges: Tensor | None
-    scales: Tensor | None
-
-    def decode(self) -> DocumentBlock:
-        """Return the documents as float32."""
-        values = self.values
-        if self.ranges is not None:
-            values = decode_int8(values.float(), self.ranges)
-        return DocumentBlock(self.first, values.float(), self.scales)
 
 
 class StoreDocuments:
@@ -62,7 +35,7 @@ class StoreDocuments:
     the stored embeddings together with 1 / their L2 norms.
 
     Args:
-        store: a store of documents, of another type than binary (which is not checked here).
+        store: a store of documents.
 
     Attributes:
         store: as above.
@@ -77,7 +50,7 @@ class StoreDocuments:
         self._set_text_ids(store.text_ids())
         self._inverse_norms: Tensor | None = None
         # The key is (device, part, num_parts), the arguments of `blocks`.
-        self._blocks_on_device: dict[tuple[torch.device, int, int], list[_EncodedBlock]] = {}
+        self._blocks_on_device: dict[tuple[torch.device, int, int], list[DocumentBlock]] = {}
 
     def _set_text_ids(self, ids: np.ndarray) -> None:
         self._text_ids = ids
@@ -190,17 +163,18 @@ class StoreDocuments:
         key = (device, part, num_parts)
         if key not in self._blocks_on_device and self._fits(device, num_parts):
             self._blocks_on_device[key] = list(self._read_blocks(device, part, num_parts))
-        encoded_blocks: Iterable[_EncodedBlock]
+        blocks: Iterable[DocumentBlock]
         if key in self._blocks_on_device:
-            encoded_blocks = self._blocks_on_device[key]
+            blocks = self._blocks_on_device[key]
         else:
-            encoded_blocks = self._read_blocks(device, part, num_parts)
-        for block in encoded_blocks:
-            yield block.decode()
+            blocks = self._read_blocks(device, part, num_parts)
+        for block in blocks:
+            yield block._replace(documents=block.documents.float())
 
     def _read_blocks(
         self, device: torch.device, part: int, num_parts: int
-    ) -> Iterator[_EncodedBlock]:
+    ) -> Iterator[DocumentBlock]:
+        """Yield the blocks of a part on a device, in the number type of the store."""
         inverse_norms = self._get_inverse_norms()
         for block_number, (first_row, embeddings) in enumerate(self._read_embeddings()):
             if block_number % num_parts != part:
@@ -209,11 +183,7 @@ class StoreDocuments:
             if inverse_norms is not None:
                 end_row = first_row + len(embeddings)
                 scales = inverse_norms[first_row:end_row].to(device)
-            ranges = None
-            if embeddings.ranges is not None:
-                ranges = torch.from_numpy(embeddings.ranges).to(device)
-            values = torch.from_numpy(embeddings.values).to(device)
-            yield _EncodedBlock(first_row, values, ranges, scales)
+            yield DocumentBlock(first_row, torch.from_numpy(embeddings).to(device), scales)
 
     def _read_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return the stored embeddings of rows, int64 (k,), as float32 (k, d)."""
@@ -223,13 +193,11 @@ class StoreDocuments:
         embeddings[is_appended] = self._appended[rows[is_appended] - len(self.store)]
         return embeddings
 
-    def _read_embeddings(self) -> Iterator[tuple[int, QuantizedEmbeddings]]:
+    def _read_embeddings(self) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the first row and the embeddings, (b, d), of each block."""
         yield from self.store.blocks(ROWS_PER_BLOCK)
-        appended = QuantizedEmbeddings.quantize(self._appended, "float32")
-        for first in range(0, len(appended), ROWS_PER_BLOCK):
-            rows = slice(first, first + ROWS_PER_BLOCK)
-            yield len(self.store) + first, appended.select(rows)
+        for first in range(0, len(self._appended), ROWS_PER_BLOCK):
+            yield len(self.store) + first, self._appended[first : first + ROWS_PER_BLOCK]
 
     def _get_inverse_norms(self) -> Tensor | None:
         """Return 1 / L2 norm of every document, (N,); None with dot product.
@@ -241,7 +209,7 @@ class StoreDocuments:
         if self._inverse_norms is None:
             parts = []
             for _, embeddings in self._read_embeddings():
-                norms = torch.from_numpy(embeddings[:]).norm(dim=1)
+                norms = torch.from_numpy(embeddings).float().norm(dim=1)
                 parts.append(1 / norms.clamp_min(_MIN_NORM))
             self._inverse_norms = torch.cat(parts)
         return self._inverse_norms

@@ -1,9 +1,9 @@
 """Exact search with FAISS in embeddings of any number, slice by slice, on the CPU or on GPUs.
 
-An array, a store or quantized embeddings are searched where they are, and no index is built. A
-slice is a number of rows that fits into `SLICE_BYTES` as float32. The k best documents of each
-query so far are held in a FAISS `ResultHeap`, to which the results of every slice are added. The
-order of documents with equal scores is decided in `index`.
+An array or a store is searched where it is, and no index is built. A slice is a number of rows that
+fits into `SLICE_BYTES` as float32. The k best documents of each query so far are held in a FAISS
+`ResultHeap`, to which the results of every slice are added. The order of documents with equal
+scores is decided in `index`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import numpy as np
 
 from contaccum.errors import UserError
 from contaccum.retrieval.encode import Similarity
-from contaccum.retrieval.quantization import QuantizedEmbeddings
 from contaccum.retrieval.store import EmbeddingStore
 
 # Bytes of float32 rows that are searched at a time: enough for matrix products to run at full
@@ -32,7 +31,7 @@ _MIN_QUERIES_PER_THREAD = 64
 # Limits the memory for the results of a slice before they are merged.
 _MAX_QUERIES_PER_GROUP = 4096
 
-Embeddings = np.ndarray | EmbeddingStore | QuantizedEmbeddings
+Embeddings = np.ndarray | EmbeddingStore
 """Types of embeddings (N, d) that can be searched; slices of them are float32."""
 
 

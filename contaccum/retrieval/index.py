@@ -86,8 +86,8 @@ def build_index(
     """Index N embeddings of d dimensions.
 
     Args:
-        embeddings: an array (N, d), a store, or quantized embeddings. "Flat" copies nothing: an
-            array must not change as long as the index is used.
+        embeddings: an array (N, d), or a store. "Flat" copies nothing: an array must not change
+            as long as the index is used.
         factory: FAISS factory string. "Flat" is exact and runs on all GPUs that FAISS has, else
             on the CPU. "HNSW32", "IVF1024,Flat", "SQ8", "OPQ16_64,IVF256,PQ16" and others trade
             exactness for speed or memory and run on the CPU.

@@ -2,8 +2,7 @@
 
     store.json            model, type and number of the embeddings; "finished" once all are written
     shard-00000/          the first rows of the corpus, in its order; shard-00001 has the next rows
-        embeddings.npy    (n, d) in float32, float16 or int8; (n, d / 8) of packed bits for binary
-        ranges.npy        only for int8: minimum and maximum of each dimension in the shard, (2, d)
+        embeddings.npy    (n, d) in float32 or float16
         ids.arrow         ids of the rows: Arrow IPC, one column ``id`` of strings
         texts.npy         hashes of the texts, int64 (n,); training looks up positives by them
         shard.json        rows, dimension, bytes of each file, fingerprint of the corpus up to the
@@ -32,18 +31,16 @@ from contaccum import files
 from contaccum.data.records import passage_text
 from contaccum.data.sampling import text_ids
 from contaccum.errors import DataError, UserError
-from contaccum.retrieval.quantization import QuantizedEmbeddings
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-STORED = ("float32", "float16", "int8", "binary")
-"""Types of stored embeddings: 4 bytes, 2 bytes, 1 byte and 1 bit per dimension."""
+STORED = ("float32", "float16")
+"""Types of stored embeddings."""
 
 STORE_FILE = "store.json"
 SHARD_FILE = "shard.json"
 EMBEDDINGS_FILE = "embeddings.npy"
-RANGES_FILE = "ranges.npy"
 IDS_FILE = "ids.arrow"
 TEXTS_FILE = "texts.npy"
 PARQUET_FOLDER = "parquet"
@@ -182,19 +179,19 @@ class EmbeddingStore:
                 parts.append(np.load(path, allow_pickle=False))
         return np.concatenate(parts)
 
-    def blocks(self, size: int) -> Iterator[tuple[int, QuantizedEmbeddings]]:
+    def blocks(self, size: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yield all embeddings in consecutive blocks of at most ``size`` rows.
 
-        A block never crosses the border of a shard. Its values are a view of the mapped file.
+        A block never crosses the border of a shard. It is a view of the mapped file.
 
         Yields:
-            The number of the block's first row, and its embeddings, (n, d), not decoded.
+            The number of the block's first row, and its embeddings, (n, d), in the store's type.
         """
         for shard_number in range(self.num_shards):
             embeddings = self._get_embeddings(shard_number)
             shard_start = shard_number * self.shard_size
             for first in range(0, len(embeddings), size):
-                yield shard_start + first, embeddings.select(slice(first, first + size))
+                yield shard_start + first, embeddings[first : first + size]
 
     @property
     def num_shards(self) -> int:
@@ -226,16 +223,13 @@ class EmbeddingStore:
             rows_in_shard = row_numbers[positions] - shard_number * self.shard_size
             yield _ShardRows(shard_number, positions, rows_in_shard)
 
-    def _map_embeddings(self, shard_number: int) -> QuantizedEmbeddings:
+    def _map_embeddings(self, shard_number: int) -> np.ndarray:
         """Map the embeddings of a shard into memory; raise `DataError` if a file is broken."""
         with self._refuse_broken_shard(shard_number):
             path = self._get_file(shard_number, EMBEDDINGS_FILE)
             # Copy-on-write, because torch warns about read-only arrays. Nothing is written here.
-            values = np.load(path, mmap_mode="c", allow_pickle=False)
-            ranges = None
-            if self.dtype == "int8":
-                ranges = np.load(self._get_file(shard_number, RANGES_FILE), allow_pickle=False)
-        return QuantizedEmbeddings(values, self.dtype, (len(values), self.shape[1]), ranges)
+            embeddings: np.ndarray = np.load(path, mmap_mode="c", allow_pickle=False)
+        return embeddings
 
     def _map_ids(self, shard_number: int) -> pa.StringArray:
         """Map the ids of a shard into memory; raise `DataError` if the file is broken."""
@@ -385,19 +379,17 @@ class StoreWriter:
         """
         import pyarrow as pa
 
-        quantized = QuantizedEmbeddings.quantize(embeddings, self.metadata["dtype"])
+        values = np.ascontiguousarray(embeddings, dtype=self.metadata["dtype"])
         id_table = pa.record_batch([pa.array(ids, pa.string())], names=["id"])
         path = self.folder / get_shard_name(shard_number)
         with files.atomic_folder(path) as folder, files.report_failed_write(path):
-            np.save(folder / EMBEDDINGS_FILE, quantized.values, allow_pickle=False)
+            np.save(folder / EMBEDDINGS_FILE, values, allow_pickle=False)
             np.save(folder / TEXTS_FILE, text_ids(texts), allow_pickle=False)
-            if quantized.ranges is not None:
-                np.save(folder / RANGES_FILE, quantized.ranges, allow_pickle=False)
             with pa.ipc.new_file(str(folder / IDS_FILE), id_table.schema) as writer:
                 writer.write_batch(id_table)
             description = {
                 "rows": len(ids),
-                "dimension": quantized.shape[1],
+                "dimension": values.shape[1],
                 "fingerprint": fingerprint,
                 "bytes": {path.name: path.stat().st_size for path in folder.iterdir()},
             }

@@ -91,7 +91,7 @@ def test_an_error_of_nan_fails_the_checks_of_the_gradients(part, make_run, monke
     assert not loss_exact.measure(make_run())["passed"]
 
     query_side = part("query_side")
-    errors = {"float16": 1e-9, "int8": float("nan")}
+    errors = {"float16": 1e-9, "float32": float("nan")}
     monkeypatch.setattr(query_side, "check_gradient", lambda dtype, *args: errors[dtype])
     assert not query_side.measure(make_run())["passed"]
 

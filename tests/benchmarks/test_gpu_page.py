@@ -121,8 +121,8 @@ RESULTS_BY_PART: dict[str, dict[str, Any]] = {
                     "host": {"not_measured": "the time was over"},
                 },
             },
-            "int8": {
-                "store_bytes": 4.1e9,
+            "float32": {
+                "store_bytes": 16e9,
                 "places": {
                     "device": {
                         "seconds": SECONDS,
@@ -174,7 +174,7 @@ EXPECTED_ROWS = {
     "query_side": [
         "| store of 10,000,000 documents |",
         "| float16, 7.9 GB | GPU | 1.0 | 30 | 16,000 MB |",
-        "| int8, 4.1 GB | host, because they did not fit into the GPU's | 1.0 | 30 | 900 MB |",
+        "| float32, 16 GB | host, because they did not fit into the GPU's | 1.0 | 30 | 900 MB |",
         "Error of the gradient: 2e-07 (float16); the limit is 1e-05.",
     ],
     "study_cell": [
@@ -328,11 +328,11 @@ def test_numbers_that_are_not_finite_are_written_and_shown_as_text(
     case = {"relative_errors": errors, "limit": 1e-5, "passed": False}
     exact = {"passed": False, "cases": {"float32, auto": case}}
     study = {**RESULTS_BY_PART["study_cell"], "base_score": nan}
-    query_side = {**RESULTS_BY_PART["query_side"], "gradient_errors": {"int8": nan}}
+    query_side = {**RESULTS_BY_PART["query_side"], "gradient_errors": {"float32": nan}}
     results = {"loss_exact": exact, "study_cell": study, "query_side": query_side}
     for name, result in results.items():
         records.write_record(make_record(name, result=result), tmp_path)
     contents = tables.make_tables(records.read_records(tmp_path, list(results)))
     assert "| float32, auto | nan | inf | 3e-07 | 1e-05 | failed |" in contents["loss_exact"]
     assert "| before training |  |  | nan |  |" in contents["study_cell"]
-    assert "Error of the gradient: nan (int8)" in contents["query_side"]
+    assert "Error of the gradient: nan (float32)" in contents["query_side"]

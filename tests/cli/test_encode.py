@@ -128,17 +128,9 @@ def test_precision_and_dtype_are_independent(root, store_folder, tmp_path):
     greatest_error = np.abs(autocast_store[:] - exact).max()
     assert 1e-4 < greatest_error < 0.1
 
-    for dtype in ("float16", "int8", "binary"):
-        run_encode(root, tmp_path / dtype, "--dtype", dtype)
+    run_encode(root, tmp_path / "float16", "--dtype", "float16")
     rounded = EmbeddingStore.open(tmp_path / "float16")[:]
     np.testing.assert_array_equal(rounded, exact.astype(np.float16).astype(np.float32))
-    decoded_codes = EmbeddingStore.open(tmp_path / "int8")[:]
-    # The codes divide the range of a dimension into 255 steps. sentence-transformers 6.0 rounds
-    # codes towards 0, so the bound is about one and a half steps instead of half a step.
-    bound = np.ptp(exact, axis=0) / 169
-    assert (np.abs(decoded_codes - exact) <= bound).all()
-    signs = EmbeddingStore.open(tmp_path / "binary")[:]
-    np.testing.assert_array_equal(signs, np.where(exact > 0, 1, -1))
 
 
 @pytest.mark.long

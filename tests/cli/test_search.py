@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 from sample_texts import sentences
 from small_data import write_beir
@@ -82,24 +81,6 @@ def test_run_equals_the_search_of_an_array(root, tmp_path, monkeypatch):
     assert expected_record.items() <= record["search"].items()
     assert record["store"]["rows"] == 60
     assert record["queries"]["count"] == 12
-
-
-def test_quantized_stores_are_searched_with_float_queries(root, tmp_path):
-    store = EmbeddingStore.open(root / "store")
-    ids = store.ids(range(60))
-    model = DualEncoder.from_pretrained(str(root / "encoder"), device="cpu")
-    queries = model.encode_query(QUERIES)
-    signs = np.where(store[:] > 0, 1.0, -1.0)
-    for dtype, documents in (("int8", store[:]), ("binary", signs)):
-        encode(root, "corpus.jsonl", tmp_path / dtype, "--dtype", dtype, "--shard_size", "17")
-        run_file = tmp_path / f"{dtype}.trec"
-        assert run(root, run_file, "--store", tmp_path / dtype, "--similarity", "dot") == 0
-        hits = read_trec_run(run_file)
-        expected_scores = queries @ documents.T
-        tolerance = 0.01 * np.abs(expected_scores).max()
-        for number in range(len(QUERIES)):
-            scores = np.array([hits[f"q{number}"][document_id] for document_id in ids])
-            assert np.abs(scores - expected_scores[number]).max() < tolerance
 
 
 def test_a_store_of_queries_needs_no_model(root, tmp_path):

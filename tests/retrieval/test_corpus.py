@@ -12,7 +12,6 @@ from contaccum.retrieval.corpus import CorpusEncoder
     ("settings", "message"),
     [
         ({"dtype": "bfloat16"}, "dtype must be one of"),
-        ({"dtype": "ubinary"}, "dtype must be one of"),
         ({"precision": "bf16"}, "precision must be one of"),
         ({"shard_size": 0}, "shard_size must be at least 1"),
     ],
