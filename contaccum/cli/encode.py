@@ -28,13 +28,13 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the arguments, the corpus, the model or the output folder cannot be used.
     """
     args = _parse_arguments(argv)
+    from contaccum.data import RecordReport
     from contaccum.retrieval.corpus import CorpusEncoder, require_texts
-    from contaccum.retrieval.parquet import check_parquet_dtype
-    from contaccum.retrieval.store import check_folder
+    from contaccum.retrieval.encode import read_texts
+    from contaccum.retrieval.parquet import write_parquet
+    from contaccum.retrieval.store import EmbeddingStore, check_folder
 
-    # Options, input and output are checked before a model is loaded.
-    if args.format == "parquet":
-        check_parquet_dtype(args.dtype)
+    # Input and output are checked before a model is loaded.
     require_texts(args.corpus, args.kind, args.on_bad_record)
     check_folder(args.output, args.overwrite)
     state = _start_ranks(args)
@@ -74,7 +74,9 @@ def run(argv: Sequence[str]) -> int:
     )
     # The rank that finishes the store writes the parquet files.
     if args.format == "parquet" and encoded.is_finished:
-        _write_parquet(args, show_progress)
+        passages = read_texts(args.corpus, args.kind, RecordReport(args.on_bad_record))
+        folder = write_parquet(EmbeddingStore.open(args.output), passages, show_progress)
+        print(f"written: {folder}")
     return 0
 
 
@@ -108,20 +110,6 @@ def _start_ranks(args: argparse.Namespace) -> PartialState:
     state = PartialState(cpu=use_cpu, timeout=RANK_TIMEOUT)
     args.device = args.device or str(state.device)
     return state
-
-
-def _write_parquet(args: argparse.Namespace, show_progress: bool) -> None:
-    """Write the parquet files of the finished store, with the titles and texts of the corpus."""
-    from contaccum.data import RecordReport
-    from contaccum.retrieval.encode import read_texts
-    from contaccum.retrieval.parquet import write_parquet
-    from contaccum.retrieval.store import PARQUET_FOLDER, EmbeddingStore
-
-    store = EmbeddingStore.open(args.output)
-    folder = store.folder / PARQUET_FOLDER
-    passages = read_texts(args.corpus, args.kind, RecordReport(args.on_bad_record))
-    paths = write_parquet(store, folder, passages, show_progress)
-    print(f"written: {folder} ({len(paths):,} parquet files)")
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -167,7 +155,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         choices=("store", "parquet"),
         default="store",
         help="parquet: also write ids, titles, texts and embeddings of the finished store to "
-        "FOLDER/parquet, for datasets, DuckDB and vector databases; default: %(default)s",
+        "FOLDER/parquet, for DuckDB and vector databases; default: %(default)s",
     )
     parser.add_argument(
         "--shard_size",
