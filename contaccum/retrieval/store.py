@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -67,14 +67,6 @@ _FINGERPRINT_KEYS = (
 _DESCRIPTIONS = {
     "tokenisation": "tokenisation (tokenizer, prompt, maximum length, pooling or dimension)",
 }
-
-
-class _ShardRows(NamedTuple):
-    """Requested rows that lie in the same shard."""
-
-    shard_number: int
-    positions: np.ndarray  # int64 (r,), positions of these rows in the request
-    rows_in_shard: np.ndarray  # int64 (r,), row numbers counted from the start of the shard
 
 
 class EmbeddingStore:
@@ -152,9 +144,8 @@ class EmbeddingStore:
             rows = np.arange(*rows.indices(len(self)))
         rows = self._check_rows(rows)
         embeddings = np.empty((len(rows), self.shape[1]), dtype=np.float32)
-        for part in self._group_by_shard(rows):
-            shard_embeddings = self._get_embeddings(part.shard_number)
-            embeddings[part.positions] = shard_embeddings[part.rows_in_shard]
+        for shard_number, positions, rows_in_shard in self._group_by_shard(rows):
+            embeddings[positions] = self._get_embeddings(shard_number)[rows_in_shard]
         return embeddings
 
     def ids(self, rows: Sequence[int] | np.ndarray) -> list[str]:
@@ -165,9 +156,8 @@ class EmbeddingStore:
         """
         rows = self._check_rows(rows)
         ids = np.empty(len(rows), dtype=object)
-        for part in self._group_by_shard(rows):
-            shard_ids = self._get_ids(part.shard_number)
-            ids[part.positions] = shard_ids.take(part.rows_in_shard).to_pylist()
+        for shard_number, positions, rows_in_shard in self._group_by_shard(rows):
+            ids[positions] = self._get_ids(shard_number).take(rows_in_shard).to_pylist()
         return ids.tolist()
 
     def text_ids(self) -> np.ndarray:
@@ -215,13 +205,20 @@ class EmbeddingStore:
             )
         return row_numbers.astype(np.int64)
 
-    def _group_by_shard(self, row_numbers: np.ndarray) -> Iterator[_ShardRows]:
-        """Yield the rows of a request, int64 (n,), shard by shard."""
+    def _group_by_shard(
+        self, row_numbers: np.ndarray
+    ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Group the rows of a request, int64 (n,), by shard.
+
+        Yields:
+            The number of the shard; the positions in the request of the r rows that lie in it,
+            int64 (r,); and these rows, counted from the start of the shard, int64 (r,).
+        """
         shard_numbers = row_numbers // self.shard_size
         for shard_number in np.unique(shard_numbers).tolist():
             positions = np.flatnonzero(shard_numbers == shard_number)
             rows_in_shard = row_numbers[positions] - shard_number * self.shard_size
-            yield _ShardRows(shard_number, positions, rows_in_shard)
+            yield shard_number, positions, rows_in_shard
 
     def _map_embeddings(self, shard_number: int) -> np.ndarray:
         """Map the embeddings of a shard into memory; raise `DataError` if a file is broken."""
