@@ -46,7 +46,7 @@ during training), ``queries`` and ``corpus`` (sizes of a sample), ``precision`` 
 """
 
 _K_VALUES = (10, 20, 100)  # the cut-offs of METRICS
-_PATH_OPTIONS = ("model", "guide", "passage_store", "corpus", "refresh_corpus")
+_PATH_OPTIONS = ("model", "guide", "passage_store", "corpus")
 """Options that may name local files, besides those of data sets, which have fingerprints."""
 
 
@@ -105,7 +105,7 @@ def make_jobs(
     for seed in plan.seeds:
         for group in plan.groups.values():
             _, data_args, training_args = group.arguments
-            data_key = str((data_args, training_args.refresh_negatives_every))
+            data_key = str(data_args)
             if data_key not in train_fingerprints:
                 train_fingerprints[data_key] = load_data(data_args, training_args).fingerprint
             job = _make_job(group, seed, folder)

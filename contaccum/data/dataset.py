@@ -113,7 +113,7 @@ def load_training_data(
     positives: PositivesUsed | None = None,
     negatives_from: int | None = None,
     missing_negatives: MissingNegatives = "fill",
-    negatives_to_come: bool = False,
+    may_lack_negatives: bool = False,
     teacher_scores: bool = False,
     corpus: AnyPath | None = None,
     min_score: float | None = None,
@@ -129,8 +129,7 @@ def load_training_data(
         num_hard_negatives, negatives_from, missing_negatives: see `Selection`.
         positives: see `Selection`; None: "all" (a row for each positive) for the formats with
             relevance judgements, BEIR and MS MARCO; "draw" (a row for each record) for the others.
-        negatives_to_come: True to allow a source without hard negatives, because negatives will be
-            mined during training.
+        may_lack_negatives: True to accept a source without any hard negative.
         teacher_scores: True to give rows the teacher scores of their positive and negatives; a
             record without scores is then a bad record.
 
@@ -155,7 +154,7 @@ def load_training_data(
     cached = cache_records(source, report)
     num_positives = _list_lengths(cached.records, "positives")
     num_negatives = _list_lengths(cached.records, "negatives")
-    if num_hard_negatives and not negatives_to_come:
+    if num_hard_negatives and not may_lack_negatives:
         _refuse_missing_negatives(path, num_hard_negatives, num_negatives)
     if teacher_scores:
         _refuse_fillers_without_score(path, selection, num_negatives)

@@ -17,7 +17,6 @@ texts.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
@@ -69,8 +68,7 @@ class EpochSampling:
     """A transform that replaces row numbers by the epoch's texts, and adds labels for the loss.
 
     Args:
-        records: the records of the cache, with the fields of a `Record`; or a plain data set, whose
-            text columns are `columns` and hold one positive and h negatives.
+        records: the records of the cache, with the fields of a `Record`.
         columns: the text columns of a row, in order: "query", "positive", then h negatives.
         selection: the settings of the sampling.
         rows: number of the record and index of the positive for each of the N rows, int64 (N, 2);
@@ -81,7 +79,6 @@ class EpochSampling:
     Attributes:
         has_text_ids: True to put the texts' ids into the labels; see `contaccum.data.labels`.
             It is True from the start if there are known positives, which the loss finds by id.
-        has_row_numbers: True to put the row number into the labels.
         has_teacher_scores: True to put teacher scores into the labels.
     """
 
@@ -102,7 +99,6 @@ class EpochSampling:
         self.columns = tuple(columns)
         self.known_positives = known_positives
         self.has_text_ids = known_positives is not None
-        self.has_row_numbers = False
         self.has_teacher_scores = False
         # Seed and epoch are in shared memory, so that the workers of a data loader see a new epoch.
         self._seed_and_epoch = torch.zeros(2, dtype=torch.int64).share_memory_()
@@ -142,8 +138,7 @@ class EpochSampling:
 
         Returns:
             {column: texts or values}, with a column "label" if the batch has the columns "query"
-            and "positive", and any of `has_text_ids`, `has_row_numbers`, `has_teacher_scores` is
-            True.
+            and "positive", and `has_text_ids` or `has_teacher_scores` is True.
 
         Raises:
             ConfigError: for a data set with other columns, of which query or positive was renamed
@@ -166,9 +161,8 @@ class EpochSampling:
             row = self._sample_row(number, source)
             for name in text_columns:
                 sampled[name].append(row[name])
-            labels.append(self._make_label(number, row, source, text_columns))
-        has_labels = self.has_text_ids or self.has_row_numbers or self.has_teacher_scores
-        if has_pair and has_labels:
+            labels.append(self._make_label(row, source, text_columns))
+        if has_pair and (self.has_text_ids or self.has_teacher_scores):
             sampled["label"] = labels
         return {**sampled, **other_columns}
 
@@ -184,7 +178,7 @@ class EpochSampling:
         return dict(zip(self.columns, (source.query, positive, *negatives), strict=True))
 
     def _make_label(
-        self, number: int, row: Mapping[str, str], source: _RowSource, text_columns: Sequence[str]
+        self, row: Mapping[str, str], source: _RowSource, text_columns: Sequence[str]
     ) -> Any:
         """Return the label of a row for its text columns, encoded as in `contaccum.data.labels`."""
         ids: list[int] = []
@@ -193,9 +187,8 @@ class EpochSampling:
         if self.has_teacher_scores and source.scores is not None:
             score_by_column = _get_scores_by_column(row, source, source.scores)
             scores = [score_by_column[name] for name in text_columns if name in score_by_column]
-            if scores:
-                return encode(text_ids=ids, teacher_scores=scores)
-        return encode(number if self.has_row_numbers else None, ids)
+            return encode(ids, scores)
+        return encode(ids)
 
     def first_texts(self, numbers: list[int]) -> dict[str, list[str | None]]:
         """Return the same texts of rows in every epoch: the first ones of their records.
@@ -242,9 +235,6 @@ class EpochSampling:
             record_numbers = self._rows[numbers, 0]
             positive_indices = self._rows[numbers, 1].tolist()
         columns = self._records[record_numbers.tolist()]
-        is_plain_dataset = "positives" not in columns
-        if is_plain_dataset:
-            return self._parse_plain_rows(columns)
         return [
             _RowSource(*source)
             for source in zip(
@@ -256,15 +246,6 @@ class EpochSampling:
                 strict=True,
             )
         ]
-
-    def _parse_plain_rows(self, columns: Mapping[str, list[str]]) -> list[_RowSource]:
-        """Return rows of a plain data set, {column: texts}, as records with one positive each."""
-        sources = []
-        for texts in zip(*(columns[name] for name in self.columns), strict=True):
-            query, positive, *negatives = texts
-            present_negatives = [negative for negative in negatives if negative]
-            sources.append(_RowSource(query, [positive], present_negatives, None, 0))
-        return sources
 
     def _fill_negatives(
         self, rng: np.random.Generator, query: str, positive: str, negatives: list[str]
@@ -352,35 +333,6 @@ def make_sampled_dataset(sampling: EpochSampling) -> Dataset:
     # Without a fingerprint, datasets would copy the table to hash it.
     dataset = Dataset(pa.table(columns), fingerprint=f"{len(sampling)} rows")
     return dataset.with_transform(sampling)
-
-
-def add_row_numbers(dataset: Any) -> Any:
-    """Return a data set with the texts of a plain data set, whose labels can hold row numbers.
-
-    Negatives that are mined during training need the row numbers.
-
-    Args:
-        dataset: a plain data set with the text columns "query", "positive" and, optionally,
-            "negative_1", "negative_2" ...
-    """
-    columns = [
-        name
-        for name in dataset.column_names
-        if re.fullmatch("query|positive|negative_[0-9]+", name)
-    ]
-    query_ids = []
-    positive_ids = []
-    for texts in first_texts(dataset):
-        query_ids.append(text_ids(texts["query"]))
-        positive_ids.append(text_ids(texts["positive"]))
-    pairs = np.column_stack([np.concatenate(query_ids), np.concatenate(positive_ids)])
-    sampling = EpochSampling(
-        dataset,
-        columns,
-        Selection(num_hard_negatives=len(columns) - 2),
-        known_positives=collect_known_positives(pairs),
-    )
-    return make_sampled_dataset(sampling)
 
 
 def get_samplings(dataset: Any) -> list[EpochSampling]:

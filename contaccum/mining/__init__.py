@@ -3,8 +3,7 @@
 `data` reads the queries, their known positives and the passages to search. `search` ranks these
 passages for each query, with a SentenceTransformer and FAISS or with BM25. `rules` holds the rules
 of sentence-transformers' `mine_hard_negatives`, which decide which candidates become negatives.
-`cross_encoder` scores candidates again, and `output` writes the result. When to mine anew during
-training is decided in `contaccum.training.refresh`.
+`cross_encoder` scores candidates again, and `output` writes the result.
 """
 # ruff: noqa: F401  # the package's public names
 

@@ -1,1 +1,1 @@
-"""Training: arguments, the trainer, checkpoints, log, memory, and refreshed hard negatives."""
+"""Training: arguments, the trainer, checkpoints, log and memory."""

@@ -21,13 +21,12 @@ from contaccum.bank.settings import DEFAULT_TEMPERATURE, LossOptions, LossSettin
 from contaccum.errors import ConfigError, check_choice
 from contaccum.files import redact
 from contaccum.losses.distillation import Distillation
-from contaccum.mining import SelectionRules
 from contaccum.training.engines import configure_deepspeed, require_deepspeed
 from contaccum.training.options import (
     DEFAULT_BANK_SIZE,
+    DistillationArguments,
     LossArguments,
     MethodArguments,
-    NegativesArguments,
     get_default,
     refuse_unsupported,
     refuse_without_effect,
@@ -57,7 +56,6 @@ NON_QUERY_SIDE_SETTINGS = (
     "gather_across_devices",
     "matryoshka_dims",
     "distill",
-    "refresh_negatives_every",
     "guide",
 )
 """Settings of the other methods that query-side training does not have.
@@ -73,17 +71,11 @@ QUERY_SIDE_SETTINGS = ("passage_store", "corpus", "missing")
 """Settings that only query-side training has."""
 DISTILL_SETTINGS = ("distill", "distill_weight", "distill_temperature")
 """The arguments of `Distillation`, in its order."""
-_REFRESH_SETTINGS = (
-    "refresh_corpus",
-    "refresh_pool",
-    "refresh_range_max",
-    "refresh_relative_margin",
-)
 
 
 @dataclass
 class ContAccumTrainingArguments(
-    NegativesArguments, LossArguments, MethodArguments, SentenceTransformerTrainingArguments
+    DistillationArguments, LossArguments, MethodArguments, SentenceTransformerTrainingArguments
 ):
     """Arguments of `ContAccumTrainer`, which extend SentenceTransformerTrainingArguments.
 
@@ -139,7 +131,7 @@ class ContAccumTrainingArguments(
 
     def _check_choices(self) -> None:
         """Check the value of each setting that has a fixed set of choices."""
-        for group in (MethodArguments, LossArguments, NegativesArguments):
+        for group in (MethodArguments, LossArguments, DistillationArguments):
             for setting in fields(group):
                 choices = setting.metadata.get("choices")
                 value = getattr(self, setting.name)
@@ -168,8 +160,6 @@ class ContAccumTrainingArguments(
         for name in (
             "per_device_train_batch_size",
             "gradient_accumulation_steps",
-            "refresh_negatives_every",
-            "refresh_pool",
             "early_stopping_patience",
         ):
             value = getattr(self, name)
@@ -204,32 +194,8 @@ class ContAccumTrainingArguments(
             raise ConfigError(
                 "early_stopping_patience with eval_strategy=no: set eval_strategy and eval_steps"
             )
-        if self.distill and self.refresh_negatives_every:
-            raise ConfigError(
-                "refresh_negatives_every with distill: negatives that are mined during training "
-                "have no teacher scores. Drop one of them"
-            )
-        refuse_without_effect(self, _REFRESH_SETTINGS, "refresh_negatives_every")
-        if self.refresh_negatives_every is not None:
-            self._check_refresh_rules()
         refuse_without_effect(self, DISTILL_SETTINGS[1:], "distill")
         refuse_without_effect(self, ["hardness_strength"], "hardness_mode")
-
-    def make_refresh_rules(self) -> SelectionRules:
-        """Return the rules by which negatives are mined during training."""
-        return SelectionRules(
-            num_negatives=self.refresh_pool,
-            range_max=self.refresh_range_max,
-            relative_margin=self.refresh_relative_margin,
-        )
-
-    def _check_refresh_rules(self) -> None:
-        """Refuse rules with which mining would fail at the first refresh."""
-        try:
-            self.make_refresh_rules().check(has_cross_encoder=False)
-        except ConfigError as error:
-            # The message starts with the name of a rule, such as range_max.
-            raise ConfigError(f"refresh_{error}") from error
 
     def _check_best_model(self) -> None:
         """Refuse ``load_best_model_at_end`` if some evaluated models have no checkpoint."""
@@ -259,8 +225,6 @@ class ContAccumTrainingArguments(
                 f"per_device_train_batch_size=auto with {engine}: set per_device_train_batch_size "
                 "to a number"
             )
-        if self.refresh_negatives_every:
-            raise ConfigError(f"refresh_negatives_every with {engine}: drop one of them")
         if engine != "deepspeed":
             return
         if self.method in CACHED_METHODS:

@@ -61,23 +61,16 @@ SignalHandler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class RunCallback(TrainerCallback):
-    """Callback that calls functions of the trainer at the start of a run, an epoch and an update.
+    """Callback that calls functions of the trainer at the start of a run and of an epoch.
 
     Args:
         start_run: called before the first update, when transformers has prepared everything.
         set_epoch: called at the start of each epoch with its number, from 0.
-        refresh_negatives: called before each update with the number of updates done so far.
     """
 
-    def __init__(
-        self,
-        start_run: Callable[[], None],
-        set_epoch: Callable[[int], None],
-        refresh_negatives: Callable[[int], None],
-    ) -> None:
+    def __init__(self, start_run: Callable[[], None], set_epoch: Callable[[int], None]) -> None:
         self._start_run = start_run
         self._set_epoch = set_epoch
-        self._refresh_negatives = refresh_negatives
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -95,11 +88,6 @@ class RunCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._set_epoch(int(state.epoch or 0))
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._refresh_negatives(state.global_step)
 
 
 class UpdateLogCallback(TrainerCallback):

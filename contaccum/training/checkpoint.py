@@ -1,7 +1,7 @@
 """Checkpoints: completeness, saving and removing.
 
 transformers writes the files of a checkpoint (a folder ``checkpoint-N`` after update N), and
-`save_states` adds the bank. Then `write_marker` writes ``contaccum.json`` with the size of every
+`save_banks` adds the banks. Then `write_marker` writes ``contaccum.json`` with the size of every
 file and properties of the run. A folder without this marker, or with a file of another size, is
 incomplete and is never loaded. Every run has an id, which ``run.json`` and the markers of its
 checkpoints record. `contaccum.training.resuming` chooses the checkpoint that a run resumes from.
@@ -13,9 +13,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -29,13 +28,14 @@ from contaccum import __version__
 from contaccum.distributed import over_ranks
 from contaccum.errors import DataError, UserError
 from contaccum.files import read_json, write_json
+from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.training.arguments import ContAccumTrainingArguments
 
 logger = logging.getLogger(__name__)
 
 MARKER = "contaccum.json"
 BANK_FILE = "contaccum_bank.safetensors"
-"""File of a checkpoint with the banks, and with the mined negatives if they are refreshed."""
+"""File of a checkpoint with the banks."""
 
 
 def write_marker(folder: Path, record: Mapping[str, Any]) -> None:
@@ -118,53 +118,43 @@ def remove_on_failure(folder: Path, is_writer: bool) -> Iterator[None]:
         raise
 
 
-# States besides model and optimizer --------------------------------------------------------------
+# Banks --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StatePart:
-    """A state that a checkpoint holds besides model and optimizer, such as a bank.
+def collect_banks(losses: Iterable[ContAccumLoss], keep: bool) -> dict[str, Tensor]:
+    """Return the states of the banks of all losses, by name.
 
-    Attributes:
-        prefix: prefix of the names of its tensors in the file.
-        get: returns the tensors by name; it must be called on every rank.
-        load: loads such tensors.
-    """
+    Every rank must call this function, because a loss may gather its bank from all ranks.
 
-    prefix: str
-    get: Callable[[], Mapping[str, Tensor]]
-    load: Callable[[dict[str, Tensor]], object]
-
-
-def collect_states(parts: Iterable[StatePart]) -> dict[str, Tensor]:
-    """Return the tensors of all parts by name.
-
-    Every rank must call this function, because a part may gather its tensors from all ranks.
+    Args:
+        losses: the losses with banks of a run.
+        keep: see `ContAccumLoss.bank_state_dict`.
     """
     states = {}
-    for part in parts:
-        for key, value in part.get().items():
-            states[f"{part.prefix}{key}"] = value
+    for index, loss in enumerate(losses):
+        for key, value in loss.bank_state_dict(keep=keep).items():
+            states[f"{index}.{key}"] = value
     return states
 
 
-def save_states(folder: Path, states: Mapping[str, Tensor]) -> None:
-    """Write the result of `collect_states` into a checkpoint."""
+def save_banks(folder: Path, states: Mapping[str, Tensor]) -> None:
+    """Write the result of `collect_banks` into a checkpoint."""
     on_cpu = {}
     for key, value in states.items():
         on_cpu[key] = value.detach().cpu().clone().contiguous()
     save_file(on_cpu, folder / BANK_FILE)
 
 
-def load_states(folder: Path, parts: Iterable[StatePart]) -> None:
-    """Load the states that `save_states` wrote."""
+def load_banks(folder: Path, losses: Iterable[ContAccumLoss]) -> None:
+    """Load the banks that `save_banks` wrote."""
     states = load_file(folder / BANK_FILE)
-    for part in parts:
+    for index, loss in enumerate(losses):
+        prefix = f"{index}."
         state = {}
         for key, value in states.items():
-            if key.startswith(part.prefix):
-                state[key.removeprefix(part.prefix)] = value
-        part.load(state)
+            if key.startswith(prefix):
+                state[key.removeprefix(prefix)] = value
+        loss.load_bank_state_dict(state)
 
 
 # Removing ----------------------------------------------------------------------------------------

@@ -29,21 +29,10 @@ def _check_data(
 ) -> None:
     """Refuse settings of the data that cannot work together with others."""
     numbers_of_negatives = [options["num_hard_negatives"] for options in data_args.sets.values()]
-    refreshes_negatives = args.refresh_negatives_every is not None
-    if refreshes_negatives and 0 in numbers_of_negatives:
-        raise ConfigError(
-            "refresh_negatives_every with num_hard_negatives=0: set num_hard_negatives to the "
-            "number of negatives per query"
-        )
     if args.distill and 0 in numbers_of_negatives:
         raise ConfigError(
             f"distill={args.distill} with num_hard_negatives=0: set num_hard_negatives to the "
             "number of scored negatives per query"
-        )
-    if refreshes_negatives and len(data_args.train_data) > 1:
-        raise ConfigError(
-            "refresh_negatives_every with several sets in train_data: negatives can be mined in "
-            "one set only. Drop it, or train on one set"
         )
     strategy = get_name(args.eval_strategy)
     eval_data = data_args.eval_data

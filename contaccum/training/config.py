@@ -37,7 +37,6 @@ from contaccum.errors import (
 from contaccum.evaluation.beir_sets import load_data as load_beir
 from contaccum.evaluation.evaluator import NanoBEIR, RetrievalEvaluator, sample
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
-from contaccum.mining import MiningData, load_mining_data
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.combinations import check_combinations
 from contaccum.training.options import DataArguments, ModelArguments, refuse_without_effect
@@ -211,45 +210,8 @@ def load_data(data_args: DataArguments, args: ContAccumTrainingArguments) -> Tra
     """Load the training data; raise `DataError` for data that cannot be used."""
     return load_training_sets(
         data_args.sets,
-        negatives_to_come=args.refresh_negatives_every is not None,
         on_bad_record=data_args.on_bad_record,
         teacher_scores=args.distill is not None,
-    )
-
-
-def load_refresh_data(
-    data_args: DataArguments, args: ContAccumTrainingArguments
-) -> MiningData | None:
-    """Load the data for ``refresh_negatives_every``; return None if it is not set."""
-    if args.refresh_negatives_every is None:
-        return None
-    return load_mining_set(data_args, args.refresh_corpus)
-
-
-def load_mining_set(data_args: DataArguments, corpus: str | None) -> MiningData:
-    """Load the only training set as data for mining hard negatives.
-
-    Args:
-        data_args: the data arguments, with one training set.
-        corpus: the passages to mine in. Default: the corpus of a BEIR folder, or else the positives
-            of the training set.
-
-    Raises:
-        DataError: for data that cannot be read.
-    """
-    [training_set] = data_args.sets.values()
-    options = {}
-    for name in ("data_format", "split", "columns", "min_score"):
-        if name in training_set:
-            options[name] = training_set[name]
-    on_bad_record: Any = data_args.on_bad_record  # a str that the parser has checked
-    # The set's own "corpus" holds the texts of passages that its records name by id.
-    return load_mining_data(
-        training_set["path"],
-        corpus,
-        texts=training_set.get("corpus"),
-        on_bad_record=on_bad_record,
-        **options,
     )
 
 

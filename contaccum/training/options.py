@@ -237,8 +237,8 @@ class LossArguments(LossOptions):
 
 
 @dataclass
-class NegativesArguments:
-    """Distillation from a teacher, and hard negatives that are mined during training."""
+class DistillationArguments:
+    """Distillation from a teacher."""
 
     distill: str | None = option(
         None, "Distillation loss for the teacher's scores in the data.", ("margin_mse", "kl")
@@ -249,24 +249,9 @@ class NegativesArguments:
     distill_temperature: float = option(
         1.0, "With kl: divisor of the scores of student and teacher."
     )
-    refresh_negatives_every: int | None = option(
-        None, "Mine hard negatives again after every N updates."
-    )
-    refresh_corpus: str | None = option(
-        None, "Passages for mining. Default: a BEIR folder's corpus, else the positives."
-    )
-    refresh_pool: int = option(
-        30, "Negatives mined per query; each epoch samples num_hard_negatives of them."
-    )
-    refresh_range_max: int | None = option(
-        None, "Mine among this many most similar passages. Default: ten times refresh_pool."
-    )
-    refresh_relative_margin: float = option(
-        0.05, "Mine no passage that scores above (1 - margin) times the positive's score."
-    )
 
 
-GROUPS = (ModelArguments, DataArguments, MethodArguments, LossArguments, NegativesArguments)
+GROUPS = (ModelArguments, DataArguments, MethodArguments, LossArguments, DistillationArguments)
 """All groups of settings, in the order of `contaccum train --help`."""
 
 

@@ -202,7 +202,7 @@ def make_longest_rows(dataset: Any, num_rows: int) -> list[Row]:
                 longest[column] = heapq.nlargest(num_rows, candidates, key=len)
     positives = list(longest.values())[1]
     for column, longest_texts in longest.items():
-        if not longest_texts:  # negatives that are mined or filled in later, from passages
+        if not longest_texts:  # negatives that are filled in later, from positives
             longest[column] = positives
     rows: list[Row] = []
     for index in range(num_rows):

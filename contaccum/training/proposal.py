@@ -118,7 +118,7 @@ def propose(
     loaded = load_training_data(
         data,
         num_hard_negatives=1,  # one column of negatives shows whether the data have any
-        negatives_to_come=True,  # so that records without negatives are accepted
+        may_lack_negatives=True,
         on_bad_record=on_bad_record,
         **source,
     )

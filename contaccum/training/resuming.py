@@ -48,8 +48,6 @@ RESUME_SETTINGS = (
     "matryoshka_dims",
     "missing",
     "metric_for_best_model",
-    "refresh_negatives_every",
-    "refresh_pool",
 )
 """Arguments that a resumed run must not change.
 

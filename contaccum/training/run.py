@@ -21,7 +21,6 @@ from contaccum.encoders.adapters import has_adapter
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import require_model
 from contaccum.files import require_writable
-from contaccum.mining import MiningData
 from contaccum.training import config
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.log import RUN_RECORD
@@ -36,13 +35,10 @@ class RunData(NamedTuple):
 
     Attributes:
         training: the training sets.
-        mining: queries and passages from which hard negatives are mined again during training; None
-            if ``refresh_negatives_every`` is not set.
         evaluator: the evaluator of the model during training; None without evaluation.
     """
 
     training: TrainingSets
-    mining: MiningData | None
     evaluator: SentenceEvaluator | None
 
 
@@ -54,9 +50,8 @@ def load_run_data(data_args: DataArguments, args: ContAccumTrainingArguments) ->
     """
     with args.main_process_first(desc="reading the data"):
         training = config.load_data(data_args, args)
-        mining = config.load_refresh_data(data_args, args)
         evaluator = config.load_evaluator(data_args, args)
-    return RunData(training, mining, evaluator)
+    return RunData(training, evaluator)
 
 
 def load_encoder(model_args: ModelArguments, args: ContAccumTrainingArguments) -> DualEncoder:
@@ -97,7 +92,6 @@ def make_trainer(
         data.training.dataset,
         evaluator=data.evaluator,
         data_record=data.training.record(),
-        mining_data=data.mining,
         guide=guide,
         **trainer_options,
     )

@@ -36,7 +36,6 @@ from contaccum.encoders.loading import loading
 from contaccum.files import write_json
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.losses.text_ids import count_texts
-from contaccum.mining import MiningData
 from contaccum.training import (
     callbacks,
     checkpoint,
@@ -53,7 +52,6 @@ from contaccum.training import (
 )
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.random_states import RandomStates
-from contaccum.training.refresh import NegativeRefresh
 from contaccum.training.run_description import RunDescription
 from contaccum.training.updates import Updates
 
@@ -68,7 +66,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         eval_dataset: pairs whose loss is computed during training, with the same columns.
         loss: replaces the loss of ``args.method``; a bank in it is saved in checkpoints too.
         data_record: properties of the data for ``run.json``; a missing ``fingerprint`` is computed.
-        mining_data: data for ``args.refresh_negatives_every``. Default: ``train_dataset``.
         guide: a model whose scores exclude false negatives; see `ContAccumLoss`.
         **kwargs: further arguments of SentenceTransformerTrainer. ``evaluator`` may be a
             `RetrievalEvaluator`.
@@ -101,17 +98,12 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         loss: Any = None,
         *,
         data_record: Mapping[str, Any] | None = None,
-        mining_data: MiningData | None = None,
         guide: SentenceTransformer | None = None,
         **kwargs: Any,
     ) -> None:
         args = args or ContAccumTrainingArguments(output_dir="runs/contaccum")
         user_arguments = args.to_dict()
         args = copy.copy(args)  # some settings are changed below, and the caller's must not change
-        self.refresh: NegativeRefresh | None = None
-        if args.refresh_negatives_every is not None:
-            self.refresh = NegativeRefresh(args, train_dataset, mining_data)
-            train_dataset = self.refresh.dataset  # it also holds the row numbers, as labels
         self.samplings = get_samplings(train_dataset)  # a sampling draws new texts in each epoch
         dataset = eval_dataset if train_dataset is None else train_dataset
         columns = loss_factory.get_text_columns(dataset)
@@ -179,7 +171,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         # At the front of the list: UpdateLogCallback must add the measurements of an update before
         # the callbacks of transformers print them and send them to trackers.
         self.callback_handler.callbacks[:0] = [
-            callbacks.RunCallback(self._start_run, self._set_epoch, self._refresh_negatives),
+            callbacks.RunCallback(self._start_run, self._set_epoch),
             callbacks.UpdateLogCallback(self.updates, self.loss),
         ]
         if self.args.eval_strategy != "no":
@@ -279,7 +271,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         if self._resume_point is not None:
             resuming.drop_unusable_best(self.state, self._resume_point)
             self.updates.limit.restore(self._resume_point.marker["rows_fit"])
-            checkpoint.load_states(self._resume_point.folder, self._state_parts())
+            checkpoint.load_banks(self._resume_point.folder, self.bank_losses())
         elif loss_factory.get_store_documents(self.loss) and self.is_world_process_zero():
             query_side.warn_if_documents_are_weak(self.evaluator, self.model)
         if self.args.should_save:  # on the first rank, or with save_on_each_node one rank per host
@@ -298,20 +290,12 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         for sampling in self.samplings:
             sampling.set_epoch(epoch, self.args.order_seed)
 
-    def _refresh_negatives(self, num_updates: int) -> None:
-        """Mine new hard negatives if that is due after ``num_updates`` updates."""
-        if self.refresh is None or not self.refresh.is_due(num_updates):
-            return
-        encoder = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
-        log_entries = self.refresh.mine(encoder, num_updates, self.is_world_process_zero())
-        self.updates.current.log_entries |= log_entries
-
     # An update -----------------------------------------------------------------------------------
     #
     # transformers calls, in this order:
     #   get_batch_samples  fetch all micro-batches of the update and count their pairs;
-    #   training_step      for each micro-batch: insert mined negatives; forward and backward by
-    #                      `micro_step`, in smaller micro-steps once memory has run out;
+    #   training_step      for each micro-batch: forward and backward by `micro_step`, in smaller
+    #                      micro-steps once memory has run out;
     #   _get_grad_norm     after the last micro-batch: drop gradients that are not finite;
     #   optimizer.step, then the callbacks, which write the log.
 
@@ -330,8 +314,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self, model: nn.Module, inputs: train_data.Batch, num_items_in_batch: Any = None
     ) -> Tensor:
         """Run forward and backward for a micro-batch; return its loss for the log."""
-        if self.refresh is not None:
-            inputs = self.refresh.replace_negatives(inputs, self.data_collator)
         assert self.optimizer is not None  # transformers has created it before the first update
         return self.updates.run_micro_batch(model, inputs, self.micro_step, self.optimizer)
 
@@ -413,26 +395,17 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         with checkpoint.remove_on_failure(folder, args.should_save):
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
-            parts = [] if args.save_only_model else list(self._state_parts())
-            states = checkpoint.collect_states(parts)
+            losses = [] if args.save_only_model else self.bank_losses()
+            banks = checkpoint.collect_banks(losses, keep=args.should_save)
             self.accelerator.wait_for_everyone()
             if args.should_save:
-                checkpoint.save_states(folder, states)
+                checkpoint.save_banks(folder, banks)
                 rows_fit = self.updates.limit.rows
                 marker = self.description.make_marker(self.run_id, num_updates, rows_fit)
                 checkpoint.write_marker(folder, marker)
                 # The marker makes this checkpoint complete. Only now may older ones be removed.
                 self._checkpoint_limit.apply(self.state.best_model_checkpoint)
         self.accelerator.wait_for_everyone()
-
-    def _state_parts(self) -> Iterator[checkpoint.StatePart]:
-        """Yield the states that a checkpoint holds besides model and optimizer."""
-        for index, loss in enumerate(self.bank_losses()):
-            get = partial(loss.bank_state_dict, keep=self.args.should_save)
-            yield checkpoint.StatePart(f"{index}.", get, loss.load_bank_state_dict)
-        if self.refresh is not None:
-            refresh = self.refresh
-            yield checkpoint.StatePart("refresh.", refresh.state_dict, refresh.load_state_dict)
 
     def _load_from_checkpoint(self, checkpoint_path: str, model: nn.Module | None = None) -> None:
         # Private: sentence-transformers' method can load neither shards nor adapters.

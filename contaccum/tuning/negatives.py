@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.errors import DataError
-from contaccum.mining import mine_hard_negatives, write_mined
-from contaccum.training.config import load_mining_set
+from contaccum.mining import load_mining_data, mine_hard_negatives, write_mined
 from contaccum.training.options import DataArguments
 
 MINED_FILE = "mined.jsonl"
@@ -45,7 +44,20 @@ def mine_once(train_data: list[str], corpus: str | None, file: Path, **options: 
     data = DataArguments(train_data=train_data, **options)
     if len(data.sets) != 1:
         return None
-    mining_data = load_mining_set(data, corpus)
+    [training_set] = data.sets.values()
+    source_options = {}
+    for name in ("data_format", "split", "columns", "min_score"):
+        if name in training_set:
+            source_options[name] = training_set[name]
+    on_bad_record: Any = data.on_bad_record  # a str that the parser has checked
+    mining_data = load_mining_data(
+        training_set["path"],
+        corpus,
+        # The set's own "corpus" holds the texts of passages that its records name by id.
+        texts=training_set.get("corpus"),
+        on_bad_record=on_bad_record,
+        **source_options,
+    )
     if len(mining_data.queries) * mining_data.pool_size > MAX_SCORES:
         return None
     try:

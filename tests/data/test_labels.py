@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from contaccum.data.labels import Labels, decode, decode_row_numbers, encode
+from contaccum.data.labels import Labels, decode, encode
 
 IDS = [[2**63 - 1, -(2**63), 0], [1, -2, 3]]
 SCORES = [[0.1, -7.25], [3e8, -0.0]]
@@ -35,19 +35,6 @@ def test_ids_or_scores_alone_are_decoded_as_what_they_are():
     assert scores.text_ids is None
 
 
-def test_row_numbers_are_decoded_with_and_without_ids():
-    numbers = decode_row_numbers(torch.tensor([encode(row_number=7), encode(row_number=9)]))
-    assert numbers.row_numbers is not None
-    assert numbers.row_numbers.tolist() == [7, 9]
-    assert numbers.text_ids is None
-    rows = [encode(row_number=7, text_ids=IDS[0]), encode(row_number=9, text_ids=IDS[1])]
-    numbers_and_ids = decode_row_numbers(torch.tensor(rows))
-    assert numbers_and_ids.row_numbers is not None
-    assert numbers_and_ids.row_numbers.tolist() == [7, 9]
-    assert numbers_and_ids.text_ids is not None
-    assert numbers_and_ids.text_ids.tolist() == IDS
-
-
 @pytest.mark.parametrize(
     "labels",
     [None, torch.rand(5), torch.rand(5, NUM_COLUMNS), torch.ones(5, 9, dtype=torch.int64)],
@@ -55,8 +42,3 @@ def test_row_numbers_are_decoded_with_and_without_ids():
 )
 def test_labels_of_a_users_own_data_set_are_not_read(labels):
     assert decode(labels, NUM_COLUMNS) == Labels()
-
-
-def test_a_row_number_beside_scores_is_refused():
-    with pytest.raises(ValueError, match="row number and teacher scores"):
-        encode(row_number=1, teacher_scores=[0.5, 0.25])

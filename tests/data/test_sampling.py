@@ -14,7 +14,7 @@ from datasets import Dataset, DatasetDict
 from torch.utils.data import DataLoader
 
 from contaccum.data.dataset import TrainingData, load_training_data
-from contaccum.data.sampling import add_row_numbers, first_texts, get_samplings
+from contaccum.data.sampling import first_texts, get_samplings
 from contaccum.data.selection import Selection
 from contaccum.errors import ConfigError, DataError
 
@@ -186,12 +186,12 @@ def test_records_with_too_few_negatives_are_dropped_and_counted(tmp_path):
     assert summary in data.report.summary()
 
 
-def test_data_without_any_negative_are_refused_unless_negatives_are_to_come(tmp_path):
+def test_data_without_any_negative_are_refused_unless_they_may_lack_them(tmp_path):
     path = put_lines(tmp_path / "b.jsonl", {"query": "q", "positive": "p"})
     message = r"b\.jsonl: num_hard_negatives=1, but no record has a negative \(mine"
     with pytest.raises(DataError, match=message):
         load_training_data(path, num_hard_negatives=1)
-    data = load_training_data(path, num_hard_negatives=1, negatives_to_come=True)
+    data = load_training_data(path, num_hard_negatives=1, may_lack_negatives=True)
     assert len(data.dataset) == 1
 
 
@@ -261,26 +261,9 @@ def test_the_fingerprint_covers_exactly_the_sampled_texts(tmp_path):
     assert dropping == by_default
 
 
-def test_plain_data_get_row_numbers_and_text_ids():
-    # Only the first row has a negative.
-    columns = {
-        "query": ["q0", "q1", "q0", "q1"],
-        "positive": ["p0", "p1", "p2", "p3"],
-        "negative_1": ["n", None, None, None],
-    }
-    plain = Dataset.from_dict(columns)
-    dataset = add_row_numbers(plain)
-    (sampling,) = get_samplings(dataset)
-    sampling.has_row_numbers = True
-    assert dataset[0]["label"] == [0, *ids("q0", "p0", "n")]
-    assert dataset[0]["negative_1"] == "n"
-    assert dataset[1]["label"][0] == 1
-    # p1 and p3 are positives of q1.
-    assert dataset[1]["negative_1"] in {"p0", "p2"}
-    assert sampling.known_positives is not None
-    assert len(sampling.known_positives) == 4
-    assert list(first_texts(plain)) == [columns]
-    assert list(first_texts(dataset)) == [columns]
+def test_the_first_texts_of_plain_data_are_their_texts():
+    columns = {"query": ["q0", "q1"], "positive": ["p0", "p1"], "negative_1": ["n", None]}
+    assert list(first_texts(Dataset.from_dict(columns))) == [columns]
 
 
 CANNOT_WORK = [

@@ -46,7 +46,6 @@ SETTINGS_OF_A_BANK = {
             {"fsdp": True, **AUTO, "total_train_batch_size": 12},
             ["per_device_train_batch_size=auto", "fsdp"],
         ),
-        ({"fsdp": True, "refresh_negatives_every": 10}, ["refresh_negatives_every", "fsdp"]),
         (
             {"auto_find_batch_size": True},
             ["auto_find_batch_size", "per_device_train_batch_size=auto"],
@@ -69,20 +68,6 @@ SETTINGS_OF_A_BANK = {
             },
             ["total_train_batch_size=16", "gradient_accumulation_steps=3"],
         ),
-        ({"refresh_pool": 3}, ["refresh_pool=3", "refresh_negatives_every"]),
-        (
-            {"refresh_negatives_every": 9, "refresh_range_max": 5},
-            ["refresh_range_max=5 leaves too few candidates", "raise it to 30"],
-        ),
-        (
-            {"refresh_negatives_every": 9, "refresh_relative_margin": 1.5},
-            ["refresh_relative_margin=1.5 must be between 0 and 1"],
-        ),
-        (
-            {"refresh_negatives_every": 9, "refresh_pool": 0},
-            ["refresh_pool must be at least 1, got 0"],
-        ),
-        ({"refresh_negatives_every": 9, "distill": "kl"}, ["refresh_negatives_every with distill"]),
         ({"distill": "mse"}, ["distill", "margin_mse, kl"]),
         ({"distill_weight": 2.0}, ["distill_weight=2.0", "without distill"]),
         ({"hardness_strength": 5.0}, ["hardness_strength=5.0", "without hardness_mode"]),

@@ -416,8 +416,6 @@ def test_a_changed_setting_that_prevents_resuming_is_named(run, tmp_path, change
         "matryoshka_dims",
         "missing",
         "metric_for_best_model",
-        "refresh_negatives_every",
-        "refresh_pool",
         "pairs per update",
         "rows",
         "data fingerprint",

@@ -81,11 +81,6 @@ NO_ACCELERATOR = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"refresh_negatives_every": 3}, "refresh_negatives_every with num_hard_negatives=0"),
-        (
-            {**TWO, "refresh_negatives_every": 3, "num_hard_negatives": 1},
-            "refresh_negatives_every with several",
-        ),
         ({"distill": "kl"}, "distill=kl with num_hard_negatives=0"),
         (
             {**TWO, "multi_dataset_batch_sampler": "weights"},
