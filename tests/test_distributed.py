@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from contaccum import BankedInfoNCE
 from contaccum.bank.full_softmax import NO_ROW, DocumentBlock, compute_full_softmax_loss
-from contaccum.bank.settings import DIRECTIONS
 
 D = 6
 WORLD = 3  # number of ranks; tests/training/test_forked_runs.py trains on two and four
@@ -36,13 +35,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "false_negative_margin": 0.1,
         "guide_margin": 0.1,
     },
-    "hardness": {
-        "bank_size": 17,
-        "similarity": "cos",
-        "hardness_mode": "all_negatives",
-        "hardness_strength": 2.0,
-    },
-    "directions": {"bank_size": 17, "directions": tuple(DIRECTIONS), "similarity": "cos"},
 }
 CASES = list(product(SETTINGS, (0, 2)))
 """Names of the settings and number of hard negatives h."""

@@ -47,7 +47,7 @@ def describe_micro_step(
 
         - ``local_loss``: mean loss of the local rows,
         - ``bank_loss``: mean loss of the bank rows in use,
-        - ``columns``: number of columns per local row in ``query_to_doc``, before masks,
+        - ``columns``: number of columns per local row, before masks,
         - ``masked``: fraction of these columns, without the row's positive, that are masked,
         - ``bank_rows``: number of bank rows in use,
         - ``embedding_spread``: mean squared distance of the local passages from their mean, divided
@@ -108,7 +108,7 @@ def measure_softmax_masses(
 
     Args:
         local: the micro-batch.
-        blocks: its logits, with hardness weights if the loss has them.
+        blocks: its logits.
         bank: the bank before the micro-batch is enqueued.
         local_losses: (n,), losses of the local rows.
         bank_weight: weight of a banked column.

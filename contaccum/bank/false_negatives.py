@@ -15,8 +15,6 @@ its hard negatives.
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor
 
@@ -113,13 +111,6 @@ class PositivesTable:
         passage_ids = passage_ids[has_ids].long()
         self.passages_by_query = _SortedLists(query_ids, passage_ids)
         self.queries_by_passage = _SortedLists(passage_ids, query_ids)
-
-    def swap(self) -> PositivesTable:
-        """Return the same table for the direction doc_to_query: rows are passages."""
-        table = copy.copy(self)
-        table.passages_by_query = self.queries_by_passage
-        table.queries_by_passage = self.passages_by_query
-        return table
 
     def find_listed(self, rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
         """Find documents that the table lists as positives of a row's query.

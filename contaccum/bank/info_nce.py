@@ -25,6 +25,7 @@ passage, then its hard negatives.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
@@ -45,19 +46,12 @@ from contaccum.bank.micro_batch import (
     make_queries_and_documents,
 )
 from contaccum.bank.precomputed_gradient import PrecomputedGradient
-from contaccum.bank.row_losses import (
-    compute_banked_row_losses,
-    compute_local_row_losses,
-    weight_local_logits,
-)
 from contaccum.bank.settings import (
     CenterGradients,
     DriftCompensationMode,
     GuideMarginStrategy,
-    HardnessMode,
     LossSettings,
     NormalizeBy,
-    PartitionMode,
     Similarity,
 )
 from contaccum.distributed import gather_rows, world_size
@@ -123,13 +117,6 @@ class BankedInfoNCE(BankedModule):
         guide_margin, guide_margin_strategy: with guide embeddings, exclude columns whose cosine c_j
             by the guide exceeds c - margin (``"absolute"``) or c - margin * |c| (``"relative"``),
             with c the guide's cosine of the row's own positive (GISTEmbed, arXiv 2402.16829).
-        hardness_mode, hardness_strength: add ``hardness_strength`` times the similarity to the
-            logits of local ``"in_batch_negatives"``, ``"hard_negatives"`` or ``"all_negatives"``;
-            see `add_hardness`. None turns it off.
-        directions, partition_mode: similarity directions of the loss, as in
-            MultipleNegativesRankingLoss; see `DIRECTIONS`. All but ``"query_to_doc"`` use the
-            micro-batch alone. ``"joint"`` is one softmax over all directions, ``"per_direction"``
-            the mean of one loss per direction.
 
     Attributes:
         settings: all of the above, as `LossSettings`.
@@ -165,10 +152,6 @@ class BankedInfoNCE(BankedModule):
         false_negative_margin: float | None = None,
         guide_margin: float = 0.0,
         guide_margin_strategy: GuideMarginStrategy = "absolute",
-        hardness_mode: HardnessMode | None = None,
-        hardness_strength: float = 0.0,
-        directions: Sequence[str] = ("query_to_doc",),
-        partition_mode: PartitionMode = "joint",
     ) -> None:
         settings = LossSettings(
             bank_size=bank_size,
@@ -186,10 +169,6 @@ class BankedInfoNCE(BankedModule):
             false_negative_margin=false_negative_margin,
             guide_margin=guide_margin,
             guide_margin_strategy=guide_margin_strategy,
-            hardness_mode=hardness_mode,
-            hardness_strength=hardness_strength,
-            directions=directions,  # type: ignore[arg-type]  # LossSettings makes it a list
-            partition_mode=partition_mode,
         )
         super().__init__(settings)
         self.positives: PositivesTable | None = None
@@ -299,39 +278,40 @@ class BankedInfoNCE(BankedModule):
         bank: MemoryBank | None,
         passage_mean: Tensor | None,
     ) -> Tensor:
-        """Compute the loss over local and banked rows, and store diagnostics in ``last``."""
-        settings = self.settings
+        """Compute the loss over local and banked rows, and store diagnostics in ``last``.
+
+        The loss of row i is the logsumexp of its logits s(i, j), minus s(i, p(i)), the logit of its
+        own positive. The logit of a banked document that is not p(i) is increased by log w.
+        """
         bank_weight = self._compute_bank_weight(bank)
-        local_losses = compute_local_row_losses(
-            local, blocks, bank_weight, passage_mean, settings, self.positives
-        )
+        log_weight = math.log(bank_weight)
+        local_logits = [blocks.in_batch.flatten(1), blocks.against_bank_sums + log_weight]
+        local_log_sums = torch.cat(local_logits, dim=1).logsumexp(1)
+        local_losses = local_log_sums - local.positive_logits  # (n,)
         banked_losses = local_losses.new_zeros(0)
         banked_row_weights = local_losses.new_zeros(0)
         if bank is not None and bank.has_queries:
             is_valid = bank.valid[: bank.num_filled_slots, 0]  # (m,), column 0 is the passage
             banked_row_weights = bank_weight * is_valid.to(local_losses.dtype)
-            banked_losses = compute_banked_row_losses(bank, blocks, bank_weight)
+            positive_logits = bank.positive_logits[: bank.num_filled_slots]
+            banked_terms = [
+                positive_logits,
+                bank.log_sums + log_weight,
+                blocks.from_bank.flatten(1).logsumexp(1),
+            ]
+            banked_losses = torch.stack(banked_terms).logsumexp(0) - positive_logits  # (m,)
             banked_losses = torch.where(is_valid, banked_losses, 0.0)
         banked_sum = (banked_losses * banked_row_weights).sum()
-        if settings.partition_mode == "per_direction":
-            # The loss is the mean over the directions, and banked rows have query_to_doc only.
-            banked_sum = banked_sum / len(settings.directions)
         divisor: Tensor | int = len(local.queries)
-        if settings.normalize_by == "all":
+        if self.settings.normalize_by == "all":
             divisor = divisor + banked_row_weights.sum()
 
         self.last = describe_micro_step(
             local, blocks, bank, local_losses, banked_losses, banked_row_weights, passage_mean
         )
-        if bank is not None and settings.has_one_softmax:
-            in_batch = weight_local_logits(local, blocks, passage_mean, settings)
+        if bank is not None:
             masses = measure_softmax_masses(
-                local,
-                blocks._replace(in_batch=in_batch),
-                bank,
-                local_losses,
-                bank_weight,
-                self._num_aged,
+                local, blocks, bank, local_losses, bank_weight, self._num_aged
             )
             self.last.update(masses)
         return (local_losses.sum() + banked_sum) / divisor

@@ -11,7 +11,6 @@ Losses, training arguments and the command line use this one declaration.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -23,18 +22,9 @@ NormalizeBy = Literal["local", "all"]
 DriftCompensationMode = Literal["auto", "mean", "fresh", "none"]
 CenterGradients = Literal["auto", "both", "passages", "queries", "none"]
 GuideMarginStrategy = Literal["absolute", "relative"]
-HardnessMode = Literal["in_batch_negatives", "hard_negatives", "all_negatives"]
-PartitionMode = Literal["joint", "per_direction"]
 
 DEFAULT_TEMPERATURE = {"cos": 0.05, "dot": 1.0}
 """{similarity: temperature} where none is given."""
-
-DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
-"""Similarity directions, named ``<rows>_to_<columns>``, as in MultipleNegativesRankingLoss.
-
-The loss of a direction contrasts each row with all columns: ``doc_to_query`` contrasts a passage
-with queries. A "doc" is a positive passage; among columns it may also be a hard negative.
-"""
 
 MODES_THAT_MOVE_ENTRIES = ("auto", "mean")
 """Values of ``drift_compensation`` that move bank entries.
@@ -86,23 +76,6 @@ class LossOptions:
         "absolute: the margin is guide_margin. relative: guide_margin x the positive's score.",
         get_args(GuideMarginStrategy),
     )
-    hardness_mode: HardnessMode | None = option(
-        None,
-        "Negatives to which a multiple of their similarity is added, as an extra weight.",
-        get_args(HardnessMode),
-    )
-    hardness_strength: float = option(
-        0.0, "With hardness_mode: factor of the similarity that is added to the logit."
-    )
-    directions: list[str] = option(
-        ["query_to_doc"],
-        "Similarity directions: query_to_doc, and any of doc_to_query, query_to_query, doc_to_doc.",
-    )
-    partition_mode: PartitionMode = option(
-        "joint",
-        "joint: one softmax over all directions. per_direction: mean of one loss per direction.",
-        get_args(PartitionMode),
-    )
 
 
 @dataclass
@@ -122,11 +95,9 @@ class LossSettings(LossOptions):
     pairs_per_update: int | None = None
 
     def __post_init__(self) -> None:
-        self.directions = _sort_directions(self.directions)
         check_bank_sizes(self.bank_size, self.query_bank_size)
         self._check_numbers()
         self._check_choices()
-        self._check_combinations()
 
     def _check_numbers(self) -> None:
         if not 0 < self.temperature < math.inf:
@@ -148,40 +119,8 @@ class LossSettings(LossOptions):
     def _check_choices(self) -> None:
         for setting in fields(self):
             choices = setting.metadata.get("choices")
-            if choices is None:
-                continue
-            if setting.default is None:
-                choices = (None, *choices)
-            check_choice(setting.name, getattr(self, setting.name), choices)
-
-    def _check_combinations(self) -> None:
-        if not 0 <= self.hardness_strength < math.inf:
-            raise ConfigError(
-                f"hardness_strength must be a number of at least 0, got {self.hardness_strength!r}"
-            )
-        if self.hardness_mode is not None and self.hardness_strength == 0:
-            raise ConfigError(
-                f"hardness_mode={self.hardness_mode} with hardness_strength=0 has no effect: "
-                "set hardness_strength above 0"
-            )
-        if self.hardness_mode is None and self.hardness_strength > 0:
-            raise ConfigError(
-                f"hardness_strength={self.hardness_strength} without hardness_mode has no effect: "
-                "set hardness_mode, or drop hardness_strength"
-            )
-        if self.partition_mode != "per_direction":
-            return
-        for direction in ("doc_to_doc", "query_to_query"):
-            if direction in self.directions:
-                raise ConfigError(
-                    f"partition_mode=per_direction with {direction}: that direction has no "
-                    "positives, so it has no loss of its own; set partition_mode=joint"
-                )
-
-    @property
-    def has_one_softmax(self) -> bool:
-        """True if a row's loss is one softmax over its logits, and not a mean over directions."""
-        return self.partition_mode == "joint" or len(self.directions) == 1
+            if choices is not None:
+                check_choice(setting.name, getattr(self, setting.name), choices)
 
     @property
     def moves_entries(self) -> bool:
@@ -205,22 +144,3 @@ def check_bank_sizes(bank_size: int, query_bank_size: int | None, minimum: int =
             f"query_bank_size must be 0 (no query bank) or equal to bank_size ({bank_size}), "
             f"got {query_bank_size!r}"
         )
-
-
-def _sort_directions(directions: str | Iterable[str]) -> list[str]:
-    """Return the directions in the order of `DIRECTIONS`, without duplicates.
-
-    Raises:
-        ConfigError: for an unknown direction, or without ``query_to_doc``.
-    """
-    if isinstance(directions, str):
-        directions = [directions]
-    names = list(directions)
-    for name in names:
-        check_choice("directions", name, DIRECTIONS)
-    if "query_to_doc" not in names:
-        raise ConfigError(
-            f"directions={','.join(names)}: add query_to_doc, the direction from queries to their "
-            "positives"
-        )
-    return [name for name in DIRECTIONS if name in names]

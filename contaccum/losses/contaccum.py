@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,10 +28,8 @@ from contaccum.bank.settings import (
     CenterGradients,
     DriftCompensationMode,
     GuideMarginStrategy,
-    HardnessMode,
     LossSettings,
     NormalizeBy,
-    PartitionMode,
     Similarity,
 )
 from contaccum.errors import ConfigError
@@ -49,6 +47,8 @@ author={Luyu Gao and Yunyi Zhang and Jiawei Han and Jamie Callan}, year={2021},
 title={Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup},
 booktitle={Proceedings of the 6th Workshop on Representation Learning for NLP},
 eprint={2101.06983}}"""
+
+_ONLY_IN_MNRL = ("directions", "partition_mode", "hardness_mode", "hardness_strength")
 
 
 class ContAccumLoss(BankedTextLoss):
@@ -84,12 +84,12 @@ class ContAccumLoss(BankedTextLoss):
         pairs_per_update: number of training pairs per update, for ``center_gradients``. None
             centres each micro-batch by itself.
         normalize_by, bank_hard_negatives, bank_weight, false_negative_margin, guide_margin,
-        guide_margin_strategy, hardness_mode, hardness_strength, directions, partition_mode: see
-            `contaccum.bank.info_nce.BankedInfoNCE`, which describes all settings in full.
+        guide_margin_strategy: see `contaccum.bank.info_nce.BankedInfoNCE`, which describes all
+            settings in full.
 
     Raises:
-        ConfigError (a ValueError): for settings out of range, and for settings that exclude each
-            other.
+        ConfigError (a ValueError): for settings out of range, for settings that exclude each other,
+            and for arguments that only MultipleNegativesRankingLoss has.
 
     Inputs:
         (anchor, positive) pairs or (anchor, positive, negative_1, ..., negative_h) tuples;
@@ -99,8 +99,8 @@ class ContAccumLoss(BankedTextLoss):
 
     Relations:
         - With ``bank_size=0`` and a batch without duplicates, the loss equals
-          `MultipleNegativesRankingLoss` with the same ``scale``, ``directions``,
-          ``partition_mode``, ``hardness_mode`` and ``hardness_strength``.
+          `MultipleNegativesRankingLoss` with the same ``scale``. Other directions than from
+          queries to documents, and hardness weights, are not supported.
         - With a ``guide`` as well, it equals `GISTEmbedLoss` with the temperature 1 / ``scale``,
           ``contrast_anchors=False`` and ``contrast_positives=False``.
         - In eval mode or without gradients, the loss uses the batch alone, without the bank.
@@ -148,11 +148,14 @@ class ContAccumLoss(BankedTextLoss):
         false_negative_margin: float | None = None,
         guide_margin: float = 0.0,
         guide_margin_strategy: GuideMarginStrategy = "absolute",
-        hardness_mode: HardnessMode | None = None,
-        hardness_strength: float = 0.0,
-        directions: Sequence[str] = ("query_to_doc",),
-        partition_mode: PartitionMode = "joint",
+        **others: Any,
     ) -> None:
+        for argument in others:
+            if argument in _ONLY_IN_MNRL:
+                raise ConfigError(
+                    f"{argument}: use MultipleNegativesRankingLoss (sentence-transformers) for it"
+                )
+            raise TypeError(f"{type(self).__name__} has no argument {argument!r}")
         if not 0 < scale < math.inf:
             raise ConfigError(f"scale must be positive and finite, got {scale!r}")
         if similarity_fct not in (cos_sim, dot_score):
@@ -180,10 +183,6 @@ class ContAccumLoss(BankedTextLoss):
             false_negative_margin=false_negative_margin,
             guide_margin=guide_margin,
             guide_margin_strategy=guide_margin_strategy,
-            hardness_mode=hardness_mode,
-            hardness_strength=hardness_strength,
-            directions=directions,  # type: ignore[arg-type]  # LossSettings makes it a list
-            partition_mode=partition_mode,
         )
         distillation = None
         if distill is not None:
@@ -286,10 +285,7 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
         false_negative_margin: float | None = None,
         guide_margin: float = 0.0,
         guide_margin_strategy: GuideMarginStrategy = "absolute",
-        hardness_mode: HardnessMode | None = None,
-        hardness_strength: float = 0.0,
-        directions: Sequence[str] = ("query_to_doc",),
-        partition_mode: PartitionMode = "joint",
+        **others: Any,
     ) -> None:
         super().__init__(
             model,
@@ -312,10 +308,7 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
             false_negative_margin=false_negative_margin,
             guide_margin=guide_margin,
             guide_margin_strategy=guide_margin_strategy,
-            hardness_mode=hardness_mode,
-            hardness_strength=hardness_strength,
-            directions=directions,
-            partition_mode=partition_mode,
+            **others,
         )
         if has_static_embedding_input(model):
             raise ConfigError(

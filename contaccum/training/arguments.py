@@ -195,7 +195,6 @@ class ContAccumTrainingArguments(
                 "early_stopping_patience with eval_strategy=no: set eval_strategy and eval_steps"
             )
         refuse_without_effect(self, DISTILL_SETTINGS[1:], "distill")
-        refuse_without_effect(self, ["hardness_strength"], "hardness_mode")
 
     def _check_best_model(self) -> None:
         """Refuse ``load_best_model_at_end`` if some evaluated models have no checkpoint."""

@@ -13,8 +13,7 @@ moves with the mean of the passage tower, which was m_j when the document was st
 p(i) is the passage that came with query i. w is the weight of a banked pair; w_j is w for banked
 columns other than p(i), and 1 for all other columns. The sum over j excludes the false negatives of
 row i. The gradient that a banked row gives to local documents is computed with q_i plus the
-movement of the query tower's mean since q_i was stored. Directions other than ``query_to_doc``, and
-hardness weights, use the micro-batch alone.
+movement of the query tower's mean since q_i was stored.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ HORIZON = 128  # pairs after which the weight in a running mean has fallen to 1/
 RESIDUAL_BOUND = 0.08  # residual drift at which an entry retires
 PAIRS_PER_MEAN = 64  # maximum number of pairs that share one mean of the query tower
 MAX_PROBES = 34
-ROW_TOWERS = {"query_to_query": "query", "doc_to_query": "document", "doc_to_doc": "document"}
-COLUMN_TOWERS = {"query_to_query": "query", "doc_to_query": "query", "doc_to_doc": "document"}
 
 
 class Pair(NamedTuple):
@@ -102,7 +99,7 @@ class DenseReference:
         history: all pairs since the start.
         oldest_in_use: number of the oldest pair that the ring holds and that has not retired.
         masked_share: fraction of the columns that are excluded for the local rows of the last
-            micro-step, in ``query_to_doc`` and without their positives.
+            micro-step, without their positives.
     """
 
     def __init__(
@@ -121,10 +118,6 @@ class DenseReference:
         false_negative_margin: float | None = None,
         guide_margin: float = 0.0,
         guide_margin_strategy: str = "absolute",
-        hardness_mode: str | None = None,
-        hardness_strength: float = 0.0,
-        directions: Sequence[str] = ("query_to_doc",),
-        partition_mode: str = "joint",
     ) -> None:
         self.bank_size = bank_size
         self.positives = positives
@@ -139,10 +132,6 @@ class DenseReference:
         self.false_negative_margin = false_negative_margin
         self.guide_margin = guide_margin
         self.guide_margin_strategy = guide_margin_strategy
-        self.hardness_mode = hardness_mode
-        self.hardness_strength = hardness_strength
-        self.directions = directions
-        self.partition_mode = partition_mode
 
         self.history: list[Pair] = []
         self.query_means: list[Tensor] = []  # query tower's mean when each pair was stored
@@ -255,7 +244,7 @@ class DenseReference:
         positive_similarities = similarities[is_positive]
         guide_cosines = (rows.guide * columns.guide[is_positive.int().argmax(1)]).sum(1)
         excluded = self._find_false_negatives(
-            "query_to_doc", rows, columns, similarities, positive_similarities, guide_cosines
+            rows, columns, similarities, positive_similarities, guide_cosines
         )
         excluded &= ~is_positive
         self.masked_share = excluded[:n].sum().item() / max(n * (len(is_local_column) - 1), 1)
@@ -264,64 +253,15 @@ class DenseReference:
         column_weights = torch.full_like(similarities, weight)
         column_weights[is_positive | is_local_column] = 1.0
         logits = similarities / self.temperature + column_weights.log()
-        if self.hardness_mode is not None:
-            is_weighted = self._find_hardness_negatives(rows, columns) & is_local_column
-            is_weighted[n:] = False
-            logits = logits + is_weighted * self.hardness_strength * similarities.detach()
         logits = logits.masked_fill(excluded, -math.inf)
-        log_sums = logits.logsumexp(1)
-        positive_logits = positive_similarities / self.temperature
-        banked_losses = log_sums[n:] - positive_logits[n:]
-
-        local_sums = [log_sums[:n]]
-        for direction in self.directions:
-            if direction != "query_to_doc":
-                direction_sums = self._compute_direction_log_sums(
-                    direction, local, positive_similarities[:n], guide_cosines[:n]
-                )
-                local_sums.append(direction_sums)
-        if self.partition_mode == "joint":
-            local_losses = torch.stack(local_sums).logsumexp(0) - positive_logits[:n]
-            banked_factor = 1.0
-        else:
-            local_losses = torch.stack(local_sums).mean(0) - positive_logits[:n]
-            banked_factor = 1 / len(self.directions)
-
-        total = local_losses.sum() + banked_factor * weight * banked_losses.sum()
+        losses = logits.logsumexp(1) - positive_similarities / self.temperature
+        total = losses[:n].sum() + weight * losses[n:].sum()
         if self.normalize_by == "all":
-            return total / (n + weight * len(banked_losses))
+            return total / (n + weight * (num_rows - n))
         return total / n
-
-    def _compute_direction_log_sums(
-        self,
-        direction: str,
-        local: list[Pair],
-        positive_similarities: Tensor,
-        guide_cosines: Tensor,
-    ) -> Tensor:
-        """Compute the log-sums (n,) of the micro-batch against itself in another direction."""
-        passage_mean = local[0].passage_mean
-        documents = make_document_texts(local, passage_mean)
-        texts = {"query": make_query_texts(local), "document": documents}
-        rows = texts[ROW_TOWERS[direction]]
-        columns = texts[COLUMN_TOWERS[direction]]
-        if ROW_TOWERS[direction] == "document":
-            passages = _find_passages(documents)
-            rows = Texts(*(values[passages] for values in documents))
-        similarities = rows.embeddings @ columns.embeddings.T
-        excluded = self._find_false_negatives(
-            direction, rows, columns, similarities, positive_similarities, guide_cosines
-        )
-        is_own_pair = rows.pair_index[:, None] == columns.pair_index
-        if direction == "doc_to_query":
-            excluded &= ~is_own_pair  # the query of the pair is the positive of its passage
-        else:
-            excluded |= is_own_pair
-        return (similarities / self.temperature).masked_fill(excluded, -math.inf).logsumexp(1)
 
     def _find_false_negatives(
         self,
-        direction: str,
         rows: Texts,
         columns: Texts,
         similarities: Tensor,
@@ -342,12 +282,8 @@ class DenseReference:
             excluded |= _have_equal_ids(rows.document_ids, columns.document_ids)
             excluded |= _have_equal_ids(rows.query_ids, columns.query_ids)
             for query_id, passage_id in self.positives:
-                if direction == "doc_to_query":
-                    is_row = rows.document_ids == passage_id
-                    is_column = columns.query_ids == query_id
-                else:
-                    is_row = rows.query_ids == query_id
-                    is_column = columns.document_ids == passage_id
+                is_row = rows.query_ids == query_id
+                is_column = columns.document_ids == passage_id
                 excluded |= is_row[:, None] & is_column
         if self.false_negative_margin is not None:
             ceilings = positive_similarities + self.false_negative_margin
@@ -359,16 +295,6 @@ class DenseReference:
             ceilings = guide_cosines - margins
             excluded |= rows.guide @ columns.guide.T > ceilings[:, None]
         return excluded
-
-    def _find_hardness_negatives(self, rows: Texts, columns: Texts) -> Tensor:
-        """Find the negatives that get a hardness weight, bool (r, c)."""
-        is_own_pair = rows.pair_index[:, None] == columns.pair_index
-        is_positive = _find_positives(rows, columns)
-        if self.hardness_mode == "in_batch_negatives":
-            return ~is_own_pair
-        if self.hardness_mode == "hard_negatives":
-            return is_own_pair & ~is_positive
-        return ~is_positive
 
     def _compute_bank_weight(self) -> float:
         """Compute the weight of one banked pair."""

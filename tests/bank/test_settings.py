@@ -10,8 +10,6 @@ from contaccum import BankedInfoNCE
 from contaccum.bank.settings import LossSettings
 from contaccum.errors import ConfigError
 
-WITHOUT_POSITIVES = ("query_to_doc", "query_to_query")
-
 
 @pytest.mark.parametrize(
     ("message", "settings"),
@@ -27,19 +25,9 @@ WITHOUT_POSITIVES = ("query_to_doc", "query_to_query")
         ("bank_weight", {"bank_weight": "auto"}),
         ("false_negative_margin", {"false_negative_margin": -0.1}),
         ("guide_margin_strategy", {"guide_margin_strategy": "percentage"}),
-        ("hardness_mode", {"hardness_mode": "hard", "hardness_strength": 1.0}),
-        ("hardness_strength=0 has no effect", {"hardness_mode": "hard_negatives"}),
-        ("without hardness_mode has no effect", {"hardness_strength": 9.0}),
         ("pairs_per_update must be a whole number of at least 1", {"pairs_per_update": 0}),
         ("pairs_per_update must be a whole number of at least 1", {"pairs_per_update": 16.5}),
         ("guide_margin must be a finite number", {"guide_margin": math.nan}),
-        ("directions", {"directions": ["query_to_passage"]}),
-        ("add query_to_doc", {"directions": ["doc_to_query"]}),
-        ("partition_mode must be", {"partition_mode": "separate"}),
-        (
-            "per_direction with query_to_query",
-            {"directions": WITHOUT_POSITIVES, "partition_mode": "per_direction"},
-        ),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused(message, settings):
@@ -50,13 +38,7 @@ def test_a_setting_that_cannot_work_is_refused(message, settings):
 
 
 def test_a_loss_holds_the_settings_that_it_was_made_with():
-    settings = LossSettings(
-        bank_size=8, temperature=0.05, directions=["doc_to_query", "query_to_doc"]
-    )
-    assert settings.directions == ["query_to_doc", "doc_to_query"]
+    settings = LossSettings(bank_size=8, temperature=0.05, normalize_by="all")
     assert BankedInfoNCE.from_settings(settings).settings == settings
-    by_arguments = BankedInfoNCE(
-        bank_size=8, temperature=0.05, directions=["doc_to_query", "query_to_doc"]
-    )
-    assert by_arguments.settings == settings
+    assert BankedInfoNCE(bank_size=8, temperature=0.05, normalize_by="all").settings == settings
     assert BankedInfoNCE().settings == LossSettings()

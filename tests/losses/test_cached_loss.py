@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
 from contaccum.errors import ConfigError
 
-ALL_DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
-
 
 @pytest.fixture
 def model() -> DualEncoder:
@@ -36,26 +34,7 @@ def compute_gradient(model: nn.Module, loss_fn: nn.Module, columns: int) -> Tens
 
 
 @pytest.mark.parametrize("columns", [2, 4], ids=["pairs", "n-tuples"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"mini_batch_size": 3},
-        {"mini_batch_num_tokens": 40},
-        {
-            "mini_batch_size": 3,
-            "hardness_mode": "all_negatives",
-            "hardness_strength": 5.0,
-            "directions": ALL_DIRECTIONS,
-        },
-        {
-            "mini_batch_size": 3,
-            "hardness_mode": "hard_negatives",
-            "hardness_strength": 5.0,
-            "directions": ("query_to_doc", "doc_to_query"),
-            "partition_mode": "per_direction",
-        },
-    ],
-)
+@pytest.mark.parametrize("settings", [{"mini_batch_size": 3}, {"mini_batch_num_tokens": 40}])
 def test_without_a_bank_it_is_the_cached_loss_of_sentence_transformers(columns, settings):
     """Dropout is on, so the second forward pass must repeat the random numbers of the first."""
     model = tiny_encoder(tied=False, dropout=0.1, normalize=False).double().train()
@@ -69,10 +48,7 @@ def test_without_a_bank_it_is_the_cached_loss_of_sentence_transformers(columns, 
 
 @pytest.mark.parametrize("has_matryoshka", [False, True])
 def test_the_cached_loss_trains_like_one_large_micro_batch_with_the_bank(model, has_matryoshka):
-    """Six updates with masks, probes, centring and hard negatives; the bank has 500 rows at most.
-
-    test_directions.py compares the large micro-batch with the published loss.
-    """
+    """Six updates with masks, probes, centring and hard negatives, and a bank of 500 rows."""
     reference_model = copy.deepcopy(model)
     loss_fn = CachedContAccumLoss(model, mini_batch_size=16, bank_size=500, center_gradients="both")
     reference = ContAccumLoss(reference_model, bank_size=500, center_gradients="both")

@@ -70,7 +70,6 @@ SETTINGS_OF_A_BANK = {
         ),
         ({"distill": "mse"}, ["distill", "margin_mse, kl"]),
         ({"distill_weight": 2.0}, ["distill_weight=2.0", "without distill"]),
-        ({"hardness_strength": 5.0}, ["hardness_strength=5.0", "without hardness_mode"]),
         ({"distill": "kl", "distill_weight": 0.0}, ["distill_weight", "positive number"]),
         (
             {"distill": "margin_mse", "distill_temperature": 2.0},
@@ -212,10 +211,6 @@ def test_every_setting_of_the_loss_is_an_argument_and_is_passed_on_by_name(tmp_p
         "false_negative_margin": 0.1,
         "guide_margin": 0.2,
         "guide_margin_strategy": "relative",
-        "hardness_mode": "hard_negatives",
-        "hardness_strength": 5.0,
-        "directions": ["query_to_doc", "doc_to_query"],
-        "partition_mode": "per_direction",
     }
     args = ContAccumTrainingArguments(
         output_dir=str(tmp_path),

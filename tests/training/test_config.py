@@ -88,7 +88,6 @@ NO_ACCELERATOR = pytest.mark.skipif(
         ),
         ({"eval_split": "test"}, "eval_split=test without eval_data"),
         ({"guide_margin": 0.1}, "guide_margin=0.1 without guide"),
-        ({"directions": ["query_to_dog"]}, "directions must be one of"),
         ({"eval_strategy": "steps", "eval_steps": 2}, "eval_data=None with eval_strategy=steps"),
         ({"eval_data": "e"}, "eval_data=e with eval_strategy=no"),
         ({**EVALUATED, "metric_for_best_model": "ndgc@10"}, "there is no metric 'ndgc@10'"),

@@ -225,19 +225,6 @@ def test_a_run_with_a_guide_resumes_only_with_a_guide_of_the_same_size(tiny_mode
             trainer.train(checkpoint)
 
 
-@pytest.mark.parametrize("method", ["contaccum", "contaccum_cached"])
-def test_a_run_with_several_directions_and_hardness_resumes_bit_for_bit(method, tmp_path):
-    settings = {
-        **RUN_SETTINGS,
-        "method": method,
-        "max_steps": 6,
-        "hardness_mode": "in_batch_negatives",
-        "hardness_strength": 2,
-        "directions": ["query_to_doc", "query_to_query", "doc_to_query"],
-    }
-    assert_resumes(partial(make_trainer, **settings), tmp_path, 3)
-
-
 def test_the_logged_loss_is_that_of_local_rows_and_trackers_get_all_numbers(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
