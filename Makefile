@@ -9,10 +9,22 @@ CONSTRAINTS ?= constraints.txt
 DEV := $(VENV)/.installed-dev,demo,lightning
 # One thread for torch and one for the tokenizers, in each test process.
 ONE_THREAD := OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1
-# The lowest versions of transformers and sentence-transformers that pyproject.toml allows, and the
+# The lowest versions that pyproject.toml allows of the packages that the trainer is based on, and the
 # versions of other packages that they need.
-LOWEST = $(shell sed -nE 's/^ *"((sentence-)?transformers)>=([0-9.]+),.*/\1==\3/p' pyproject.toml)
-LOWEST += tokenizers==0.22.2 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 certifi==2026.10.18
+LOWEST_OF := sentence-transformers|transformers|accelerate|datasets|huggingface_hub|tokenizers|safetensors
+LOWEST = $(shell sed -nE 's/^ *"($(LOWEST_OF))>=([0-9.]+).*/\1==\2/p' pyproject.toml)
+LOWEST += httpx==0.28.1 httpcore==1.0.9 certifi==2026.10.18 dill==0.4.0 multiprocess==0.70.16
+# Losses, encoders, updates, resuming on several ranks and with FSDP2; then `fit`, query-side training,
+# `evaluate`, `encode` and `export` from end to end.
+LOWEST_TESTS := tests/losses/test_contaccum_loss.py tests/encoders/test_dual_encoder.py \
+	tests/encoders/test_adapters.py tests/test_loops.py tests/training/test_updates.py \
+	tests/training/test_forked_runs.py::test_two_and_four_ranks_end_with_the_weights_of_one_process \
+	tests/training/test_forked_runs.py::test_ranks_stop_together_and_resume_on_two_ranks_or_on_one \
+	tests/training/test_engines.py \
+	tests/fitting/test_fit.py::test_model_that_learns_is_better \
+	tests/fitting/test_fit.py::test_config_trains_the_same_model_again \
+	tests/training/test_query_side_runs.py tests/cli/test_evaluate.py tests/cli/test_encode.py \
+	tests/encoders/test_export.py
 
 .PHONY: quickstart test test-lowest test-newest test-all lint format docs dist clean
 
@@ -46,8 +58,7 @@ $(VENV)-lowest/.installed: pyproject.toml Makefile | $(DEV)
 
 test-lowest: $(DEV) $(VENV)-lowest/.installed
 	PYTHONPATH=$(abspath $(VENV)-lowest) $(ONE_THREAD) $(BIN)/python -m pytest $(IN_PROCESSES) $(PYTEST_ARGS) \
-		tests/losses/test_contaccum_loss.py tests/encoders/test_dual_encoder.py tests/test_loops.py tests/encoders/test_adapters.py \
-		tests/training/test_updates.py --deselect tests/encoders/test_adapters.py::test_missing_packages_are_named_in_the_error
+		$(LOWEST_TESTS) --deselect tests/encoders/test_adapters.py::test_missing_packages_are_named_in_the_error
 
 # Test with the newest versions that pyproject.toml allows, without the pins.
 test-newest:

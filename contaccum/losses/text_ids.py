@@ -187,7 +187,7 @@ def _select_first_texts(features: dict[str, Any], num_texts: int) -> dict[str, A
     else:
         selected = _create_minibatch(features, 0, num_texts)
     # The check is needed because `_create_minibatch` cannot split a flattened row that has only
-    # position ids, and before sentence-transformers 6.2 it cannot split images.
+    # position ids.
     selected_ids = content_ids(selected)
     if selected_ids is None or not torch.equal(selected_ids, ids[:num_texts]):
         return None

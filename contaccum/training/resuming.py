@@ -89,7 +89,7 @@ class ResumePoint:
         Args:
             settings: the result of `RunDescription.get_resume_settings`.
         """
-        saved = _separate_batch_size(self.marker["settings"])
+        saved = self.marker["settings"]
         # The saved settings were read from JSON, so those of this run are converted in the same
         # way.
         current = json.loads(json.dumps(settings, default=str))
@@ -389,16 +389,3 @@ def _find_requested(
             "new run"
         )
     return path, skipped
-
-
-def _separate_batch_size(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a checkpoint with the sampler and its batch size as two entries.
-
-    Older checkpoints have both as one text, such as "no_duplicates of 8".
-    """
-    separated = dict(settings)
-    sampler, _, batch_size = str(settings.get("batch_sampler")).partition(" of ")
-    if batch_size:
-        separated["batch_sampler"] = sampler
-        separated[PAIRS_PER_BATCH] = int(batch_size)
-    return separated
