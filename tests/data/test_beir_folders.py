@@ -8,9 +8,7 @@ import subprocess
 import sys
 import urllib.error
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -376,31 +374,6 @@ def replace_hub_sets(monkeypatch, configurations: list[str]) -> list[tuple[str, 
     return requested
 
 
-class IrRecord(SimpleNamespace):
-    """A document, a query or a judgement of ir_datasets."""
-
-    def default_text(self) -> str:
-        return self.text
-
-
-class IrDataset:
-    """The made-up set, in the form of ir_datasets."""
-
-    def docs_iter(self) -> Iterator[IrRecord]:
-        for document in map(json.loads, CORPUS):
-            yield IrRecord(doc_id=document["_id"], title=document["title"], text=document["text"])
-
-    def queries_iter(self) -> Iterator[IrRecord]:
-        for query in map(json.loads, QUERIES):
-            yield IrRecord(query_id=query["_id"], text=query["text"])
-
-    def qrels_iter(self) -> Iterator[IrRecord]:
-        for row in parse_judgements():
-            yield IrRecord(
-                query_id=row["query-id"], doc_id=row["corpus-id"], relevance=row["score"]
-            )
-
-
 @pytest.mark.parametrize(
     ("name", "configurations", "first_request"),
     [
@@ -423,22 +396,3 @@ def test_sets_of_the_hub_become_beir_folders(
     assert resolve_beir_data(name) == folder
     with pytest.raises(DataError, match="on the hub, it cannot be loaded either"):
         resolve_beir_data(f"{name}2", get_default_split(f"{name}2"))
-
-
-def test_sets_of_ir_datasets_become_beir_folders(tmp_path, server, monkeypatch):
-    name = "ir_datasets:beir/fiqa/test"
-    requested_of_hub = replace_hub_sets(monkeypatch, ["corpus", "queries"])
-    library = SimpleNamespace(load={"beir/fiqa/test": IrDataset()}.__getitem__)
-    monkeypatch.setitem(sys.modules, "ir_datasets", library)
-    folder = resolve_beir_data(name, get_default_split(name))
-    data = load_beir_folder(folder)
-    assert data.fingerprint == load_beir_folder(write_folder(tmp_path / "same")).fingerprint
-    assert data.name == "beir-fiqa-test"
-    assert requested_of_hub == []
-    # The set is not loaded again. Without the library, other sets are refused.
-    monkeypatch.setitem(sys.modules, "ir_datasets", None)
-    assert resolve_beir_data(name) == folder
-    with pytest.raises(DataError, match=r"pip install .*ir_datasets"):
-        resolve_beir_data(f"{name}2", get_default_split(f"{name}2"))
-    with pytest.raises(DataError, match="its id names the split 'test', and not 'dev'"):
-        resolve_beir_data(name, "dev")
