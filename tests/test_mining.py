@@ -578,9 +578,7 @@ def test_data_without_positives_or_passages_are_refused(tmp_path, judgement, doc
         load_mining_data(folder)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"min_score": 2}, {"columns": {"query": "q"}}, {"texts": "corpus.jsonl"}]
-)
+@pytest.mark.parametrize("settings", [{"min_score": 2}, {"columns": {"query": "q"}}])
 def test_settings_that_a_beir_folder_does_not_have_are_refused(beir, settings):
     with pytest.raises(ConfigError, match="data_format=beir has no fields"):
         load_mining_data(beir, **settings)

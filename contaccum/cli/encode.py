@@ -129,7 +129,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         type=Path,
         required=True,
         metavar="PATH",
-        help="jsonl, psgs_w100.tsv, collection.tsv (plain or gzip), or a BEIR folder",
+        help="jsonl, psgs_w100.tsv (plain or gzip), or a BEIR folder",
     )
     parser.add_argument(
         "--output",

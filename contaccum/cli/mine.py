@@ -170,7 +170,4 @@ def _load_data(args: argparse.Namespace) -> MiningData:
     [source] = parse_training_sets([args.data], defaults).values()
     settings: dict[str, Any] = {"on_bad_record": args.on_bad_record, **source}
     path = settings.pop("path")
-    # Training data may have ids in place of texts. The option ``corpus`` of the data then names the
-    # file with the texts. The option ``--corpus`` of the command names the passages to mine in.
-    texts = settings.pop("corpus", None)
-    return load_mining_data(path, args.corpus, texts=texts, **settings)
+    return load_mining_data(path, args.corpus, **settings)

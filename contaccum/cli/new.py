@@ -78,8 +78,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--split",
         default="train",
-        help="split of a BEIR or MS MARCO folder or of a Hugging Face data set; "
-        "default: %(default)s",
+        help="split of a BEIR folder or of a Hugging Face data set; default: %(default)s",
     )
     parser.add_argument(
         "--model",

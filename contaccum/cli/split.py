@@ -16,7 +16,7 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the arguments or the data cannot be used. Nothing is written then.
     """
     args = _parse_arguments(argv)
-    from contaccum.data.dataset import MSMARCO_NEGATIVES, parse_training_sets
+    from contaccum.data.dataset import parse_training_sets
     from contaccum.data.readers import Source
     from contaccum.data.records import RecordReport
     from contaccum.data.split import SplitSettings, split_data
@@ -25,7 +25,7 @@ def run(argv: Sequence[str]) -> int:
     defaults = {"data_format": args.data_format, "split": args.split, "columns": args.data_columns}
     [source_settings] = parse_training_sets([args.data], defaults).values()
     report = RecordReport(args.on_bad_record)
-    source = Source(**source_settings, num_negatives=MSMARCO_NEGATIVES)
+    source = Source(**source_settings)
     split = split_data(source, args.output, settings, args.corpus, report, not args.no_progress)
 
     if report.reported:
@@ -93,7 +93,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--split",
         default="train",
-        help="split of a BEIR or MS MARCO folder or of a Hugging Face data set. A BEIR folder's "
+        help="split of a BEIR folder or of a Hugging Face data set. A BEIR folder's "
         "split test is kept as it is; --test and --corpus are then refused; default: %(default)s",
     )
     return parser.parse(argv)

@@ -5,16 +5,20 @@ Importing this package is cheap: the functions that need `datasets` import it.
 # ruff: noqa: F401  # the package's public names
 
 from contaccum.data.beir import BeirDataset, load_beir_folder
-from contaccum.data.columns import parse_columns
 from contaccum.data.dataset import (
     TrainingSets,
     load_training_data,
     load_training_sets,
     parse_training_sets,
 )
-from contaccum.data.fields import Record
-from contaccum.data.formats import DATA_FORMATS, sniff_format
+from contaccum.data.fields import Record, parse_columns
 from contaccum.data.public_sets import CQADUPSTACK_FORUMS, PUBLIC_NAMES, get_default_split
 from contaccum.data.questions import Questions, load_questions
-from contaccum.data.readers import Passage, read_passages, read_records
+from contaccum.data.readers import (
+    DATA_FORMATS,
+    Passage,
+    read_passages,
+    read_records,
+    sniff_format,
+)
 from contaccum.data.records import RecordReport, passage_text

@@ -235,7 +235,7 @@ def _read_qrels(
     qrels: dict[str, dict[str, int]] = {}
 
     def parse_judgement(line: str) -> _Judgement:
-        query_id, document_id, grade = split_cells(line, 3)
+        query_id, document_id, grade_text = split_cells(line, 3)
         if query_id not in queries:
             raise Fault("unknown query", quoted(query_id))
         if corpus is not None and document_id not in corpus:
@@ -244,7 +244,11 @@ def _read_qrels(
             raise Fault(
                 "duplicate judgement", f"query {quoted(query_id)}, document {quoted(document_id)}"
             )
-        return _Judgement(query_id, document_id, parse_grade(grade))
+        try:
+            grade = int(grade_text)
+        except ValueError:
+            raise Fault("score is not an integer", f"found {quoted(grade_text)}") from None
+        return _Judgement(query_id, document_id, grade)
 
     for judgement in parse_rows(path, _skip_header(read_lines(path)), parse_judgement, report):
         judgements = qrels.setdefault(judgement.query_id, {})
@@ -262,14 +266,6 @@ def _skip_header(rows: Rows) -> Rows:
         is_header = line == 1 and str(row).lower().startswith(_QRELS_HEADERS)
         if not is_header:
             yield line, row
-
-
-def parse_grade(text: str) -> int:
-    """Return the grade of a judgement; raises `Fault` if it is not an integer."""
-    try:
-        return int(text)
-    except ValueError:
-        raise Fault("score is not an integer", f"found {quoted(text)}") from None
 
 
 def shipped_scifact() -> Path:

@@ -21,9 +21,8 @@ import numpy as np
 
 from contaccum.data import sampling
 from contaccum.data.cache import CachedRecords, cache_records
-from contaccum.data.columns import parse_columns
-from contaccum.data.formats import DATA_FORMATS, JUDGED_FORMATS, DataFormat
-from contaccum.data.readers import Source
+from contaccum.data.fields import parse_columns
+from contaccum.data.readers import DATA_FORMATS, DataFormat, Source
 from contaccum.data.records import OnBadRecord, RecordReport, one_line, quoted
 from contaccum.data.sampling import EpochSampling, collect_known_positives
 from contaccum.data.selection import MissingNegatives, PositivesUsed, Selection
@@ -33,19 +32,12 @@ from contaccum.files import AnyPath, fingerprint
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
-MSMARCO_NEGATIVES = 30
-"""Default number of negatives to read per query of an MS MARCO folder.
-
-The published triples have hundreds of negatives per query, whose texts would all be in the cache.
-"""
-
 SET_KEYS = {
     "path": "path",
     "name": "name",
     "format": "data_format",
     "columns": "columns",
     "split": "split",
-    "corpus": "corpus",
     "min_score": "min_score",
 }
 """{key of a training set in the settings: argument that it sets}.
@@ -115,7 +107,6 @@ def load_training_data(
     missing_negatives: MissingNegatives = "fill",
     may_lack_negatives: bool = False,
     teacher_scores: bool = False,
-    corpus: AnyPath | None = None,
     min_score: float | None = None,
 ) -> TrainingData:
     """Load the rows of a training set, with `num_hard_negatives` (h) hard negatives each.
@@ -124,11 +115,11 @@ def load_training_data(
     at 0 and is set with ``transform.set_epoch``.
 
     Args:
-        path, data_format, split, columns, corpus, min_score: see `read_records`.
+        path, data_format, split, columns, min_score: see `read_records`.
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
         num_hard_negatives, negatives_from, missing_negatives: see `Selection`.
-        positives: see `Selection`; None: "all" (a row for each positive) for the formats with
-            relevance judgements, BEIR and MS MARCO; "draw" (a row for each record) for the others.
+        positives: see `Selection`; None: "all" (a row for each positive) for a BEIR folder, "draw"
+            (a row for each record) for the other formats.
         may_lack_negatives: True to accept a source without any hard negative.
         teacher_scores: True to give rows the teacher scores of their positive and negatives; a
             record without scores is then a bad record.
@@ -139,17 +130,11 @@ def load_training_data(
     """
     report = RecordReport(on_bad_record)
     source = Source(
-        path,
-        data_format,
-        split,
-        columns,
-        needs_scores=teacher_scores,
-        corpus=corpus,
-        min_score=min_score,
+        path, data_format, split, columns, needs_scores=teacher_scores, min_score=min_score
     )
-    if source.data_format == "msmarco":
-        source.num_negatives = _count_msmarco_negatives(num_hard_negatives, negatives_from)
-    positives = positives or _choose_positives(source.data_format)
+    if positives is None:
+        # A record of a BEIR folder has all judgements of a query, and each is a training pair.
+        positives = "all" if source.data_format == "beir" else "draw"
     selection = Selection(num_hard_negatives, positives, negatives_from, missing_negatives)
     cached = cache_records(source, report)
     num_positives = _list_lengths(cached.records, "positives")
@@ -182,24 +167,6 @@ def load_training_data(
 def _may_distill(cached: CachedRecords, data_format: DataFormat) -> bool:
     # The scores in published files of DPR are BM25 scores, not those of a teacher.
     return cached.has_scores and data_format != "dpr"
-
-
-def _choose_positives(data_format: DataFormat) -> PositivesUsed:
-    """Return the default use of a record's positives.
-
-    In a format with relevance judgements, a record has all judgements of a query, and each of them
-    is a training pair. In other formats a record gives one pair per epoch.
-    """
-    if data_format in JUDGED_FORMATS:
-        return "all"
-    return "draw"
-
-
-def _count_msmarco_negatives(num_hard_negatives: int, negatives_from: int | None) -> int:
-    """Return how many negatives of each MS MARCO query are read."""
-    if num_hard_negatives == 0:
-        return 0
-    return negatives_from or max(MSMARCO_NEGATIVES, num_hard_negatives)
 
 
 def _name_columns(num_hard_negatives: int) -> list[str]:
@@ -424,7 +391,7 @@ def _check_set(arguments: dict[str, Any]) -> None:
     """
     if not isinstance(arguments.get("path"), str):
         raise ConfigError('a set has a path, as {"path": FILE}')
-    for name in ("name", "split", "corpus"):
+    for name in ("name", "split"):
         if not isinstance(arguments.get(name), str | None):
             raise ConfigError(f"{name} must be a text, got {arguments[name]!r}")
     if not isinstance(arguments.get("min_score"), float | int | None):

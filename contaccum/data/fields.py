@@ -1,17 +1,16 @@
-"""Fields of a training record: the choice of them, and the parsing of their values.
+"""Fields of a training record: their names, the choice of them, and the parsing of their values.
 
-A field holds a text, a passage object, messages, an id, or a list of these. Files are read in
-`contaccum.data.readers`.
+A field holds a text, a passage object, or a list of these. Files are read in `readers`.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from contaccum.data.columns import FIELDS
 from contaccum.data.records import (
     Fault,
     get_first_value,
@@ -22,22 +21,50 @@ from contaccum.data.records import (
     passage_text,
     quoted,
 )
-from contaccum.data.text_lookup import TextLookup
-from contaccum.errors import ConfigError
+from contaccum.errors import ConfigError, check_choice
 
-TEACHER_SCORES_REMEDY = "contaccum mine --cross_encoder writes scores"
+FIELDS: dict[str, tuple[str, ...]] = {
+    "query": ("query", "anchor", "question", "query_text", "sentence1"),
+    "positive": (
+        "positive",
+        "positives",
+        "positive_passages",
+        "positive_ctxs",
+        "passage",
+        "answer",
+        "text",
+        "document",
+        "pos",
+        "sentence2",
+    ),
+    "negatives": (
+        "negatives",
+        "negative",
+        "negative_passages",
+        "hard_negatives",
+        "hard_negative_ctxs",
+        "neg",
+        # Random negatives of DPR, which its own trainer uses where a record has no hard ones.
+        "negative_ctxs",
+    ),
+    # Title of the positives that are plain texts. A passage object has its own "title".
+    "title": ("title",),
+    # Teacher scores, in one list for all positives and then all negatives, or in one list for the
+    # positives and another for the negatives. A passage object may have its own "score" instead.
+    "scores": ("scores",),
+    "positive_scores": ("positive_scores", "positive_score", "pos_scores"),
+    "negative_scores": ("negative_scores", "neg_scores"),
+    # Similarity score of query and positive; it is a match if the score is at least `min_score`.
+    "score": ("score", "label"),
+}
+"""{role: usual names of the field}. The first name that a record has is used.
 
-_SCORED_PAIR_FIELDS = frozenset({"sentence1", "messages", "response"})
-"""Fields of the formats with scored pairs, in which a low score marks a pair without match.
-
-`sentence1` is a field of sentence-transformers' scored pairs, the others are fields of ms-swift's.
+The fields `negative_1`, `negative_2` ... hold negatives too. The names include those of
+FlagEmbedding, Tevatron (src/tevatron/retriever/dataset.py), and sentence-transformers' scored
+pairs.
 """
 
-_PASSAGE_ID_FIELDS = ("id", "docid")
-"""Fields of a passage object that hold its id in the corpus."""
-
-_PASSAGE_FIELDS = (*_PASSAGE_ID_FIELDS, "title", "text", "score")
-"""Fields of a passage object that are read."""
+TEACHER_SCORES_REMEDY = "contaccum mine --cross_encoder writes scores"
 
 _WORDS_FOR_NUMBERS = {"true": 1, "yes": 1, "false": 0, "no": 0}
 """Words that files have in place of the labels 1 and 0."""
@@ -46,6 +73,47 @@ _MIN_SCORE_REMEDY = (
     'set the least score of a match: {"path": ..., "min_score": 1}, or with contaccum fit: '
     "--min_score 1"
 )
+
+
+def parse_columns(columns: Mapping[str, str] | Sequence[str] | str | None) -> dict[str, str]:
+    """Return column names by role.
+
+    Args:
+        columns: a mapping, a word ``ROLE=NAME``, a JSON object such as
+            ``'{"query": "user_text"}'``, or a list of words or of one JSON object; None: no
+            columns.
+
+    Raises:
+        ConfigError: for a role that `FIELDS` does not have, a role with several columns, or words
+            of another form.
+    """
+    if columns is None:
+        return {}
+    if isinstance(columns, str):
+        columns = [columns]
+    pairs: list[Any]
+    try:
+        if isinstance(columns, Mapping):
+            pairs = list(columns.items())
+        elif len(columns) == 1 and columns[0].startswith("{"):
+            pairs = json.loads(columns[0], object_pairs_hook=list)
+        else:
+            pairs = [word.split("=", 1) for word in columns]
+        name_by_role = dict(pairs)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"data_columns: neither ROLE=NAME nor one JSON object: {quoted(columns)} "
+            '(for example query=user_text, or {"query": "user_text"})'
+        ) from error
+    for role in name_by_role:
+        check_choice("data_columns: a role", role, FIELDS)
+    has_names_only = all(isinstance(name, str) for name in name_by_role.values())
+    if len(pairs) > len(name_by_role) or not has_names_only:
+        raise ConfigError(
+            f"data_columns: {quoted(columns)}: a role has the name of one column (rename several "
+            "columns of negatives to negative_1, negative_2, ...)"
+        )
+    return name_by_role
 
 
 class Record(NamedTuple):
@@ -94,7 +162,6 @@ class RecordParser:
 
     Args:
         columns: {role: field name} for roles whose fields have unusual names.
-        corpus: texts of the passages that records name by id; None: records hold texts.
         min_score: least score of a pair that is a match; None: scores of pairs are not read.
         needs_scores: True if a record without teacher scores cannot be used.
 
@@ -105,11 +172,9 @@ class RecordParser:
     def __init__(
         self,
         columns: Mapping[str, str],
-        corpus: TextLookup | None = None,
         min_score: float | None = None,
         needs_scores: bool = False,
     ) -> None:
-        self._corpus = corpus
         self._min_score = min_score
         self._needs_scores = needs_scores
         self._has_negatives_column = "negatives" in columns
@@ -136,14 +201,14 @@ class RecordParser:
         chosen = self._chosen or _ChosenFields(
             self._choose_field("query", record), self._choose_field("positive", record)
         )
-        query = _parse_text_or_messages(record.get(chosen.query), chosen.query)
+        query = parse_text(record.get(chosen.query), chosen.query)
         if not self._is_match(record, chosen):
             return None
         # There is no name if `columns` gives the column "title" another role.
         title_names = self._names["title"]
         title = parse_title(record, title_names[0]) if title_names else ""
         positive_field = chosen.positive
-        positives = self._parse_passages(record.get(positive_field), positive_field, title)
+        positives = _parse_passages(record.get(positive_field), positive_field, title)
         if not positives:
             raise Fault(f"empty {positive_field}")
         negatives = self._parse_negatives(record)
@@ -176,14 +241,16 @@ class RecordParser:
 
         Raises:
             Fault: with `min_score`, for a pair whose score is missing or not a number. Without it,
-                for a pair with the label 0, and in a format with scored pairs for every score.
+                for a pair with the label 0, and for every score of a pair with a field `sentence1`.
         """
         score = get_first_value(record, self._names["score"])
         if self._min_score is not None:
             if record.keys().isdisjoint(self._names["score"]):
                 raise _make_missing_field_fault("score", record)
             return parse_number(_replace_word(score)) >= self._min_score
-        if score is not None and not _SCORED_PAIR_FIELDS.isdisjoint(chosen):
+        # `sentence1` is a field of sentence-transformers' scored pairs, in which a low score marks
+        # a pair without match.
+        if score is not None and "sentence1" in chosen:
             raise Fault("a pair with a score", _MIN_SCORE_REMEDY)
         label = record.get("label")
         if "label" in self._names["score"] and label is not None and _is_no_match(label):
@@ -201,7 +268,7 @@ class RecordParser:
             negatives: list[_ScoredText] = []
             for name in fields:
                 if record.get(name) is not None:
-                    negatives += self._parse_passages(record[name], name)
+                    negatives += _parse_passages(record[name], name)
             if negatives:
                 return negatives
         return []
@@ -213,67 +280,6 @@ class RecordParser:
         names = [name for name in record if re.fullmatch("negative_[0-9]+", name)]
         # By length first, so that negative_10 comes after negative_9.
         return sorted(names, key=lambda name: (len(name), name))
-
-    def _parse_passages(self, value: Any, field_name: str, title: str = "") -> list[_ScoredText]:
-        """Return the passages of one field.
-
-        Args:
-            value: a text, an object {"title", "text"}, an id or an object {"id"} of the corpus, or
-                a list of these. A passage that consists of messages is always in such a list.
-                Objects may also be given as an object of lists: {"title": [...], "text": [...]}.
-            field_name: name of the field.
-            title: title of a passage that is a text.
-
-        Raises:
-            Fault: for a value of another form.
-        """
-        if _is_object_of_lists(value):
-            items = _split_object_of_lists(value, field_name, title)
-        else:
-            items = value if isinstance(value, list) else [value]
-        return [self._parse_passage(item, field_name, title) for item in items]
-
-    def _parse_passage(self, item: Any, field_name: str, title: str) -> _ScoredText:
-        passage_id = self._get_passage_id(item, field_name)
-        if passage_id is not None:
-            text = self._look_up(passage_id)
-        elif isinstance(item, dict) and item:
-            item_text = parse_nullable_text(item, ["text"], f"{field_name} text")
-            text = passage_text(parse_title(item), item_text)
-            if not text:
-                raise Fault(f"empty {field_name} text")
-        else:
-            text = passage_text(title, _parse_text_or_messages(item, field_name))
-        score = item.get("score") if isinstance(item, dict) else None
-        return _ScoredText(text, score)
-
-    def _get_passage_id(self, item: Any, field_name: str) -> Any:
-        """Return the id of a passage whose text is in the corpus, or None.
-
-        - An object is such a passage if it has an id and no text. Without a corpus, an object with
-          a title is the passage itself, even if it has no text.
-        - A text or a number is an id if the records refer to a corpus, or if the name of the field
-          ends in "_ids".
-        """
-        if isinstance(item, dict):
-            is_title_only = self._corpus is None and parse_title(item).strip() != ""
-            if item.get("text") is not None or is_title_only:
-                return None
-            return get_first_value(item, _PASSAGE_ID_FIELDS)
-        holds_ids = self._corpus is not None or field_name.endswith("_ids")
-        if holds_ids and isinstance(item, (str, int)):
-            return item
-        return None
-
-    def _look_up(self, passage_id: Any) -> str:
-        """Return the text of a passage of the corpus; raises `Fault` if there is none."""
-        if self._corpus is None:
-            raise Fault(
-                "ids where texts are expected",
-                'name the file that holds the texts: {"path": ..., "corpus": ...} (contaccum split '
-                "then writes the texts into its files)",
-            )
-        return self._corpus.get_text(self._corpus.find_number(passage_id))
 
     def _parse_teacher_scores(
         self,
@@ -325,60 +331,29 @@ def _remove_repeated_negatives(record: Record) -> Record:
     return record._replace(negatives=list(first_positions), scores=scores)
 
 
-def _is_object_of_lists(value: Any) -> bool:
-    """Return True for {"id": [...], "title": [...], "text": [...]}: the fields of several passages.
-
-    `datasets` stores a feature of the type ``Sequence({...})`` in this way.
-    """
-    if not isinstance(value, dict):
-        return False
-    return any(isinstance(value.get(name), list) for name in (*_PASSAGE_ID_FIELDS, "text"))
-
-
-def _split_object_of_lists(
-    passages: Mapping[str, Any], field_name: str, title: str
-) -> list[dict[str, Any]]:
-    """Return an object for each passage of an object of lists.
+def _parse_passages(value: Any, field_name: str, title: str = "") -> list[_ScoredText]:
+    """Return the passages of one field.
 
     Args:
-        passages: {name of a field: list of its values}. A value that is not a list is the value of
-            all passages.
-        field_name: name of the field that holds the passages, for messages.
-        title: title of the passages if they have no field "title".
+        value: a text, an object {"title", "text"}, or a list of these.
+        field_name: name of the field.
+        title: title of a passage that is a text.
 
     Raises:
-        Fault: for lists of different lengths.
+        Fault: for a value of another form.
     """
-    lists = {}
-    common_fields: dict[str, Any] = {"title": title}
-    for name in _PASSAGE_FIELDS:
-        value = passages.get(name)
-        if isinstance(value, list):
-            lists[name] = value
-        elif value is not None:
-            common_fields[name] = value
-    if len({len(values) for values in lists.values()}) > 1:
-        raise Fault(f"{field_name} has lists of different lengths", f"found {quoted(passages)}")
-    objects = []
-    for values in zip(*lists.values(), strict=True):
-        objects.append({**common_fields, **dict(zip(lists, values, strict=True))})
-    return objects
+    items = value if isinstance(value, list) else [value]
+    return [_parse_passage(item, field_name, title) for item in items]
 
 
-def _parse_text_or_messages(value: Any, field_name: str) -> str:
-    """Return a text, or the contents of messages joined by spaces.
-
-    ms-swift joins the messages of the system and the user in the same way.
-    """
-    is_messages = (
-        isinstance(value, list)
-        and len(value) > 0
-        and all(isinstance(message, dict) for message in value)
-    )
-    if not is_messages:
-        return parse_text(value, field_name)
-    contents = [parse_text(message.get("content"), f"{field_name} content") for message in value]
-    return " ".join(contents)
+def _parse_passage(item: Any, field_name: str, title: str) -> _ScoredText:
+    if not isinstance(item, dict):
+        return _ScoredText(passage_text(title, parse_text(item, field_name)), None)
+    text = parse_nullable_text(item, ["text"], f"{field_name} text")
+    text = passage_text(parse_title(item), text)
+    if not text:
+        raise Fault(f"empty {field_name} text")
+    return _ScoredText(text, item.get("score"))
 
 
 def _replace_word(label: object) -> object:

@@ -1,12 +1,11 @@
-"""Readers of training records and corpus passages: one function each for every file format.
+"""Readers of training records and corpus passages, and the detection of their format.
 
-Reading has two steps. `Source.rows` yields the rows of a file: JSON objects, table rows as mappings
-from column name to cell, or, for files without column names, plain lines. A parser then makes a
-`Record` or a `Passage` of each row, or raises a `Fault` for a bad row, which is reported.
+Reading has two steps. `Source.rows` yields the rows of a file as mappings: JSON objects, or table
+rows by column name. A parser then makes a `Record` or a `Passage` of each row, or raises a `Fault`
+for a bad row, which is reported.
 
-The formats and their detection are in `formats`, field names in `columns`, their values in
-`fields`, and the counting of bad records in `records`. Which positives and negatives an epoch
-trains on is decided in `sampling`.
+The names and values of fields are in `fields`, the counting of bad records in `records`. Which
+positives and negatives an epoch trains on is decided in `sampling`.
 """
 
 from __future__ import annotations
@@ -16,25 +15,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from contaccum.data.beir import find_beir_file, is_beir_folder, read_judged_pairs
-from contaccum.data.columns import parse_columns
 from contaccum.data.fields import (
+    FIELDS,
     TEACHER_SCORES_REMEDY,
     Record,
     RecordParser,
     check_min_score,
+    parse_columns,
 )
-from contaccum.data.formats import (
-    DATA_FORMATS,
-    JUDGED_FORMATS,
-    DataFormat,
-    is_hub_name,
-    is_saved_dataset,
-    sniff_format,
-)
-from contaccum.data.msmarco import read_msmarco
 from contaccum.data.records import (
     Fault,
     RecordReport,
@@ -44,22 +35,31 @@ from contaccum.data.records import (
     parse_id,
     parse_nullable_text,
     parse_rows,
-    parse_text,
     parse_title,
     passage_text,
     quoted,
     read_head,
     read_json_array,
     read_json_lines,
-    read_lines,
-    split_cells,
 )
 from contaccum.data.tables import parse_header, read_arrow, read_csv
-from contaccum.data.text_lookup import TextLookup
 from contaccum.errors import ConfigError, DataError, check_choice
 from contaccum.files import AnyPath, fingerprint
 
-_CACHE_VERSION = 10
+DataFormat = Literal["beir", "dpr", "tevatron", "pairs", "triplets", "csv", "parquet", "hub"]
+DATA_FORMATS: tuple[DataFormat, ...] = get_args(DataFormat)
+
+SPLIT_RECORD = "split.json"
+"""The file that marks a folder of `contaccum split`, and has its counts."""
+
+_SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
+"""Files that `save_to_disk` of `datasets` writes, for a dataset and for a dict of splits."""
+
+_HUB_NAME = r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?"
+_PARQUET_MAGIC = b"PAR1"
+"""The first bytes of every parquet file."""
+
+_CACHE_VERSION = 11
 """Version of the readers and the cache. Increase it when either changes, so that cached records of
 an older version are not used."""
 
@@ -69,6 +69,63 @@ _TABLE_FORMATS: tuple[DataFormat, ...] = ("csv", "parquet", "hub")
 # Field names of a corpus, the usual one first.
 _CORPUS_ID_FIELDS = ("_id", "id", "docid", "doc_id", "pid", "passage_id")
 _CORPUS_TEXT_FIELDS = ("text", "passage", "contents")
+
+
+def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> DataFormat:
+    """Detect the format of training data from their content.
+
+    "pairs" is returned for "triplets" too, as both are read in the same way. A table is recognised
+    by the usual names of its columns.
+
+    Args:
+        source: a file, a folder, or the name of a dataset on the hub.
+        columns: names of columns by role, which a table may have instead of the usual names.
+
+    Raises:
+        DataError: if the format is unknown, or the file does not exist or is empty.
+    """
+    path = Path(source)
+    if path.is_dir():
+        if (path / SPLIT_RECORD).is_file():
+            raise DataError(
+                one_line(f"{path}: a folder of contaccum split (give {path}/train.jsonl)")
+            )
+        if is_beir_folder(path):
+            return "beir"
+        if _is_saved_dataset(path):
+            return "hub"
+        expected = ", ".join(("corpus.jsonl", *_SAVED_DATASET_FILES))
+        raise DataError(one_line(f"{path}: a folder without any of {expected} (see docs/data.md)"))
+    if is_hub_name(source):
+        return "hub"
+    head = read_head(path)
+    if not head:
+        raise DataError(one_line(f"{path}: is empty, or damaged at its start"))
+    if head.startswith(_PARQUET_MAGIC):
+        return "parquet"
+    if head.startswith(b"["):
+        return "dpr"
+    if head.startswith(b"{"):
+        return "tevatron" if b'"positive_passages"' in head else "pairs"
+    known_names = set(columns.values()) if columns else set()
+    known_names.update(*FIELDS.values())
+    if not known_names.isdisjoint(parse_header(head).names):
+        return "csv"
+    message = (
+        "neither JSON nor a table with a header of known column names; "
+        f"it starts with {quoted(head[:20])}"
+    )
+    raise DataError(one_line(f"{path}: {message} (set --data_columns or --data_format)"))
+
+
+def is_hub_name(source: AnyPath) -> bool:
+    """Return True for the name of a dataset on the hub that is not the path of an existing file."""
+    is_name = re.fullmatch(_HUB_NAME, str(source)) is not None
+    return is_name and not Path(source).exists()
+
+
+def _is_saved_dataset(path: Path) -> bool:
+    return any((path / name).exists() for name in _SAVED_DATASET_FILES)
 
 
 class Passage(NamedTuple):
@@ -96,8 +153,6 @@ def read_records(
     split: str = "train",
     columns: Mapping[str, str] | None = None,
     report: RecordReport | None = None,
-    num_negatives: int | None = None,
-    corpus: AnyPath | None = None,
     min_score: float | None = None,
 ) -> Iterator[Record]:
     """Yield training records in the file's order: queries with their positives and negatives.
@@ -106,15 +161,11 @@ def read_records(
         path: a file, plain or gzip (parquet: plain), a folder, or the name of a Hugging Face
             dataset; see docs/data.md.
         data_format: one of `DATA_FORMATS`; None: detected from the content.
-        split: split of a BEIR or MS MARCO folder, or of a Hugging Face dataset; ignored for a file.
+        split: split of a BEIR folder, or of a Hugging Face dataset; ignored for a file.
         columns: {role: column name} for columns with unusual names, such as
             {"query": "user_text"}; the roles and their usual names are in `FIELDS`.
         report: receives the counts of used and bad records; None: a new report, which raises an
             error at the first bad record.
-        num_negatives: for an MS MARCO folder only, the number of negatives to read per query;
-            None: all.
-        corpus: a corpus that `read_passages` can read, if the records hold ids of its passages in
-            place of texts.
         min_score: for scored pairs, the least similarity score (or label) of a positive pair; pairs
             below it are left out and counted. None: scores of pairs are not read.
 
@@ -124,9 +175,7 @@ def read_records(
         DataError: before reading, if the format cannot be detected; during reading, for a source or
             a record that cannot be used.
     """
-    source = Source(
-        path, data_format, split, columns, num_negatives, corpus=corpus, min_score=min_score
-    )
+    source = Source(path, data_format, split, columns, min_score=min_score)
     return source.records(report or RecordReport())
 
 
@@ -134,7 +183,7 @@ class Source:
     """A file, folder or dataset of training records, whose format is known.
 
     Args:
-        path, data_format, split, columns, num_negatives, corpus, min_score: see `read_records`.
+        path, data_format, split, columns, min_score: see `read_records`.
         is_corpus: True if the rows are passages. If a Hugging Face dataset has only one split, its
             name does not matter then.
         needs_scores: True for distillation: a record in which a passage lacks a teacher score (the
@@ -151,9 +200,7 @@ class Source:
         data_format: str | None = None,
         split: str = "train",
         columns: Mapping[str, str] | Sequence[str] | None = None,
-        num_negatives: int | None = None,
         needs_scores: bool = False,
-        corpus: AnyPath | None = None,
         min_score: float | None = None,
         is_corpus: bool = False,
     ) -> None:
@@ -167,31 +214,20 @@ class Source:
             self.data_format = sniff_format(self.path, self.columns)
         self.split = split
         self._is_corpus = is_corpus
-        self.num_negatives = num_negatives
         self.needs_scores = needs_scores
-        self.corpus = corpus
         self.min_score = min_score
-        if self.data_format in JUDGED_FORMATS:
+        if self.data_format == "beir":
             self._refuse_field_settings()
 
     def _refuse_field_settings(self) -> None:
-        """Raise `ConfigError` for settings that need named fields.
-
-        The formats with relevance judgements (`JUDGED_FORMATS`) have no named fields.
-        """
-        is_set = {
-            "data_columns": bool(self.columns),
-            "corpus": bool(self.corpus),
-            "min_score": self.min_score is not None,
-        }
+        """Raise `ConfigError` for settings that need named fields, which a BEIR folder lacks."""
+        is_set = {"data_columns": bool(self.columns), "min_score": self.min_score is not None}
         for name, has_value in is_set.items():
             if has_value:
-                raise ConfigError(
-                    f"{name} is set, but data_format={self.data_format} has no fields: {self.path}"
-                )
+                raise ConfigError(f"{name} is set, but data_format=beir has no fields: {self.path}")
         if self.needs_scores:
             raise ConfigError(
-                f"{self.path}: {self.data_format} data have no teacher scores for distill "
+                f"{self.path}: BEIR data have no teacher scores for distill "
                 f"({TEACHER_SCORES_REMEDY})"
             )
 
@@ -200,31 +236,21 @@ class Source:
         if self.data_format == "beir":
             for query, positives in read_judged_pairs(self.path, self.split, report):
                 yield Record(query, positives, [])
-        elif self.data_format == "msmarco" and self.path.is_dir():
-            for query_texts in read_msmarco(self.path, self.split, self.num_negatives, report):
-                yield Record(*query_texts)
-        elif self.data_format == "msmarco":
-            yield from parse_rows(self.path, self.rows(), _parse_text_triple, report)
-        else:
-            corpus = None
-            if self.corpus is not None:
-                passages = read_passages(self.corpus, report)
-                texts = ((passage.id, passage.passage) for passage in passages)
-                corpus = TextLookup(self.corpus, texts)
-            parser = RecordParser(self.columns, corpus, self.min_score, self.needs_scores)
-            is_table = self.data_format in _TABLE_FORMATS
-            num_matches = 0
-            for record in parse_rows(self.path, self.rows(), parser.parse, report):
-                # The first row of a table has all columns, so a wrong name is refused at once.
-                if is_table and parser.unseen_columns:
-                    self._refuse_unseen_columns(parser)
-                if record is None:
-                    report.leave_out(self.path, "score below min_score")
-                else:
-                    num_matches += 1
-                    yield record
-            self._refuse_unseen_columns(parser)
-            report.refuse_if_nothing_left(self.path, num_matches, "records")
+            return
+        parser = RecordParser(self.columns, self.min_score, self.needs_scores)
+        is_table = self.data_format in _TABLE_FORMATS
+        num_matches = 0
+        for record in parse_rows(self.path, self.rows(), parser.parse, report):
+            # The first row of a table has all columns, so a wrong name is refused at once.
+            if is_table and parser.unseen_columns:
+                self._refuse_unseen_columns(parser)
+            if record is None:
+                report.leave_out(self.path, "score below min_score")
+            else:
+                num_matches += 1
+                yield record
+        self._refuse_unseen_columns(parser)
+        report.refuse_if_nothing_left(self.path, num_matches, "records")
 
     def _refuse_unseen_columns(self, parser: RecordParser) -> None:
         """Raise `DataError` if a name in `columns` is not a field of any record read so far."""
@@ -238,21 +264,14 @@ class Source:
                 raise DataError(one_line(f"{self.path}: {message} ({remedy})"))
 
     def rows(self) -> Rows:
-        """Return the unparsed rows of a file or dataset.
-
-        A row is a mapping, or a line in a file of the format "msmarco", which has no column names.
-        """
+        """Return the unparsed rows, which are mappings, of a file or dataset."""
         if self.data_format in ("hub", "parquet"):
             tables = self._load_dataset().with_format("arrow").iter(1000)
             return read_arrow(self.path, tables)
         if self.data_format == "dpr":
             return read_json_array(self.path)
-        if self.data_format == "nemo":  # one object, whose array "data" holds the records
-            return read_json_array(self.path, "data.item")
         if self.data_format == "csv":
             return read_csv(self.path)
-        if self.data_format == "msmarco":
-            return read_lines(self.path)
         return read_json_lines(self.path)
 
     def _load_dataset(self) -> Any:
@@ -269,7 +288,7 @@ class Source:
                 return datasets.load_dataset(
                     "parquet", data_files=source, split="train", streaming=True
                 )
-            if is_saved_dataset(self.path):
+            if _is_saved_dataset(self.path):
                 loaded = datasets.load_from_disk(source)
             else:
                 name, _, config = source.partition(":")
@@ -323,35 +342,11 @@ class Source:
         return fingerprint(
             _CACHE_VERSION,
             file_states,
-            (
-                path_without_files,
-                self.data_format,
-                self.split,
-                self.columns,
-                self.num_negatives,
-            ),
+            (path_without_files, self.data_format, self.split, self.columns),
             *settings,
             self.needs_scores,
             self.min_score,
-            None if self.corpus is None else _make_corpus_source(self.corpus).key(),
         )
-
-
-def _parse_text_triple(line: str) -> Record:
-    """Parse a line of an MS MARCO file: the texts of query, positive and negative, tab-separated.
-
-    A file of the same layout may hold ids. It can be read only with its folder, which has the
-    texts.
-    """
-    cells = split_cells(line, 3)
-    if all(cell.strip().isdecimal() for cell in cells):
-        raise Fault(
-            "ids where texts are expected", "name the folder that holds it beside collection.tsv"
-        )
-    query = parse_text(cells[0], "query")
-    positive = parse_text(cells[1], "positive")
-    negative = parse_text(cells[2], "negatives")
-    return Record(query, [positive.strip()], [negative.strip()])
 
 
 def read_passages(
@@ -365,7 +360,6 @@ def read_passages(
             - a jsonl file, plain or gzip, with the fields `_id` (or `id`, `docid`), `title`,
               `text`;
             - a table, plain or gzip, whose header has these names, as DPR publishes it;
-            - lines of `id<TAB>text`, plain or gzip, without quoting, as MS MARCO publishes them;
             - a parquet file or a Hugging Face dataset with these columns.
         report: receives the counts of used and bad records.
         may_be_blank: True to yield passages without title and text, which published sets have;
@@ -374,69 +368,25 @@ def read_passages(
     Raises:
         DataError: for a corpus that cannot be read, or a bad record under "stop".
     """
-    source = _make_corpus_source(path)
-    parse = partial(_parse_passage, may_be_blank=may_be_blank)
-    return parse_rows(source.path, source.rows(), parse, report)
-
-
-def _make_corpus_source(path: AnyPath) -> Source:
-    """Return a source whose `rows` are the passages of a corpus.
-
-    `Source` only has names for the formats of training data. A corpus is given the name that makes
-    `Source.rows` read the right kind of rows: with "pairs", a row is a JSON object; with "csv", a
-    row of a table; with "msmarco", an unparsed line, here `id<TAB>text`.
-    """
     path = Path(os.path.expanduser(path))
     if is_beir_folder(path):
         path = find_beir_file(path, "corpus.jsonl")
     if path.is_dir() or is_hub_name(path):
-        return Source(path, "hub", is_corpus=True)
-    head = read_head(path)
-    if head.startswith(b"PAR1"):  # the first bytes of every parquet file
-        return Source(path, "parquet")
-    if head.startswith(b"{"):
-        return Source(path, "pairs")
-    return Source(path, "csv" if _has_header(path, head) else "msmarco")
+        source = Source(path, "hub", is_corpus=True)
+    else:
+        # `Source.rows` reads rows of three kinds, which have the names of formats of training data.
+        head = read_head(path)
+        data_format: DataFormat = "csv"
+        if head.startswith(_PARQUET_MAGIC):
+            data_format = "parquet"
+        elif head.startswith(b"{"):
+            data_format = "pairs"
+        source = Source(path, data_format)
+    parse = partial(_parse_passage, may_be_blank=may_be_blank)
+    return parse_rows(source.path, source.rows(), parse, report)
 
 
-def _has_header(path: Path, head: bytes) -> bool:
-    """Return True if the first line of a table of passages names its columns.
-
-    Files in MS MARCO's layout, `id<TAB>text`, have no header, and a passage may consist of a word
-    that is also a column name, such as "text". Therefore:
-
-    - A line that begins with a number is a passage.
-    - The first line of `collection.tsv`, MS MARCO's own file, is a header only if it names both an
-      id column and a text column.
-    - The first line of another file is a header if it names a text column. A table without an id
-      column then fails with "missing id"; its header is not read as a passage.
-
-    Raises:
-        DataError: for a header whose first column is an id column, without a text column.
-    """
-    if re.match(rb"[0-9]+\t", head):
-        return False
-    names = parse_header(head).names
-    has_id = not set(names).isdisjoint(_CORPUS_ID_FIELDS)
-    has_text = not set(names).isdisjoint(_CORPUS_TEXT_FIELDS)
-    if names and names[0] in _CORPUS_ID_FIELDS and not has_text:
-        expected = ", ".join(_CORPUS_TEXT_FIELDS)
-        raise DataError(
-            one_line(
-                f"{path}:1: unknown text column: the columns are "
-                f"{quoted(', '.join(names), 200)} (rename the text column to one of {expected})"
-            )
-        )
-    if path.name.startswith("collection.tsv") and not has_id:
-        return False
-    return has_text
-
-
-def _parse_passage(row: str | Mapping[str, Any], may_be_blank: bool) -> Passage:
-    """Parse a row of a corpus: a mapping, or a line `id<TAB>text`."""
-    if isinstance(row, str):
-        passage_id, text = split_cells(row, 2)
-        row = {"id": passage_id, "text": text}
+def _parse_passage(row: Mapping[str, Any], may_be_blank: bool) -> Passage:
     for name, expected_fields in (("text", _CORPUS_TEXT_FIELDS), ("id", _CORPUS_ID_FIELDS)):
         if set(expected_fields).isdisjoint(row):
             fields = quoted(", ".join(row), 200)

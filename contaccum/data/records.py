@@ -354,12 +354,8 @@ def _require_object(value: object) -> object:
     return Fault("not a JSON object", f"found {quoted(value)}")
 
 
-def read_json_array(path: AnyPath, prefix: str = "item") -> Rows:
+def read_json_array(path: AnyPath) -> Rows:
     """Yield the objects of a JSON array with their numbers, one in memory at a time.
-
-    Args:
-        path: a file that holds one JSON value.
-        prefix: ijson's prefix of the objects: "item" for an array at the top level.
 
     Raises:
         DataError: for broken JSON, because the objects after it cannot be separated.
@@ -371,7 +367,7 @@ def read_json_array(path: AnyPath, prefix: str = "item") -> Rows:
         try:
             if file.peek(3).startswith(BYTE_ORDER_MARK):
                 file.read(3)
-            for number, value in enumerate(ijson.items(file, prefix, use_float=True), start=1):
+            for number, value in enumerate(ijson.items(file, "item", use_float=True), start=1):
                 yield number, _require_object(value)
         except (ijson.JSONError, *UNREADABLE) as error:
             fault = Fault("broken JSON, or the file breaks off", str(error))

@@ -27,7 +27,6 @@ from typing import Any
 from contaccum.data import split_files
 from contaccum.data.beir import BeirDataset
 from contaccum.data.fields import Record
-from contaccum.data.formats import SPLIT_RECORD
 from contaccum.data.grouping import (
     Grouping,
     assign_records,
@@ -35,7 +34,7 @@ from contaccum.data.grouping import (
     group_records,
     refuse_empty_sides,
 )
-from contaccum.data.readers import Passage, Source
+from contaccum.data.readers import SPLIT_RECORD, Passage, Source
 from contaccum.data.records import RecordReport, normalise
 from contaccum.data.split_files import WrittenCounts, hash_text
 from contaccum.errors import ConfigError, DataError

@@ -8,10 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from contaccum.data.dataset import MSMARCO_NEGATIVES
 from contaccum.data.fields import check_min_score
-from contaccum.data.formats import SPLIT_RECORD
-from contaccum.data.readers import Source
+from contaccum.data.readers import SPLIT_RECORD, Source
 from contaccum.data.records import RecordReport
 from contaccum.data.split import (
     CORPUS_FILE,
@@ -100,13 +98,7 @@ class DataSource:
             self._copy_split(folder)
             return None
         report = RecordReport(self.on_bad_record)
-        pairs = Source(
-            self.path,
-            self.data_format,
-            columns=self.columns,
-            num_negatives=MSMARCO_NEGATIVES,
-            min_score=self.min_score,
-        )
+        pairs = Source(self.path, self.data_format, columns=self.columns, min_score=self.min_score)
         settings = SplitSettings(self.dev, self.test, fold=fold)
         split_data(pairs, folder, settings, self.corpus, report, show_progress)
         if not report.reported:

@@ -21,7 +21,6 @@ from contaccum.data import (
     load_beir_folder,
     read_passages,
 )
-from contaccum.data.formats import JUDGED_FORMATS
 from contaccum.data.readers import Source
 from contaccum.data.records import Fault, normalise, parse_text
 from contaccum.errors import DataError
@@ -47,7 +46,7 @@ class MiningData:
             records, then all other positives that the data have for the same query text.
         record_positives: for each query and each of its own records the rows of the record's
             positives, for example [[0, 4], [2]] for a query with two records. Equal records are
-            kept once. Each judgement of a BEIR or MS MARCO folder counts as a record.
+            kept once. Each judgement of a BEIR folder counts as a record.
         excluded: for each query the pool rows that must not become its negatives, because they are
             a known positive, share a text or id with one, or repeat the query.
         record: path, format, fingerprint and counts of the data, for reports.
@@ -96,7 +95,6 @@ def load_mining_data(
     split: str = "train",
     on_bad_record: Literal["stop", "skip"] = "stop",
     columns: Mapping[str, str] | None = None,
-    texts: AnyPath | None = None,
     min_score: float | None = None,
 ) -> MiningData:
     """Load queries with their known positives, and the passages that are searched for negatives.
@@ -111,7 +109,6 @@ def load_mining_data(
         corpus: a file of passages, or a BEIR folder, as `read_passages` reads them.
         data_format, split, columns, min_score: see `read_records`.
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
-        texts: the texts of passages that records name by id; see `corpus` of `read_records`.
 
     Raises:
         ConfigError: for an unknown format, or settings that the format does not have.
@@ -130,8 +127,6 @@ def load_mining_data(
             data_format,
             split,
             columns,
-            num_negatives=0,
-            corpus=texts,
             min_score=min_score,
         )
         record["path"] = str(source)
@@ -148,9 +143,9 @@ def load_mining_data(
                 for row in training_source.records(report)
             )
     content = Fingerprint()
-    # By default, training makes a row of each judgement of these formats, and a row of each record
-    # of the others (`positives` in docs/data.md). Training on mined data makes the same rows.
-    one_record_per_positive = record["format"] in JUDGED_FORMATS
+    # By default, training makes a row of each judgement of a BEIR folder, and a row of each record
+    # of other formats (`positives` in docs/data.md). Training on mined data makes the same rows.
+    one_record_per_positive = record["format"] == "beir"
     known_positives = _collect_positives(queries, one_record_per_positive, content)
     if corpus is not None:
         pool = _drop_blank_passages(read_passages(corpus, report, may_be_blank=True))

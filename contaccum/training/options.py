@@ -126,9 +126,7 @@ class DataArguments:
     data_columns: list[str] | None = option(
         None, "Names of the data's columns by role: query=question ..."
     )
-    split: str = option(
-        "train", "Split of a BEIR or MS MARCO folder, or of a Hugging Face data set."
-    )
+    split: str = option("train", "Split of a BEIR folder, or of a Hugging Face data set.")
     num_hard_negatives: int = option(0, "Hard negatives per query.")
     positives: str | None = option(
         None,

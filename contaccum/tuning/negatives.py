@@ -53,8 +53,6 @@ def mine_once(train_data: list[str], corpus: str | None, file: Path, **options: 
     mining_data = load_mining_data(
         training_set["path"],
         corpus,
-        # The set's own "corpus" holds the texts of passages that its records name by id.
-        texts=training_set.get("corpus"),
         on_bad_record=on_bad_record,
         **source_options,
     )

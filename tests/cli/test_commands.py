@@ -119,16 +119,17 @@ def test_new_accepts_a_set_with_settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     records = []
     for number in range(12):
-        records.append({"query_text": f"question {number}", "positive_document_ids": [number]})
-    write_lines(tmp_path / "ids.jsonl", records)
-    corpus = [{"docid": number, "text": f"passage {number}"} for number in range(12)]
-    write_lines(tmp_path / "corpus.jsonl", corpus)
-    data = '{"path": "ids.jsonl", "corpus": "corpus.jsonl"}'
+        passages = [{"docid": str(number), "text": f"passage {number}"}]
+        records.append(
+            {"query": f"question {number}", "positive_passages": passages, "score": number}
+        )
+    write_lines(tmp_path / "scored.jsonl", records)
+    data = '{"path": "scored.jsonl", "min_score": 1}'
     argv = ["new", "a", "--data", data, "--data_format", "tevatron", "--model", "./missing"]
     assert main(argv) == 0
     _, data_args, _ = parse(["a/config.yaml"])
-    assert data_args.sets["ids"]["corpus"] == "corpus.jsonl"
-    assert data_args.sets["ids"]["data_format"] == "tevatron"
+    assert data_args.sets["scored"]["min_score"] == 1
+    assert data_args.sets["scored"]["data_format"] == "tevatron"
 
 
 def test_option_names_of_other_tools_are_translated_or_suggested(tmp_path, capsys):

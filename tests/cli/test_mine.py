@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from small_data import read_lines, write_beir_to_mine, write_lines, write_pairs_to_mine
+from small_data import read_lines, write_beir_to_mine, write_pairs_to_mine
 
 from contaccum.cli import main
 from contaccum.errors import DataError
@@ -47,27 +47,6 @@ def test_bm25_mines_without_a_model(tmp_path):
     assert record["settings"]["method"] == "bm25"
     assert record["model"]["fingerprint"] is None
     assert len(output.read_text().splitlines()) == 10
-
-
-def test_ids_and_texts_give_the_same_negatives(tiny_model_path, pairs, tmp_path):
-    """The data hold ids of documents, whose texts are in a corpus file."""
-    rows = read_lines(pairs)
-    texts = list(dict.fromkeys(row["positive"] for row in rows))
-    write_lines(
-        tmp_path / "corpus.jsonl", [{"id": f"d{i}", "text": text} for i, text in enumerate(texts)]
-    )
-    ids = [
-        {"query": row["query"], "positive_document_ids": [f"d{texts.index(row['positive'])}"]}
-        for row in rows
-    ]
-    source = {
-        "path": str(write_lines(tmp_path / "ids.jsonl", ids)),
-        "corpus": str(tmp_path / "corpus.jsonl"),
-    }
-    outputs = [tmp_path / "of_ids.jsonl", tmp_path / "of_texts.jsonl"]
-    for data, output in zip((json.dumps(source), pairs), outputs, strict=True):
-        assert mine(tiny_model_path, "--data", data, "--output", output, "--device", "cpu") == 0
-    assert outputs[0].read_text() == outputs[1].read_text()
 
 
 WRONG_ARGUMENTS = {

@@ -135,48 +135,11 @@ def put_beir(folder: Path) -> Path:
     return write_beir(folder, documents, queries, qrels)
 
 
-def put_msmarco(folder: Path) -> Path:
-    """Write RECORDS as a folder of MS MARCO.
-
-    Passages 0-2 are the positives of queries 100-102, and passages 10-15 their negatives. Query 103
-    has no judgement.
-    """
-    queries = []
-    judgements = []
-    triples = []
-    positives = []
-    negatives = []
-    for i, record in enumerate(RECORDS):
-        query_id = 100 + i
-        queries.append(f"{query_id}\t{record.query}\n")
-        positives.append(f"{i}\t{record.positives[0]}\n")
-        judgements.append(f"{query_id}\t0\t{i}\t1\n")
-        for negative in record.negatives:
-            negative_id = 10 + len(negatives)
-            negatives.append(f"{negative_id}\t{negative}\n")
-            triples.append(f"{query_id}\t{i}\t{negative_id}\n")
-    # The order of passages and queries differs from that of the judgements.
-    put(folder / "collection.tsv", "".join(reversed(positives + negatives)))
-    put(folder / "queries.train.tsv", "".join(reversed(queries)) + "103\tnot judged\n")
-    put(folder / "qrels.train.tsv", "".join(judgements))
-    put(folder / "qidpidtriples.train.full.2.tsv", "".join(triples))
-    return folder
-
-
-def text_triples() -> str:
-    """Return a table without a header: query, positive, negative."""
-    lines_of_table = []
-    for record in RECORDS:
-        lines_of_table.append(f"{record.query}\t{record.positives[0]}\t{record.negatives[0]}\n")
-    return "".join(lines_of_table)
-
-
 # {format: function that writes RECORDS into a folder and returns the source}
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "beir": lambda folder: put_beir(folder / "beir"),
     "dpr": lambda folder: put(folder / "dpr.json", json.dumps(dpr_records(), indent=1)),
     "tevatron": lambda folder: put(folder / "tevatron.jsonl", lines(tevatron_records())),
-    "msmarco": lambda folder: put_msmarco(folder / "msmarco"),
     "pairs": lambda folder: put(folder / "pairs.jsonl", lines(rows())),
     "csv": lambda folder: put(folder / "table.csv", delimited(";")),
     "parquet": lambda folder: put_parquet(folder / "table.parquet"),

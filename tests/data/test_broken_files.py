@@ -16,10 +16,8 @@ from data_files import (
     lines,
     put,
     put_beir,
-    put_msmarco,
     rows,
     tevatron_records,
-    text_triples,
 )
 from hypothesis import strategies as st
 
@@ -69,16 +67,13 @@ def jsonl(
     case(name, file("a.jsonl", content), rf"a\.jsonl:2: {reason}", skip, **settings)
 
 
-def changed(
-    put_folder: Any, part: str, content: str | bytes, append: bool = False
-) -> Callable[[Path], Path]:
-    """Write a folder, then replace one of its files or append to it."""
+def judged(qrels: str) -> Callable[[Path], Path]:
+    """Write a BEIR folder with other judgements."""
 
     def make(folder: Path) -> Path:
-        path = put_folder(folder / "f") / part
-        added = content.encode() if isinstance(content, str) else content
-        put(path, path.read_bytes() + added if append else added)
-        return folder / "f"
+        beir_folder = put_beir(folder / "f")
+        put(beir_folder / "qrels" / "train.tsv", qrels)
+        return beir_folder
 
     return make
 
@@ -152,52 +147,13 @@ case(
     r":2: broken quoting",
     None,
 )
-case(
-    "triples, two columns",
-    file("t.tsv", text_triples() + "q\tp\n"),
-    r"t\.tsv:4: not 3 columns: found 2",
-    (3, 1),
-)
-case(
-    "triples of ids",
-    file("qidpidtriples.tsv", "1\t2\t3\n"),
-    r"\.tsv:1: ids where texts are expected",
-    None,
-)
-
 # Folders whose files refer to each other by ids
-case("beir, score", changed(put_beir, "qrels/train.tsv", "q0\td0\t1\nq1\td1\t-1\n"), None, (1, 0))
+case("beir, score", judged("q0\td0\t1\nq1\td1\t-1\n"), None, (1, 0))
 case(
     "beir, no match",
-    changed(put_beir, "qrels/train.tsv", "q0\td0\t0\n"),
+    judged("q0\td0\t0\n"),
     r"f: no training pairs left to use",
     None,
-)
-unknown = changed(put_msmarco, "qrels.train.tsv", "999\t0\t1\t1\n", append=True)
-case(
-    "msmarco, no query",
-    unknown,
-    r"qrels\.train\.tsv:4: unknown id in queries\.train\.tsv: '999'",
-    (3, 1),
-)
-latin = changed(put_msmarco, "collection.tsv", b"77\tK\xe4se\n", append=True)
-case("msmarco, latin-1", latin, r"collection\.tsv:10: not UTF-8 text", (3, 1))
-triple = changed(put_msmarco, "qidpidtriples.train.full.2.tsv", "9\t0\t10\n", append=True)
-case(
-    "msmarco, triple",
-    triple,
-    r"2\.tsv:7: unknown id in queries\.train\.tsv: '9'",
-    (3, 1),
-    num_hard_negatives=1,
-)
-twice = changed(put_msmarco, "collection.tsv", "1\ta\n1\tb\n")
-case("msmarco, id twice", twice, r"collection\.tsv: id '1': occurs twice", None)
-case(
-    "msmarco, no split",
-    lambda f: put_msmarco(f / "m"),
-    r"qrels\.dev\.tsv: no such file",
-    None,
-    split="dev",
 )
 
 
@@ -230,7 +186,6 @@ def test_a_bad_record_is_named_or_counted(tmp_path, name):
 FILES = {
     "tevatron": lines(tevatron_records()).encode(),
     "pairs": lines(rows()).encode(),
-    "msmarco": text_triples().encode(),
     "csv": delimited(",", end="\n").encode(),
     "dpr": json.dumps(dpr_records(), indent=1, ensure_ascii=False).encode(),
 }

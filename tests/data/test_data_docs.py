@@ -7,8 +7,8 @@ import pytest
 from data_files import put, read
 
 from contaccum.data import DATA_FORMATS, Record, sniff_format
-from contaccum.data.columns import FIELDS
 from contaccum.data.dataset import SET_KEYS
+from contaccum.data.fields import FIELDS
 
 DOCS = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 
@@ -24,11 +24,6 @@ def example(begins: str) -> str:
 @pytest.mark.parametrize(
     ("begins", "data_format", "first"),
     [
-        (
-            "**`msmarco`**, a file",
-            "msmarco",
-            Record("what is rain", ["Water that falls."], ["Snow is frozen."]),
-        ),
         ("**`dpr`**", "dpr", Record("what is rain", ["Rain Water."], ["Snow Frozen."])),
         ("**`tevatron`**", "tevatron", Record("what is rain", ["Rain Water."], [])),
         ("**`pairs`", "pairs", Record("what is rain", ["Water that falls."], [])),
@@ -40,15 +35,11 @@ def test_example_of_a_file_is_sniffed_and_read(tmp_path, begins, data_format, fi
     assert sniff_format(path) == data_format and read(path)[0][0] == first
 
 
-@pytest.mark.parametrize("data_format", ["beir", "msmarco"])
-def test_example_of_a_folder_is_sniffed_and_read(tmp_path, data_format):
-    begins = {"beir": "**`beir`**", "msmarco": "**`msmarco`**, a folder"}[data_format]
-    for line in example(begins).splitlines():
+def test_example_of_a_folder_is_sniffed_and_read(tmp_path):
+    for line in example("**`beir`**").splitlines():
         name, content = line.split(None, 1)
         put(tmp_path / name, content + "\n")
-    if data_format == "msmarco":
-        put(tmp_path / "collection.tsv", (tmp_path / "collection.tsv").read_text() + "12\tSnow.\n")
-    assert sniff_format(tmp_path) == data_format
+    assert sniff_format(tmp_path) == "beir"
     (record,) = read(tmp_path)[0]
     assert record.query == "what is rain" and record.positives[0].endswith("Water that falls.")
 

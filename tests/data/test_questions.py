@@ -60,30 +60,6 @@ def test_a_passage_is_its_title_and_its_text():
     assert PASSAGES[0].passage == 'Title one "quoted" text'
 
 
-def test_two_columns_are_taken_as_they_are_quotes_included(tmp_path):
-    path = put(tmp_path / "collection.tsv", '0\t"The text" and "more\n7\tsecond\n')
-    assert read(path) == [Passage("0", "", '"The text" and "more'), Passage("7", "", "second")]
-
-
-def test_a_header_of_two_columns_is_no_passage(tmp_path):
-    path = put(tmp_path / "header.tsv", "pid\tpassage\n0\ttext\n")
-    assert read(path) == [Passage("0", "", "text")]
-
-
-@pytest.mark.parametrize(
-    ("name", "identifier", "text"),
-    [
-        ("collection.tsv", "0", "text"),
-        ("collection.tsv.gz", "d0", "passage"),
-        ("queries.dev.tsv", "0", "contents"),
-        ("queries.dev.tsv", "0", "words, text"),
-    ],
-)
-def test_a_first_passage_that_reads_like_a_header_is_a_passage(tmp_path, name, identifier, text):
-    path = put(tmp_path / name, f"{identifier}\t{text}\n7\tsecond\n")
-    assert read(path) == [Passage(identifier, "", text), Passage("7", "", "second")]
-
-
 def test_a_table_without_a_column_of_ids_is_refused(tmp_path):
     path = put(tmp_path / "a.tsv", "docno\ttext\nd1\tfirst\n")
     message = r"a\.tsv:2: missing id: its fields are 'docno, text'; .*docid"
@@ -98,16 +74,18 @@ def test_a_table_without_a_column_of_ids_is_refused(tmp_path):
         ("a.jsonl", '{"_id": " ", "text": "a"}', "empty id"),
         ("a.jsonl", '{"_id": "1", "text": " "}', "empty passage: '1'"),
         ("a.jsonl", "{", "broken JSON"),
-        ("a.tsv", "1\ta\tb", "not 2 columns: found 3"),
-        ("a.tsv", "1\t\ud800", "not UTF-8 text"),
+        ("a.tsv", "1\ta\tb", "wrong number of columns"),
+        ("a.tsv", "1\t\ud800", "text is not valid Unicode"),
     ],
 )
 def test_a_passage_that_cannot_be_used_is_named_or_skipped(name, line, reason, tmp_path):
-    good = '{"_id": "0", "text": "good"}' if name.endswith("jsonl") else "0\tgood"
+    good_lines = ['{"_id": "0", "text": "good"}']
+    if name.endswith("tsv"):
+        good_lines = ["id\ttext", "0\tgood"]
     # The surrogate of one case is written as it is, which is not UTF-8.
-    content = f"{good}\n{line}\n".encode("utf-8", "surrogatepass")
+    content = "\n".join([*good_lines, line, ""]).encode("utf-8", "surrogatepass")
     path = put(tmp_path / name, content)
-    with pytest.raises(DataError, match=rf"{name}:2: {reason}"):
+    with pytest.raises(DataError, match=rf"{name}:{len(good_lines) + 1}: {reason}"):
         read(path)
     assert read(path, "skip") == [Passage("0", "", "good")]
 

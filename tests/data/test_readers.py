@@ -3,7 +3,6 @@
 import json
 import math
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,7 @@ from data_files import (
     lines,
     peak_of_reading,
     put,
-    put_msmarco,
     put_parquet,
-    put_saved,
     read,
     rows,
 )
@@ -31,8 +28,7 @@ from contaccum.data import (
     read_records,
     sniff_format,
 )
-from contaccum.data.columns import FIELDS
-from contaccum.data.dataset import parse_training_sets
+from contaccum.data.fields import FIELDS
 from contaccum.data.readers import Passage
 from contaccum.data.tables import read_csv
 from contaccum.errors import ConfigError, DataError
@@ -59,9 +55,7 @@ def test_gzip_byte_order_mark_and_line_ends_change_nothing(tmp_path, name, mark,
 
 
 def test_every_usual_field_name_is_read(tmp_path):
-    for query, positive in product(
-        FIELDS["query"], {*FIELDS["positive"]} - {"positive_document_ids"}
-    ):
+    for query, positive in product(FIELDS["query"], FIELDS["positive"]):
         record = {"id": 7, query: "q", "title": "T", positive: "p", "score": 0.5}
         assert read(put(tmp_path / "a.jsonl", lines([record])), min_score=0.5)[0] == [
             Record("q", ["T p"], [])
@@ -146,9 +140,6 @@ def test_a_negative_that_a_record_lists_twice_counts_once(tmp_path):
     assert len(data.dataset) == 1
     with pytest.raises(DataError, match="no training pairs left"):
         load_training_data(path, num_hard_negatives=3, missing_negatives="drop")
-    folder = put_msmarco(tmp_path / "m")
-    put(folder / "qidpidtriples.train.full.2.tsv", "100\t0\t11\n100\t0\t10\n100\t0\t11\n")
-    assert read(folder)[0][0].negatives == ["negative b", "negative a"]
 
 
 def test_a_dpr_array_is_read_in_constant_memory(tmp_path):
@@ -226,7 +217,6 @@ def test_parquet_rows_are_numbered_across_row_groups(tmp_path):
 
 
 def test_saved_datasets_are_read_by_split(tmp_path):
-    """A list of objects that Arrow stores as an object of lists is read as well."""
     from datasets import Dataset, DatasetDict
 
     both = DatasetDict({"train": Dataset.from_list(rows()), "dev": Dataset.from_list(rows()[:1])})
@@ -235,53 +225,6 @@ def test_saved_datasets_are_read_by_split(tmp_path):
     assert read(tmp_path / "both", split="dev")[0] == RECORDS[:1]
     with pytest.raises(DataError, match=r"both: no split 'test'; it has train, dev \(set split\)"):
         read(tmp_path / "both", split="test")
-    record = {
-        "question": "q",
-        "context": "c",
-        "answers": {"text": ["a1", "a2"], "answer_start": [0, 1]},
-    }
-    path = put_saved(tmp_path / "squad", [record])
-    assert read(path, columns={"positive": "answers"})[0] == [Record("q", ["a1", "a2"], [])]
-
-
-def put_sequences(path: Path, record: dict[str, Any]) -> Path:
-    """Save a record whose passages have the type Sequence({...}) of `datasets`."""
-    from datasets import Dataset, Features, Value
-    from datasets import Sequence as SequenceOf
-
-    passage = {"docid": "string", "title": "string", "text": "string", "score": "float32"}
-    passages = SequenceOf({name: Value(dtype) for name, dtype in passage.items()})
-    features = Features(query=Value("string"), positive_passages=passages, negatives=passages)
-    columns = {name: [value] for name, value in record.items()}
-    Dataset.from_dict(columns, features=features).save_to_disk(str(path))
-    return path
-
-
-def test_passages_as_an_object_of_lists_keep_their_titles_ids_and_scores(tmp_path):
-    def make(ids: list[str], titles: list[Any], texts: list[Any]) -> dict[str, list[Any]]:
-        return {"docid": ids, "title": titles, "text": texts, "score": [0.5] * len(ids)}
-
-    record = {"query": "q", "positive_passages": make(["1"], ["T"], ["p"])}
-    record["negatives"] = make(["2", "3"], ["S", None], ["n1", "n2"])
-    assert read(put_sequences(tmp_path / "texts", record))[0] == [
-        Record("q", ["T p"], ["S n1", "n2"], [0.5] * 3)
-    ]
-    record["positive_passages"] = make(["d1"], [None], [None])
-    record["negatives"] = make(["3", "d2"], [None, None], [None, None])
-    path = put_sequences(tmp_path / "ids", record)
-    corpus = put(tmp_path / "corpus", lines(CORPUS))
-    assert read(path, corpus=corpus)[0] == [Record("q", ["T p"], ["m", "n"], [0.5] * 3)]
-    with pytest.raises(DataError, match=r":1: ids where texts are expected: .*corpus"):
-        read(path)
-
-    uneven = {"query": "q", "positive": {"title": ["T", "S"], "text": ["p"]}}
-    with pytest.raises(DataError, match=r":1: positive has lists of different lengths: found"):
-        read(put(tmp_path / "uneven.jsonl", lines([uneven])))
-    one_title = {"query": "q", "positive": {"title": "T", "text": ["a", "b"]}}
-    path = put(tmp_path / "one_title.jsonl", lines([one_title]))
-    assert read(path)[0] == [Record("q", ["T a", "T b"], [])]
-    squad = {"query": "q", "title": "R", "positive": {"text": ["a"], "answer_start": [0]}}
-    assert read(put(tmp_path / "squad.jsonl", lines([squad])))[0] == [Record("q", ["R a"], [])]
 
 
 @pytest.mark.parametrize("text", ["", " ", None])
@@ -318,17 +261,6 @@ def test_a_passage_without_a_text_field_is_refused(tmp_path):
     path = put(tmp_path / "a.jsonl", '{"_id": "1", "title": "T"}\n')
     with pytest.raises(DataError, match=":1: missing text"):
         list(read_passages(path, RecordReport(), may_be_blank=True))
-
-
-@pytest.mark.parametrize("name", ["a.tsv", "collection.tsv"])
-def test_a_corpus_table_without_a_known_text_column_is_refused(tmp_path, name):
-    path = put(tmp_path / name, "doc_id\tcontent\nd1\thello\n")
-    message = r"tsv:1: unknown text column: .*'doc_id, content' \(rename .* text, passage, contents"
-    with pytest.raises(DataError, match=message):
-        list(read_passages(path, RecordReport()))
-    lines_of_words = put(tmp_path / f"words_{name}", "d1\tcontent\nd2\tid\n")
-    passages = read_passages(lines_of_words, RecordReport())
-    assert [passage.text for passage in passages] == ["content", "id"]
 
 
 @pytest.mark.parametrize("role", ["title", "negatives", "scores"])
@@ -376,82 +308,6 @@ def test_a_name_that_is_no_path_is_a_dataset_of_the_hub(monkeypatch, source, nam
         read(source)
 
 
-# Formats of other trainers
-
-CORPUS = [
-    {"docid": "d1", "title": "T", "text": "p"},
-    {"docid": "d2", "text": "n"},
-    {"docid": 3, "text": "m"},
-]
-TEVATRON = {
-    "query_id": "7",
-    "query_text": "q",
-    "positive_document_ids": ["d1"],
-    "negative_document_ids": ["d2", "3"],
-}
-NEMO = {
-    "question_id": "7",
-    "question": "q",
-    "corpus_id": "c",
-    "pos_doc": [{"id": "d1"}],
-    "neg_doc": [{"id": "d2"}, "3"],
-}
-
-
-@pytest.mark.parametrize("packing", ["jsonl", "parquet", "saved"])
-@pytest.mark.parametrize("name", ["tevatron", "nemo"])
-def test_ids_are_looked_up_in_a_corpus_of_any_kind(tmp_path, name, packing):
-    text = (
-        lines([TEVATRON])
-        if name == "tevatron"
-        else json.dumps({"corpus": [{"path": "c"}], "data": [NEMO]})
-    )
-    path = put(tmp_path / "train.json", text)
-    corpus = [
-        {"docid": str(passage["docid"]), "title": passage.get("title"), "text": passage["text"]}
-        for passage in CORPUS
-    ]
-    write = {
-        "jsonl": lambda to: put(to, lines(CORPUS)),
-        "parquet": lambda to: put_parquet(to, corpus),
-    }
-    source = write.get(packing, lambda to: put_saved(to, corpus))(tmp_path / "corpus")
-    assert sniff_format(path) == name
-    assert read(path, corpus=source)[0] == [Record("q", ["T p"], ["n", "m"])]
-    with pytest.raises(DataError, match=r":1: ids where texts are expected: .*corpus"):
-        read(path)
-    with pytest.raises(DataError, match=r"unknown id in other: 'd1'"):
-        read(path, corpus=put(tmp_path / "other", lines(CORPUS[1:])))
-    with pytest.raises(DataError, match=r"id 'd1': occurs twice .*keep one"):
-        read(path, corpus=put(tmp_path / "twice", lines(CORPUS + CORPUS)))
-    (parsed,) = parse_training_sets([{"path": str(path), "corpus": str(source)}]).values()
-    assert load_training_data(**parsed, num_hard_negatives=2).dataset[0]["positive"] == "T p"
-
-
-def make_messages(text: str, system: str = "s") -> list[dict[str, str]]:
-    """Return messages of the system and the user, as ms-swift writes them."""
-    return [{"role": "system", "content": system}, {"role": "user", "content": text}]
-
-
-OTHERS: list[dict[str, object]] = [
-    {"query": "q", "pos_doc": "p", "neg_doc": ["m", "n"]},
-    {"question": "q", "pos_doc": [{"text": "p"}], "neg_doc": [{"text": "m"}, "n"]},
-    {
-        "messages": make_messages("q"),
-        "positive_messages": [make_messages("p")],
-        "negative_messages": [make_messages("m"), make_messages("n")],
-    },
-    {"query": "q", "response": "p", "rejected_response": ["m", "n"]},
-]
-
-
-@pytest.mark.parametrize("record", OTHERS)
-def test_records_of_other_trainers_are_read(tmp_path, record):
-    (parsed,) = read(put(tmp_path / "a.jsonl", lines([record])))[0]
-    system = "s " * ("messages" in record)
-    assert parsed == Record(f"{system}q", [f"{system}p"], [f"{system}m", f"{system}n"])
-
-
 @pytest.mark.parametrize("label", [0, "0", " 0.00", -1, False, "False", "no"])
 def test_a_pair_with_label_0_is_no_match(tmp_path, label):
     pairs = [{"query": "q1", "positive": "p1", "label": 1}]
@@ -467,14 +323,6 @@ def test_a_label_that_holds_teacher_scores_is_not_a_match_label(tmp_path):
     path = put(tmp_path / "a.jsonl", lines([{"query": "q", "positive": "p", "label": 0}]))
     parsed_records, _ = read(path, columns={"positive_scores": "label"})
     assert [record.query for record in parsed_records] == ["q"]
-
-
-def test_pairs_of_an_earlier_ms_swift_need_min_score(tmp_path):
-    pairs = [{"query": f"q{label}", "response": "p", "label": label} for label in (0.2, 0.9)]
-    path = put(tmp_path / "a.jsonl", lines(pairs))
-    with pytest.raises(DataError, match=r":1: a pair with a score: .*min_score"):
-        read(path)
-    assert [record.query for record in read(path, min_score=0.5)[0]] == ["q0.9"]
 
 
 def test_negatives_may_be_numbered_from_0(tmp_path):
@@ -510,9 +358,11 @@ def test_a_saved_corpus_with_several_splits_has_its_passages_in_train(tmp_path):
 
 def test_a_corpus_without_a_known_text_field_names_the_known_ones(tmp_path):
     path = put(tmp_path / "corpus.jsonl", lines([{"id": "d1", "content": "one"}]))
+    table = put(tmp_path / "corpus.tsv", "id\tcontent\nd1\tone\n")
     expected = "missing text: its fields are 'id, content'; use one of text, passage, contents"
-    with pytest.raises(DataError, match=expected):
-        list(read_passages(path, RecordReport()))
+    for source in (path, table):
+        with pytest.raises(DataError, match=expected):
+            list(read_passages(source, RecordReport()))
 
 
 @pytest.mark.parametrize("label", ["score", "label"])
@@ -525,7 +375,7 @@ def test_pairs_with_a_low_score_are_left_out_and_counted(tmp_path, label):
     assert [record.query for record in parsed_records] == ["q0.5", "q1"]
     assert report.by_reason == {"score below min_score": 1} and report.seen == 3
     with pytest.raises(DataError, match=r"missing score: its fields are .* --data_columns score=N"):
-        read(put(tmp_path / "b.jsonl", lines(OTHERS[:1])), min_score=1)
+        read(put(tmp_path / "b.jsonl", lines([{"query": "q", "positive": "p"}])), min_score=1)
     with pytest.raises(ConfigError, match="min_score is set, but data_format=beir"):
         read(WRITERS["beir"](tmp_path), min_score=1)
 
@@ -541,16 +391,10 @@ def test_blanks_before_quoted_cells_are_no_text(tmp_path):
     assert read(path)[0] == [Record("q", ["a, b"], [])]
 
 
-def test_the_header_of_a_table_with_tabs_is_not_a_triple(tmp_path):
+def test_a_table_of_unknown_columns_is_refused(tmp_path):
     path = put(tmp_path / "a.tsv", "frage\tantwort\tfalsch\nwas ist das\tein Satz\tein anderer\n")
     with pytest.raises(DataError, match=r"header of known column names; .*set --data_columns"):
         sniff_format(path)
-
-
-@pytest.mark.parametrize("line", ["a b\tc\td", "\u96e8\t\u6c34\t\u96ea", "1\t2\t3"])
-def test_a_line_of_three_texts_or_ids_is_a_triple(tmp_path, line):
-    """Chinese has no blanks."""
-    assert sniff_format(put(tmp_path / "a.tsv", f"{line}\n")) == "msmarco"
 
 
 def test_a_score_that_is_null_is_not_called_a_missing_column(tmp_path):
@@ -588,11 +432,3 @@ def test_a_min_score_that_no_pair_reaches_is_named(tmp_path):
         list(read_records(path, min_score=1))
     with pytest.raises(ConfigError, match="min_score=nan"):
         list(read_records(path, min_score=math.nan))
-
-
-def test_an_id_that_is_not_valid_unicode_is_an_unknown_id(tmp_path):
-    corpus = write_lines(tmp_path / "corpus.jsonl", [{"_id": "1", "text": "a text"}])
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"query": "q", "positive_id": "\\ud800"}\n')
-    with pytest.raises(DataError, match=r"data\.jsonl:1: "):
-        list(read_records(path, corpus=corpus))

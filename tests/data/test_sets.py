@@ -44,7 +44,6 @@ def test_sets_are_paths_mappings_or_json():
         ([{"path": "a", "min_score": "0.5"}], "min_score must be a number, got '0.5'"),
         ([{"path": "a", "name": 7}], "name must be a text, got 7"),
         ([{"path": "a", "split": 1}], "split must be a text"),
-        ([{"path": "a", "corpus": ["c"]}], "corpus must be a text"),
     ],
 )
 def test_invalid_settings_of_a_set_are_refused(sets, message):

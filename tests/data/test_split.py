@@ -430,31 +430,6 @@ def test_a_title_without_text_stays_in_the_training_corpus(tmp_path):
     assert "empty" not in ids
 
 
-def write_msmarco(folder: Path) -> None:
-    """Write a folder in the format of MS MARCO: 12 queries with 48 negatives each."""
-    folder.mkdir()
-    generator = random.Random(0)
-    passages = [f"{passage}\t{make_claim(generator, 12)}\n" for passage in range(60)]
-    queries = [f"{query}\t{make_claim(generator)}\n" for query in range(12)]
-    qrels = [f"{query}\t0\t{query}\t1\n" for query in range(12)]
-    triples = []
-    for query in range(12):
-        for negative in range(12, 60):
-            triples.append(f"{query}\t{query}\t{negative}\n")
-    (folder / "collection.tsv").write_text("".join(passages))
-    (folder / "queries.train.tsv").write_text("".join(queries))
-    (folder / "qrels.train.tsv").write_text("".join(qrels))
-    (folder / "qidpidtriples.train.full.2.tsv").write_text("".join(triples))
-
-
-def test_thirty_negatives_of_each_msmarco_query_are_kept(tmp_path):
-    write_msmarco(tmp_path / "msmarco")
-    argv = ["split", str(tmp_path / "msmarco"), str(tmp_path / "split"), "--no_progress"]
-    assert main(argv) == 0
-    rows = read_lines(tmp_path / "split" / "train.jsonl")
-    assert {len(row["negatives"]) for row in rows} == {30}
-
-
 def test_a_beir_folder_keeps_its_test_set(tmp_path):
     """Training records that are linked with a test query are left out."""
     documents, queries, qrels = make_judged_claims(60)
