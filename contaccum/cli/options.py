@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from contaccum.defaults import DEFAULT_GUARD_LOSS, PRECISIONS
-from contaccum.errors import ConfigError, suggest_options, translate_arguments
+from contaccum.errors import ConfigError, closest
 from contaccum.files import has_credential, redact
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class Parser(argparse.ArgumentParser):
         if unknown_arguments:
             argument = unknown_arguments[0]
             option_name = argument.split("=")[0].lstrip("-")
-            suggestion = suggest_options(option_name, self._option_names())
+            suggestion = closest(option_name, self._option_names())
             positional_name = self._positional_names().get(option_name)
             if positional_name is not None:
                 suggestion = f": give {positional_name} without --{option_name}"
@@ -149,7 +149,7 @@ class Parser(argparse.ArgumentParser):
 
             # This call ends the process.
             argcomplete.autocomplete(self)
-        return self.parse_known_args(translate_arguments(argv, self._option_names()))
+        return self.parse_known_args(argv)
 
     def refuse_given(self, args: argparse.Namespace, names: Iterable[str], reason: str) -> None:
         """Raise `ConfigError` if one of some options has another value than its default.

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
-from contaccum.errors import ConfigError, translate_option_name
+from contaccum.errors import ConfigError
 from contaccum.training.arguments import BANK_METHODS, BANK_SETTINGS, ContAccumTrainingArguments
 from contaccum.training.config import parse, read_config_options
 from contaccum.training.options import DataArguments, ModelArguments
@@ -94,7 +94,7 @@ def _parse_tokens(tokens: Sequence[str]) -> dict[str, list[str]]:
         if token.startswith("--"):
             name, equals, value = token[2:].partition("=")
             values = [value] if equals else []
-            options[translate_option_name(name, _KEYS)] = values
+            options[name.replace("-", "_")] = values
         elif values is not None:
             values.append(token)
         else:

@@ -28,12 +28,7 @@ from contaccum.encoders.query_tower import add_query_adapter, untie
 from contaccum.encoders.saved_adapters import replace_saved_adapter
 from contaccum.encoders.settings import configure, set_max_lengths
 from contaccum.encoders.towers import is_tied
-from contaccum.errors import (
-    ConfigError,
-    suggest_options,
-    translate_arguments,
-    translate_option_name,
-)
+from contaccum.errors import ConfigError, closest
 from contaccum.evaluation.beir_sets import load_data as load_beir
 from contaccum.evaluation.evaluator import NanoBEIR, RetrievalEvaluator, sample
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
@@ -99,7 +94,7 @@ def parse(
     options: list[str] = []
     while command_line and not command_line[0].startswith("-"):
         options += read_config_options(command_line.pop(0), keys)
-    options += translate_arguments(command_line, keys)
+    options += command_line
     try:
         parsed = parser.parse_args_into_dataclasses(options, return_remaining_strings=True)
     except ConfigError:
@@ -111,7 +106,7 @@ def parse(
         raise ConfigError(f"unexpected {unknown[0]!r}: config files come before the first --key")
     if unknown:
         key = unknown[0].lstrip("-").split("=")[0]
-        raise ConfigError(f"unknown key {key!r} on the command line{suggest_options(key, keys)}")
+        raise ConfigError(f"unknown key {key!r} on the command line{closest(key, keys)}")
     _require_paths(model_args, data_args, args)
     model_args.model = os.path.expanduser(model_args.model)
     if model_args.guide:
@@ -164,9 +159,9 @@ def read_config_options(name: str, keys: Collection[str]) -> list[str]:
     content = _read_yaml(name)
     options: list[str] = []
     for name_in_file, value in content.items():
-        key = translate_option_name(str(name_in_file), keys)
+        key = str(name_in_file)
         if key not in keys:
-            raise ConfigError(f"unknown key {key!r} in {name}{suggest_options(key, keys)}")
+            raise ConfigError(f"unknown key {key!r} in {name}{closest(key, keys)}")
         if value is False and key.endswith("_strategy"):
             value = "no"  # YAML reads the unquoted word no as false
         if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Errors, help, `contaccum new`, option names of other tools, completion."""
+"""Errors, help, `contaccum new`, completion."""
 
 import os
 import subprocess
@@ -87,7 +87,7 @@ def test_new_adapts_the_config_to_data_and_model(tmp_path, monkeypatch):
         rows.append({"frage": f"why {n}", "positive": passage, "negative": f"no {n}"})
     write_lines(tmp_path / "long.jsonl", rows)
     argv = ["new", "b", "--data", "long.jsonl", "--data_columns", "query=frage"]
-    argv += ["--model_name_or_path", "./e5-base"]
+    argv += ["--model", "./e5-base"]
     assert main(argv) == 0
     assert "queries and passages differ" in Path("b/config.yaml").read_text()
     model, data, args = parse(["b/config.yaml"])
@@ -132,30 +132,6 @@ def test_new_accepts_a_set_with_settings(tmp_path, monkeypatch):
     assert data_args.sets["scored"]["data_format"] == "tevatron"
 
 
-def test_option_names_of_other_tools_are_translated_or_suggested(tmp_path, capsys):
-    """A name is translated if it can mean one option, and the options are listed if several."""
-    (tmp_path / "c.yaml").write_text(
-        "model_name_or_path: m\noutput: o\ndata: d\nnum-hard-negatives: 4\nepochs: 2\n"
-    )
-    model, data, args = parse([str(tmp_path / "c.yaml"), "--lr", "3e-4", "--bank-size=64"])
-    assert model.model == "m"
-    assert data.num_hard_negatives == 4
-    assert data.train_data == ["d"]
-    assert args.output_dir == "o"
-    assert args.num_train_epochs == 2
-    assert args.learning_rate == 3e-4
-    assert args.bank_size == 64
-    for command_line, message in (
-        ("train --batch_size 8", "'per_device_train_batch_size' or 'total_train_batch_size'"),
-        ("train --max-seq-length=64", "'query_max_length' or 'passage_max_length'"),
-        ("train --precision bfloat16", "'bf16' or 'fp16'"),
-        ("encode --model m --corpus none.tsv --output-dir o", "none.tsv: no such file"),
-        ("encode --corpus c --output o", "name a MODEL"),
-    ):
-        assert main(command_line.split()) == 2
-        assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("line", "completion"),
     [("contaccum fi", "fit"), ("contaccum train --lora_a", "--lora_alpha")],
@@ -183,6 +159,7 @@ def test_the_shell_completes_commands_and_options(line, completion, tmp_path):
         (["evaluate", "--data", "scifact", "model"], "write MODEL before options"),
         (["tune", "c.yaml", "--hub_token", "secret"], "an option contains a credential"),
         (["fit", "pairs.csv", "--hub_token", "secret"], "a credential among the settings"),
+        (["split", "pairs.csv", "out", "--seeds", "1"], "did you mean 'seed'"),
     ],
 )
 def test_arguments_that_cannot_work_are_named(arguments, message, capsys, tmp_path, monkeypatch):
