@@ -12,9 +12,9 @@ Three layouts of n texts occur:
 Equal texts have equal ids in every layout. A text may have images, audio or video beside its tokens
 or in place of them; they are called media here.
 
-The id of a text is a sum of hashes, one for each token with its position, and one for each row of
-its media tensors. Ids are stored in checkpoints with the bank, so the numbers of the hash must not
-change.
+The id of a text is a sum of hashes, one for each token with its position, and one for each of its
+media tensors, if they have a row for each text. Ids are stored in checkpoints with the bank, so the
+numbers of the hash must not change.
 """
 
 from __future__ import annotations
@@ -29,22 +29,9 @@ from torch import Tensor
 
 from contaccum.bank.logits import NO_ID
 
-# Random odd 64-bit numbers. A position is multiplied by one of them before it is hashed, so equal
-# positions on different axes of a tensor have different hashes.
-_AXIS_FACTORS = (
-    -4417276706812531889,
-    -7046029254386353131,
-    3202034522624059733,
-    4593380528125082431,
-    6364136223846793005,
-)
-_TOKEN_POSITION_FACTOR = _AXIS_FACTORS[0]
-_TOKEN_FACTOR = _AXIS_FACTORS[1]
-_VALUE_FACTOR = _AXIS_FACTORS[1]
-_MEDIA_POSITION_FACTOR = _AXIS_FACTORS[1]
-
-_VALUES_PER_CHUNK = 2**20
-"""Number of values of images, audio and video to hash at once; each takes about 40 bytes."""
+# Random odd 64-bit numbers: a token or value and its position must not have equal products.
+_POSITION_FACTOR = -4417276706812531889
+_TOKEN_FACTOR = -7046029254386353131
 
 _INT_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by their size in bytes."""
@@ -58,32 +45,24 @@ def content_ids(features: dict[str, Any]) -> Tensor | None:
 
     Args:
         features: the features of one column, in any layout of this module. Embeddings that a model
-            has added are ignored. Media tensors have a row for each text, (n, ...), or a row for
-            each image or patch, with ``num_images_per_sample``, ``image_grid_thw`` and the like.
+            has added are ignored.
 
     Returns:
-        The hashes, or None if the features do not show which content belongs to which text.
+        The hashes, or None if the features do not show which content belongs to which text. This is
+        so for media tensors with a row for each image or patch.
     """
     num_texts = count_texts(features)
     has_tokens = features.get("input_ids") is not None
     media = _select_media(features)
-    if num_texts is None or not (has_tokens or media):
+    has_row_per_text = all(len(values) == num_texts for values in media)
+    if num_texts is None or not has_row_per_text or not (has_tokens or media):
         return None
     if has_tokens:
         hashes = _hash_tokens(features)
     else:
-        device = next(iter(media.values())).device
-        hashes = torch.zeros(num_texts, dtype=torch.int64, device=device)
-    for key, values in media.items():
-        text_of_row = _get_text_of_each_row(features, key, num_texts)
-        if text_of_row is None:
-            return None
-        # `text_of_row` ascends, so a search for a row's text returns the first row of that text.
-        first_row_of_text = torch.searchsorted(text_of_row, text_of_row)
-        rows = torch.arange(len(values), device=text_of_row.device)
-        positions_in_text = rows - first_row_of_text
-        row_hashes = mix_bits(_hash_values(values) + positions_in_text * _MEDIA_POSITION_FACTOR)
-        hashes = mix_bits(hashes).index_add(0, text_of_row, row_hashes)
+        hashes = torch.zeros(num_texts, dtype=torch.int64, device=media[0].device)
+    for values in media:
+        hashes = mix_bits(hashes) + _hash_rows(values)
     return mix_bits(hashes)
 
 
@@ -194,17 +173,17 @@ def _select_first_texts(features: dict[str, Any], num_texts: int) -> dict[str, A
     return selected
 
 
-def _select_media(features: dict[str, Any]) -> dict[str, Tensor]:
+def _select_media(features: dict[str, Any]) -> list[Tensor]:
     """Return the media tensors: the floating-point features of two or more dimensions.
 
     Embeddings are left out, because they are outputs that a model has added.
     """
-    media = {}
+    media = []
     for key, value in features.items():
         if key == "sentence_embedding" or key.endswith("_embeddings"):
             continue
         if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1:
-            media[key] = value
+            media.append(value)
     return media
 
 
@@ -221,12 +200,12 @@ def _hash_tokens(features: dict[str, Any]) -> Tensor:
             attention_mask = torch.ones_like(tokens)
         mask = attention_mask.long()
         positions = mask.cumsum(1)
-        hashes = mix_bits(tokens * _TOKEN_FACTOR + positions * _TOKEN_POSITION_FACTOR)
+        hashes = mix_bits(tokens * _TOKEN_FACTOR + positions * _POSITION_FACTOR)
         return (hashes * mask).sum(1)
     indices = torch.arange(tokens.numel(), device=tokens.device)
     text_of_token = torch.searchsorted(starts, indices, right=True) - 1
     positions = indices - starts[text_of_token] + 1
-    hashes = mix_bits(tokens.flatten() * _TOKEN_FACTOR + positions * _TOKEN_POSITION_FACTOR)
+    hashes = mix_bits(tokens.flatten() * _TOKEN_FACTOR + positions * _POSITION_FACTOR)
     return hashes.new_zeros(len(starts)).index_add(0, text_of_token, hashes)
 
 
@@ -250,61 +229,10 @@ def _get_text_starts(features: dict[str, Any]) -> Tensor | None:
     return None
 
 
-def _get_text_of_each_row(features: dict[str, Any], key: str, num_texts: int) -> Tensor | None:
-    """Return the index of the text that each row of ``features[key]`` belongs to.
-
-    A row is that of a text, of an image (or video), or of a patch of an image. Start with one row
-    per text. While the tensor has another number of rows, repeat each text by its number of images,
-    then each image by its number of patches.
-
-    Args:
-        key: key of a media tensor.
-
-    Returns:
-        Ascending indices, int64, or None if no level has the right number of rows.
-    """
-    num_rows = len(features[key])
-    text_of_row = torch.arange(num_texts, device=features[key].device)
-    medium = "video" if "video" in key else "image"
-    images_per_text = features.get(f"num_{medium}s_per_sample")
-    patches_per_image = None
-    grid = features.get(f"{medium}_grid_thw")
-    if grid is not None:
-        patches_per_image = grid.prod(1)
-    for counts in (images_per_text, patches_per_image):
-        if len(text_of_row) == num_rows:
-            break
-        if counts is not None and len(counts) == len(text_of_row):
-            text_of_row = text_of_row.repeat_interleave(counts.to(text_of_row.device))
-    if len(text_of_row) != num_rows:
-        return None
-    return text_of_row
-
-
-def _hash_values(values: Tensor) -> Tensor:
-    """Hash each row of a tensor (rows, ...): the sum of hashes of its values with their positions.
-
-    Zeros add nothing to the hash, so padding with zeros does not change it.
-
-    Returns:
-        int64 (rows,).
-    """
-    shape = values.shape[1:]
-    # The hash of a value's position in its row: the sum of a hash of its index on each axis.
-    position_hashes = torch.zeros((), dtype=torch.int64, device=values.device)
-    for axis, size in enumerate(shape):
-        factor = _AXIS_FACTORS[axis % len(_AXIS_FACTORS)]
-        indices = torch.arange(1, size + 1, device=values.device) * factor
-        num_later_axes = len(shape) - axis - 1
-        broadcast_shape = (-1, *[1] * num_later_axes)
-        position_hashes = position_hashes + mix_bits(indices).view(broadcast_shape)
-    int_type = _INT_TYPES[values.element_size()]
-    values_per_row = max(shape.numel(), 1)
-    rows_per_chunk = max(1, _VALUES_PER_CHUNK // values_per_row)
-    hashes = []
-    for chunk in values.detach().split(rows_per_chunk):
-        without_negative_zeros = chunk + 0.0  # -0.0 equals 0.0, but has other bits
-        bits = without_negative_zeros.contiguous().view(int_type).long()
-        value_hashes = torch.where(bits == 0, 0, mix_bits(bits * _VALUE_FACTOR + position_hashes))
-        hashes.append(value_hashes.flatten(1).sum(1))
-    return torch.cat(hashes)
+def _hash_rows(values: Tensor) -> Tensor:
+    """Hash the bytes of each row of a tensor (rows, ...), int64 (rows,)."""
+    bits = values.detach().flatten(1).view(_INT_TYPES[values.element_size()])
+    positions = torch.arange(bits.shape[1], device=values.device) * _POSITION_FACTOR
+    # The hashes of a row take several times its memory, so only one row is hashed at a time.
+    hashes = [mix_bits(row.long() * _TOKEN_FACTOR + positions).sum() for row in bits]
+    return torch.stack(hashes)
