@@ -298,7 +298,7 @@ def _find_weaknesses(key: str, group: Mapping[str, Any]) -> Iterator[tuple[str, 
             "beyond it may be better; try it with --tune, or raise --tune_most"
         )
         yield text, f"chosen {chosen}, {len(group['scores'])} values tried"
-    worst = group.get("worst")  # reports of earlier versions have no such key
+    worst = group["worst"]
     if worst is not None and worst["low"] <= 0.0:
         text = (
             f"{entry}: on the dev data the best {key} is not significantly better than the one "

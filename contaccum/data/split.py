@@ -116,10 +116,9 @@ class Split:
         settings: the `SplitSettings`.
         fingerprint: sha256, in hex, of all records and of the settings. It does not cover the
             documents of a given corpus or of a test set that came with the data.
-        available: number of queries in groups that are small enough to be held out; 0 in a folder
-            of an earlier version, which did not count them.
+        available: number of queries in groups that are small enough to be held out.
         positives_added: number of positives of dev and test that the given corpus lacks and that
-            were added to the haystacks; 0 in a folder of an earlier version.
+            were added to the haystacks.
         has_own_test: whether the data came with a test set.
     """
 
@@ -136,9 +135,9 @@ class Split:
     negatives_left_out: int
     settings: dict[str, Any]
     fingerprint: str
-    available: int = 0
-    positives_added: int = 0
-    has_own_test: bool = False
+    available: int
+    positives_added: int
+    has_own_test: bool
 
     def summary(self) -> str:
         """Return one line: the numbers of queries, near-duplicates, and positives added."""
@@ -300,9 +299,9 @@ def read_split(folder: AnyPath) -> Split:
     file = Path(folder) / SPLIT_RECORD
     content = read_json(file)
     try:
-        return Split(**{f.name: content[f.name] for f in fields(Split) if f.name in content})
-    except TypeError as error:  # a count without a default is missing
-        raise DataError(f"{file}: {error}; split the data again") from error
+        return Split(**{count.name: content[count.name] for count in fields(Split)})
+    except KeyError as error:
+        raise DataError(f"{file}: {error} is missing; split the data again") from error
 
 
 def choose_sides(

@@ -126,7 +126,7 @@ def _make_run_tag(result: EvaluationResult) -> str:
 
 
 def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a record that `write_result` wrote, in this version or an earlier one.
+    """Read a record that `write_result` wrote.
 
     Raises:
         DataError: the file is missing, or is not a record of a result.

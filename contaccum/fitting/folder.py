@@ -122,7 +122,7 @@ class FitFolder:
             return
         # The earlier call ended before it encoded anything. If its data, model or settings were
         # refused, it can be repeated with corrected ones.
-        if record.get("request") != request and self.data.is_dir():
+        if record["request"] != request and self.data.is_dir():
             shutil.rmtree(self.data)
         write_json(self.record_file, {"request": request})
 
@@ -144,7 +144,7 @@ class FitFolder:
                 f"{self.path}: this folder has a finished fit ({record['verdict']['line']}); "
                 "name another output folder, or remove this one"
             )
-        earlier_request = record.get("request", {})
+        earlier_request = record["request"]
         changed_key = _find_changed_key(request, earlier_request)
         if changed_key is None:
             return

@@ -79,7 +79,7 @@ def find_defect_for_run(folder: Path, run_id: str | None) -> str | None:
     The result is None if the checkpoint is complete and belongs to this run.
     """
     defect = find_defect(folder)
-    if defect is None and read_marker(folder).get("run_id") != run_id:
+    if defect is None and read_marker(folder)["run_id"] != run_id:
         return "it belongs to another run"
     return defect
 
@@ -213,7 +213,7 @@ def remove_replaced(args: ContAccumTrainingArguments, run_id: str | None, update
                 marker = read_marker(path)
             except DataError:  # an incomplete checkpoint is never loaded
                 continue
-            if marker.get("run_id") != run_id or marker["update"] <= update:
+            if marker["run_id"] != run_id or marker["update"] <= update:
                 continue
             logger.warning(
                 f"removed {path}: the run continues after update {update} and trains the later "

@@ -103,7 +103,7 @@ def mark_finished(folder: str | os.PathLike[str], run_id: str | None) -> None:
     A ``run.json`` that describes another run is not changed.
     """
     record = read_run_record(folder)
-    if record and record.get("run_id") == run_id:
+    if record and record["run_id"] == run_id:
         write_json(Path(folder) / RUN_RECORD, record | {"finished": True})
 
 

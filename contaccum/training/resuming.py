@@ -81,7 +81,7 @@ class ResumePoint:
     @property
     def run_id(self) -> str | None:
         """The id of the run that wrote the checkpoint."""
-        return self.marker.get("run_id")
+        return self.marker["run_id"]
 
     def require_same_settings(self, settings: Mapping[str, Any]) -> None:
         """Raise `UserError` if a run with these settings cannot resume from the checkpoint.
@@ -134,7 +134,7 @@ class ResumePoint:
         record = read_run_record(output_dir)
         is_same_run = record.get("run_id") == self.run_id
         has_same_length = is_same_run and _has_same_length(record, user_arguments)
-        is_finished = self.is_newest and has_same_length and bool(record.get("finished"))
+        is_finished = self.is_newest and has_same_length and record["finished"]
         explanation = self._explain_end(args)
         # ``num_train_epochs`` may be a fraction, so a run may end in the middle of an epoch.
         # (``state.max_steps`` may be that of an earlier, shorter start.)
@@ -197,11 +197,8 @@ def _has_same_length(record: Mapping[str, Any], user_arguments: Mapping[str, Any
         record: the content of ``run.json``.
         user_arguments: the arguments of the present start as the user wrote them.
     """
-    recorded_arguments = record.get("arguments")
-    if recorded_arguments is None:
-        return False
     for name in _LENGTH_SETTINGS:
-        if recorded_arguments.get(name) != user_arguments.get(name):
+        if record["arguments"].get(name) != user_arguments.get(name):
             return False
     return True
 
@@ -310,12 +307,11 @@ def _would_overwrite(
         # "auto" would start a new run here. That is allowed if the latest run has not finished: it
         # was killed before its first checkpoint. If there is a model nevertheless, it is from an
         # older run, which the user has already allowed the latest run to overwrite.
-        # A folder without a record is treated as that of a finished run.
-        return has_model and record.get("finished", True)
+        return has_model and record["finished"]
     if find_defect(Path(request)) is not None:
         return False  # `choose_checkpoint` refuses this checkpoint
     # A run keeps its id when it resumes, so a checkpoint of another run would replace this one.
-    return bool(record) and record.get("run_id") != read_marker(Path(request)).get("run_id")
+    return bool(record) and record["run_id"] != read_marker(Path(request))["run_id"]
 
 
 def choose_checkpoint(

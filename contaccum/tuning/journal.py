@@ -80,7 +80,7 @@ def _to_finished_trial(trial: FrozenTrial) -> FinishedTrial:
         settings=attributes["settings"],
         score=trial.value if trial.state == TrialState.COMPLETE else None,
         query_scores=attributes.get("query_scores", {}),
-        seconds=attributes.get("seconds", 0.0),
+        seconds=attributes["seconds"],
         updates=attributes.get("updates", 0),
         note=attributes.get("note", ""),
         rung=attributes.get("rung"),

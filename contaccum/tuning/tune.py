@@ -207,13 +207,12 @@ def _list_changes(earlier_request: dict[str, Any], request: dict[str, Any]) -> l
     """Return the names of what differs between two requests; options by their keys."""
     changed = []
     for name, value in request.items():
-        # A request of an earlier version may lack an entry.
-        if name != "options" and earlier_request.get(name, value) != value:
+        if name != "options" and earlier_request.get(name) != value:
             changed.append(name)
     options = dict(request["options"])
-    earlier_options = dict(earlier_request.get("options", {}))
+    earlier_options = dict(earlier_request["options"])
     # An option may have the same value in both, and be fixed in only one of them.
-    differing_keys = set(options.pop("fixed")) ^ set(earlier_options.pop("fixed", ()))
+    differing_keys = set(options.pop("fixed")) ^ set(earlier_options.pop("fixed"))
     for key in {*options, *earlier_options}:
         if options.get(key) != earlier_options.get(key):
             differing_keys.add(key)
