@@ -26,7 +26,7 @@ from typing import Any
 from uuid import uuid4
 
 from contaccum import __version__
-from contaccum.errors import DataError, UserError
+from contaccum.errors import ConfigError, DataError, UserError
 
 AnyPath = str | os.PathLike[str]
 """A path as users may give it."""
@@ -394,15 +394,19 @@ def redact(content: Any) -> Any:
 
     Args:
         content: a text, or a structure of dicts, lists and tuples. All texts in it are redacted,
-            keys included.
+            keys included. Other values, and the markup of a page, are returned as they are.
     """
     return _redact(content, _find_credentials())
 
 
-def has_credential(options: Mapping[str, Any]) -> bool:
-    """Return whether an option is a token, or contains what `redact` removes."""
+def refuse_credentials(options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if an option is a token, or contains what `redact` removes."""
     has_token_option = any(key.endswith("_token") for key in options)
-    return has_token_option or redact(dict(options)) != dict(options)
+    if has_token_option or redact(dict(options)) != dict(options):
+        raise ConfigError(
+            "an option contains a credential, and options are written to files: put it into the "
+            "environment"
+        )
 
 
 def _find_credentials() -> list[tuple[str, str]]:
@@ -433,7 +437,7 @@ def _redact(content: Any, credentials: list[tuple[str, str]]) -> Any:
         return redacted
     if isinstance(content, (list, tuple)):
         return type(content)(_redact(item, credentials) for item in content)
-    if not isinstance(content, str):
+    if not isinstance(content, str) or hasattr(content, "__html__"):  # Jinja's Markup is a str
         return content
     for name, value in credentials:
         content = content.replace(value, f"<{name}>")

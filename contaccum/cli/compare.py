@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 from contaccum.cli.options import (
     Parser,
     parse_positive_int,
-    refuse_credentials,
     split_config_files,
 )
 from contaccum.defaults import PRECISIONS
-from contaccum.files import provenance, redact, write_json, write_text
+from contaccum.files import provenance, redact, refuse_credentials, write_json, write_text
 
 if TYPE_CHECKING:
     from contaccum.comparison.plan import Plan
@@ -46,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
     from contaccum.comparison.summary import build_report
 
     options = read_options(config_files, training_arguments)
-    refuse_credentials(argv, options)
+    refuse_credentials(options)
     plan = make_plan(options, args.methods, args.variant, args.grid, args.seeds, args.baseline)
     evaluation = _get_evaluation_options(args)
     evaluation_sets = describe_evaluation_sets(evaluation)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from contaccum.defaults import DEFAULT_GUARD_LOSS, PRECISIONS
 from contaccum.errors import ConfigError, closest
-from contaccum.files import has_credential, redact
 
 if TYPE_CHECKING:
     from contaccum.encoders.dual_encoder import DualEncoder
@@ -174,20 +173,6 @@ class Parser(argparse.ArgumentParser):
     def _option_names(self) -> list[str]:
         # argparse has no public list of its options. Positional arguments have no option strings.
         return [action.dest for action in self._actions if action.option_strings]
-
-
-def refuse_credentials(argv: Sequence[str], options: Mapping[str, Sequence[str]]) -> None:
-    """Raise `ConfigError` for a credential among the options, which are written to files.
-
-    Args:
-        argv: the command line.
-        options: {key of `contaccum train`: values}, from the command line and from configs.
-    """
-    if has_credential(options) or redact(list(argv)) != list(argv):
-        raise ConfigError(
-            "an option contains a credential, and options are written to files: "
-            "put it into the environment"
-        )
 
 
 def split_config_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:

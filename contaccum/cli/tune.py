@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from contaccum.cli.options import Parser, refuse_credentials, split_config_files
+from contaccum.cli.options import Parser, split_config_files
+from contaccum.files import refuse_credentials
 from contaccum.folder_lock import lock_folder
 
 
@@ -31,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
     config_options = all_options(config_files, [])
     fixed_options = all_options([], training_arguments)
     options = {**config_options, **fixed_options}
-    refuse_credentials(argv, options)
+    refuse_credentials(options)
     seconds = parse_duration(args.budget)
     is_first_process = os.environ.get("RANK", "0") == "0"
     with lock_folder(args.output, "contaccum tune") if is_first_process else nullcontext():

@@ -13,7 +13,7 @@ from contaccum.data.split import TRAIN_FILE
 from contaccum.distributed import RANK_TIMEOUT
 from contaccum.encoders.loading import is_sentence_transformer
 from contaccum.errors import ConfigError
-from contaccum.files import has_credential
+from contaccum.files import refuse_credentials
 from contaccum.fitting.folder import FitFolder
 from contaccum.training import config
 from contaccum.training.arguments import ContAccumTrainingArguments
@@ -75,11 +75,7 @@ def check_settings(data: Path, model: str, settings: Options) -> ContAccumTraini
         raise ConfigError(f"{key} is set by contaccum fit itself: drop it")
     for key in sorted(NOT_IN_FIT & settings.keys()):
         raise ConfigError(f"{key} cannot be used with contaccum fit: drop it")
-    if has_credential(settings):
-        raise ConfigError(
-            "a credential among the settings, which are written to files: put it into the "
-            "environment"
-        )
+    refuse_credentials(settings)
     options = {
         "model": [model],
         "train_data": [str(data)],

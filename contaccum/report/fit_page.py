@@ -17,8 +17,8 @@ import yaml
 
 from contaccum import __version__
 from contaccum.comparison.summary import template
-from contaccum.files import read_json
-from contaccum.report.page import STYLE_FILE, make_svg_renderer, redact_text
+from contaccum.files import read_json, redact
+from contaccum.report.page import STYLE_FILE, make_svg_renderer
 from contaccum.report.panels import EVAL_METRIC, Panel, log_panels
 from contaccum.report.sources import read_whole_lines
 from contaccum.training.log import EVAL_LOG, TRAIN_LOG
@@ -42,7 +42,7 @@ def build_fit_page(folder: Path) -> str:
     record = read_json(folder / "fit.json")
     settings = record["choice"]["settings"]
     changes = record["changes"]
-    page = template(_TEMPLATE, autoescape=True, finalize=redact_text)
+    page = template(_TEMPLATE, autoescape=True, finalize=redact)
     return page.render(
         record=record,
         verdict=record["verdict"],

@@ -69,7 +69,7 @@ def build_page(paths: Sequence[Path], metric: str | None = None) -> str:
         panels = comparison_panels(comparison)
         comparison_parts.append((comparison, _collect_warnings(comparison.logs), panels))
     created_at = datetime.now(UTC)
-    page = template(_FOLDER / "page.html.j2", autoescape=True, finalize=redact_text)
+    page = template(_FOLDER / "page.html.j2", autoescape=True, finalize=redact)
     return page.render(
         title=title,
         training=_summarize_training(runs),
@@ -85,16 +85,6 @@ def build_page(paths: Sequence[Path], metric: str | None = None) -> str:
         max_changes=_MAX_CHANGES,
         created=f"contaccum {__version__}, {created_at:%Y-%m-%d %H:%M} UTC",
     )
-
-
-def redact_text(value: Any) -> Any:
-    """Replace credentials in a plain text; return other values and markup unchanged.
-
-    Jinja calls this function before it escapes the text. Markup is a subclass of `str`.
-    """
-    if type(value) is str:
-        return redact(value)
-    return value
 
 
 def make_svg_renderer() -> Callable[[Panel], str]:

@@ -158,7 +158,7 @@ def test_the_shell_completes_commands_and_options(line, completion, tmp_path):
         (["split", "pairs.jsonl", "--output", "out"], "'--output': give DIR without --output"),
         (["evaluate", "--data", "scifact", "model"], "write MODEL before options"),
         (["tune", "c.yaml", "--hub_token", "secret"], "an option contains a credential"),
-        (["fit", "pairs.csv", "--hub_token", "secret"], "a credential among the settings"),
+        (["fit", "pairs.csv", "--hub_token", "secret"], "an option contains a credential"),
         (["split", "pairs.csv", "out", "--seeds", "1"], "did you mean 'seed'"),
     ],
 )
