@@ -139,19 +139,26 @@ def load_training_data(
     cached = cache_records(source, report)
     num_positives = _list_lengths(cached.records, "positives")
     num_negatives = _list_lengths(cached.records, "negatives")
-    if num_hard_negatives and not may_lack_negatives:
-        _refuse_missing_negatives(path, num_hard_negatives, num_negatives)
+    if num_hard_negatives and not may_lack_negatives and not num_negatives.any():
+        message = (
+            f"{path}: num_hard_negatives={num_hard_negatives}, but no record has a negative "
+            "(mine some)"
+        )
+        raise DataError(one_line(message))
     if teacher_scores:
         _refuse_fillers_without_score(path, selection, num_negatives)
     used_records = _select_records(path, selection, num_negatives, report)
+    negative_columns = [f"negative_{number}" for number in range(1, num_hard_negatives + 1)]
     transform = EpochSampling(
         cached.records,
-        _name_columns(num_hard_negatives),
+        ["query", "positive", *negative_columns],
         selection,
         selection.assign_rows(used_records, num_positives),
         collect_known_positives(cached.pairs),
     )
     transform.has_teacher_scores = teacher_scores
+    # The scores in published files of DPR are BM25 scores, not those of a teacher.
+    may_distill = cached.has_scores and source.data_format != "dpr"
     return TrainingData(
         sampling.make_sampled_dataset(transform),
         str(path),
@@ -160,31 +167,8 @@ def load_training_data(
         _compute_fingerprint(cached, selection, num_positives, num_negatives, teacher_scores),
         transform,
         cached.pairs,
-        unused_scores=_may_distill(cached, source.data_format) and not teacher_scores,
+        unused_scores=may_distill and not teacher_scores,
     )
-
-
-def _may_distill(cached: CachedRecords, data_format: DataFormat) -> bool:
-    # The scores in published files of DPR are BM25 scores, not those of a teacher.
-    return cached.has_scores and data_format != "dpr"
-
-
-def _name_columns(num_hard_negatives: int) -> list[str]:
-    """Return the columns of a row of training data."""
-    negative_columns = [f"negative_{number}" for number in range(1, num_hard_negatives + 1)]
-    return ["query", "positive", *negative_columns]
-
-
-def _refuse_missing_negatives(
-    path: AnyPath, num_hard_negatives: int, num_negatives: np.ndarray
-) -> None:
-    """Raise `DataError` if hard negatives are needed and no record has one."""
-    if not num_negatives.any():
-        message = (
-            f"{path}: num_hard_negatives={num_hard_negatives}, but no record has a negative "
-            "(mine some)"
-        )
-        raise DataError(one_line(message))
 
 
 def _select_records(

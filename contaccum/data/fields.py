@@ -140,13 +140,6 @@ class _ScoredText(NamedTuple):
     score: Any
 
 
-class _ChosenFields(NamedTuple):
-    """Names of the fields that hold the query and the positives in all records of a file."""
-
-    query: str
-    positive: str
-
-
 def check_min_score(min_score: float | None) -> None:
     """Raise `ConfigError` for a ``min_score`` that is not finite; None is accepted."""
     if min_score is not None and not math.isfinite(min_score):
@@ -179,7 +172,7 @@ class RecordParser:
         self._needs_scores = needs_scores
         self._has_negatives_column = "negatives" in columns
         self.unseen_columns = set(columns.values())
-        self._chosen: _ChosenFields | None = None
+        self._chosen: tuple[str, str] | None = None  # names of the query's and positive's fields
         # A column that `columns` gives a role is not used for another role, even if its name is a
         # usual name there.
         assigned_names = set(columns.values())
@@ -198,16 +191,17 @@ class RecordParser:
         """
         if self.unseen_columns:
             self.unseen_columns.difference_update(record)
-        chosen = self._chosen or _ChosenFields(
-            self._choose_field("query", record), self._choose_field("positive", record)
+        chosen = self._chosen or (
+            self._choose_field("query", record),
+            self._choose_field("positive", record),
         )
-        query = parse_text(record.get(chosen.query), chosen.query)
+        query_field, positive_field = chosen
+        query = parse_text(record.get(query_field), query_field)
         if not self._is_match(record, chosen):
             return None
         # There is no name if `columns` gives the column "title" another role.
         title_names = self._names["title"]
         title = parse_title(record, title_names[0]) if title_names else ""
-        positive_field = chosen.positive
         positives = _parse_passages(record.get(positive_field), positive_field, title)
         if not positives:
             raise Fault(f"empty {positive_field}")
@@ -236,7 +230,7 @@ class RecordParser:
             return present_names[0]
         raise _make_missing_field_fault(role, record)
 
-    def _is_match(self, record: Mapping[str, Any], chosen: _ChosenFields) -> bool:
+    def _is_match(self, record: Mapping[str, Any], chosen: tuple[str, str]) -> bool:
         """Return False for a pair whose score is below `min_score`.
 
         Raises:
