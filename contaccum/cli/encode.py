@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
 
     # Input and output are checked before a model is loaded.
     require_texts(args.corpus, args.kind, args.on_bad_record)
-    check_folder(args.output, args.overwrite)
+    check_folder(args.output)
     state = _start_ranks(args)
     rank = state.process_index
     num_ranks = state.num_processes

@@ -284,7 +284,7 @@ class StoreWriter:
         overwrite: bool = False,
     ) -> None:
         self.folder = Path(folder).expanduser()
-        metadata = check_folder(folder, overwrite)
+        metadata = check_folder(folder)
         if metadata is not None and overwrite:
             _remove_store(self.folder)
             metadata = None
@@ -426,12 +426,11 @@ class StoreWriter:
         return DataError(f"{self.folder}: holds embeddings of another corpus ({_REPLACE_REMEDY})")
 
 
-def check_folder(folder: files.AnyPath, overwrite: bool = False) -> dict[str, Any] | None:
+def check_folder(folder: files.AnyPath) -> dict[str, Any] | None:
     """Check that a store can be written to a folder. Nothing is written.
 
     Args:
         folder: path of the folder.
-        overwrite: True if a store that is there will be removed, whatever its version.
 
     Returns:
         The content of store.json of a store that is there; None for a new or empty folder.
@@ -442,7 +441,7 @@ def check_folder(folder: files.AnyPath, overwrite: bool = False) -> dict[str, An
     """
     folder = Path(folder).expanduser()
     if (folder / STORE_FILE).exists():
-        return _read_metadata(folder, any_version=overwrite)
+        return _read_metadata(folder)
     # Hidden files do not count: a process that was killed before it wrote store.json leaves some.
     if folder.is_file() or any(folder.glob("[!.]*")):
         raise UserError(f"{folder}: exists and is not a store of embeddings (name a new folder)")
@@ -454,19 +453,18 @@ def get_shard_name(shard_number: int) -> str:
     return f"shard-{shard_number:05d}"
 
 
-def _read_metadata(folder: Path, any_version: bool = False) -> dict[str, Any]:
-    """Return the content of store.json; with ``any_version``, also of another version.
+def _read_metadata(folder: Path) -> dict[str, Any]:
+    """Return the content of store.json.
 
     Raises:
         DataError: the file is broken, is not of a store, or is of another version of the format.
     """
     metadata: dict[str, Any] = files.read_json(folder / STORE_FILE)
     stored_format = {key: metadata.get(key) for key in FORMAT}
-    is_store = stored_format["format"] == FORMAT["format"]
-    if stored_format != FORMAT and not (any_version and is_store):
+    if stored_format != FORMAT:
         raise DataError(
-            f"{folder}/{STORE_FILE}: has {stored_format}, expected {FORMAT} (encode the corpus "
-            "again with this version of contaccum and --overwrite)"
+            f"{folder}/{STORE_FILE}: has {stored_format}, expected {FORMAT} (remove the folder, "
+            "and encode the corpus again)"
         )
     return metadata
 

@@ -137,7 +137,7 @@ def damage_store(folder: Path, damage: str) -> None:
         )
     elif damage == "ids of another shard":
         shutil.copy(folder / "shard-00002" / "ids.arrow", shard)
-    elif damage == "older version":
+    elif damage == "another version":
         change_metadata(folder, version=1)
     elif damage == "unfinished":
         change_metadata(folder, finished=False)
@@ -157,7 +157,7 @@ def change_metadata(folder: Path, **changes: Any) -> None:
         "no ids",
         "ids outside of the file",
         "ids of another shard",
-        "older version",
+        "another version",
         "unfinished",
     ],
 )
@@ -229,10 +229,6 @@ def test_a_store_of_another_identity_is_refused_and_left_alone(tmp_path, changes
 
 def test_overwrite_removes_the_old_store(tmp_path):
     folder = write_store(tmp_path / "s")
-    old_format = json.loads((folder / "store.json").read_text()) | {"version": 0}
-    (folder / "store.json").write_text(json.dumps(old_format))
-    with pytest.raises(DataError, match="--overwrite"):
-        open_writer(folder)
     open_writer(folder, overwrite=True, dtype="float16")
     assert [path.name for path in folder.iterdir()] == ["store.json"]
 
