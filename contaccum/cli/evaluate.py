@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
         open_beir_sets,
         score_sets,
     )
-    from contaccum.evaluation import metrics, results, tables
+    from contaccum.evaluation import metrics, tables
 
     shown_metrics = metrics.check_metrics(args.metrics, args.k_values)
     main_metric = shown_metrics[0]
@@ -64,8 +62,7 @@ def run(argv: Sequence[str]) -> int:
     for path, earlier in earlier_scores.items():
         comparisons.append(tables.compare(path, main_metric, scores, earlier))
     rows = tables.table_rows(data_sets.sets, records)
-    metrics_table = tables.sets_table(rows, shown_metrics)
-    sections = [metrics_table]
+    sections = [tables.sets_table(rows, shown_metrics)]
     for label, record in zip(labels, records, strict=True):
         if record.get("endpoint"):
             sections.append(tables.endpoint_tables(label, record["endpoint"]))
@@ -80,9 +77,6 @@ def run(argv: Sequence[str]) -> int:
     title = f"# Evaluation of {args.model or args.run}"
     write_text(args.output.with_suffix(".md"), f"{title}\n\n{text}\n")
     print(text)
-    if args.update_card:
-        section = _write_card_section(metrics_table, argv)
-        results.update_card(_get_model_card(args), rows, shown_metrics, section)
     print(f"written: {args.output}, with runs and tables beside it")
     return 0
 
@@ -92,15 +86,6 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = _make_parser()
     args = parse_scoring_arguments(parser, argv, Path("results.json"), DEFAULT_K_VALUES)
     _check_endpoint_options(args)
-    if args.update_card and not (args.model and _get_model_card(args).is_file()):
-        raise ConfigError(
-            f"--update_card: {args.model or args.run} is not a folder with a model card, "
-            "README.md: name such a folder as MODEL, or leave --update_card out"
-        )
-    if args.update_card:
-        from contaccum.evaluation import results
-
-        results.read_card(_get_model_card(args))  # a broken card is refused before the evaluation
     return args
 
 
@@ -118,11 +103,6 @@ def _check_endpoint_options(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--endpoint needs a MODEL, whose prompts and similarity are used: name a MODEL instead "
             "of a --run"
-        )
-    if args.update_card:
-        raise ConfigError(
-            "--update_card cannot be combined with --endpoint, because the model card holds the "
-            "model's own scores: leave one of them out"
         )
 
 
@@ -159,7 +139,7 @@ def _make_parser() -> Parser:
 
 
 def _add_table_options(parser: Parser) -> None:
-    """Add the options of the tables, of comparisons and of the model card."""
+    """Add the options of the tables and of comparisons."""
     parser.add_argument(
         "--metrics",
         nargs="+",
@@ -173,11 +153,6 @@ def _add_table_options(parser: Parser) -> None:
         default=[],
         metavar="EARLIER.json",
         help="compare with these earlier results by the first of --metrics",
-    )
-    parser.add_argument(
-        "--update_card",
-        action="store_true",
-        help="write the metrics into the model card, README.md, in the folder MODEL",
     )
 
 
@@ -205,11 +180,6 @@ def _add_endpoint_options(parser: Parser) -> None:
         metavar="JSON",
         help="further fields of each request, such as '{\"truncate_prompt_tokens\": -1}'",
     )
-
-
-def _get_model_card(args: argparse.Namespace) -> Path:
-    """Return the path of the model card, which exists only if MODEL is a folder."""
-    return Path(args.model or "").expanduser() / "README.md"
 
 
 def _read_earlier_scores(
@@ -262,16 +232,3 @@ def _summarize(
         "sets": rows,
         "mean": tables.mean_metrics(rows),
     }
-
-
-def _write_card_section(metrics_table: str, argv: Sequence[str]) -> str:
-    """Return the section of the model card with the table and the command."""
-    # Absolute paths would publish the layout of this machine.
-    words = []
-    for word in argv:
-        option, equals_sign, value = word.rpartition("=")  # --data=/home/me/scifact
-        if os.path.isabs(value):
-            value = Path(value).name
-        words.append(f"{option}{equals_sign}{value}")
-    command = shlex.join(["contaccum", "evaluate", *words])
-    return f"## Retrieval\n\n{metrics_table}\n\nBy `{command}`."

@@ -9,31 +9,25 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from urllib.parse import quote, unquote
-
-import yaml
 
 from contaccum.data.records import (
     Fault,
     RecordReport,
-    one_line,
     parse_number,
     parse_rows,
     quoted,
     read_lines,
     split_cells,
 )
-from contaccum.errors import ConfigError, DataError
+from contaccum.errors import DataError
 from contaccum.evaluation.metrics import sort_as_trec_eval
 from contaccum.files import provenance, read_json, redact, require_writable, write_text
-
-if TYPE_CHECKING:
-    from huggingface_hub import EvalResult
 
 Run = dict[str, dict[str, float]]
 """{query id: {document id: score}}"""
@@ -43,10 +37,6 @@ JsonObject = dict[str, Any]
 
 # Prefix of an id that is percent-encoded, because a line of a TREC run could not hold it unchanged.
 _ENCODED = "percent-encoded:"
-# Comments around the section of a model card that `update_card` writes and replaces.
-_SECTION_START = "<!-- contaccum evaluate -->"
-_SECTION_END = "<!-- until here -->"
-_SECTION = re.compile(rf"\n*{_SECTION_START}.*?{_SECTION_END}\n", flags=re.DOTALL)
 
 
 def _format_current_time() -> str:
@@ -158,68 +148,6 @@ def result_files(path: Path) -> list[Path]:
             # Only the name is used, so that a table cannot point to files elsewhere.
             records.append(path.parent / Path(part["file"]).name)
     return records
-
-
-def read_card(path: Path) -> Any:
-    """Read a model card; return it as a `ModelCard` of huggingface_hub.
-
-    Raises:
-        ConfigError: its metadata are not YAML.
-    """
-    from huggingface_hub import ModelCard
-
-    try:
-        return ModelCard.load(path)
-    except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(
-            one_line(f"{path}: its metadata cannot be read ({error}): correct them")
-        ) from error
-
-
-def update_card(
-    path: Path, rows: Iterable[Mapping[str, Any]], metrics: Sequence[str], section: str
-) -> None:
-    """Put results into a model card: into its metadata, and as a section at its end.
-
-    Earlier results of the same data and metrics, and an earlier section, are replaced.
-
-    Args:
-        path: the model card, README.md in the folder of a model.
-        rows: rows of a table; see `tables.table_rows`.
-        metrics: names of the metrics to write.
-        section: text of the section, in Markdown.
-    """
-    card = read_card(path)
-    new_results = []
-    for row in rows:
-        for metric in metrics:
-            new_results.append(_make_card_result(row, metric))
-    other_results = []
-    for result in card.data.eval_results or []:
-        if not any(result.is_equal_except_value(new_result) for new_result in new_results):
-            other_results.append(result)
-    card.data.eval_results = other_results + new_results
-    if not card.data.model_name:
-        card.data.model_name = path.resolve().parent.name  # the metadata need a name
-    other_text = _SECTION.sub("\n", card.text).rstrip()
-    card.text = f"{other_text}\n\n{_SECTION_START}\n{section}\n{_SECTION_END}\n"
-    write_text(path, redact(str(card)))
-
-
-def _make_card_result(row: Mapping[str, Any], metric: str) -> EvalResult:
-    """Return the entry of a model card's metadata for a row of a table and a metric."""
-    from huggingface_hub import EvalResult
-
-    return EvalResult(
-        task_type="information-retrieval",
-        task_name="Information Retrieval",
-        dataset_type=row["name"],
-        dataset_name=row["name"],
-        dataset_split=row["split"],
-        metric_type=metric.lower(),
-        metric_name=metric,
-        metric_value=row["metrics"][metric],
-    )
 
 
 def agrees(record: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:

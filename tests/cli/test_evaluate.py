@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from huggingface_hub import EvalResult, ModelCard
 from small_data import write_judged_places
 
 from contaccum import DualEncoder
@@ -148,56 +147,6 @@ def test_two_sets_that_would_write_one_file_are_refused(evaluate, tmp_path, caps
     assert "x-s: another result has the name" in capsys.readouterr().err.splitlines()[-1]
     assert evaluate("--data", folders[0], folders[3]) == 2
     assert "compare: another result has the name" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_model_card_gets_the_metrics_and_keeps_its_content(tiny_model_path, two, tmp_path):
-    """A second evaluation replaces the metrics of the first one."""
-    shutil.copytree(tiny_model_path, tmp_path / "mine")
-    card = tmp_path / "mine" / "README.md"
-    other = {
-        "task_type": "t",
-        "dataset_type": "d",
-        "dataset_name": "d",
-        "metric_type": "m",
-        "metric_value": 0.5,
-    }
-    first = ModelCard.load(card)
-    first.data.eval_results = [EvalResult(**other)]
-    first.data.model_name = "Mine"
-    first.save(card)
-    argv = ["evaluate", str(tmp_path / "mine"), "--device", "cpu", "--metrics", "NDCG@10"]
-    argv += [f"--output={tmp_path}/out.json", "--data", *two, "--update_card"]
-    for length in ("5", "9"):
-        assert main([*argv, "--query_max_length", length]) == 0
-    updated = ModelCard.load(card)
-    expected_values = {"d": 0.5}
-    for row in json.loads((tmp_path / "out.json").read_text())["sets"]:
-        expected_values[row["name"]] = row["metrics"]["NDCG@10"]
-    values = {result.dataset_name: result.metric_value for result in updated.data.eval_results}
-    assert values == expected_values
-    assert updated.data.model_name == "Mine"
-    original_text = first.text.rstrip()
-    assert updated.text.startswith(original_text)
-    added_text = updated.text.removeprefix(original_text)
-    assert added_text.count("contaccum evaluate mine --device") == 1
-    assert "--data one two" in added_text
-    assert "--output=out.json" in added_text
-    assert "| one  |" in added_text
-    assert str(tmp_path) not in added_text
-    card.unlink()
-    assert main(argv) == 2
-
-
-def test_a_broken_model_card_is_refused_before_the_evaluation(
-    tiny_model_path, two, tmp_path, capsys
-):
-    shutil.copytree(tiny_model_path, tmp_path / "mine")
-    (tmp_path / "mine" / "README.md").write_text("---\nlanguage: [en\n---\n# Mine\n")
-    argv = ["evaluate", str(tmp_path / "mine"), "--device", "cpu", "--update_card"]
-    argv += [f"--output={tmp_path}/out.json", "--data", *two]
-    assert main(argv) == 2
-    assert "README.md: its metadata cannot be read" in capsys.readouterr().err.splitlines()[-1]
-    assert not (tmp_path / "out.json").exists()
 
 
 def test_a_run_has_the_scores_of_the_model_that_made_it(evaluate, two, tmp_path):

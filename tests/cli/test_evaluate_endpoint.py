@@ -216,7 +216,6 @@ def test_wrong_arguments_and_servers_are_refused_in_one_line(
     expect_refusal(["--served_model", "x"], "--served_model needs --endpoint")
     expect_refusal([*url, "--request_fields", "[1]"], "is not a JSON object")
     expect_refusal([*url, "--request_fields", "{"], "is not JSON")
-    expect_refusal([*url, "--update_card"], "--update_card")
     run = tmp_path / "run.trec"
     run.write_text("q0 Q0 cat-tree 1 1.0 x\n")
     output = ["--output", str(tmp_path / "out.json")]
