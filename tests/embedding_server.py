@@ -37,13 +37,11 @@ class EmbeddingServer:
     Attributes:
         url: base URL.
         embed: function that encodes the texts of a request.
-        answer: function of texts and embeddings that returns the JSON content, or bytes that are
-            sent as they are.
+        answer: function of texts and embeddings that returns the JSON content.
         statuses: statuses of the next requests, before they are answered.
+        location: target of redirects.
         requests: JSON contents of all requests.
         authorizations: the header Authorization of all requests, or None.
-        key: key that requests must have; None: any.
-        model_name: name that requests must have; None: any.
     """
 
     def __init__(self, url: str, embed: Embed) -> None:
@@ -51,10 +49,9 @@ class EmbeddingServer:
         self.embed = embed
         self.answer: Answer = make_answer
         self.statuses: list[int] = []
+        self.location = ""
         self.requests: list[dict[str, Any]] = []
         self.authorizations: list[str | None] = []
-        self.key: str | None = None
-        self.model_name: str | None = None
 
     def respond(self, path: str, request: dict[str, Any], authorization: str | None) -> Any:
         """Return status and content of an answer."""
@@ -62,10 +59,7 @@ class EmbeddingServer:
         self.authorizations.append(authorization)
         if self.statuses:
             return self.statuses.pop(0), {"error": f"sent {authorization}"}
-        if self.key is not None and authorization != f"Bearer {self.key}":
-            return 401, {"error": f"wrong key: {authorization}"}
-        has_right_name = self.model_name in (None, request["model"])
-        if path != "/v1/embeddings" or not has_right_name:
+        if path != "/v1/embeddings":
             return 404, {"error": "not found"}
         texts = request["input"]
         return 200, self.answer(texts, self.embed(texts))
@@ -79,12 +73,10 @@ def run_server(embed: Embed) -> Iterator[EmbeddingServer]:
         def do_POST(self) -> None:
             length = int(self.headers["Content-Length"])
             request = json.loads(self.rfile.read(length))
-            status, content = server.respond(self.path, request, self.headers["Authorization"])
-            if not isinstance(content, bytes):
-                content = json.dumps(content).encode()
+            status, answer = server.respond(self.path, request, self.headers["Authorization"])
+            content = json.dumps(answer).encode()
             self.send_response(status)
-            if status == 301:
-                self.send_header("Location", "http://127.0.0.1/elsewhere")
+            self.send_header("Location", server.location)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

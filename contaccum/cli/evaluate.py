@@ -15,7 +15,6 @@ have the comparison of the server with MODEL.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,9 +27,6 @@ from contaccum.files import write_json, write_text
 
 if TYPE_CHECKING:
     from contaccum.cli.evaluation_sets import DataSets
-
-_ENDPOINT_OPTIONS = ("query_endpoint", "served_model", "request_fields")
-"""Options that need ``--endpoint``."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -47,13 +43,14 @@ def run(argv: Sequence[str]) -> int:
         score_sets,
     )
     from contaccum.evaluation import metrics, tables
+    from contaccum.evaluation.endpoint import endpoint_tables
 
     shown_metrics = metrics.check_metrics(args.metrics, args.k_values)
     main_metric = shown_metrics[0]
     data_sets = open_beir_sets(args)
     # Earlier results are read first, because this evaluation may replace their files.
     earlier_scores = _read_earlier_scores(args.compare, data_sets, main_metric)
-    scorer = make_scorer(args, data_sets, shown_metrics)
+    scorer = make_scorer(args, data_sets)
     records = score_sets(data_sets, scorer, args.k_values)
 
     labels = [evaluation_set.label for evaluation_set in data_sets.sets]
@@ -65,7 +62,8 @@ def run(argv: Sequence[str]) -> int:
     sections = [tables.sets_table(rows, shown_metrics)]
     for label, record in zip(labels, records, strict=True):
         if record.get("endpoint"):
-            sections.append(tables.endpoint_tables(label, record["endpoint"]))
+            title = f"## {label}: the embedding server and the model"
+            sections.append(f"{title}\n\n{endpoint_tables(record, shown_metrics)}")
     for comparison in comparisons:
         sections.append(tables.comparison_table(comparison))
     text = "\n\n".join(sections)
@@ -85,36 +83,11 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line, and refuse options that cannot be combined."""
     parser = _make_parser()
     args = parse_scoring_arguments(parser, argv, Path("results.json"), DEFAULT_K_VALUES)
-    _check_endpoint_options(args)
+    if args.endpoint is None:
+        parser.refuse_given(args, ["query_endpoint", "served_model"], "needs --endpoint")
+    elif args.run is not None:
+        raise ConfigError("--endpoint needs a MODEL, which it is compared with, and no --run")
     return args
-
-
-def _check_endpoint_options(args: argparse.Namespace) -> None:
-    """Refuse options that cannot be combined with ``--endpoint``, or that need it."""
-    if not args.endpoint:
-        for name in _ENDPOINT_OPTIONS:
-            if getattr(args, name) is not None:
-                raise ConfigError(
-                    f"--{name} needs --endpoint, the URL of an embedding server: name it, or leave "
-                    f"--{name} out"
-                )
-        return
-    if args.run is not None:
-        raise ConfigError(
-            "--endpoint needs a MODEL, whose prompts and similarity are used: name a MODEL instead "
-            "of a --run"
-        )
-
-
-def _parse_json_object(text: str) -> dict[str, Any]:
-    """Return the JSON object in a text, for argparse."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object such as {{"a": 1}}')
-    return value
 
 
 def _make_parser() -> Parser:
@@ -173,12 +146,6 @@ def _add_endpoint_options(parser: Parser) -> None:
         "--served_model",
         metavar="NAME",
         help="name of the model in requests; default: MODEL",
-    )
-    parser.add_argument(
-        "--request_fields",
-        type=_parse_json_object,
-        metavar="JSON",
-        help="further fields of each request, such as '{\"truncate_prompt_tokens\": -1}'",
     )
 
 

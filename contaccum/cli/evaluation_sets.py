@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from contaccum.cli.options import get_search_settings, load_model
+from contaccum.encoders.settings import get_prompt
+from contaccum.encoders.towers import Kind, is_tied
 from contaccum.errors import ConfigError
-from contaccum.evaluation import beir_sets, endpoint_check, results
+from contaccum.evaluation import beir_sets, results
 from contaccum.evaluation.beir_sets import EvaluationSet
+from contaccum.evaluation.endpoint import EmbeddingEndpoint, evaluate_endpoint
 from contaccum.evaluation.metrics import metric_names
 
 if TYPE_CHECKING:
@@ -78,20 +81,15 @@ def open_beir_sets(args: argparse.Namespace) -> DataSets:
     return DataSets(sets, descriptions, load)
 
 
-def make_scorer(
-    args: argparse.Namespace, data_sets: DataSets, shown_metrics: Sequence[str]
-) -> Scorer:
+def make_scorer(args: argparse.Namespace, data_sets: DataSets) -> Scorer:
     """Return the way to score that the command line asks for.
-
-    Args:
-        shown_metrics: the metrics by which a server is compared with its model.
 
     Raises:
         UserError: if the model, the run or the settings cannot be used.
     """
     if args.run is not None:
         return _make_run_scorer(args)
-    return _make_model_scorer(args, data_sets.descriptions, shown_metrics)
+    return _make_model_scorer(args, data_sets.descriptions)
 
 
 def _make_run_scorer(args: argparse.Namespace) -> Scorer:
@@ -102,9 +100,7 @@ def _make_run_scorer(args: argparse.Namespace) -> Scorer:
 
 
 def _make_model_scorer(
-    args: argparse.Namespace,
-    descriptions: Sequence[Mapping[str, Any]],
-    shown_metrics: Sequence[str],
+    args: argparse.Namespace, descriptions: Sequence[Mapping[str, Any]]
 ) -> Scorer:
     """Return a scorer that searches with FAISS; the model or an embedding server encodes."""
     model = load_model(args.model, args)
@@ -122,29 +118,37 @@ def _make_model_scorer(
         **search_settings,
     }
     if args.endpoint:
-        served_model = _connect(args, model)
-        score = partial(
-            endpoint_check.evaluate_endpoint,
-            served_model,
-            compared_metrics=shown_metrics,
-            **settings,
-        )
+        score = partial(evaluate_endpoint, model, endpoints=_connect(args, model), **settings)
     else:
         score = partial(beir_sets.evaluate_beir, model, **settings)
     return Scorer(plans, score, is_repeatable=not args.endpoint)
 
 
-def _connect(args: argparse.Namespace, model: DualEncoder) -> endpoint_check.ServedModel:
-    """Return the model with the addresses of its servers. Nothing is sent to them yet."""
-    return endpoint_check.ServedModel(
-        model,
-        args.endpoint,
-        args.query_endpoint,
-        served_model=args.served_model or args.model,
-        batch_size=args.batch_size,
-        show_progress=not args.no_progress,
-        request_fields=args.request_fields,
-    )
+def _connect(args: argparse.Namespace, model: DualEncoder) -> dict[Kind, EmbeddingEndpoint]:
+    """Return {kind: client of the server of these texts}. Nothing is sent yet."""
+    if args.query_endpoint is None and not is_tied(model):
+        raise ConfigError(
+            "this model has two towers, which need two servers: name the server of the documents "
+            "by --endpoint, and the server of the queries by --query_endpoint"
+        )
+    # By its type in sentence-transformers, the dimension may be None. A DualEncoder always has one.
+    dimension = model.get_embedding_dimension()
+    assert dimension is not None
+    urls: dict[Kind, str] = {
+        "query": args.query_endpoint or args.endpoint,
+        "document": args.endpoint,
+    }
+    endpoints = {}
+    for kind, url in urls.items():
+        endpoints[kind] = EmbeddingEndpoint(
+            url,
+            args.served_model or args.model,
+            get_prompt(model, kind),
+            dimension,
+            args.batch_size,
+            not args.no_progress,
+        )
+    return endpoints
 
 
 def score_sets(

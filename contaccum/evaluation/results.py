@@ -56,8 +56,8 @@ class EvaluationResult:
         search: index, index_parameters, k, gpus; for an approximate index also its recall.
         tokenisation: hash of the settings, beside the weights, that decide embeddings; None for a
             run of another system.
-        endpoint: the embedding server whose embeddings were scored in place of the model's, and
-            its comparison with the model; see `endpoint_check.evaluate_endpoint`.
+        endpoint: comparison of the model with the embedding server whose embeddings were scored in
+            its place; see `endpoint.evaluate_endpoint`.
         timing: seconds of encoding, indexing and searching.
         precision: type of autocast, "float32" without autocast, "unknown" for a run.
         created: time of the evaluation, in UTC.

@@ -23,8 +23,6 @@ Row = Mapping[str, Any]
 Scores = Mapping[str, float]
 """{query id: score}"""
 
-_KIND_NAMES = {"query": "queries", "document": "documents"}
-
 _CQADUPSTACK_LABELS = frozenset(f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS)
 
 # Differences are rounded, so that scores that differ in the last bits are ties, and equal changes
@@ -123,107 +121,6 @@ def sets_table(rows: Sequence[Row], names: Sequence[str]) -> str:
         means = mean_metrics(rows)
         cells.append(["mean", "", "", *(means[name] for name in names)])
     return markdown_table(["data", "split", "queries", *names], cells)
-
-
-def endpoint_tables(label: str, endpoint: Mapping[str, Any]) -> str:
-    """Return the Markdown tables of a record's ``endpoint``: scores, sample and likely causes.
-
-    Args:
-        label: name of the data set.
-        endpoint: see `endpoint_check.evaluate_endpoint`.
-    """
-    sample = endpoint["sample"]
-    sections = [f"## {label}: {endpoint['url']} against the model"]
-    if endpoint["query_url"] != endpoint["url"]:
-        sections.append(f"Queries are encoded by {endpoint['query_url']}.")
-    sections.append(_endpoint_scores_table(endpoint["comparison"]))
-    sections.append(_endpoint_sample_table(sample))
-    sections.append(_describe_causes(sample))
-    if sample["hypotheses"]:
-        cells = []
-        for row in sample["hypotheses"]:
-            cosines = []
-            for kind in _KIND_NAMES:
-                # A kind of texts that agrees has no cosines here.
-                cosines.append(_format_cosine(row[kind]) if kind in row else None)
-            cells.append([row["name"], *cosines])
-        header = ["hypothesis: mean cosine with the endpoint", "queries", "documents"]
-        sections.append(markdown_table(header, cells))
-    return "\n\n".join(sections)
-
-
-def _endpoint_scores_table(comparison: Sequence[Mapping[str, Any]]) -> str:
-    cells = []
-    for row in comparison:
-        cells.append(
-            [
-                row["metric"],
-                row["endpoint"],
-                row["model"],
-                f"{row['difference']:+.4f}",
-                _format_interval(row),
-                _format_p_value(row["p_value"]),
-            ]
-        )
-    header = ["metric", "endpoint", "model", "difference", "95% interval", "p"]
-    return markdown_table(header, cells)
-
-
-def _endpoint_sample_table(sample: Mapping[str, Any]) -> str:
-    cells = []
-    for kind, name in _KIND_NAMES.items():
-        row = sample[kind]
-        cells.append(
-            [
-                name,
-                row["texts"],
-                _format_cosine(row["least_cosine"]),
-                _format_cosine(row["mean_cosine"]),
-                _format_range(row["model_norms"]),
-                _format_range(row["endpoint_norms"]),
-            ]
-        )
-    header = [
-        "sample",
-        "texts",
-        "least cosine",
-        "mean cosine",
-        "norms (model)",
-        "norms (endpoint)",
-    ]
-    return markdown_table(header, cells)
-
-
-def _describe_causes(sample: Mapping[str, Any]) -> str:
-    """Return a line for each likely cause of a difference, or one that says there is none."""
-    if all(sample[kind]["agrees"] for kind in _KIND_NAMES):
-        return (
-            "No difference: the endpoint gives the model's embeddings (cosines of 0.9999 or more)."
-        )
-    lines = []
-    for cause in sample["causes"]:
-        names = " and ".join(_KIND_NAMES[kind] for kind in cause["kinds"])
-        lines.append(f"- Likely cause for {names}: **{cause['name']}**. To do: {cause['advice']}.")
-    for kind in sample["unexplained"]:
-        lines.append(
-            f"- No cause was found for {_KIND_NAMES[kind]}: none of the hypotheses below explains "
-            "the embeddings. Several faults at once, quantised weights or the weights of another "
-            "model are possible: correct what is known to differ and evaluate again."
-        )
-    return "\n".join(lines)
-
-
-def _format_cosine(cosine: float) -> str:
-    # Four digits would round 0.99996 to 1.
-    return f"{cosine:.6f}"
-
-
-def _format_range(bounds: Sequence[float]) -> str:
-    return f"{bounds[0]:.4f} to {bounds[1]:.4f}"
-
-
-def _format_interval(row: Mapping[str, float]) -> str:
-    return f"{row['low']:+.4f} to {row['high']:+.4f}"
 
 
 def mean_metrics(rows: Sequence[Row]) -> dict[str, float]:
@@ -354,7 +251,7 @@ def comparison_table(comparison: Mapping[str, Any]) -> str:
                 row["ours"],
                 row["earlier"],
                 f"{row['difference']:+.4f}",
-                _format_interval(row),
+                f"{row['low']:+.4f} to {row['high']:+.4f}",
                 _format_p_value(row["p_value"]),
                 _format_p_value(row["p_holm"]),
                 row["wins"],

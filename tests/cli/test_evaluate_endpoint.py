@@ -1,6 +1,5 @@
-"""`contaccum evaluate --endpoint`: records, tables, settings and refused arguments."""
+"""`contaccum evaluate --endpoint`: the comparison of a server with its model, and its refusals."""
 
-import json
 from collections.abc import Iterator
 
 import numpy as np
@@ -22,7 +21,7 @@ SETTINGS = ("--device", "cpu", "--no_progress", "--k_values", "10", "100")
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch) -> None:
-    monkeypatch.setattr(endpoint, "BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr(endpoint, "RETRIES", endpoint.RETRIES.new(backoff_factor=0.0))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv(KEY_VARIABLE, KEY)
 
@@ -45,7 +44,6 @@ def model(model_path) -> DualEncoder:
 @pytest.fixture
 def server(model) -> Iterator[EmbeddingServer]:
     with run_server(embed_with(model)) as running_server:
-        running_server.key = KEY
         yield running_server
 
 
@@ -63,8 +61,8 @@ def evaluate(model_path, data, tmp_path):
     return run
 
 
-def test_a_right_server_has_the_scores_of_the_model(
-    evaluate, server, model_path, tmp_path, capsys, caplog
+def test_a_right_server_has_the_embeddings_and_the_scores_of_the_model(
+    evaluate, server, tmp_path, capsys
 ):
     assert evaluate() == 0
     expected = read_result(tmp_path / "out.json")
@@ -77,70 +75,51 @@ def test_a_right_server_has_the_scores_of_the_model(
     assert run.keys() == expected_run.keys()
     for query_id, expected_scores in expected_run.items():
         assert run[query_id] == pytest.approx(expected_scores, abs=1e-5)
-    comparison = record["endpoint"]
-    assert comparison["url"] == f"{server.url}/v1/embeddings"
-    assert comparison["query_url"] == f"{server.url}/v1/embeddings"
-    assert comparison["served_model"] == "mine"
-    assert comparison["model_metrics"] == expected["metrics"]
-    assert comparison["sample"]["document"]["least_cosine"] >= 0.9999
-    first, *others = comparison["comparison"]
-    assert first["metric"] == "NDCG@10"
-    assert first["endpoint"] == pytest.approx(first["model"])
-    assert first["difference"] == pytest.approx(0)
-    assert first["p_value"] == 1
-    assert [row["metric"] for row in others] == ["MRR@10", "MAP@100", "Recall@100"]
-    assert server.requests
-    for request in server.requests:
-        assert request["model"] == "mine"
-    printed = capsys.readouterr().out
-    assert "No difference: the endpoint gives the model's embeddings" in printed
-    assert "No difference" in (tmp_path / "out.md").read_text()
-    assert "does not give the model's embeddings" not in caplog.text
+    assert record["endpoint"]["model_metrics"] == expected["metrics"]
+    queries, documents = record["endpoint"]["samples"]
+    assert [queries["texts"], documents["texts"]] == ["query", "document"]
+    assert [queries["number"], documents["number"]] == [6, 24]
+    for sample in (queries, documents):
+        assert sample["url"] == f"{server.url}/v1/embeddings"
+        assert sample["least_cosine"] == pytest.approx(1)
+        assert sample["endpoint_norms"] == pytest.approx(sample["model_norms"])
+    assert {request["model"] for request in server.requests} == {"mine"}
+    text = capsys.readouterr().out
+    assert "| 1.000000" in text
+    assert "1.000000" in (tmp_path / "out.md").read_text()
 
 
-def test_a_wrong_server_is_compared_and_its_fault_is_named(
-    evaluate, server, model, model_path, tmp_path, capsys, caplog
+def test_a_server_without_prompts_has_other_cosines_and_scores(
+    evaluate, server, model, model_path, tmp_path, capsys
 ):
-    """Every text is sent with its prompt, but this server encodes it without the prompt.
-
-    Without --served_model, the name of the model in requests is MODEL.
-    """
+    """Every text is sent with its prompt, but this server encodes it without the prompt."""
     embed = embed_with(model)
 
     def embed_without_prompts(texts):
-        texts_without_prompts = [text.partition(": ")[2] for text in texts]
-        return embed(texts_without_prompts)
+        return 2 * embed([text.partition(": ")[2] for text in texts])
 
     server.embed = embed_without_prompts
     assert evaluate("--endpoint", f"{server.url}/v1", "--metrics", "MRR@10", "NDCG@10") == 0
     record = read_result(tmp_path / "out.json")
-    assert server.requests
     for request in server.requests:
         assert request["model"] == model_path
         for text in request["input"]:
             assert text.startswith(("where is: ", "the river: ")), text
-    first = record["endpoint"]["comparison"][0]
-    assert first["metric"] == "MRR@10"
-    assert first["endpoint"] == pytest.approx(record["metrics"]["MRR@10"])
-    assert first["model"] == record["endpoint"]["model_metrics"]["MRR@10"]
-    assert first["low"] <= first["difference"]
-    assert first["difference"] <= first["high"]
-    assert first["difference"] == pytest.approx(first["endpoint"] - first["model"])
-    causes = record["endpoint"]["sample"]["causes"]
-    assert [cause["name"] for cause in causes] == ["prompt missing"]
-    assert "likely cause: prompt missing" in caplog.text
-    printed = capsys.readouterr().out
-    assert "Likely cause for queries and documents: **prompt missing**" in printed
-    lines = [line for line in printed.splitlines() if line.startswith("| prompt missing")]
-    # The row of a table: the cause, and the cosine similarity of queries and of documents.
+    for sample in record["endpoint"]["samples"]:
+        assert sample["least_cosine"] <= sample["median_cosine"] < 0.9999
+        np.testing.assert_allclose(sample["model_norms"], 1, rtol=1e-5)
+        np.testing.assert_allclose(sample["endpoint_norms"], 2, rtol=1e-5)
+    served = record["metrics"]["MRR@10"]
+    expected = record["endpoint"]["model_metrics"]["MRR@10"]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "| MRR@10  |" in line]
     cells = [cell.strip() for cell in lines[0].strip("|").split("|")]
-    assert cells == ["prompt missing", "1.000000", "1.000000"]
+    assert cells[1:] == [f"{served:.4f}", f"{expected:.4f}", f"{served - expected:+.4f}"]
 
 
 def test_the_key_is_in_no_output(evaluate, server, tmp_path, capsys, caplog):
     caplog.set_level("DEBUG")
     assert evaluate("--endpoint", server.url) == 0
-    server.key = "another"
+    server.statuses = [401]
     assert evaluate("--endpoint", server.url) == 2
     assert set(server.authorizations) == {f"Bearer {KEY}"}  # also in the refused request
     captured = capsys.readouterr()
@@ -172,9 +151,11 @@ def test_two_towers_are_compared_with_two_servers(tmp_path, data, capsys):
     with run_server(embed_queries) as query_server, run_server(embed_with(model)) as server:
         urls = ["--endpoint", server.url, "--query_endpoint", query_server.url]
         assert main([*argv, *urls]) == 0
-    printed = capsys.readouterr().out
-    assert f"Queries are encoded by {query_server.url}/v1/embeddings." in printed
-    assert "No difference" in printed
+    queries, documents = read_result(output)["endpoint"]["samples"]
+    assert queries["url"] == f"{query_server.url}/v1/embeddings"
+    assert documents["url"] == f"{server.url}/v1/embeddings"
+    assert queries["least_cosine"] == pytest.approx(1)
+    assert documents["least_cosine"] == pytest.approx(1)
 
 
 def test_results_of_servers_are_never_used_again(evaluate, server, tmp_path, capsys):
@@ -190,58 +171,29 @@ def test_results_of_servers_are_never_used_again(evaluate, server, tmp_path, cap
     assert "kept: " not in capsys.readouterr().out
     assert evaluate(*sets) == 0
     assert capsys.readouterr().out.count("kept: ") == 2
-    summary = json.loads((tmp_path / "out.json").read_text())
-    assert [row["name"] for row in summary["sets"]] == ["places", "other"]
 
 
 def test_wrong_arguments_and_servers_are_refused_in_one_line(
     evaluate, server, model, data, tmp_path, capsys
 ):
     """Nothing is written."""
+    embed = embed_with(model)
+    server.embed = lambda texts: embed(texts)[:, :8]
+    run = tmp_path / "run.trec"
+    run.write_text("q0 Q0 cat-tree 1 1.0 x\n")
     url = ["--endpoint", server.url]
-
-    def expect_error(exit_code: int, message: str) -> None:
-        """Check the exit code, and that the last line is the only one with an error."""
-        assert exit_code == 2
+    for argv, message in (
+        (["--endpoint", "localhost:8080"], "not the URL of a server"),
+        (["--query_endpoint", server.url], "--query_endpoint needs --endpoint"),
+        (["--served_model", "x"], "--served_model needs --endpoint"),
+        (url, "embeddings of 16 finite numbers"),
+        (["--endpoint", "http://127.0.0.1:1"], "no answer"),
+    ):
+        assert evaluate(*argv) == 2
         *progress, error = capsys.readouterr().err.splitlines()
         assert message in error
         assert "error" not in "".join(progress)
-
-    def expect_refusal(options: list[str], message: str) -> None:
-        """Check the error of `contaccum evaluate` with these options."""
-        expect_error(evaluate(*options), message)
-
-    expect_refusal(["--endpoint", "localhost:8080"], "not the URL of a server")
-    expect_refusal(["--query_endpoint", server.url], "--query_endpoint needs --endpoint")
-    expect_refusal(["--served_model", "x"], "--served_model needs --endpoint")
-    expect_refusal([*url, "--request_fields", "[1]"], "is not a JSON object")
-    expect_refusal([*url, "--request_fields", "{"], "is not JSON")
-    run = tmp_path / "run.trec"
-    run.write_text("q0 Q0 cat-tree 1 1.0 x\n")
-    output = ["--output", str(tmp_path / "out.json")]
-    with_run = ["evaluate", "--run", str(run), "--data", data, *output, *url]
-    expect_error(main(with_run), "--endpoint needs a MODEL")
-    assert server.requests == []
-
-    # Errors of the server. Each one hides the earlier ones, which stay switched on.
-    embed = embed_with(model)
-    server.embed = lambda texts: embed(texts)[:, :8]
-    expect_refusal(url, "answers with 8 dimensions, but the model has 16")
-    server.statuses = [500] * 6  # the first try and five retries
-    expect_refusal(url, "still answers with status 500 after 5 retries")
-    server.model_name = "another"
-    expect_refusal(url, "--served_model")
-    server.key = "another key"
-    expect_refusal(url, "refuses the key (status 401): correct the environment variable")
-    expect_refusal(["--endpoint", "http://127.0.0.1:1"], "no answer after 5 retries")
+    with_run = ["evaluate", "--run", str(run), "--data", data, *url]
+    assert main([*with_run, "--output", str(tmp_path / "out.json")]) == 2
+    assert "--endpoint needs a MODEL" in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
-
-
-def test_request_fields_are_sent_and_recorded(evaluate, server, tmp_path):
-    fields = {"truncate_prompt_tokens": 40}
-    assert evaluate("--endpoint", server.url, "--request_fields", json.dumps(fields)) == 0
-    assert server.requests
-    for request in server.requests:
-        assert request["truncate_prompt_tokens"] == 40
-    record = json.loads((tmp_path / "out.json").read_text())
-    assert record["endpoint"]["request_fields"] == fields
