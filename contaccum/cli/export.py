@@ -16,26 +16,24 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the model cannot be loaded or exported, or the folder exists.
     """
     args = _parse_arguments(argv)
-    from contaccum.encoders.export import SERVING_GUIDE, check_new_folder, export_model
+    from contaccum.encoders.export import check_new_folder, export_model
 
-    # The folder and the packages are checked before a large model is loaded.
-    check_new_folder(args.folder, args.dtype, args.onnx)
+    # The folder is checked before a large model is loaded.
+    check_new_folder(args.folder, args.dtype)
     model = load_model(args.model, args)
     result = export_model(
         model,
         args.folder,
         args.dtype,
-        args.onnx,
         model_name=args.model,
         trust_remote_code=args.trust_remote_code,
     )
     for check in result.checks:
         print(
-            f"{check.num_texts} {check.task} texts, {check.weights} of folder {check.folder!r}: "
+            f"{check.num_texts} {check.task} texts, folder {check.folder!r}: "
             f"cosine with the model {check.mean:.6f} on average, {check.least:.6f} at least"
         )
     print(f"written: {result.folder}")
-    print(f"how to serve it: {result.folder / SERVING_GUIDE}")
     return 0
 
 
@@ -44,7 +42,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         "export",
         "Write a model as plain SentenceTransformer folders that embedding servers can load, "
-        "compare their embeddings with the model's, and write the commands that serve them.",
+        "and compare their embeddings with the model's.",
         "device",
         "trust_remote_code",
         usage="contaccum export MODEL OUT [OPTIONS]",
@@ -56,11 +54,6 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         choices=("float32", "bfloat16", "float16"),
         default="float32",
         help="the dtype of the weights; default: %(default)s",
-    )
-    parser.add_argument(
-        "--onnx",
-        action="store_true",
-        help="also write onnx/model.onnx, for servers that run ONNX",
     )
     # `load_model` reads these settings, which are no options of this command. With None, the model
     # keeps the maximum lengths that it was trained with.

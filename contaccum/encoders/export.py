@@ -8,7 +8,7 @@ SentenceTransformer without a Router. Adapters are merged into the weights in fl
 Each folder is loaded again after it was written. Its embeddings of the check texts, which are 50
 queries and 50 passages of SciFact, are compared with those of the trained model.
 
-This module does not start servers. It writes the file `SERVING.md` with the commands that do.
+This module does not start servers: docs/serving.md has the commands that do.
 """
 
 from __future__ import annotations
@@ -34,15 +34,12 @@ from contaccum.data.beir import load_beir_folder, shipped_scifact
 from contaccum.data.records import passage_text
 from contaccum.encoders import adapters
 from contaccum.encoders.agreement import LEAST_COSINE, compute_cosines
-from contaccum.encoders.onnx_files import load_onnx, require_onnx, write_onnx
-from contaccum.encoders.serving_guide import render_serving_guide
 from contaccum.encoders.settings import require_max_length
 from contaccum.encoders.towers import Kind, get_tower, is_tied
 from contaccum.errors import ConfigError, UserError, check_choice
-from contaccum.files import AnyPath, atomic_folder, provenance, read_json, write_json, write_text
+from contaccum.files import AnyPath, atomic_folder, provenance, read_json, write_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SERVING_GUIDE = "SERVING.md"
 RECORD_FILE = "export.json"
 
 _NUM_CHECK_TEXTS = 50  # of each task
@@ -68,14 +65,12 @@ class CosineCheck:
     Attributes:
         folder: subfolder of the export, "query" or "document"; "." for a tied model.
         task: "query" or "document": the task for which the texts were encoded.
-        weights: file format of the weights that were loaded, "safetensors" or "onnx".
         num_texts: number of texts that were compared.
         least, mean: smallest and mean cosine between the two embeddings of a text.
     """
 
     folder: str
     task: Kind
-    weights: str
     num_texts: int
     least: float
     mean: float
@@ -87,7 +82,7 @@ class Export:
 
     Attributes:
         folder: the folder that was written.
-        checks: one for each combination of folder, task and file format of the weights.
+        checks: one for each combination of folder and task.
     """
 
     folder: Path
@@ -103,7 +98,6 @@ def export_model(
     model: SentenceTransformer,
     folder: AnyPath,
     dtype: str = "float32",
-    onnx: bool = False,
     model_name: str = "",
     trust_remote_code: bool = False,
 ) -> Export:
@@ -115,22 +109,20 @@ def export_model(
 
     Args:
         model: a SentenceTransformer, tied or with two towers.
-        folder: the new folder. The files `SERVING_GUIDE` and `RECORD_FILE` are written there too.
+        folder: the new folder. The file `RECORD_FILE` is written there too.
         dtype: dtype of the weights: "float32", "bfloat16" or "float16".
-        onnx: also write ``onnx/model.onnx``, which holds the backbone for servers that run ONNX.
-        model_name: name of the model in the record and in the guide.
+        model_name: name of the model in the record.
         trust_remote_code: allow code that comes with the model. It is also written to the folder,
             and run when the folder is loaded for the comparison.
 
     Raises:
         ConfigError: for a folder that exists, an unknown dtype, a module that servers do not have,
-            a model without a maximum length or with ``truncate_dim``, code that is not trusted, or
-            ONNX packages that are not installed.
+            a model without a maximum length or with ``truncate_dim``, or code that is not trusted.
         UserError: if embeddings of a float32 export differ from the model's; nothing is written
             then.
     """
     folder = Path(folder)
-    check_new_folder(folder, dtype, onnx)
+    check_new_folder(folder, dtype)
     if not trust_remote_code:
         _refuse_remote_code(model)
     plain_models = make_plain_models(model)
@@ -145,19 +137,12 @@ def export_model(
         for subfolder, plain_model in plain_models.items():
             tower_folder = new_folder / subfolder
             write_plain_model(plain_model, subfolder, tower_folder, DTYPES[dtype])
-            if onnx:
-                write_onnx(plain_model, tower_folder)
-            checks += check_folder(
-                tower_folder, subfolder, texts, expected, onnx, trust_remote_code
-            )
+            checks += check_folder(tower_folder, subfolder, texts, expected, trust_remote_code)
         if dtype == "float32":  # rounding the weights to another dtype changes embeddings
             _require_equal_embeddings(checks)
-        guide = render_serving_guide(plain_models, folder, dtype, onnx, model_name)
-        write_text(new_folder / SERVING_GUIDE, guide)
         record = {
             "model": model_name,
             "dtype": dtype,
-            "onnx": onnx,
             "checks": [asdict(check) for check in checks],
             "made_with": provenance(),
         }
@@ -187,13 +172,11 @@ def _encode_and_merge(
     return expected
 
 
-def check_new_folder(folder: Path, dtype: str, onnx: bool) -> None:
-    """Raise `ConfigError` for a folder or settings that `export_model` refuses."""
+def check_new_folder(folder: Path, dtype: str) -> None:
+    """Raise `ConfigError` for a folder or a dtype that `export_model` refuses."""
     check_choice("dtype", dtype, DTYPES)
     if folder.exists():
         raise ConfigError(f"{folder}: exists already; name a new folder")
-    if onnx:
-        require_onnx(dtype)
 
 
 def _refuse_remote_code(model: SentenceTransformer) -> None:
@@ -343,8 +326,7 @@ def check_folder(
     subfolder: str,
     texts: Mapping[Kind, Sequence[str]],
     expected: Mapping[Kind, np.ndarray],
-    has_onnx: bool,
-    trust_remote_code: bool = False,
+    trust_remote_code: bool,
 ) -> list[CosineCheck]:
     """Load an exported folder, and compare its embeddings with the model's.
 
@@ -353,21 +335,16 @@ def check_folder(
         subfolder: its name in the export, "query", "document" or ".".
         texts: {task: n texts}.
         expected: {task: the trained model's embeddings of these texts, (n, d)}.
-        has_onnx: whether the ONNX file is compared as well.
         trust_remote_code: allow code in the folder.
     """
     loaded = SentenceTransformer(str(folder), device="cpu", trust_remote_code=trust_remote_code)
-    models = {"safetensors": loaded}
-    if has_onnx:
-        models["onnx"] = load_onnx(folder, trust_remote_code)
     checks = []
-    for weights, exported_model in models.items():
-        for task in get_folder_tasks(subfolder):
-            embeddings = encode_check_texts(exported_model, task, texts[task])
-            cosines = compute_cosines(embeddings, expected[task])
-            least = float(cosines.min())
-            mean = float(cosines.mean())
-            checks.append(CosineCheck(subfolder, task, weights, len(cosines), least, mean))
+    for task in get_folder_tasks(subfolder):
+        embeddings = encode_check_texts(loaded, task, texts[task])
+        cosines = compute_cosines(embeddings, expected[task])
+        least = float(cosines.min())
+        mean = float(cosines.mean())
+        checks.append(CosineCheck(subfolder, task, len(cosines), least, mean))
     return checks
 
 
@@ -376,7 +353,7 @@ def _require_equal_embeddings(checks: Sequence[CosineCheck]) -> None:
     for check in checks:
         if check.least < LEAST_COSINE:
             raise UserError(
-                f"export: the {check.weights} of folder {check.folder!r} give other embeddings "
-                f"than the model (least cosine {check.least:.5f} over {check.num_texts} texts of "
-                f"the task {check.task!r}); nothing was written"
+                f"export: the folder {check.folder!r} gives other embeddings than the model (least "
+                f"cosine {check.least:.5f} over {check.num_texts} texts of the task "
+                f"{check.task!r}); nothing was written"
             )

@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,10 @@ from transformers import set_seed
 from contaccum import DualEncoder
 from contaccum.cli import main
 from contaccum.cli.export import _parse_arguments
-from contaccum.encoders import export, onnx_files
+from contaccum.encoders import export
 from contaccum.encoders.adapters import add_adapter
 from contaccum.encoders.export import export_model, make_plain_models
 from contaccum.encoders.query_tower import train_query_tower_alone
-from contaccum.encoders.serving_guide import render_serving_guide
 from contaccum.encoders.settings import require_max_length
 from contaccum.errors import ConfigError, UserError
 
@@ -181,7 +179,6 @@ def test_a_model_with_its_own_code_is_exported_if_the_code_is_trusted(
     (folder / "config.json").write_text(json.dumps(config))
     assert main(["export", str(folder), str(tmp_path / "out"), "--trust_remote_code"]) == 0
     assert (tmp_path / "out" / "own_code.py").is_file()
-    assert "--trust-remote-code" in (tmp_path / "out" / "SERVING.md").read_text()
     model = DualEncoder.from_pretrained(folder, device="cpu", trust_remote_code=True)
     with pytest.raises(
         ConfigError, match=r"the backbone OwnModel is code .* set trust_remote_code"
@@ -196,10 +193,6 @@ def test_a_decoder_keeps_its_eos_and_its_prompt(tmp_path):
     export_model(model, tmp_path / "out")
     exported = encode_exported(tmp_path / "out", "query")
     np.testing.assert_allclose(exported, expected, atol=1e-5)
-    guide = (tmp_path / "out" / "SERVING.md").read_text()
-    assert '| query | `"query: "` |' in guide
-    assert "--pooling last-token" in guide
-    assert "--pooling last " in guide
 
 
 def test_settings_lie_under_the_names_and_keys_that_servers_read(tmp_path):
@@ -230,23 +223,12 @@ def test_a_cosine_model_without_normalize_gets_one(tmp_path):
     np.testing.assert_allclose(exported, expected, atol=1e-6)
 
 
-def test_a_dot_product_model_is_not_normalised_and_the_guide_warns(tmp_path):
+def test_a_dot_product_model_is_not_normalised(tmp_path):
     model = tiny_encoder(normalize=False, similarity="dot")
     expected = model.encode_document(TEXTS)
     export_model(model, tmp_path / "out")
     exported = encode_exported(tmp_path / "out", "document")
     np.testing.assert_allclose(exported, expected, atol=1e-6)
-    guide = (tmp_path / "out" / "SERVING.md").read_text()
-    assert "embeddings that are not normalised" in guide
-    assert '"normalize": false' in guide
-    assert "Infinity\n\nIt cannot serve this model" in guide
-
-
-def test_the_guide_of_a_normalised_model_that_compares_by_dot_contains_no_warning(tmp_path):
-    export_model(tiny_encoder(normalize=True, similarity="dot"), tmp_path / "out")
-    guide = (tmp_path / "out" / "SERVING.md").read_text()
-    assert "compares by dot. Its embeddings have length 1" in guide
-    assert "not normalised" not in guide
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -277,24 +259,12 @@ def test_a_float32_export_with_other_embeddings_is_refused_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.long
-@pytest.mark.skipif(find_spec("onnxscript") is None, reason="needs contaccum[onnx]")
-@pytest.mark.parametrize("make_model", [tiny_encoder, tiny_decoder])
-def test_the_onnx_backbone_with_the_folders_pooling_equals_the_model(tmp_path, make_model):
-    result = export_model(make_model(), tmp_path / "out", onnx=True)
-    onnx_checks = [check for check in result.checks if check.weights == "onnx"]
-    assert len(onnx_checks) == 2
-    assert min(check.least for check in onnx_checks) > 0.9999
-
-
-def test_mistakes_end_in_one_line_and_write_nothing(tmp_path, capsys, monkeypatch):
+def test_mistakes_end_in_one_line_and_write_nothing(tmp_path, capsys):
     tiny_encoder().save_pretrained(str(tmp_path / "model"))
     (tmp_path / "there").mkdir()
     capsys.readouterr()
-    monkeypatch.setattr("contaccum.encoders.onnx_files.find_spec", lambda name: None)
     cases = {
         ("there",): "exists already; name a new folder",
-        ("out", "--onnx"): "pip install 'contaccum[onnx]'",
         ("out", "--dtype", "int4"): "invalid choice: 'int4'",
     }
     for words, message in cases.items():
@@ -332,35 +302,10 @@ def test_a_model_without_a_maximum_length_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_export_commands_in_the_documentation_are_accepted(monkeypatch):
-    monkeypatch.setattr(onnx_files, "find_spec", lambda name: name)  # as if ONNX were installed
+def test_export_commands_in_the_documentation_are_accepted():
     text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     commands = re.findall("^    contaccum export (.*)", text, re.MULTILINE)
-    assert len(commands) == 3
+    assert len(commands) == 2
     for command in commands:
         args = _parse_arguments(shlex.split(command, comments=True))
-        export.check_new_folder(args.folder, args.dtype, args.onnx)
-
-
-def test_prompts_in_the_serving_guide_can_be_copied():
-    prompt = "the user's <question> für: "
-    plain_models = make_plain_models(tiny_encoder(query_prompt=prompt))
-    guide = render_serving_guide(plain_models, Path("out"), "float32", False, "")
-    assert f'| query | `"{prompt}"` |' in guide
-    assert f'["a question"], "{prompt}", port=' in guide
-
-
-def test_commands_in_the_serving_guide_can_be_pasted():
-    """The folder has a space in its name, and both towers have one name in requests."""
-    plain_models = make_plain_models(tiny_encoder(tied=False))
-    guide = render_serving_guide(plain_models, Path("my models/ex two"), "float32", False, "")
-    folders = []
-    for line in guide.splitlines():
-        words = shlex.split(line) if line.startswith("vllm serve") else []
-        if words:
-            folders.append(words[2])
-            assert words[words.index("--served-model-name") + 1] == "ex two"
-    assert folders == ["my models/ex two/query", "my models/ex two/document"]
-    [check] = [line for line in guide.splitlines() if line.startswith("contaccum evaluate")]
-    assert "--served_model 'ex two'" in check
-    assert 'model="ex two"' in guide
+        export.check_new_folder(args.folder, args.dtype)
