@@ -15,18 +15,29 @@ have the comparison of the server with MODEL.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contaccum.cli.options import SEARCH_OPTIONS, Parser, require_models
+from contaccum.cli.options import (
+    SEARCH_OPTIONS,
+    Parser,
+    get_search_settings,
+    load_model,
+    require_models,
+)
 from contaccum.cli.scoring import parse_scoring_arguments
 from contaccum.defaults import DEFAULT_K_VALUES
 from contaccum.errors import ConfigError
 from contaccum.files import write_json, write_text
 
 if TYPE_CHECKING:
-    from contaccum.cli.evaluation_sets import DataSets
+    from contaccum.data import BeirDataset
+    from contaccum.encoders.dual_encoder import DualEncoder
+    from contaccum.encoders.towers import Kind
+    from contaccum.evaluation.beir_sets import EvaluationSet
+    from contaccum.evaluation.endpoint import EmbeddingEndpoint
 
 
 def run(argv: Sequence[str]) -> int:
@@ -37,38 +48,60 @@ def run(argv: Sequence[str]) -> int:
     """
     args = _parse_arguments(argv)
     require_models(args.model)
-    from contaccum.cli.evaluation_sets import (
-        make_scorer,
-        open_beir_sets,
-        score_sets,
-    )
-    from contaccum.evaluation import metrics, tables
+    from contaccum.evaluation import beir_sets, metrics, results, tables
     from contaccum.evaluation.endpoint import endpoint_tables
 
     shown_metrics = metrics.check_metrics(args.metrics, args.k_values)
     main_metric = shown_metrics[0]
-    data_sets = open_beir_sets(args)
-    # Earlier results are read first, because this evaluation may replace their files.
-    earlier_scores = _read_earlier_scores(args.compare, data_sets, main_metric)
-    scorer = make_scorer(args, data_sets)
-    records = score_sets(data_sets, scorer, args.k_values)
+    sets = beir_sets.evaluation_sets(args.data, args.output)
+    if args.run is not None and len(sets) > 1:
+        raise ConfigError(
+            f"--run has the results of one data set, and --data names {len(sets)}: name one set"
+        )
 
-    labels = [evaluation_set.label for evaluation_set in data_sets.sets]
-    scores = _pop_query_scores(labels, records, main_metric)
+    def load(evaluation_set: EvaluationSet) -> BeirDataset:
+        return beir_sets.load_data(evaluation_set.source, args.split, args.on_bad_record)
+
+    if len(sets) == 1:
+        load = cache(load)  # several large sets would not fit into memory at the same time
+    # All sets are read before the first one is encoded. Otherwise a bad record in the last set
+    # would end the command after hours of encoding.
+    descriptions = [beir_sets.describe_data(load(evaluation_set)) for evaluation_set in sets]
+    # Earlier results are read first, because this evaluation may replace their files. Earlier and
+    # new sets are matched by the fingerprints of their data, and not by their names.
+    labels = {}
+    for evaluation_set, description in zip(sets, descriptions, strict=True):
+        labels[description["fingerprint"]] = evaluation_set.label
+    earlier_scores = {
+        path: tables.read_previous(path, labels, main_metric) for path in args.compare
+    }
+    if args.run is not None:
+        trec_run = results.read_trec_run(args.run, args.on_bad_record)
+        result = beir_sets.score_beir_run(load(sets[0]), trec_run, args.k_values, str(args.run))
+        results.write_result(result, args.output)
+        records = [result.record()]
+    else:
+        records = _score_model(args, sets, descriptions, load)
+
+    scores = {}  # {label of a set: {query id: score}}
+    sections = []
+    for evaluation_set, record in zip(sets, records, strict=True):
+        per_query = record.pop("per_query")
+        scores[evaluation_set.label] = {
+            query_id: values[main_metric] for query_id, values in per_query.items()
+        }
+        if record.get("endpoint"):
+            title = f"## {evaluation_set.label}: the embedding server and the model"
+            sections.append(f"{title}\n\n{endpoint_tables(record, shown_metrics)}")
+    rows = tables.table_rows(sets, records)
     comparisons = []
     for path, earlier in earlier_scores.items():
-        comparisons.append(tables.compare(path, main_metric, scores, earlier))
-    rows = tables.table_rows(data_sets.sets, records)
-    sections = [tables.sets_table(rows, shown_metrics)]
-    for label, record in zip(labels, records, strict=True):
-        if record.get("endpoint"):
-            title = f"## {label}: the embedding server and the model"
-            sections.append(f"{title}\n\n{endpoint_tables(record, shown_metrics)}")
-    for comparison in comparisons:
+        comparison = tables.compare(path, main_metric, scores, earlier)
+        comparisons.append(comparison)
         sections.append(tables.comparison_table(comparison))
-    text = "\n\n".join(sections)
+    text = "\n\n".join([tables.sets_table(rows, shown_metrics), *sections])
 
-    if len(data_sets.sets) > 1:
+    if len(sets) > 1:
         write_json(args.output, _summarize(args, records[0], rows, shown_metrics))
     if comparisons:
         write_json(args.output.with_suffix(".compare.json"), comparisons)
@@ -81,17 +114,6 @@ def run(argv: Sequence[str]) -> int:
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line, and refuse options that cannot be combined."""
-    parser = _make_parser()
-    args = parse_scoring_arguments(parser, argv, Path("results.json"), DEFAULT_K_VALUES)
-    if args.endpoint is None:
-        parser.refuse_given(args, ["query_endpoint", "served_model"], "needs --endpoint")
-    elif args.run is not None:
-        raise ConfigError("--endpoint needs a MODEL, which it is compared with, and no --run")
-    return args
-
-
-def _make_parser() -> Parser:
-    """Return the parser, without the options that `parse_scoring_arguments` adds."""
     parser = Parser(
         "evaluate",
         "Score a model or a run on BEIR data with FAISS.",
@@ -105,14 +127,6 @@ def _make_parser() -> Parser:
         metavar="SET",
         help="BEIR folders, names of public BEIR sets, or beir for all public sets",
     )
-    _add_table_options(parser)
-    _add_endpoint_options(parser)
-    parser.add_argument("--split", help="split of the judgements; default: test, for msmarco dev")
-    return parser
-
-
-def _add_table_options(parser: Parser) -> None:
-    """Add the options of the tables and of comparisons."""
     parser.add_argument(
         "--metrics",
         nargs="+",
@@ -127,10 +141,6 @@ def _add_table_options(parser: Parser) -> None:
         metavar="EARLIER.json",
         help="compare with these earlier results by the first of --metrics",
     )
-
-
-def _add_endpoint_options(parser: Parser) -> None:
-    """Add the options of embedding servers."""
     parser.add_argument(
         "--endpoint",
         metavar="URL",
@@ -147,32 +157,109 @@ def _add_endpoint_options(parser: Parser) -> None:
         metavar="NAME",
         help="name of the model in requests; default: MODEL",
     )
+    parser.add_argument("--split", help="split of the judgements; default: test, for msmarco dev")
+    args = parse_scoring_arguments(parser, argv, Path("results.json"), DEFAULT_K_VALUES)
+    if args.endpoint is None:
+        parser.refuse_given(args, ["query_endpoint", "served_model"], "needs --endpoint")
+    elif args.run is not None:
+        raise ConfigError("--endpoint needs a MODEL, which it is compared with, and no --run")
+    return args
 
 
-def _read_earlier_scores(
-    paths: Sequence[Path], data_sets: DataSets, metric: str
-) -> dict[Path, dict[str, Any]]:
-    """Return {path of an earlier result: {label of a set: {query id: score}}}.
+def _score_model(
+    args: argparse.Namespace,
+    sets: Sequence[EvaluationSet],
+    descriptions: Sequence[Mapping[str, Any]],
+    load: Callable[[EvaluationSet], BeirDataset],
+) -> list[dict[str, Any]]:
+    """Search every data set with the model or its server, write the results, return the records.
 
-    Earlier and new sets are matched by the fingerprints of their data, and not by their names.
+    If there are several sets, the record of an earlier evaluation with the same model, data and
+    settings is used again. A single set is always scored anew, and so is a server, which may have
+    changed.
     """
-    from contaccum.evaluation import tables
+    from contaccum.evaluation import beir_sets, results
+    from contaccum.evaluation.endpoint import evaluate_endpoint
 
-    labels = {}
-    for evaluation_set, description in zip(data_sets.sets, data_sets.descriptions, strict=True):
-        labels[description["fingerprint"]] = evaluation_set.label
-    return {path: tables.read_previous(path, labels, metric) for path in paths}
+    model = load_model(args.model, args)
+    search_settings = get_search_settings(args)
+    plans = []
+    for description in descriptions:
+        num_documents = description["documents"]
+        plan = beir_sets.plan_search(model, num_documents, max(args.k_values), **search_settings)
+        plan["model"]["name"] = args.model  # a copy of the model has the same fingerprint
+        plans.append({**plan, "data": description})
+    evaluate = partial(beir_sets.evaluate_beir, model)
+    if args.endpoint:
+        evaluate = partial(evaluate_endpoint, model, endpoints=_connect(args, model))
+    records = []
+    for evaluation_set, plan in zip(sets, plans, strict=True):
+        record = None
+        if len(sets) > 1 and not args.endpoint and evaluation_set.output.exists():
+            record = _read_finished_record(evaluation_set.output, plan, args.k_values)
+        if record is None:
+            result = evaluate(
+                load(evaluation_set),
+                k_values=args.k_values,
+                model_name=args.model,
+                show_progress=not args.no_progress,
+                **search_settings,
+            )
+            results.write_result(result, evaluation_set.output)
+            record = result.record()
+        else:
+            print(f"kept: {evaluation_set.output} (same model, data and settings)")
+        records.append(record)
+    return records
 
 
-def _pop_query_scores(
-    labels: Sequence[str], records: Sequence[dict[str, Any]], metric: str
-) -> dict[str, dict[str, float]]:
-    """Return {label of a set: {query id: score}}, and remove these scores from the records."""
-    scores = {}
-    for label, record in zip(labels, records, strict=True):
-        per_query = record.pop("per_query")
-        scores[label] = {query_id: values[metric] for query_id, values in per_query.items()}
-    return scores
+def _connect(args: argparse.Namespace, model: DualEncoder) -> dict[Kind, EmbeddingEndpoint]:
+    """Return {kind: client of the server of these texts}. Nothing is sent yet."""
+    from contaccum.encoders.settings import get_prompt
+    from contaccum.encoders.towers import is_tied
+    from contaccum.evaluation.endpoint import EmbeddingEndpoint
+
+    if args.query_endpoint is None and not is_tied(model):
+        raise ConfigError(
+            "this model has two towers, which need two servers: name the server of the documents "
+            "by --endpoint, and the server of the queries by --query_endpoint"
+        )
+    # By its type in sentence-transformers, the dimension may be None. A DualEncoder always has one.
+    dimension = model.get_embedding_dimension()
+    assert dimension is not None
+    urls: dict[Kind, str] = {
+        "query": args.query_endpoint or args.endpoint,
+        "document": args.endpoint,
+    }
+    endpoints = {}
+    for kind, url in urls.items():
+        endpoints[kind] = EmbeddingEndpoint(
+            url,
+            args.served_model or args.model,
+            get_prompt(model, kind),
+            dimension,
+            args.batch_size,
+            not args.no_progress,
+        )
+    return endpoints
+
+
+def _read_finished_record(
+    path: Path, plan: Mapping[str, Any], k_values: Sequence[int]
+) -> dict[str, Any] | None:
+    """Return the record of an earlier evaluation, or None if it differs from the plan.
+
+    Args:
+        plan: values that the record must hold.
+        k_values: cut-offs of the metrics that the record must hold.
+    """
+    from contaccum.evaluation import metrics, results
+
+    record = results.read_result(path)
+    has_same_metrics = record["metrics"].keys() == set(metrics.metric_names(k_values))
+    if has_same_metrics and not record.get("endpoint") and results.agrees(record, plan):
+        return record
+    return None
 
 
 def _summarize(

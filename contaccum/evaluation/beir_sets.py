@@ -272,7 +272,7 @@ def evaluation_sets(data: Sequence[str], output: Path) -> list[EvaluationSet]:
     Raises:
         ConfigError: a set is named twice, or two files would have the same name.
     """
-    sources = list_sources(data, "--data")
+    sources = _list_sources(data)
     if len(sources) == 1:
         return [EvaluationSet(source, label, output) for label, source in sources.items()]
     sets = []
@@ -287,7 +287,7 @@ def evaluation_sets(data: Sequence[str], output: Path) -> list[EvaluationSet]:
     return sets
 
 
-def list_sources(data: Sequence[str], option: str) -> dict[str, str]:
+def _list_sources(data: Sequence[str]) -> dict[str, str]:
     """Return {label: folder or public name} of the data sets that a command line names.
 
     The label is the name of the set or of its folder. If several sets have the same name, the
@@ -295,10 +295,6 @@ def list_sources(data: Sequence[str], option: str) -> dict[str, str]:
 
     Args:
         data: folders and public names; see `evaluation_sets`.
-        option: the option in error messages, such as "--data".
-
-    Raises:
-        ConfigError: a set is named twice.
     """
     named_sources: list[tuple[str, str]] = []  # (label, folder or public name)
     for item in _expand_beir(data):
@@ -311,7 +307,7 @@ def list_sources(data: Sequence[str], option: str) -> dict[str, str]:
             parent = os.path.dirname(os.path.abspath(os.path.expanduser(source)))
             label = f"{os.path.basename(parent)}/{label}"
         if label in sources:
-            raise ConfigError(f"{option}: two sets are called {label}; name each set once")
+            raise ConfigError(f"--data: two sets are called {label}; name each set once")
         sources[label] = source
     return sources
 
