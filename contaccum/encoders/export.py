@@ -33,7 +33,6 @@ from torch import nn
 from contaccum.data.beir import load_beir_folder, shipped_scifact
 from contaccum.data.records import passage_text
 from contaccum.encoders import adapters
-from contaccum.encoders.agreement import LEAST_COSINE, compute_cosines
 from contaccum.encoders.settings import require_max_length
 from contaccum.encoders.towers import Kind, get_tower, is_tied
 from contaccum.errors import ConfigError, UserError, check_choice
@@ -41,6 +40,8 @@ from contaccum.files import AnyPath, atomic_folder, provenance, read_json, write
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RECORD_FILE = "export.json"
+LEAST_COSINE = 0.9999
+"""Two embeddings of the same text agree if their cosine is at least this."""
 
 _NUM_CHECK_TEXTS = 50  # of each task
 _CHECK_BATCH = 8
@@ -346,6 +347,17 @@ def check_folder(
         mean = float(cosines.mean())
         checks.append(CosineCheck(subfolder, task, len(cosines), least, mean))
     return checks
+
+
+def compute_cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Return the cosines (n,) between the rows of two arrays (n, d) at the same position.
+
+    They are computed in float64. The cosine with a row of zeros is 0.
+    """
+    first = first.astype(np.float64)
+    second = second.astype(np.float64)
+    norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
+    return (first * second).sum(axis=1) / np.maximum(norms, 1e-12)
 
 
 def _require_equal_embeddings(checks: Sequence[CosineCheck]) -> None:

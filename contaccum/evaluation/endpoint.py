@@ -22,7 +22,7 @@ from urllib3.util import Retry
 
 from contaccum.data import BeirDataset
 from contaccum.data.records import quoted
-from contaccum.encoders.agreement import compute_cosines
+from contaccum.encoders.export import compute_cosines
 from contaccum.encoders.towers import Kind
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.beir_sets import evaluate_beir

@@ -67,7 +67,7 @@ def test_a_right_server_has_the_embeddings_and_the_scores_of_the_model(
     assert evaluate() == 0
     expected = read_result(tmp_path / "out.json")
     expected_run = read_trec_run(tmp_path / "out.trec")
-    assert evaluate("--endpoint", server.url, "--served-model", "mine") == 0
+    assert evaluate("--endpoint", server.url, "--served_model", "mine") == 0
     record = read_result(tmp_path / "out.json")
     assert record["metrics"] == pytest.approx(expected["metrics"])
     assert record["model"] == expected["model"]
