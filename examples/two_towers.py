@@ -4,7 +4,7 @@
     python examples/two_towers.py --data dpr/nq-train.json.gz --model roberta-base
 
 Try two towers if queries and passages are very different texts. Their weights take twice the memory
-of a single encoder. The settings of the ContAccum paper are in configs/paper.
+of a single encoder. The settings of the ContAccum paper are in configs/paper.yaml.
 """
 
 import argparse

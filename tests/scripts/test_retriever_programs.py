@@ -51,10 +51,8 @@ def test_every_imported_name_is_in_the_reference(path):
     imported = {name for names in imports for name in re.findall(r"\w+", names)}
     page = (ROOT / "docs" / "reference.md").read_text()
     listed = set(re.findall(r"^::: contaccum\..*?(\w+)$", page, re.MULTILINE))
-    # reproduce_table1.py only runs commands of `contaccum`.
-    if path.name != "reproduce_table1.py":
-        assert imported
-        assert imported - listed == set()
+    assert imported
+    assert imported - listed == set()
 
 
 def test_train_saves_a_sentence_transformer_with_trained_weights(places, tmp_path):

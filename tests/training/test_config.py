@@ -164,15 +164,33 @@ def test_auto_can_be_given_on_the_command_line(tmp_path):
     assert not args.has_auto_micro_batch and args.gradient_accumulation_steps == 4
 
 
-SHIPPED = sorted(
-    str(p.relative_to(CONFIGS)) for p in CONFIGS.rglob("*.yaml") if "paper" not in p.parts
-)
+SHIPPED = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml"))
 
 
-# tests/test_reproduce.py tests the configs of the paper.
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_configs_parse(name):
     assert parse([str(CONFIGS / name)])[2].total_train_batch_size == 128
+
+
+def test_the_papers_config_has_the_settings_of_the_paper():
+    model, data, args = parse([str(CONFIGS / "paper.yaml")])
+    assert args.method == "contaccum"
+    assert args.pairs_per_micro_batch == 8
+    assert args.bank_size == 2048
+    assert args.num_train_epochs == 40
+    assert args.warmup_steps == 1237
+    assert args.learning_rate == 2e-5
+    assert args.adam_epsilon == 1e-8
+    assert args.weight_decay == 0.0
+    assert args.max_grad_norm == 2.0
+    assert args.similarity == "dot"
+    assert args.temperature == 1.0
+    assert args.drift_compensation == "none"
+    assert args.normalize_by == "all"
+    assert args.mask_duplicates is False
+    assert model.tied is False
+    assert model.pooling == "cls"
+    assert data.num_hard_negatives == 1
 
 
 def test_a_home_folder_is_expanded_in_models_and_data(tmp_path, monkeypatch):
