@@ -40,7 +40,6 @@ COMMANDS = {
     "open_qa": "score passage retrieval for questions by answer match, as DPR does",
     "compare": "train several methods side by side and report which one is better",
     "merge": "average a base and a trained model, to lose little on other data",
-    "report": "draw training runs, comparisons and evaluations as one HTML page",
 }
 
 

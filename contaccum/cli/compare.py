@@ -295,12 +295,9 @@ def _tune(
 
 
 def _write_report(report: dict[str, Any], folder: Path) -> None:
-    """Write report.json, report.md and report.png."""
+    """Write report.json and report.md."""
     from contaccum.comparison.summary import render_markdown
-    from contaccum.report import comparison_panels, read_comparison, save_png
 
-    json_file = folder / "report.json"
-    write_json(json_file, report)
+    write_json(folder / "report.json", report)
     write_text(folder / "report.md", render_markdown(report))
-    save_png(comparison_panels(read_comparison(json_file)), folder / "report.png")
-    print(f"written: {folder / 'report.md'}, with report.json and report.png beside it")
+    print(f"written: {folder / 'report.md'}, with report.json beside it")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -141,6 +142,18 @@ def require_model(name: str) -> None:
         raise UserError(
             f"{name}: there is no such folder, and the model hub cannot be reached ({error})"
         ) from error
+
+
+def model_name(model: str) -> str:
+    """Return the last part of a model's path, with its parent if the last part is a common name.
+
+    Example: "runs/mine/checkpoint-40" becomes "mine/checkpoint-40".
+    """
+    path = Path(model)
+    is_common_name = path.name == "model" or re.fullmatch(r"checkpoint-\d+", path.name)
+    if is_common_name and path.parent.name:
+        return f"{path.parent.name}/{path.name}"
+    return path.name
 
 
 def _list_repositories(name: str) -> list[str]:

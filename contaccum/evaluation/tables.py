@@ -28,6 +28,7 @@ _CQADUPSTACK_LABELS = frozenset(f"cqadupstack/{forum}" for forum in CQADUPSTACK_
 # Differences are rounded, so that scores that differ in the last bits are ties, and equal changes
 # are ordered by query.
 _DIGITS_OF_DIFFERENCES = 9
+_MAX_CHANGES = 5  # listed gains, and listed losses
 
 
 def fill_page(page: str, tables: Mapping[str, str]) -> str:
@@ -187,13 +188,12 @@ def compare(
     return {"earlier": str(path), "metric": metric, "resamples": 10_000, "seed": 0, "rows": rows}
 
 
-def compare_queries(ours: Scores, theirs: Scores, shown: int = 5) -> dict[str, Any]:
+def compare_queries(ours: Scores, theirs: Scores) -> dict[str, Any]:
     """Compare two results over the same queries.
 
     Args:
         ours: {query id: score} of this evaluation.
         theirs: {query id: score} of the earlier result.
-        shown: number of queries in ``greatest_gains`` and in ``greatest_losses``.
 
     Returns:
         Means, paired bootstrap, numbers of wins, ties and losses, and the greatest changes.
@@ -218,8 +218,8 @@ def compare_queries(ours: Scores, theirs: Scores, shown: int = 5) -> dict[str, A
         "wins": len(gains),
         "ties": len(changes) - len(gains) - len(losses),
         "losses": len(losses),
-        "greatest_gains": gains[:shown],
-        "greatest_losses": losses[:shown],
+        "greatest_gains": gains[:_MAX_CHANGES],
+        "greatest_losses": losses[:_MAX_CHANGES],
     }
 
 

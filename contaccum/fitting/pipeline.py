@@ -24,7 +24,7 @@ from contaccum.data.split import CORPUS_FILE, Split, read_split
 from contaccum.defaults import DEFAULT_GUARD_LOSS, DEFAULT_WEIGHTS
 from contaccum.distributed import share
 from contaccum.encoders.dual_encoder import DualEncoder
-from contaccum.encoders.loading import require_model
+from contaccum.encoders.loading import model_name, require_model
 from contaccum.errors import DataError, UserError
 from contaccum.evaluation.beir_sets import load_data
 from contaccum.files import read_json, redact, write_json, write_text
@@ -56,7 +56,6 @@ from contaccum.fitting.verdict import Verdict, compute_verdict
 from contaccum.folder_lock import lock_folder
 from contaccum.merging import write_best_merge
 from contaccum.report.fit_page import build_fit_page
-from contaccum.report.sources import model_name
 from contaccum.retrieval.encode import read_texts
 from contaccum.training import config
 from contaccum.training.run import load_encoder

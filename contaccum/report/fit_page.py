@@ -9,6 +9,7 @@ words and tables, and Jinja escapes every text.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,15 @@ from typing import Any
 import yaml
 
 from contaccum import __version__
-from contaccum.comparison.summary import template
 from contaccum.files import read_json, redact
-from contaccum.report.page import STYLE_FILE, make_svg_renderer
-from contaccum.report.panels import EVAL_METRIC, Panel, log_panels
-from contaccum.report.sources import read_whole_lines
-from contaccum.training.log import EVAL_LOG, TRAIN_LOG
+from contaccum.report.panels import Panel
+from contaccum.training.log import EVAL_LOG, TRAIN_LOG, read_log
 
-_TEMPLATE = Path(__file__).with_name("fit_page.html.j2")
+_FOLDER = Path(__file__).parent
 _SHORT_TEXT = 300  # characters of a passage that are shown before it is opened
 _METRICS = ("NDCG@10", "MRR@10", "Recall@100")
-_SHOWN_CURVES = (EVAL_METRIC, "loss", "learning_rate")
+_CURVES = ((EVAL_LOG, "eval_ndcg@10"), (TRAIN_LOG, "loss"), (TRAIN_LOG, "learning_rate"))
+"""Logs of the final training, each with a key that is plotted."""
 
 
 def build_fit_page(folder: Path) -> str:
@@ -42,8 +41,22 @@ def build_fit_page(folder: Path) -> str:
     record = read_json(folder / "fit.json")
     settings = record["choice"]["settings"]
     changes = record["changes"]
-    page = template(_TEMPLATE, autoescape=True, finalize=redact)
-    return page.render(
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=True,
+        finalize=redact,
+    )
+    picture_numbers = itertools.count(1)
+
+    def render_svg(panel: Panel) -> str:
+        return panel.to_svg(salt=str(next(picture_numbers)))
+
+    return environment.get_template("fit_page.html.j2").render(
         record=record,
         verdict=record["verdict"],
         metrics=_METRICS,
@@ -60,8 +73,8 @@ def build_fit_page(folder: Path) -> str:
         guard=record.get("guard"),
         is_query_side=settings.get("method") == "query_side",
         folder=folder,
-        style=STYLE_FILE.read_text(encoding="utf-8"),
-        svg=make_svg_renderer(),
+        style=(_FOLDER / "page.css").read_text(encoding="utf-8"),
+        svg=render_svg,
         created=f"contaccum {__version__}, {record['made_with']['time']}",
     )
 
@@ -93,15 +106,13 @@ def make_trials_panel(record: Mapping[str, Any]) -> Panel | None:
             chosen_points.append(point)
     if not rates:
         return None
-    lines = {}
-    for method, points in points_of_methods.items():
-        lines[method] = [sorted(points)]
+    lines = {method: sorted(points) for method, points in points_of_methods.items()}
     lowest_rate = min(rates)
     highest_rate = max(rates)
     if lowest_rate < highest_rate:
         base_score = _get_base_score(record)
-        lines["the model as it is"] = [[(lowest_rate, base_score), (highest_rate, base_score)]]
-    lines["chosen"] = [chosen_points]
+        lines["the model as it is"] = [(lowest_rate, base_score), (highest_rate, base_score)]
+    lines["chosen"] = chosen_points
     return Panel("nDCG@10 on dev by learning rate", lines, "learning rate", log_x=True)
 
 
@@ -131,7 +142,16 @@ def _find_training_folder(folder: Path) -> Path:
 def _make_curves(model_folder: Path) -> list[Panel]:
     """Return plots of the final training; an empty list if there are no logs."""
     panels = []
-    for name in (EVAL_LOG, TRAIN_LOG):
-        log = read_whole_lines(model_folder / name)
-        panels += log_panels({"trained": [log]}, _SHOWN_CURVES)
+    for name, key in _CURVES:
+        log_file = model_folder / name
+        if not log_file.is_file():
+            continue
+        # A killed process may have left a last line without its end.
+        num_whole_lines = log_file.read_bytes().count(b"\n")
+        points = []
+        for line in read_log(log_file, num_whole_lines):
+            if line.get(key) is not None:
+                points.append((line["update"], line[key]))
+        if points:
+            panels.append(Panel(key, {"trained": points}))
     return panels

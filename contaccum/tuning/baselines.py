@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from contaccum.encoders.dual_encoder import DualEncoder
+from contaccum.encoders.loading import model_name
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import AnyPath
-from contaccum.report.sources import model_name
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training.query_side import USELESS_SHARE_OF_BM25

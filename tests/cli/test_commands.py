@@ -22,8 +22,8 @@ def test_user_error_is_one_line_with_exit_code_2(monkeypatch, capsys):
         def run(argv: list[str]) -> None:
             raise error
 
-        monkeypatch.setattr("contaccum.cli.report.run", run)
-        return main(["report"])
+        monkeypatch.setattr("contaccum.cli.split.run", run)
+        return main(["split"])
 
     assert run_with_error(DataError("a.json:3: broken:\n  no route\n")) == 2
     assert capsys.readouterr().err == "contaccum: error: a.json:3: broken: no route\n"

@@ -9,7 +9,6 @@ import pytest
 from contaccum.cli import main
 from contaccum.comparison import run as comparison_run
 from contaccum.comparison.summary import METRICS
-from contaccum.report import build_page
 
 
 @pytest.fixture(scope="session")
@@ -48,13 +47,8 @@ def test_two_methods_are_trained_scored_and_reported(compared):
             mean = evaluation["metrics"][metric]
             assert sum(values) / 4 == pytest.approx(mean)
             assert last_point[metric] == pytest.approx(mean)
-    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
-    page = build_page([folder])
     differences = {row["metric"]: row["difference"] for row in report["comparisons"]}
     assert differences.keys() == METRICS.keys()
-    assert f">{differences['NDCG@10']:+.4f}</td>" in page
-    assert "nDCG@10 by update" in page
-    assert "bank_fill" in page
     run_folder = folder / "runs" / "contaccum_seed-3"
     for name in ("job.json", "result.json", "run.json", "stderr.log"):
         assert (run_folder / name).exists(), name

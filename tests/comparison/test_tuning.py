@@ -16,7 +16,6 @@ from contaccum.comparison.summary import build_report, render_markdown
 from contaccum.comparison.tuning import Ladder, read_ladder, summarize_tuning, tune_groups
 from contaccum.errors import ConfigError
 from contaccum.files import write_json
-from contaccum.report import Source, build_page, comparison_panels
 from contaccum.tuning.ladder import choose_value, next_values
 
 LADDER = Ladder("learning_rate", ["1e-4", "1.8e-4", "3.2e-4"], 1.8, 6, [0])
@@ -208,10 +207,6 @@ def test_report_shows_all_values_and_warns_of_a_best_value_at_an_end(plan):
         "+0.0015 (+0.0015 to +0.0015) |",
     ):
         assert line in lines
-    [panel] = comparison_panels(Source("comparison", "c", report))
-    assert panel.log_x
-    assert panel.lines["grad_accum, learning_rate=2e-3"] == [[(1e-3, 0.499), (2e-3, 0.5)]]
-    assert panel.lines["slow, bank_size=8, learning_rate=1e-5"] == []
 
 
 def test_report_warns_if_dev_data_do_not_decide(plan):
@@ -313,7 +308,3 @@ def test_methods_are_tuned_on_dev_then_run_at_their_best_and_never_twice(
     assert main(arguments) == 0
     assert started_runs == []
     assert (output / "report.md").read_text() == text_before
-    page = build_page([output])
-    assert "nDCG@10 on dev by learning_rate" in page
-    assert ">0.001</text>" in page
-    assert "mathdefault" not in page

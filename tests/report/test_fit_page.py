@@ -129,21 +129,27 @@ def test_the_page_advises_to_keep_the_base_model_unless_the_trained_is_better(
 def test_the_page_has_the_curves_of_the_training_logs(tmp_path):
     (tmp_path / "model").mkdir()
     lines = [{"update": update, "loss": 1.0 / update, "learning_rate": 0.1} for update in (1, 2, 3)]
-    (tmp_path / "model" / "train_log.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in lines)
-    )
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    cut_line = '{"update": 4, "lo'  # a killed process leaves an incomplete line
+    (tmp_path / "model" / "train_log.jsonl").write_text(text + cut_line)
     page = build_page_of_record(tmp_path, make_record(0.4, 0.6))
     assert "<h2>Training" in page
-    assert "<figcaption>loss</figcaption>" in page
+    captions = re.findall("<figcaption>(.*?)</figcaption>", page)
+    assert captions == ["nDCG@10 on dev by learning rate", "loss", "learning_rate"]
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert ids
+    assert len(ids) == len(set(ids))
+    assert "currentColor" in page
+    assert "<metadata" not in page
 
 
 def test_the_plot_of_trials_has_each_method_the_base_model_and_the_choice():
     panel = make_trials_panel(make_record(0.4, 0.6))
     assert panel is not None
     assert panel.lines == {
-        "query_side": [[(0.01, 0.7), (0.03, 0.6)]],
-        "the model as it is": [[(0.01, 0.4), (0.03, 0.4)]],
-        "chosen": [[(0.01, 0.7)]],
+        "query_side": [(0.01, 0.7), (0.03, 0.6)],
+        "the model as it is": [(0.01, 0.4), (0.03, 0.4)],
+        "chosen": [(0.01, 0.7)],
     }
     without_rates = make_record(0.4, 0.6)
     for trial in without_rates["trials"]:
