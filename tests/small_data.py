@@ -152,23 +152,3 @@ def write_beir_to_mine(folder: Path) -> Path:
         for position, grade in enumerate(grades):
             qrels.append((f"q{number}", f"d{3 * number + position}", grade))
     return write_beir(folder, documents, queries, qrels)
-
-
-def write_open_qa(folder: Path) -> list[str]:
-    """Write three questions with answers and four passages, and return the paths of both files.
-
-    Two of the passages have a title.
-    """
-    questions = folder / "test.qa.csv"
-    passages = folder / "psgs.tsv"
-    questions.write_text(
-        "who sat\t['the cat', 'cats']\nwhere was it\t['the mat']\nwhen\t['1947']\n"
-    )
-    rows = [
-        '1\t"one dog sat"\tCats',
-        '2\t"the cat said ""hello"""\t',
-        "3\ta bird\tthe mat",
-        "4\ton the mat\t",
-    ]
-    passages.write_text("\n".join(["id\ttext\ttitle", *rows]) + "\n")
-    return [str(questions), str(passages)]

@@ -19,7 +19,7 @@ from contaccum.evaluation.metrics import paired_bootstrap
 def list_scripts() -> list[str]:
     """Return the paths, in the repository, of all programs outside the package."""
     scripts = []
-    for folder in ("benchmarks", "eval", "eval/study", "examples", "scripts"):
+    for folder in ("benchmarks", "eval", "eval/open_qa", "eval/study", "examples", "scripts"):
         scripts += [f"{folder}/{path.name}" for path in (ROOT / folder).glob("*.py")]
     return sorted(scripts)
 

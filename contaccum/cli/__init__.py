@@ -37,7 +37,6 @@ COMMANDS = {
     "encode": "encode a corpus of any size into a memory-mapped embedding store",
     "search": "search an embedding store for queries and write a TREC run",
     "export": "write a model as folders that embedding servers can load",
-    "open_qa": "score passage retrieval for questions by answer match, as DPR does",
     "compare": "train several methods side by side and report which one is better",
     "merge": "average a base and a trained model, to lose little on other data",
 }

@@ -1,4 +1,4 @@
-"""Options that `contaccum evaluate` and `contaccum open_qa` share."""
+"""Options of `contaccum evaluate`: what is scored, and where the results go."""
 
 from __future__ import annotations
 

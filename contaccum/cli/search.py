@@ -1,8 +1,7 @@
 """`contaccum search MODEL --store FOLDER --queries FILE --output run.trec`: search a store.
 
 A store has the embeddings of documents; `contaccum encode` writes it. The command writes the best
-documents of each query as a run in TREC's format. `contaccum evaluate` and `contaccum open_qa`
-score such a run.
+documents of each query as a run in TREC's format. `contaccum evaluate --run` scores such a run.
 """
 
 from __future__ import annotations
