@@ -19,7 +19,8 @@ from contaccum.evaluation.metrics import paired_bootstrap
 def list_scripts() -> list[str]:
     """Return the paths, in the repository, of all programs outside the package."""
     scripts = []
-    for folder in ("benchmarks", "eval", "eval/open_qa", "eval/study", "examples", "scripts"):
+    eval_folders = ("eval", "eval/compare", "eval/open_qa", "eval/study")
+    for folder in ("benchmarks", *eval_folders, "examples", "scripts"):
         scripts += [f"{folder}/{path.name}" for path in (ROOT / folder).glob("*.py")]
     return sorted(scripts)
 
@@ -133,7 +134,7 @@ def compute_mean_scores(entry: str, data: str) -> list[float]:
 def test_holm_corrects_over_all_pairs_of_all_reports(tmp_path, capsys):
     reports = [write_study(tmp_path / data, data) for data in ("nqg", "arxiv")]
     pairs = ["contaccum:grad_accum", "contaccum:grad_cache_learning_rate-1e-4"]
-    run_program("eval/study/holm.py", *reports, "--pairs", *pairs, "--output", tmp_path / "all")
+    run_program("eval/compare/holm.py", *reports, "--pairs", *pairs, "--output", tmp_path / "all")
     rows = json.loads((tmp_path / "all.json").read_text())["rows"]
     assert [row["training"] for row in rows] == ["nqg", "nqg", "arxiv", "arxiv"]
     assert [row["pair"] for row in rows] == [*pairs, *pairs]
@@ -158,7 +159,7 @@ def test_holm_refuses_an_unknown_entry(tmp_path, capsys):
     report = write_study(tmp_path / "nqg", "nqg")
     argv = ["--pairs", "contaccum:other", "--output", tmp_path / "none"]
     with pytest.raises(SystemExit) as stopped:
-        run_program("eval/study/holm.py", report, *argv)
+        run_program("eval/compare/holm.py", report, *argv)
     assert stopped.value.code == 2
     assert "other is no group; name one of" in capsys.readouterr().err
 

@@ -8,8 +8,8 @@ fast as well.
 
 Exit codes:
     0: success.
-    1: a defect of contaccum, with a traceback. For `compare` it also means that a run failed, and
-        for `fit` that the verdict is not the required one.
+    1: a defect of contaccum, with a traceback. For `fit` it also means that the verdict is not the
+        required one.
     2: a `UserError`, which is printed as one line.
     130, 143: stopped by SIGINT or SIGTERM. Training saves a checkpoint first.
 """
@@ -37,7 +37,6 @@ COMMANDS = {
     "encode": "encode a corpus of any size into a memory-mapped embedding store",
     "search": "search an embedding store for queries and write a TREC run",
     "export": "write a model as folders that embedding servers can load",
-    "compare": "train several methods side by side and report which one is better",
     "merge": "average a base and a trained model, to lose little on other data",
 }
 

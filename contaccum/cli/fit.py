@@ -25,9 +25,9 @@ def run(argv: Sequence[str]) -> int:
     args, training_arguments = _make_parser().parse_known(argv)
     _refuse_misread_data(args.data, argv)
 
-    from contaccum.comparison.options import all_options
     from contaccum.fitting.call import fit
     from contaccum.fitting.verdict import BETTER
+    from contaccum.tuning.options import all_options
 
     result = fit(
         args.data,

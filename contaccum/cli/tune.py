@@ -24,8 +24,8 @@ def run(argv: Sequence[str]) -> int:
     config_files, remaining_argv = split_config_files(argv)
     args, training_arguments = _make_parser().parse_known(remaining_argv)
 
-    from contaccum.comparison.options import all_options
     from contaccum.tuning.budget import Budget, TimeForTrials, parse_duration
+    from contaccum.tuning.options import all_options
     from contaccum.tuning.result import TUNED_CONFIG
     from contaccum.tuning.tune import BUDGET_FILE, tune
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from contaccum.comparison.options import to_command_line
 from contaccum.data.beir import BeirDataset
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.model_card import insert_card_section
@@ -27,6 +26,7 @@ from contaccum.fitting.verdict import Verdict
 from contaccum.training import config
 from contaccum.training.log import EVAL_LOG, read_log, read_run_record
 from contaccum.training.run import train_and_save
+from contaccum.tuning.options import to_command_line
 from contaccum.tuning.result import TunedSettings, to_yaml_values
 from contaccum.tuning.trial import count_updates
 

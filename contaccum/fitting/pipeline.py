@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from contaccum.comparison.options import Options, to_command_line
 from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
 from contaccum.data.records import RecordReport, normalise, passage_text
 from contaccum.data.split import CORPUS_FILE, Split, read_split
@@ -62,6 +61,7 @@ from contaccum.training.run import load_encoder
 from contaccum.tuning.baselines import Baselines
 from contaccum.tuning.budget import Budget, TimeForTrials
 from contaccum.tuning.methods import make_base_options
+from contaccum.tuning.options import Options, to_command_line
 from contaccum.tuning.result import TunedSettings, read_tuned
 from contaccum.tuning.tune import tune
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from contaccum.comparison.options import Options, to_command_line
 from contaccum.data.split import TRAIN_FILE
 from contaccum.distributed import RANK_TIMEOUT
 from contaccum.encoders.loading import is_sentence_transformer
@@ -19,6 +18,7 @@ from contaccum.training import config
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.proposal import propose
 from contaccum.tuning.methods import make_base_options, round_up, select_methods
+from contaccum.tuning.options import Options, to_command_line
 
 SET_BY_FIT = frozenset(
     [

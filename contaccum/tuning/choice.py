@@ -4,7 +4,7 @@ The highest of many noisy scores is often high by chance. Therefore a score with
 neighbouring values is smoothed with their scores, and the value with the highest score is chosen
 after that. In this way, a learning rate whose neighbours also score well is preferred to one with a
 single high score. Of up to three learning rates, the one with the highest score is chosen.
-`contaccum tune`, `contaccum fit` and `contaccum compare --tune` choose in this way.
+`contaccum tune` and `contaccum fit` choose in this way.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from contaccum.bank.settings import DEFAULT_TEMPERATURE
-from contaccum.comparison.options import Options, is_used_by, to_command_line
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
 from contaccum.files import AnyPath
@@ -21,6 +20,7 @@ from contaccum.retrieval.encode import get_similarity
 from contaccum.training import config
 from contaccum.training.arguments import QUERY_SIDE_SETTINGS, ContAccumTrainingArguments
 from contaccum.training.out_of_memory import find_largest_divisor
+from contaccum.tuning.options import Options, is_used_by, to_command_line
 from contaccum.tuning.space import METHODS, compute_start_rate
 
 _DEFAULT_WIDTH = 384

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from contaccum.comparison.options import Options
 from contaccum.files import provenance, read_json, write_json, write_text
 from contaccum.tuning.choice import Choice
+from contaccum.tuning.options import Options
 
 TUNED_CONFIG = "tuned.yaml"
 TUNED_RECORD = "tuned.json"

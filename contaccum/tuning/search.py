@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import optuna
 from optuna.trial import TrialState
 
-from contaccum.comparison.options import Options
 from contaccum.distributed import rank, share, world_size
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
@@ -29,6 +28,7 @@ from contaccum.tuning.budget import TimeForTrials, format_duration, suggest_budg
 from contaccum.tuning.choice import Choice, FinishedTrial, Settings, choose_trial
 from contaccum.tuning.journal import open_study, read_finished_trials
 from contaccum.tuning.ladder import format_value
+from contaccum.tuning.options import Options
 from contaccum.tuning.rates import Rung, find_next_rung, find_untried_method
 from contaccum.tuning.space import Setting, name_method_parameter, name_span_parameter, suggest
 from contaccum.tuning.trial import Outcome, QueryScores, TooSlow, run_trial

@@ -27,13 +27,13 @@ from transformers import (
 )
 from transformers.trainer_utils import IntervalStrategy
 
-from contaccum.comparison.options import Options, to_command_line
 from contaccum.distributed import rank, share
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.config import parse
 from contaccum.training.run import load_encoder, load_run_data, make_trainer
 from contaccum.training.train_data import count_rows
+from contaccum.tuning.options import Options, to_command_line
 
 QueryScores = dict[str, float]
 """{query id: its score by the evaluator's primary metric}"""

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from contaccum.comparison.options import OUTPUT_SETTINGS, Options, to_command_line
 from contaccum.data import TrainingSets
 from contaccum.data.beir import find_beir_file
 from contaccum.encoders.dual_encoder import DualEncoder
@@ -37,6 +36,7 @@ from contaccum.tuning.methods import (
     select_methods,
 )
 from contaccum.tuning.negatives import MINED_FILE, mine_once
+from contaccum.tuning.options import OUTPUT_SETTINGS, Options, to_command_line
 from contaccum.tuning.result import TunedSettings, write_tuned
 from contaccum.tuning.search import Search
 from contaccum.tuning.space import Setting, make_space

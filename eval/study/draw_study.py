@@ -2,7 +2,7 @@
 
     python eval/study/draw_study.py REPORT.json ... --output PNG
 
-The reports are written by `contaccum compare` and have one group per entry. A dot is the score of
+The reports are those of `eval/compare/compare.py`, with one group per entry. A dot is the score of
 one seed, a bar is the mean over seeds.
 """
 

@@ -38,6 +38,7 @@ QUERY_SIDE = {
 @pytest.fixture
 def study(monkeypatch):
     """Return a function that imports a module of the study by its name."""
+    monkeypatch.syspath_prepend(str(ROOT / "eval" / "compare"))
     monkeypatch.syspath_prepend(str(ROOT / "eval" / "study"))
     return lambda name: importlib.import_module(f"time_study.{name}")
 

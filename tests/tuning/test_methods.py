@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from contaccum.comparison.options import Options, all_options, to_command_line
 from contaccum.encoders import four_bits
 from contaccum.errors import ConfigError
 from contaccum.training.arguments import ContAccumTrainingArguments
@@ -15,6 +14,7 @@ from contaccum.tuning.methods import (
     round_up,
     select_methods,
 )
+from contaccum.tuning.options import Options, all_options, to_command_line
 from contaccum.tuning.space import METHODS
 
 RUN: Options = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import yaml
 
-from contaccum.comparison.options import all_options
 from contaccum.training.config import parse
+from contaccum.tuning.options import all_options
 from contaccum.tuning.result import to_yaml_values
 
 

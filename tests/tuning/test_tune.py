@@ -19,7 +19,6 @@ from small_data import write_beir, write_lines
 from tiny_models import tiny_encoder
 
 from contaccum.cli import main
-from contaccum.comparison.options import Options
 from contaccum.data import load_beir_folder
 from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
@@ -38,6 +37,7 @@ from contaccum.tuning.budget import (
 from contaccum.tuning.choice import FinishedTrial, choose_trial
 from contaccum.tuning.journal import JOURNAL, open_study, read_finished_trials
 from contaccum.tuning.methods import adapt_options
+from contaccum.tuning.options import Options
 from contaccum.tuning.space import compute_start_rate, make_space
 from contaccum.tuning.trial import Outcome, QueryScores, TooSlow, count_updates, run_trial
 

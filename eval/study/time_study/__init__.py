@@ -1,1 +1,7 @@
 """The study by time: its plan, its runs, and its tables."""
+
+import sys
+from pathlib import Path
+
+# For `comparison.processes`, which starts the runs of this study too.
+sys.path.append(str(Path(__file__).resolve().parents[2] / "compare"))

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from comparison.processes import exit_with_parent
 
-from contaccum.comparison.processes import exit_with_parent
 from contaccum.files import provenance, read_json, write_json
 from contaccum.training.log import TRAIN_LOG, read_log
 from time_study.clock import UpdateClock

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from comparison.processes import JOB_FILE, run_jobs
 from sentence_transformers import SentenceTransformer
 
 from contaccum import DualEncoder
-from contaccum.comparison.processes import JOB_FILE, run_jobs
 from contaccum.data import load_beir_folder
 from contaccum.errors import ConfigError
 from contaccum.files import atomic_folder, fingerprint, provenance, read_json, write_json

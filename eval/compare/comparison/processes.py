@@ -1,6 +1,6 @@
-"""The processes of a comparison: every job (training of one run) has its own, several at once.
+"""The processes of a study: every job (training of one run) has its own, several at once.
 
-Each process gets its share of the CPU cores. No process outlives the comparison.
+Each process gets its share of the CPU cores. No process outlives the program that starts it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from contaccum.files import redact, write_json
+from contaccum.files import write_json
 
 JOB_FILE = "job.json"
 RESULT_FILE = "result.json"
@@ -35,7 +35,7 @@ def run_jobs(
     jobs: Sequence[Job],
     max_processes: int | None,
     progress: Callable[[str], None] = print,
-    command: Sequence[str] = (sys.executable, "-m", "contaccum.comparison.run"),
+    command: Sequence[str] = (sys.executable, "-m", "comparison.run"),
 ) -> dict[str, str]:
     """Run every job in an empty folder and in a process of its own.
 
@@ -118,14 +118,7 @@ def _start_process(job: Job, command: Sequence[str], environment: dict[str, str]
 
 def _describe_failure(job: Job, exit_code: int) -> str:
     """Return the exit code and the last line that the process wrote to stderr."""
-    stderr = Path(job["folder"], "stderr.log").read_text(encoding="utf-8", errors="replace")
-    last_line = stderr.strip().rpartition("\n")[2]
-    message = redact(last_line)[:_MAX_ERROR_LENGTH] or "nothing on stderr"
-    log = redact(str(Path(job["folder"], "stderr.log")))
-    if exit_code >= 0:
-        return f"exit code {exit_code}: {message} (see {log})"
-    # Linux sends signal 9 to a process when memory runs out.
-    return (
-        f"killed by signal {-exit_code}: {message} (see {log}; signal 9 often means too little "
-        "memory: lower --jobs or per_device_train_batch_size)"
-    )
+    log = Path(job["folder"], "stderr.log")
+    last_line = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+    # Linux sends signal 9 (exit code -9) to a process when memory runs out.
+    return f"exit code {exit_code}: {last_line[:_MAX_ERROR_LENGTH]} (see {log})"

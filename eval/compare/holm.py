@@ -1,8 +1,8 @@
 """Compare entries of several studies in one table, with one Holm correction over all comparisons.
 
-    python eval/study/holm.py REPORT.json ... --pairs contaccum:grad_accum ... --output OUT
+    python eval/compare/holm.py REPORT.json ... --pairs contaccum:grad_accum ... --output OUT
 
-`contaccum compare` writes one folder per training data set, with a report and the results of its
+`compare.py` writes one folder per training data set, with a report and the results of its
 runs. The results contain the score of each query. For each pair of entries, this program computes
 the difference on the report's first data set. It averages the scores of a query over the seeds that
 both entries have, and tests the difference with a paired bootstrap over queries. Holm's correction
@@ -19,7 +19,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from contaccum.comparison.summary import average_by_query
+from comparison.report import average_by_query
+
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.metrics import add_holm, paired_bootstrap
 from contaccum.evaluation.tables import markdown_table
@@ -52,7 +53,7 @@ def compare_entries(path: Path, pair: str, metric: str) -> dict[str, Any]:
     if not common_seeds:
         raise ConfigError(
             f"{training_data} {pair}: the entries have no finished seed in common; "
-            "run `contaccum compare` again"
+            "run `compare.py` again"
         )
     seeds = sorted(common_seeds)
     first_scores = read_query_scores(path, first_group, seeds, data, metric)
@@ -140,7 +141,7 @@ def main() -> None:
         nargs="+",
         type=Path,
         metavar="REPORT.json",
-        help="reports of `contaccum compare`, or OUT.json files of earlier calls",
+        help="reports of `compare.py`, or OUT.json files of earlier calls",
     )
     parser.add_argument(
         "--pairs",

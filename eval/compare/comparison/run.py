@@ -1,0 +1,258 @@
+"""The runs of a comparison: their jobs, the training of a job's run, and its result.
+
+A job is the JSON description of a run that one process does.
+
+`python -m comparison.run FOLDER/job.json` trains and scores one run in a process of its own. It
+writes FOLDER/result.json in one step at the end, so that a file that exists is complete. Results
+are neither averaged nor compared here.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from comparison.plan import Group
+from comparison.processes import RESULT_FILE, Job, exit_with_parent, run_jobs
+from contaccum import __version__
+from contaccum.errors import ConfigError
+from contaccum.evaluation.beir_sets import describe_data, evaluate_beir
+from contaccum.evaluation.beir_sets import load_data as load_beir_data
+from contaccum.files import fingerprint, provenance, read_json, write_json
+from contaccum.retrieval.encode import model_fingerprint
+from contaccum.training.arguments import ContAccumTrainingArguments, get_name
+from contaccum.training.config import load_data, parse
+from contaccum.training.log import TRAIN_LOG, read_log
+from contaccum.training.run import load_encoder, load_run_data, make_trainer
+from contaccum.tuning.options import Options, to_command_line
+
+Evaluation = Mapping[str, Any]
+"""``data`` (a list of BEIR folders or names), ``split`` and ``precision`` of the scores."""
+
+Results = Mapping[str, Mapping[str, Any]]
+"""{name of the run: content of its result.json}"""
+
+_K_VALUES = (10, 20, 100)
+_PATH_OPTIONS = ("model", "guide", "passage_store", "corpus")
+"""Options that may name local files, besides those of data sets, which have fingerprints."""
+
+
+def describe_evaluation_sets(evaluation: Evaluation) -> list[dict[str, Any]]:
+    """Return name, sizes and fingerprint of each data set that models are scored on."""
+    sets = []
+    for path in evaluation["data"]:
+        sets.append(describe_data(load_beir_data(path, evaluation["split"])))
+    if len({data["name"] for data in sets}) < len(sets):
+        raise ConfigError("give data sets with different names")
+    return sets
+
+
+def run_groups(
+    groups: Sequence[Group],
+    seeds: Sequence[int],
+    evaluation: Evaluation,
+    sets: Sequence[Mapping[str, Any]],
+    folder: Path,
+    max_processes: int | None,
+) -> tuple[Results, dict[str, str]]:
+    """Do the runs that are not finished yet.
+
+    Args:
+        sets: the descriptions of the data sets, as `describe_evaluation_sets` returns them.
+        folder: the parent folder of the folders of the runs.
+        max_processes: see `run_jobs`.
+
+    Returns:
+        {name of the run: its result}, and {name of the run: why it failed}.
+
+    Raises:
+        ConfigError: for a finished run that had other settings or data.
+    """
+    jobs = make_jobs(groups, seeds, evaluation, sets, folder)
+    finished = read_results(jobs)
+    print(f"{len(finished)} of {len(jobs)} runs are finished already", flush=True)
+    missing = [job for job in jobs if job["name"] not in finished]
+    failed = run_jobs(missing, max_processes, lambda line: print(line, flush=True))
+    return read_results(jobs), failed
+
+
+def make_jobs(
+    groups: Sequence[Group],
+    seeds: Sequence[int],
+    evaluation: Evaluation,
+    sets: Sequence[Mapping[str, Any]],
+    folder: Path,
+) -> list[Job]:
+    """Return a job for every run, seed by seed.
+
+    A job's ``identity`` holds everything that decides the result of the run. A finished run is used
+    again only if its identity is the same.
+    """
+    evaluation_identity = {"eval_precision": evaluation["precision"]}
+    for data in sets:
+        evaluation_identity[f"eval_data {data['name']}"] = data["fingerprint"]
+    # {settings that decide which data are read: fingerprint}: each data set is read once.
+    train_fingerprints: dict[str, str] = {}
+    jobs = []
+    for seed in seeds:
+        for group in groups:
+            _, data_args, args = group.parse()
+            data_key = str(data_args)
+            if data_key not in train_fingerprints:
+                train_fingerprints[data_key] = load_data(data_args, args).fingerprint
+            run_folder = folder / group.run_name(seed)
+            command_line = to_command_line(group.options)
+            jobs.append(
+                {
+                    "name": group.run_name(seed),
+                    "entry": group.entry,
+                    "seed": seed,
+                    "folder": str(run_folder),
+                    "options": [*command_line, f"--seed={seed}", f"--output_dir={run_folder}"],
+                    "evaluation": dict(evaluation),
+                    "identity": {
+                        "contaccum": __version__,
+                        "train_data": train_fingerprints[data_key],
+                        **{key: " ".join(values) for key, values in group.options.items()},
+                        **_describe_local_paths(group.options),
+                        **evaluation_identity,
+                    },
+                }
+            )
+    return jobs
+
+
+def _describe_local_paths(options: Options) -> dict[str, str]:
+    """Return a fingerprint of the files of each model, store and corpus that is a local path.
+
+    The fingerprint covers names, sizes and times of the files, and not their content, because large
+    models take long to read.
+    """
+    descriptions = {}
+    for key in _PATH_OPTIONS:
+        for value in options.get(key, ()):
+            path = Path(value)
+            files = sorted(path.rglob("*")) if path.is_dir() else [path]
+            content = []
+            for file in files:
+                if file.is_file():
+                    state = file.stat()
+                    content.append((str(file), state.st_size, state.st_mtime_ns))
+            if content:
+                descriptions[f"files of {key}"] = fingerprint(str(content))
+    return descriptions
+
+
+def read_results(jobs: Sequence[Job]) -> dict[str, dict[str, Any]]:
+    """Return {name of the run: content of its result.json} of the finished runs.
+
+    Raises:
+        ConfigError: for a finished run whose identity differs from that of its job.
+    """
+    results = {}
+    for job in jobs:
+        path = Path(job["folder"], RESULT_FILE)
+        if not path.is_file():
+            continue
+        result = read_json(path)
+        old, new = result["identity"], job["identity"]
+        changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+        if changed:
+            raise ConfigError(
+                f"{job['folder']} was run with other settings: {', '.join(changed)}. "
+                "Remove this folder, or name another --output_dir"
+            )
+        results[job["name"]] = result
+    return results
+
+
+def run_job(job: Job) -> dict[str, Any]:
+    """Train and score the run of a job, and return the content of its result.json."""
+    code_record = provenance()  # read before training, because the checkout may change meanwhile
+    evaluation = job["evaluation"]
+    model_args, data_args, args = parse(job["options"])
+    data = load_run_data(data_args, args)
+    encoder = load_encoder(model_args, args)
+    initial_weights = model_fingerprint(encoder)
+    trainer = make_trainer(encoder, model_args, args, data)
+    trainer.train()
+
+    log = read_log(Path(job["folder"], TRAIN_LOG))
+    seconds = [record["seconds"] for record in log]
+    norm_ratios = [
+        record["grad_norm_ratio"] for record in log if record.get("grad_norm_ratio") is not None
+    ]
+    # Without the mixed precision of training, so that ``precision`` decides.
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    evaluations = {}
+    for path in evaluation["data"]:
+        result = evaluate_beir(
+            model,
+            load_beir_data(path, evaluation["split"]),
+            _K_VALUES,
+            show_progress=False,
+            similarity=args.similarity,
+            precision=evaluation["precision"],
+        )
+        name = result.data["name"]
+        evaluations[name] = {"metrics": result.metrics, "per_query": result.per_query}
+    is_cuda = args.device.type == "cuda"
+    return {
+        "name": job["name"],
+        "entry": job["entry"],
+        "seed": job["seed"],
+        "identity": job["identity"],
+        "initial_weights": initial_weights,
+        "data_order": fingerprint_data_order(args, data.training),
+        "pairs_per_update": args.total_train_batch_size,
+        "updates": trainer.state.global_step,
+        "pairs_trained": sum(record["pairs"] for record in log),
+        "train_seconds": sum(seconds),
+        "seconds_per_update": statistics.median(seconds),
+        "peak_memory_mb": max(record["peak_memory_mb"] for record in log),
+        "grad_norm_ratio": statistics.fmean(norm_ratios) if norm_ratios else None,
+        "final_loss": log[-1]["loss"],
+        "evaluations": evaluations,
+        "machine": {
+            "cores": os.cpu_count(),
+            "cpu": platform.machine(),
+            "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name(args.device) if is_cuda else None,
+        },
+        **code_record,
+    }
+
+
+def fingerprint_data_order(args: ContAccumTrainingArguments, training_data: Any) -> str:
+    """Return a fingerprint that is equal for runs whose updates have the same pairs.
+
+    The seed decides the order of the pairs. The micro-batch size also decides which pairs an update
+    has if a sampler composes batches, an incomplete batch is dropped, or there are several data
+    sets.
+    """
+    # "batch_sampler" is the default sampler, which takes the pairs in shuffled order.
+    is_composed = get_name(args.batch_sampler) != "batch_sampler"
+    has_several_sets = isinstance(training_data.dataset, dict)
+    batch_size = None
+    if is_composed or args.dataloader_drop_last or has_several_sets:
+        batch_size = args.per_device_train_batch_size
+    return fingerprint(training_data.fingerprint, args.order_seed, batch_size)
+
+
+def main(job_file: str) -> None:
+    """Do the run of a job file, and write its result."""
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    job = read_json(job_file)
+    write_json(Path(job["folder"], RESULT_FILE), run_job(job))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
