@@ -20,17 +20,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contaccum.cli.options import (
-    SEARCH_OPTIONS,
-    Parser,
-    get_search_settings,
-    load_model,
-    require_models,
-)
-from contaccum.cli.scoring import parse_scoring_arguments
+from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model, require_models
 from contaccum.defaults import DEFAULT_K_VALUES
 from contaccum.errors import ConfigError
-from contaccum.files import write_json, write_text
+from contaccum.files import require_writable, write_json, write_text
 
 if TYPE_CHECKING:
     from contaccum.data import BeirDataset
@@ -38,6 +31,15 @@ if TYPE_CHECKING:
     from contaccum.encoders.towers import Kind
     from contaccum.evaluation.beir_sets import EvaluationSet
     from contaccum.evaluation.endpoint import EmbeddingEndpoint
+
+_OPTIONS_OF_A_SEARCH = (
+    "index",
+    "index_parameters",
+    "similarity",
+    "precision",
+    "query_max_length",
+    "passage_max_length",
+)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -114,10 +116,13 @@ def run(argv: Sequence[str]) -> int:
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line, and refuse options that cannot be combined."""
+    from contaccum.evaluation.metrics import check_k_values
+
     parser = Parser(
         "evaluate",
         "Score a model or a run on BEIR data with FAISS.",
-        *SEARCH_OPTIONS,
+        *("index", "index_parameters", "similarity", "passage_max_length"),
+        *ENCODING_OPTIONS,
         usage="contaccum evaluate (MODEL | --run RUN) --data SET ... [OPTIONS]",
     )
     parser.add_argument(
@@ -126,6 +131,29 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         required=True,
         metavar="SET",
         help="BEIR folders, names of public BEIR sets, or beir for all public sets",
+    )
+    parser.add_model("the encoder to search with: a folder, or a name on the model hub")
+    parser.add_argument(
+        "--run",
+        type=Path,
+        metavar="RUN.trec",
+        help="score this run instead of searching with a MODEL",
+    )
+    parser.add_argument(
+        "--output",
+        default=Path("results.json"),
+        type=Path,
+        metavar="OUT.json",
+        help="file of the results; with several data sets, OUT.NAME.json is written for each; "
+        "default: %(default)s",
+    )
+    parser.add_argument(
+        "--k_values",
+        nargs="+",
+        type=int,
+        default=DEFAULT_K_VALUES,
+        metavar="K",
+        help=f"cut-offs of the metrics; default: {' '.join(map(str, DEFAULT_K_VALUES))}",
     )
     parser.add_argument(
         "--metrics",
@@ -158,7 +186,26 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="name of the model in requests; default: MODEL",
     )
     parser.add_argument("--split", help="split of the judgements; default: test, for msmarco dev")
-    args = parse_scoring_arguments(parser, argv, Path("results.json"), DEFAULT_K_VALUES)
+    args = parser.parse(argv)
+    args.k_values = check_k_values(args.k_values)
+    if (args.model is None) == (args.run is None):
+        raise ConfigError(
+            "name either a MODEL to search with, or a --run to score; write MODEL before options "
+            f"that take several values (see {parser.prog} --help)"
+        )
+    if args.run is not None:
+        reason = "does nothing with --run, which is the result of a search"
+        parser.refuse_given(args, _OPTIONS_OF_A_SEARCH, reason)
+    if args.output.suffix != ".json":
+        raise ConfigError(
+            f"--output {args.output}: the output is JSON, with a .trec file beside it; "
+            "end its name in .json"
+        )
+    if args.run is not None and args.run.resolve() == args.output.with_suffix(".trec").resolve():
+        raise ConfigError(
+            f"--output {args.output}: its .trec file would replace the --run; choose another name"
+        )
+    require_writable(args.output)
     if args.endpoint is None:
         parser.refuse_given(args, ["query_endpoint", "served_model"], "needs --endpoint")
     elif args.run is not None:
@@ -182,7 +229,13 @@ def _score_model(
     from contaccum.evaluation.endpoint import evaluate_endpoint
 
     model = load_model(args.model, args)
-    search_settings = get_search_settings(args)
+    search_settings = {
+        "index": args.index,
+        "index_parameters": args.index_parameters,
+        "batch_size": args.batch_size,
+        "similarity": args.similarity,
+        "precision": args.precision,
+    }
     plans = []
     for description in descriptions:
         num_documents = description["documents"]

@@ -276,14 +276,6 @@ ENCODING_OPTIONS = (
     "trust_remote_code",
 )
 """Shared options of every command that encodes texts."""
-SEARCH_OPTIONS = (
-    "index",
-    "index_parameters",
-    "similarity",
-    "passage_max_length",
-    *ENCODING_OPTIONS,
-)
-"""Shared options of the commands that encode a corpus and search it in memory."""
 
 
 def load_model(name: str, args: argparse.Namespace) -> DualEncoder:
@@ -335,14 +327,3 @@ def load_saved_model(name: str, args: argparse.Namespace) -> DualEncoder:
     return DualEncoder.from_pretrained(
         name, device=args.device, trust_remote_code=args.trust_remote_code
     )
-
-
-def get_search_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `contaccum.evaluation.beir_sets.search` from a command line."""
-    return {
-        "index": args.index,
-        "index_parameters": args.index_parameters,
-        "batch_size": args.batch_size,
-        "similarity": args.similarity,
-        "precision": args.precision,
-    }
