@@ -175,14 +175,6 @@ class Parser(argparse.ArgumentParser):
         return [action.dest for action in self._actions if action.option_strings]
 
 
-def split_config_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into the config files before its first option, and the rest."""
-    num_files = 0
-    while num_files < len(argv) and not argv[num_files].startswith("-"):
-        num_files += 1
-    return list(argv[:num_files]), list(argv[num_files:])
-
-
 def complete_command(commands: Collection[str]) -> str:
     """Prepare shell completion, and return the command whose options are completed.
 

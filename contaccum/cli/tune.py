@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from contaccum.cli.options import Parser, split_config_files
+from contaccum.cli.options import Parser
 from contaccum.files import refuse_credentials
 from contaccum.folder_lock import lock_folder
 
@@ -21,15 +21,17 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         UserError: if the arguments, the config or the data cannot be used.
     """
-    config_files, remaining_argv = split_config_files(argv)
-    args, training_arguments = _make_parser().parse_known(remaining_argv)
+    num_configs = 0
+    while num_configs < len(argv) and not argv[num_configs].startswith("-"):
+        num_configs += 1
+    args, training_arguments = _make_parser().parse_known(argv[num_configs:])
 
     from contaccum.tuning.budget import Budget, TimeForTrials, parse_duration
     from contaccum.tuning.options import all_options
     from contaccum.tuning.result import TUNED_CONFIG
     from contaccum.tuning.tune import BUDGET_FILE, tune
 
-    config_options = all_options(config_files, [])
+    config_options = all_options(argv[:num_configs], [])
     fixed_options = all_options([], training_arguments)
     options = {**config_options, **fixed_options}
     refuse_credentials(options)

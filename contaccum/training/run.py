@@ -2,7 +2,7 @@
 
 A run has three groups of arguments: ``model_args`` (the encoder), ``data_args`` (the data) and
 ``args`` (everything about the training). `contaccum.training.config` parses them.
-`contaccum train`, `compare`, `tune` and `fit` all use these functions, so that the same arguments
+`contaccum train`, `tune` and `fit` all use these functions, so that the same arguments
 always give the same run.
 """
 
