@@ -64,36 +64,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"contaccum {__version__}")
         return 0
     try:
-        return _run_command(command, list(argv[1:]))
+        if command not in COMMANDS:
+            suggestion = closest(command, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
+            raise UserError(f"unknown command {command!r}{suggestion}")
+        module = importlib.import_module(f"contaccum.cli.{command}")
+        return module.run(list(argv[1:]))
     except UserError as error:
-        _print_error(error)
+        message = redact(" ".join(str(error).split()))
+        # Every process of a distributed run may fail with the same error. So the other processes
+        # add their rank to the message.
+        rank = os.environ.get("RANK", "0")
+        place = "" if rank == "0" else f" on rank {rank}"
+        print(f"contaccum: error{place}: {message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("contaccum: interrupted", file=sys.stderr)
         return 130
-
-
-def _run_command(command: str, argv: list[str]) -> int:
-    """Import the module of a command, run it, and return its exit code."""
-    if command not in COMMANDS:
-        suggestion = closest(command, COMMANDS)
-        if not suggestion:
-            suggestion = f"; the commands are {', '.join(COMMANDS)}"
-        raise UserError(f"unknown command {command!r}{suggestion}")
-    module = importlib.import_module(f"contaccum.cli.{command}")
-    return module.run(argv)
-
-
-def _print_error(error: UserError) -> None:
-    """Print an error as one line, without credentials."""
-    message = redact(" ".join(str(error).split()))
-    # Every process of a distributed run may fail with the same error. So the other processes add
-    # their rank to the message.
-    rank = os.environ.get("RANK", "0")
-    if rank == "0":
-        print(f"contaccum: error: {message}", file=sys.stderr)
-    else:
-        print(f"contaccum: error on rank {rank}: {message}", file=sys.stderr)
 
 
 def _print_help() -> None:

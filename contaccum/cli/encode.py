@@ -8,17 +8,11 @@ at the start.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model, parse_positive_int
-from contaccum.errors import ConfigError
-
-if TYPE_CHECKING:
-    from accelerate import PartialState
 
 
 def run(argv: Sequence[str]) -> int:
@@ -28,7 +22,11 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the arguments, the corpus, the model or the output folder cannot be used.
     """
     args = _parse_arguments(argv)
+    import torch
+    from accelerate import PartialState
+
     from contaccum.data import RecordReport
+    from contaccum.distributed import RANK_TIMEOUT
     from contaccum.retrieval.corpus import CorpusEncoder, require_texts
     from contaccum.retrieval.encode import read_texts
     from contaccum.retrieval.parquet import write_parquet
@@ -37,7 +35,12 @@ def run(argv: Sequence[str]) -> int:
     # Input and output are checked before a model is loaded.
     require_texts(args.corpus, args.kind, args.on_bad_record)
     check_folder(args.output)
-    state = _start_ranks(args)
+    # Join the process group of torchrun or `accelerate launch`. Without --device, each rank on a
+    # machine has a GPU of its own, or all ranks use the CPU. Without cpu=True on a machine without
+    # accelerator, PartialState would report a single process for all ranks.
+    use_cpu = args.device == "cpu" or not torch.accelerator.is_available()
+    state = PartialState(cpu=use_cpu, timeout=RANK_TIMEOUT)
+    args.device = args.device or str(state.device)
     rank = state.process_index
     num_ranks = state.num_processes
     model = load_model(args.model, args)
@@ -78,38 +81,6 @@ def run(argv: Sequence[str]) -> int:
         folder = write_parquet(EmbeddingStore.open(args.output), passages, show_progress)
         print(f"written: {folder}")
     return 0
-
-
-def _start_ranks(args: argparse.Namespace) -> PartialState:
-    """Join the process group of torchrun or `accelerate launch`, and set ``args.device``.
-
-    Without ``--device``, each rank on a machine has a GPU of its own, or all ranks use the CPU. A
-    process that was started alone is rank 0 of 1.
-
-    Raises:
-        ConfigError: if a machine has more ranks than GPUs.
-    """
-    import torch
-    from accelerate import PartialState
-
-    from contaccum.distributed import RANK_TIMEOUT
-
-    # Without cpu=True on a machine without accelerator, PartialState would report a single process
-    # for all ranks.
-    use_cpu = args.device == "cpu" or not torch.accelerator.is_available()
-    if not use_cpu:
-        # PartialState would give the same GPU to several ranks, which cannot communicate then.
-        num_devices = torch.accelerator.device_count()
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        if local_rank >= num_devices:
-            raise ConfigError(
-                f"process {local_rank + 1} on this machine has no GPU, because the machine has "
-                f"{num_devices}: start at most {num_devices} with --nproc_per_node, or use "
-                "--device cpu"
-            )
-    state = PartialState(cpu=use_cpu, timeout=RANK_TIMEOUT)
-    args.device = args.device or str(state.device)
-    return state
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

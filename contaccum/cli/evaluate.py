@@ -15,12 +15,13 @@ have the comparison of the server with MODEL.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model, require_models
+from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model
 from contaccum.defaults import DEFAULT_K_VALUES
 from contaccum.errors import ConfigError
 from contaccum.files import require_writable, write_json, write_text
@@ -32,15 +33,6 @@ if TYPE_CHECKING:
     from contaccum.evaluation.beir_sets import EvaluationSet
     from contaccum.evaluation.endpoint import EmbeddingEndpoint
 
-_OPTIONS_OF_A_SEARCH = (
-    "index",
-    "index_parameters",
-    "similarity",
-    "precision",
-    "query_max_length",
-    "passage_max_length",
-)
-
 
 def run(argv: Sequence[str]) -> int:
     """Score a model or a run, write records and tables, and return exit code 0.
@@ -49,10 +41,12 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the arguments, the data, the model or the run cannot be used.
     """
     args = _parse_arguments(argv)
-    require_models(args.model)
+    from contaccum.encoders.loading import require_model
     from contaccum.evaluation import beir_sets, metrics, results, tables
     from contaccum.evaluation.endpoint import endpoint_tables
 
+    if args.model is not None:
+        require_model(os.path.expanduser(args.model))  # before all data are read
     shown_metrics = metrics.check_metrics(args.metrics, args.k_values)
     main_metric = shown_metrics[0]
     sets = beir_sets.evaluation_sets(args.data, args.output)
@@ -193,9 +187,6 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             "name either a MODEL to search with, or a --run to score; write MODEL before options "
             f"that take several values (see {parser.prog} --help)"
         )
-    if args.run is not None:
-        reason = "does nothing with --run, which is the result of a search"
-        parser.refuse_given(args, _OPTIONS_OF_A_SEARCH, reason)
     if args.output.suffix != ".json":
         raise ConfigError(
             f"--output {args.output}: the output is JSON, with a .trec file beside it; "
@@ -206,9 +197,9 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             f"--output {args.output}: its .trec file would replace the --run; choose another name"
         )
     require_writable(args.output)
-    if args.endpoint is None:
-        parser.refuse_given(args, ["query_endpoint", "served_model"], "needs --endpoint")
-    elif args.run is not None:
+    if args.query_endpoint is not None and args.endpoint is None:
+        raise ConfigError("--query_endpoint needs --endpoint, the server of the documents")
+    if args.endpoint is not None and args.model is None:
         raise ConfigError("--endpoint needs a MODEL, which it is compared with, and no --run")
     return args
 
@@ -225,7 +216,7 @@ def _score_model(
     settings is used again. A single set is always scored anew, and so is a server, which may have
     changed.
     """
-    from contaccum.evaluation import beir_sets, results
+    from contaccum.evaluation import beir_sets, metrics, results
     from contaccum.evaluation.endpoint import evaluate_endpoint
 
     model = load_model(args.model, args)
@@ -249,7 +240,10 @@ def _score_model(
     for evaluation_set, plan in zip(sets, plans, strict=True):
         record = None
         if len(sets) > 1 and not args.endpoint and evaluation_set.output.exists():
-            record = _read_finished_record(evaluation_set.output, plan, args.k_values)
+            earlier = results.read_result(evaluation_set.output)
+            has_same_metrics = earlier["metrics"].keys() == set(metrics.metric_names(args.k_values))
+            if has_same_metrics and not earlier.get("endpoint") and results.agrees(earlier, plan):
+                record = earlier
         if record is None:
             result = evaluate(
                 load(evaluation_set),
@@ -295,24 +289,6 @@ def _connect(args: argparse.Namespace, model: DualEncoder) -> dict[Kind, Embeddi
             not args.no_progress,
         )
     return endpoints
-
-
-def _read_finished_record(
-    path: Path, plan: Mapping[str, Any], k_values: Sequence[int]
-) -> dict[str, Any] | None:
-    """Return the record of an earlier evaluation, or None if it differs from the plan.
-
-    Args:
-        plan: values that the record must hold.
-        k_values: cut-offs of the metrics that the record must hold.
-    """
-    from contaccum.evaluation import metrics, results
-
-    record = results.read_result(path)
-    has_same_metrics = record["metrics"].keys() == set(metrics.metric_names(k_values))
-    if has_same_metrics and not record.get("endpoint") and results.agrees(record, plan):
-        return record
-    return None
 
 
 def _summarize(

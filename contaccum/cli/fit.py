@@ -7,7 +7,6 @@ from pathlib import Path
 
 from contaccum.cli.options import Parser
 from contaccum.defaults import DEFAULT_MODEL
-from contaccum.errors import ConfigError
 
 EXIT_CODE_NOT_BETTER = 1
 """Exit code if the verdict is not the one that ``--require`` demands."""
@@ -23,7 +22,6 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the arguments, the data or the model cannot be used.
     """
     args, training_arguments = _make_parser().parse_known(argv)
-    _refuse_misread_data(args.data, argv)
 
     from contaccum.fitting.call import fit
     from contaccum.fitting.verdict import BETTER
@@ -49,23 +47,6 @@ def run(argv: Sequence[str]) -> int:
     if args.require is not None and result.verdict.word != BETTER:
         return EXIT_CODE_NOT_BETTER
     return 0
-
-
-def _refuse_misread_data(data: str, argv: Sequence[str]) -> None:
-    """Raise `ConfigError` if the value of an option was read as DATA.
-
-    The parser does not know the options of `contaccum train`. In ``fit --learning_rate 1e-4 pairs``
-    it reads "1e-4" as DATA.
-    """
-    position = list(argv).index(data)
-    if position == 0:
-        return
-    previous_word = argv[position - 1]
-    if previous_word.startswith("--") and "=" not in previous_word:
-        raise ConfigError(
-            f"{data!r} after {previous_word} was read as DATA: name DATA first, as in "
-            "contaccum fit DATA [OPTIONS]"
-        )
 
 
 def _make_parser() -> Parser:

@@ -36,8 +36,6 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="new folder")
     args = parser.parse(argv)
-    if not all(0 <= weight <= 1 for weight in args.weights):
-        raise ConfigError("--weights: a weight must be between 0 and 1")
     if args.output.exists():
         raise ConfigError(f"--output {args.output}: exists already; name a new folder")
     require_writable(args.output)

@@ -26,7 +26,7 @@ def run(argv: Sequence[str]) -> int:
     from contaccum import mining
     from contaccum.retrieval.encode import model_fingerprint, tokenisation_fingerprint
 
-    rules = _get_selection_rules(args)
+    rules = {rule.name: getattr(args, rule.name) for rule in fields(mining.SelectionRules)}
     mining.SelectionRules(**rules).check(args.cross_encoder is not None)
     mining.check_output(args.output, args.output_format)
     data = _load_data(args)
@@ -70,20 +70,6 @@ def run(argv: Sequence[str]) -> int:
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line, and check that a MODEL is named if it is needed."""
-    parser = _make_parser()
-    args = parser.parse(argv)
-    if args.method == "dense" and args.model is None:
-        raise ConfigError("--method dense needs a MODEL to encode with: name one")
-    if args.method == "bm25" and args.model is not None:
-        raise ConfigError("--method bm25 uses no MODEL: leave it out")
-    if args.method == "bm25":
-        options = ("similarity", "query_max_length", "passage_max_length", "precision")
-        parser.refuse_given(args, options, "has no effect with --method bm25")
-    return args
-
-
-def _make_parser() -> Parser:
-    """Return the parser of all options."""
     from contaccum.mining import OUTPUT_FORMATS, SelectionRules
 
     parser = Parser(
@@ -141,19 +127,12 @@ def _make_parser() -> Parser:
     )
     for rule in fields(SelectionRules):
         parser.add_argument(f"--{rule.name}", default=rule.default, **rule.metadata)
-    return parser
-
-
-def _get_selection_rules(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the selection rules of the command line that have a value."""
-    from contaccum.mining import SelectionRules
-
-    rules = {}
-    for rule in fields(SelectionRules):
-        value = getattr(args, rule.name)
-        if value is not None:
-            rules[rule.name] = value
-    return rules
+    args = parser.parse(argv)
+    if args.method == "dense" and args.model is None:
+        raise ConfigError("--method dense needs a MODEL to encode with: name one")
+    if args.method == "bm25" and args.model is not None:
+        raise ConfigError("--method bm25 uses no MODEL: leave it out")
+    return args
 
 
 def _load_data(args: argparse.Namespace) -> MiningData:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -127,10 +127,9 @@ class Parser(argparse.ArgumentParser):
         if unknown_arguments:
             argument = unknown_arguments[0]
             option_name = argument.split("=")[0].lstrip("-")
-            suggestion = closest(option_name, self._option_names())
-            positional_name = self._positional_names().get(option_name)
-            if positional_name is not None:
-                suggestion = f": give {positional_name} without --{option_name}"
+            # argparse has no public list of its options. Positional arguments have no strings.
+            names = [action.dest for action in self._actions if action.option_strings]
+            suggestion = closest(option_name, names)
             raise ConfigError(f"unknown argument {argument!r}{suggestion} (see {self.prog} --help)")
         return args
 
@@ -149,30 +148,6 @@ class Parser(argparse.ArgumentParser):
             # This call ends the process.
             argcomplete.autocomplete(self)
         return self.parse_known_args(argv)
-
-    def refuse_given(self, args: argparse.Namespace, names: Iterable[str], reason: str) -> None:
-        """Raise `ConfigError` if one of some options has another value than its default.
-
-        Args:
-            args: the parsed command line.
-            names: names of the options.
-            reason: the words after the name of the option in the error message.
-        """
-        for name in names:
-            if getattr(args, name) != self.get_default(name):
-                raise ConfigError(f"--{name} {reason}: leave it out")
-
-    def _positional_names(self) -> dict[str, str]:
-        """Return {name of a positional argument: its name in the help}."""
-        names = {}
-        for action in self._actions:
-            if not action.option_strings:
-                names[action.dest] = str(action.metavar or action.dest)
-        return names
-
-    def _option_names(self) -> list[str]:
-        # argparse has no public list of its options. Positional arguments have no option strings.
-        return [action.dest for action in self._actions if action.option_strings]
 
 
 def complete_command(commands: Collection[str]) -> str:
@@ -281,19 +256,6 @@ def load_model(name: str, args: argparse.Namespace) -> DualEncoder:
     model = load_saved_model(name, args)
     set_max_lengths(model, args.query_max_length, args.passage_max_length)
     return model
-
-
-def require_models(*names: str | None) -> None:
-    """Check that models exist, before all data are read. None stands for no model.
-
-    Raises:
-        UserError: if there is no model of a name.
-    """
-    from contaccum.encoders.loading import require_model
-
-    for name in names:
-        if name is not None:
-            require_model(os.path.expanduser(name))
 
 
 def load_saved_model(name: str, args: argparse.Namespace) -> DualEncoder:

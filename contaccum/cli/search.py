@@ -10,7 +10,7 @@ import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model, parse_positive_int
 from contaccum.errors import ConfigError, DataError
@@ -83,7 +83,7 @@ def run(argv: Sequence[str]) -> int:
     quality = "exact search"
     if recall is not None:
         quality = f"recall against exact search: {recall}"
-    elif args.no_recall:
+    elif args.no_recall and args.index != "Flat":
         quality = "recall not measured"
     print(f"{len(query_ids):,} queries over {len(store):,} rows in {seconds:,.1f} s; {quality}")
     print(f"written: {args.output}, and its record {record_file}")
@@ -91,27 +91,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse and check the command line."""
-    args = _make_parser().parse(argv)
-    if args.output.suffix != ".trec":
-        raise ConfigError(
-            f"--output {args.output}: the output is a run in TREC's format; end its name in .trec"
-        )
-    if args.index_file and args.index == "Flat":
-        raise ConfigError(
-            "--index Flat searches the store itself and needs no file: "
-            "leave --index_file out, or name another --index"
-        )
-    if args.no_recall and args.index == "Flat":
-        raise ConfigError(
-            "--index Flat is exact, so --no_recall does nothing: leave it out, or name another "
-            "--index"
-        )
-    return args
-
-
-def _make_parser() -> Parser:
-    """Return the parser of all options."""
+    """Parse the command line."""
     parser = Parser(
         "search",
         "Search a store that contaccum encode wrote, and write a run in TREC's format.",
@@ -168,7 +148,13 @@ def _make_parser() -> Parser:
         help="do not measure the recall of an approximate index, which needs an exact search of "
         "the whole store",
     )
-    return parser
+    args = parser.parse(argv)
+    if args.index_file and args.index == "Flat":
+        raise ConfigError(
+            "--index Flat searches the store itself and needs no file: "
+            "leave --index_file out, or name another --index"
+        )
+    return args
 
 
 def _load_queries(args: argparse.Namespace, store: EmbeddingStore) -> tuple[list[str], np.ndarray]:
@@ -180,16 +166,17 @@ def _load_queries(args: argparse.Namespace, store: EmbeddingStore) -> tuple[list
         UserError: if the queries cannot be used, or were encoded by another model than the store.
     """
     from contaccum.data import RecordReport
+    from contaccum.data.beir import read_split_queries
     from contaccum.retrieval.encode import (
         encode_texts,
         model_fingerprint,
+        read_texts,
         tokenisation_fingerprint,
     )
     from contaccum.retrieval.store import STORE_FILE, EmbeddingStore
 
     if (args.queries / STORE_FILE).is_file():
         query_store = EmbeddingStore.open(args.queries)
-        _refuse_encoding_options(args)
         _check_stores(
             args, store, query_store.metadata["model"], queries_kind=query_store.metadata["kind"]
         )
@@ -200,7 +187,11 @@ def _load_queries(args: argparse.Namespace, store: EmbeddingStore) -> tuple[list
             "--queries"
         )
     report = RecordReport(args.on_bad_record)
-    texts = _read_query_texts(args, report)
+    if args.split:
+        texts = read_split_queries(args.queries, args.split, report)
+    else:
+        records = read_texts(args.queries, "query", report)
+        texts = {query.id: query.passage for query in records}
     print(report.summary())
     if not texts:
         raise DataError(f"{args.queries}: has no query (correct the file, or name another one)")
@@ -221,27 +212,6 @@ def _load_queries(args: argparse.Namespace, store: EmbeddingStore) -> tuple[list
         not args.no_progress,
     )
     return list(texts), embeddings
-
-
-def _refuse_encoding_options(args: argparse.Namespace) -> None:
-    """Raise `ConfigError` for options that would do nothing, because the queries are encoded."""
-    for name in ("model", "split", "query_max_length", "passage_max_length"):
-        if getattr(args, name) is not None:
-            option = "MODEL" if name == "model" else f"--{name}"
-            raise ConfigError(
-                f"{option} does nothing here, because --queries {args.queries} is a store of "
-                "encoded queries: leave it out"
-            )
-
-
-def _read_query_texts(args: argparse.Namespace, report: Any) -> dict[str, str]:
-    """Return {query id: text} of the queries' file or folder."""
-    from contaccum.data.beir import read_split_queries
-    from contaccum.retrieval.encode import read_texts
-
-    if args.split:
-        return read_split_queries(args.queries, args.split, report)
-    return {query.id: query.passage for query in read_texts(args.queries, "query", report)}
 
 
 def _check_stores(

@@ -24,7 +24,15 @@ def run(argv: Sequence[str]) -> int:
     num_configs = 0
     while num_configs < len(argv) and not argv[num_configs].startswith("-"):
         num_configs += 1
-    args, training_arguments = _make_parser().parse_known(argv[num_configs:])
+    parser = Parser(
+        "tune",
+        "Choose training settings by scores on dev data within a time budget. The search starts "
+        "from the config. A --key of `contaccum train` that is given here is fixed and not "
+        "searched.",
+        usage="contaccum tune CONFIG.yaml ... [OPTIONS] [--key value ...]",
+    )
+    parser.add_budget_options("the search", Path("runs/tune"))
+    args, training_arguments = parser.parse_known(argv[num_configs:])
 
     from contaccum.tuning.budget import Budget, TimeForTrials, parse_duration
     from contaccum.tuning.options import all_options
@@ -52,19 +60,6 @@ def run(argv: Sequence[str]) -> int:
     )
     _print_once(f"train with it: contaccum train {args.output / TUNED_CONFIG}")
     return 0
-
-
-def _make_parser() -> Parser:
-    """Return the parser of all options except those of `contaccum train`."""
-    parser = Parser(
-        "tune",
-        "Choose training settings by scores on dev data within a time budget. The search starts "
-        "from the config. A --key of `contaccum train` that is given here is fixed and not "
-        "searched.",
-        usage="contaccum tune CONFIG.yaml ... [OPTIONS] [--key value ...]",
-    )
-    parser.add_budget_options("the search", Path("runs/tune"))
-    return parser
 
 
 def _print_once(line: str) -> None:

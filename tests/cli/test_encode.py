@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from sample_texts import sentences
 from small_data import contents, write_beir
 
@@ -153,18 +152,6 @@ def test_two_processes_write_the_store_of_one_process(root, store_folder, tmp_pa
     assert "written:" in done.stdout
 
 
-def test_a_rank_without_a_device_is_refused(root, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    argv = ["encode", str(root / "model"), "--output", str(tmp_path / "s")]
-    assert main([*argv, "--corpus", str(root / "beir" / "corpus.jsonl")]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "process 3 on this machine has no GPU" in error
-    assert "--nproc_per_node" in error
-    assert not (tmp_path / "s").exists()
-
-
 def test_a_document_without_text_is_encoded_and_a_query_without_text_is_refused(root, tmp_path):
     """Published sets have such documents, and an evaluation in memory scores with them."""
     lines = ['{"_id": "d0", "text": "a text"}', '{"_id": "d1", "title": "", "text": ""}']
@@ -188,10 +175,8 @@ def test_repeated_ids_are_refused(root, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--device", "abacus"], "device 'abacus'"),
-        (["--shard", 3], "did you mean 'shard_size'"),
-        (["--passage_max_length", 9999], "passage_max_length=9999"),
-        (["--output", "STORE", "--passage_max_length", 20], "another tokenisation ("),
+        (["--device", "abacus"], "abacus"),
+        (["--output", "STORE", "--passage_max_length", 20], "another tokenisation"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_written(

@@ -78,9 +78,7 @@ def test_best_model_that_loses_little_is_written(root, tmp_path, capsys, guard_l
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"--weights": "1.5"}, "between 0 and 1"),
         ({"--guard": "nowhere"}, "nowhere"),
-        ({"--split": "dev"}, "dev"),
         ({"--output": "OWN"}, "exists already"),
         ({"base": "two_towers"}, "two towers"),
     ],
