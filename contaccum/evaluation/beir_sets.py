@@ -297,8 +297,11 @@ def _list_sources(data: Sequence[str]) -> dict[str, str]:
         data: folders and public names; see `evaluation_sets`.
     """
     named_sources: list[tuple[str, str]] = []  # (label, folder or public name)
-    for item in _expand_beir(data):
-        named_sources.extend(_expand_cqadupstack(item).items())
+    for item in data:
+        # "beir" may also be a BEIR folder.
+        is_all_of_beir = item == "beir" and not is_beir_folder(item)
+        for name in PUBLIC_NAMES if is_all_of_beir else [item]:
+            named_sources.extend(_expand_cqadupstack(name).items())
     counts = Counter(label for label, _ in named_sources)
     sources: dict[str, str] = {}
     for label, source in named_sources:
@@ -310,19 +313,6 @@ def _list_sources(data: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"--data: two sets are called {label}; name each set once")
         sources[label] = source
     return sources
-
-
-def _expand_beir(data: Sequence[str]) -> list[str]:
-    """Replace "beir" by all public names, unless there is a BEIR folder of this name."""
-    if is_beir_folder("beir"):
-        return list(data)
-    expanded: list[str] = []
-    for item in data:
-        if item == "beir":
-            expanded.extend(PUBLIC_NAMES)
-        else:
-            expanded.append(item)
-    return expanded
 
 
 def _expand_cqadupstack(item: str) -> dict[str, str]:

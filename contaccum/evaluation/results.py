@@ -39,10 +39,6 @@ JsonObject = dict[str, Any]
 _ENCODED = "percent-encoded:"
 
 
-def _format_current_time() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
 @dataclass
 class EvaluationResult:
     """Result of one model, or of one run of another system, on one data set.
@@ -73,7 +69,7 @@ class EvaluationResult:
     endpoint: JsonObject = field(default_factory=dict)
     timing: dict[str, float] = field(default_factory=dict)
     precision: str = "unknown"
-    created: str = field(default_factory=_format_current_time)
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def record(self) -> dict[str, Any]:
         """Return the content of the JSON file: versions, and all attributes except ``run``."""

@@ -97,19 +97,15 @@ def table_rows(sets: Sequence[EvaluationSet], records: Sequence[Mapping[str, Any
             cqadupstack_parts.append(row)
     if len(cqadupstack_parts) < len(_CQADUPSTACK_LABELS):
         return rows
-    other_rows = [row for row in rows if row not in cqadupstack_parts]
-    return [*other_rows, _make_cqadupstack_row(cqadupstack_parts)]
-
-
-def _make_cqadupstack_row(parts: list[Row]) -> Row:
-    return {
+    mean_row = {
         "name": "cqadupstack",
-        "split": parts[0]["split"],
-        "queries": sum(part["queries"] for part in parts),
-        "documents": sum(part["documents"] for part in parts),
-        "metrics": mean_metrics(parts),
-        "parts": parts,
+        "split": cqadupstack_parts[0]["split"],
+        "queries": sum(part["queries"] for part in cqadupstack_parts),
+        "documents": sum(part["documents"] for part in cqadupstack_parts),
+        "metrics": mean_metrics(cqadupstack_parts),
+        "parts": cqadupstack_parts,
     }
+    return [*(row for row in rows if row not in cqadupstack_parts), mean_row]
 
 
 def sets_table(rows: Sequence[Row], names: Sequence[str]) -> str:
@@ -207,7 +203,8 @@ def compare_queries(ours: Scores, theirs: Scores) -> dict[str, Any]:
         changes.append(
             {"query": query, "difference": difference, "ours": our_score, "earlier": their_score}
         )
-    changes.sort(key=_get_change_order)
+    # The largest changes first, equal ones by query.
+    changes.sort(key=lambda change: (-abs(change["difference"]), change["query"]))
     gains = [change for change in changes if change["difference"] > 0]
     losses = [change for change in changes if change["difference"] < 0]
     return {
@@ -221,11 +218,6 @@ def compare_queries(ours: Scores, theirs: Scores) -> dict[str, Any]:
         "greatest_gains": gains[:_MAX_CHANGES],
         "greatest_losses": losses[:_MAX_CHANGES],
     }
-
-
-def _get_change_order(change: Mapping[str, Any]) -> tuple[float, str]:
-    """Return the sort key of a change: large changes first, equal ones by query."""
-    return -abs(change["difference"]), change["query"]
 
 
 def comparison_table(comparison: Mapping[str, Any]) -> str:

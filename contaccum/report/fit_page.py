@@ -68,7 +68,8 @@ def build_fit_page(folder: Path) -> str:
         join_title_and_text=join_title_and_text,
         trials_panel=make_trials_panel(record),
         setting_names=_get_setting_names(record["trials"]),
-        curves=_make_curves(_find_training_folder(folder)),
+        # With a guard, "model" is a merge of the trained model and the base model.
+        curves=_make_curves(folder / ("trained" if (folder / "trained").is_dir() else "model")),
         config=yaml.safe_dump(record["settings"], sort_keys=False, allow_unicode=True),
         guard=record.get("guard"),
         is_query_side=settings.get("method") == "query_side",
@@ -110,18 +111,10 @@ def make_trials_panel(record: Mapping[str, Any]) -> Panel | None:
     lowest_rate = min(rates)
     highest_rate = max(rates)
     if lowest_rate < highest_rate:
-        base_score = _get_base_score(record)
+        [base_score] = [row["dev"] for row in record["scores"] if "as it is" in row["name"]]
         lines["the model as it is"] = [(lowest_rate, base_score), (highest_rate, base_score)]
     lines["chosen"] = chosen_points
     return Panel("nDCG@10 on dev by learning rate", lines, "learning rate", log_x=True)
-
-
-def _get_base_score(record: Mapping[str, Any]) -> float:
-    """Return the score on dev of the model before training."""
-    for row in record["scores"]:
-        if "as it is" in row["name"]:
-            return float(row["dev"])
-    raise ValueError("the record of the fit has no scores of the model as it is")
 
 
 def _get_setting_names(trials: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -130,13 +123,6 @@ def _get_setting_names(trials: Sequence[Mapping[str, Any]]) -> list[str]:
     for trial in trials:
         names.update(dict.fromkeys(trial["settings"]))
     return list(names)
-
-
-def _find_training_folder(folder: Path) -> Path:
-    """Return the folder with the training logs: "trained" if the fit has a guard, else "model"."""
-    if (folder / "trained").is_dir():
-        return folder / "trained"
-    return folder / "model"
 
 
 def _make_curves(model_folder: Path) -> list[Panel]:

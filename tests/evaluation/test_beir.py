@@ -210,7 +210,6 @@ def test_a_models_run_scores_as_the_model_and_missing_queries_count_as_zero(mode
     ("settings", "message"),
     [
         ({"index": "IVF64,Flat"}, "64"),
-        ({"index_parameters": "nprobe=4"}, "nprobe"),
         ({"similarity": "euclidean"}, "euclidean"),
         ({"precision": "float8"}, "float8"),
     ],
@@ -232,9 +231,9 @@ def minilm():
 @pytest.mark.slow
 @pytest.mark.pretrained
 def test_minilm_ranks_a_part_of_scifact_as_it_did(minilm):
-    part = sample(load_beir_folder(shipped_scifact()), queries=30, corpus=40)
+    part = sample(load_beir_folder(shipped_scifact()), queries=10, corpus=14)
     scores = RetrievalEvaluator(part, ["ndcg@10"])(minilm)
-    assert scores == {"ndcg@10": pytest.approx(0.9043643, abs=5e-4)}
+    assert scores == {"ndcg@10": pytest.approx(0.9630930, abs=5e-4)}
 
 
 @pytest.mark.long

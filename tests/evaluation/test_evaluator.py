@@ -110,11 +110,6 @@ def test_the_evaluator_gives_the_scores_of_evaluate_beir(tiny_model_path, tmp_pa
     assert "path" not in evaluator.get_config_dict()
 
 
-def test_an_unknown_metric_is_refused_with_the_closest_one(dataset):
-    with pytest.raises(ConfigError, match=r"ndgc@10.*did you mean 'ndcg@10'"):
-        RetrievalEvaluator(dataset, ["ndgc@10"])
-
-
 NANOBEIR_SETTINGS = {
     "eval_strategy": "epoch",
     "save_strategy": "epoch",
