@@ -42,18 +42,15 @@ SET_BY_FIT = frozenset(
         "similarity",
         "passage_store",
         "missing",
+        "early_stopping_patience",
+        "eval_on_start",
+        "push_to_hub",
     ]
 )
-"""Options of `contaccum train` that the user cannot give, because `contaccum fit` sets them.
+"""Options of `contaccum train` that the user cannot give, because `contaccum fit` decides them.
 
-All scores of a fit are nDCG@10 with the similarity of the model.
-"""
-
-NOT_IN_FIT = frozenset(["early_stopping_patience", "eval_on_start", "push_to_hub"])
-"""Options of `contaccum train` that do not suit the trainings of a fit.
-
-Its final training has few evaluations, each with a checkpoint, and its models are no results before
-the verdict.
+All scores of a fit are nDCG@10 with the similarity of the model. Its final training has few
+evaluations, each with a checkpoint, and its models are no results before the verdict.
 """
 
 
@@ -68,13 +65,11 @@ def check_settings(data: Path, model: str, settings: Options) -> ContAccumTraini
         the batch sizes from them.
 
     Raises:
-        ConfigError: for an unknown option, an option that `contaccum fit` sets itself or does not
-            have, values that cannot work, or a credential.
+        ConfigError: for an unknown option, an option that `contaccum fit` sets itself, values that
+            cannot work, or a credential.
     """
     for key in sorted(SET_BY_FIT & settings.keys()):
-        raise ConfigError(f"{key} is set by contaccum fit itself: drop it")
-    for key in sorted(NOT_IN_FIT & settings.keys()):
-        raise ConfigError(f"{key} cannot be used with contaccum fit: drop it")
+        raise ConfigError(f"{key} is not an option of contaccum fit: drop it")
     refuse_credentials(settings)
     options = {
         "model": [model],

@@ -20,7 +20,7 @@ from contaccum.data.split import (
     read_split,
     split_data,
 )
-from contaccum.errors import ConfigError, DataError
+from contaccum.errors import ConfigError
 from contaccum.files import atomic_folder
 from contaccum.fitting.folder import hash_content
 
@@ -110,7 +110,7 @@ class DataSource:
 
         Raises:
             ConfigError: if options are set that only apply to data which are not split yet.
-            DataError: if a part of the split is missing.
+            DataError: if the record of the split cannot be read.
         """
         for name in ("corpus", "dev", "test", "data_format", "columns", "min_score"):
             if getattr(self, name) is not None:
@@ -118,11 +118,6 @@ class DataSource:
                     f"{name} is set, but {self.path} is a split already: drop it, or give the pairs"
                 )
         parts = (TRAIN_FILE, CORPUS_FILE, "dev", "test", SPLIT_RECORD)
-        for name in parts:
-            if not (self.path / name).exists():
-                raise DataError(
-                    f"{self.path}: lacks {name}; split the data again with contaccum split"
-                )
         read_split(self.path)
         with atomic_folder(folder) as new_folder:
             for name in parts:
@@ -140,14 +135,11 @@ class DataSource:
         Args:
             split: the first split.
         """
-        is_fixed = self.is_split or split.test == 0 or split.held_out_by == "query"
-        if split.test >= FEW_TEST_QUERIES or is_fixed or has_test_set(self.path):
+        # A BEIR folder may have a test set of its own, which is then used.
+        has_test_set = any(self.path.glob("qrels/test.tsv*"))
+        is_fixed = self.is_split or split.test == 0 or split.held_out_by == "query" or has_test_set
+        if split.test >= FEW_TEST_QUERIES or is_fixed:
             return 1
         needed = math.ceil(FEW_TEST_QUERIES / split.test)
         possible = split.available // split.test
         return max(1, min(MAX_FOLDS, needed, possible))
-
-
-def has_test_set(path: Path) -> bool:
-    """Return True if the data are a BEIR folder with a test set of its own, which is then used."""
-    return any(path.glob("qrels/test.tsv*"))

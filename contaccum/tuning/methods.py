@@ -182,7 +182,7 @@ def adapt_options(
     """Return the options of a run by a method, without settings that the method does not use.
 
     Args:
-        store: the folder or URL of the document embeddings for query-side training.
+        store: the folder of the document embeddings for query-side training.
         mined: a file of the training data with hard negatives that BM25 mined. It replaces the
             training data of ``options`` if their ``num_hard_negatives`` is not 0.
         fixed_keys: the options that the user has fixed. If the user has not fixed the sizes of a

@@ -14,32 +14,19 @@ from optuna import Trial
 from contaccum.tuning.choice import Settings
 
 
-class Choices(NamedTuple):
-    """A setting with a few possible values.
-
-    Attributes:
-        meaning: an explanation of the values for readers of `SPACE`.
-    """
-
-    values: tuple[Any, ...]
-    meaning: str
-
-
 class Span(NamedTuple):
     """A positive number that is searched on a logarithmic axis.
 
     Attributes:
         low, high: the limits, as multiples of the value at which the search starts.
-        meaning: an explanation of the limits for readers of `SPACE`.
     """
 
     low: float
     high: float
-    meaning: str
 
 
-Setting = Choices | Span
-
+Setting = list[Any] | Span
+"""The possible values of a setting, or the span in which its values lie."""
 
 FIRST_RATES = (1.0, 3.0, 1 / 3)
 """The learning rates that are tried first with a method, as multiples of its start rate."""
@@ -54,12 +41,12 @@ METHODS = ("query_side", "contaccum", "grad_cache")
 """The methods, in the order in which they are tried; query_side needs a store of documents."""
 
 SPACE: Mapping[str, Setting] = {
-    "method": Choices(METHODS, "queries against all documents; a bank; one batch and no bank"),
-    "learning_rate": Span(1 / 30, 30.0, "around the start rate of the method"),
-    "temperature": Span(0.4, 2.0, "0.02 to 0.1 with cosine"),
-    "total_train_batch_size": Choices((32, 64, 128, 256), "pairs of an update"),
-    "num_train_epochs": Choices((1, 2, 3, 5), "passes over the training data"),
-    "num_hard_negatives": Choices((0, 1), "none, or one: from the data, or mined by BM25"),
+    "method": list(METHODS),  # queries against all documents; a bank; one batch and no bank
+    "learning_rate": Span(1 / 30, 30.0),  # around the start rate of the method
+    "temperature": Span(0.4, 2.0),  # 0.02 to 0.1 with cosine
+    "total_train_batch_size": [32, 64, 128, 256],  # pairs of an update
+    "num_train_epochs": [1, 2, 3, 5],  # passes over the training data
+    "num_hard_negatives": [0, 1],  # none, or one: from the data, or mined by BM25
 }
 """All settings that are searched; a setting that the user gives is removed from the search."""
 
@@ -116,12 +103,12 @@ def make_space(
             fixed.add(decided_key)
     space = {key: setting for key, setting in SPACE.items() if key not in fixed}
     batch_sizes = space.get("total_train_batch_size")
-    if isinstance(batch_sizes, Choices):
+    if isinstance(batch_sizes, list):
         possible = []
-        for size in batch_sizes.values:
+        for size in batch_sizes:
             if size <= num_pairs / 2 and size % pairs_per_step == 0:
                 possible.append(size)
-        space["total_train_batch_size"] = batch_sizes._replace(values=tuple(possible))
+        space["total_train_batch_size"] = possible
         if len(possible) < 2:
             del space["total_train_batch_size"]
     return space
@@ -175,8 +162,8 @@ def suggest(
             continue  # query_side uses all documents as negatives already
         if key == "num_train_epochs" and method in max_updates:
             continue
-        if isinstance(setting, Choices):
-            values[key] = trial.suggest_categorical(key, setting.values)
+        if isinstance(setting, list):
+            values[key] = trial.suggest_categorical(key, setting)
         else:
             multiple = trial.suggest_float(
                 name_span_parameter(key, method), setting.low, setting.high, log=True

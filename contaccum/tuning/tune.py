@@ -295,7 +295,7 @@ def _load_evaluator(
 def _prepare_store(
     options: Options, args: ContAccumTrainingArguments, encoder: DualEncoder, output: Path
 ) -> AnyPath | None:
-    """Return the folder or URL of the document embeddings for query-side training.
+    """Return the folder of the document embeddings for query-side training.
 
     The option ``passage_store`` names it. Without this option, the base model encodes the documents
     of the option ``corpus`` once.
@@ -340,24 +340,17 @@ def _mine_negatives(
         return None
     mined = None
     if list(methods) != ["query_side"]:
-        mined = _mine_once(options, data_args, args, output)
+        corpus = options["corpus"][0] if "corpus" in options else None
+        with args.main_process_first(local=False, desc="mining hard negatives"):
+            mined = mine_once(
+                data_args.train_data,
+                corpus,
+                output / MINED_FILE,
+                data_format=data_args.data_format,
+                data_columns=data_args.data_columns,
+                split=data_args.split,
+                on_bad_record=data_args.on_bad_record,
+            )
     if mined is None:
         del space["num_hard_negatives"]
     return mined
-
-
-def _mine_once(
-    options: Options, data_args: DataArguments, args: ContAccumTrainingArguments, output: Path
-) -> Path | None:
-    """Mine negatives on the first process; see `mine_once`."""
-    corpus = options["corpus"][0] if "corpus" in options else None
-    with args.main_process_first(local=False, desc="mining hard negatives"):
-        return mine_once(
-            data_args.train_data,
-            corpus,
-            output / MINED_FILE,
-            data_format=data_args.data_format,
-            data_columns=data_args.data_columns,
-            split=data_args.split,
-            on_bad_record=data_args.on_bad_record,
-        )

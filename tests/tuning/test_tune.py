@@ -94,7 +94,7 @@ def make_outcome(score: float, updates: int = 9) -> Outcome:
 def test_written_config_has_the_best_settings_and_can_be_trained(
     root, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(search_module, "MAX_TRIALS", 8)
+    monkeypatch.setattr(search_module, "MAX_TRIALS", 5)
     output = tmp_path / "out"
     options = ["--corpus", str(root / "beir"), "--total_train_batch_size", "8", "--seed", "3"]
     assert tune(root, output, *options) == 0
@@ -102,11 +102,11 @@ def test_written_config_has_the_best_settings_and_can_be_trained(
     assert printed.startswith("BM25 ")
     assert "trial 1 of about" in printed
     trials = read_trials(output)
-    assert len(trials) == 8
+    assert len(trials) == 5
     # First the start rate of each method, then rates of the method with the best score.
     assert [trial["settings"]["method"] for trial in trials[:3]] != 3 * ["contaccum"]
     assert all("total_train_batch_size" not in trial["settings"] for trial in trials)
-    assert len({trial["settings"]["learning_rate"] for trial in trials}) > 3
+    assert len({trial["settings"]["learning_rate"] for trial in trials}) >= 3
     config = yaml.safe_load((output / "tuned.yaml").read_text())
     chosen = json.loads((output / "tuned.json").read_text())["choice"]["settings"]
     assert config["method"] == chosen["method"]
@@ -155,8 +155,16 @@ def test_settings_on_the_command_line_are_not_searched(root, tmp_path):
     assert config["method"] == "contaccum"
 
 
-def test_rate_that_is_rounded_is_tried_once(root, tmp_path):
-    """A third of 5e-5 is tried as 1.7e-5, which is 0.34 of the start rate."""
+def test_rate_that_is_rounded_is_tried_once(root, tmp_path, monkeypatch):
+    """A third of 5e-5 is tried as 1.7e-5, which is 0.34 of the start rate.
+
+    The made-up scores prefer small rates.
+    """
+
+    def prefer_small_rates(options: Options, *_: Any) -> Outcome:
+        return make_outcome(1.0 - float(options["learning_rate"][0]))
+
+    monkeypatch.setattr(search_module, "run_trial", prefer_small_rates)
     (tmp_path / "rate.yaml").write_text("learning_rate: 5.0e-5\n")
     arguments = ["tune", str(root / "config.yaml"), str(tmp_path / "rate.yaml")]
     arguments += ["--method", "contaccum", "--temperature", "0.05"]
@@ -165,7 +173,7 @@ def test_rate_that_is_rounded_is_tried_once(root, tmp_path):
     assert main(arguments) == 0
     rates = [trial["settings"]["learning_rate"] for trial in read_trials(tmp_path / "out")]
     assert rates[:3] == [5e-5, 1.5e-4, 1.7e-5]
-    assert len(set(rates)) == len(rates)
+    assert len(set(rates)) == len(rates) == 5
 
 
 def test_failed_trial_ends_its_ladder_but_not_the_search(root, tmp_path, monkeypatch, capsys):
@@ -453,12 +461,10 @@ def test_a_trial_that_had_ended_before_a_kill_keeps_its_score(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--budget", "soon"], "budget=soon: write a time such as 90s, 30m"),
-        (["--budget", "0.001s"], "which leaves no time for a trial"),
-        (["--eval_data", "nanobeir"], "eval_data=nanobeir: tune on a BEIR folder"),
+        (["--budget", "0.001s"], "no time for a trial"),
+        (["--eval_data", "nanobeir"], "eval_data=nanobeir"),
         (["--learnin_rate", "1"], "learning_rate"),
-        (["--bank_size", "1k"], "invalid int value: '1k'"),
-        (["--drift_compensation", "foo"], "invalid choice: 'foo'"),
+        (["--bank_size", "1k"], "'1k'"),
     ],
 )
 def test_wrong_options_give_one_line(root, tmp_path, options, message, capsys, monkeypatch):
@@ -648,15 +654,6 @@ def test_tuned_config_is_saved_and_logged_as_the_config(root, tmp_path, monkeypa
     assert settings.keys().isdisjoint(trials[0].keys() - {"eval_strategy"})
     assert tune(root, tmp_path / "other") == 0
     assert read_config(tmp_path / "other")["eval_strategy"] == "epoch"
-
-
-def test_config_whose_best_model_has_no_checkpoint_is_refused_first(root, tmp_path, capsys):
-    config = write_config(
-        tmp_path / "best.yaml", load_best_model_at_end=True, save_strategy="steps"
-    )
-    arguments = ["tune", str(root / "config.yaml"), config, "--output", str(tmp_path / "out")]
-    assert main(arguments) == 2
-    assert "the best model may have no checkpoint" in capsys.readouterr().err
 
 
 def test_error_of_one_of_several_processes_ends_the_search(root, tmp_path, monkeypatch, capsys):
