@@ -199,8 +199,6 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     require_writable(args.output)
     if args.query_endpoint is not None and args.endpoint is None:
         raise ConfigError("--query_endpoint needs --endpoint, the server of the documents")
-    if args.endpoint is not None and args.model is None:
-        raise ConfigError("--endpoint needs a MODEL, which it is compared with, and no --run")
     return args
 
 

@@ -137,12 +137,6 @@ def test_results_of_a_copy_of_the_model_are_not_kept(tiny_model_path, two, tmp_p
         assert record["model"]["name"] == str(model)
 
 
-def test_two_sets_that_would_write_one_file_are_refused(evaluate, tmp_path, capsys):
-    folders = [str(write_judged_places(tmp_path / name)) for name in ("x/s", "y/s", "x-s")]
-    assert evaluate("--data", *folders) == 2
-    assert "another result has the name" in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_a_run_has_the_scores_of_the_model_that_made_it(evaluate, two, tmp_path):
     assert evaluate("--data", two[0]) == 0
     run = str(tmp_path / "out.trec")

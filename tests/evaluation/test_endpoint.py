@@ -127,12 +127,6 @@ def test_answers_that_are_not_embeddings_of_the_model_are_one_line(server, answe
     assert "\n" not in str(caught.value)
 
 
-def test_a_server_that_is_down_is_one_line():
-    with pytest.raises(UserError, match="Connection refused") as caught:
-        make_client("http://127.0.0.1:1").embed(TEXTS)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("url", ["localhost:8080", "http://host/v1?key=secret"])
 def test_other_urls_are_refused_without_their_query(url):
     with pytest.raises(ConfigError, match=KEY_VARIABLE) as caught:

@@ -159,13 +159,6 @@ def test_no_text_is_in_two_of_train_dev_and_test(root, trained):
     assert not texts["dev"] & texts["test"]
 
 
-def test_second_fit_in_a_finished_folder_is_refused(root, trained):
-    with pytest.raises(ConfigError, match=r"this folder has a finished fit \(BETTER"):
-        contaccum.fit(
-            root / "pairs.jsonl", model=str(root / "fresh"), output=root / "better", test=100
-        )
-
-
 @pytest.mark.parametrize(("rate", "word"), [(1e-12, "LEVEL"), (5.0, "WORSE")])
 def test_tiny_rate_is_level_and_huge_rate_is_worse(root, trained, tmp_path, capsys, rate, word):
     """`--require better` then gives exit code 1."""

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from contaccum.tuning.choice import FinishedTrial, choose_trial, find_best_value, smooth
-from contaccum.tuning.ladder import choose_value
 
 RATES = [3e-5 * 1.8**i for i in range(8)]
 
@@ -52,10 +51,6 @@ def test_smoothing_keeps_scores_with_fewer_than_three_neighbours():
     assert smooth(few_scores) == few_scores
     distant_scores = {1e-6: 1.0, 1e-4: 3.0, 1e-2: 2.0, 1.0: 0.0}
     assert smooth(distant_scores) == distant_scores
-
-
-def test_value_without_a_score_is_not_chosen():
-    assert choose_value({"1e-5": 1.0, "3e-5": None, "9e-5": 2.0}) == "9e-5"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from contaccum.training.arguments import BANK_METHODS
 from contaccum.training.config import parse
 from contaccum.training.options import METHODS
 from contaccum.tuning import search as search_module
-from contaccum.tuning import tune as tune_module
 from contaccum.tuning.budget import (
     Budget,
     TimeForTrials,
@@ -686,19 +685,3 @@ def test_trial_that_is_stopped_by_a_signal_saves_nothing(root, tmp_path, monkeyp
     assert "SIGTERM: stopping after this update" in output.err
     assert output.out.endswith("stopped. Start the same command again to continue\n")
     assert not (tmp_path / "out" / "search" / "running").exists()
-
-
-@pytest.mark.parametrize(
-    ("fixed_keys", "length"),
-    [
-        ([], {"max_steps": ["50"]}),
-        (["num_train_epochs"], {"num_train_epochs": ["3"]}),
-    ],
-)
-def test_a_training_is_as_long_as_its_cut_trials_unless_the_user_fixed_the_length(
-    fixed_keys, length
-):
-    options = {"learning_rate": ["1e-4"], "num_train_epochs": ["3"]}
-    settings = {"learning_rate": 3e-4, "max_steps": 50}
-    run_options = tune_module._make_chosen_options(options, settings, fixed_keys)
-    assert run_options == {"learning_rate": ["0.0003"], **length}
