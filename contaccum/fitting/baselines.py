@@ -93,24 +93,19 @@ def count_encoded_documents(store: Path) -> int:
 
 def require_encoding_time(
     budget: Budget,
-    split: Split,
+    num_documents: int,
     seconds_per_document: float,
     guard_seconds: float = 0.0,
-    num_encoded: int = 0,
 ) -> None:
     """Check before the encoding that the encoding of all documents leaves time for the search.
 
-    The base model encodes the whole corpus (``split.documents["train"]`` documents), and the
-    trained model encodes the documents of test.
-
     Args:
+        num_documents: number of documents that the base model and the trained model encode.
         guard_seconds: the seconds that the scores on the guard sets take.
-        num_encoded: the documents of the corpus that an earlier start has encoded.
 
     Raises:
         ConfigError: if the budget is too short.
     """
-    num_documents = split.documents["train"] - num_encoded + split.documents["test"]
     needed = num_documents * seconds_per_document + guard_seconds
     if needed > _MAX_SHARE_OF_BUDGET * budget.left():
         budget.save()

@@ -232,7 +232,7 @@ class Fit:
             if self._is_first_process:
                 self._encode_corpus(base, split, document_seconds, guard_seconds)
             baselines = score_on_dev(base, self._folder, batch_size)
-        test_seconds = document_seconds * split.documents["test"]
+        test_seconds = document_seconds * self._count_test_documents(split)
         corpus_seconds = document_seconds * split.documents["train"]
         estimates = TimeEstimates(
             corpus=_SAFETY_FACTOR * corpus_seconds,
@@ -240,6 +240,14 @@ class Fit:
             guard=_SAFETY_FACTOR * guard_seconds,
         )
         return baselines, estimates
+
+    def _count_test_documents(self, split: Split) -> int:
+        """Return the number of test documents for whose encoding time is reserved.
+
+        After query-side training, which encodes no documents, those of the base model are searched.
+        """
+        is_query_side = self._settings.get("method") == ["query_side"]
+        return 0 if is_query_side else split.documents["test"]
 
     def _estimate_guard_seconds(self, base: DualEncoder, dev_seconds: float) -> float:
         """Return the time of encoding dev, which takes dev_seconds, and the guard sets."""
@@ -264,7 +272,9 @@ class Fit:
         num_encoded = count_encoded_documents(store)
         has_baselines = self._folder.baselines_file.is_file()
         if not has_baselines:
-            require_encoding_time(self._budget, split, document_seconds, guard_seconds, num_encoded)
+            num_documents = split.documents["train"] - num_encoded
+            num_documents += self._count_test_documents(split)
+            require_encoding_time(self._budget, num_documents, document_seconds, guard_seconds)
         # The user may remove the store of an unfinished fit to free space.
         if not has_baselines or num_encoded < split.documents["train"]:
             corpus = self._folder.data / CORPUS_FILE

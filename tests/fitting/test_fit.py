@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -245,6 +246,25 @@ def test_a_partly_encoded_store_is_completed_even_if_the_baselines_exist(
         encoded.clear()
         fit._encode_corpus(None, split, 0.1, 0.0)
         assert bool(encoded) == is_encoded
+
+
+def test_no_time_for_a_second_encoding_is_needed_with_query_side_training(
+    root, tmp_path, monkeypatch
+):
+    """Query-side training changes no document, so the documents are encoded only once."""
+    monkeypatch.setattr(pipeline, "encode_corpus", lambda *arguments: None)
+    split = SimpleNamespace(documents={"train": 100, "test": 100})
+    for method, is_too_short in (("query_side", False), ("contaccum", True)):
+        folder = FitFolder(tmp_path / method)
+        settings = {"method": [method], "use_cpu": ["True"]}
+        source = DataSource(root / "pairs.jsonl")
+        fit = pipeline.Fit(source, str(root / "fresh"), settings, 20.0, folder, print)
+        fit._budget = Budget(20.0, folder.used_time_file)
+        expectation = (
+            pytest.raises(ConfigError, match="too short") if is_too_short else nullcontext()
+        )
+        with expectation:
+            fit._encode_corpus(None, split, 0.1, 0.0)  # 10 seconds for each encoding
 
 
 def test_a_second_process_in_the_folder_is_refused(root, tmp_path):
