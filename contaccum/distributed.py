@@ -89,33 +89,15 @@ def gather_rows(tensors: list[Tensor]) -> tuple[list[Tensor], slice]:
     lengths = [row[0] for row in layouts]
     shapes = {tuple(row[1:]) for row in layouts}  # the layouts without the number of rows
     if len(shapes) > 1:
-        descriptions = "; ".join(_describe_layout(row) for row in layouts)
         raise ValueError(
-            "the micro-batches of the ranks differ in shape or in bytes per number. "
-            f"From rank 0 on: {descriptions}"
+            "the micro-batches of the ranks differ in shape or dtype: give every rank the same "
+            "columns and number of hard negatives"
         )
     if sum(lengths) == 0:
         raise ValueError("the micro-batch is empty on every rank")
     start = sum(lengths[: rank()])
     gathered = [_all_gather(tensor, lengths) for tensor in tensors]
     return gathered, slice(start, start + num_rows)
-
-
-def _describe_layout(layout: list[int]) -> str:
-    """Return a description of a rank's tensors, such as ``(n, 6) of 8 bytes``.
-
-    n stands for the number of rows, which may differ between ranks.
-    """
-    descriptions = []
-    position = 1
-    while position < len(layout) and layout[position]:
-        item_size = layout[position]
-        ndim = layout[position + 1]
-        dims = layout[position + 2 : position + 1 + ndim]
-        shape = ", ".join(["n", *map(str, dims)])
-        descriptions.append(f"({shape}) of {item_size} bytes")
-        position += 1 + ndim
-    return ", ".join(descriptions)
 
 
 def gather_states(state: dict[str, Tensor], device: torch.device) -> list[dict[str, Tensor]]:

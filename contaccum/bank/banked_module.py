@@ -196,7 +196,8 @@ class BankedModule(nn.Module):
         bank.ensure_shape(dim, num_documents - 1, guide_dim)
         self.compensation.probe = None
         if "compensation.probe.embeddings" in state:
-            self.compensation.make_probe_like(state["compensation.probe.embeddings"])
+            embeddings = state["compensation.probe.embeddings"]  # (measurements, 2, S, d)
+            self.compensation.make_probe(embeddings.shape[2:], embeddings.dtype, embeddings.device)
 
         state_shapes = {}
         for name, value in state.items():

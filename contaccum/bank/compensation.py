@@ -153,29 +153,20 @@ class DriftCompensation(nn.Module):
             queries, passages: (S, d), current embeddings of the probe's texts.
             clock: the update clock of the loss.
             is_shared: True if all ranks share one bank.
-
-        Raises:
-            ValueError: if the number of texts differs from that of the first call.
         """
         if not (queries.isfinite().all() and passages.isfinite().all()):
             return
         probe = self.probe
         is_first = probe is None
         if probe is None:
-            probe = self._make_probe(queries.shape, queries.dtype, queries.device)
-        num_pairs = probe.embeddings.shape[2]
-        if len(queries) != num_pairs:
-            raise ValueError(
-                f"the probe had {num_pairs} pairs, got {len(queries)}: pass the same texts again"
-            )
+            probe = self.make_probe(queries.shape, queries.dtype, queries.device)
         shifts = probe.observe(queries, passages, clock.num_updates, clock.num_pairs)
         if self.query_mean is not None and self.passage_mean is not None:
             self.query_mean.mean += shifts[0]
             self.passage_mean.mean += shifts[1]
         if self.settings.drift_compensation != "auto":
             return
-        passage_residuals = probe.compute_residuals()[:, 1]
-        age_limit = probe.compute_age_limit(passage_residuals)
+        age_limit = probe.compute_age_limit(probe.compute_residuals()[:, 1])
         self.age_limit = int(min(age_limit, self.settings.bank_size))
         if is_shared:
             # The devices of the ranks may round differently, but the ring buffers must stay equal.
@@ -186,17 +177,8 @@ class DriftCompensation(nn.Module):
             # call may come within an update, before the encoder has changed.
             clock.age_entries()
 
-    def make_probe_like(self, embeddings: Tensor) -> None:
-        """Make the probe that a saved state is loaded into.
-
-        Args:
-            embeddings: (measurements, 2, S, d), those of the state, for their shape and dtype.
-        """
-        self._make_probe(embeddings.shape[2:], embeddings.dtype, embeddings.device)
-
-    def _make_probe(
-        self, shape: torch.Size, dtype: torch.dtype, device: torch.device
-    ) -> DriftProbe:
+    def make_probe(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> DriftProbe:
+        """Make the probe, without measurements; ``shape`` is (S, d)."""
         with torch.inference_mode(False):  # as for the bank; see `BankedModule`
             probe = DriftProbe(shape, self.settings.bank_size, dtype, device)
         self.probe = probe

@@ -15,6 +15,8 @@ its hard negatives.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -36,7 +38,8 @@ def make_rules(settings: LossSettings, positives: PositivesTable | None) -> list
         if positives is not None:
             rules.append(positives.find_listed)
     if settings.false_negative_margin is not None:
-        rules.append(MarginRule(settings.false_negative_margin / settings.temperature))
+        margin = settings.false_negative_margin / settings.temperature
+        rules.append(partial(find_above_margin, margin=margin))
     rules.append(find_above_guide_ceiling)
     return rules
 
@@ -68,20 +71,14 @@ def _replace_no_id(row_ids: Tensor) -> Tensor:
     return torch.where(row_ids == NO_ID, NO_ID_OF_ROW, row_ids)
 
 
-class MarginRule:
-    """Rule that finds documents whose logit exceeds that of the row's positive by a margin.
+def find_above_margin(rows: Pairs, columns: Pairs, logits: Tensor, margin: float) -> Tensor:
+    """Find documents whose logit exceeds that of the row's positive by more than ``margin``.
 
-    Args:
-        margin: smallest difference of logits (similarities divided by the temperature).
+    Logits are similarities divided by the temperature. The other arguments are those of
+    `FalseNegativeRule`.
     """
-
-    def __init__(self, margin: float) -> None:
-        self.margin = margin
-
-    def __call__(self, rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
-        """Apply the rule; see `FalseNegativeRule`."""
-        ceilings = rows.positive_logits + self.margin
-        return logits > ceilings[:, None, None]
+    ceilings = rows.positive_logits + margin
+    return logits > ceilings[:, None, None]
 
 
 def find_above_guide_ceiling(rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
@@ -156,7 +153,11 @@ class _SortedLists:
         """
         if self.max_length == 0:
             return torch.zeros(len(keys), len(values), dtype=torch.bool, device=keys.device)
-        self._move_to(keys.device)
+        if self.keys.device != keys.device:
+            self.keys = self.keys.to(keys.device)
+            self.lengths = self.lengths.to(keys.device)
+            self.starts = self.starts.to(keys.device)
+            self.values = self.values.to(keys.device)
         key_index = torch.searchsorted(self.keys, keys.contiguous())
         key_index = key_index.clamp_(max=len(self.keys) - 1)
         is_listed_key = self.keys[key_index] == keys
@@ -172,10 +173,3 @@ class _SortedLists:
         position = torch.searchsorted(lists, values.expand(len(keys), -1).contiguous())
         candidates = lists.gather(1, position.clamp(max=self.max_length - 1))
         return (position < lengths) & (candidates == values)
-
-    def _move_to(self, device: torch.device) -> None:
-        if self.keys.device != device:
-            self.keys = self.keys.to(device)
-            self.lengths = self.lengths.to(device)
-            self.starts = self.starts.to(device)
-            self.values = self.values.to(device)

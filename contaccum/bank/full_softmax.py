@@ -112,7 +112,6 @@ def compute_full_softmax_loss(
     return PrecomputedGradient.apply(loss, [gradient], queries)
 
 
-@torch.no_grad()
 def sum_over_documents(
     queries: Tensor,
     excluded: Tensor,

@@ -199,10 +199,10 @@ class BankedInfoNCE(BankedModule):
             queries, passages: (n, d), the pairs of this rank; row i of ``passages`` is the
                 positive of row i of ``queries``. All calls have the same dtype.
             negatives: (n, h, d), the hard negatives of each query.
-            query_ids, passage_ids, negative_ids: int64 (n,), (n,), (n, h). Equal ids mean the same
-                text; ids of queries are never compared with those of passages and negatives. The
-                two smallest int64 numbers are reserved. With a last dimension of two, a
-                text has two ids, and two texts are the same if either of their ids is equal.
+            query_ids, passage_ids, negative_ids: integers (n,), (n,), (n, h). Equal ids mean the
+                same text; ids of queries are never compared with those of passages and negatives.
+                The two smallest int64 numbers are reserved. With a last dimension of two, a text
+                has two ids, and two texts are the same if either of their ids is equal.
             guide: embeddings of the same texts by a second, frozen model: (n, g), (n, g),
                 (n, h, g). Pass them with every micro-batch or with none.
 
@@ -366,7 +366,7 @@ class BankedInfoNCE(BankedModule):
             self.compensation.replace_first_query_means(bank)
             self.last["enqueued"] = is_finite * n
             self.last["bank_fill"] = bank.in_use
-        self.clock.add_pairs(n)
+        self.clock.num_pairs += n
         # The clock needs the ends of updates only back to the oldest pair in use.
         oldest_in_use = self.clock.num_pairs
         if bank is not None:
@@ -390,7 +390,7 @@ class BankedInfoNCE(BankedModule):
             queries, passages: (S, d), encoded without dropout by the current encoder.
 
         Raises:
-            ValueError: for fewer than two pairs, or another number of pairs than in the first call.
+            ValueError: for fewer than two pairs.
         """
         check_embeddings(queries, passages, may_be_empty=self._is_shared)
         probe = [queries.detach(), passages.detach()]

@@ -37,7 +37,6 @@ from contaccum.bank.logits import (
     masked_logits,
 )
 from contaccum.bank.micro_batch import TextIds, collect_micro_batch, join_documents, make_pairs
-from contaccum.bank.settings import check_bank_sizes
 
 MIN_BLOCKS = 32  # a bank with fewer pairs has one block per pair
 
@@ -72,9 +71,6 @@ class MemoryBank(nn.Module):
         total_enqueued: number of pairs enqueued since the start of training.
         oldest_in_use: pairs with smaller numbers have retired. Blocks retire as a whole, so it can
             exceed ``total_enqueued``. New pairs below it are counted, but not stored.
-
-    Raises:
-        ConfigError (a ValueError): for sizes out of range.
     """
 
     queries: Tensor  # (q, d)
@@ -98,7 +94,6 @@ class MemoryBank(nn.Module):
         temperature: float = 1.0,
     ) -> None:
         super().__init__()
-        check_bank_sizes(bank_size, query_bank_size, minimum=1)
         self.bank_size = bank_size
         self.dim = dim
         self.temperature = temperature

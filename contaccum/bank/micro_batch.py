@@ -26,7 +26,7 @@ from contaccum.distributed import gather_rows
 
 
 class TextIds(NamedTuple):
-    """Ids of the texts of a micro-batch, int64 or int32; None where texts have no ids.
+    """Ids of the texts of a micro-batch, integers; None where texts have no ids.
 
     Equal ids mean the same text. A text may have two ids; the shapes below then have one more
     dimension at the end, of size `IDS_PER_TEXT`.
@@ -36,34 +36,27 @@ class TextIds(NamedTuple):
     passages: Tensor | None = None  # (n,)
     negatives: Tensor | None = None  # (n, h)
 
-    def check(self, num_pairs: int, num_negatives: int) -> None:
-        """Raise `ValueError`, with the argument's name, for ids of another shape or dtype."""
-        shapes = ((num_pairs,), (num_pairs,), (num_pairs, num_negatives))
-        names = ("query_ids", "passage_ids", "negative_ids")
-        for name, ids, shape in zip(names, self, shapes, strict=True):
-            if ids is None:
-                continue
-            shape_of_two_ids = (*shape, IDS_PER_TEXT)
-            is_shape_valid = ids.shape in (shape, shape_of_two_ids)
-            if not is_shape_valid or ids.dtype not in (torch.int64, torch.int32):
-                raise ValueError(
-                    f"{name} must be int64 or int32 {shape} or {shape_of_two_ids}, "
-                    f"got {ids.dtype} {tuple(ids.shape)}"
-                )
-
     def stack(self, num_pairs: int, num_negatives: int, device: torch.device) -> Tensor:
         """Stack the ids of each pair: of its query, its passage and its h hard negatives.
 
         Returns:
             int64 (n, 2 + h, IDS_PER_TEXT); missing ids are `NO_ID`.
+
+        Raises:
+            ValueError: for ids of another shape, or that are not integers.
         """
         stacked = torch.full((num_pairs, 2 + num_negatives, IDS_PER_TEXT), NO_ID, device=device)
         views = (stacked[:, 0], stacked[:, 1], stacked[:, 2:])
-        for view, ids in zip(views, self, strict=True):
+        for kind, view, ids in zip(self._fields, views, self, strict=True):
             if ids is None:
                 continue
-            has_two_ids = ids.ndim == view.ndim
-            if has_two_ids:
+            # torch would broadcast ids of a wrong shape, and round floating-point numbers.
+            if ids.shape not in (view.shape, view.shape[:-1]) or ids.is_floating_point():
+                raise ValueError(
+                    f"ids of {kind} must be integers {tuple(view.shape[:-1])} or "
+                    f"{tuple(view.shape)}, got {ids.dtype} {tuple(ids.shape)}"
+                )
+            if ids.ndim == view.ndim:  # two ids per text
                 view.copy_(ids)
             else:
                 view[..., 0] = ids
@@ -110,17 +103,18 @@ def collect_micro_batch(
     Raises:
         ValueError: for shapes that do not agree; the message names the argument.
     """
-    negatives = None
+    check_embeddings(*embeddings, may_be_empty=is_shared)
     num_negatives = 0
     if len(embeddings) > 2:
-        negatives = embeddings[2]
-    check_embeddings(embeddings[0], embeddings[1], negatives, may_be_empty=is_shared)
-    if negatives is not None:
-        num_negatives = negatives.shape[1]
+        num_negatives = embeddings[2].shape[1]
     n = len(embeddings[0])
-    ids.check(n, num_negatives)
     guide_inputs = [x.detach() for x in guide if x is not None]
-    _check_guide(guide_inputs, embeddings)
+    guide_text_shapes = [x.shape[:-1] for x in guide_inputs]
+    if guide_inputs and guide_text_shapes != [x.shape[:-1] for x in embeddings]:
+        raise ValueError(
+            "the guide must embed the same texts as the model, got guide embeddings "
+            f"{[tuple(x.shape) for x in guide_inputs]}"
+        )
 
     detached = [x.detach() for x in embeddings]
     stacked_ids = ids.stack(n, num_negatives, detached[0].device)
@@ -170,7 +164,8 @@ def check_embeddings(
     queries: Tensor,
     passages: Tensor,
     negatives: Tensor | None = None,
-    may_be_empty: bool = False,
+    *,
+    may_be_empty: bool,
 ) -> None:
     """Raise `ValueError` if shapes are not (n, d), (n, d) and (n, h, d)."""
     if queries.ndim != 2 or queries.shape != passages.shape:
@@ -184,25 +179,9 @@ def check_embeddings(
         )
     if negatives is None:
         return
-    is_shape_valid = negatives.ndim == 3 and len(negatives) == n and negatives.shape[2] == d
-    if not is_shape_valid:
+    if negatives.ndim != 3 or len(negatives) != n or negatives.shape[2] != d:
         shape = tuple(negatives.shape)
         raise ValueError(f"negatives must be (n, h, d) = ({n}, h, {d}), got {shape}")
-
-
-def _check_guide(guide: list[Tensor], embeddings: list[Tensor]) -> None:
-    """Raise `ValueError` if guide embeddings are not of the same texts as ``embeddings``."""
-    if not guide:
-        return
-    guide_shapes = [tuple(x.shape) for x in guide]
-    guide_text_shapes = [x.shape[:-1] for x in guide]
-    text_shapes = [x.shape[:-1] for x in embeddings]
-    if guide_text_shapes != text_shapes:
-        expected = [(*shape, "g") for shape in text_shapes]
-        raise ValueError(
-            f"the guide must embed the same texts: guide must have the shapes {expected}, "
-            f"got {guide_shapes}"
-        )
 
 
 def make_queries_and_documents(

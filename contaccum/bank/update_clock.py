@@ -27,7 +27,7 @@ class UpdateClock:
     """Counter of pairs and updates, with the ends of the updates whose pairs the bank still uses.
 
     Attributes:
-        num_pairs: number of pairs of all training micro-steps.
+        num_pairs: number of pairs of all training micro-steps; the loss adds to it.
         num_updates: number of updates that have ended.
         update_start: number of the first pair that is not aged, counted from the start of training:
             the first of the current update, or the first since `age_entries`. Entries of earlier
@@ -69,10 +69,6 @@ class UpdateClock:
         is_pending = self._has_pending_step
         self._has_pending_step = False
         return is_pending
-
-    def add_pairs(self, num_pairs: int) -> None:
-        """Count the pairs of a micro-step."""
-        self.num_pairs += num_pairs
 
     def end_update(self) -> None:
         """End the current update.

@@ -525,20 +525,25 @@ def test_a_compiled_loss_equals_the_loss(bank_size):
             assert torch.equal(x.grad, compiled_x.grad)
 
 
-def test_shapes_that_do_not_agree_are_refused():
-    loss_fn = BankedInfoNCE(bank_size=4)
-    loss_fn(*draw_embeddings(3, d=8))
-    with pytest.raises(ValueError, match="size 9"):
-        loss_fn(*draw_embeddings(3, d=9))
+def test_inputs_that_do_not_agree_are_refused():
     queries, passages, negatives = draw_embeddings(3, h=2)
-    with pytest.raises(ValueError, match="same shape"):
-        loss_fn(queries, passages[:2])
-    with pytest.raises(ValueError, match="negatives must be"):
-        loss_fn(queries, passages, negatives[:, 0])
-    with pytest.raises(ValueError, match=r"query_ids must be int64 or int32 \(3,\)"):
-        loss_fn(queries, passages, query_ids=torch.zeros(2, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"query_ids must be int64 or int32 \(3,\)"):
-        loss_fn(queries, passages, query_ids=torch.zeros(3))
+    guide = draw_embeddings(3, d=5)
+    loss_fn = BankedInfoNCE(bank_size=4)
+    loss_fn(queries, passages, guide=guide)
+    cases: list[tuple[str, list[Tensor], dict[str, Any]]] = [
+        ("size 9", draw_embeddings(3, d=9), {"guide": guide}),
+        ("same shape", [queries, passages[:2]], {}),
+        ("negatives", [queries, passages, negatives[:, 0]], {}),
+        ("ids of queries", [queries, passages], {"query_ids": torch.zeros(1, dtype=torch.int64)}),
+        ("ids of queries", [queries, passages], {"query_ids": torch.zeros(3)}),
+        ("same texts", [queries, passages], {"guide": [guide[0], guide[1][:2]]}),
+        ("size 5", [queries, passages], {"guide": [x[:, :4] for x in guide]}),
+    ]
+    for message, inputs, settings in cases:
+        with pytest.raises(ValueError, match=message):
+            loss_fn(*inputs, **settings)
+    with pytest.raises(ValueError, match="one pair"):
+        loss_fn.observe_probe(queries[:1], passages[:1])
 
 
 @pytest.mark.parametrize("position", [0, 1], ids=["first ids", "second ids"])

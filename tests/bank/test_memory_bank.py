@@ -124,8 +124,6 @@ def test_room_for_more_hard_negatives_changes_no_stored_value():
     assert bank.negatives.shape == (4, 2, 3)
     bank.enqueue(queries, passages, negatives)
     assert torch.equal(bank.negatives[2:], negatives)
-    with pytest.raises(ValueError, match="size 5 do not fit a bank of size 3"):
-        bank.ensure_shape(5, hard_negatives=2)
 
 
 def test_pairs_of_a_retired_block_are_not_stored():
