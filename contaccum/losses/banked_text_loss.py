@@ -124,7 +124,6 @@ class BankedTextLoss(nn.Module):
 
         Raises:
             ConfigError: if the loss has a guide and ``guide`` is None.
-            ValueError: for fewer than two columns, or if ``ids`` has another number of columns.
         """
         if self.guide is not None and guide is None:
             raise ConfigError(
@@ -133,11 +132,6 @@ class BankedTextLoss(nn.Module):
             )
         if ids is None:
             ids = [None] * len(embeddings)
-        if len(embeddings) < 2 or len(ids) != len(embeddings):
-            raise ValueError(
-                f"{type(self).__name__} needs two or more embedded columns and ids for each "
-                f"column, got {len(embeddings)} columns and ids for {len(ids)}"
-            )
         if self._is_training and self.settings.bank_size:
             self._warn_if_texts_are_missing(ids)
         loss_fn = self._without_bank

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -47,8 +46,6 @@ author={Luyu Gao and Yunyi Zhang and Jiawei Han and Jamie Callan}, year={2021},
 title={Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup},
 booktitle={Proceedings of the 6th Workshop on Representation Learning for NLP},
 eprint={2101.06983}}"""
-
-_ONLY_IN_MNRL = ("directions", "partition_mode", "hardness_mode", "hardness_strength")
 
 
 class ContAccumLoss(BankedTextLoss):
@@ -88,8 +85,7 @@ class ContAccumLoss(BankedTextLoss):
             settings in full.
 
     Raises:
-        ConfigError (a ValueError): for settings out of range, for settings that exclude each other,
-            and for arguments that only MultipleNegativesRankingLoss has.
+        ConfigError (a ValueError): for settings out of range.
 
     Inputs:
         (anchor, positive) pairs or (anchor, positive, negative_1, ..., negative_h) tuples;
@@ -148,30 +144,18 @@ class ContAccumLoss(BankedTextLoss):
         false_negative_margin: float | None = None,
         guide_margin: float = 0.0,
         guide_margin_strategy: GuideMarginStrategy = "absolute",
-        **others: Any,
     ) -> None:
-        for argument in others:
-            if argument in _ONLY_IN_MNRL:
-                raise ConfigError(
-                    f"{argument}: use MultipleNegativesRankingLoss (sentence-transformers) for it"
-                )
-            raise TypeError(f"{type(self).__name__} has no argument {argument!r}")
-        if not 0 < scale < math.inf:
-            raise ConfigError(f"scale must be positive and finite, got {scale!r}")
-        if similarity_fct not in (cos_sim, dot_score):
-            name = getattr(similarity_fct, "__name__", similarity_fct)
+        similarities: dict[object, Similarity] = {cos_sim: "cos", dot_score: "dot"}
+        if similarity_fct not in similarities:
             raise ConfigError(
-                f"similarity_fct={name} is not supported: use cos_sim or dot_score of "
+                f"similarity_fct={similarity_fct} is not supported: use cos_sim or dot_score of "
                 "sentence_transformers.util"
             )
-        similarity: Similarity = "dot"
-        if similarity_fct is cos_sim:
-            similarity = "cos"
         settings = LossSettings(
             bank_size=bank_size,
             query_bank_size=query_bank_size,
             temperature=1.0 / scale,
-            similarity=similarity,
+            similarity=similarities[similarity_fct],
             normalize_by=normalize_by,
             mask_duplicates=mask_duplicates,
             bank_hard_negatives=bank_hard_negatives,
@@ -242,8 +226,8 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
         model, bank_size, ...: as in `ContAccumLoss`.
 
     Raises:
-        ConfigError (a ValueError): for settings out of range, for settings that exclude each other,
-            and for a model with a StaticEmbedding, whose texts cannot be split into mini-batches.
+        ConfigError (a ValueError): for settings out of range, and for a model with a
+            StaticEmbedding, whose texts cannot be split into mini-batches.
 
     Relations:
         - With ``bank_size=0`` and a batch without duplicates, the loss equals
@@ -285,7 +269,6 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
         false_negative_margin: float | None = None,
         guide_margin: float = 0.0,
         guide_margin_strategy: GuideMarginStrategy = "absolute",
-        **others: Any,
     ) -> None:
         super().__init__(
             model,
@@ -308,18 +291,11 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
             false_negative_margin=false_negative_margin,
             guide_margin=guide_margin,
             guide_margin_strategy=guide_margin_strategy,
-            **others,
         )
         if has_static_embedding_input(model):
             raise ConfigError(
                 "CachedContAccumLoss cannot split the texts of a StaticEmbedding into "
                 "mini-batches: use ContAccumLoss"
-            )
-        if mini_batch_size is None or mini_batch_size < 1:
-            raise ConfigError(f"mini_batch_size must be at least 1, got {mini_batch_size}")
-        if mini_batch_num_tokens is not None and mini_batch_num_tokens < 1:
-            raise ConfigError(
-                f"mini_batch_num_tokens must be None or at least 1, got {mini_batch_num_tokens}"
             )
         self.mini_batch_size = mini_batch_size
         self.mini_batch_num_tokens = mini_batch_num_tokens

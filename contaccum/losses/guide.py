@@ -78,20 +78,17 @@ class Guide:
         """
         embeddings = []
         for column in columns:
-            features = self._convert_features(column)
+            if self.tokenizer is not None:
+                column = self._retokenize(column, self.tokenizer)
+            # Modules add entries to the dictionary, and the training model gets the same one.
+            features = batch_to_device(dict(column), self.model.device)
             batches = [features]
             if batch_size is not None:
-                batches = _split_into_batches(features, batch_size)
+                starts = range(0, count_texts(features) or 0, batch_size)
+                batches = [_create_minibatch(features, i, i + batch_size) for i in starts]
             outputs = [self.model(batch)["sentence_embedding"] for batch in batches]
             embeddings.append(torch.cat(outputs))
         return embeddings
-
-    def _convert_features(self, column: dict[str, Any]) -> dict[str, Any]:
-        """Convert the features of a column to those of the guide, on the guide's device."""
-        if self.tokenizer is not None:
-            column = self._retokenize(column, self.tokenizer)
-        # Modules add entries to the dictionary, and the training model gets the same one.
-        return batch_to_device(dict(column), self.model.device)
 
     def _retokenize(
         self, column: dict[str, Any], tokenizer: PreTrainedTokenizerBase
@@ -135,12 +132,3 @@ def _require_one_vocabulary(
                 "vocabularies, so their texts cannot be decoded for the guide. Train without "
                 "guide"
             )
-
-
-def _split_into_batches(features: dict[str, Any], batch_size: int) -> list[dict[str, Any]]:
-    """Split the features of a column into batches of ``batch_size`` texts."""
-    num_texts = count_texts(features) or 0
-    batches = []
-    for start in range(0, num_texts, batch_size):
-        batches.append(_create_minibatch(features, start, start + batch_size))
-    return batches

