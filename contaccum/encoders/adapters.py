@@ -87,12 +87,7 @@ def add_adapter(
     layers: Any = targets or "all-linear"
     scale: Any = 2 * r if alpha is None else alpha  # may be a float, unlike its type in peft
     try:
-        config = LoraConfig(
-            r=r,
-            lora_alpha=scale,
-            lora_dropout=dropout,
-            target_modules=layers,
-        )
+        config = LoraConfig(r=r, target_modules=layers, lora_alpha=scale, lora_dropout=dropout)
         put_adapter(model, config)
     except ValueError as error:
         raise ConfigError(f"lora_target_modules={layers}: {error}") from error

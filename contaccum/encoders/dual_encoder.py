@@ -17,13 +17,7 @@ from typing import Any, Literal
 
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import (
-    Module,
-    Normalize,
-    Pooling,
-    Router,
-    Transformer,
-)
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Router
 from sentence_transformers.util import get_device_name
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -31,7 +25,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from contaccum.data.records import passage_text
 from contaccum.encoders import adapters
 from contaccum.encoders.loading import load_transformer, loading
-from contaccum.encoders.pooling import PoolingMode, fit_pooling
+from contaccum.encoders.pooling import fit_pooling
 from contaccum.encoders.settings import get_max_positions, lower_default_lengths, set_max_lengths
 from contaccum.encoders.towers import get_tower, is_tied
 from contaccum.errors import ConfigError, check_choice
@@ -110,8 +104,6 @@ class DualEncoder(SentenceTransformer):
             ConfigError: for arguments that are out of range, or that the backbone cannot take.
         """
         check_choice("pooling", pooling, (None, "cls", "mean", "lasttoken"))
-        check_choice("dtype", dtype, ("float32", "bfloat16", "float16"))
-        check_choice("similarity", similarity, (None, *SIMILARITY_NAMES))
         settings = {"dtype": getattr(torch, dtype), **(model_kwargs or {})}
         transformer = load_transformer(name, tokenizer, settings, trust_remote_code)
         if transformer.tokenizer is None:
@@ -128,8 +120,14 @@ class DualEncoder(SentenceTransformer):
             passage_max_length = min(_PASSAGE_MAX_LENGTH, max_tokens)
         # encode() without a task, "query" or "document", truncates texts to this length.
         transformer.max_seq_length = max(query_max_length, passage_max_length)
+        dimension = transformer.get_embedding_dimension()
+        modules: list[Any] = [transformer, Pooling(dimension, pooling_mode=pooling)]
+        if normalize:
+            modules.append(Normalize())
+        if not tied:
+            modules = [Router.for_query_document(modules, copy.deepcopy(modules))]
         model = cls(
-            modules=_make_modules(transformer, pooling, normalize, tied),
+            modules=modules,
             prompts={"query": query_prompt or "", "document": passage_prompt or ""},
             similarity_fn_name=SIMILARITY_NAMES[similarity],
             device=device,
@@ -233,16 +231,3 @@ class DualEncoder(SentenceTransformer):
             text = document.get("text") or ""
             texts.append(passage_text(title, text))
         return self.encode_document(texts, batch_size=batch_size, **kwargs)
-
-
-def _make_modules(
-    transformer: Transformer, pooling: PoolingMode, normalize: bool, tied: bool
-) -> list[nn.Module]:
-    """Return the modules of a model: transformer and pooling, or a Router over two towers."""
-    dimension = transformer.get_embedding_dimension()
-    modules: list[Module] = [transformer, Pooling(dimension, pooling_mode=pooling)]
-    if normalize:
-        modules.append(Normalize())
-    if not tied:
-        modules = [Router.for_query_document(modules, copy.deepcopy(modules))]
-    return list(modules)

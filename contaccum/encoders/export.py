@@ -124,8 +124,12 @@ def export_model(
     """
     folder = Path(folder)
     check_new_folder(folder, dtype)
-    if not trust_remote_code:
-        _refuse_remote_code(model)
+    for backbone in adapters.get_backbones(model):
+        if backbone.is_remote_code() and not trust_remote_code:
+            raise ConfigError(
+                f"export: the backbone {type(backbone).__name__} is code that comes with the model "
+                "and runs again in the check of the exported folder: set trust_remote_code"
+            )
     plain_models = make_plain_models(model)
     for subfolder, plain_model in plain_models.items():
         for task in get_folder_tasks(subfolder):
@@ -139,8 +143,14 @@ def export_model(
             tower_folder = new_folder / subfolder
             write_plain_model(plain_model, subfolder, tower_folder, DTYPES[dtype])
             checks += check_folder(tower_folder, subfolder, texts, expected, trust_remote_code)
-        if dtype == "float32":  # rounding the weights to another dtype changes embeddings
-            _require_equal_embeddings(checks)
+        for check in checks:
+            # Rounding the weights to another dtype changes embeddings.
+            if dtype == "float32" and check.least < LEAST_COSINE:
+                raise UserError(
+                    f"export: the folder {check.folder!r} gives other embeddings than the model "
+                    f"(least cosine {check.least:.5f} over {check.num_texts} texts of the task "
+                    f"{check.task!r}); nothing was written"
+                )
         record = {
             "model": model_name,
             "dtype": dtype,
@@ -178,16 +188,6 @@ def check_new_folder(folder: Path, dtype: str) -> None:
     check_choice("dtype", dtype, DTYPES)
     if folder.exists():
         raise ConfigError(f"{folder}: exists already; name a new folder")
-
-
-def _refuse_remote_code(model: SentenceTransformer) -> None:
-    """Raise `ConfigError` for a model whose backbone is code that comes with the model."""
-    for backbone in adapters.get_backbones(model):
-        if backbone.is_remote_code():
-            raise ConfigError(
-                f"export: the backbone {type(backbone).__name__} is code that comes with the model "
-                "and runs again in the check of the exported folder: set trust_remote_code"
-            )
 
 
 def make_plain_models(model: SentenceTransformer) -> dict[str, SentenceTransformer]:
@@ -358,14 +358,3 @@ def compute_cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     second = second.astype(np.float64)
     norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
     return (first * second).sum(axis=1) / np.maximum(norms, 1e-12)
-
-
-def _require_equal_embeddings(checks: Sequence[CosineCheck]) -> None:
-    """Raise `UserError` for an exported folder whose embeddings differ from the model's."""
-    for check in checks:
-        if check.least < LEAST_COSINE:
-            raise UserError(
-                f"export: the folder {check.folder!r} gives other embeddings than the model (least "
-                f"cosine {check.least:.5f} over {check.num_texts} texts of the task "
-                f"{check.task!r}); nothing was written"
-            )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, StrictDataclassError
+from huggingface_hub.errors import RepositoryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
 from sentence_transformers.sentence_transformer.modules import Transformer
 from sentence_transformers.util import import_from_string, is_sentence_transformer_model
@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from contaccum.encoders import adapters
-from contaccum.errors import ConfigError, UserError
+from contaccum.errors import UserError
 from contaccum.files import AnyPath, read_json
 
 _ORGANISATION = "sentence-transformers"
@@ -88,7 +88,10 @@ def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
     except _LOADING_ERRORS as error:
         # transformers raises a RuntimeError with this word for weights of a wrong shape.
         if "mismatched_sizes" in str(error):
-            raise UserError(f"{path}: {_explain_wrong_shapes(Path(path))}") from error
+            raise UserError(
+                f"{path}: the weights do not have the shapes of config.json, or an adapter those "
+                "of its base; copy the files from one model, or correct base_model_name_or_path"
+            ) from error
         # transformers has no exception class for this error, so its message is checked.
         if "`trust_remote_code=True`" in str(error):
             raise UserError(
@@ -96,16 +99,6 @@ def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
                 "trust_remote_code"
             ) from error
         raise UserError(f"{path}: not a model that can be loaded ({error})") from error
-
-
-def _explain_wrong_shapes(folder: Path) -> str:
-    """Return the explanation and remedy for weights that do not fit a model's config."""
-    if adapters.find_adapter_bases(folder):
-        return (
-            "the weights do not have the shapes of their base; check base_model_name_or_path in "
-            "adapter_config.json"
-        )
-    return "the weights do not have the shapes of config.json; copy both files from one model"
 
 
 def require_model(name: str) -> None:
@@ -133,14 +126,10 @@ def require_model(name: str) -> None:
     except RepositoryNotFoundError:
         # sentence-transformers tries further names, and its error message lists them.
         return
-    except HFValidationError as error:
-        raise UserError(
-            f"{name}: there is no such folder, and this cannot be a name on the model hub"
-        ) from error
     except Exception as error:
         # Without a network, the type of the error depends on the HTTP client of the hub.
         raise UserError(
-            f"{name}: there is no such folder, and the model hub cannot be reached ({error})"
+            f"{name}: there is no such folder, and the model hub gave no answer ({error})"
         ) from error
 
 
@@ -258,19 +247,18 @@ def load_transformer(
 
     Raises:
         UserError: if the backbone or the tokenizer cannot be loaded.
-        ConfigError: if ``name`` is a config and there is no tokenizer.
     """
     trust_options = {"trust_remote_code": trust_remote_code}
     if isinstance(tokenizer, (str, os.PathLike)):
         with loading(tokenizer, trust_remote_code) as path:
             tokenizer = AutoTokenizer.from_pretrained(path, **trust_options)
     if isinstance(name, PretrainedConfig):
-        if tokenizer is None:
-            raise ConfigError(
-                "a config alone has no vocabulary: "
-                "pass tokenizer= with a name, a folder or a tokenizer"
-            )
-        return _make_fresh_transformer(name, tokenizer, model_kwargs, trust_options)
+        assert tokenizer is not None, "a config alone has no vocabulary: pass tokenizer="
+        # sentence-transformers can build its Transformer module only from files.
+        with tempfile.TemporaryDirectory() as folder:
+            AutoModel.from_config(name, **trust_options).save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            return Transformer(folder, model_kwargs=model_kwargs)
     with loading(name, trust_remote_code) as path:
         transformer = Transformer(
             path,
@@ -282,17 +270,3 @@ def load_transformer(
         # A copy, because `fit_pooling` may change it.
         transformer.processor = copy.deepcopy(tokenizer)
     return transformer
-
-
-def _make_fresh_transformer(
-    config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    model_kwargs: dict[str, Any],
-    trust_options: dict[str, Any],
-) -> Transformer:
-    """Make a backbone with fresh weights from a config."""
-    # sentence-transformers can build its Transformer module only from files.
-    with tempfile.TemporaryDirectory() as folder:
-        AutoModel.from_config(config, **trust_options).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        return Transformer(folder, model_kwargs=model_kwargs)

@@ -40,11 +40,6 @@ def fit_pooling(
     if tokenizer.pad_token is None:
         # The choice of the token does not matter, because padding is masked.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    if tokenizer.pad_token is None:
-        raise ConfigError(
-            "the tokenizer has no pad token, and no EOS or UNK token to use instead: "
-            "set pad_token in its tokenizer_config.json"
-        )
     if pooling == "mean":
         return pooling
     if not _is_causal(transformer):

@@ -27,20 +27,12 @@ def train_query_tower_alone(model: SentenceTransformer) -> None:
     and if it shares no weight with the document tower, the weights of the query tower become
     float32, because in bfloat16 or float16 most of an update would be lost to rounding. The
     document tower keeps its dtype, which a store may depend on.
-
-    Raises:
-        ConfigError: if the query tower then has no weight that can be trained.
     """
     if is_tied(model):
         untie(model)
     query_tower = get_tower(model, "query")
     document_tower = get_tower(model, "document")
     document_tower.requires_grad_(False)
-    if not any(weight.requires_grad for weight in query_tower.parameters()):
-        raise ConfigError(
-            "no weight of the query tower can be trained, because the towers share all trainable "
-            "weights: use a model with one tower or two separate towers"
-        )
     document_weights = {id(weight) for weight in document_tower.parameters()}
     shares_weights = any(id(weight) in document_weights for weight in query_tower.parameters())
     if not shares_weights and not adapters.has_adapter(query_tower):

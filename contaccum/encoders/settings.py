@@ -35,32 +35,22 @@ def set_max_lengths(
     Raises:
         ConfigError: if the model cannot take a text of this length.
     """
-    if query is not None:
-        _set_max_length(model, "query", query, "query_max_length")
-    if document is not None:
-        _set_max_length(model, "document", document, "passage_max_length")
-
-
-def _set_max_length(model: SentenceTransformer, task: str, length: int, option: str) -> None:
-    """Set the maximum length of a task.
-
-    Args:
-        task: "query" or "document".
-        option: the name of the option in error messages.
-    """
-    transformer = next(get_tower(model, task).children())
-    # A Transformer module of sentence-transformers has the attributes query_length and
-    # document_length.
-    if not hasattr(transformer, f"{task}_length"):
-        raise ConfigError(
-            f"{option} needs a model whose first module is a transformer that tokenizes text"
-        )
-    max_positions = get_max_positions(transformer)
-    if not _MIN_TOKENS <= length <= max_positions:
-        raise ConfigError(
-            f"{option}={length}: this model takes {_MIN_TOKENS} to {max_positions} tokens"
-        )
-    setattr(transformer, f"{task}_length", length)
+    options = (("query", "query_max_length", query), ("document", "passage_max_length", document))
+    for task, option, length in options:
+        if length is None:
+            continue
+        transformer = next(get_tower(model, task).children())
+        # A Transformer module of sentence-transformers has these two attributes.
+        if not hasattr(transformer, f"{task}_length"):
+            raise ConfigError(
+                f"{option} needs a model whose first module is a transformer that tokenizes text"
+            )
+        max_positions = get_max_positions(transformer)
+        if not _MIN_TOKENS <= length <= max_positions:
+            raise ConfigError(
+                f"{option}={length}: this model takes {_MIN_TOKENS} to {max_positions} tokens"
+            )
+        setattr(transformer, f"{task}_length", length)
 
 
 def get_prompt(model: SentenceTransformer, task: str) -> str:
@@ -75,17 +65,6 @@ def get_prompt(model: SentenceTransformer, task: str) -> str:
     return model.prompts.get(task) or ""
 
 
-def get_max_length(model: SentenceTransformer, task: str) -> int | None:
-    """Return the number of tokens at which texts are truncated, or None if there is no limit.
-
-    Args:
-        task: "query" or "document".
-    """
-    transformer = next(get_tower(model, task).children())
-    length = getattr(transformer, f"{task}_length", None)
-    return length or getattr(transformer, "max_seq_length", None)
-
-
 def require_max_length(model: SentenceTransformer, task: str) -> int:
     """Return the number of tokens at which texts are truncated, at most the backbone's positions.
 
@@ -96,7 +75,9 @@ def require_max_length(model: SentenceTransformer, task: str) -> int:
         ConfigError: if the model has no maximum length.
     """
     transformer = next(get_tower(model, task).children())
-    max_length = min(get_max_length(model, task) or sys.maxsize, get_max_positions(transformer))
+    length = getattr(transformer, f"{task}_length", None)
+    length = length or getattr(transformer, "max_seq_length", None)
+    max_length = min(length or sys.maxsize, get_max_positions(transformer))
     # Tokenizers without a maximum length have a huge number instead.
     if max_length >= _NO_MAX_LENGTH:
         raise ConfigError(
@@ -165,15 +146,18 @@ def configure(
             change.
 
     Raises:
-        ConfigError: if the dropout is outside [0, 1), there is no transformers backbone with word
-            embeddings to freeze, or a backbone does not support the implementation of attention.
+        ConfigError: if there is no transformers backbone with word embeddings to freeze, or a
+            backbone does not support the implementation of attention.
     """
     if dropout is not None:
-        _set_dropout(model, dropout)
-    pretrained_models = []
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            pretrained_models.append(module)
+        for module in model.modules():
+            # This class is private, but the base of all dropout modules of torch.
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = dropout
+            for name in _DROPOUT_ATTRIBUTES:
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, dropout)
+    pretrained_models = [x for x in model.modules() if isinstance(x, PreTrainedModel)]
     if freeze_word_embeddings:
         if not pretrained_models:
             raise ConfigError(
@@ -182,26 +166,8 @@ def configure(
         for pretrained_model in pretrained_models:
             pretrained_model.get_input_embeddings().weight.requires_grad_(False)
     if attn_implementation is not None:
-        for pretrained_model in pretrained_models:
-            _set_attention(pretrained_model, attn_implementation)
-
-
-def _set_dropout(model: nn.Module, dropout: float) -> None:
-    """Set the probability of every dropout."""
-    if not 0 <= dropout < 1:
-        raise ConfigError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
-    for module in model.modules():
-        # This class is private, but the base of all dropout modules of torch.
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = dropout
-        for name in _DROPOUT_ATTRIBUTES:
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, dropout)
-
-
-def _set_attention(pretrained_model: PreTrainedModel, attn_implementation: str) -> None:
-    """Set the implementation of attention; raise `ConfigError` if the model does not support it."""
-    try:
-        pretrained_model.set_attn_implementation(attn_implementation)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"attn_implementation={attn_implementation}: {error}") from error
+        try:
+            for pretrained_model in pretrained_models:
+                pretrained_model.set_attn_implementation(attn_implementation)
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"attn_implementation={attn_implementation}: {error}") from error

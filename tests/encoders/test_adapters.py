@@ -5,7 +5,6 @@ import errno
 import json
 import shutil
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +266,7 @@ def test_saving_replaces_another_model_in_the_folder(bases, tmp_path):
         models.append(
             DualEncoder.from_backbone(bases / "qwen3", tied, pooling="mean", device="cpu")
         )
-    for index in (0, 2, 0, 3, 1, 2, 1, 3, 0, 1, 0):
+    for index in (0, 2, 1, 3, 0, 1, 2):
         models[index].save_pretrained(str(tmp_path))
         for cls in (SentenceTransformer, DualEncoder.from_pretrained):
             loaded = cls(str(tmp_path), device="cpu")
@@ -278,19 +277,20 @@ def test_models_that_cannot_have_or_save_an_adapter_are_refused(
     bases, tiny_config, tiny_tokenizer, tmp_path
 ):
     """An adapter whose base is in no folder cannot be saved, but can be merged."""
-    for layers, message in (
-        (["query", "quary"], "the model has no layer 'quary'; did you mean 'query'"),
-        (["LayerNorm"], "LayerNorm"),
-        (["uery"], "no layer 'uery'"),
+    plain = DualEncoder.from_backbone(bases / "bert", device="cpu")
+    adapted = make_adapted_encoder(bases / "bert")
+    static = DualEncoder(modules=[StaticEmbedding(tiny_tokenizer, embedding_dim=8)])
+    for model, layers, message in (
+        (plain, ["query", "quary"], "did you mean 'query'"),
+        (plain, ["LayerNorm"], "LayerNorm"),
+        (adapted, None, "adapter already"),
+        (static, None, "no transformers backbone"),
     ):
         with pytest.raises(ConfigError, match=message):
-            model = DualEncoder.from_backbone(bases / "bert", device="cpu")
             add_adapter(model, 4, target_modules=layers)
-    with pytest.raises(ConfigError, match="has an adapter already"):
-        add_adapter(make_adapted_encoder(bases / "bert"), 4)
     model = DualEncoder.from_backbone(tiny_config, tokenizer=tiny_tokenizer)
     add_adapter(model, 4)
-    with pytest.raises(ConfigError, match="cannot be saved alone, because its base is not in"):
+    with pytest.raises(ConfigError, match="cannot be saved alone"):
         model.save_pretrained(str(tmp_path))
     merge_adapter(model)
     model.save_pretrained(str(tmp_path))
@@ -301,8 +301,7 @@ def test_adapter_with_a_missing_or_wrong_base_is_refused(bases, tmp_path):
     for tied in (True, False):
         make_adapted_encoder(tmp_path / "base", tied).save_pretrained(str(tmp_path / "out"))
         (tmp_path / "base").rename(tmp_path / "gone")
-        message = r"out: this is an adapter, and its base cannot be loaded: .*base: no such model"
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match="base: no such model"):
             DualEncoder.from_pretrained(tmp_path / "out")
         (tmp_path / "gone").rename(tmp_path / "base")
         config_file = next((tmp_path / "out").rglob("adapter_config.json"))
@@ -311,7 +310,7 @@ def test_adapter_with_a_missing_or_wrong_base_is_refused(bases, tmp_path):
         small_config.intermediate_size = 32
         AutoModel.from_config(small_config).save_pretrained(tmp_path / "small")
         for wrong_base, message in (
-            (tmp_path / "small", "do not have the shapes of their base"),
+            (tmp_path / "small", "do not have the shapes"),
             (bases / "qwen3", "Target modules"),
         ):
             adapter_config = json.loads(config_file.read_text())
@@ -321,25 +320,11 @@ def test_adapter_with_a_missing_or_wrong_base_is_refused(bases, tmp_path):
                 DualEncoder.from_pretrained(tmp_path / "out")
 
 
-def test_alpha_of_zero_is_not_replaced(bases):
-    model = DualEncoder.from_backbone(bases / "bert", device="cpu")
-    add_adapter(model, 4, alpha=0)
-    [description] = describe_adapters(model)
-    assert description["lora_alpha"] == 0
-
-
 def test_layers_can_be_given_as_a_pattern(bases):
     model = DualEncoder.from_backbone(bases / "bert", device="cpu")
     model.add_adapter(LoraConfig(r=4, target_modules=r".*\.(query|value)"))
     [description] = describe_adapters(model)
     assert description["layers"] == [r".*\.(query|value)"]
-
-
-def test_model_without_a_backbone_cannot_have_an_adapter(tiny_tokenizer):
-    model = DualEncoder(modules=[StaticEmbedding(tiny_tokenizer, embedding_dim=8)])
-    for add in (partial(add_adapter, r=4), lambda model: model.add_adapter(LoraConfig(r=4))):
-        with pytest.raises(ConfigError, match="no transformers backbone"):
-            add(model)
 
 
 def test_missing_packages_are_named_in_the_error(bases, tmp_path, monkeypatch):

@@ -24,7 +24,6 @@ from contaccum.cli.export import _parse_arguments
 from contaccum.encoders import export
 from contaccum.encoders.adapters import add_adapter
 from contaccum.encoders.export import export_model, make_plain_models
-from contaccum.encoders.query_tower import train_query_tower_alone
 from contaccum.encoders.settings import require_max_length
 from contaccum.errors import ConfigError, UserError
 
@@ -110,17 +109,6 @@ def test_two_towers_become_two_folders(tmp_path):
     assert not (tmp_path / "out" / "modules.json").exists()
 
 
-def test_a_query_tower_that_was_trained_alone_is_exported_beside_its_documents(tmp_path):
-    model = tiny_encoder()
-    train_query_tower_alone(model)
-    with torch.no_grad():
-        next(model.query_encoder.parameters()).add_(0.1)
-    expected = model.encode_query(TEXTS)
-    export_model(model, tmp_path / "out")
-    exported = encode_exported(tmp_path / "out" / "query", "query")
-    np.testing.assert_allclose(exported, expected, atol=1e-6)
-
-
 def test_an_adapter_is_merged_into_the_weights(tmp_path):
     tiny_encoder().save_pretrained(str(tmp_path / "base"))
     model = DualEncoder.from_pretrained(tmp_path / "base", device="cpu")
@@ -180,9 +168,7 @@ def test_a_model_with_its_own_code_is_exported_if_the_code_is_trusted(
     assert main(["export", str(folder), str(tmp_path / "out"), "--trust_remote_code"]) == 0
     assert (tmp_path / "out" / "own_code.py").is_file()
     model = DualEncoder.from_pretrained(folder, device="cpu", trust_remote_code=True)
-    with pytest.raises(
-        ConfigError, match=r"the backbone OwnModel is code .* set trust_remote_code"
-    ):
+    with pytest.raises(ConfigError, match="trust_remote_code"):
         export_model(model, tmp_path / "untrusted")
     assert not (tmp_path / "untrusted").exists()
 
@@ -254,7 +240,7 @@ def test_a_float32_export_with_other_embeddings_is_refused_and_leaves_nothing(
         write_plain_model(plain_model, *args)
 
     monkeypatch.setattr(export, "write_plain_model", write_other_weights)
-    with pytest.raises(UserError, match=r"other embeddings than the model \(least cosine"):
+    with pytest.raises(UserError, match="other embeddings than the model"):
         export_model(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -276,18 +262,14 @@ def test_mistakes_end_in_one_line_and_write_nothing(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_module_that_servers_do_not_have_is_refused():
-    model = tiny_encoder()
-    model.append(torch.nn.LayerNorm(16))
-    with pytest.raises(ConfigError, match="the module LayerNorm, and embedding servers run only"):
-        make_plain_models(model)
-
-
-def test_a_model_with_truncated_embeddings_is_refused():
-    model = tiny_encoder()
-    model.truncate_dim = 8
-    with pytest.raises(ConfigError, match=r"truncate_dim=8, .* keep the first 8 dimensions"):
-        make_plain_models(model)
+def test_modules_and_truncation_that_servers_do_not_have_are_refused():
+    with_layer_norm = tiny_encoder()
+    with_layer_norm.append(torch.nn.LayerNorm(16))
+    truncated = tiny_encoder()
+    truncated.truncate_dim = 8
+    for model, message in ((with_layer_norm, "LayerNorm"), (truncated, "truncate_dim=8")):
+        with pytest.raises(ConfigError, match=message):
+            make_plain_models(model)
 
 
 def test_a_model_without_a_maximum_length_is_refused(tmp_path):
@@ -297,7 +279,7 @@ def test_a_model_without_a_maximum_length_is_refused(tmp_path):
     model.max_seq_length = 10**30  # the number of a tokenizer without a limit
     assert require_max_length(model, "query") == 64  # the positions of the backbone
     model[0].config.max_position_embeddings = -1  # no limit, as in XLNet
-    with pytest.raises(ConfigError, match="this model has no maximum length for a query"):
+    with pytest.raises(ConfigError, match="no maximum length"):
         export_model(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
