@@ -207,8 +207,14 @@ def read_table() -> dict[str, dict[str, str]]:
 TABLE = read_table()
 
 
+# That the published losses are as the table says is the work of sentence-transformers.
+LOSS_CASES = [
+    pytest.param(name, marks=[] if "ContAccum" in name else [pytest.mark.long]) for name in LOSSES
+]
+
+
 @pytest.mark.parametrize("part", CASES)
-@pytest.mark.parametrize("loss_name", LOSSES)
+@pytest.mark.parametrize("loss_name", LOSS_CASES)
 def test_losses_train_with_parts_of_the_stack_as_the_table_says(
     loss_name, part, tiny_tokenizer, tiny_config, tmp_path
 ):
