@@ -20,8 +20,8 @@ from transformers import BertForMaskedLM, BertForSequenceClassification
 
 from contaccum import DualEncoder
 from contaccum.data import load_training_data
+from contaccum.data.labels import decode
 from contaccum.errors import ConfigError, DataError, UserError
-from contaccum.losses.distillation import split_labels
 from contaccum.mining import (
     OUTPUT_FORMATS,
     MinedNegatives,
@@ -359,7 +359,7 @@ def test_written_negatives_are_read_back_as_training_data(
         if has_scores:
             logits = compute_logits(cross_encoder, row["query"], [row["positive"], *negatives])
             # Four columns of texts: query, positive and two negatives.
-            _, scores = split_labels(torch.tensor([row["label"]]), 4)
+            scores = decode(torch.tensor([row["label"]]), 4).teacher_scores
             assert scores[0].tolist() == pytest.approx(logits, abs=1e-4)
     assert rows == list_training_rows(mined[source], output_format)
 

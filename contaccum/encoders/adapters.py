@@ -384,25 +384,20 @@ class TransformerLoader(Transformer):
         """Load a module, as `Transformer.load` does."""
         if subfolder:
             # Transformer would look for the subfolder in the base of an adapter.
-            model_name_or_path = _find_local_folder(model_name_or_path, subfolder, kwargs)
+            local_folder = load_dir_path(
+                model_name_or_path,
+                subfolder,
+                token=kwargs.get("token"),
+                cache_folder=kwargs.get("cache_folder"),
+                revision=kwargs.get("revision"),
+                local_files_only=kwargs.get("local_files_only", False),
+            )
+            model_name_or_path = local_folder or model_name_or_path
         module = Transformer.load(model_name_or_path, **kwargs)
         adapter_file = _find_adapter_weights(model_name_or_path, kwargs)
         if adapter_file is not None and module.model.dtype != torch.float32:
             _load_in_float32(module.model, adapter_file)
         return module
-
-
-def _find_local_folder(model_name: str, subfolder: str, hub_options: dict[str, Any]) -> str:
-    """Return the local folder of a model's subfolder, downloaded if the model is on the hub."""
-    local_folder = load_dir_path(
-        model_name,
-        subfolder,
-        token=hub_options.get("token"),
-        cache_folder=hub_options.get("cache_folder"),
-        revision=hub_options.get("revision"),
-        local_files_only=hub_options.get("local_files_only", False),
-    )
-    return local_folder or model_name
 
 
 def _find_adapter_weights(model_name: str, hub_options: dict[str, Any]) -> Path | None:

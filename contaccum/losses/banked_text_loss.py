@@ -33,10 +33,11 @@ from torch import Tensor, nn
 from contaccum.bank.false_negatives import PositivesTable
 from contaccum.bank.info_nce import BankedInfoNCE
 from contaccum.bank.settings import LossSettings
+from contaccum.data.labels import decode
 from contaccum.distributed import world_size
 from contaccum.errors import ConfigError
 from contaccum.losses.bank_states import gather_bank_states, select_bank_state
-from contaccum.losses.distillation import Distillation, split_labels
+from contaccum.losses.distillation import Distillation
 from contaccum.losses.guide import Guide
 from contaccum.losses.probe import EncoderProbe
 from contaccum.losses.text_ids import content_ids, stack_ids
@@ -91,7 +92,7 @@ class BankedTextLoss(nn.Module):
             sentence_features: the features of each column: anchors, positives and any number of
                 columns of hard negatives.
             labels: None; or ids of the texts, int64 (n, columns); or teacher scores, float; or
-                ids, then scores. See `contaccum.losses.distillation.split_labels`. Two texts are
+                ids, then scores. See `contaccum.data.labels`. Two texts are
                 duplicates if these ids are equal, or if the hashes of their tokens are equal.
 
         Raises:
@@ -300,9 +301,11 @@ class BankedTextLoss(nn.Module):
             )
         if self._is_training and self.settings.bank_size and not self._is_matryoshka_replay:
             self._encode_probe_if_due(features)
-        label_ids, teacher_scores = split_labels(labels, len(features))
-        is_unknown_label = labels is not None and label_ids is None and teacher_scores is None
-        has_unused_scores = teacher_scores is not None and self.distillation is None
+        decoded = decode(labels, len(features))
+        label_ids = decoded.text_ids
+        has_scores = decoded.teacher_scores is not None
+        is_unknown_label = labels is not None and label_ids is None and not has_scores
+        has_unused_scores = has_scores and self.distillation is None
         if is_unknown_label or has_unused_scores:
             name = type(self).__name__
             self._warn_once(

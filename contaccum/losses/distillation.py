@@ -27,22 +27,6 @@ from contaccum.data.labels import decode
 from contaccum.errors import ConfigError, check_choice
 
 
-def split_labels(labels: Tensor | None, num_columns: int) -> tuple[Tensor | None, Tensor | None]:
-    """Split the labels of a batch into text ids and teacher scores.
-
-    Args:
-        labels: ids, scores, or both in one int64 tensor (n, 2 * num_columns - 1): first the ids,
-            then the scores, as the bits of float32; see `contaccum.data.labels`.
-        num_columns: number of text columns: the query, the positive and the hard negatives.
-
-    Returns:
-        The ids of all texts, int64 (n, num_columns), and the scores of the positive and the hard
-        negatives, (n, num_columns - 1). Each is None if the labels do not hold it.
-    """
-    decoded = decode(labels, num_columns)
-    return decoded.text_ids, decoded.teacher_scores
-
-
 class Distillation:
     """Distillation term of the loss.
 
@@ -94,7 +78,7 @@ class Distillation:
 
         Args:
             embeddings: queries, positives and hard negatives, (n, d) each.
-            labels: teacher scores, with or without ids; see `split_labels`.
+            labels: teacher scores, with or without ids; see `contaccum.data.labels`.
 
         Raises:
             ConfigError: if there are no hard negatives, or if ``labels`` contains no scores.
@@ -104,7 +88,7 @@ class Distillation:
                 f"distill={self.kind} needs hard negatives: add columns of hard negatives, or "
                 "remove distill"
             )
-        _, teacher_scores = split_labels(labels, len(embeddings))
+        teacher_scores = decode(labels, len(embeddings)).teacher_scores
         if teacher_scores is None:
             shape = (len(embeddings[0]), len(embeddings) - 1)
             raise ConfigError(

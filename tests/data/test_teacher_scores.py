@@ -10,9 +10,9 @@ from data_files import WRITERS, put, put_lines, put_parquet, read
 
 from contaccum.data import load_training_data
 from contaccum.data.dataset import load_training_sets
+from contaccum.data.labels import decode
 from contaccum.data.sampling import text_ids
 from contaccum.errors import ConfigError, DataError
-from contaccum.losses.distillation import split_labels
 
 
 def make_passages(*texts: str, scores: tuple[float, ...]) -> list[dict[str, Any]]:
@@ -136,14 +136,14 @@ def test_each_passage_that_an_epoch_draws_has_its_own_score(tmp_path, has_ids):
             expected_ids.append(text_ids([row["query"], *passages]).tolist())
             expected_scores.append([score_by_passage[passage] for passage in passages])
             drawn.update(passages)
-        label_ids, label_scores = split_labels(torch.tensor(labels), 4)
-        assert label_scores is not None
-        assert label_scores.tolist() == expected_scores
+        decoded = decode(torch.tensor(labels), 4)
+        assert decoded.teacher_scores is not None
+        assert decoded.teacher_scores.tolist() == expected_scores
         if has_ids:
-            assert label_ids is not None
-            assert label_ids.tolist() == expected_ids
+            assert decoded.text_ids is not None
+            assert decoded.text_ids.tolist() == expected_ids
         else:
-            assert label_ids is None
+            assert decoded.text_ids is None
     # The passages differ between epochs: one epoch has at most 9 * 3 of them.
     assert len(drawn) > 40
     row_with_one_negative = data.dataset.remove_columns("negative_1")[0]
@@ -177,7 +177,7 @@ def test_the_first_score_of_a_repeated_text_counts(tmp_path):
         path, positives="first", num_hard_negatives=1, negatives_from=1, teacher_scores=True
     )
     (row,) = data.dataset
-    _, scores = split_labels(torch.tensor([row["label"]]), 3)
+    scores = decode(torch.tensor([row["label"]]), 3).teacher_scores
     assert scores is not None
     assert scores.tolist() == [[9.0, 3.0]]
 

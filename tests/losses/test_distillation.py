@@ -18,8 +18,9 @@ from tiny_models import tiny_encoder
 from torch import Tensor, nn
 
 from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
+from contaccum.data.labels import Labels, decode
 from contaccum.errors import ConfigError
-from contaccum.losses.distillation import Distillation, split_labels
+from contaccum.losses.distillation import Distillation
 
 KINDS = [("margin_mse", 1.0), ("kl", 3.0)]
 
@@ -132,17 +133,13 @@ def test_every_method_adds_the_term_of_its_local_rows(
 def test_labels_are_ids_or_scores_or_both_in_one_tensor():
     ids = torch.randint(-(2**63), 2**63 - 1, (5, 4))
     scores = torch.randn(5, 3)
-    ids_and_scores = torch.cat([ids, scores.view(torch.int32).long()], dim=1)
-    split_ids, split_scores = split_labels(ids_and_scores, 4)
-    assert torch.equal(split_ids, ids)
-    assert torch.equal(split_scores, scores)
-    split_ids, split_scores = split_labels(ids, 4)
-    assert split_ids is not None
-    assert split_scores is None
-    assert split_labels(scores, 4) == (None, scores)
-    assert split_labels(None, 4) == (None, None)
-    assert split_labels(torch.rand(5), 4) == (None, None)
-    assert split_labels(torch.rand(5, 4), 4) == (None, None)
+    both = decode(torch.cat([ids, scores.view(torch.int32).long()], dim=1), 4)
+    assert torch.equal(both.text_ids, ids)
+    assert torch.equal(both.teacher_scores, scores)
+    assert decode(ids, 4) == Labels(text_ids=ids)
+    assert decode(scores, 4) == Labels(teacher_scores=scores)
+    for labels in (None, torch.rand(5), torch.rand(5, 4)):
+        assert decode(labels, 4) == Labels()
 
 
 def test_scores_beside_ids_change_no_mask(model, caplog):

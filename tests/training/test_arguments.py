@@ -71,10 +71,6 @@ SETTINGS_OF_A_BANK = {
         ({"distill": "mse"}, ["distill", "margin_mse, kl"]),
         ({"distill_weight": 2.0}, ["distill_weight=2.0", "without distill"]),
         ({"distill": "kl", "distill_weight": 0.0}, ["distill_weight", "positive number"]),
-        (
-            {"distill": "margin_mse", "distill_temperature": 2.0},
-            ["distill_temperature=2.0", "distill=margin_mse"],
-        ),
         ({"early_stopping_patience": 2}, ["early_stopping_patience", "eval_strategy=no"]),
         ({"early_stopping_patience": 0}, ["early_stopping_patience must be at least 1, got 0"]),
         ({"report_to": "tensorbord"}, ["report_to=tensorbord", "not installed"]),
