@@ -28,7 +28,6 @@ from contaccum.training.options import (
     LossArguments,
     MethodArguments,
     get_default,
-    refuse_unsupported,
     refuse_without_effect,
 )
 
@@ -51,22 +50,6 @@ BANK_SETTINGS = (
     "drift_compensation",
 )
 """Settings of the loss that have no effect without a bank."""
-NON_QUERY_SIDE_SETTINGS = (
-    *(setting.name for setting in fields(LossOptions)),
-    "gather_across_devices",
-    "matryoshka_dims",
-    "distill",
-    "guide",
-)
-"""Settings of the other methods that query-side training does not have.
-
-`ModelArguments` has the guide, and the others are arguments of the trainer.
-"""
-OVERWRITE_AT_EVERY_START = (
-    "overwrite_output_dir=true with resume_from_checkpoint=auto: every start would remove the "
-    "result of the start before it. Drop overwrite_output_dir, or resume_from_checkpoint"
-)
-"""Error message for a combination that is refused here, and again when a run resumes."""
 QUERY_SIDE_SETTINGS = ("passage_store", "corpus", "missing")
 """Settings that only query-side training has."""
 DISTILL_SETTINGS = ("distill", "distill_weight", "distill_temperature")
@@ -99,11 +82,10 @@ class ContAccumTrainingArguments(
             self.metric_for_best_model = "loss"
         # These checks come before transformers' own, whose messages do not name the way out.
         self._check_choices()
-        self._check_sizes()
-        self._check_combinations()
-        self._check_best_model()
-        self._check_engine()
         self._check_method()
+        self._check_updates()
+        self._check_evaluation()
+        self._check_engine()
         if not torch.accelerator.is_available():
             self.use_cpu = True  # otherwise transformers refuses bf16 without a GPU
         super().__post_init__()  # it determines the device and the number of ranks
@@ -155,16 +137,8 @@ class ContAccumTrainingArguments(
         settings["gather_across_devices"] = self.is_gathered
         return settings
 
-    def _check_sizes(self) -> None:
-        """Check that sizes are at least 1, and that a bank size is set only for a bank method."""
-        for name in (
-            "per_device_train_batch_size",
-            "gradient_accumulation_steps",
-            "early_stopping_patience",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+    def _check_method(self) -> None:
+        """Refuse settings that the method does not have."""
         for name, methods in _METHODS_WITH_SETTING.items():
             value = getattr(self, name)
             if value and self.method not in methods:
@@ -172,46 +146,58 @@ class ContAccumTrainingArguments(
                     f"method={self.method} with {name}={value}: only the methods "
                     f"{' and '.join(methods)} have it. Drop {name}"
                 )
+        refused: Iterable[str] = QUERY_SIDE_SETTINGS
+        if self.method == "query_side":
+            if (self.passage_store is None) == (self.corpus is None):
+                raise ConfigError(
+                    "method=query_side: set passage_store (written by contaccum encode) or corpus "
+                    "(a file or folder to encode), one of them"
+                )
+            loss_options = [setting.name for setting in fields(LossOptions)]
+            refused = [*loss_options, "gather_across_devices", "matryoshka_dims", "distill"]
+        for name in refused:
+            value = getattr(self, name)
+            if value != get_default(self.__dataclass_fields__[name]):
+                raise ConfigError(
+                    f"method={self.method} with {name}={value}: the method has no such setting. "
+                    f"Drop {name}"
+                )
+        refuse_without_effect(self, DISTILL_SETTINGS[1:], "distill")
 
-    def _check_combinations(self) -> None:
-        """Refuse combinations of settings that cannot work on any machine."""
+    def _check_updates(self) -> None:
+        """Refuse settings with which an update would not have the pairs that it should have."""
         is_auto = self.has_auto_micro_batch
-        if self.overwrite_output_dir and str(self.resume_from_checkpoint).lower() == "auto":
-            raise ConfigError(OVERWRITE_AT_EVERY_START)
         if self.method == "in_batch" and (is_auto or self.gradient_accumulation_steps > 1):
             raise ConfigError(
                 "method=in_batch with gradient_accumulation_steps or "
                 "per_device_train_batch_size=auto: its update is a single batch. Drop them, or set "
                 "method=grad_accum"
             )
-        refuse_unsupported(self)
+        if self.auto_find_batch_size:
+            raise ConfigError(
+                "auto_find_batch_size: it would change the pairs per update. Set "
+                "per_device_train_batch_size=auto instead, which does not"
+            )
         if is_auto and self.total_train_batch_size is None:
             raise ConfigError(
                 "per_device_train_batch_size=auto: set the number of pairs per update with "
                 "total_train_batch_size"
             )
+
+    def _check_evaluation(self) -> None:
+        """Refuse early stopping without evaluation, and a best model without a checkpoint."""
         if self.early_stopping_patience is not None and get_name(self.eval_strategy) == "no":
             raise ConfigError(
                 "early_stopping_patience with eval_strategy=no: set eval_strategy and eval_steps"
             )
-        refuse_without_effect(self, DISTILL_SETTINGS[1:], "distill")
-
-    def _check_best_model(self) -> None:
-        """Refuse ``load_best_model_at_end`` if some evaluated models have no checkpoint."""
-        save_strategy = get_name(self.save_strategy)
-        eval_strategy = get_name(self.eval_strategy)
-        if not self.load_best_model_at_end or save_strategy == "best":
-            return
-        settings = f"save_strategy={save_strategy} and eval_strategy={eval_strategy}"
-        are_equal = save_strategy == eval_strategy
-        if are_equal and save_strategy == "steps":
-            eval_steps = self.eval_steps or self.logging_steps  # as in transformers
-            settings = f"save_steps={self.save_steps:g} and eval_steps={eval_steps:g}"
-            are_equal = self.save_steps == eval_steps
-        if not are_equal:
+        # transformers requires equal strategies, but accepts evaluations between two checkpoints.
+        eval_steps = self.eval_steps or self.logging_steps  # as in transformers
+        have_steps = get_name(self.save_strategy) == get_name(self.eval_strategy) == "steps"
+        if self.load_best_model_at_end and have_steps and self.save_steps != eval_steps:
             raise ConfigError(
-                f"load_best_model_at_end with {settings}: the best model may have no checkpoint. "
-                "Set save_strategy=best, or equal strategies and steps"
+                f"load_best_model_at_end with save_steps={self.save_steps:g} and "
+                f"eval_steps={eval_steps:g}: the best model may have no checkpoint. Set "
+                "save_strategy=best, or equal steps"
             )
 
     def _check_engine(self) -> None:
@@ -219,6 +205,10 @@ class ContAccumTrainingArguments(
         engine = self._get_requested_engine()
         if engine is None:
             return
+        if self.method == "query_side":
+            raise ConfigError(
+                f"method=query_side with {engine}: it is not supported. Drop {engine}"
+            )
         if self.has_auto_micro_batch:
             raise ConfigError(
                 f"per_device_train_batch_size=auto with {engine}: set per_device_train_batch_size "
@@ -237,34 +227,6 @@ class ContAccumTrainingArguments(
                 "gradient norms would be scaled too. Set bf16=true"
             )
         require_deepspeed()
-
-    def _check_method(self) -> None:
-        """Refuse settings that the method does not use, and check those of query-side training."""
-        if self.method != "query_side":
-            self._refuse_set(QUERY_SIDE_SETTINGS, "only method=query_side has it. Drop it")
-            if not self.has_bank and self.bank_size != 0:
-                reason = "it has no effect without a bank. Drop it, or set bank_size=0 too"
-                self._refuse_set(BANK_SETTINGS, reason)
-            return
-        if (self.passage_store is None) == (self.corpus is None):
-            raise ConfigError(
-                "method=query_side: set passage_store (written by contaccum encode) or corpus (a "
-                "file or folder to encode), one of them"
-            )
-        names = [name for name in NON_QUERY_SIDE_SETTINGS if name != "guide"]
-        self._refuse_set(names, "the method has no such setting. Drop it")
-        engine = self._get_requested_engine()
-        if engine is not None:
-            raise ConfigError(
-                f"method=query_side with {engine}: it is not supported. Drop {engine}"
-            )
-
-    def _refuse_set(self, names: Iterable[str], reason: str) -> None:
-        """Raise `ConfigError` for a setting that does not have its default value."""
-        for name in names:
-            value = getattr(self, name)
-            if value != get_default(self.__dataclass_fields__[name]):
-                raise ConfigError(f"method={self.method} with {name}={value}: {reason}")
 
     def _get_requested_engine(self) -> str | None:
         """Return "deepspeed" or "fsdp" if the arguments or `accelerate launch` have enabled it."""

@@ -259,8 +259,8 @@ class EvaluationCallback(EarlyStoppingCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # transformers saves the states of callbacks in checkpoints, but restores them only with an
-        # argument that is refused here.
+        # transformers saves the states of callbacks in checkpoints, but restores them only with the
+        # argument restore_callback_states_from_checkpoint.
         saved_attributes: dict[str, int] = {}
         name = type(self).__name__
         # stateful_callbacks may be a list by its type, but TrainerState makes it a dictionary.
@@ -404,11 +404,6 @@ class SignalCallback(TrainerCallback):
             # resumes with "auto".
             if str(args.resume_from_checkpoint).lower() == "auto":
                 hint = "Start the same command again to continue"
-            if args.save_only_model:
-                hint = (
-                    "It has no optimizer state (save_only_model), so a new run can only start from "
-                    f"its weights, with --model {folder}"
-                )
             if state.is_world_process_zero:
                 print(f"stopped; saved {folder}. {hint}")
             raise SystemExit(128 + self.received)

@@ -26,7 +26,7 @@ from transformers.trainer_utils import sort_checkpoints
 
 from contaccum import __version__
 from contaccum.distributed import over_ranks
-from contaccum.errors import DataError, UserError
+from contaccum.errors import DataError
 from contaccum.files import read_json, write_json
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.training.arguments import ContAccumTrainingArguments
@@ -160,37 +160,6 @@ def load_banks(folder: Path, losses: Iterable[ContAccumLoss]) -> None:
 # Removing ----------------------------------------------------------------------------------------
 
 
-class CheckpointLimit:
-    """The limit ``save_total_limit`` of a run, which is applied here and not by transformers.
-
-    transformers would remove older checkpoints before the new one is complete, and at the end also
-    folders that the user has made, such as checkpoint-6-copy. Within a ``with`` block,
-    ``args.save_total_limit`` is None, so that transformers removes nothing.
-
-    Args:
-        args: the arguments of the run.
-        folder: the folder with the checkpoints.
-        run_id: id of the run.
-    """
-
-    def __init__(self, args: ContAccumTrainingArguments, folder: str, run_id: str | None) -> None:
-        self._args = args
-        self._folder = folder
-        self._run_id = run_id
-        self._limit = args.save_total_limit
-
-    def __enter__(self) -> None:
-        self._args.save_total_limit = None
-
-    def __exit__(self, *_: object) -> None:
-        self._args.save_total_limit = self._limit
-
-    def apply(self, best: str | None, has_ended: bool = False) -> None:
-        """Remove the oldest checkpoints if this rank writes; see `remove_oldest`."""
-        if self._args.should_save:
-            remove_oldest(self._folder, self._run_id, self._limit, best, has_ended)
-
-
 def remove_replaced(args: ContAccumTrainingArguments, run_id: str | None, update: int) -> None:
     """Remove the checkpoints that a run replaces when it starts after ``update`` updates.
 
@@ -202,9 +171,6 @@ def remove_replaced(args: ContAccumTrainingArguments, run_id: str | None, update
         args: the arguments of the run.
         run_id: id of the run.
         update: number of updates before the start; 0 for a new run.
-
-    Raises:
-        UserError: for a checkpoint that cannot be removed.
     """
     replaces_all = args.overwrite_output_dir and update == 0
     for path in find_checkpoints(str(args.output_dir)):
@@ -219,13 +185,7 @@ def remove_replaced(args: ContAccumTrainingArguments, run_id: str | None, update
                 f"removed {path}: the run continues after update {update} and trains the later "
                 "updates again"
             )
-        try:
-            shutil.rmtree(path)
-        except OSError as error:
-            raise UserError(
-                f"{path}: cannot be removed ({error.strerror}). Remove it yourself, or set another "
-                "output_dir"
-            ) from error
+        shutil.rmtree(path)
 
 
 def remove_oldest(
@@ -238,7 +198,8 @@ def remove_oldest(
     """Remove checkpoints until ``limit`` remain, first those that this run cannot use.
 
     The best checkpoint always remains. The newest one remains too while the run is training,
-    because it may have to resume from it.
+    because it may have to resume from it. transformers would remove older checkpoints before the
+    new one is complete, and also folders that the user has made, such as checkpoint-6-copy.
 
     Args:
         folder: the folder with the checkpoints.

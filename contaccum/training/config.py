@@ -3,8 +3,8 @@
 A config file has one flat list of ``key: value`` lines: the keys are the field names of
 `ModelArguments`, `DataArguments` and `ContAccumTrainingArguments`. The command line has the same
 keys as ``--key value``, and overrides the files. An error for an unknown key suggests the most
-similar one. `contaccum.training.combinations` refuses combinations that cannot work, before
-anything is loaded.
+similar one. Combinations of model, data and training that cannot work are refused before anything
+is loaded; `contaccum.training.arguments` checks the training settings by themselves.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from contaccum.errors import ConfigError, closest
 from contaccum.evaluation.beir_sets import load_data as load_beir
 from contaccum.evaluation.evaluator import NanoBEIR, RetrievalEvaluator, sample
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
-from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.combinations import check_combinations
+from contaccum.training.arguments import ContAccumTrainingArguments, get_name
+from contaccum.training.checkpoint import find_checkpoints
 from contaccum.training.options import DataArguments, ModelArguments, refuse_without_effect
 
 logger = logging.getLogger(__name__)
@@ -102,8 +102,6 @@ def parse(
     except (ValueError, ImportError) as error:  # raised by transformers for invalid combinations
         raise ConfigError(str(error)) from error
     model_args, data_args, args, unknown = parsed
-    if unknown and not unknown[0].startswith("-"):
-        raise ConfigError(f"unexpected {unknown[0]!r}: config files come before the first --key")
     if unknown:
         key = unknown[0].lstrip("-").split("=")[0]
         raise ConfigError(f"unknown key {key!r} on the command line{closest(key, keys)}")
@@ -111,8 +109,11 @@ def parse(
     model_args.model = os.path.expanduser(model_args.model)
     if model_args.guide:
         model_args.guide = os.path.expanduser(model_args.guide)
-    check_combinations(model_args, data_args, args)
-    _add_prefix_to_metric(args)
+    _check_combinations(model_args, data_args, args)
+    # transformers has set "loss" if it needs a metric and the user has set none. The trainer's
+    # evaluation results have the prefix.
+    if args.metric_for_best_model not in (None, "loss"):
+        args.metric_for_best_model = f"eval_{check_metric(str(args.metric_for_best_model))}"
     return model_args, data_args, args
 
 
@@ -135,15 +136,50 @@ def _require_paths(
             )
 
 
-def _add_prefix_to_metric(args: ContAccumTrainingArguments) -> None:
-    """Set ``metric_for_best_model`` to its key in the trainer's evaluation results, "eval_...".
-
-    An unknown metric raises `ConfigError`.
-    """
-    # transformers has set "loss" if it needs a metric and the user has set none.
-    if args.metric_for_best_model not in (None, "loss"):
-        metric = check_metric(str(args.metric_for_best_model))
-        args.metric_for_best_model = f"eval_{metric}"
+def _check_combinations(
+    model_args: ModelArguments, data_args: DataArguments, args: ContAccumTrainingArguments
+) -> None:
+    """Raise `ConfigError` for settings of model, data and training that cannot work together."""
+    strategy = get_name(args.eval_strategy)
+    if (data_args.eval_data is None) != (strategy == "no"):
+        raise ConfigError(
+            f"eval_data={data_args.eval_data} with eval_strategy={strategy}: set both, or none of "
+            "them"
+        )
+    refuse_without_effect(
+        args, ("guide_margin", "guide_margin_strategy"), "guide", needed_in=model_args
+    )
+    adapter_settings = ("lora_alpha", "lora_dropout", "lora_target_modules")
+    refuse_without_effect(model_args, adapter_settings, "lora_r")
+    if args.method == "query_side":
+        numbers = [options["num_hard_negatives"] for options in data_args.sets.values()]
+        unused = {"guide": model_args.guide, "num_hard_negatives": max(numbers, default=0)}
+        for name, value in unused.items():
+            if value:
+                raise ConfigError(
+                    f"method=query_side with {name}={value}: the method has no such setting, "
+                    f"because all other documents of the store are negatives. Drop {name}"
+                )
+    if args.overwrite_output_dir:
+        checkpoints = {path.resolve() for path in find_checkpoints(str(args.output_dir))}
+        for name, value in (("model", model_args.model), ("guide", model_args.guide)):
+            path = Path(value or "").resolve()
+            if not checkpoints.isdisjoint((path, *path.parents)):
+                raise ConfigError(
+                    f"overwrite_output_dir=true with {name}={value}: the run would remove that "
+                    "checkpoint. Copy it to another folder, or set another output_dir"
+                )
+    is_same_folder = Path(model_args.model).resolve() == Path(str(args.output_dir)).resolve()
+    if model_args.merge_adapter and is_same_folder:
+        raise ConfigError(
+            "merge_adapter with model as output_dir: the merged model would overwrite the base "
+            "model that the checkpoints need. Set another output_dir"
+        )
+    if model_args.merge_adapter and args.push_to_hub:
+        raise ConfigError(
+            "merge_adapter with push_to_hub: the adapter would be uploaded before it is merged. "
+            "Drop push_to_hub, and upload the merged folder afterwards"
+        )
 
 
 def read_config_options(name: str, keys: Collection[str]) -> list[str]:
@@ -156,7 +192,20 @@ def read_config_options(name: str, keys: Collection[str]) -> list[str]:
     Raises:
         ConfigError: for invalid YAML, with the line; for an unknown key, with the most similar key.
     """
-    content = _read_yaml(name)
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"{name}: no such config file")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        location = f"{name}:{mark.line + 1}" if mark else name
+        problem = getattr(error, "problem", None) or error
+        raise ConfigError(f"{location}: not valid YAML ({problem})") from error
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{name}: a config consists of `key: value` lines, got a {type(content).__name__}"
+        )
     options: list[str] = []
     for name_in_file, value in content.items():
         key = str(name_in_file)
@@ -171,27 +220,6 @@ def read_config_options(name: str, keys: Collection[str]) -> list[str]:
             # dash, such as -1, as an option.
             options.append(f"--{key}={_format_value(value)}")
     return options
-
-
-def _read_yaml(name: str) -> dict[object, Any]:
-    """Return the content of a YAML config file; raise `ConfigError` if it is not a mapping."""
-    path = Path(name)
-    if not path.is_file():
-        raise ConfigError(f"{name}: no such config file")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        location = name
-        if mark:
-            location = f"{name}:{mark.line + 1}"
-        problem = getattr(error, "problem", None) or error
-        raise ConfigError(f"{location}: not valid YAML ({problem})") from error
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"{name}: a config consists of `key: value` lines, got a {type(content).__name__}"
-        )
-    return content
 
 
 def _format_value(value: object) -> str:

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from contaccum.encoders.adapters import has_adapter
-from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.towers import is_tied
 from contaccum.errors import ConfigError, UserError
 
@@ -152,12 +151,6 @@ def save_full_model(
     with use_full_parameters(model, weights or {}):
         if is_writer:
             model.save_pretrained(str(folder), create_model_card=False)
-
-
-def read_full_weights(folder: str, trust_remote_code: bool) -> dict[str, Any]:
-    """Return the weights of a saved model by name."""
-    model = DualEncoder(folder, device="cpu", trust_remote_code=trust_remote_code)
-    return dict(model.state_dict())
 
 
 def load_full_weights(

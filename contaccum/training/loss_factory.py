@@ -191,24 +191,18 @@ def _get_prompts(model: SentenceTransformer, roles: dict[str, str]) -> dict[str,
     return prompts
 
 
-def refuse_auto_with_several_losses(args: ContAccumTrainingArguments, loss: Any) -> None:
-    """Raise `ConfigError` for "auto" with a dictionary of losses.
+def check_columns(args: ContAccumTrainingArguments, loss: Any, columns: Columns) -> None:
+    """Check that every data set has positives, and that a query can have negatives.
 
-    The search for the micro-batch size runs trials with a single loss.
+    Raises:
+        ConfigError: for a data set without them; the message names the set. Also for "auto" with a
+            dictionary of losses: the search for the micro-batch size runs a single loss.
     """
     if args.has_auto_micro_batch and isinstance(loss, dict):
         raise ConfigError(
             "per_device_train_batch_size=auto with a dictionary of losses: set "
             "per_device_train_batch_size to a number"
         )
-
-
-def check_columns(args: ContAccumTrainingArguments, loss: Any, columns: Columns) -> None:
-    """Check that every data set has positives, and that a query can have negatives.
-
-    Raises:
-        ConfigError: for a data set without them; the message names the set.
-    """
     loss = unwrap_matryoshka(loss)
     has_no_bank = isinstance(loss, ContAccumLoss) and not loss.settings.bank_size
     # A size of 1 is only temporary with "auto", and other devices may add their pairs.

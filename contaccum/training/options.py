@@ -3,8 +3,7 @@
 Each setting is a dataclass field with its default, its line of help and, if they are limited, its
 allowed values: ``option(default, help, choices)``. This module imports neither torch nor
 transformers, so that `contaccum train --help` is quick. `contaccum.training.arguments` and
-`contaccum.training.combinations` refuse combinations that cannot work; the loss checks its own
-settings.
+`contaccum.training.config` refuse combinations that cannot work; the loss checks its own settings.
 """
 
 from __future__ import annotations
@@ -258,26 +257,6 @@ def get_default(setting: Field[Any]) -> Any:
     if setting.default_factory is not MISSING:
         return setting.default_factory()
     return setting.default
-
-
-_UNSUPPORTED = {
-    "auto_find_batch_size": "it would change the pairs per update. Set "
-    "per_device_train_batch_size=auto instead, which does not",
-    "restore_callback_states_from_checkpoint": "the state of early stopping is always restored. "
-    "Drop it",
-}
-"""{training argument of transformers that cannot work here: the reason and what to do instead}"""
-
-
-def refuse_unsupported(args: Any) -> None:
-    """Raise `ConfigError` for an argument of transformers that cannot work with contaccum.
-
-    Args:
-        args: the training arguments.
-    """
-    for name, reason in _UNSUPPORTED.items():
-        if getattr(args, name):
-            raise ConfigError(f"{name}: {reason}")
 
 
 def refuse_without_effect(

@@ -188,7 +188,10 @@ def make_longest_rows(dataset: Any, num_rows: int) -> list[Row]:
     name = None
     parts = [dataset]
     if isinstance(dataset, dict):
-        names = sorted(dataset, key=lambda key: _count_text_columns(dataset[key]), reverse=True)
+        num_columns = {
+            key: len(set(part.column_names) - set(LABELS)) for key, part in dataset.items()
+        }
+        names = sorted(num_columns, key=lambda key: num_columns[key], reverse=True)
         parts = [dataset[key] for key in names]
         name = names[0]
     longest: dict[str, list[str]] = {}
@@ -211,18 +214,6 @@ def make_longest_rows(dataset: Any, num_rows: int) -> list[Row]:
             row["dataset_name"] = name
         rows.append(row)
     return rows
-
-
-def _count_text_columns(dataset: Any) -> int:
-    return sum(name not in LABELS for name in dataset.column_names)
-
-
-def find_largest_divisor(number: int, limit: int) -> int:
-    """Return the largest divisor of a number that is not above the limit; both are at least 1."""
-    divisor = min(number, limit)
-    while number % divisor:
-        divisor -= 1
-    return divisor
 
 
 def find_micro_batch(

@@ -18,7 +18,7 @@ from accelerate import PartialState
 from datasets import IterableDataset
 from sentence_transformers import SentenceTransformer
 
-from contaccum.data.records import RecordReport, quoted
+from contaccum.data.records import quoted
 from contaccum.data.sampling import text_ids
 from contaccum.distributed import rank
 from contaccum.errors import ConfigError, DataError, UserError
@@ -29,7 +29,7 @@ from contaccum.losses.query_side import (
     collect_positives,
     iterate_pairs,
 )
-from contaccum.retrieval.corpus import CorpusEncoder, read_texts, require_texts
+from contaccum.retrieval.corpus import CorpusEncoder, require_texts
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encode_texts, get_similarity
 from contaccum.retrieval.store import EmbeddingStore
@@ -109,15 +109,9 @@ class QuerySideSetup:
 
 
 def check_document_source(args: ContAccumTrainingArguments) -> None:
-    """Check that the store or the corpus can be read, before a model is loaded.
-
-    Raises:
-        ConfigError: for a store with another similarity than ``args.similarity``.
-        DataError: for an incomplete store, or a corpus that cannot be read.
-    """
+    """Raise `DataError` for a store or corpus that cannot be read, before a model is loaded."""
     if args.passage_store is not None:
-        store = EmbeddingStore.open(args.passage_store)
-        _check_similarity(args, store.similarity, f"the documents of {store.folder}")
+        EmbeddingStore.open(args.passage_store)
     if args.corpus is not None:
         require_texts(Path(args.corpus), "document")
 
@@ -172,9 +166,6 @@ def _make_corpus_encoder(
         # As rank -1 it encodes no shard, but compares the shards of the store with the corpus.
         encoder.encode(rank=-1, show_progress=False)
     except UserError:
-        # A corpus with a bad record is refused here, before the store is removed.
-        for _ in read_texts(Path(str(args.corpus)), "document", RecordReport("stop")):
-            pass
         logger.warning(
             f"{folder}: overwrite_output_dir=true replaces this store of another corpus or model"
         )

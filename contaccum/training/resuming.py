@@ -22,11 +22,7 @@ from transformers import TrainerState
 
 from contaccum.encoders.adapters import find_adapter_bases
 from contaccum.errors import ConfigError, UserError
-from contaccum.training.arguments import (
-    LOSS_SETTINGS,
-    OVERWRITE_AT_EVERY_START,
-    ContAccumTrainingArguments,
-)
+from contaccum.training.arguments import LOSS_SETTINGS, ContAccumTrainingArguments
 from contaccum.training.checkpoint import (
     find_checkpoints,
     find_defect,
@@ -132,14 +128,23 @@ class ResumePoint:
         """
         output_dir = Path(str(args.output_dir))
         record = read_run_record(output_dir)
-        is_same_run = record.get("run_id") == self.run_id
-        has_same_length = is_same_run and _has_same_length(record, user_arguments)
+        has_same_length = record.get("run_id") == self.run_id and all(
+            record["arguments"].get(name) == user_arguments.get(name) for name in _LENGTH_SETTINGS
+        )
         is_finished = self.is_newest and has_same_length and record["finished"]
-        explanation = self._explain_end(args)
+        num_updates = self.state.global_step
+        # stateful_callbacks may be a list by its type, but TrainerState makes it a dictionary.
+        callbacks = cast(dict[str, dict], self.state.stateful_callbacks)
+        attributes = callbacks.get("EvaluationCallback", {}).get("attributes", {})
+        evaluations_without_gain = attributes.get("early_stopping_patience_counter", 0)
+        patience = args.early_stopping_patience
         # ``num_train_epochs`` may be a fraction, so a run may end in the middle of an epoch.
         # (``state.max_steps`` may be that of an earlier, shorter start.)
-        is_last_update = has_same_length and self.state.global_step >= record["updates"]
-        ended_here = explanation is not None or is_last_update
+        ended_here = (
+            (patience is not None and evaluations_without_gain >= patience)
+            or 0 < args.max_steps <= num_updates
+            or (has_same_length and num_updates >= record["updates"])
+        )
         # If only the best checkpoints are kept, a finished run may have gone on after this one.
         if not ended_here and not is_finished:
             return None
@@ -150,29 +155,13 @@ class ResumePoint:
             final_model = self.folder
         if final_model is None:
             return None
-        if explanation is None:
-            explanation = "has finished. Raise max_steps or num_train_epochs to train on"
-        num_updates = self.state.global_step if ended_here else record["updates"]
+        if not ended_here:
+            num_updates = record["updates"]
         logger.warning(
-            f"nothing is left to train after update {num_updates}: the run {explanation}"
+            f"nothing is left to train after update {num_updates}: the run has ended. Raise "
+            "max_steps, num_train_epochs or early_stopping_patience to train on"
         )
         return str(final_model)
-
-    def _explain_end(self, args: ContAccumTrainingArguments) -> str | None:
-        """Return how the run ended with the update of this checkpoint; None if it did not.
-
-        The result continues a sentence that starts with "the run".
-        """
-        # stateful_callbacks may be a list by its type, but TrainerState makes it a dictionary.
-        callbacks = cast(dict[str, dict], self.state.stateful_callbacks)
-        attributes = callbacks.get("EvaluationCallback", {}).get("attributes", {})
-        evaluations_without_gain = attributes.get("early_stopping_patience_counter", 0)
-        patience = args.early_stopping_patience
-        if patience is not None and evaluations_without_gain >= patience:
-            return "stopped early. Raise early_stopping_patience to train on"
-        if 0 < args.max_steps <= self.state.global_step:
-            return f"has reached max_steps={args.max_steps}. Raise max_steps to train on"
-        return None
 
     def _find_best_checkpoint(self, args: ContAccumTrainingArguments) -> Path | None:
         """Return the best checkpoint if the run loads it at its end and can use it, else None."""
@@ -188,19 +177,6 @@ class ResumePoint:
             return False
         # With merge_adapter, the saved model has no adapter, but the run's model has one.
         return bool(find_adapter_bases(folder)) == bool(find_adapter_bases(self.folder))
-
-
-def _has_same_length(record: Mapping[str, Any], user_arguments: Mapping[str, Any]) -> bool:
-    """Return True if the settings that decide the length of a run are unchanged.
-
-    Args:
-        record: the content of ``run.json``.
-        user_arguments: the arguments of the present start as the user wrote them.
-    """
-    for name in _LENGTH_SETTINGS:
-        if record["arguments"].get(name) != user_arguments.get(name):
-            return False
-    return True
 
 
 def drop_unusable_best(state: TrainerState, point: ResumePoint) -> None:
@@ -328,14 +304,11 @@ def choose_checkpoint(
         args: the arguments of the run.
 
     Raises:
-        ConfigError: for ``"auto"`` with ``overwrite_output_dir``.
         UserError: if there is no complete checkpoint, or a run cannot resume from it.
     """
     request = parse_resume_request(resume_from_checkpoint)
     if request is None:
         return None
-    if request == "auto" and args.overwrite_output_dir:
-        raise ConfigError(OVERWRITE_AT_EVERY_START)
     path, skipped = _find_requested(request, args)
     for line in skipped:
         logger.warning(f"skipped {line}")

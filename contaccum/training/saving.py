@@ -48,9 +48,15 @@ def upload_model(
     Returns:
         The URL of the commit; None on other ranks.
     """
-    name = get_hub_model_id(args)
+    name = args.hub_model_id or Path(str(args.output_dir)).resolve().name
     model.model_card_data.set_model_id(name)
-    options = get_hub_options(args, overrides)
+    options = {
+        "token": args.hub_token,
+        "revision": args.hub_revision,
+        "private": args.hub_private_repo,
+    }
+    for key in options.keys() & overrides.keys():
+        options[key] = overrides[key]
     with tempfile.TemporaryDirectory() as folder:
         save(folder)
         if not is_writer:
@@ -58,26 +64,3 @@ def upload_model(
         return model.push_to_hub(
             name, exist_ok=True, commit_message=commit_message, local_model_path=folder, **options
         )
-
-
-def get_hub_model_id(args: ContAccumTrainingArguments) -> str:
-    """Return the model's name on the hub. Default: the name of ``output_dir``."""
-    return args.hub_model_id or Path(str(args.output_dir)).resolve().name
-
-
-def get_hub_options(
-    args: ContAccumTrainingArguments, overrides: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return token, revision and privacy of an upload.
-
-    The values come from the arguments, unless ``overrides`` has another value that is not None.
-    """
-    options = {
-        "token": args.hub_token,
-        "revision": args.hub_revision,
-        "private": args.hub_private_repo,
-    }
-    for key in options:
-        if overrides.get(key) is not None:
-            options[key] = overrides[key]
-    return options

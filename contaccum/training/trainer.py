@@ -32,6 +32,7 @@ from transformers.trainer_utils import HubStrategy, TrainOutput
 from contaccum.data.sampling import get_samplings
 from contaccum.distributed import world_size
 from contaccum.encoders.adapters import has_adapter
+from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import loading
 from contaccum.files import write_json
 from contaccum.losses.contaccum import ContAccumLoss
@@ -117,7 +118,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             kwargs.setdefault("data_collator", setup.collator)
         if loss is None:
             loss = loss_factory.make_loss(model, args, guide)
-        loss_factory.refuse_auto_with_several_losses(args, loss)
         loss_factory.check_columns(args, loss, columns)
         loss_factory.disable_unused_parameter_search(args, model, loss)
         args.hub_strategy = HubStrategy.END  # checkpoints contain local paths; see `saving`
@@ -230,11 +230,15 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             if self.is_deepspeed_enabled:
                 engines.refuse_unsafe_files(point.folder)
         report_full_disk = resources.report_full_disk(str(args.output_dir))
-        checkpoints = checkpoint.CheckpointLimit(args, self._get_output_dir(trial), self.run_id)
-        self._checkpoint_limit = checkpoints
-        with report_full_disk, out_of_memory.report_out_of_memory(), self.signals, checkpoints:
-            output = super().train(folder, trial, ignore_keys_for_eval)
-        checkpoints.apply(self.state.best_model_checkpoint, has_ended=True)
+        self._save_total_limit = args.save_total_limit
+        args.save_total_limit = None  # transformers removes nothing; see checkpoint.remove_oldest
+        try:
+            with report_full_disk, out_of_memory.report_out_of_memory(), self.signals:
+                output = super().train(folder, trial, ignore_keys_for_eval)
+        finally:
+            args.save_total_limit = self._save_total_limit
+        if args.should_save:
+            self._remove_oldest_checkpoints(trial, has_ended=True)
         return output
 
     def get_train_dataloader(self) -> DataLoader:
@@ -404,8 +408,17 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 marker = self.description.make_marker(self.run_id, num_updates, rows_fit)
                 checkpoint.write_marker(folder, marker)
                 # The marker makes this checkpoint complete. Only now may older ones be removed.
-                self._checkpoint_limit.apply(self.state.best_model_checkpoint)
+                self._remove_oldest_checkpoints(trial)
         self.accelerator.wait_for_everyone()
+
+    def _remove_oldest_checkpoints(self, trial: Any, has_ended: bool = False) -> None:
+        checkpoint.remove_oldest(
+            self._get_output_dir(trial),
+            self.run_id,
+            self._save_total_limit,
+            self.state.best_model_checkpoint,
+            has_ended,
+        )
 
     def _load_from_checkpoint(self, checkpoint_path: str, model: nn.Module | None = None) -> None:
         # Private: sentence-transformers' method can load neither shards nor adapters.
@@ -417,5 +430,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             if not (self.is_fsdp_enabled or has_adapter(self.model)):
                 super()._load_from_checkpoint(checkpoint_path)
                 return
-            weights = engines.read_full_weights(checkpoint_path, trusted)
+            saved = DualEncoder(checkpoint_path, device="cpu", trust_remote_code=trusted)
+            weights = dict(saved.state_dict())
         engines.load_full_weights(self.model, weights, is_sharded=self.is_fsdp_enabled)

@@ -28,7 +28,6 @@ from contaccum.training.log import Record
 from contaccum.training.loss_factory import get_batch_loss, iter_bank_losses
 from contaccum.training.out_of_memory import (
     MicroBatchLimit,
-    find_largest_divisor,
     find_micro_batch,
     is_out_of_memory,
     set_mini_batch_size,
@@ -116,11 +115,6 @@ class Update:
     has_unknown_batches: bool = False
     expected_pairs: Counter[str | None] = field(default_factory=Counter)
 
-    def clear_losses(self) -> None:
-        """Drop the losses of the micro-steps so far, because the update starts again."""
-        self.losses.clear()
-        self.micro_batch_of_loss.clear()
-
 
 class Updates:
     """Runner of the updates of a training run, one micro-batch at a time.
@@ -173,7 +167,9 @@ class Updates:
         """
         args = self._args
         pairs_per_update = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        num_pairs = find_largest_divisor(pairs_per_update, num_pairs)
+        num_pairs = min(num_pairs, pairs_per_update)
+        while pairs_per_update % num_pairs:
+            num_pairs -= 1
         args.set_micro_batch_size(num_pairs)
         set_mini_batch_size(self._loss, num_pairs)
 
@@ -249,7 +245,8 @@ class Updates:
             drop_gradients(model, optimizer)
             tower_norms.close()
             self._tower_norms = None
-            update.clear_losses()
+            update.losses.clear()
+            update.micro_batch_of_loss.clear()
             first = 0
         is_update_complete = self._accelerator.sync_gradients
         if is_update_complete:
