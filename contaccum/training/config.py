@@ -25,7 +25,6 @@ from contaccum.encoders import adapters, four_bits
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import is_sentence_transformer, require_model
 from contaccum.encoders.query_tower import add_query_adapter, untie
-from contaccum.encoders.saved_adapters import replace_saved_adapter
 from contaccum.encoders.settings import configure, set_max_lengths
 from contaccum.encoders.towers import is_tied
 from contaccum.errors import ConfigError, closest
@@ -151,8 +150,9 @@ def _check_combinations(
     )
     adapter_settings = ("lora_alpha", "lora_dropout", "lora_target_modules")
     refuse_without_effect(model_args, adapter_settings, "lora_r")
+    # The property ``sets`` also checks the options of the training sets.
+    numbers = [options["num_hard_negatives"] for options in data_args.sets.values()]
     if args.method == "query_side":
-        numbers = [options["num_hard_negatives"] for options in data_args.sets.values()]
         unused = {"guide": model_args.guide, "num_hard_negatives": max(numbers, default=0)}
         for name, value in unused.items():
             if value:
@@ -350,22 +350,3 @@ def _load_sentence_transformer(model_args: ModelArguments, options: dict[str, An
     if model_args.passage_prompt is not None:
         model.prompts["document"] = model_args.passage_prompt
     return model
-
-
-def load_guide(model_args: ModelArguments, device: str | None = None) -> DualEncoder | None:
-    """Load the guide; return None if none is set. Raise `UserError` if it cannot be loaded."""
-    if not model_args.guide:
-        return None
-    trusted = model_args.trust_remote_code
-    return DualEncoder.from_pretrained(model_args.guide, device=device, trust_remote_code=trusted)
-
-
-def merge_saved_adapter(folder: str, model_args: ModelArguments) -> None:
-    """Merge the adapters of a saved model, and save the full model in its place.
-
-    The weights are rounded to the dtype of the base model; see `adapters.merge_adapter`.
-    """
-    trusted = model_args.trust_remote_code
-    model = DualEncoder.from_pretrained(folder, device="cpu", trust_remote_code=trusted)
-    adapters.merge_adapter(model)
-    replace_saved_adapter(folder, model)

@@ -135,7 +135,8 @@ class NonFiniteUpdates:
             Whether the update counts as skipped; an overflow of a gradient scaler does not.
         """
         scale = get_gradient_scale(self._accelerator)
-        micro_batches = _find_nonfinite_micro_batches(update)
+        losses = zip(update.micro_batch_of_loss, update.losses, strict=True)
+        micro_batches = sorted({index for index, loss in losses if not torch.isfinite(loss)})
         # Ranks may have different losses, but all ranks skip the update, for the same cause.
         num_on_this_rank = torch.tensor(len(micro_batches), device=self._accelerator.device)
         is_loss = bool(over_ranks("MAX", num_on_this_rank) > 0)
@@ -155,9 +156,13 @@ class NonFiniteUpdates:
         update.log_entries["micro_steps"] = micro_batches
         update.log_entries["rows"] = rows
         self.num_skipped += 1
-        place = f"rows {_format_rows(rows)} of the training data"
-        if not micro_batches:
-            place = "on another rank"
+        place = "on another rank"
+        if micro_batches:
+            shown = "unknown"
+            if rows is not None:
+                shown = ", ".join(map(str, rows[:_MAX_ROWS_SHOWN]))
+                shown += ", ..." if len(rows) > _MAX_ROWS_SHOWN else ""
+            place = f"rows {shown} of the training data"
         message = f"update {update.number}: the {cause} is not finite ({place})"
         if world_size() > 1:
             message = f"rank {rank()}: {message}"
@@ -173,21 +178,3 @@ class NonFiniteUpdates:
             "learning_rate"
         )
         return True
-
-
-def _find_nonfinite_micro_batches(update: Update) -> list[int]:
-    """Return the indices of the micro-batches with a loss that is not finite."""
-    indices = set()
-    for index, loss in zip(update.micro_batch_of_loss, update.losses, strict=True):
-        if not torch.isfinite(loss):
-            indices.add(index)
-    return sorted(indices)
-
-
-def _format_rows(rows: list[int] | None) -> str:
-    if rows is None:
-        return "unknown"
-    text = ", ".join(map(str, rows[:_MAX_ROWS_SHOWN]))
-    if len(rows) > _MAX_ROWS_SHOWN:
-        text += ", ..."
-    return text

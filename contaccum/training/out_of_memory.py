@@ -216,6 +216,14 @@ def make_longest_rows(dataset: Any, num_rows: int) -> list[Row]:
     return rows
 
 
+def find_largest_divisor(number: int, limit: int) -> int:
+    """Return the largest divisor of a number that is not above the limit; both are at least 1."""
+    divisor = min(number, limit)
+    while number % divisor:
+        divisor -= 1
+    return divisor
+
+
 def find_micro_batch(
     args: ContAccumTrainingArguments,
     model: nn.Module,

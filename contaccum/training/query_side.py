@@ -109,9 +109,10 @@ class QuerySideSetup:
 
 
 def check_document_source(args: ContAccumTrainingArguments) -> None:
-    """Raise `DataError` for a store or corpus that cannot be read, before a model is loaded."""
+    """Raise `UserError` for a store or corpus that cannot be used, before a model is loaded."""
     if args.passage_store is not None:
-        EmbeddingStore.open(args.passage_store)
+        store = EmbeddingStore.open(args.passage_store)
+        _check_similarity(args, store.similarity, f"the documents of {store.folder}")
     if args.corpus is not None:
         require_texts(Path(args.corpus), "document")
 

@@ -247,9 +247,23 @@ def require_free_folder(args: ContAccumTrainingArguments) -> None:
     request = parse_resume_request(args.resume_from_checkpoint)
     record = read_run_record(folder)
     has_model = bool(record) and (folder / "modules.json").is_file()
-    checkpoints = find_checkpoints(folder)
-    if not _would_overwrite(folder, request, record, has_model):
+    if request == "last":
         return
+    if request == "auto":
+        if find_newest_checkpoint(folder)[0] is not None:
+            return  # the run in the folder is resumed
+        # "auto" would start a new run here. That is allowed if the latest run has not finished: it
+        # was killed before its first checkpoint. If there is a model nevertheless, it is from an
+        # older run, which the user has already allowed the latest run to overwrite.
+        if not (has_model and record["finished"]):
+            return
+    elif request is not None:
+        if find_defect(Path(request)) is not None:
+            return  # `choose_checkpoint` refuses this checkpoint
+        # A run keeps its id when it resumes, so a checkpoint of another run would replace this one.
+        if not record or record["run_id"] == read_marker(Path(request))["run_id"]:
+            return
+    checkpoints = find_checkpoints(folder)
     if has_model:
         reason = "the folder contains a finished run, which this run would overwrite"
     elif checkpoints:
@@ -260,34 +274,6 @@ def require_free_folder(args: ContAccumTrainingArguments) -> None:
         f"{folder}: {reason}. Set resume_from_checkpoint=last to continue it, "
         "overwrite_output_dir=true to replace it, or another output_dir"
     )
-
-
-def _would_overwrite(
-    folder: Path, request: str | None, record: Mapping[str, Any], has_model: bool
-) -> bool:
-    """Return True if a run in this folder would overwrite a run that may be there.
-
-    Args:
-        folder: ``output_dir``.
-        request: the result of `parse_resume_request`.
-        record: the content of ``run.json`` in the folder; {} without one.
-        has_model: whether the folder holds a saved model.
-    """
-    if request is None:
-        return True
-    if request == "last":
-        return False
-    if request == "auto":
-        if find_newest_checkpoint(folder)[0] is not None:
-            return False  # the run in the folder is resumed
-        # "auto" would start a new run here. That is allowed if the latest run has not finished: it
-        # was killed before its first checkpoint. If there is a model nevertheless, it is from an
-        # older run, which the user has already allowed the latest run to overwrite.
-        return has_model and record["finished"]
-    if find_defect(Path(request)) is not None:
-        return False  # `choose_checkpoint` refuses this checkpoint
-    # A run keeps its id when it resumes, so a checkpoint of another run would replace this one.
-    return bool(record) and record["run_id"] != read_marker(Path(request))["run_id"]
 
 
 def choose_checkpoint(

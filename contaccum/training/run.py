@@ -17,9 +17,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import set_seed
 
 from contaccum.data import TrainingSets
-from contaccum.encoders.adapters import has_adapter
+from contaccum.encoders.adapters import has_adapter, merge_adapter
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import require_model
+from contaccum.encoders.saved_adapters import replace_saved_adapter
 from contaccum.files import require_writable
 from contaccum.training import config
 from contaccum.training.arguments import ContAccumTrainingArguments
@@ -85,7 +86,13 @@ def make_trainer(
         # A SentenceTransformer is loaded in the dtype in which it was saved. In bfloat16 or float16
         # most of an update would be lost to rounding.
         encoder = encoder.float()
-    guide = config.load_guide(model_args, device=str(args.device))
+    guide = None
+    if model_args.guide:
+        guide = DualEncoder.from_pretrained(
+            model_args.guide,
+            device=str(args.device),
+            trust_remote_code=model_args.trust_remote_code,
+        )
     return ContAccumTrainer(
         encoder,
         args,
@@ -124,4 +131,8 @@ def train_and_save(
         trainer.train(args.resume_from_checkpoint)
     trainer.save_model(output_dir)
     if model_args.merge_adapter and trainer.is_world_process_zero():
-        config.merge_saved_adapter(output_dir, model_args)
+        # The weights are rounded to the dtype of the base model; see `adapters.merge_adapter`.
+        trusted = model_args.trust_remote_code
+        model = DualEncoder.from_pretrained(output_dir, device="cpu", trust_remote_code=trusted)
+        merge_adapter(model)
+        replace_saved_adapter(output_dir, model)

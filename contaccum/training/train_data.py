@@ -12,11 +12,8 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from contaccum.data.samplers import RESUMABLE_SAMPLERS
 from contaccum.data.sampling import first_texts
-from contaccum.errors import DataError
 from contaccum.files import Fingerprint
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 
@@ -53,20 +50,6 @@ def collate_first_rows(
             columns, _ = collect_features(collate([row]))
             features += columns
     return features
-
-
-def refuse_stream_without_update(num_batches: int, num_updates: int) -> None:
-    """Raise `DataError` if the first pass over a stream ends before the first update is complete.
-
-    Args:
-        num_batches: number of micro-batches that were left in the pass.
-        num_updates: number of updates done so far.
-    """
-    if num_updates == 0:
-        raise DataError(
-            f"the stream ends after {num_batches} micro-batches, which is less than one update: "
-            "lower gradient_accumulation_steps or total_train_batch_size, or give more data"
-        )
 
 
 def count_rows(dataset: Any) -> int | None:
@@ -107,14 +90,6 @@ def use_resumable_order(args: ContAccumTrainingArguments) -> Iterator[None]:
     finally:
         args.batch_sampler = batch_sampler
         args.seed = seed
-
-
-def unwrap_batch_sampler(loader: DataLoader) -> Any:
-    """Return the batch sampler of a data loader without accelerate's wrappers."""
-    sampler: object = loader
-    while hasattr(sampler, "batch_sampler"):
-        sampler = sampler.batch_sampler
-    return sampler
 
 
 def find_rows_of_micro_batches(

@@ -34,6 +34,7 @@ from contaccum.distributed import world_size
 from contaccum.encoders.adapters import has_adapter
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import loading
+from contaccum.errors import DataError
 from contaccum.files import write_json
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.losses.text_ids import count_texts
@@ -252,7 +253,9 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             return super().get_train_dataloader()
         with train_data.use_resumable_order(self.args):
             loader = super().get_train_dataloader()
-        self.batch_sampler = train_data.unwrap_batch_sampler(loader)
+        self.batch_sampler = loader
+        while hasattr(self.batch_sampler, "batch_sampler"):  # without accelerate's wrappers
+            self.batch_sampler = self.batch_sampler.batch_sampler
         return loader
 
     def _try_rows(self, loss: nn.Module, rows: list[train_data.Row]) -> Tensor:
@@ -309,7 +312,12 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         """Fetch the micro-batches of an update, as in transformers, and count their pairs."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if isinstance(self.train_dataset, IterableDataset) and len(batches) < num_batches:
-            train_data.refuse_stream_without_update(len(batches), self.state.global_step)
+            if self.state.global_step == 0:
+                raise DataError(
+                    f"the stream ends after {len(batches)} micro-batches, which is less than one "
+                    "update: lower gradient_accumulation_steps or total_train_batch_size, or give "
+                    "more data"
+                )
             batches = []  # transformers would give them the weight of a whole update
         self.updates.count_expected_pairs(batches)
         return batches, num_items

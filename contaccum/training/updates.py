@@ -28,6 +28,7 @@ from contaccum.training.log import Record
 from contaccum.training.loss_factory import get_batch_loss, iter_bank_losses
 from contaccum.training.out_of_memory import (
     MicroBatchLimit,
+    find_largest_divisor,
     find_micro_batch,
     is_out_of_memory,
     set_mini_batch_size,
@@ -167,9 +168,7 @@ class Updates:
         """
         args = self._args
         pairs_per_update = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        num_pairs = min(num_pairs, pairs_per_update)
-        while pairs_per_update % num_pairs:
-            num_pairs -= 1
+        num_pairs = find_largest_divisor(pairs_per_update, num_pairs)
         args.set_micro_batch_size(num_pairs)
         set_mini_batch_size(self._loss, num_pairs)
 

@@ -41,11 +41,10 @@ def make_model(places: Path, tied: bool, dtype: str = "float32") -> DualEncoder:
     ("tied", "dtype", "settings"),
     [
         (True, "float32", {}),
-        (False, "float32", {}),
         (False, "float32", CHECKPOINTING),
         (False, "bfloat16", {}),
     ],
-    ids=["tied", "untied", "checkpointing", "bfloat16"],
+    ids=["tied", "untied, checkpointing", "untied, bfloat16"],
 )
 def test_the_base_does_not_change_and_a_run_resumes_bit_for_bit(
     places, tmp_path, tied, dtype, settings
@@ -122,9 +121,8 @@ def encode_texts(folder: Path) -> np.ndarray:
     return np.stack([model.encode_query(TEXTS), model.encode_document(TEXTS)])
 
 
-@pytest.mark.parametrize("tied", ["true", "false"], ids=["tied", "untied"])
-def test_the_command_line_trains_continues_and_merges_an_adapter(
-    places, train, tied, tmp_path, monkeypatch, capsys
+def test_the_command_line_trains_continues_and_merges_adapters_of_two_towers(
+    places, train, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(places)
     first = tmp_path / "first"
@@ -135,9 +133,9 @@ def test_the_command_line_trains_continues_and_merges_an_adapter(
         "lora_target_modules": ["query", "value"],
         "pooling": "mean",
     }
-    assert train(first, model="backbone", tied=tied, **adapter) == 0, capsys.readouterr().err
+    assert train(first, model="backbone", tied="false", **adapter) == 0, capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
-    config_file = next(first.rglob("adapter_config.json"))  # the first of one or two
+    config_file = next(first.rglob("adapter_config.json"))
     config = json.loads(config_file.read_text())
     assert config["r"] == 2
     assert config["lora_alpha"] == 8
@@ -154,8 +152,6 @@ def test_the_command_line_trains_continues_and_merges_an_adapter(
         assert train(output, model=second, learning_rate=0.0, **merge) == 0
         assert np.abs(encode_texts(output) - trained).max() < 1e-5
         assert list(output.rglob("adapter*")) == []
-    assert train(second, model=second, merge_adapter="true") == 2
-    assert "merge_adapter with model as output_dir" in capsys.readouterr().err
     assert train(second, **merge) == 2
     assert "merge_adapter=True without lora_r" in capsys.readouterr().err
 

@@ -14,85 +14,52 @@ from contaccum.training.loss_factory import make_loss
 AUTO = {"per_device_train_batch_size": "auto"}
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 2}
 LOAD_BEST = {**EVALUATE, "load_best_model_at_end": True}
-SETTINGS_OF_A_BANK = {
-    "bank_hard_negatives": False,
-    "bank_weight": 0.5,
-    "normalize_by": "all",
-    "drift_compensation": "none",
-}
+QUERY_SIDE = {"method": "query_side", "passage_store": "store"}
+ZERO = {"deepspeed": "zero.json"}
 
 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"method": "gradcache"}, ["method", "did you mean 'grad_cache'"]),
-        (
-            {"method": "in_batch", "gradient_accumulation_steps": 4},
-            ["in_batch", "gradient_accumulation_steps"],
-        ),
-        ({"method": "grad_accum", "bank_size": 128}, ["grad_accum", "bank_size=128"]),
-        ({"method": "pre_batch", "query_bank_size": 128}, ["pre_batch", "query_bank_size=128"]),
-        (
-            {"temperature": 0.0},
-            ["temperature"],
-        ),  # and whatever else the loss refuses: tests/bank/test_info_nce.py
-        ({"drift_compensation": "median"}, ["drift_compensation", "auto, mean, fresh, none"]),
-        ({"bank_size": -1}, ["bank_size"]),
-        ({"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps"]),
-        ({"fp16": True}, ["fp16", "bf16"]),
-        ({"deepspeed": "zero.json", "method": "grad_cache"}, ["deepspeed", "method=grad_cache"]),
-        ({"deepspeed": "zero.json", "fp16": True}, ["deepspeed", "fp16=true", "bf16=true"]),
-        (
-            {"fsdp": True, **AUTO, "total_train_batch_size": 12},
-            ["per_device_train_batch_size=auto", "fsdp"],
-        ),
-        (
-            {"auto_find_batch_size": True},
-            ["auto_find_batch_size", "per_device_train_batch_size=auto"],
-        ),
-        (
-            {"restore_callback_states_from_checkpoint": True},
-            ["restore_callback_states_from_checkpoint", "always restored"],
-        ),
-        (AUTO, ["per_device_train_batch_size=auto", "total_train_batch_size"]),
-        ({**AUTO, "total_train_batch_size": 12, "method": "in_batch"}, ["in_batch", "auto"]),
-        (
-            {"total_train_batch_size": 10, "per_device_train_batch_size": 4},
-            ["total_train_batch_size=10", "=4"],
-        ),
+        ({"method": "gradcache"}, "did you mean 'grad_cache'"),
+        ({"distill": "mse"}, "margin_mse, kl"),
+        # tests/bank/test_info_nce.py has the other values that the loss refuses.
+        ({"temperature": 0.0}, "temperature"),
+        ({"method": "grad_accum", "bank_size": 128}, "bank_size=128"),
+        ({"method": "pre_batch", "query_bank_size": 128}, "query_bank_size=128"),
+        ({"method": "in_batch", "gradient_accumulation_steps": 4}, "gradient_accumulation_steps"),
+        ({"method": "query_side"}, "passage_store"),
+        ({**QUERY_SIDE, "corpus": "b"}, "one of them"),
+        ({**QUERY_SIDE, "bank_weight": 2.0}, "bank_weight=2.0"),
+        ({**QUERY_SIDE, "matryoshka_dims": [8]}, "matryoshka_dims"),
+        ({**QUERY_SIDE, "bank_size": 8}, "bank_size=8"),
+        ({**QUERY_SIDE, "method": "contaccum"}, "passage_store=store"),
+        ({**QUERY_SIDE, "fsdp": True}, "fsdp"),
+        ({"distill_weight": 2.0}, "without distill"),
+        ({"fp16": True}, "bf16"),
+        ({**ZERO, "method": "grad_cache"}, "method=grad_cache"),
+        ({**ZERO, "fp16": True}, "fp16=true"),
+        ({"fsdp": True, **AUTO, "total_train_batch_size": 12}, "fsdp"),
+        ({"auto_find_batch_size": True}, "per_device_train_batch_size=auto"),
+        (AUTO, "total_train_batch_size"),
+        ({"total_train_batch_size": 10, "per_device_train_batch_size": 4}, "=4"),
         (
             {
                 "total_train_batch_size": 16,
                 "per_device_train_batch_size": 4,
                 "gradient_accumulation_steps": 3,
             },
-            ["total_train_batch_size=16", "gradient_accumulation_steps=3"],
+            "gradient_accumulation_steps=3",
         ),
-        ({"distill": "mse"}, ["distill", "margin_mse, kl"]),
-        ({"distill_weight": 2.0}, ["distill_weight=2.0", "without distill"]),
-        ({"distill": "kl", "distill_weight": 0.0}, ["distill_weight", "positive number"]),
-        ({"early_stopping_patience": 2}, ["early_stopping_patience", "eval_strategy=no"]),
-        ({"early_stopping_patience": 0}, ["early_stopping_patience must be at least 1, got 0"]),
-        ({"report_to": "tensorbord"}, ["report_to=tensorbord", "not installed"]),
-        (
-            {**LOAD_BEST, "save_strategy": "steps", "save_steps": 4},
-            ["load_best_model_at_end", "save_steps=4", "eval_steps=2", "save_strategy=best"],
-        ),
-        (
-            {**LOAD_BEST, "save_strategy": "epoch"},
-            ["load_best_model_at_end", "save_strategy=epoch", "eval_strategy=steps"],
-        ),
-        (
-            {**LOAD_BEST, "eval_steps": None, "logging_steps": 5, "save_strategy": "steps"},
-            ["load_best_model_at_end", "save_steps=500", "eval_steps=5"],
-        ),
+        ({"early_stopping_patience": 2}, "eval_strategy=no"),
+        ({**LOAD_BEST, "save_strategy": "steps", "save_steps": 4}, "save_steps=4"),
+        ({**LOAD_BEST, "save_strategy": "epoch"}, "load_best_model_at_end"),
+        ({"report_to": "tensorbord"}, "report_to=tensorbord"),
     ],
 )
-def test_invalid_settings_are_refused_and_named(settings, named, tmp_path):
-    with pytest.raises(ValueError) as caught:  # transformers refuses some of them itself
+def test_settings_that_cannot_work_are_refused(settings, named, tmp_path):
+    with pytest.raises(ValueError, match=named):  # transformers refuses some of them itself
         ContAccumTrainingArguments(output_dir=str(tmp_path), **settings)
-    for part in named:
-        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -108,35 +75,24 @@ def test_the_best_model_can_be_loaded_if_every_best_model_is_saved(saving, tmp_p
     assert args.needs_best_checkpoint
 
 
-@pytest.mark.parametrize("method", ["in_batch", "grad_accum", "grad_cache"])
-@pytest.mark.parametrize("name", SETTINGS_OF_A_BANK)
-def test_a_setting_of_a_bank_is_refused_for_a_method_without_one(method, name, tmp_path):
-    settings = {"output_dir": str(tmp_path), "method": method, name: SETTINGS_OF_A_BANK[name]}
-    message = f"method={method} with {name}={settings[name]}: it has no effect without a bank"
-    with pytest.raises(ConfigError, match=message):
-        ContAccumTrainingArguments(**settings)
-    # For a config that several methods share; docs/paper.md has such commands.
-    ContAccumTrainingArguments(**settings, bank_size=0)
-    with pytest.raises(ConfigError, match="set bank_size=0 too"):
-        ContAccumTrainingArguments(**settings, query_bank_size=0)
-
-
-@pytest.mark.parametrize("method", ["grad_accum", "grad_cache", "contaccum"])
-def test_several_gpus_in_one_process_are_refused(method, tmp_path, monkeypatch):
+def test_several_gpus_in_one_process_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(ContAccumTrainingArguments, "n_gpu", 2)
-    with pytest.raises(ConfigError, match=r"one process with 2 GPUs: .* torchrun"):
-        ContAccumTrainingArguments(output_dir=str(tmp_path), method=method)
+    with pytest.raises(ConfigError, match="torchrun"):
+        ContAccumTrainingArguments(output_dir=str(tmp_path))
 
 
-def test_engines_that_the_environment_sets_are_refused(tmp_path, monkeypatch):
-    for environment, message in (
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "method=grad_cache with deepspeed"),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP version 1 is not supported"),
-    ):
-        with monkeypatch.context() as patch, pytest.raises(ConfigError, match=message):
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            ContAccumTrainingArguments(output_dir=str(tmp_path), method="grad_cache")
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP version 1"),
+    ],
+)
+def test_engines_that_the_environment_sets_are_refused(environment, named, tmp_path, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=named):
+        ContAccumTrainingArguments(output_dir=str(tmp_path), method="grad_cache")
 
 
 @pytest.mark.parametrize(
@@ -157,6 +113,7 @@ def test_the_method_determines_the_banks_but_not_the_pairs_per_update(
         method=method,
         per_device_train_batch_size=8,
         gradient_accumulation_steps=16,
+        bank_weight=64,  # without effect on a method without a bank
     )
     copied_args = ContAccumTrainingArguments(**args.to_dict())
     for arguments in (args, copied_args):

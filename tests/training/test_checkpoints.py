@@ -161,15 +161,12 @@ def test_auto_starts_a_run_resumes_it_and_stops_at_its_end(tmp_path, caplog):
     third = make_trainer(tmp_path, max_steps=2, **SAVE_EVERY_UPDATE)
     with caplog.at_level(logging.WARNING):
         third.train(resume_from_checkpoint="auto")
-    message = "nothing is left to train after update 2: the run has reached max_steps=2. Raise"
-    assert message in caplog.text
+    assert "nothing is left to train after update 2" in caplog.text
     assert third.state.global_step == 2
     assert have_same_weights(third, second)
 
 
-@pytest.mark.parametrize(
-    ("pairs", "epochs", "updates"), [(12, 1, 1), (12, 1.5, 2), (12, 0.5, 1), (24, 1.5, 3)]
-)
+@pytest.mark.parametrize(("pairs", "epochs", "updates"), [(12, 1, 1), (24, 1.5, 3)])
 def test_a_run_limited_by_epochs_trains_no_further_update(pairs, epochs, updates, tmp_path):
     settings = {**SAVE_EVERY_UPDATE, "num_train_epochs": epochs}
     trainers = [make_trainer(tmp_path, pairs, **settings) for _ in range(2)]
@@ -188,48 +185,38 @@ def test_a_run_limited_by_epochs_trains_no_further_update(pairs, epochs, updates
 @pytest.mark.parametrize("length", ["max_steps", "num_train_epochs"])
 def test_a_longer_run_killed_before_its_first_checkpoint_is_not_finished(length, tmp_path):
     """The killed start has written its own length to run.json."""
-    settings = {**SAVE_EVERY_UPDATE, "resume_from_checkpoint": None}
-    del settings["resume_from_checkpoint"]
-    make_trainer(tmp_path, 12, **settings, **{length: 1}).train()
-
-    class Killed(BaseException):
-        pass
-
-    killed = make_trainer(tmp_path, 12, **settings, **{length: 3})
-
-    def kill(*_: Any) -> None:
-        raise Killed
-
-    killed.training_step = kill
-    with pytest.raises(Killed):
+    make_trainer(tmp_path, 12, **SAVE_EVERY_UPDATE, **{length: 1}).train()
+    killed = make_trainer(tmp_path, 12, **SAVE_EVERY_UPDATE, **{length: 3})
+    call_at_micro_step(killed, 1, kill)
+    with pytest.raises(KeyboardInterrupt):
         killed.train(resume_from_checkpoint="auto")
-    last = make_trainer(tmp_path, 12, **settings, **{length: 3})
+    last = make_trainer(tmp_path, 12, **SAVE_EVERY_UPDATE, **{length: 3})
     last.train(resume_from_checkpoint="auto")
     assert last.state.global_step == 3
     assert list_updates(tmp_path) == [1, 2, 3]
 
 
-def test_last_without_a_checkpoint_is_refused(tmp_path):
-    with pytest.raises(UserError, match="no checkpoint to resume from"):
-        make_trainer(tmp_path).train(resume_from_checkpoint="last")
-
-
 @pytest.mark.parametrize(
-    ("limit", "best", "remaining"),
+    ("limit", "best", "has_ended", "remaining"),
     [
-        (None, "checkpoint-2", [1, 2, 3, 8, 9]),
-        (1, None, [3]),
-        (1, "checkpoint-3", [3]),
-        (1, "checkpoint-1", [1, 3]),
-        (2, "elsewhere/checkpoint-1", [2, 3]),
-        (4, "checkpoint-1", [1, 2, 3, 9]),
+        (None, "checkpoint-2", False, [1, 2, 3, 8, 9]),
+        (1, None, False, [3]),
+        (1, "checkpoint-1", False, [1, 3]),
+        (2, "elsewhere/checkpoint-1", False, [2, 3]),
+        (4, "checkpoint-1", False, [1, 2, 3, 9]),
+        # At the end of training, the best checkpoint remains before the newest.
+        (1, "checkpoint-1", True, [1]),
+        (2, "checkpoint-1", True, [1, 3]),
+        (1, None, True, [3]),
     ],
 )
-def test_the_limit_keeps_the_newest_and_the_best_checkpoint(limit, best, remaining, tmp_path):
+def test_the_limit_keeps_the_newest_and_the_best_checkpoint(
+    limit, best, has_ended, remaining, tmp_path
+):
     """Checkpoints of another run (8 and 9) are removed first."""
     make_checkpoints_of_two_runs(tmp_path)
     best_folder = None if best is None else str(tmp_path / best)
-    remove_oldest(str(tmp_path), "this run", limit, best_folder)
+    remove_oldest(str(tmp_path), "this run", limit, best_folder, has_ended)
     assert list_checkpoint_names(tmp_path) == [f"checkpoint-{update}" for update in remaining]
 
 
@@ -241,26 +228,7 @@ def test_the_best_checkpoint_is_found_under_another_spelling_of_its_path(tmp_pat
     assert list_checkpoint_names(tmp_path) == ["checkpoint-1", "checkpoint-3"]
 
 
-@pytest.mark.parametrize(
-    ("limit", "best", "remaining"),
-    [
-        (None, "checkpoint-1", [1, 2, 3, 8, 9]),
-        (1, "checkpoint-1", [1]),
-        (2, "checkpoint-1", [1, 3]),
-        (1, None, [3]),
-    ],
-)
-def test_at_the_end_of_training_the_best_checkpoint_remains_before_the_newest(
-    limit, best, remaining, tmp_path
-):
-    make_checkpoints_of_two_runs(tmp_path)
-    best_folder = None if best is None else str(tmp_path / best)
-    remove_oldest(str(tmp_path), "this run", limit, best_folder, has_ended=True)
-    assert list_checkpoint_names(tmp_path) == [f"checkpoint-{update}" for update in remaining]
-
-
-@pytest.mark.parametrize("word", ["last", "auto"])
-def test_last_and_auto_resume_only_the_run_of_the_folder(word, tmp_path, caplog):
+def test_auto_resumes_only_the_run_of_the_folder(tmp_path, caplog):
     make_trainer(tmp_path, **SAVE_EVERY_UPDATE).train()  # three updates, with a checkpoint each
     stopped = make_trainer(tmp_path, learning_rate=1e-4, save_total_limit=1)
     train_until_sigterm(stopped, 1)
@@ -271,7 +239,7 @@ def test_last_and_auto_resume_only_the_run_of_the_folder(word, tmp_path, caplog)
     shutil.copytree(tmp_path / "other" / "checkpoint-3", tmp_path / "checkpoint-3")
     resumed = make_trainer(tmp_path, learning_rate=1e-4, max_steps=1)
     with caplog.at_level(logging.WARNING):
-        resumed.train(resume_from_checkpoint=word)
+        resumed.train(resume_from_checkpoint="auto")
     assert f"skipped {tmp_path / 'checkpoint-3'}: it belongs to another run" in caplog.text
     assert resumed.run_id == stopped.run_id
     assert resumed.state.global_step == 1
@@ -299,15 +267,6 @@ def test_overwriting_removes_old_checkpoints_when_training_starts(tmp_path):
     resumed.train(resume_from_checkpoint="last")
     assert list_checkpoint_names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
     assert (tmp_path / "checkpoint-2-copy").is_dir()
-
-
-def test_overwriting_with_auto_is_refused(tmp_path):
-    message = "overwrite_output_dir=true with resume_from_checkpoint=auto"
-    trainer = make_trainer(tmp_path, overwrite_output_dir=True)
-    with pytest.raises(UserError, match=message):
-        trainer.train(resume_from_checkpoint="auto")
-    with pytest.raises(UserError, match=message):
-        make_trainer(tmp_path, overwrite_output_dir=True, resume_from_checkpoint="auto")
 
 
 @pytest.mark.parametrize(
@@ -379,40 +338,39 @@ def test_a_run_resumed_from_an_earlier_checkpoint_removes_its_later_ones(tmp_pat
 @pytest.mark.parametrize("word", ["last", "auto"])
 def test_checkpoints_without_a_run_record_are_resumed_only_by_name(run, word, tmp_path):
     shutil.copytree(run.folder / "checkpoint-8", tmp_path / "checkpoint-8")
-    message = r"no checkpoint to resume from .*checkpoint-8: it belongs to another run"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match="belongs to another run"):
         make_trainer(tmp_path, **RUN_SETTINGS).train(resume_from_checkpoint=word)
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "named"),
     [
         ({"bank_size": 30}, "bank_size: 20 -> 30"),
-        ({"method": "pre_batch"}, "method: contaccum -> pre_batch"),
-        ({"optim": "sgd"}, "optim: "),
-        ({"data": 40}, "rows: 43 -> 40"),
         ({"data": OTHER_PAIRS}, "data fingerprint: "),
-        ({"data_seed": 9}, "data_seed: None -> 9"),
-        ({"seed": 6}, "seed: 5 -> 6"),
         ({"gradient_accumulation_steps": 2}, "pairs per update: 12 -> 8"),
     ],
 )
-def test_a_changed_setting_that_prevents_resuming_is_named(run, tmp_path, changed, message):
+def test_a_changed_setting_that_prevents_resuming_is_named(run, tmp_path, changed, named):
     trainer = make_trainer(tmp_path, **{**RUN_SETTINGS, **changed})
-    with pytest.raises(UserError, match=f"cannot resume from it with changed settings .*{message}"):
+    with pytest.raises(UserError, match=named):
         trainer.train(resume_from_checkpoint=str(run.folder / "checkpoint-2"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_another_value_of_any_of_these_settings_prevents_resuming(run):
+    """`gather_across_devices` may change, because a run may resume on another number of ranks."""
+    folder = run.folder / "checkpoint-2"
+    marker = json.loads((folder / MARKER).read_text())
+    point = ResumePoint(folder, marker, TrainerState(), is_newest=False)
+    settings = marker["settings"]
+    point.require_same_settings(settings)
+    expected = {
         "method",
         "optim",
         "seed",
         "data_seed",
         "batch_sampler",
         "multi_dataset_batch_sampler",
-        *sorted(set(LOSS_SETTINGS) - {"gather_across_devices"}),
+        *(set(LOSS_SETTINGS) - {"gather_across_devices"}),
         "matryoshka_dims",
         "missing",
         "metric_for_best_model",
@@ -421,18 +379,11 @@ def test_a_changed_setting_that_prevents_resuming_is_named(run, tmp_path, change
         "data fingerprint",
         "adapters",
         "engine",
-    ],
-)
-def test_another_value_of_each_of_these_settings_prevents_resuming(run, name):
-    """`gather_across_devices` may change, because a run may resume on another number of ranks."""
-    folder = run.folder / "checkpoint-2"
-    marker = json.loads((folder / MARKER).read_text())
-    settings = marker["settings"]
-    assert name in settings
-    point = ResumePoint(folder, marker, TrainerState(), is_newest=False)
-    point.require_same_settings(settings)
-    with pytest.raises(UserError, match=f"changed settings .*{name}: "):
-        point.require_same_settings({**settings, name: "another value"})
+    }
+    assert settings.keys() >= expected
+    for name in settings:
+        with pytest.raises(UserError, match=name):
+            point.require_same_settings({**settings, name: "another value"})
 
 
 def test_a_run_resumes_with_another_micro_batch_and_clipping(run, tmp_path):
@@ -458,7 +409,9 @@ def test_a_resumed_run_uses_its_own_intervals_of_saving_and_logging(run, tmp_pat
     assert [line["step"] for line in trainer.state.log_history if "loss" in line] == [8]
 
 
-def test_a_checkpoint_without_an_optimizer_or_of_another_model_is_refused(tmp_path):
+def test_a_checkpoint_that_is_missing_without_optimizer_or_of_another_model_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no checkpoint to resume from"):
+        make_trainer(tmp_path).train(resume_from_checkpoint="last")
     make_trainer(tmp_path, max_steps=1, **SAVE_EVERY_UPDATE, save_only_model=True).train()
     with pytest.raises(UserError, match="written with save_only_model"):
         make_trainer(tmp_path).train(resume_from_checkpoint="last")
@@ -508,8 +461,7 @@ def test_a_full_disk_gives_one_line_and_leaves_the_last_complete_checkpoint(
         original(*args, **kwargs)
 
     monkeypatch.setattr(module, function, fail_at_update_2)
-    message = r"no space left on the disk\. .* resume_from_checkpoint=last"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match="no space left on the disk"):
         trainer.train()
     assert list_checkpoint_names(tmp_path) == ["checkpoint-1"]
     assert find_defect(tmp_path / "checkpoint-1") is None
@@ -536,13 +488,3 @@ def test_after_a_signal_the_run_saves_stops_and_resumes_exactly(run, name, tmp_p
     assert list_differences(run.state, get_state(resumed)) == []
     losses = [line["loss"] for line in read_log(tmp_path)]
     assert losses == [line["loss"] for line in run.log]
-
-
-def test_the_hint_after_a_signal_is_possible_without_an_optimizer_state(tmp_path, capsys):
-    stopped = make_trainer(tmp_path, **{**RUN_SETTINGS, "save_only_model": True})
-    call_at_micro_step(stopped, 8, lambda _: signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(SystemExit):
-        stopped.train()
-    output = capsys.readouterr().out
-    assert f"so a new run can only start from its weights, with --model {tmp_path}" in output
-    assert "resume" not in output

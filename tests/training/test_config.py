@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from contaccum.data import parse_columns, read_records
@@ -34,84 +33,51 @@ def test_later_files_and_the_command_line_override(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "arguments", "message"),
+    ("text", "arguments", "named"),
     [
-        ("bank_sise: 3", [], "unknown key 'bank_sise' in .*did you mean 'bank_size'"),
-        (
-            "",
-            ["--bank_sise=3"],
-            "unknown key 'bank_sise' on the command line; did you mean 'bank_size'",
-        ),
+        ("bank_sise: 3", [], "did you mean 'bank_size'"),
+        ("", ["--bank_sise=3"], "did you mean 'bank_size'"),
+        ("", ["--seed", "1", "more.yaml"], "more"),
         ("model: [", [], r"c\.yaml:1: not valid YAML"),
-        ("- a", [], "a config consists of `key: value` lines"),
+        ("- a", [], "`key: value`"),
         ("model: m", [], "train_data is not set"),
-        ("model: m\ntrain_data: d", [], "output_dir is not set"),
-        ("pooling: max", [], "argument --pooling: invalid choice"),
-        ("data_columns: {qurey: a}", [], r"data_columns: a role must be .*did you mean 'query'"),
-        ("data_format: tevatro", [], "invalid choice: 'tevatro'"),
-        (
-            "per_device_train_batch_size: 8.5",
-            [],
-            r"per-device-train-batch-size: must be a whole number or auto, got '8\.5'",
-        ),
-        ("", ["--seed", "1", "more.yaml"], r"unexpected 'more\.yaml': config files come before"),
-        (
-            "save_strategy: epoch\nload_best_model_at_end: true",
-            [],
-            "load_best_model_at_end with save_strategy=epoch and eval_strategy=no",
-        ),
+        ("pooling: max", [], "--pooling"),
+        ("data_columns: {qurey: a}", [], "did you mean 'query'"),
+        ("per_device_train_batch_size: 8.5", [], "a whole number or auto"),
+        ("save_strategy: epoch\nload_best_model_at_end: true", [], "load_best_model_at_end"),
     ],
 )
-def test_a_mistake_gives_one_line(text, arguments, message, tmp_path):
+def test_a_mistake_in_a_config_or_option_is_refused(text, arguments, named, tmp_path):
     places = [f"--{key}={value}" for key, value in PLACES.items()] if "model" not in text else []
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=named):
         parse([write_config(tmp_path, text or yaml.safe_dump(PLACES)), *places, *arguments])
-    with pytest.raises(ConfigError, match=r"nothing\.yaml: no such config file"):
+
+
+def test_a_config_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"nothing\.yaml"):
         parse([str(tmp_path / "nothing.yaml")])
 
 
 EVALUATED = {"eval_data": "e", "eval_strategy": "steps", "eval_steps": 2}
-TWO = {"train_data": ["a", "b"]}
 QUERY_SIDE = {"method": "query_side", "passage_store": "s"}
-NO_ACCELERATOR = pytest.mark.skipif(
-    torch.accelerator.is_available(), reason="this machine may support 4 bits"
-)
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("keys", "named"),
     [
-        ({"distill": "kl"}, "distill=kl with num_hard_negatives=0"),
-        (
-            {**TWO, "multi_dataset_batch_sampler": "weights"},
-            "multi-dataset-batch-sampler: invalid choice",
-        ),
-        ({"eval_split": "test"}, "eval_split=test without eval_data"),
-        ({"guide_margin": 0.1}, "guide_margin=0.1 without guide"),
-        ({"eval_strategy": "steps", "eval_steps": 2}, "eval_data=None with eval_strategy=steps"),
-        ({"eval_data": "e"}, "eval_data=e with eval_strategy=no"),
-        ({**EVALUATED, "metric_for_best_model": "ndgc@10"}, "there is no metric 'ndgc@10'"),
-        ({**QUERY_SIDE, "guide": "g"}, "method=query_side with guide=g"),
-        ({**QUERY_SIDE, "num_hard_negatives": 2}, "method=query_side with num_hard_negatives=2"),
-        ({"lora_alpha": 8}, "lora_alpha=8.0 without lora_r"),
-        ({"lora_target_modules": ["query"]}, "without lora_r"),
-        ({"lora_r": 0}, "lora_r must be at least 1, got 0"),
-        (
-            {"lora_r": 2, "merge_adapter": True, "push_to_hub": True},
-            "merge_adapter with push_to_hub: the adapter would be uploaded before",
-        ),
-        (
-            {"model": str(Path(__file__).parent), "lora_r": 2, "push_to_hub": True},
-            "the base of the adapter is the local folder .*tests/training",
-        ),
-        ({"lora_r": 2, "lora_dropout": 1.0}, "lora_dropout must be at least 0 and less than 1"),
-        pytest.param(
-            {"lora_r": 2, "load_in_4bit": True}, "load_in_4bit needs ", marks=NO_ACCELERATOR
-        ),
+        ({"guide_margin": 0.1}, "without guide"),
+        ({"lora_alpha": 8}, "without lora_r"),
+        ({"eval_strategy": "steps", "eval_steps": 2}, "eval_data=None"),
+        ({"eval_data": "e"}, "eval_strategy=no"),
+        ({**EVALUATED, "metric_for_best_model": "ndgc@10"}, "ndgc@10"),
+        ({**QUERY_SIDE, "guide": "g"}, "guide=g"),
+        ({**QUERY_SIDE, "num_hard_negatives": 2}, "num_hard_negatives=2"),
+        ({"lora_r": 2, "merge_adapter": True, "push_to_hub": True}, "push_to_hub"),
+        ({"lora_r": 2, "merge_adapter": True, "output_dir": "m"}, "output_dir"),
     ],
 )
-def test_settings_that_cannot_be_combined_are_both_named(keys, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
+def test_settings_that_cannot_be_combined_are_refused(keys, named, tmp_path):
+    with pytest.raises(ConfigError, match=named):
         parse([write_config(tmp_path, **keys)])
 
 

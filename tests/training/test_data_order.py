@@ -174,7 +174,7 @@ def test_a_stream_resumes_bit_for_bit_in_any_of_its_passes(rows, tmp_path):
         return make_pairs(rows).to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=8)
 
     settings = {"max_steps": 7, "gradient_accumulation_steps": 2}
-    _, texts = assert_resumes_with_texts(make_stream, tmp_path, 1, 3, 4, 6, **settings)
+    _, texts = assert_resumes_with_texts(make_stream, tmp_path, 1, 3, 4, **settings)
     assert len(texts) == 14  # two micro-batches in each of the 7 updates
     # A pass has only whole updates: two micro-batches of four pairs.
     updates_per_pass = rows // 8
@@ -195,9 +195,9 @@ def test_a_stream_without_a_whole_update_is_refused(tmp_path):
         make_trainer(tmp_path, stream, max_steps=2, gradient_accumulation_steps=3).train()
 
 
-@pytest.mark.parametrize("first_steps", [2, 3, 5])
+@pytest.mark.parametrize("first_steps", [3, 5])
 def test_a_longer_run_on_a_stream_continues_at_the_next_row(tmp_path, first_steps):
-    """A pass has three updates: the first run ends within the first or second pass, or between."""
+    """A pass has three updates: the first run ends after the first pass, or within the second."""
 
     def train(name: str, max_steps: int) -> Batches:
         """Train, from the last checkpoint in the folder if there is one; return the texts."""

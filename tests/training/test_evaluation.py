@@ -302,17 +302,14 @@ def test_early_stopping_watches_the_main_metric_of_any_evaluator(name, metric, t
 
 
 @pytest.mark.parametrize(
-    "settings", [{"early_stopping_patience": 1}, {"save_strategy": "best"}], ids=["stop", "best"]
+    ("evaluator", "settings", "named"),
+    [
+        (PlainEvaluator(None), {"early_stopping_patience": 1}, "metric_for_best_model is not set"),
+        (PlainEvaluator(None), {"save_strategy": "best"}, "metric_for_best_model is not set"),
+        (FixedScores(SCORES), {**LOAD_BEST, "metric_for_best_model": "ndcg@7"}, "ndcg@7"),
+    ],
+    ids=["stop", "best", "not computed"],
 )
-def test_an_evaluator_without_a_main_metric_needs_a_metric_before_training(settings, tmp_path):
-    settings = {"evaluator": PlainEvaluator(None), **EVALUATE, **settings}
-    with pytest.raises(ConfigError, match="metric_for_best_model is not set, and PlainEvaluator"):
-        make_trainer(tmp_path, **settings)
-    make_trainer(tmp_path, metric_for_best_model="accuracy", **settings)
-
-
-def test_a_metric_that_the_evaluator_does_not_compute_is_refused(tmp_path):
-    settings = {**LOAD_BEST, "metric_for_best_model": "ndcg@7"}
-    message = r"metric_for_best_model=ndcg@7: the evaluator computes ndcg@10, "
-    with pytest.raises(ConfigError, match=message):
-        make_trainer(tmp_path, evaluator=FixedScores(SCORES), **settings)
+def test_a_metric_that_an_evaluation_would_lack_is_refused(evaluator, settings, named, tmp_path):
+    with pytest.raises(ConfigError, match=named):
+        make_trainer(tmp_path, evaluator=evaluator, **{**EVALUATE, **settings})

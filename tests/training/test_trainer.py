@@ -293,18 +293,22 @@ def test_a_score_column_of_a_plain_data_set_is_distilled(tmp_path, batch_size):
     assert line["loss"] < 5
 
 
-def test_distillation_by_kl_without_hard_negatives_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="distill=kl with no hard negatives in the training data"):
-        make_trainer(tmp_path, make_pairs(12), distill="kl")
-
-
-def test_data_without_positives_or_negatives_are_refused(tmp_path):
-    message = "has only the column 'query': it needs a query and a positive"
-    with pytest.raises(ConfigError, match=message):
-        make_trainer(tmp_path, Dataset.from_dict({"query": ["a"]}))
-    settings = {"method": "grad_accum", "per_device_train_batch_size": 1}
-    with pytest.raises(ConfigError, match="per_device_train_batch_size=1 and no hard negatives"):
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"data": Dataset.from_dict({"query": ["a"]})}, "needs a query and a positive"),
+        ({"method": "grad_accum", "per_device_train_batch_size": 1}, "no hard negatives"),
+        ({"distill": "kl"}, "no hard negatives"),
+        ({"matryoshka_dims": [32]}, "16 dimensions"),
+    ],
+)
+def test_data_and_models_that_do_not_fit_the_settings_are_refused(settings, named, tmp_path):
+    with pytest.raises(ConfigError, match=named):
         make_trainer(tmp_path, **settings)
+
+
+def test_a_micro_batch_of_one_pair_with_a_hard_negative_is_accepted(tmp_path):
+    settings = {"method": "grad_accum", "per_device_train_batch_size": 1}
     make_trainer(tmp_path, make_pairs(12, 1), **settings)
 
 
@@ -336,14 +340,6 @@ def test_a_collapse_gives_one_warning_in_its_third_update():
     (warning,) = warnings_of_updates[2]
     assert "the loss is back at 3.46, a random guess among 32 columns" in warning
     assert "or set a smaller bank_size" in warning
-
-
-def test_the_warning_of_a_collapse_without_a_bank_names_no_setting_of_a_bank():
-    watch = CollapseWatch()
-    for update, loss in enumerate([1.0, 1.0, 1.0, LOSS_OF_GUESS, LOSS_OF_GUESS]):
-        watch.observe({"update": update, "loss": loss, "columns": 32})
-    (warning,) = watch.observe({"update": 5, "loss": LOSS_OF_GUESS, "columns": 32})
-    assert warning.endswith("Lower learning_rate.")
 
 
 def test_a_loss_with_other_terms_is_not_compared_with_a_random_guess():
@@ -455,11 +451,6 @@ def test_matryoshka_dims_train_like_a_wrapped_loss_with_a_bank_for_each_size(tmp
     # The loss of the log is that of the full size, and not the sum over the sizes.
     last_loss = read_log(tmp_path / "wrapped", "train_log.jsonl")[-1]["loss"]
     assert last_loss < 1.5 * float(bank_loss.last["local_loss"])
-
-
-def test_matryoshka_dims_above_the_size_of_the_model_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="have 16 dimensions"):
-        make_trainer(tmp_path, matryoshka_dims=[32])
 
 
 @pytest.mark.long
