@@ -304,29 +304,19 @@ class EvaluationCallback(EarlyStoppingCallback):
                     record[key] = value
             log.append_line(Path(str(args.output_dir)) / log.EVAL_LOG, record)
         if self._has_patience and state.global_step:
-            self._count_evaluation(args, state, control, metrics, **kwargs)
+            super().on_evaluate(args, state, control, metrics=metrics, **kwargs)
+            is_stopping = self.early_stopping_patience_counter >= self.early_stopping_patience
+            if is_stopping and state.is_world_process_zero:
+                logger.warning(
+                    f"stopped early after update {state.global_step}: no better "
+                    f"{args.metric_for_best_model} than {state.best_metric:.4f} of update "
+                    f"{state.best_global_step}. To train on, raise early_stopping_patience and "
+                    "resume"
+                )
         if self._random_states is not None:
             self._random_states.restore()
         self._updates.restart_clock()
         reset_peak_memory(args.device)
-
-    def _count_evaluation(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, Any] | None,
-        **kwargs: Any,
-    ) -> None:
-        """Count evaluations without improvement; after too many of them, stop with a warning."""
-        super().on_evaluate(args, state, control, metrics=metrics, **kwargs)
-        is_stopping = self.early_stopping_patience_counter >= self.early_stopping_patience
-        if is_stopping and state.is_world_process_zero:
-            logger.warning(
-                f"stopped early after update {state.global_step}: no better "
-                f"{args.metric_for_best_model} than {state.best_metric:.4f} of update "
-                f"{state.best_global_step}. To train on, raise early_stopping_patience and resume"
-            )
 
 
 class SignalCallback(TrainerCallback):

@@ -410,8 +410,10 @@ def multiply_gradient(
     return action
 
 
-@pytest.mark.parametrize("method", ["contaccum", "grad_accum"])
-@pytest.mark.parametrize("factor", [math.nan, math.inf], ids=["nan", "inf"])
+@pytest.mark.parametrize(
+    ("method", "factor"),
+    [("contaccum", math.nan), ("contaccum", math.inf), ("grad_accum", math.nan)],
+)
 def test_a_nonfinite_loss_changes_no_weight_and_its_rows_are_named(
     method, factor, tmp_path, caplog
 ):
@@ -570,8 +572,7 @@ class ScaledTraining:
         self.scaler.unscale_(self.trainer.optimizer.optimizer)
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.0, 1e-2])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("max_grad_norm", "tied"), [(0.0, True), (1e-2, False)])
 def test_a_scaled_run_equals_the_unscaled_one_and_unscales_once_per_update(
     max_grad_norm, tied, tmp_path
 ):
