@@ -50,7 +50,7 @@ def upload_model(
     """
     name = args.hub_model_id or Path(str(args.output_dir)).resolve().name
     model.model_card_data.set_model_id(name)
-    options = {
+    options: dict[str, Any] = {
         "token": args.hub_token,
         "revision": args.hub_revision,
         "private": args.hub_private_repo,
