@@ -41,6 +41,7 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the arguments, the data, the model or the run cannot be used.
     """
     args = _parse_arguments(argv)
+    from contaccum.data.grouping import group_queries
     from contaccum.encoders.loading import require_model
     from contaccum.evaluation import beir_sets, metrics, results, tables
     from contaccum.evaluation.endpoint import endpoint_tables
@@ -90,9 +91,14 @@ def run(argv: Sequence[str]) -> int:
             title = f"## {evaluation_set.label}: the embedding server and the model"
             sections.append(f"{title}\n\n{endpoint_tables(record, shown_metrics)}")
     rows = tables.table_rows(sets, records)
+    groups = {}  # {label of a set: {query id: its group}}
+    compared_labels = {label for earlier in earlier_scores.values() for label in earlier}
+    for evaluation_set in sets:
+        if evaluation_set.label in compared_labels:
+            groups[evaluation_set.label] = group_queries(load(evaluation_set))
     comparisons = []
     for path, earlier in earlier_scores.items():
-        comparison = tables.compare(path, main_metric, scores, earlier)
+        comparison = tables.compare(path, main_metric, scores, earlier, groups)
         comparisons.append(comparison)
         sections.append(tables.comparison_table(comparison))
     text = "\n\n".join([tables.sets_table(rows, shown_metrics), *sections])

@@ -148,6 +148,19 @@ def group_records(
     )
 
 
+def group_queries(dataset: BeirDataset) -> dict[str, int]:
+    """Return {query id: number of its group} for a data set, by the same rule as a split.
+
+    Queries are in one group if they share a relevant document, or have nearly the same text as each
+    other or as a relevant document. Their scores are not independent of each other.
+    """
+    records = []
+    for query_id, text in dataset.queries.items():
+        records.append(Record(text, get_positives(dataset, query_id), negatives=[]))
+    groups = group_records(records, None, "passage").group_of_record
+    return dict(zip(dataset.queries, groups, strict=True))
+
+
 def choose_held_out_by(records: Sequence[Record], test: BeirDataset | None) -> HeldOutBy:
     """Choose how to hold out dev queries, so that dev resembles the test set.
 

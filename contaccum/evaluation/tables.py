@@ -16,8 +16,9 @@ from typing import Any
 from contaccum.data import CQADUPSTACK_FORUMS
 from contaccum.errors import DataError
 from contaccum.evaluation.beir_sets import EvaluationSet
-from contaccum.evaluation.metrics import add_holm, paired_bootstrap
+from contaccum.evaluation.metrics import add_holm
 from contaccum.evaluation.results import JsonObject, read_result, result_files
+from contaccum.evaluation.significance import sign_flip_test
 
 Row = Mapping[str, Any]
 Scores = Mapping[str, float]
@@ -161,7 +162,11 @@ def read_previous(path: Path, labels: Mapping[str, str], metric: str) -> dict[st
 
 
 def compare(
-    path: Path, metric: str, ours: Mapping[str, Scores], theirs: Mapping[str, Scores]
+    path: Path,
+    metric: str,
+    ours: Mapping[str, Scores],
+    theirs: Mapping[str, Scores],
+    groups: Mapping[str, Mapping[str, int]],
 ) -> dict[str, Any]:
     """Compare this evaluation with an earlier result, set by set, by `compare_queries`.
 
@@ -173,26 +178,29 @@ def compare(
         metric: name of the metric.
         ours: {label: {query id: score}} of this evaluation.
         theirs: {label: {query id: score}} of the earlier result; its sets are compared.
+        groups: {label: {query id: its group}}.
 
     Returns:
         The comparison as the JSON file holds it.
     """
     rows = []
     for label, scores in theirs.items():
-        rows.append({"data": label, **compare_queries(ours[label], scores)})
+        rows.append({"data": label, **compare_queries(ours[label], scores, groups[label])})
     add_holm(rows)
-    return {"earlier": str(path), "metric": metric, "resamples": 10_000, "seed": 0, "rows": rows}
+    return {"earlier": str(path), "metric": metric, "rows": rows}
 
 
-def compare_queries(ours: Scores, theirs: Scores) -> dict[str, Any]:
+def compare_queries(ours: Scores, theirs: Scores, groups: Mapping[str, int]) -> dict[str, Any]:
     """Compare two results over the same queries.
 
     Args:
         ours: {query id: score} of this evaluation.
         theirs: {query id: score} of the earlier result.
+        groups: {query id: its group}.
 
     Returns:
-        Means, paired bootstrap, numbers of wins, ties and losses, and the greatest changes.
+        Means, the result of `sign_flip_test`, numbers of wins, ties and losses, and the greatest
+        changes.
     """
     our_scores = list(ours.values())
     their_scores = [theirs[query] for query in ours]
@@ -211,7 +219,7 @@ def compare_queries(ours: Scores, theirs: Scores) -> dict[str, Any]:
         "queries": len(changes),
         "ours": fmean(our_scores),
         "earlier": fmean(their_scores),
-        **paired_bootstrap(our_scores, their_scores),
+        **sign_flip_test(ours, theirs, groups),
         "wins": len(gains),
         "ties": len(changes) - len(gains) - len(losses),
         "losses": len(losses),
@@ -224,6 +232,8 @@ def comparison_table(comparison: Mapping[str, Any]) -> str:
     """Return the Markdown table of a comparison that `compare` made, with notes."""
     header = [
         "data",
+        "queries",
+        "groups",
         "ours",
         "earlier",
         "difference",
@@ -240,6 +250,8 @@ def comparison_table(comparison: Mapping[str, Any]) -> str:
         cells.append(
             [
                 row["data"],
+                row["queries"],
+                row["groups"],
                 row["ours"],
                 row["earlier"],
                 f"{row['difference']:+.4f}",
@@ -256,8 +268,8 @@ def comparison_table(comparison: Mapping[str, Any]) -> str:
             if changes:
                 notes.append(f"- {row['data']}, {key.replace('_', ' ')}: {', '.join(changes)}")
     notes.append(
-        "- paired bootstrap over queries, 10,000 resamples, two-sided; Holm's correction over the "
-        "rows"
+        "- sign-flip test over groups of queries with the same relevant documents, two-sided; "
+        "Holm's correction over the rows"
     )
     title = f"## {comparison['metric']} against {comparison['earlier']}"
     return "\n".join([title, "", markdown_table(header, cells), "", *notes])

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import yaml
 
-from contaccum.data.beir import load_beir_folder
+from contaccum.data.beir import BeirDataset, load_beir_folder
+from contaccum.data.grouping import group_queries
 from contaccum.data.near_duplicates import normalise
 from contaccum.data.split import CORPUS_FILE, TRAIN_FILE
 from contaccum.encoders.dual_encoder import DualEncoder
@@ -31,7 +32,7 @@ from contaccum.tuning.negatives import MINED_FILE, mine_once
 SYSTEMS = ("bm25", "base", "trained")
 
 FoldScores = dict[str, dict[str, float]]
-"""{system: {query: nDCG@10}}"""
+"""{system: {query: nDCG@10}} of each of `SYSTEMS`, and {"group": {query: number of its group}}"""
 
 
 class Fold:
@@ -142,19 +143,22 @@ class Fold:
         # The folder dev has a single BEIR split, which is called "test".
         dev = load_beir_folder(self._fit_folder.data / "dev", "test")
         dev_queries = {normalise(query) for query in dev.queries.values()}
-        scores: FoldScores = {system: {} for system in SYSTEMS}
-        for system in SYSTEMS:
-            for query_id, score in results[system].query_scores.items():
+        columns: FoldScores = {"group": dict(group_queries(evaluator.dataset))}
+        columns |= {system: results[system].query_scores for system in SYSTEMS}
+        scores: FoldScores = {}
+        for name, values in columns.items():
+            scores[name] = {}
+            for query_id, value in values.items():
                 if normalise(evaluator.dataset.queries[query_id]) not in dev_queries:
                     # Folds may use the same query ids, so the fold's number is added.
-                    scores[system][f"{self._number}/{query_id}"] = score
+                    scores[name][f"{self._number}/{query_id}"] = value
         return scores
 
 
 def pool_scores(
     first_results: Mapping[str, SystemResult], fold_scores: Sequence[FoldScores]
 ) -> FoldScores:
-    """Return the scores of the test queries of all folds.
+    """Return {system: {query: nDCG@10}} of the test queries of all folds.
 
     Args:
         first_results: {system: its result on the test set of fold 0}.
@@ -165,4 +169,17 @@ def pool_scores(
         pooled[system] = dict(first_results[system].query_scores)
         for scores in fold_scores:
             pooled[system].update(scores[system])
+    return pooled
+
+
+def pool_groups(
+    first_test_set: BeirDataset, fold_scores: Sequence[FoldScores]
+) -> dict[str, tuple[int, float]]:
+    """Return {query: fold and number of its group} of the test queries of all folds."""
+    pooled: dict[str, tuple[int, float]] = {}
+    for query, group in group_queries(first_test_set).items():
+        pooled[query] = (0, group)
+    for fold, scores in enumerate(fold_scores, start=1):
+        for query, group_number in scores["group"].items():
+            pooled[query] = (fold, group_number)
     return pooled

@@ -47,7 +47,7 @@ from contaccum.fitting.final import (
     write_verdict_to_card,
 )
 from contaccum.fitting.folder import FitFolder
-from contaccum.fitting.folds import Fold, FoldScores, pool_scores
+from contaccum.fitting.folds import Fold, FoldScores, pool_groups, pool_scores
 from contaccum.fitting.result import FitResult, make_record, read_result
 from contaccum.fitting.settings import check_settings, make_start_options
 from contaccum.fitting.source import DataSource
@@ -171,7 +171,7 @@ class Fit:
         with self._first_process_first("testing and writing the report"):
             if self._is_first_process:
                 test_set, results = self._search_test_set(base, tuned)
-                verdict = self._compute_verdict(results, fold_scores)
+                verdict = self._compute_verdict(test_set, results, fold_scores)
                 self._write_report(split, baselines, tuned, test_set, results, verdict)
         result = read_result(self._folder, base.trust_remote_code)
         self._print_result(result)
@@ -407,12 +407,16 @@ class Fit:
         return evaluator.dataset, results
 
     def _compute_verdict(
-        self, results: Mapping[str, SystemResult], fold_scores: Sequence[FoldScores]
+        self,
+        test_set: BeirDataset,
+        results: Mapping[str, SystemResult],
+        fold_scores: Sequence[FoldScores],
     ) -> Verdict:
         """Compute the verdict from the test queries of all splits."""
         scores = pool_scores(results, fold_scores)
+        groups = pool_groups(test_set, fold_scores)
         return compute_verdict(
-            scores["trained"], scores["base"], scores["bm25"], folds=1 + len(fold_scores)
+            scores["trained"], scores["base"], scores["bm25"], groups, folds=1 + len(fold_scores)
         )
 
     def _write_report(

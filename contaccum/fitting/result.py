@@ -23,7 +23,7 @@ from contaccum.fitting.final import (
 )
 from contaccum.fitting.folder import FitFolder
 from contaccum.fitting.source import DataSource
-from contaccum.fitting.verdict import Verdict, collect_warnings, warn_of_bm25
+from contaccum.fitting.verdict import Verdict, collect_warnings, warn_of_test
 from contaccum.tuning.baselines import Baselines
 from contaccum.tuning.result import TunedSettings
 
@@ -97,7 +97,7 @@ def make_record(
         dev_scores_of_weights = {row[0]: row[1] for row in guard_record["scores"]}
         trained_dev_score = dev_scores_of_weights[guard_record["weight"]]
         # The dev score of the choice is that of a trial, and the verdict is about a merged model.
-        warnings = [*tuned.choice.warnings, *warn_of_bm25(verdict)]
+        warnings = [*tuned.choice.warnings, *warn_of_test(verdict)]
     dev_scores = {"bm25": baselines.bm25, "base": baselines.base, "trained": trained_dev_score}
     names = {"bm25": "BM25", "base": f"{base_name} (as it is)", "trained": "trained"}
     score_table = []

@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from contaccum.evaluation.metrics import paired_bootstrap
+from contaccum.evaluation.significance import ALPHA, MIN_CHANGED_GROUPS, sign_flip_test
 from contaccum.tuning.choice import Choice
 
 BETTER = "BETTER"
 WORSE = "WORSE"
 LEVEL = "LEVEL"
+
+FEW_GROUPS = 30
+"""Number of groups of test queries below which a warning says that they are little evidence."""
 
 _ADVICE = {
     BETTER: "",
@@ -32,14 +35,15 @@ class Verdict:
     """The comparison of the trained model with the base model on held-out queries.
 
     Attributes:
-        word: "BETTER" if the 95% interval of the difference lies above 0, "WORSE" if it lies below
-            0, else "LEVEL".
+        word: "BETTER" or "WORSE" if p is at most 0.05 and at least `MIN_CHANGED_GROUPS` groups of
+            queries have changed, else "LEVEL".
         metric: the name of the metric that is compared.
         base, trained, bm25: the mean of the metric over the queries, for each system.
         difference: ``trained`` minus ``base``.
-        low, high: the limits of its 95% interval, by a paired bootstrap over the queries.
-        p: the p-value of the hypothesis that there is no difference.
+        low, high, p: the limits of its 95% interval, and the p-value of the hypothesis that there
+            is no difference; see `sign_flip_test`.
         queries: the number of queries.
+        groups: the number of groups of queries; queries about the same passage are in one group.
         folds: the number of splits that the queries come from.
     """
 
@@ -53,6 +57,7 @@ class Verdict:
     high: float
     p: float
     queries: int
+    groups: int
     folds: int = 1
 
     @property
@@ -65,8 +70,10 @@ class Verdict:
         if self.p < 0.001:
             p_value = "p < 0.001"
         queries = f"{self.queries:,} held-out queries"
+        if self.groups < self.queries:
+            queries += f" of {self.groups:,} passages"
         if self.folds > 1:
-            queries += f" of {self.folds} splits"
+            queries += f" in {self.folds} splits"
         metric = self.metric.replace("NDCG", "nDCG")
         line = (
             f"{self.word}: {metric} {self.base:.3f} -> {self.trained:.3f} on {queries} "
@@ -86,6 +93,7 @@ def compute_verdict(
     trained: Mapping[str, float],
     base: Mapping[str, float],
     bm25: Mapping[str, float],
+    groups: Mapping[str, Any],
     metric: str = "NDCG@10",
     folds: int = 1,
 ) -> Verdict:
@@ -93,29 +101,26 @@ def compute_verdict(
 
     Args:
         trained, base, bm25: {query id: score} of each system, with the same queries.
+        groups: {query id: its group}.
         metric: the name of the metric.
         folds: the number of splits that the queries come from.
     """
-    query_ids = list(base)
-    bootstrap = paired_bootstrap(
-        [trained[query] for query in query_ids], [base[query] for query in query_ids]
-    )
+    test = sign_flip_test(trained, base, groups)
     word = LEVEL
-    if bootstrap["low"] > 0.0:
-        word = BETTER
-    if bootstrap["high"] < 0.0:
-        word = WORSE
+    if test["p_value"] <= ALPHA and test["changed_groups"] >= MIN_CHANGED_GROUPS:
+        word = BETTER if test["difference"] > 0 else WORSE
     return Verdict(
         word=word,
         metric=metric,
         base=statistics.fmean(base.values()),
         trained=statistics.fmean(trained.values()),
         bm25=statistics.fmean(bm25.values()),
-        difference=bootstrap["difference"],
-        low=bootstrap["low"],
-        high=bootstrap["high"],
-        p=bootstrap["p_value"],
-        queries=len(query_ids),
+        difference=test["difference"],
+        low=test["low"],
+        high=test["high"],
+        p=test["p_value"],
+        queries=len(base),
+        groups=int(test["groups"]),
         folds=folds,
     )
 
@@ -139,14 +144,20 @@ def collect_warnings(verdict: Verdict, choice: Choice) -> list[str]:
         warnings.append(f"dev and test disagree: {differences}; the test counts")
     if is_better_on_test and not is_better_on_dev:
         warnings.append(f"the model is significantly better on test, but not on dev: {differences}")
-    return warnings + warn_of_bm25(verdict)
+    return warnings + warn_of_test(verdict)
 
 
-def warn_of_bm25(verdict: Verdict) -> list[str]:
-    """Return a warning if BM25 is better than the model on test; otherwise an empty list."""
-    if verdict.bm25 <= verdict.trained:
-        return []
-    return [
-        f"BM25 scores {verdict.bm25:.3f}, more than the trained model: search with BM25, or "
-        "combine both"
-    ]
+def warn_of_test(verdict: Verdict) -> list[str]:
+    """Return warnings about the test alone: few groups of queries, and a better BM25."""
+    warnings = []
+    if verdict.groups < FEW_GROUPS:
+        warnings.append(
+            f"the test queries are about only {verdict.groups} different passages: only a large "
+            "difference can be told from chance, whatever the number of queries"
+        )
+    if verdict.bm25 > verdict.trained:
+        warnings.append(
+            f"BM25 scores {verdict.bm25:.3f}, more than the trained model: search with BM25, or "
+            "combine both"
+        )
+    return warnings

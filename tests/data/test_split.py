@@ -13,7 +13,7 @@ from small_data import read_lines, write_beir, write_lines, write_qrels
 
 from contaccum.cli import main
 from contaccum.data import load_beir_folder
-from contaccum.data.grouping import Grouping
+from contaccum.data.grouping import Grouping, group_queries
 from contaccum.data.readers import Source
 from contaccum.data.records import RecordReport
 from contaccum.data.split import SplitSettings, choose_sides, read_split, split_data
@@ -706,3 +706,15 @@ def test_an_empty_side_is_refused(sizes, fold, empty_side):
     larger_sizes = {**sizes, empty_side: 24}
     sides = choose_sides("pairs.jsonl", grouping, larger_sizes, SplitSettings(fold=fold))
     assert set(sides.values()) == {"train", "dev", "test"}
+
+
+def test_queries_that_share_a_passage_or_nearly_a_text_are_one_group(tmp_path):
+    first, second, third, fourth = sentences(4)
+    documents = {"d1": ("", "rain falls"), "d2": ("", "salt in rocks"), "d3": ("", "bees fly")}
+    queries = {"a": first, "b": second, "c": third, "d": third + "?", "e": fourth}
+    qrels = [("a", "d1", 1), ("b", "d1", 1), ("c", "d2", 1), ("d", "d3", 1), ("e", "d3", 1)]
+    write_beir(tmp_path, documents, queries, qrels, split="test")
+    groups = group_queries(load_beir_folder(tmp_path))
+    assert groups["a"] == groups["b"]
+    assert groups["c"] == groups["d"] == groups["e"]
+    assert groups["a"] != groups["c"]

@@ -168,18 +168,10 @@ def test_nanobeir_scores_have_the_names_of_the_default_metrics_too(
     assert record["evaluation"]["dataset_names"] == ["scifact", "nq"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"eval_data": "nanobeir/scifcat"}, "nanobeir: Dataset"),
-        ({"eval_queries": 2}, "Drop them"),
-    ],
-)
-def test_unknown_nanobeir_sets_and_samples_of_them_are_refused(
-    train, tmp_path, capsys, changes, message
-):
-    assert train(tmp_path / "run", **{**NANOBEIR_SETTINGS, **changes}) == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
+def test_unknown_nanobeir_sets_are_refused(train, tmp_path, capsys):
+    settings = {**NANOBEIR_SETTINGS, "eval_data": "nanobeir/scifcat"}
+    assert train(tmp_path / "run", **settings) == 2
+    assert "nanobeir: Dataset" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_new_documents_replace_the_embeddings_of_the_earlier_ones(tmp_path):

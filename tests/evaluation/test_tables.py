@@ -7,13 +7,17 @@ import pytest
 
 from contaccum.errors import DataError
 from contaccum.evaluation import tables
-from contaccum.evaluation.metrics import add_holm, paired_bootstrap
+from contaccum.evaluation.metrics import add_holm
+from contaccum.evaluation.significance import sign_flip_test
 
 
 def test_a_comparison_counts_wins_ties_and_losses_and_lists_the_greatest_changes():
     ours = {"a": 0.9, "b": 0.5, "c": 0.1, "d": 0.2, "e": 0.5}
     theirs = {"e": 0.5 + 1e-12, "d": 0.1, "c": 0.6, "b": 0.4, "a": 0.2}
-    comparison = tables.compare(Path("r.json"), "NDCG@10", {"x": ours}, {"x": theirs})
+    groups = {"a": 0, "b": 0, "c": 1, "d": 2, "e": 3}
+    comparison = tables.compare(
+        Path("r.json"), "NDCG@10", {"x": ours}, {"x": theirs}, {"x": groups}
+    )
     (row,) = comparison["rows"]
     assert row["wins"] == 3
     assert row["ties"] == 1
@@ -24,9 +28,8 @@ def test_a_comparison_counts_wins_ties_and_losses_and_lists_the_greatest_changes
     assert row["greatest_losses"] == [loss]
     assert row["ours"] == pytest.approx(0.44)
     assert row["earlier"] == pytest.approx(0.36)
-    our_scores = list(ours.values())
-    their_scores = [theirs[query] for query in ours]
-    for key, expected in paired_bootstrap(our_scores, their_scores).items():
+    assert row["groups"] == 4
+    for key, expected in sign_flip_test(ours, theirs, groups).items():
         assert row[key] == pytest.approx(expected), key
     table = tables.comparison_table(comparison)
     assert table.startswith("## NDCG@10 against r.json\n")
@@ -56,7 +59,8 @@ def test_sets_of_the_same_data_are_compared_with_holms_correction(tmp_path):
     # The set "old" has no label, so it is not compared.
     assert previous == {"x": {"q": 0.5, "r": 0.5}, "y": {"q": 0.5, "r": 0.5}}
     ours = {"x": {"q": 0.25, "r": 0.5}, "y": {"q": 1.0, "r": 0.75}}
-    rows = tables.compare(path, "NDCG@10", ours, previous)["rows"]
+    groups = {label: {"q": 0, "r": 1} for label in ours}
+    rows = tables.compare(path, "NDCG@10", ours, previous, groups)["rows"]
     tests = [{"p_value": row["p_value"]} for row in rows]
     add_holm(tests)
     for row, test in zip(rows, tests, strict=True):

@@ -20,7 +20,10 @@ def make_record(base: float, trained: float) -> dict[str, Any]:
     """Make the record of `contaccum fit` for ten queries that all have the same score."""
     queries = [f"q{number}" for number in range(10)]
     verdict = compute_verdict(
-        dict.fromkeys(queries, trained), dict.fromkeys(queries, base), dict.fromkeys(queries, 0.5)
+        trained=dict.fromkeys(queries, trained),
+        base=dict.fromkeys(queries, base),
+        bm25=dict.fromkeys(queries, 0.5),
+        groups={query: query for query in queries},
     )
     scores = []
     for name, score in (("BM25", 0.5), ("a model (as it is)", base), ("trained", trained)):
@@ -167,13 +170,27 @@ def test_the_interval_decides_the_verdict_and_disagreements_are_warned_of():
     queries = [f"q{number}" for number in range(40)]
     base = dict.fromkeys(queries, 0.5)
     noisy = {query: 0.5 + (0.3 if number % 2 else -0.3) for number, query in enumerate(queries)}
-    verdict = compute_verdict(noisy, base, dict.fromkeys(queries, 0.9))
+    groups = {query: query for query in queries}
+    verdict = compute_verdict(noisy, base, dict.fromkeys(queries, 0.9), groups)
     assert verdict.word == "LEVEL"
     assert verdict.low < 0.0 < verdict.high
     choice = Choice({}, 0, 0.6, {"difference": 0.1, "low": 0.05, "high": 0.15}, [])
     warnings = collect_warnings(verdict, choice)
     assert warnings[0].startswith("dev and test disagree: +0.100 on dev")
     assert warnings[1].startswith("BM25 scores 0.900, more than the trained model")
-    better = compute_verdict({query: score + 0.2 for query, score in base.items()}, base, base)
+    trained = {query: score + 0.2 for query, score in base.items()}
+    better = compute_verdict(trained, base, base, groups)
     assert better.word == "BETTER"
     assert collect_warnings(better, choice) == []
+
+
+def test_queries_about_few_passages_are_counted_and_warned_of():
+    queries = [f"q{number}" for number in range(40)]
+    base = dict.fromkeys(queries, 0.5)
+    trained = dict.fromkeys(queries, 0.7)
+    groups = {query: number // 5 for number, query in enumerate(queries)}
+    verdict = compute_verdict(trained, base, base, groups)
+    assert "on 40 held-out queries of 8 passages (" in str(verdict)
+    choice = Choice({}, 0, 0.6, {"difference": 0.1, "low": 0.05, "high": 0.15}, [])
+    [warning] = collect_warnings(verdict, choice)
+    assert "only 8 different passages" in warning

@@ -1,0 +1,126 @@
+"""The sign-flip test equals its definition, and finds a difference by chance in 5% of all cases."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from contaccum.errors import DataError
+from contaccum.evaluation.significance import sign_flip_test
+from contaccum.fitting.verdict import BETTER, LEVEL, WORSE, compute_verdict
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def name_queries(values) -> dict[str, float]:
+    """Return {"0": first value, "1": second value, ...}."""
+    return {str(number): float(value) for number, value in enumerate(values)}
+
+
+def make_clustered_differences(generator, num_groups: int, queries_per_group: int):
+    """Return differences (n,) without a mean, and their groups (n,), of uneven sizes.
+
+    Half of the queries do not change, and queries of one group are correlated.
+    """
+    sizes = generator.integers(1, 2 * queries_per_group, num_groups)
+    groups = np.repeat(np.arange(num_groups), sizes)
+    differences = 0.15 * generator.standard_normal(num_groups)[groups]
+    differences += 0.2 * generator.standard_normal(len(groups))
+    differences[generator.random(len(groups)) < 0.5] = 0.0
+    return np.clip(differences, -0.5, 0.5), groups
+
+
+def get_verdict(differences, groups) -> str:
+    ours = name_queries(0.5 + differences)
+    base = dict.fromkeys(ours, 0.5)
+    return compute_verdict(ours, base, base, name_queries(groups)).word
+
+
+def test_the_p_value_is_the_share_of_all_sign_vectors_that_are_as_far_from_0():
+    differences, groups = make_clustered_differences(np.random.default_rng(3), 8, 4)
+    ours = name_queries(0.5 + differences)
+    sums = [differences[groups == group].sum() for group in range(8)]
+    num_as_far = 0
+    for signs in itertools.product((1, -1), repeat=8):
+        total = sum(sign * value for sign, value in zip(signs, sums, strict=True))
+        num_as_far += abs(total) >= abs(sum(sums)) - 1e-9
+    result = sign_flip_test(ours, dict.fromkeys(ours, 0.5), name_queries(groups))
+    assert result["p_value"] == pytest.approx(num_as_far / 2**8)
+    assert result["difference"] == pytest.approx(differences.mean())
+    assert result["groups"] == 8
+
+
+@pytest.mark.parametrize("num_groups", [9, 60])
+def test_the_interval_holds_the_differences_that_are_not_rejected(num_groups):
+    differences, groups = make_clustered_differences(np.random.default_rng(1), num_groups, 5)
+    ours = name_queries(0.5 + differences)
+    named_groups = name_queries(groups)
+    result = sign_flip_test(ours, dict.fromkeys(ours, 0.5), named_groups)
+    width = result["high"] - result["low"]
+    for limit, outwards in (("low", -1), ("high", 1)):
+        for offset, is_rejected in ((0.02, True), (-0.02, False)):
+            supposed = result[limit] + outwards * offset * width
+            p_value = sign_flip_test(ours, dict.fromkeys(ours, 0.5 + supposed), named_groups)[
+                "p_value"
+            ]
+            assert (p_value <= 0.05) == is_rejected
+
+
+def test_a_large_difference_of_many_groups_is_better_and_its_reverse_is_worse():
+    differences, groups = make_clustered_differences(np.random.default_rng(2), 40, 3)
+    assert get_verdict(differences + 0.2, groups) == BETTER
+    assert get_verdict(-differences - 0.2, groups) == WORSE
+    assert get_verdict(differences - differences.mean(), groups) == LEVEL
+
+
+@pytest.mark.parametrize("num_changed", [1, 2, 5])
+def test_fewer_than_six_groups_that_changed_are_never_better(num_changed):
+    groups = np.repeat(np.arange(40), 10)
+    differences = np.where(groups < num_changed, 0.4, 0.0)
+    assert get_verdict(differences, groups) == LEVEL
+
+
+@pytest.mark.parametrize("queries_per_group", [1, 20])
+@pytest.mark.parametrize("num_groups", [5, 20, 200])
+def test_systems_without_a_difference_are_told_apart_in_5_percent_of_all_cases(
+    num_groups, queries_per_group
+):
+    generator = np.random.default_rng(num_groups + queries_per_group)
+    num_false = 0
+    for _ in range(200):
+        differences, groups = make_clustered_differences(generator, num_groups, queries_per_group)
+        ours = name_queries(0.5 + differences)
+        result = sign_flip_test(ours, dict.fromkeys(ours, 0.5), name_queries(groups))
+        num_false += result["p_value"] <= 0.05
+    # 200 cases at 5% give 10, with a standard deviation of 3.1. Five groups are never enough.
+    if num_groups == 5:
+        assert num_false == 0
+    else:
+        assert 3 <= num_false <= 19
+
+
+def test_two_seeds_of_a_method_are_told_apart_in_5_percent_of_all_samples():
+    """Real scores. Each sample exchanges the seeds at random, group by group of 1 to 10 queries."""
+    scores = []
+    for seed in (0, 1):
+        file = BENCHMARKS / "by_time" / "nqg" / f"contaccum-1e-4-{seed}.json"
+        scores.append(json.loads(file.read_text())["query_scores"]["test"])
+    all_differences = np.subtract(*scores)
+    generator = np.random.default_rng(0)
+    num_false = 0
+    for _ in range(400):
+        sizes = generator.integers(1, 10, 40)
+        groups = np.repeat(np.arange(40), sizes)
+        signs = generator.choice([-1, 1], 40)[groups]
+        sample = signs * generator.choice(all_differences, len(groups))
+        num_false += get_verdict(sample / 2, groups) != LEVEL
+    assert 7 <= num_false <= 33
+
+
+@pytest.mark.parametrize("theirs", [{"a": 0.5}, {"a": 0.5, "c": 0.5}, {"a": 0.5, "b": math.nan}])
+def test_scores_of_other_queries_or_nan_are_refused(theirs):
+    with pytest.raises(DataError, match="same queries"):
+        sign_flip_test({"a": 0.1, "b": 0.2}, theirs, {"a": 0, "b": 1})
