@@ -9,19 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from contaccum.tuning.choice import find_best_value
-
 Scores = Mapping[str, float | None]
 """{value as text: its score on dev}; the score is None if the run failed or was stopped."""
-
-
-def choose_value(scores: Scores) -> str | None:
-    """Return the value that `find_best_value` selects; None if no value has a score."""
-    scored = _drop_failures(scores)
-    if not scored:
-        return None
-    best = find_best_value(scored)
-    return next(value for value in scores if float(value) == best)
 
 
 def next_values(values: Sequence[str], factor: float, max_values: int, scores: Scores) -> list[str]:
@@ -41,7 +30,7 @@ def next_values(values: Sequence[str], factor: float, max_values: int, scores: S
     untried_values = [value for value in values if value not in scores]
     if untried_values:
         return untried_values
-    scored = _drop_failures(scores)
+    scored = {float(value): score for value, score in scores.items() if score is not None}
     if not scored or len(scores) >= max_values:
         return []
     tried_values = sorted(float(value) for value in scores)
@@ -60,8 +49,3 @@ def format_value(value: float) -> str:
     """Return a number as text with two significant digits, such as "1.6e-5"."""
     rounded = float(f"{value:.1e}")
     return f"{rounded:.6g}".replace("e-0", "e-")  # "1.6e-05" becomes "1.6e-5"
-
-
-def _drop_failures(scores: Scores) -> dict[float, float]:
-    """Return {value: score} of the values that have a score."""
-    return {float(value): score for value, score in scores.items() if score is not None}

@@ -19,7 +19,7 @@ from comparison import processes
 from comparison import run as comparison_run
 from comparison.plan import Group, make_groups, read_options
 from comparison.report import METRICS, build_report, render_markdown
-from comparison.tuning import apply_chosen_values, read_ladder, tune_groups
+from comparison.tuning import apply_chosen_values, choose_value, read_ladder, tune_groups
 
 from contaccum.errors import ConfigError
 from contaccum.evaluation.metrics import add_holm, paired_bootstrap
@@ -245,6 +245,19 @@ def test_an_interrupt_leaves_no_process(tmp_path):
 
 
 # Tuning
+
+
+@pytest.mark.parametrize(
+    ("scores", "chosen"),
+    [
+        ({"1e-5": 1.0, "3e-5": None, "9e-5": 2.0}, "9e-5"),
+        ({"1e-5": 1.0, "3e-5": 1.0, "9e-5": 1.0}, "3e-5"),  # an inner one of equal values
+        ({"2": 1.0, "1": 1.0}, "1"),  # the smaller one of equal values
+        ({"1e-5": None}, None),
+    ],
+)
+def test_value_of_the_best_score_is_chosen(scores, chosen):
+    assert choose_value(scores) == chosen
 
 
 def make_train(best_rates, rounds):

@@ -16,8 +16,8 @@ from comparison.plan import Group, add_setting, is_tunable, refuse_reserved_keys
 from comparison.report import MAIN_METRIC, average_by_query
 from comparison.run import Results
 from contaccum.errors import ConfigError
-from contaccum.tuning.choice import compare_scores
-from contaccum.tuning.ladder import choose_value, next_values
+from contaccum.tuning.choice import compare_scores, find_best_value
+from contaccum.tuning.ladder import next_values
 
 
 class Ladder(NamedTuple):
@@ -114,6 +114,15 @@ def tune_groups(
             "worst": _compare_with_worst(chosen, tried, query_scores[name]),
         }
     return tunings, all_failed
+
+
+def choose_value(scores: Mapping[str, float | None]) -> str | None:
+    """Return the value that `find_best_value` selects; None if no value has a score."""
+    scored = {float(value): score for value, score in scores.items() if score is not None}
+    if not scored:
+        return None
+    best = find_best_value(scored)
+    return next(value for value in scores if float(value) == best)
 
 
 def _join_query_scores(evaluations: Mapping[str, Any]) -> dict[str, float]:

@@ -3,5 +3,5 @@
 import sys
 from pathlib import Path
 
-# For `comparison.processes`, which starts the runs of this study too.
+# For `comparison`, which starts the runs of this study and chooses their rates too.
 sys.path.append(str(Path(__file__).resolve().parents[2] / "compare"))

@@ -6,8 +6,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+from comparison.tuning import choose_value
 from contaccum.files import read_json
-from contaccum.tuning.ladder import choose_value
 from time_study.plan import Plan
 
 Record = dict[str, Any]
