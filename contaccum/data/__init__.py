@@ -13,7 +13,6 @@ from contaccum.data.dataset import (
 )
 from contaccum.data.fields import Record, parse_columns
 from contaccum.data.public_sets import CQADUPSTACK_FORUMS, PUBLIC_NAMES, get_default_split
-from contaccum.data.questions import Questions, load_questions
 from contaccum.data.readers import (
     DATA_FORMATS,
     Passage,

@@ -1,4 +1,4 @@
-"""Rows of tables: csv files with a header, and Arrow tables."""
+"""Rows of tables: csv files with a header, lines of DPR's question files, and Arrow tables."""
 
 from __future__ import annotations
 
@@ -127,6 +127,21 @@ def _refuse_repeated_name(path: AnyPath, line: int, names: list[str]) -> None:
         if name and count > 1:
             fault = Fault("two columns have the same name", quoted(name))
             raise make_data_error(path, line, fault, "rename or remove one")
+
+
+def parse_question_line(line: str) -> list[str]:
+    """Return the question and the list of answers, as text, of a line of DPR's `.qa.csv` files.
+
+    Raises:
+        Fault: for a line with another number of cells, or broken quoting.
+    """
+    try:
+        cells = next(csv.reader([line], delimiter="\t"), [])
+    except csv.Error as error:
+        raise Fault("broken quoting", str(error)) from None
+    if len(cells) != 2:
+        raise Fault("not 2 columns", f"found {len(cells)}; a line is QUESTION<tab>['one', 'two']")
+    return cells
 
 
 def read_arrow(source: AnyPath, tables: Iterable[Any]) -> Rows:

@@ -24,10 +24,11 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Router
 from torch import nn
 
-from contaccum.data import Passage, RecordReport, load_questions, read_passages
+from contaccum.data import Passage, RecordReport, read_passages
 from contaccum.data.beir import find_beir_file
-from contaccum.data.records import quoted
+from contaccum.data.records import parse_rows, parse_text, quoted, read_lines
 from contaccum.data.sampling import text_ids
+from contaccum.data.tables import parse_question_line
 from contaccum.defaults import PRECISIONS
 from contaccum.encoders.settings import get_prompt
 from contaccum.encoders.towers import Kind, get_tower
@@ -61,7 +62,8 @@ def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage
 
     Args:
         path: a file or BEIR folder that `read_passages` reads. For queries, a BEIR folder's
-            queries.jsonl is read, and DPR's question files (.csv) are accepted too.
+            queries.jsonl is read, and DPR's question files (.csv) are accepted too. The ids of
+            their questions are question-1, question-2, ..., without skipped lines.
         kind: "query" or "document".
         report: counts the records that are read and skipped.
 
@@ -71,7 +73,9 @@ def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage
     if kind == "query" and path.is_dir():
         path = find_beir_file(path, "queries.jsonl")
     if kind == "query" and path.name.removesuffix(".gz").endswith(".csv"):
-        yield from _read_question_file(path, report)
+        questions = parse_rows(path, read_lines(path), _parse_question, report)
+        for number, question in enumerate(questions, start=1):
+            yield Passage(f"question-{number}", "", question)
         return
     sorted_hashes: np.ndarray = np.empty(0, dtype=np.int64)
     # Documents without text are encoded, so that a search finds what an evaluation finds.
@@ -92,12 +96,9 @@ def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage
         yield from block
 
 
-def _read_question_file(path: Path, report: RecordReport) -> Iterator[Passage]:
-    """Yield the questions of a DPR file as passages without titles."""
-    questions = load_questions(path, report.on_bad_record)
-    report.restore(vars(questions.report))
-    for question_id, text in questions.texts.items():
-        yield Passage(question_id, "", text)
+def _parse_question(line: str) -> str:
+    question, _ = parse_question_line(line)
+    return parse_text(question, "question")
 
 
 def encode_texts(

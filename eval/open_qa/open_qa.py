@@ -12,6 +12,7 @@ judgements are not used, and no answer is extracted.
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import sys
 import unicodedata
@@ -21,22 +22,40 @@ from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import regex
 from tqdm.auto import tqdm
 
-from contaccum.data import Passage, Questions, RecordReport, load_questions, read_passages
+from contaccum.data import Passage, RecordReport, read_passages
+from contaccum.data.records import (
+    Fault,
+    get_first_value,
+    parse_rows,
+    parse_text,
+    quoted,
+    read_head,
+    read_json_lines,
+    read_lines,
+)
+from contaccum.data.tables import parse_question_line
 from contaccum.errors import DataError, UserError
 from contaccum.evaluation.metrics import check_k_values, sort_as_trec_eval
 from contaccum.evaluation.results import Run, read_trec_run
 from contaccum.evaluation.tables import markdown_table
-from contaccum.files import provenance, write_json
+from contaccum.files import fingerprint, provenance, write_json
 
 Match = Literal["string", "regex"]
 
 # DrQA's simple tokenizer: a token is a word, or any other visible character.
 _TOKEN = regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]")
+
+
+class Question(NamedTuple):
+    """A question with its answers, at least one."""
+
+    text: str
+    answers: list[str]
 
 
 def main() -> None:
@@ -73,14 +92,48 @@ def main() -> None:
         metrics[name] = fmean(scores[name] for scores in per_query.values())
     data = {
         "name": args.questions.name,
-        "questions": len(questions.texts),
-        "questions_fingerprint": questions.fingerprint,
+        "questions": len(questions),
+        "questions_fingerprint": fingerprint(questions),
         "passages": str(args.passages),
         "match": args.match,
     }
     record = {"metrics": metrics, "per_query": per_query, "data": data, "run": str(args.run)}
     write_json(args.output, {**record, **provenance()})
     print(markdown_table(["data", *metrics], [[data["name"], *metrics.values()]]))
+
+
+def load_questions(path: Path) -> dict[str, Question]:
+    """Read a file of questions; return {question id: question}.
+
+    The file is a table in DPR's format, such as `nq-test.qa.csv` (question, tab, Python list of
+    answers, without a header), or jsonl with `question` (or `query`) and `answers` (or `answer`).
+    The ids are those that `contaccum encode` and `contaccum search` give the questions of a table.
+
+    Raises:
+        DataError: the file or a record of it cannot be used.
+    """
+    is_json = read_head(path).startswith(b"{")
+    rows = read_json_lines(path) if is_json else read_lines(path)
+    questions = parse_rows(path, rows, _parse_question, RecordReport())
+    return {f"question-{number}": question for number, question in enumerate(questions, start=1)}
+
+
+def _parse_question(row: str | Mapping[str, Any]) -> Question:
+    if isinstance(row, str):
+        text, answers = parse_question_line(row)
+        try:
+            # literal_eval evaluates literals only, so no code of the file runs.
+            answers = ast.literal_eval(answers.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            raise Fault("answers are not a list", f"found {quoted(answers)}") from None
+    else:
+        text = get_first_value(row, ("question", "query"))
+        answers = get_first_value(row, ("answers", "answer"))
+    if isinstance(answers, str):
+        answers = [answers]
+    if not isinstance(answers, (list, tuple)) or not answers:
+        raise Fault("no answers", f"found {quoted(answers)}")
+    return Question(parse_text(text, "question"), [parse_text(text, "answer") for text in answers])
 
 
 def load_passages(path: Path, ids: set[str]) -> dict[str, Passage]:
@@ -100,7 +153,7 @@ def load_passages(path: Path, ids: set[str]) -> dict[str, Passage]:
 
 
 def score_questions(
-    questions: Questions,
+    questions: Mapping[str, Question],
     run: Run,
     passages: Mapping[str, Passage],
     k_values: Sequence[int],
@@ -109,7 +162,7 @@ def score_questions(
     """Compute the accuracy of each question: ``Accuracy@k`` is 1.0 for an answer in the top k.
 
     Args:
-        questions: questions with their answers.
+        questions: {question id: question}.
         run: {question id: {passage id: score}}, ordered as trec_eval does. A question without
             results counts as a miss.
         passages: at least the passages of the run. Titles are not searched, because DPR looks for
@@ -122,17 +175,17 @@ def score_questions(
     """
     k_values = check_k_values(k_values)
     for question_id, hits in run.items():
-        if question_id not in questions.texts:
+        if question_id not in questions:
             raise DataError(
                 f"{question_id!r:.60} is not the id of a question: ids are question-1 to "
-                f"question-{len(questions.texts)}, in the order of the file"
+                f"question-{len(questions)}, in the order of the file"
             )
         for passage_id in hits:
             if passage_id not in passages:
                 raise DataError(f"passage {passage_id!r:.60} of {question_id} is not in the corpus")
     per_query = {}
-    for question_id, answers in tqdm(questions.answers.items(), unit=" questions"):
-        has_answer = make_answer_matcher(answers, match)
+    for question_id, question in tqdm(questions.items(), unit=" questions"):
+        has_answer = make_answer_matcher(question.answers, match)
         best_hits = sort_as_trec_eval(run.get(question_id, {}))[: max(k_values)]
         first_rank = float("inf")
         for rank, (passage_id, _) in enumerate(best_hits, start=1):

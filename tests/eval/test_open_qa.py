@@ -9,7 +9,10 @@ import unicodedata
 import pytest
 from programs import ROOT, run_program
 
+from contaccum.data import RecordReport
+from contaccum.errors import DataError
 from contaccum.files import read_json
+from contaccum.retrieval.encode import read_texts
 
 MATCHES = [
     # Punctuation is a token, spaces are not.
@@ -66,6 +69,52 @@ def test_tokens_are_dprs_for_all_categories_of_characters(open_qa):
     expected = tokenize_by_category(unicodedata.normalize("NFD", text))
     tokens = open_qa._join_tokens(text).split(" ")[1:-1]
     assert tokens == [token.lower() for token in expected]
+
+
+TABLE = "who?\t['Ann', 'the \"b\"']\n\nwhen\t[\"1947\"]\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.qa.csv", TABLE),
+        (
+            "a.jsonl",
+            r"""{"question": "who?", "answer": ["Ann", "the \"b\""]}
+{"query": "when", "answers": "1947"}
+""",
+        ),
+    ],
+)
+def test_every_form_gives_the_same_questions_and_the_ids_of_encoding(
+    open_qa, tmp_path, name, content
+):
+    path = tmp_path / name
+    path.write_text(content)
+    questions = open_qa.load_questions(path)
+    expected = {"question-1": ("who?", ["Ann", 'the "b"']), "question-2": ("when", ["1947"])}
+    assert questions == expected
+    (tmp_path / "b.qa.csv").write_text(TABLE)
+    encoded = read_texts(tmp_path / "b.qa.csv", "query", RecordReport())
+    assert [(question.id, question.text) for question in encoded] == [
+        (question_id, question.text) for question_id, question in questions.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("a\t__import__('os').system('true')", "answers are not a list"),
+        ("a\t" + "[" * 4000, "answers are not a list"),
+        ("a\t['']", "empty answer"),
+        ("a\t[]", "no answers"),
+    ],
+)
+def test_a_question_without_usable_answers_is_named(open_qa, tmp_path, line, reason):
+    path = tmp_path / "q.csv"
+    path.write_text(f"when\t['1947']\n{line}\n")
+    with pytest.raises(DataError, match=rf"q\.csv:2: {reason}"):
+        open_qa.load_questions(path)
 
 
 QUESTIONS = """who sat\t['the cat', 'cats']

@@ -1,4 +1,4 @@
-"""encode_texts equals encode_query and encode_document, and leaves the model's mode unchanged."""
+"""encode_texts equals encode_query and encode_document; read_texts reads what is encoded."""
 
 import numpy as np
 import pytest
@@ -6,12 +6,14 @@ import torch
 from tiny_models import tiny_encoder
 
 from contaccum import DualEncoder
+from contaccum.data import RecordReport
 from contaccum.encoders.settings import set_max_lengths
-from contaccum.errors import ConfigError, UserError
+from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.retrieval.encode import (
     encode_texts,
     get_similarity,
     model_fingerprint,
+    read_texts,
     tokenisation_fingerprint,
 )
 
@@ -96,3 +98,22 @@ def test_fingerprints_survive_saving_and_change_with_settings_and_weights(model,
 
     next(loaded.parameters()).data[0, 0] += 1
     assert model_fingerprint(loaded) != model_fingerprint(model)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("no answers here", "not 2 columns: found 1"),
+        ("a\rb\t['x']", "broken quoting"),
+        (" \t['x']", "empty question"),
+    ],
+)
+def test_a_question_that_cannot_be_used_is_named_or_skipped(line, reason, tmp_path):
+    path = tmp_path / "q.csv"
+    path.write_text(f'when\t[\'1947\']\n{line}\n\n"who, ""B""?"\t[\'Ann\']\n', newline="")
+    with pytest.raises(DataError, match=rf"q\.csv:2: {reason}"):
+        list(read_texts(path, "query", RecordReport()))
+    report = RecordReport("skip")
+    questions = list(read_texts(path, "query", report))
+    assert questions == [("question-1", "", "when"), ("question-2", "", 'who, "B"?')]
+    assert report.by_reason == {reason.partition(":")[0]: 1}

@@ -7,6 +7,7 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from comparison.tuning import choose_value
+
 from contaccum.files import read_json
 from time_study.plan import Plan
 

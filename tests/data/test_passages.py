@@ -1,4 +1,4 @@
-"""Corpus passages and questions: every format is read alike, and bad records are counted."""
+"""Corpus passages: every format is read alike, and bad records are counted."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 from data_files import put
 
-from contaccum.data import Passage, RecordReport, load_questions, read_passages
+from contaccum.data import Passage, RecordReport, read_passages
 from contaccum.errors import DataError
 
 PASSAGES = [
@@ -88,45 +88,3 @@ def test_a_passage_that_cannot_be_used_is_named_or_skipped(name, line, reason, t
     with pytest.raises(DataError, match=rf"{name}:{len(good_lines) + 1}: {reason}"):
         read(path)
     assert read(path, "skip") == [Passage("0", "", "good")]
-
-
-# Two questions, each with its answers, in three forms.
-FORMS = {
-    "a.qa.csv": "who?\t['Ann', 'the \"b\"']\n\nwhen\t[\"1947\"]\n",
-    "c.jsonl": r"""{"question": "who?", "answer": ["Ann", "the \"b\""]}
-{"question": "when", "answer": ["1947"]}
-""",
-    "d.jsonl.gz": r"""{"query": "who?", "answers": ["Ann", "the \"b\""]}
-{"query": "when", "answers": ["1947"]}
-""",
-}
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_every_form_gives_the_same_questions(name, tmp_path):
-    questions = load_questions(put(tmp_path / name, FORMS[name]))
-    assert questions.texts == {"question-1": "who?", "question-2": "when"}
-    assert list(questions.texts) == ["question-1", "question-2"]
-    assert questions.answers == {"question-1": ["Ann", 'the "b"'], "question-2": ["1947"]}
-    assert list(questions.answers) == ["question-1", "question-2"]
-    questions_of_csv = load_questions(put(tmp_path / "a.csv", FORMS["a.qa.csv"]))
-    assert questions.fingerprint == questions_of_csv.fingerprint
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("no answers here", "not 2 columns: found 1"),
-        ("a\t__import__('os').system('true')", "answers are not a list"),
-        ("a\t['']", "empty answer"),
-        ("a\rb\t['x']", "broken quoting"),
-        ("a\t" + "[" * 4000, "answers are not a list"),
-    ],
-)
-def test_a_question_that_cannot_be_used_is_named_or_skipped(line, reason, tmp_path):
-    path = put(tmp_path / "q.csv", f"when\t['1947']\n{line}\n")
-    with pytest.raises(DataError, match=rf"q\.csv:2: {reason}"):
-        load_questions(path)
-    questions = load_questions(path, "skip")
-    assert questions.report.reported == 1
-    assert list(questions.texts.values()) == ["when"]
