@@ -21,9 +21,9 @@ import numpy as np
 
 from contaccum.data.fields import Record
 from contaccum.data.readers import Source
-from contaccum.data.records import RecordReport, one_line, quoted
+from contaccum.data.records import RecordReport, one_line
 from contaccum.data.sampling import text_ids
-from contaccum.errors import ConfigError, DataError
+from contaccum.errors import DataError
 from contaccum.files import Fingerprint, cache_folder, fingerprint, read_json, write_json
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 _DESCRIPTION_FILE = "about.json"
 _PAIRS_FILE = "pairs.int64"
-_DEFAULT_DAYS = 30
-_SECONDS_PER_DAY = 86_400
+_MAX_SECONDS_UNUSED = 30 * 86_400  # 30 days
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,11 @@ def cache_records(source: Source, report: RecordReport) -> CachedRecords:
         report: receives the counts of records, also if they were read by an earlier run.
 
     Raises:
-        ConfigError: if `$CONTACCUM_CACHE_DAYS` is not a number.
         DataError: for a source or a record that cannot be used, or a cache that cannot be written.
     """
     from datasets import Dataset, Features, List, Value, disable_progress_bars
     from datasets.exceptions import DatasetGenerationError
 
-    days = _read_cache_days()
     key = source.key(report.on_bad_record)[:32]
     folder = cache_folder("datasets", key)
     texts = List(Value("string"))
@@ -83,7 +80,7 @@ def cache_records(source: Source, report: RecordReport) -> CachedRecords:
     )
 
     def generate() -> Iterator[dict[str, Any]]:
-        return _write_entry(folder, source, report, days)
+        return _write_entry(folder, source, report)
 
     if not sys.stderr.isatty():  # progress bars would fill a log file
         disable_progress_bars()
@@ -107,12 +104,10 @@ def cache_records(source: Source, report: RecordReport) -> CachedRecords:
     )
 
 
-def _write_entry(
-    folder: Path, source: Source, report: RecordReport, days: float
-) -> Iterator[dict[str, Any]]:
+def _write_entry(folder: Path, source: Source, report: RecordReport) -> Iterator[dict[str, Any]]:
     """Yield the records of a source as dicts, and write the files beside them.
 
-    At the end, the entries that were not opened for a number of days are removed.
+    At the end, the entries that were not opened for 30 days are removed.
     """
     texts_content = Fingerprint()
     negatives_content = Fingerprint()
@@ -135,7 +130,7 @@ def _write_entry(
         "report": vars(report),
     }
     write_json(folder / _DESCRIPTION_FILE, description)
-    _remove_unused_entries(folder, days)
+    _remove_unused_entries(folder)
 
 
 def _encode_pairs(record: Record) -> bytes:
@@ -145,20 +140,9 @@ def _encode_pairs(record: Record) -> bytes:
     return np.array(pairs, dtype=np.int64).tobytes()
 
 
-def _read_cache_days() -> float:
-    """Return `$CONTACCUM_CACHE_DAYS`, by default 30; raises `ConfigError` if it is no number."""
-    value = os.environ.get("CONTACCUM_CACHE_DAYS") or _DEFAULT_DAYS
-    try:
-        return float(value)
-    except ValueError:
-        raise ConfigError(
-            f"CONTACCUM_CACHE_DAYS is {quoted(value)}: set it to a number of days, such as 30"
-        ) from None
-
-
-def _remove_unused_entries(new_entry: Path, days: float) -> None:
-    """Remove the entries beside a new one that were not opened for a number of days."""
-    oldest_used = time.time() - days * _SECONDS_PER_DAY
+def _remove_unused_entries(new_entry: Path) -> None:
+    """Remove the entries beside a new one that were not opened for 30 days."""
+    oldest_used = time.time() - _MAX_SECONDS_UNUSED
     for entry in new_entry.parent.iterdir():
         if entry == new_entry:
             continue

@@ -22,7 +22,7 @@ import numpy as np
 from contaccum.data import sampling
 from contaccum.data.cache import CachedRecords, cache_records
 from contaccum.data.fields import parse_columns
-from contaccum.data.readers import DATA_FORMATS, DataFormat, Source
+from contaccum.data.readers import DataFormat, Source
 from contaccum.data.records import OnBadRecord, RecordReport, one_line, quoted
 from contaccum.data.sampling import EpochSampling, collect_known_positives
 from contaccum.data.selection import MissingNegatives, PositivesUsed, Selection
@@ -344,13 +344,9 @@ def parse_training_sets(
 def _parse_set(item: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `load_training_data` that the settings of one set contain."""
     settings: Mapping[str, Any]
-    if isinstance(item, os.PathLike):
-        settings = {"path": os.fspath(item)}
-    elif isinstance(item, Mapping):
+    if isinstance(item, Mapping):
         settings = item
-    elif not isinstance(item, str):
-        raise ConfigError("a set is a path, or a mapping of settings")
-    elif item.lstrip().startswith("{"):
+    elif isinstance(item, str) and item.lstrip().startswith("{"):
         try:
             settings = json.loads(item)
         except ValueError as error:
@@ -358,7 +354,7 @@ def _parse_set(item: str | Mapping[str, Any]) -> dict[str, Any]:
                 f'not JSON: {error} (names and texts have double quotes: {{"path": "a.jsonl"}})'
             ) from error
     else:
-        settings = {"path": item}
+        settings = {"path": os.fspath(item)}
     arguments = {}
     for key, value in settings.items():
         check_choice("a key of a set", key, SET_KEYS)
@@ -375,13 +371,9 @@ def _check_set(arguments: dict[str, Any]) -> None:
     """
     if not isinstance(arguments.get("path"), str):
         raise ConfigError('a set has a path, as {"path": FILE}')
-    for name in ("name", "split"):
-        if not isinstance(arguments.get(name), str | None):
-            raise ConfigError(f"{name} must be a text, got {arguments[name]!r}")
     if not isinstance(arguments.get("min_score"), float | int | None):
         raise ConfigError(f"min_score must be a number, got {arguments['min_score']!r}")
     arguments["columns"] = parse_columns(arguments.get("columns"))
-    check_choice("format", arguments.get("data_format"), (None, *DATA_FORMATS))
     selection_fields = [setting.name for setting in fields(Selection)]
     selection_settings = {name: arguments[name] for name in selection_fields if name in arguments}
     Selection(**selection_settings)  # raises ConfigError for a value out of range

@@ -6,7 +6,6 @@ A field holds a text, a passage object, or a list of these. Files are read in `r
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -138,12 +137,6 @@ class _ScoredText(NamedTuple):
 
     text: str
     score: Any
-
-
-def check_min_score(min_score: float | None) -> None:
-    """Raise `ConfigError` for a ``min_score`` that is not finite; None is accepted."""
-    if min_score is not None and not math.isfinite(min_score):
-        raise ConfigError(f"min_score={min_score}: give a number")
 
 
 class RecordParser:

@@ -66,36 +66,6 @@ class Grouping(NamedTuple):
                 small_groups.append(group)
         return small_groups
 
-    def list_sizes(self) -> list[int]:
-        """Return the number of queries of each group that is not linked with the test set."""
-        sizes = []
-        for group, num_queries in self.queries_of_group.items():
-            if group not in self.groups_of_test:
-                sizes.append(num_queries)
-        return sizes
-
-    def suggest_size(self, num_dev: int, num_test: int) -> str:
-        """Return the advice for data whose small groups have too few queries to be held out.
-
-        With a larger test set, more groups are small. (If the data came with a test set, only dev
-        is held out: ``num_test`` is 0, and dev must be larger.)
-        """
-        raised_side = "test"
-        num_unchanged = num_dev
-        if num_test == 0:
-            raised_side = "dev"
-            num_unchanged = 0
-        sizes = self.list_sizes()
-        for largest in sorted(set(sizes)):
-            raised = _SMALL_GROUPS_PER_SET * largest
-            num_held_out = num_unchanged + raised
-            num_available = sum(size for size in sizes if size <= largest)
-            # Only whole groups are held out, so dev and test may be larger by one group each.
-            leaves_some = sum(sizes) >= num_held_out + 2 * largest
-            if num_dev <= raised and num_available >= num_held_out and leaves_some:
-                return f"raise --{raised_side} to {raised:,}"
-        return "the questions have too few different passages to hold some of them out"
-
 
 def group_records(
     records: Sequence[Record],

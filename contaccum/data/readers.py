@@ -23,7 +23,6 @@ from contaccum.data.fields import (
     TEACHER_SCORES_REMEDY,
     Record,
     RecordParser,
-    check_min_score,
     parse_columns,
 )
 from contaccum.data.records import (
@@ -205,7 +204,6 @@ class Source:
         is_corpus: bool = False,
     ) -> None:
         check_choice("data_format", data_format, (None, *DATA_FORMATS))
-        check_min_score(min_score)
         self.path = Path(os.path.expanduser(path))
         self.columns = parse_columns(columns)
         if data_format:
@@ -216,16 +214,11 @@ class Source:
         self._is_corpus = is_corpus
         self.needs_scores = needs_scores
         self.min_score = min_score
-        if self.data_format == "beir":
-            self._refuse_field_settings()
-
-    def _refuse_field_settings(self) -> None:
-        """Raise `ConfigError` for settings that need named fields, which a BEIR folder lacks."""
-        is_set = {"data_columns": bool(self.columns), "min_score": self.min_score is not None}
-        for name, has_value in is_set.items():
-            if has_value:
-                raise ConfigError(f"{name} is set, but data_format=beir has no fields: {self.path}")
-        if self.needs_scores:
+        if self.data_format == "beir" and (self.columns or min_score is not None):
+            raise ConfigError(
+                f"{self.path}: data_format=beir has no fields for data_columns or min_score"
+            )
+        if self.data_format == "beir" and needs_scores:
             raise ConfigError(
                 f"{self.path}: BEIR data have no teacher scores for distill "
                 f"({TEACHER_SCORES_REMEDY})"

@@ -261,10 +261,7 @@ class EpochSampling:
         query_id, *used_ids = text_ids([query, positive, *negatives]).tolist()
         forbidden_ids = {*used_ids, *self._find_known_positives(query_id)}
         filled = list(negatives)
-        # Passages of other rows have no teacher score for this query, so they cannot be used in
-        # distillation.
-        max_tries = 0 if self.has_teacher_scores else _MAX_FILL_TRIES
-        for _ in range(max_tries):
+        for _ in range(_MAX_FILL_TRIES):
             if len(filled) == self._num_negatives:
                 return filled
             (source,) = self._read_sources([int(rng.integers(len(self)))])

@@ -47,8 +47,6 @@ class Selection:
         check_choice("positives", self.positives, (None, *POSITIVES_USED))
         check_choice("missing_negatives", self.missing_negatives, MISSING_NEGATIVES)
         h = self.num_hard_negatives
-        if h < 0:
-            raise ConfigError(f"num_hard_negatives={h} must be 0 or more")
         if self.negatives_from is not None and not 0 < h <= self.negatives_from:
             raise ConfigError(
                 f"num_hard_negatives={h} with negatives_from={self.negatives_from}: "

@@ -18,7 +18,6 @@ The same data, sizes and seed give the same split, whatever the order of the rec
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -82,17 +81,10 @@ class SplitSettings:
     def __post_init__(self) -> None:
         for name in ("dev", "test"):
             size = getattr(self, name)
-            if size is None:
-                continue
-            is_positive = 0 < size < math.inf  # False for NaN too
-            is_fraction_above_one = is_positive and size > 1 and size != int(size)
-            if not is_positive or is_fraction_above_one:
+            if size is not None and not (0 < size < 1 or (size >= 1 and size % 1 == 0)):
                 raise ConfigError(
                     f"{name}={size}: give a share between 0 and 1, or a whole number of queries"
                 )
-        for name in ("haystack", "fold"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -338,8 +330,9 @@ def choose_sides(
         raise DataError(
             f"{source}: cannot hold out {num_held_out:,} queries. Records that share a text, or "
             f"nearly so, must stay on one side: the largest group has "
-            f"{max(grouping.queries_of_group.values()):,} queries, and small groups have "
-            f"{num_available:,} in all ({grouping.suggest_size(sizes['dev'], sizes['test'])})"
+            f"{max(grouping.queries_of_group.values()):,} queries, and small groups, of up to a "
+            f"quarter of the larger of dev and test, have {num_available:,} in all "
+            f"(raise --{'test' if sizes['test'] else 'dev'}: more groups are small then)"
         )
     test_start = settings.fold * sizes["test"]
     if settings.fold and test_start + sizes["test"] > num_available:
@@ -390,7 +383,10 @@ def _choose_sizes(
 
     The number of test queries is 0 if the data came with a test set, which is used as it is.
     """
-    num_queries = sum(grouping.list_sizes())
+    num_queries = 0
+    for group, num_queries_of_group in grouping.queries_of_group.items():
+        if group not in grouping.groups_of_test:
+            num_queries += num_queries_of_group
     if num_queries < LEAST_QUERIES:
         raise DataError(
             f"{source}: has {num_queries} distinct queries; it takes at least {LEAST_QUERIES} "

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from contaccum.data.fields import check_min_score
 from contaccum.data.readers import SPLIT_RECORD, Source
 from contaccum.data.records import RecordReport
 from contaccum.data.split import (
@@ -51,9 +50,8 @@ class DataSource:
     min_score: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for sizes or a score out of range."""
+        """Raise `ConfigError` for sizes out of range."""
         SplitSettings(self.dev, self.test)
-        check_min_score(self.min_score)
 
     def make_record(self, output: Path) -> dict[str, Any]:
         """Return everything that decides the split, with hashes of the files, as a JSON record.

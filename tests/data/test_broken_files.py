@@ -147,6 +147,12 @@ case(
     r":2: broken quoting",
     None,
 )
+case(
+    "csv of unknown columns",
+    file("a.csv", "frage,antwort\nq,p\n"),
+    r"a\.csv: neither JSON nor a table .*--data_columns",
+    None,
+)
 # Folders whose files refer to each other by ids
 case("beir, score", judged("q0\td0\t1\nq1\td1\t-1\n"), None, (1, 0))
 case(

@@ -12,7 +12,7 @@ from data_files import put_lines
 
 from contaccum.data import load_training_data
 from contaccum.data.readers import Source
-from contaccum.errors import ConfigError, DataError
+from contaccum.errors import DataError
 
 
 @pytest.fixture
@@ -128,28 +128,6 @@ def test_entries_unused_for_thirty_days_are_removed(tmp_path, folder):
     load_training_data(paths[1])  # opening an entry marks it as used
     load_training_data(paths[3])
     assert entry.exists()
-
-
-def test_the_number_of_days_can_be_set(tmp_path, folder, monkeypatch):
-    paths = [put_lines(tmp_path / f"{i}.jsonl", *ROWS[i:]) for i in range(2)]
-    entry = store_new_entry(paths[1], folder)
-    monkeypatch.setenv("CONTACCUM_CACHE_DAYS", "0.5")
-    set_days_since_use(entry, 1)
-    load_training_data(paths[0])
-    assert not entry.exists()
-    # With 0 days, each new entry removes all others, but not itself.
-    monkeypatch.setenv("CONTACCUM_CACHE_DAYS", "0")
-    assert len(load_training_data(paths[1]).dataset) == 8
-    assert count_entries(folder) == 1
-
-
-def test_cache_days_that_are_no_number_are_refused_before_reading(
-    tmp_path, folder, monkeypatch, reads
-):
-    monkeypatch.setenv("CONTACCUM_CACHE_DAYS", "30d")
-    with pytest.raises(ConfigError, match="CONTACCUM_CACHE_DAYS is '30d': set it to a number"):
-        load_training_data(put_lines(tmp_path / "a.jsonl", *ROWS))
-    assert reads == []
 
 
 # argv: the data, a folder for the marks, the number of the process. Each process waits until both

@@ -1,7 +1,6 @@
 """Readers: every format gives the same records by one call, with the format detected or named."""
 
 import json
-import math
 from itertools import product
 from typing import Any
 
@@ -101,9 +100,20 @@ def test_records_of_a_file_may_have_different_fields(tmp_path):
         read(path, columns={"query": "q", "positive": "pp"})
 
 
-@pytest.mark.parametrize("columns", [["quer=a"], ["query"], ["{query"], "query", [{"query": "a"}]])
-def test_a_mapping_that_cannot_be_used_is_refused(columns):
-    with pytest.raises(ConfigError, match="data_columns"):
+@pytest.mark.parametrize(
+    ("columns", "word"),
+    [
+        (["quer=a"], "role"),
+        (["query"], "ROLE=NAME"),
+        (["{query"], "ROLE=NAME"),
+        # One of several columns of a role would be used silently.
+        (["query=q", "negatives=a", "negatives=b"], "negative_1"),
+        (['{"negatives": "a", "negatives": "b"}'], "negative_1"),
+        ({"query": "q", "negatives": ["a", "b"]}, "negative_1"),
+    ],
+)
+def test_a_mapping_that_cannot_be_used_is_refused(columns, word):
+    with pytest.raises(ConfigError, match=f"data_columns.*{word}"):
         parse_columns(columns)
 
 
@@ -112,24 +122,6 @@ def test_a_mapping_that_cannot_be_used_is_refused(columns):
 )
 def test_columns_are_a_mapping_a_word_or_an_object(columns):
     assert parse_columns(columns) == {"query": "a"}
-
-
-def test_no_columns_are_none():
-    assert parse_columns(None) == {}
-
-
-@pytest.mark.parametrize(
-    "columns",
-    [
-        ["query=q", "negatives=a", "negatives=b"],
-        ['{"negatives": "a", "negatives": "b"}'],
-        {"query": "q", "negatives": ["a", "b"]},
-        ['{"negatives": ["a", "b"]}'],
-    ],
-)
-def test_several_columns_of_a_role_are_refused(columns):
-    with pytest.raises(ConfigError, match="rename several columns of negatives to negative_1"):
-        parse_columns(columns)
 
 
 def test_a_negative_that_a_record_lists_twice_counts_once(tmp_path):
@@ -194,7 +186,7 @@ def test_a_delimiter_in_quotes_is_part_of_a_column_name(tmp_path, header, delimi
 
 def test_a_column_name_that_occurs_twice_is_refused_with_its_line(tmp_path):
     path = put(tmp_path / "a.csv", 'query,positive,"positive"\nq,p,r\n')
-    message = r"a\.csv:1: two columns have the same name: 'positive' \(rename or remove one\)$"
+    message = r"a\.csv:1: two columns have the same name: 'positive'"
     for on_bad_record in ("stop", "skip"):
         with pytest.raises(DataError, match=message):
             list(read_records(path, report=RecordReport(on_bad_record)))
@@ -257,16 +249,9 @@ def test_a_null_or_blank_text_is_an_empty_text(tmp_path, name, content):
         list(read_passages(path, RecordReport()))
 
 
-def test_a_passage_without_a_text_field_is_refused(tmp_path):
-    path = put(tmp_path / "a.jsonl", '{"_id": "1", "title": "T"}\n')
-    with pytest.raises(DataError, match=":1: missing text"):
-        list(read_passages(path, RecordReport(), may_be_blank=True))
-
-
-@pytest.mark.parametrize("role", ["title", "negatives", "scores"])
-def test_a_mapped_name_that_no_record_has_is_refused(tmp_path, role):
+def test_a_mapped_name_that_no_record_has_is_refused(tmp_path):
     """Under "skip" too: it is no fault of a record."""
-    message = rf"no record has the field 'wrong' \(correct {role}=wrong in data_columns"
+    message = "no record has the field 'wrong'"
     sources = (
         put(tmp_path / "a.csv", "query,positive,Title\nq,p,T\nq2,p2,T\n"),
         put_parquet(tmp_path / "a.parquet"),
@@ -274,7 +259,7 @@ def test_a_mapped_name_that_no_record_has_is_refused(tmp_path, role):
     )
     for source in sources:
         report = RecordReport("skip")
-        records = read_records(source, columns={role: "wrong"}, report=report)
+        records = read_records(source, columns={"title": "wrong"}, report=report)
         with pytest.raises(DataError, match=message):
             list(records)
         num_read = len(rows()) if source.suffix == ".jsonl" else 1
@@ -356,15 +341,6 @@ def test_a_saved_corpus_with_several_splits_has_its_passages_in_train(tmp_path):
         list(read_passages(tmp_path / "corpus", RecordReport()))
 
 
-def test_a_corpus_without_a_known_text_field_names_the_known_ones(tmp_path):
-    path = put(tmp_path / "corpus.jsonl", lines([{"id": "d1", "content": "one"}]))
-    table = put(tmp_path / "corpus.tsv", "id\tcontent\nd1\tone\n")
-    expected = "missing text: its fields are 'id, content'; use one of text, passage, contents"
-    for source in (path, table):
-        with pytest.raises(DataError, match=expected):
-            list(read_passages(source, RecordReport()))
-
-
 @pytest.mark.parametrize("label", ["score", "label"])
 def test_pairs_with_a_low_score_are_left_out_and_counted(tmp_path, label):
     pairs = [{"sentence1": f"q{score}", "sentence2": "p", label: score} for score in (0, 0.5, 1)]
@@ -376,7 +352,7 @@ def test_pairs_with_a_low_score_are_left_out_and_counted(tmp_path, label):
     assert report.by_reason == {"score below min_score": 1} and report.seen == 3
     with pytest.raises(DataError, match=r"missing score: its fields are .* --data_columns score=N"):
         read(put(tmp_path / "b.jsonl", lines([{"query": "q", "positive": "p"}])), min_score=1)
-    with pytest.raises(ConfigError, match="min_score is set, but data_format=beir"):
+    with pytest.raises(ConfigError, match="data_format=beir"):
         read(WRITERS["beir"](tmp_path), min_score=1)
 
 
@@ -389,18 +365,6 @@ def test_rows_of_empty_cells_are_blank_lines(tmp_path):
 def test_blanks_before_quoted_cells_are_no_text(tmp_path):
     path = put(tmp_path / "a.csv", '"query", "positive"\n"q", "a, b"\n')
     assert read(path)[0] == [Record("q", ["a, b"], [])]
-
-
-def test_a_table_of_unknown_columns_is_refused(tmp_path):
-    path = put(tmp_path / "a.tsv", "frage\tantwort\tfalsch\nwas ist das\tein Satz\tein anderer\n")
-    with pytest.raises(DataError, match=r"header of known column names; .*set --data_columns"):
-        sniff_format(path)
-
-
-def test_a_score_that_is_null_is_not_called_a_missing_column(tmp_path):
-    path = put(tmp_path / "a.jsonl", lines([{"query": "q", "positive": "p", "score": None}]))
-    with pytest.raises(DataError, match="score is not a number: found None"):
-        read(path, min_score=1)
 
 
 def test_a_name_that_begins_with_a_tilde_may_be_no_home_folder(tmp_path, monkeypatch):
@@ -430,5 +394,3 @@ def test_a_min_score_that_no_pair_reaches_is_named(tmp_path):
     path = write_lines(tmp_path / "data.jsonl", [record] * 3)
     with pytest.raises(DataError, match=r"no records left to use; .*3 score below min_score"):
         list(read_records(path, min_score=1))
-    with pytest.raises(ConfigError, match="min_score=nan"):
-        list(read_records(path, min_score=math.nan))

@@ -269,7 +269,6 @@ def test_the_first_texts_of_plain_data_are_their_texts():
 CANNOT_WORK = [
     {"positives": "some"},
     {"missing_negatives": "skip"},
-    {"num_hard_negatives": -1},
     {"negatives_from": 5},
     {"num_hard_negatives": 3, "negatives_from": 2},
 ]

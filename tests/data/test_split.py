@@ -1,7 +1,6 @@
 """Splits: held-out sets share no text with training, by a comparison of words."""
 
 import json
-import math
 import random
 import re
 from pathlib import Path
@@ -250,27 +249,6 @@ def test_sizes_are_shares_or_numbers(tmp_path):
     assert split.train == 120
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"dev": math.inf}, "dev=inf"),
-        ({"dev": 1.5}, "dev=1.5"),
-        ({"test": 0}, "test=0"),
-        ({"haystack": -1}, "haystack must be at least 0"),
-    ],
-)
-def test_sizes_out_of_range_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        SplitSettings(**settings)
-
-
-def test_sizes_that_leave_no_training_queries_are_refused(tmp_path):
-    pairs = write_lines(tmp_path / "pairs.jsonl", make_pairs(200))
-    with pytest.raises(ConfigError, match="leave none to train on"):
-        split_data(Source(pairs), tmp_path / "none", SplitSettings(dev=100, test=100))
-    assert not (tmp_path / "none").exists()
-
-
 def test_a_large_group_stays_on_one_side(tmp_path):
     """Each passage answers two questions, and each question has two passages: one long chain."""
     generator = random.Random(0)
@@ -471,62 +449,30 @@ def test_the_corpus_of_a_beir_folder_without_a_test_set_is_the_haystack(tmp_path
     assert len(load_beir_folder(tmp_path / "split" / "test").corpus) == 60
 
 
-def test_few_answers_of_many_questions_need_a_larger_test_set(tmp_path):
-    """The advice works: groups of 60 queries are small in a test set of 240."""
+def test_groups_are_small_in_a_larger_test_set(tmp_path):
+    """Groups of 60 queries are small in a test set of 240."""
     pairs = []
     answers = sentences(10, 0, 9)
     for number, query in enumerate(sentences(600, 1, 9)):
         pairs.append({"query": query, "positive": answers[number % 10]})
     source = Source(write_lines(tmp_path / "faq.jsonl", pairs))
-    with pytest.raises(DataError, match=r"\(raise --test to 240\)"):
+    with pytest.raises(DataError, match=r"the largest group has 60 queries.*raise --test"):
         split_data(source, tmp_path / "split")
-    split = split_data(source, tmp_path / "split", SplitSettings(test=240))
-    assert split.test == 240
-
-
-def test_advice_for_large_groups_leaves_queries_to_train_on(tmp_path):
-    """Only whole groups of 18 are held out, so 9 dev queries become 18."""
-    pairs = []
-    passages = sentences(7, 0, 9)
-    for number, query in enumerate(sentences(5 * 18, 1, 9)):
-        pairs.append({"query": query, "positive": passages[number % 5]})
-    source = Source(write_lines(tmp_path / "five.jsonl", pairs))
-    with pytest.raises(DataError, match="too few different passages"):
-        split_data(source, tmp_path / "split")
+    assert split_data(source, tmp_path / "split", SplitSettings(test=240)).test == 240
     with pytest.raises(DataError, match="no group of linked records is left to train on"):
-        split_data(source, tmp_path / "split", SplitSettings(test=72))
-    assert not (tmp_path / "split").exists()
-    for number, query in enumerate(sentences(2 * 18, 2, 9)):
-        pairs.append({"query": query, "positive": passages[5 + number % 2]})
-    source = Source(write_lines(tmp_path / "seven.jsonl", pairs))
-    with pytest.raises(DataError, match=r"\(raise --test to 72\)"):
-        split_data(source, tmp_path / "split")
-    assert split_data(source, tmp_path / "split", SplitSettings(test=72)).train == 36
+        split_data(source, tmp_path / "other", SplitSettings(dev=60, test=520))
 
 
-def write_beir_of_groups(folder, num_test):
-    """Write a BEIR folder of 10 documents with 10 queries each, and a test set of others."""
-    texts = sentences(10 + num_test, 0, 9)
-    documents = {f"d{number}": ("", text) for number, text in enumerate(texts)}
-    queries = {f"q{number}": text for number, text in enumerate(sentences(100 + num_test, 1, 9))}
-    qrels = [(f"q{number}", f"d{number % 10}", 1) for number in range(100)]
-    test_qrels = [(f"q{100 + number}", f"d{10 + number}", 1) for number in range(num_test)]
-    write_beir(folder, documents, queries, qrels, "train")
-    if num_test:
-        write_qrels(folder / "qrels" / "test.tsv", test_qrels)
-    return folder
-
-
-def test_with_a_test_set_of_its_own_the_advice_concerns_dev_and_no_folds(tmp_path):
-    source = Source(write_beir_of_groups(tmp_path / "beir", 12))
-    with pytest.raises(DataError, match=r"\(raise --dev to 40\)"):
-        split_data(source, tmp_path / "split")
-    split = split_data(source, tmp_path / "split", SplitSettings(dev=40))
-    [warning] = [line for line in split.warnings() if "test queries are few" in line]
-    assert "--fold" not in warning
+def test_a_warning_of_few_test_queries_names_folds_unless_the_data_have_a_test_set(tmp_path):
     pairs = Source(write_lines(tmp_path / "pairs.jsonl", make_pairs(40)))
-    [warning] = split_data(pairs, tmp_path / "other").warnings()
+    [warning] = split_data(pairs, tmp_path / "pairs").warnings()
     assert "--fold 1, 2" in warning
+    documents, queries, qrels = make_judged_claims(60)
+    folder = write_beir(tmp_path / "beir", documents, queries, qrels[:50])
+    write_qrels(folder / "qrels" / "test.tsv", qrels[50:])
+    [warning] = split_data(Source(folder), tmp_path / "split").warnings()
+    assert "test queries are few" in warning
+    assert "--fold" not in warning
 
 
 def test_the_corpus_of_a_beir_folder_is_counted_once_and_may_have_blank_documents(tmp_path):
@@ -563,13 +509,6 @@ def test_a_folder_of_a_split_is_not_taken_for_training_data(tmp_path):
     split_data(Source(write_lines(tmp_path / "p.jsonl", make_pairs(40))), tmp_path / "split")
     with pytest.raises(DataError, match=r"contaccum split \(give .*split/train\.jsonl\)"):
         Source(tmp_path / "split")
-
-
-def test_ids_that_judgements_cannot_contain_are_refused(tmp_path):
-    pairs = write_lines(tmp_path / "pairs.jsonl", make_pairs(40))
-    corpus = write_lines(tmp_path / "corpus.jsonl", [{"_id": "a\tb", "text": "a text"}])
-    with pytest.raises(DataError, match="has a tab or a line break"):
-        split_data(Source(pairs), tmp_path / "split", corpus=corpus)
 
 
 def test_unusable_documents_are_counted_once(tmp_path):
@@ -633,40 +572,6 @@ def test_the_command_prints_the_sizes_and_train_reads_the_split(tmp_path, capsys
     assert len(list(training_source.records(RecordReport()))) == 140
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "is empty"),
-        ('{"query": "a", "positive": "b"}\n', "has 1 distinct queries; it takes at least 10"),
-        ('{"query": "a"}\n', "missing positive"),
-    ],
-)
-def test_unusable_data_give_one_line_and_no_files(tmp_path, capsys, content, message):
-    pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text(content)
-    assert main(["split", str(pairs), str(tmp_path / "split"), "--no_progress"]) == 2
-    output = capsys.readouterr().err
-    assert output.count("\n") == 1
-    assert message in output
-    assert [path.name for path in tmp_path.iterdir()] == ["pairs.jsonl"]
-
-
-def test_a_folder_that_exists_is_not_written_over(tmp_path, capsys):
-    pairs = write_lines(tmp_path / "pairs.jsonl", make_pairs(20))
-    (tmp_path / "split").mkdir()
-    assert main(["split", str(pairs), str(tmp_path / "split")]) == 2
-    assert "exists already" in capsys.readouterr().err
-
-
-def test_a_corpus_with_the_same_id_twice_is_refused(tmp_path, capsys):
-    pairs = write_lines(tmp_path / "pairs.jsonl", make_pairs(20))
-    twice = [{"_id": "1", "text": "a b"}, {"_id": "1", "text": "c d"}]
-    corpus = write_lines(tmp_path / "corpus.jsonl", twice)
-    assert main(["split", str(pairs), str(tmp_path / "new"), "--corpus", str(corpus)]) == 2
-    assert "has the id '1' twice" in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
-
-
 def test_bad_judgements_of_a_published_test_set_are_counted_and_not_copied(tmp_path):
     """Documents and queries are counted once, although train and test share them."""
     documents, queries, qrels = make_judged_claims(20)
@@ -718,3 +623,36 @@ def test_queries_that_share_a_passage_or_nearly_a_text_are_one_group(tmp_path):
     assert groups["a"] == groups["b"]
     assert groups["c"] == groups["d"] == groups["e"]
     assert groups["a"] != groups["c"]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "corpus", "options", "word"),
+    [
+        ([], [], [], "is empty"),
+        ([{"query": "a", "positive": "b"}], [], [], "at least 10"),
+        ([{"query": "a"}], [], [], "missing positive"),
+        (make_pairs(40), [], ["--dev=1.5"], "dev=1.5"),
+        (make_pairs(40), [], ["--test=0"], "test=0"),
+        (make_pairs(40), [], ["--dev=20", "--test=20"], "leave none to train on"),
+        (make_pairs(40), [{"_id": "a\tb", "text": "a text"}], [], "a tab"),
+        (make_pairs(40), [{"_id": "1", "text": text} for text in "ab"], [], "twice"),
+    ],
+)
+def test_what_cannot_be_split_gives_one_line_and_no_files(
+    tmp_path, capsys, pairs, corpus, options, word
+):
+    argv = ["split", str(write_lines(tmp_path / "pairs.jsonl", pairs)), str(tmp_path / "split")]
+    if corpus:
+        options = [*options, f"--corpus={write_lines(tmp_path / 'corpus.jsonl', corpus)}"]
+    files_before = sorted(tmp_path.iterdir())
+    assert main([*argv, "--no_progress", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert word in error
+    assert sorted(tmp_path.iterdir()) == files_before
+
+
+def test_a_folder_that_exists_is_not_written_over(tmp_path):
+    pairs = write_lines(tmp_path / "pairs.jsonl", make_pairs(40))
+    with pytest.raises(ConfigError, match="exists already"):
+        split_data(Source(pairs), tmp_path)

@@ -65,12 +65,10 @@ def test_a_table_has_a_score_in_a_cell_and_a_mapping_names_them(tmp_path):
 
 BROKEN = [
     {"neg_scores": [1]},
-    {"neg_scores": [1, "much"]},
     {"pos_scores": [1, None]},
     {"pos_scores": None},
     {"neg_scores": [1, float("nan")]},
-    {"neg_scores": [1, 10**400]},
-    {"neg_scores": [1, 1e300]},
+    {"neg_scores": [1, 1e300]},  # too large for float32
     # Four scores for four passages, but not two and two
     {"pos_scores": [1, 2, 3], "neg_scores": [4]},
 ]

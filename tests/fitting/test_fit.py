@@ -295,13 +295,6 @@ def test_a_fit_continues_from_another_working_directory(root, tmp_path, monkeypa
     assert Path(config["train_data"]).is_absolute()
 
 
-@pytest.mark.parametrize("options", [{"min_score": float("nan")}, {"dev": float("inf")}])
-def test_numbers_that_are_not_finite_are_refused(root, tmp_path, options):
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        contaccum.fit(root / "pairs.jsonl", output=tmp_path / "out", **options)
-    assert not (tmp_path / "out").exists()
-
-
 def test_the_home_folder_is_expanded_in_all_paths(root, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(root))
     monkeypatch.chdir(tmp_path)
