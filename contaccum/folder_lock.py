@@ -33,21 +33,18 @@ def lock_folder(path: Path, command: str) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"{path}: cannot be used as a folder ({error.strerror})") from error
     try:
-        _lock(descriptor, path, command)
+        # File systems without locks raise another OSError, and are not locked.
+        with suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"{path}: another {command} works in this folder; wait for it, or name another "
+                    "--output"
+                ) from error
         yield
     finally:
         os.close(descriptor)
         if is_new:
             with suppress(OSError):  # it is not empty
                 path.rmdir()
-
-
-def _lock(descriptor: int, path: Path, command: str) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ConfigError(
-            f"{path}: another {command} works in this folder; wait for it, or name another --output"
-        ) from error
-    except OSError:  # the file system has no locks
-        return

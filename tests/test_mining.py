@@ -21,7 +21,7 @@ from transformers import BertForMaskedLM, BertForSequenceClassification
 from contaccum import DualEncoder
 from contaccum.data import load_training_data
 from contaccum.data.labels import decode
-from contaccum.errors import ConfigError, DataError, UserError
+from contaccum.errors import DataError, UserError
 from contaccum.mining import (
     OUTPUT_FORMATS,
     MinedNegatives,
@@ -576,12 +576,6 @@ def test_data_without_positives_or_passages_are_refused(tmp_path, judgement, doc
     folder = write_beir(tmp_path / "b", documents, QUERIES, [judgement])
     with pytest.raises(DataError, match=message):
         load_mining_data(folder)
-
-
-@pytest.mark.parametrize("settings", [{"min_score": 2}, {"columns": {"query": "q"}}])
-def test_settings_that_a_beir_folder_does_not_have_are_refused(beir, settings):
-    with pytest.raises(ConfigError, match="data_format=beir has no fields"):
-        load_mining_data(beir, **settings)
 
 
 def test_a_bad_record_is_named_or_left_out(tmp_path):

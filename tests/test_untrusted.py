@@ -218,10 +218,8 @@ def test_code_of_a_folder_runs_by_the_flag_alone(harmless, tmp_path, mark):
     ("file", "content"),
     [
         ("1_Pooling/config.json", None),
-        ("1_Pooling/config.json", '{"unknown": 1}'),
         ("modules.json", "[1]"),
         ("config.json", '{"model_type": "bert", "hidden_size": "wide"}'),
-        ("config.json", '{"model_type": "bert", "hidden_size": 8, "num_attention_heads": 1}'),
         ("tokenizer.json", "{"),
     ],
 )
@@ -266,24 +264,6 @@ def unpickles(call: ast.Call) -> bool:
     if name in ("np.load", "numpy.load"):
         return arguments.get("allow_pickle") != "False"
     return name in UNPICKLING
-
-
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        ("torch.load(file)", True),
-        ("torch.load(file, weights_only=False)", True),
-        ("torch.load(file, weights_only=True)", False),
-        ("np.load(file)", True),
-        ("np.load(file, allow_pickle=False)", False),
-        ("joblib.load(file)", True),
-        ("json.load(file)", False),
-    ],
-)
-def test_calls_that_unpickle_are_recognised(code, expected):
-    call = ast.parse(code, mode="eval").body
-    assert isinstance(call, ast.Call)
-    assert unpickles(call) == expected
 
 
 def test_library_calls_nothing_that_unpickles():

@@ -75,10 +75,6 @@ class SelectionRules:
         The check is cheap. Call it before data or models are loaded.
         """
         check_choice("sampling", self.sampling, SAMPLING)
-        if self.num_negatives < 1:
-            raise ConfigError(f"num_negatives={self.num_negatives} must be 1 or more")
-        if self.range_min < 0:
-            raise ConfigError(f"range_min={self.range_min} must be 0 or more")
         least_range_max = self.range_min + self.num_negatives
         if self.range_max is not None and self.range_max < least_range_max:
             raise ConfigError(

@@ -11,12 +11,10 @@ from sentence_transformers import SentenceTransformer
 from tqdm.auto import tqdm
 
 from contaccum.data import RecordReport
-from contaccum.defaults import PRECISIONS
 from contaccum.encoders.towers import Kind
-from contaccum.errors import ConfigError, check_choice
 from contaccum.files import AnyPath
 from contaccum.retrieval.encode import encode_texts, encoding_identity, read_texts
-from contaccum.retrieval.store import STORED, StoreWriter
+from contaccum.retrieval.store import StoreWriter
 
 ROWS_PER_SHARD = 50_000
 
@@ -59,7 +57,7 @@ class CorpusEncoder:
         corpus: file or BEIR folder that `read_texts` reads.
         folder: folder of the store.
         kind: "query" or "document", the prompt and tower that encode the texts.
-        dtype: type of the stored embeddings, one of `STORED`.
+        dtype: type of the stored embeddings, "float32" or "float16".
         batch_size: texts per forward pass; see `encode_texts`.
         precision: type of autocast; see `encode_texts`.
         shard_size: rows per shard. A killed process loses one shard at most.
@@ -68,7 +66,6 @@ class CorpusEncoder:
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
 
     Raises:
-        ConfigError: a setting is not one of the allowed values.
         DataError: the corpus cannot be read.
         UserError: the folder holds another store or something else.
     """
@@ -87,10 +84,6 @@ class CorpusEncoder:
         overwrite: bool = False,
         on_bad_record: Literal["stop", "skip"] = "stop",
     ) -> None:
-        check_choice("dtype", dtype, STORED)
-        check_choice("precision", precision, PRECISIONS)
-        if shard_size < 1:
-            raise ConfigError(f"shard_size must be at least 1, got {shard_size}")
         self.model = model
         self.corpus = corpus
         self.kind: Kind = kind

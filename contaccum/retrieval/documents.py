@@ -83,14 +83,7 @@ class StoreDocuments:
         }
 
     def add(self, texts: Sequence[str], embeddings: np.ndarray) -> None:
-        """Append documents: k texts and their embeddings, float32 (k, d).
-
-        Raises:
-            ValueError: the embeddings have another shape.
-        """
-        expected_shape = (len(texts), self.dimension)
-        if embeddings.shape != expected_shape:
-            raise ValueError(f"embeddings have shape {embeddings.shape}, expected {expected_shape}")
+        """Append documents: k texts and their embeddings, float32 (k, d)."""
         self._appended = np.concatenate([self._appended, embeddings.astype(np.float32, copy=False)])
         self._set_text_ids(np.concatenate([self._text_ids, text_ids(texts)]))
         self._inverse_norms = None

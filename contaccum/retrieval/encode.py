@@ -29,7 +29,6 @@ from contaccum.data.beir import find_beir_file
 from contaccum.data.records import parse_rows, parse_text, quoted, read_lines
 from contaccum.data.sampling import text_ids
 from contaccum.data.tables import parse_question_line
-from contaccum.defaults import PRECISIONS
 from contaccum.encoders.settings import get_prompt
 from contaccum.encoders.towers import Kind, get_tower
 from contaccum.errors import DataError, UserError, check_choice
@@ -127,10 +126,8 @@ def encode_texts(
         float32 (k, d), not normalised unless the model normalises.
 
     Raises:
-        ConfigError: the precision is unknown.
         UserError: the model returns NaN or infinity; the message quotes the text.
     """
-    check_choice("precision", precision, PRECISIONS)
     if len(texts) == 0:
         return np.empty((0, model.get_embedding_dimension() or 0), dtype=np.float32)
     encode = model.encode_document

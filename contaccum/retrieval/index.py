@@ -26,7 +26,6 @@ from contaccum.files import (
     atomic_file,
     read_json,
     report_failed_write,
-    require_writable,
     write_json,
 )
 from contaccum.retrieval.encode import Similarity
@@ -183,7 +182,7 @@ def open_index(
     Raises:
         ConfigError: see `build_index`.
         DataError: the file belongs to another store, factory or metric, or FAISS cannot read it.
-        UserError: the file cannot be written; this is checked before the index is built, too.
+        UserError: the file cannot be written.
     """
     import faiss
 
@@ -192,8 +191,6 @@ def open_index(
     description_path = Path(f"{path}.json")
     description = {"fingerprint": store.fingerprint, "factory": factory, "metric": metric}
     if not path.exists():
-        require_writable(path)
-        check_factory(factory, store.shape[1], len(store), metric, parameters)
         # FAISS writes search parameters into the file, and they would stay in force when it is
         # opened without parameters. So the index is built without them.
         index = build_index(store, factory, metric)
@@ -205,10 +202,6 @@ def open_index(
             faiss.write_index(index.faiss_index, str(part))
         index.parameters = _set_parameters(index.faiss_index, factory, parameters)
         return index
-    if not description_path.exists():
-        raise DataError(
-            f"{path}: its description {description_path.name} is missing ({_REMEDY_FOR_FILE})"
-        )
     stored_description = read_json(description_path)
     for name, expected in description.items():
         stored = stored_description.get(name)
@@ -370,7 +363,6 @@ def _set_parameters(index: faiss.Index, factory: str, parameters: str | None) ->
         if num_lists == 0:
             return None
         parameters = f"nprobe={math.ceil(num_lists / 8)}"
-    _check_parameters(parameters)
     space: Any = faiss.ParameterSpace()  # FAISS's type stub has only one of the two overloads
     try:
         space.set_index_parameters(index, parameters)
@@ -379,19 +371,6 @@ def _set_parameters(index: faiss.Index, factory: str, parameters: str | None) ->
             f"index {factory!r} does not take parameters {parameters!r} (correct or drop them)"
         ) from error
     return parameters
-
-
-def _check_parameters(parameters: str) -> None:
-    """Raise `ConfigError` for a number below 1, which FAISS accepts and with which searches fail.
-
-    Args:
-        parameters: as FAISS takes them, such as "nprobe=8,k_factor_rf=4".
-    """
-    for parameter in parameters.split(","):
-        name, _, value = parameter.strip().partition("=")
-        is_number_of_candidates = re.search("nprobe|efSearch|k_factor", name) is not None
-        if is_number_of_candidates and re.fullmatch(r"-?[\d.]+", value) and float(value) < 1:
-            raise ConfigError(f"index parameter {parameter.strip()!r} must be at least 1")
 
 
 def _count_inverted_lists(index: faiss.Index) -> int:

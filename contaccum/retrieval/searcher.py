@@ -104,11 +104,8 @@ class FaissSearcher:
 
         Raises:
             ConfigError: the score function is unknown, or the index cannot be built.
-            DataError: the corpus is empty.
         """
         metric = get_similarity(self.model, score_function)
-        if not corpus:
-            raise DataError("the corpus has no documents to search (check the corpus file)")
         self.timing = {}
         with self._measure_time("encode_queries"):
             query_embeddings = self._encode(list(queries.values()), "query", self.encode_queries)

@@ -193,15 +193,11 @@ class EmbeddingStore:
         row_numbers = np.asarray(rows)
         if row_numbers.shape == (0,):
             return row_numbers.astype(np.int64)
-        if row_numbers.ndim != 1 or not np.issubdtype(row_numbers.dtype, np.integer):
+        # numpy would take a mask of booleans as the rows 0 and 1.
+        is_list_of_integers = row_numbers.ndim == 1 and row_numbers.dtype.kind in "iu"
+        if not is_list_of_integers or row_numbers.min() < 0 or row_numbers.max() >= len(self):
             raise IndexError(
-                f"{self.folder}: rows must be a one-dimensional list or array of integers, "
-                f"got {row_numbers.dtype} of shape {row_numbers.shape}"
-            )
-        if row_numbers.min() < 0 or row_numbers.max() >= len(self):
-            raise IndexError(
-                f"{self.folder}: has rows 0 to {len(self) - 1}, but rows from {row_numbers.min()} "
-                f"to {row_numbers.max()} were requested"
+                f"{self.folder}: rows must be a list of integers from 0 to {len(self) - 1}"
             )
         return row_numbers.astype(np.int64)
 

@@ -69,9 +69,7 @@ def test_nan_embeddings_are_refused_with_the_text(model):
         encode_texts(model, TEXTS, "query")
 
 
-def test_unknown_precision_and_similarity_are_refused(model):
-    with pytest.raises(ConfigError, match="fp16"):
-        encode_texts(model, TEXTS, precision="fp16")
+def test_an_unknown_similarity_is_refused(model):
     with pytest.raises(ConfigError, match=r"the similarity must be one of .* got 'euclidean'"):
         get_similarity(model, "euclidean")
     model.similarity_fn_name = "manhattan"

@@ -90,23 +90,12 @@ def test_other_files_in_the_folder_of_a_shard_do_no_harm(tmp_path):
     assert len(EmbeddingStore.open(folder)) == NUM_ROWS
 
 
-@pytest.mark.parametrize("rows", [[-1], [25], [0, 99]])
-def test_rows_that_do_not_exist_are_refused(tmp_path, rows):
-    store = EmbeddingStore.open(write_store(tmp_path / "s"))
-    for read in (store.ids, store.__getitem__):
-        with pytest.raises(IndexError, match="0 to 24"):
-            read(rows)
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [3, np.int64(3), [[1, 2]], np.zeros(NUM_ROWS, dtype=bool), [True, False], [0.0, 1.0], ["1"]],
-)
-def test_rows_that_are_not_a_list_of_integers_are_refused(tmp_path, rows):
+@pytest.mark.parametrize("rows", [[-1], [0, 25], 3, [[1, 2]], [True, False], [0.0, 1.0]])
+def test_rows_that_are_not_a_list_of_rows_of_the_store_are_refused(tmp_path, rows):
     """numpy would take a mask of booleans as the rows 0 and 1."""
     store = EmbeddingStore.open(write_store(tmp_path / "s"))
     for read in (store.ids, store.__getitem__):
-        with pytest.raises(IndexError, match="one-dimensional list or array of integers"):
+        with pytest.raises(IndexError, match="a list of integers from 0 to 24"):
             read(rows)
 
 
