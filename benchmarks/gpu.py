@@ -91,7 +91,7 @@ PARTS = (
     "study_cell",
     "search",
 )
-# The parts that use an option. All others would ignore it, so they are refused with it.
+# The parts that use an option. All others ignore it.
 PARTS_OF_OPTION = {
     "pairs": PARTS_WITH_SIZES,
     "local": PARTS_WITH_SIZES,
@@ -110,7 +110,6 @@ def parse_arguments() -> argparse.Namespace:
     parser = make_parser()
     args = parser.parse_args()
     if args.page is None:
-        check_part_options(args, parser)
         check_device(args.device, parser)
     args.sizes = TINY if args.tiny else Sizes()
     for name in ("pairs", "local", "bank_size", "turns", "precision"):
@@ -161,7 +160,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def add_part_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that only some parts use."""
-    group = parser.add_argument_group("options of some parts, refused with other parts in --part")
+    group = parser.add_argument_group("options of some parts, ignored by the others")
 
     def add(name: str, help_text: str, **settings: Any) -> None:
         parts = ", ".join(PARTS_OF_OPTION[name])
@@ -186,16 +185,6 @@ def add_part_options(parser: argparse.ArgumentParser) -> None:
         "folder of a SentenceTransformer to train; default: all-MiniLM-L6-v2 of the demo extra",
         type=Path,
     )
-
-
-def check_part_options(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """End the program if an option is given that one of the parts to run would ignore."""
-    for option, parts in PARTS_OF_OPTION.items():
-        is_given = getattr(args, option) is not None
-        if is_given and not set(args.part).issubset(parts):
-            parser.error(
-                f"--{option} is used by {', '.join(parts)} only; name no other part in --part"
-            )
 
 
 def has_settings_of_page(args: argparse.Namespace) -> bool:

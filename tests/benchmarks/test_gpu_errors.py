@@ -190,26 +190,6 @@ def test_other_settings_are_written_to_another_folder(program, parse, monkeypatc
     assert parse(*study_cell, "--model", "folder", "--output", "x").output == Path("x")
 
 
-@pytest.mark.parametrize(
-    ("argv", "users"),
-    [
-        (["--part", "decoder", "--turns", "1"], "update_time"),
-        (["--part", "update_time", "decoder", "--turns", "1"], "update_time"),
-        (["--part", "loss_exact", "--bank_size", "64"], "host_syncs, update_time"),
-        (["--part", "compile", "--pairs", "64"], "loss_exact, host_syncs, update_time"),
-        (["--part", "encoding", "--precision", "float32"], "update_time"),
-        (["--part", "search", "study_cell", "--seconds", "5"], "study_cell"),
-        (["--model", "folder"], "study_cell"),
-    ],
-)
-def test_an_option_that_a_part_would_ignore_is_refused(parse, capsys, argv, users):
-    with pytest.raises(SystemExit) as stopped:
-        parse("--device", "cpu", *argv)
-    assert stopped.value.code == 2
-    message = f"error: {argv[-2]} is used by {users} only; name no other part in --part\n"
-    assert capsys.readouterr().err.endswith(message)
-
-
 def test_a_gpu_that_the_trainers_would_not_use_is_refused(parse, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         parse()

@@ -186,6 +186,22 @@ def test_data_order_depends_on_the_micro_batch_only_where_batches_are_composed(t
     assert fingerprint_orders("--data_seed=7") != fingerprint_orders()
 
 
+@pytest.mark.long  # the process takes ten seconds to start
+def test_a_run_in_a_process_has_the_result_of_this_process(
+    tokens, evaluation, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'eval' / 'compare'}:{ROOT}")
+    [job] = make_jobs(plan_runs(tokens, ["contaccum"]), evaluation, tmp_path)
+    assert processes.run_jobs([job], 1) == {}
+    result = read_json(Path(job["folder"], "result.json"))
+    expected = comparison_run.run_job(job)
+    for key in ("identity", "initial_weights", "data_order", "updates", "evaluations"):
+        assert result[key] == expected[key]
+    assert result["final_loss"] == pytest.approx(expected["final_loss"], rel=1e-5)
+    assert result["machine"]["threads"] == processes._count_cores()
+    assert not list(Path(job["folder"]).glob("*.safetensors"))  # the weights are not kept
+
+
 # Replaces comparison.run in the processes; the job decides how the process ends.
 CHILD = """
 import json, os, signal, sys
@@ -471,12 +487,19 @@ def compare(tokens, data_folder, monkeypatch):
     return run
 
 
-@pytest.mark.slow
-def test_two_methods_are_trained_in_processes_and_a_second_call_trains_missing_runs_only(
+def run_jobs_in_this_process(jobs: Any, *args: Any) -> dict[str, str]:
+    """Replace `run_jobs`, whose processes each take some seconds to start."""
+    for job in jobs:
+        write_json(Path(job["folder"], "result.json"), comparison_run.run_job(job))
+    return {}
+
+
+def test_two_methods_are_trained_and_a_second_call_trains_missing_runs_only(
     compare, tmp_path, monkeypatch, capsys
 ):
     options = ["--methods", "grad_accum", "contaccum", "--seeds", "3"]
-    assert compare(tmp_path, *options, "--jobs", "2") == 0
+    monkeypatch.setattr(comparison_run, "run_jobs", run_jobs_in_this_process)
+    assert compare(tmp_path, *options) == 0
     report = read_json(tmp_path / "report.json")
     assert report["warnings"] == []
     assert report["failed"] == {}
@@ -484,7 +507,6 @@ def test_two_methods_are_trained_in_processes_and_a_second_call_trains_missing_r
     assert len(report["runs"]) == 2
     for name in report["runs"]:
         result = read_json(tmp_path / "runs" / name / "result.json")
-        assert result["machine"]["threads"] == 1
         evaluation = result["evaluations"]["beir"]
         for metric in METRICS:
             values = [scores[metric] for scores in evaluation["per_query"].values()]
@@ -508,13 +530,6 @@ def test_two_methods_are_trained_in_processes_and_a_second_call_trains_missing_r
     assert compare(tmp_path, "--seeds", "3", "4", "--methods", "grad_accum") == 1
     assert started[1:] == [["grad_accum_seed-4"]]
     assert "too bad" in (tmp_path / "report.md").read_text()
-
-
-def run_jobs_in_this_process(jobs: Any, *args: Any) -> dict[str, str]:
-    """Replace `run_jobs`, whose processes each take some seconds to start."""
-    for job in jobs:
-        write_json(Path(job["folder"], "result.json"), comparison_run.run_job(job))
-    return {}
 
 
 def make_dev_data(beir: Path, dev: Path) -> Path:
