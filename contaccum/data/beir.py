@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from contaccum.data.records import (
     Fault,
@@ -217,14 +217,6 @@ def _read_texts_by_id(
     return text_by_id
 
 
-class _Judgement(NamedTuple):
-    """A line of the qrels."""
-
-    query_id: str
-    document_id: str
-    grade: int
-
-
 def _read_qrels(
     path: Path,
     report: RecordReport,
@@ -234,7 +226,7 @@ def _read_qrels(
     """Read the judgements of a split; without a corpus, any document may be judged."""
     qrels: dict[str, dict[str, int]] = {}
 
-    def parse_judgement(line: str) -> _Judgement:
+    def parse_judgement(line: str) -> tuple[str, str, int]:
         query_id, document_id, grade_text = split_cells(line, 3)
         if query_id not in queries:
             raise Fault("unknown query", quoted(query_id))
@@ -248,11 +240,11 @@ def _read_qrels(
             grade = int(grade_text)
         except ValueError:
             raise Fault("score is not an integer", f"found {quoted(grade_text)}") from None
-        return _Judgement(query_id, document_id, grade)
+        return query_id, document_id, grade
 
-    for judgement in parse_rows(path, _skip_header(read_lines(path)), parse_judgement, report):
-        judgements = qrels.setdefault(judgement.query_id, {})
-        judgements[judgement.document_id] = judgement.grade
+    judgements = parse_rows(path, _skip_header(read_lines(path)), parse_judgement, report)
+    for query_id, document_id, grade in judgements:
+        qrels.setdefault(query_id, {})[document_id] = grade
     return qrels
 
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from contaccum.data.fields import Record
 from contaccum.data.readers import Source
 from contaccum.data.records import RecordReport, one_line
 from contaccum.data.sampling import text_ids
@@ -116,7 +115,9 @@ def _write_entry(folder: Path, source: Source, report: RecordReport) -> Iterator
     with open(folder / _PAIRS_FILE, "wb") as pairs_file:
         for record in source.records(report):
             num_records += 1
-            pairs_file.write(_encode_pairs(record))
+            query_id, *positive_ids = text_ids([record.query, *record.positives]).tolist()
+            pairs = [(query_id, positive_id) for positive_id in positive_ids]
+            pairs_file.write(np.array(pairs, dtype=np.int64).tobytes())
             texts_content.add(record.query, *record.positives, "")
             negatives_content.add(*record.negatives, "")
             if record.scores is not None:
@@ -131,13 +132,6 @@ def _write_entry(folder: Path, source: Source, report: RecordReport) -> Iterator
     }
     write_json(folder / _DESCRIPTION_FILE, description)
     _remove_unused_entries(folder)
-
-
-def _encode_pairs(record: Record) -> bytes:
-    """Return the text ids of a record's pairs, int64 (p, 2), as bytes."""
-    query_id, *positive_ids = text_ids([record.query, *record.positives]).tolist()
-    pairs = [(query_id, positive_id) for positive_id in positive_ids]
-    return np.array(pairs, dtype=np.int64).tobytes()
 
 
 def _remove_unused_entries(new_entry: Path) -> None:

@@ -145,9 +145,19 @@ def load_training_data(
             "(mine some)"
         )
         raise DataError(one_line(message))
-    if teacher_scores:
-        _refuse_fillers_without_score(path, selection, num_negatives)
-    used_records = _select_records(path, selection, num_negatives, report)
+    used_records = np.arange(len(num_negatives))
+    has_too_few = num_negatives < num_hard_negatives
+    if missing_negatives == "drop":
+        used_records = np.flatnonzero(~has_too_few)
+    elif teacher_scores and has_too_few.any():
+        message = (
+            f"{path}: {has_too_few.sum()} records have fewer than num_hard_negatives="
+            f"{num_hard_negatives} negatives, and the passages that would be added have no teacher "
+            "score (set missing_negatives=drop, or lower num_hard_negatives)"
+        )
+        raise DataError(one_line(message))
+    report.leave_out(path, sampling.TOO_FEW, len(num_negatives) - len(used_records))
+    report.refuse_if_nothing_left(path, len(used_records), "training pairs")
     negative_columns = [f"negative_{number}" for number in range(1, num_hard_negatives + 1)]
     transform = EpochSampling(
         cached.records,
@@ -171,45 +181,11 @@ def load_training_data(
     )
 
 
-def _select_records(
-    path: AnyPath, selection: Selection, num_negatives: np.ndarray, report: RecordReport
-) -> np.ndarray:
-    """Return the numbers of the records to train on, and report those that have too few negatives.
-
-    Raises:
-        DataError: if no record is left.
-    """
-    used_records = np.arange(len(num_negatives))
-    if selection.missing_negatives == "drop":
-        used_records = np.flatnonzero(num_negatives >= selection.num_hard_negatives)
-    report.leave_out(path, sampling.TOO_FEW, len(num_negatives) - len(used_records))
-    report.refuse_if_nothing_left(path, len(used_records), "training pairs")
-    return used_records
-
-
 def _list_lengths(records: Dataset, column: str) -> np.ndarray:
     """Return the number of texts in a list column for each record, without reading the texts."""
     import pyarrow.compute as pc
 
     return pc.list_value_length(records.data.column(column)).to_numpy()
-
-
-def _refuse_fillers_without_score(
-    path: AnyPath, selection: Selection, num_negatives: np.ndarray
-) -> None:
-    """Raise `DataError` if records with too few negatives would get passages of other records.
-
-    A passage of another record has no teacher score for this record's query.
-    """
-    h = selection.num_hard_negatives
-    num_short = int((num_negatives < h).sum())
-    if selection.missing_negatives == "fill" and num_short:
-        message = (
-            f"{num_short} records have fewer than num_hard_negatives={h} negatives, "
-            "and the passages that would be added have no teacher score"
-        )
-        remedy = "set missing_negatives=drop, or lower num_hard_negatives"
-        raise DataError(one_line(f"{path}: {message} ({remedy})"))
 
 
 def _compute_fingerprint(
@@ -331,8 +307,10 @@ def parse_training_sets(
             _check_set(arguments)
         except ValueError as error:  # ConfigError is a ValueError too
             raise ConfigError(one_line(f"train_data: {quoted(item)}: {error}")) from error
-        default_name = _get_stem(arguments["path"])
-        name = arguments.pop("name", default_name)
+        # The file or folder without extension: "train" for "x/train.jsonl.gz"
+        file_name = Path(arguments["path"]).resolve().name
+        stem = re.sub(r"(\.(jsonl|json|csv|tsv|parquet))?(\.gz)?$", "", file_name)
+        name = arguments.pop("name", stem)
         if name in arguments_by_name:
             raise ConfigError(
                 f"train_data: two sets are called {name!r}: give one of them another name"
@@ -377,8 +355,3 @@ def _check_set(arguments: dict[str, Any]) -> None:
     selection_fields = [setting.name for setting in fields(Selection)]
     selection_settings = {name: arguments[name] for name in selection_fields if name in arguments}
     Selection(**selection_settings)  # raises ConfigError for a value out of range
-
-
-def _get_stem(path: str) -> str:
-    """Return the name of a file or folder without extension: "train" for "x/train.jsonl.gz"."""
-    return re.sub(r"(\.(jsonl|json|csv|tsv|parquet))?(\.gz)?$", "", Path(path).resolve().name)

@@ -7,7 +7,7 @@ records: all records that are linked directly or through other records.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from scipy.cluster.hierarchy import DisjointSet
@@ -16,8 +16,6 @@ from contaccum.data.beir import BeirDataset, get_positives
 from contaccum.data.fields import Record
 from contaccum.data.near_duplicates import join_near_duplicates
 from contaccum.data.records import normalise
-from contaccum.errors import DataError
-from contaccum.files import AnyPath
 
 HeldOutBy = Literal["passage", "query"]
 """Texts that link records: queries and passages ("passage"), or queries alone ("query").
@@ -28,9 +26,6 @@ With "passage", no passage of a held-out query is in training. With "query", it 
 _MAX_SHARED_QUERIES = 0.2
 """Largest share of test queries that may have a positive in common with the training records, if
 the test set is to count as held out by passage."""
-
-_SMALL_GROUPS_PER_SET = 4
-"""Smallest number of groups in a held-out set: a larger group would decide its score."""
 
 
 class Grouping(NamedTuple):
@@ -50,21 +45,6 @@ class Grouping(NamedTuple):
     key_of_group: dict[int, str]
     groups_of_test: set[int]
     num_near_duplicates: int
-
-    def list_small_groups(self, num_held_out: int) -> list[int]:
-        """Return the groups that may be held out, without those of the test set.
-
-        A group with more than a quarter of the held-out queries would decide the score.
-
-        Args:
-            num_held_out: number of queries of dev or of test, whichever is larger.
-        """
-        largest_small_group = max(1, num_held_out // _SMALL_GROUPS_PER_SET)
-        small_groups = []
-        for group, num_queries in self.queries_of_group.items():
-            if group not in self.groups_of_test and num_queries <= largest_small_group:
-                small_groups.append(group)
-        return small_groups
 
 
 def group_records(
@@ -157,34 +137,3 @@ def _iter_test_texts(test: BeirDataset, held_out_by: HeldOutBy) -> Iterator[str]
         yield text
         if held_out_by == "passage":
             yield from get_positives(test, query_id)
-
-
-def refuse_empty_sides(source: AnyPath, sides: Mapping[int, str], sizes: Mapping[str, int]) -> None:
-    """Raise `DataError` if train, or a side that should have queries, has no group.
-
-    Args:
-        source: the data, for messages.
-        sides: {group: side}.
-        sizes: number of queries of "dev" and "test"; 0 for a test set that the data came with.
-    """
-    for side, size in sizes.items():
-        if size > 0 and side not in sides.values():
-            raise DataError(
-                f"{source}: {side} would be empty, because a group of linked records has more than "
-                f"{size:,} queries (raise --{side})"
-            )
-    if "train" not in sides.values():
-        largest_side = max(sizes, key=sizes.__getitem__)
-        raise DataError(
-            f"{source}: no group of linked records is left to train on (lower --{largest_side})"
-        )
-
-
-def assign_records(
-    records: Sequence[Record], group_of_record: Sequence[int], sides: Mapping[int, str]
-) -> dict[str, list[Record]]:
-    """Return {side: its records}; records of a group without a side are on the side "left out"."""
-    parts: dict[str, list[Record]] = {"train": [], "dev": [], "test": [], "left out": []}
-    for record, group in zip(records, group_of_record, strict=True):
-        parts[sides.get(group, "left out")].append(record)
-    return parts

@@ -26,16 +26,10 @@ from typing import Any
 from contaccum.data import split_files
 from contaccum.data.beir import BeirDataset
 from contaccum.data.fields import Record
-from contaccum.data.grouping import (
-    Grouping,
-    assign_records,
-    choose_held_out_by,
-    group_records,
-    refuse_empty_sides,
-)
+from contaccum.data.grouping import Grouping, choose_held_out_by, group_records
 from contaccum.data.readers import SPLIT_RECORD, Passage, Source
 from contaccum.data.records import RecordReport, normalise
-from contaccum.data.split_files import WrittenCounts, hash_text
+from contaccum.data.split_files import hash_text
 from contaccum.errors import ConfigError, DataError
 from contaccum.files import AnyPath, Fingerprint, atomic_folder, provenance, read_json, write_json
 
@@ -48,6 +42,9 @@ interval of the score hardly becomes narrower."""
 
 LEAST_QUERIES = 10
 """Least number of distinct queries in data that can be split."""
+
+_SMALL_GROUPS_PER_SET = 4
+"""Smallest number of groups in a held-out set: a larger group would decide its score."""
 
 FEW_TEST_QUERIES = 100
 """Number of test queries below which the split warns: most differences would be noise."""
@@ -210,26 +207,47 @@ def split_data(
     grouping = group_records(records, published_test, held_out_by, show_progress)
     sizes = _choose_sizes(data.path, grouping, settings, published_test)
     sides = choose_sides(data.path, grouping, sizes, settings)
-    parts = assign_records(records, grouping.group_of_record, sides)
+    parts: dict[str, list[Record]] = {"train": [], "dev": [], "test": [], "left out": []}
+    for record, group in zip(records, grouping.group_of_record, strict=True):
+        parts[sides.get(group, "left out")].append(record)
 
     with atomic_folder(output) as folder:
-        counts = _write_sides(folder, parts, published_test, corpus_documents, settings)
+        documents_given = corpus_documents or ()
+        negatives_left_out = split_files.write_train(folder / TRAIN_FILE, parts, documents_given)
+        num_documents = split_files.write_training_corpus(
+            folder / CORPUS_FILE, parts, documents_given, published_test
+        )
+        documents = {"train": num_documents}
+        positives_added = 0
+        for side in ("dev", "test"):
+            if side == "test" and published_test is not None:
+                documents[side] = split_files.copy_test(published_test, folder / side)
+                continue
+            haystack = corpus_documents
+            if haystack is None:
+                haystack = split_files.sample_haystack(
+                    side, parts, settings.haystack, settings.seed
+                )
+            documents[side], num_added = split_files.write_beir(
+                folder / side, parts[side], haystack
+            )
+            positives_added += num_added
         split = Split(
             train=_count_queries(parts["train"]),
             dev=_count_queries(parts["dev"]),
             test=len(published_test.qrels) if published_test else _count_queries(parts["test"]),
             records=len(parts["train"]),
-            documents=counts.documents,
+            documents=documents,
             groups=len(grouping.queries_of_group),
             largest_group=max(grouping.queries_of_group.values()),
             near_duplicates=grouping.num_near_duplicates,
             held_out_by=held_out_by,
             left_out=len(parts["left out"]),
-            negatives_left_out=counts.negatives_left_out,
+            negatives_left_out=negatives_left_out,
             settings=asdict(settings),
             fingerprint=_compute_fingerprint(records, settings, corpus),
             available=_count_available(grouping, _list_small_groups(grouping, sizes, settings)),
-            positives_added=counts.positives_added,
+            positives_added=positives_added,
             has_own_test=published_test is not None,
         )
         write_json(folder / SPLIT_RECORD, {**asdict(split), **provenance()})
@@ -256,34 +274,6 @@ def _read_corpus(
         own_report = RecordReport(report.on_bad_record)
         return split_files.read_haystack(data.path, own_report, may_be_blank=True)
     return None if corpus is None else split_files.read_haystack(corpus, report)
-
-
-def _write_sides(
-    folder: Path,
-    parts: dict[str, list[Record]],
-    published_test: BeirDataset | None,
-    corpus_documents: Sequence[Passage] | None,
-    settings: SplitSettings,
-) -> WrittenCounts:
-    """Write train.jsonl, corpus.jsonl and the folders dev and test."""
-    documents_given = corpus_documents or ()
-    negatives_left_out = split_files.write_train(folder / TRAIN_FILE, parts, documents_given)
-    num_documents = split_files.write_training_corpus(
-        folder / CORPUS_FILE, parts, documents_given, published_test
-    )
-    documents = {"train": num_documents}
-    positives_added = 0
-    for side in ("dev", "test"):
-        if side == "test" and published_test is not None:
-            documents[side] = split_files.copy_test(published_test, folder / side)
-            continue
-        haystack = corpus_documents
-        if haystack is None:
-            haystack = split_files.sample_haystack(side, parts, settings.haystack, settings.seed)
-        size = split_files.write_beir(folder / side, parts[side], haystack)
-        documents[side] = size.documents
-        positives_added += size.added
-    return WrittenCounts(documents, negatives_left_out, positives_added)
 
 
 def read_split(folder: AnyPath) -> Split:
@@ -332,7 +322,8 @@ def choose_sides(
             f"nearly so, must stay on one side: the largest group has "
             f"{max(grouping.queries_of_group.values()):,} queries, and small groups, of up to a "
             f"quarter of the larger of dev and test, have {num_available:,} in all "
-            f"(raise --{'test' if sizes['test'] else 'dev'}: more groups are small then)"
+            f"(raise --{'test' if sizes['test'] else 'dev'}, so that more groups are small, or "
+            "give pairs with more different texts)"
         )
     test_start = settings.fold * sizes["test"]
     if settings.fold and test_start + sizes["test"] > num_available:
@@ -351,7 +342,17 @@ def choose_sides(
         elif offset < num_held_out:
             sides[group] = "dev"
         position += grouping.queries_of_group[group]
-    refuse_empty_sides(source, sides, sizes)
+    for side, size in sizes.items():
+        if size > 0 and side not in sides.values():
+            raise DataError(
+                f"{source}: {side} would be empty, because a group of linked records has more than "
+                f"{size:,} queries (raise --{side})"
+            )
+    if "train" not in sides.values():
+        largest_side = max(sizes, key=sizes.__getitem__)
+        raise DataError(
+            f"{source}: no group of linked records is left to train on (lower --{largest_side})"
+        )
     return sides
 
 
@@ -360,12 +361,19 @@ def _list_small_groups(
 ) -> list[int]:
     """Return the groups that may be held out, in a random order that depends on the seed.
 
+    A group with more than a quarter of the queries of dev or test, whichever has more, would decide
+    the score.
+
     Args:
         grouping: the groups. Those that are linked with the published test set are left out.
         sizes: number of queries of "dev" and "test".
         settings: the order is that of a hash of their seed and the group.
     """
-    small_groups = grouping.list_small_groups(num_held_out=max(sizes.values()))
+    largest_small_group = max(1, max(sizes.values()) // _SMALL_GROUPS_PER_SET)
+    small_groups = []
+    for group, num_queries in grouping.queries_of_group.items():
+        if group not in grouping.groups_of_test and num_queries <= largest_small_group:
+            small_groups.append(group)
     seed = settings.seed
     small_groups.sort(key=lambda group: hash_text(f"{seed}:{grouping.key_of_group[group]}"))
     return small_groups

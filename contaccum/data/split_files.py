@@ -15,7 +15,6 @@ import re
 import shutil
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import NamedTuple
 
 from contaccum.data.beir import QRELS_HEADER, BeirDataset, get_positives, load_beir_folder
 from contaccum.data.fields import Record
@@ -23,14 +22,6 @@ from contaccum.data.readers import Passage, Source, read_passages
 from contaccum.data.records import RecordReport, normalise, quoted
 from contaccum.errors import DataError
 from contaccum.files import AnyPath, write_text
-
-
-class WrittenCounts(NamedTuple):
-    """Counts of the files of a split; see the attributes of `contaccum.data.split.Split`."""
-
-    documents: dict[str, int]
-    negatives_left_out: int
-    positives_added: int
 
 
 def read_training_records(data: Source, report: RecordReport) -> list[Record]:
@@ -249,21 +240,9 @@ def _collect_passages(records: Iterable[Record]) -> dict[str, str]:
     return passages
 
 
-class HaystackSize(NamedTuple):
-    """Numbers of documents that were written to a BEIR folder.
-
-    Attributes:
-        documents: number of all documents.
-        added: number of positives that the haystack lacked and that were added to it.
-    """
-
-    documents: int
-    added: int
-
-
 def write_beir(
     folder: Path, records: Sequence[Record], haystack: Iterable[Passage]
-) -> HaystackSize:
+) -> tuple[int, int]:
     """Write the records of dev or test to a BEIR folder.
 
     The split in the folder is called ``test`` for both.
@@ -275,6 +254,9 @@ def write_beir(
         folder: a folder that does not exist.
         records: queries with their positives.
         haystack: the documents to search.
+
+    Returns:
+        The number of documents, and how many of them are positives that the haystack lacked.
     """
     positives: dict[str, str] = {}
     for record in records:
@@ -307,7 +289,7 @@ def write_beir(
 
     qrels_lines = [f"{query_id}\t{document_id}\t1\n" for query_id, document_id in judgements]
     _write_beir_files(folder, documents, dict(queries.values()), qrels_lines)
-    return HaystackSize(len(documents), num_added)
+    return len(documents), num_added
 
 
 def _write_beir_files(

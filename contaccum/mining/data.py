@@ -122,19 +122,15 @@ def load_mining_data(
     if not isinstance(source, (str, os.PathLike)):
         queries = _iter_queries_in_memory(source)
     else:
-        training_source = Source(
-            source,
-            data_format,
-            split,
-            columns,
-            min_score=min_score,
-        )
+        training_source = Source(source, data_format, split, columns, min_score=min_score)
         record["path"] = str(source)
         record["format"] = training_source.data_format
         record["split"] = split
         if record["format"] == "beir":
             dataset = load_beir_folder(training_source.path, split, report=report)
-            passages = _make_beir_passages(dataset)
+            passages = {}
+            for document_id, document in dataset.corpus.items():
+                passages[document_id] = Passage(document_id, **document)
             pool = _drop_blank_passages(passages.values())
             queries = _iter_beir_queries(dataset, passages)
         else:
@@ -173,13 +169,6 @@ def _iter_queries_in_memory(records: Iterable[Mapping[str, Any]]) -> Iterator[_J
         except Fault as fault:
             raise DataError(f"record {number}: {fault} (correct the record)") from fault
         yield _JudgedQuery(None, query, passages)
-
-
-def _make_beir_passages(dataset: BeirDataset) -> dict[str, Passage]:
-    passages = {}
-    for document_id, document in dataset.corpus.items():
-        passages[document_id] = Passage(document_id, **document)
-    return passages
 
 
 def _iter_beir_queries(

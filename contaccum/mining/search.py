@@ -138,7 +138,14 @@ def mine_hard_negatives(
             "show_progress": show_progress,
         }
         rankings = _rank_by_model(data, model, depth, metric, encode_options)
-    candidate_filter = _make_candidate_filter(cross_encoder, selection_rules, batch_size)
+    candidate_filter = None
+    if selection_rules.cross_encoder_margin is not None:
+        candidate_filter = CandidateFilter(
+            cross_encoder,
+            margin=selection_rules.cross_encoder_margin,
+            num_negatives=selection_rules.num_negatives,
+            batch_size=batch_size,
+        )
     progress = tqdm(rankings, desc="Mining", total=len(data.queries), disable=not show_progress)
     mined = _select_negatives(data, settings, progress, selection_rules, candidate_filter)
     if (mined.rows < 0).all():
@@ -147,20 +154,6 @@ def mine_hard_negatives(
             "(loosen the rules, or raise range_max)"
         )
     return mined
-
-
-def _make_candidate_filter(
-    cross_encoder: Any, rules: SelectionRules, batch_size: int
-) -> CandidateFilter | None:
-    """Return the filter of candidates by a cross-encoder; None without a cross-encoder."""
-    if rules.cross_encoder_margin is None:
-        return None
-    return CandidateFilter(
-        cross_encoder,
-        margin=rules.cross_encoder_margin,
-        num_negatives=rules.num_negatives,
-        batch_size=batch_size,
-    )
 
 
 def _rank_by_model(

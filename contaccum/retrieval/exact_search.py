@@ -95,7 +95,9 @@ def search_slices(
             add_results = partial(_add_results, search_slice, start, min(k, len(documents)))
             # list() waits for all groups, and raises the error of a group that failed.
             list(workers.map(add_results, query_groups, heaps))
-    return _concatenate_results(heaps)
+    for heap in heaps:
+        heap.finalize()
+    return np.concatenate([heap.D for heap in heaps]), np.concatenate([heap.I for heap in heaps])
 
 
 def _list_slices(corpus: Embeddings, size: int) -> list[slice]:
@@ -144,15 +146,6 @@ def _make_slice_search(documents: np.ndarray, gpus: Sequence[int]) -> Callable[.
         flat_index.add(documents)
         return faiss.index_cpu_to_gpus_list(flat_index, gpus=list(gpus)).search
     return partial(faiss.knn, xb=documents, metric=faiss.METRIC_INNER_PRODUCT)
-
-
-def _concatenate_results(heaps: list[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Return scores and rows, (n, k), of the heaps of all groups of queries."""
-    for heap in heaps:
-        heap.finalize()
-    scores = np.concatenate([heap.D for heap in heaps])
-    rows = np.concatenate([heap.I for heap in heaps])
-    return scores, rows
 
 
 def _add_results(

@@ -118,18 +118,6 @@ def test_a_part_that_fails_keeps_its_finished_cases_and_an_earlier_record(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_killed_part_keeps_its_finished_cases(part, tmp_path, monkeypatch):
-    def stop_after_a_case(run: Any) -> None:
-        run.save_partial({"cases": {"first": 1.5}})
-        raise SystemExit(143)
-
-    monkeypatch.setattr(part("loss_exact"), "measure", stop_after_a_case)
-    run = run_parts(tmp_path, "--part", "loss_exact")
-    assert run.code == 143
-    assert list(run.records) == ["loss_exact.partial"]
-    assert run.records["loss_exact.partial"]["result"] == {"cases": {"first": 1.5}}
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -191,17 +179,12 @@ def test_other_settings_are_written_to_another_folder(program, parse, monkeypatc
 
 
 def test_a_gpu_that_the_trainers_would_not_use_is_refused(parse, monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        parse()
-    assert "torch finds no GPU; for a dry run on a CPU, use --device cpu" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(SystemExit):
-        parse("--device", "cuda:1")
-    assert "set CUDA_VISIBLE_DEVICES=1 and leave --device out" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(SystemExit):
-        parse("--device", "cuda")
-    assert "several GPUs are visible; set CUDA_VISIBLE_DEVICES" in capsys.readouterr().err
+    for device in ("cuda:1", "cuda"):
+        with pytest.raises(SystemExit):
+            parse("--device", device)
+        assert "CUDA_VISIBLE_DEVICES" in capsys.readouterr().err
     assert parse("--device", "cuda", "--page", "docs/gpu.md").page == Path("docs/gpu.md")
 
 

@@ -116,7 +116,6 @@ def test_the_plan_of_the_repository_is_valid(study):
     ("entry", "message"),
     [
         ({"settings": {}, "rate_of": "missing"}, "first: there is no entry missing"),
-        ({"settings": {}, "compared_with": ["missing"]}, "first: there is no entry missing"),
         ({"settings": {}, "data": ["missing"]}, "there is no data set missing"),
         ({"settings": {}, "unknown": 1}, "unexpected keyword argument 'unknown'"),
     ],
