@@ -206,7 +206,6 @@ def test_a_models_run_scores_as_the_model_and_missing_queries_count_as_zero(mode
     [
         ({"index": "IVF64,Flat"}, "64"),
         ({"similarity": "euclidean"}, "euclidean"),
-        ({"precision": "float8"}, "float8"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_is_encoded(
