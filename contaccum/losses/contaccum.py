@@ -144,7 +144,13 @@ class ContAccumLoss(BankedTextLoss):
         false_negative_margin: float | None = None,
         guide_margin: float = 0.0,
         guide_margin_strategy: GuideMarginStrategy = "absolute",
+        **others: Any,
     ) -> None:
+        if others:
+            raise TypeError(
+                f"{type(self).__name__} has no argument {next(iter(others))!r}. For directions, "
+                "partition_mode and hardness weights, use MultipleNegativesRankingLoss"
+            )
         similarities: dict[object, Similarity] = {cos_sim: "cos", dot_score: "dot"}
         if similarity_fct not in similarities:
             raise ConfigError(
@@ -269,6 +275,7 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
         false_negative_margin: float | None = None,
         guide_margin: float = 0.0,
         guide_margin_strategy: GuideMarginStrategy = "absolute",
+        **others: Any,
     ) -> None:
         super().__init__(
             model,
@@ -291,6 +298,7 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
             false_negative_margin=false_negative_margin,
             guide_margin=guide_margin,
             guide_margin_strategy=guide_margin_strategy,
+            **others,
         )
         if has_static_embedding_input(model):
             raise ConfigError(

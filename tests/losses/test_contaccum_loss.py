@@ -282,6 +282,12 @@ def test_another_similarity_function_is_refused(model):
         ContAccumLoss(model, similarity_fct=euclidean_sim)
 
 
+@pytest.mark.parametrize("loss_class", [ContAccumLoss, CachedContAccumLoss])
+def test_an_argument_that_only_the_replaced_loss_has_is_refused_with_its_name(model, loss_class):
+    with pytest.raises(TypeError, match=r"'hardness_mode'.*MultipleNegativesRankingLoss"):
+        loss_class(model, hardness_mode="in_batch_negatives")
+
+
 def train(
     loss_fn: ContAccumLoss, optimizer: torch.optim.Optimizer, steps: range
 ) -> list[tuple[float, int, int]]:
