@@ -37,8 +37,8 @@ from contaccum.evaluation.beir_sets import (
     load_data,
     plan_search,
 )
-from contaccum.evaluation.metrics import check_k_values, check_metrics, metric_names
-from contaccum.evaluation.results import agrees, read_result, write_result
+from contaccum.evaluation.metrics import check_k_values, check_metrics
+from contaccum.evaluation.results import read_finished, write_result
 from contaccum.evaluation.tables import markdown_table, mean_metrics, sets_table, table_rows
 
 STAGES = ("encode_queries", "encode_corpus", "index", "search")
@@ -126,22 +126,6 @@ def _use_pool(encode: Callable[..., Any], pool: Any, batch_size: int) -> Callabl
         return encode(texts, **{**settings, "pool": pool, "batch_size": batch_size})
 
     return encode_in_pool
-
-
-def read_finished(
-    path: Path, plan: Mapping[str, Any], k_values: Sequence[int]
-) -> dict[str, Any] | None:
-    """Read the record of an earlier evaluation with the same model, data, settings and metrics.
-
-    Returns:
-        The record, or None if there is no such record.
-    """
-    if not path.exists():
-        return None
-    record: dict[str, Any] = read_result(path)
-    if set(record["metrics"]) != set(metric_names(k_values)):
-        return None
-    return record if agrees(record, plan) else None
 
 
 def evaluate_sets(

@@ -220,7 +220,7 @@ def _score_model(
     settings is used again. A single set is always scored anew, and so is a server, which may have
     changed.
     """
-    from contaccum.evaluation import beir_sets, metrics, results
+    from contaccum.evaluation import beir_sets, results
     from contaccum.evaluation.endpoint import evaluate_endpoint
 
     model = load_model(args.model, args)
@@ -243,11 +243,8 @@ def _score_model(
     records = []
     for evaluation_set, plan in zip(sets, plans, strict=True):
         record = None
-        if len(sets) > 1 and not args.endpoint and evaluation_set.output.exists():
-            earlier = results.read_result(evaluation_set.output)
-            has_same_metrics = earlier["metrics"].keys() == set(metrics.metric_names(args.k_values))
-            if has_same_metrics and not earlier.get("endpoint") and results.agrees(earlier, plan):
-                record = earlier
+        if len(sets) > 1 and not args.endpoint:
+            record = results.read_finished(evaluation_set.output, plan, args.k_values)
         if record is None:
             result = evaluate(
                 load(evaluation_set),

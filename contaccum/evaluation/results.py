@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +26,7 @@ from contaccum.data.records import (
     split_cells,
 )
 from contaccum.errors import DataError
-from contaccum.evaluation.metrics import sort_as_trec_eval
+from contaccum.evaluation.metrics import metric_names, sort_as_trec_eval
 from contaccum.files import provenance, read_json, redact, require_writable, write_text
 
 Run = dict[str, dict[str, float]]
@@ -160,6 +160,28 @@ def agrees(record: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
         if not is_equal:
             return False
     return True
+
+
+def read_finished(
+    path: Path, plan: Mapping[str, Any], k_values: Sequence[int]
+) -> dict[str, Any] | None:
+    """Read the record of an earlier evaluation with the same model, data, settings and metrics.
+
+    Args:
+        path: the file of the record, which may not exist.
+        plan: the entries that the record must have; see `agrees`.
+        k_values: the cut-offs of its metrics.
+
+    Returns:
+        The record; None if there is none, if it differs, or if an embedding server made it.
+    """
+    if not path.exists():
+        return None
+    record = read_result(path)
+    has_same_metrics = record["metrics"].keys() == set(metric_names(k_values))
+    if has_same_metrics and not record.get("endpoint") and agrees(record, plan):
+        return record
+    return None
 
 
 def trec_lines(run: Iterable[tuple[str, Mapping[str, float]]], tag: str) -> Iterator[str]:
