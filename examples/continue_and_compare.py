@@ -15,8 +15,9 @@ import torch
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
 from contaccum.data import load_beir_folder, load_training_data
 from contaccum.data.beir import shipped_scifact
+from contaccum.data.grouping import group_queries
 from contaccum.evaluation.beir_sets import evaluate_beir
-from contaccum.evaluation.metrics import paired_bootstrap
+from contaccum.evaluation.significance import sign_flip_test
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -56,12 +57,13 @@ trainer.train(resume_from_checkpoint="auto")
 trainer.save_model(options.output_dir)
 
 # 4. Evaluate the saved model. (With bf16, the model in memory still computes in bfloat16.) The
-#    paired bootstrap tests if the difference on the same queries is significant
+#    sign-flip test shows if the difference is significant. Its unit is a group of queries with the
+#    same relevant documents
 trained_model = DualEncoder.from_pretrained(options.output_dir)
 result_after = evaluate_beir(trained_model, test_set)
-scores_before = [result_before.per_query[query]["NDCG@10"] for query in test_set.queries]
-scores_after = [result_after.per_query[query]["NDCG@10"] for query in test_set.queries]
-test = paired_bootstrap(scores_after, scores_before)
+scores_before = {query: scores["NDCG@10"] for query, scores in result_before.per_query.items()}
+scores_after = {query: scores["NDCG@10"] for query, scores in result_after.per_query.items()}
+test = sign_flip_test(scores_after, scores_before, group_queries(test_set))
 print(f"nDCG@10 before: {result_before.metrics['NDCG@10']:.4f}")
 print(f"nDCG@10 after: {result_after.metrics['NDCG@10']:.4f}")
 print(f"difference: {test['difference']:+.4f} (p = {test['p_value']:.4f})")

@@ -3,7 +3,8 @@
     python scripts/evaluate.py runs/mine --data scifact --output runs/mine/scifact.json
     python scripts/evaluate.py runs/mine --data my_beir_folder --baseline base/scifact.json
 
-With --baseline, the result is compared with an earlier result by a paired bootstrap over queries.
+With --baseline, the result is compared with an earlier result by a sign-flip test over groups of
+queries with the same relevant documents.
 To evaluate on several data sets, or with FAISS on GPUs, use eval/evaluate_beir.py.
 """
 
@@ -16,10 +17,11 @@ from typing import Any
 
 from contaccum import DualEncoder
 from contaccum.data import BeirDataset
+from contaccum.data.grouping import group_queries
 from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.evaluation.beir_sets import evaluate_beir, load_data
-from contaccum.evaluation.metrics import paired_bootstrap
 from contaccum.evaluation.results import EvaluationResult, read_result, write_result
+from contaccum.evaluation.significance import sign_flip_test
 
 COMPARED_METRIC = "NDCG@10"
 PRINTED_METRICS = ("NDCG@10", "MRR@10", "Recall@100")
@@ -55,14 +57,17 @@ def read_baseline(path: Path, data: BeirDataset) -> dict[str, Any]:
     return baseline
 
 
-def compare(result: EvaluationResult, baseline: dict[str, Any]) -> str:
+def compare(result: EvaluationResult, baseline: dict[str, Any], data: BeirDataset) -> str:
     """Format the difference from the baseline, with interval and p-value."""
     metric = COMPARED_METRIC
-    new_scores = [scores[metric] for scores in result.per_query.values()]
-    old_scores = [baseline["per_query"][query][metric] for query in result.per_query]
-    test = paired_bootstrap(new_scores, old_scores)
+    new_scores = {query: scores[metric] for query, scores in result.per_query.items()}
+    old_scores = {query: scores[metric] for query, scores in baseline["per_query"].items()}
+    test = sign_flip_test(new_scores, old_scores, group_queries(data))
+    queries = f"{len(new_scores)} queries in {test['groups']} groups"
     interval = f"95% interval {test['low']:+.4f} to {test['high']:+.4f}"
-    return f"{metric}: {test['difference']:+.4f}, {interval}, p = {test['p_value']:.4f}"
+    return (
+        f"{metric}: {test['difference']:+.4f} on {queries}, {interval}, p = {test['p_value']:.4f}"
+    )
 
 
 def main() -> None:
@@ -87,7 +92,7 @@ def main() -> None:
     for metric in PRINTED_METRICS:
         print(f"{metric}: {result.metrics[metric]:.4f}")
     if baseline is not None:
-        print("difference from the baseline in", compare(result, baseline))
+        print("difference from the baseline in", compare(result, baseline, data))
 
 
 if __name__ == "__main__":

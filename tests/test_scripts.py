@@ -13,7 +13,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from contaccum.data import load_beir_folder, load_training_data
 from contaccum.data.beir import shipped_scifact
-from contaccum.evaluation.metrics import paired_bootstrap
+from contaccum.evaluation.significance import sign_flip_test
 
 
 def list_scripts() -> list[str]:
@@ -91,6 +91,10 @@ def test_split_pairs_splits_the_judgements_of_a_beir_folder(tmp_path):
     assert num_split > 0.9 * len(original)
 
 
+QUERY_GROUPS = {f"q{query}": query // 2 for query in range(20)}
+"""{query id: its group} of the made-up studies."""
+
+
 def make_score(entry: str, data: str, seed: int, query: int) -> float:
     """Return the score of a query in a made-up study, with a different gain for each entry."""
     gain = {"grad_accum": 0.0, "grad_cache": 0.02, "contaccum": 0.1}[entry]
@@ -116,18 +120,19 @@ def write_study(folder: Path, data: str) -> Path:
             result_file = folder / "runs" / f"{name}_seed-{seed}" / "result.json"
             result_file.parent.mkdir(parents=True)
             result_file.write_text(json.dumps(result))
-    report = {"groups": groups, "data": {"evaluation": [{"name": "test"}, {"name": "dev"}]}}
+    sets = [{"name": "test", "query_groups": QUERY_GROUPS}, {"name": "dev"}]
+    report = {"groups": groups, "data": {"evaluation": sets}}
     report_file = folder / "report.json"
     report_file.write_text(json.dumps(report))
     return report_file
 
 
-def compute_mean_scores(entry: str, data: str) -> list[float]:
+def compute_mean_scores(entry: str, data: str) -> dict[str, float]:
     """Return the score of each query, as the mean over the two seeds."""
-    scores = []
+    scores = {}
     for query in range(20):
         score_sum = make_score(entry, data, 0, query) + make_score(entry, data, 1, query)
-        scores.append(score_sum / 2)
+        scores[f"q{query}"] = score_sum / 2
     return scores
 
 
@@ -139,14 +144,15 @@ def test_holm_corrects_over_all_pairs_of_all_reports(tmp_path, capsys):
     assert [row["training"] for row in rows] == ["nqg", "nqg", "arxiv", "arxiv"]
     assert [row["pair"] for row in rows] == [*pairs, *pairs]
     for row in rows:
-        first_group, second_group = row["groups"]
+        first_group, second_group = row["compared"]
         first_entry, _, _ = first_group.rpartition("_learning")
         second_entry, _, _ = second_group.rpartition("_learning")
-        expected = paired_bootstrap(
+        expected = sign_flip_test(
             compute_mean_scores(first_entry, row["training"]),
             compute_mean_scores(second_entry, row["training"]),
+            QUERY_GROUPS,
         )
-        for key in ("difference", "low", "p_value"):
+        for key in ("difference", "low", "p_value", "groups"):
             assert row[key] == pytest.approx(expected[key])
     # Holm multiplies the smallest p by the number of all comparisons.
     smallest_p_value = min(row["p_value"] for row in rows)

@@ -1,4 +1,4 @@
-"""Retrieval metrics of a run, computed by pytrec_eval, and significance tests between two systems.
+"""Retrieval metrics of a run, computed by pytrec_eval.
 
 A run is the result of a search, {query id: {document id: score}}. A query is judged if it has
 relevance judgements (qrels). The k best documents of a query give its Accuracy@k, which is 1 if any
@@ -16,7 +16,6 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -49,10 +48,6 @@ _TREC_MEASURES = {
 # pytrec_eval has no MRR@k. It is derived from the reciprocal rank, see `_rename_trec_scores`.
 _METRIC_FAMILIES = (*_TREC_MEASURES, "MRR")
 _METRIC_PATTERN = re.compile(rf"(?:eval_)?((?:{'|'.join(_METRIC_FAMILIES).lower()})@[1-9][0-9]*)")
-_FLOAT_TOLERANCE = 1e-12
-
-_MAX_DRAWS = 1_000_000
-"""Most queries that a bootstrap draws at once, which limits its memory."""
 
 
 def score_run(
@@ -221,79 +216,3 @@ def check_k_values(k_values: Sequence[int]) -> tuple[int, ...]:
     if min(k_values) < 1:
         raise ConfigError(f"k_values must be at least 1, such as 10 100, not {list(k_values)}")
     return tuple(sorted(set(k_values)))
-
-
-def paired_bootstrap(
-    a: Sequence[float] | np.ndarray,
-    b: Sequence[float] | np.ndarray,
-    resamples: int = 10_000,
-    seed: int = 0,
-) -> dict[str, float]:
-    """Compare two systems by their scores on the same n queries.
-
-    A resample consists of n of the queries, drawn with replacement, and its difference is the mean
-    of a - b over them. The interval holds the middle 95% of the resampled differences (percentile
-    bootstrap). The p-value is the share of resampled differences whose distance from the observed
-    difference d is at least |d|: the resampled differences, minus d, are distributed as differences
-    are under the null hypothesis (Efron and Tibshirani 1993, chapter 16). One is added to both
-    counts of the share, so that the p-value is never 0.
-
-    Args:
-        a: (n,), scores of the first system.
-        b: (n,), scores of the second system, in the same order of queries.
-        resamples: number of resamples.
-        seed: seed of the resampling.
-
-    Returns:
-        ``difference``: mean of a minus mean of b. ``low`` and ``high``: its 95% interval.
-        ``p_value``: two-sided, of the hypothesis that there is no difference.
-
-    Raises:
-        DataError: the lengths differ, there are no scores, or a score is NaN or infinite.
-    """
-    first_scores = np.asarray(a, dtype=np.float64)
-    second_scores = np.asarray(b, dtype=np.float64)
-    has_scores = first_scores.ndim == 1 and first_scores.size > 0
-    has_pairs = has_scores and first_scores.shape == second_scores.shape
-    if not has_pairs or not np.isfinite(first_scores - second_scores).all():
-        raise DataError(
-            "paired scores must be finite numbers, one for each of the same queries; got shapes "
-            f"{first_scores.shape} and {second_scores.shape}"
-        )
-    differences = first_scores - second_scores
-    n = len(differences)
-    observed = float(differences.mean())
-    generator = np.random.default_rng(seed)
-    means = np.empty(resamples)
-    block_size = max(1, _MAX_DRAWS // n)  # resamples that are drawn at once
-    for start in range(0, resamples, block_size):
-        num_drawn = min(block_size, resamples - start)
-        rows = generator.integers(0, n, size=(num_drawn, n))
-        means[start : start + num_drawn] = differences[rows].mean(axis=1)
-    # Sums in another order differ in the last bits. Without a tolerance, some resamples that equal
-    # the observed difference would not be counted.
-    tolerance = _FLOAT_TOLERANCE * max(1.0, float(np.abs(differences).max()))
-    num_as_far = int((np.abs(means - observed) >= abs(observed) - tolerance).sum())
-    low, high = np.quantile(means, [0.025, 0.975])
-    return {
-        "difference": observed,
-        "low": float(low),
-        "high": float(high),
-        "p_value": (1 + num_as_far) / (1 + resamples),
-    }
-
-
-def add_holm(tests: Sequence[dict[str, Any]]) -> None:
-    """Add ``p_holm`` to each test of a family: its ``p_value``, adjusted by Holm's procedure.
-
-    Of m tests, the smallest p-value is multiplied by m, the next one by m - 1, and so on, and no
-    adjusted value is smaller than the one before it. If the tests with ``p_holm`` of at most alpha
-    are rejected, the probability of any false rejection is at most alpha (Holm 1979).
-    """
-    adjusted = 0.0
-    by_p_value = sorted(tests, key=lambda test: test["p_value"])
-    for rank, test in enumerate(by_p_value):
-        num_remaining = len(tests) - rank
-        corrected = min(1.0, test["p_value"] * num_remaining)
-        adjusted = max(adjusted, corrected)
-        test["p_holm"] = adjusted

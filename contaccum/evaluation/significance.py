@@ -7,7 +7,7 @@ little evidence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,9 @@ ALPHA = 0.05
 MIN_CHANGED_GROUPS = 6
 """Fewer groups than this cannot show a difference: the smallest two-sided p-value of k groups is
 2 / 2^k, which is 0.0625 for five groups."""
+
+FEW_GROUPS = 30
+"""Fewer groups than this are little evidence, and the user is told so."""
 
 _MAX_EXACT_GROUPS = 13  # 2^13 = 8,192 sign vectors are about as many as are drawn otherwise
 _NUM_FLIPS = 10_000
@@ -97,6 +100,36 @@ def sign_flip_test(
         "groups": len(sums),
         "changed_groups": num_changed,
     }
+
+
+def warn_of_few_groups(queries: str, num_groups: int) -> list[str]:
+    """Return a warning if queries are in few groups, else nothing.
+
+    Args:
+        queries: words for the queries, such as "the test queries".
+    """
+    if num_groups >= FEW_GROUPS:
+        return []
+    return [
+        f"{queries} are about only {num_groups} different passages: only a large difference can be "
+        "told from chance, whatever the number of queries"
+    ]
+
+
+def add_holm(tests: Sequence[dict[str, Any]]) -> None:
+    """Add ``p_holm`` to each test of a family: its ``p_value``, adjusted by Holm's procedure.
+
+    Of m tests, the smallest p-value is multiplied by m, the next one by m - 1, and so on, and no
+    adjusted value is smaller than the one before it. If the tests with ``p_holm`` of at most alpha
+    are rejected, the probability of any false rejection is at most alpha (Holm 1979).
+    """
+    adjusted = 0.0
+    by_p_value = sorted(tests, key=lambda test: test["p_value"])
+    for rank, test in enumerate(by_p_value):
+        num_remaining = len(tests) - rank
+        corrected = min(1.0, test["p_value"] * num_remaining)
+        adjusted = max(adjusted, corrected)
+        test["p_holm"] = adjusted
 
 
 def _iter_signs(num_groups: int, seed: int) -> Iterator[np.ndarray]:

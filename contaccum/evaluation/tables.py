@@ -16,9 +16,8 @@ from typing import Any
 from contaccum.data import CQADUPSTACK_FORUMS
 from contaccum.errors import DataError
 from contaccum.evaluation.beir_sets import EvaluationSet
-from contaccum.evaluation.metrics import add_holm
 from contaccum.evaluation.results import JsonObject, read_result, result_files
-from contaccum.evaluation.significance import sign_flip_test
+from contaccum.evaluation.significance import add_holm, sign_flip_test, warn_of_few_groups
 
 Row = Mapping[str, Any]
 Scores = Mapping[str, float]
@@ -267,6 +266,8 @@ def comparison_table(comparison: Mapping[str, Any]) -> str:
             changes = [f"{change['query']} {change['difference']:+.4f}" for change in row[key]]
             if changes:
                 notes.append(f"- {row['data']}, {key.replace('_', ' ')}: {', '.join(changes)}")
+        for warning in warn_of_few_groups(f"the queries of {row['data']}", row["groups"]):
+            notes.append(f"- {warning}")
     notes.append(
         "- sign-flip test over groups of queries with the same relevant documents, two-sided; "
         "Holm's correction over the rows"

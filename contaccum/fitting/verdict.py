@@ -10,15 +10,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from contaccum.evaluation.significance import ALPHA, MIN_CHANGED_GROUPS, sign_flip_test
+from contaccum.evaluation.significance import (
+    ALPHA,
+    MIN_CHANGED_GROUPS,
+    sign_flip_test,
+    warn_of_few_groups,
+)
 from contaccum.tuning.choice import Choice
 
 BETTER = "BETTER"
 WORSE = "WORSE"
 LEVEL = "LEVEL"
-
-FEW_GROUPS = 30
-"""Number of groups of test queries below which a warning says that they are little evidence."""
 
 _ADVICE = {
     BETTER: "",
@@ -149,12 +151,7 @@ def collect_warnings(verdict: Verdict, choice: Choice) -> list[str]:
 
 def warn_of_test(verdict: Verdict) -> list[str]:
     """Return warnings about the test alone: few groups of queries, and a better BM25."""
-    warnings = []
-    if verdict.groups < FEW_GROUPS:
-        warnings.append(
-            f"the test queries are about only {verdict.groups} different passages: only a large "
-            "difference can be told from chance, whatever the number of queries"
-        )
+    warnings = warn_of_few_groups("the test queries", verdict.groups)
     if verdict.bm25 > verdict.trained:
         warnings.append(
             f"BM25 scores {verdict.bm25:.3f}, more than the trained model: search with BM25, or "

@@ -16,13 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from contaccum.errors import ConfigError
-from contaccum.evaluation.metrics import paired_bootstrap
+from contaccum.evaluation.significance import sign_flip_test
 from contaccum.tuning.trial import QueryScores
 
 NEIGHBOUR_FACTOR = 10.0
 """Two values are neighbours and smooth each other if they differ by less than this factor."""
 
-_MORE_DEV_QUERIES = "take more dev queries (--dev of contaccum fit or contaccum split)"
+_MORE_DEV_QUERIES = (
+    "take more dev queries, about other passages (--dev of contaccum fit or contaccum split)"
+)
 _MIN_POINTS = 4  # with fewer points, a parabola passes through all of them and smooths nothing
 
 Settings = dict[str, Any]
@@ -79,20 +81,6 @@ def find_best_value(scores: Mapping[float, float]) -> float:
     return max(sorted(scores), key=get_rank)  # of equal ranks, `max` returns the first
 
 
-def compare_scores(
-    scores: Mapping[str, float], other_scores: Mapping[str, float]
-) -> dict[str, float]:
-    """Compare two settings by their scores on the same queries; see `paired_bootstrap`.
-
-    Args:
-        scores, other_scores: {query id: score}.
-
-    Returns:
-        The mean ``difference``, its 95% interval from ``low`` to ``high``, and ``p_value``.
-    """
-    return paired_bootstrap(list(scores.values()), [other_scores[query] for query in scores])
-
-
 class FinishedTrial(NamedTuple):
     """A trial that was scored, was stopped, or failed.
 
@@ -132,7 +120,7 @@ class Choice(NamedTuple):
         settings: {key: value}.
         trial: the number of the trial with these settings.
         score: its mean score on dev.
-        against_base: the comparison with the base model, as `compare_scores` returns it.
+        against_base: the comparison with the base model, as `sign_flip_test` returns it.
         warnings: lines for the user about weak evidence for the choice.
     """
 
@@ -143,17 +131,21 @@ class Choice(NamedTuple):
     warnings: list[str]
 
 
-def choose_trial(trials: Sequence[FinishedTrial], base_scores: QueryScores) -> Choice:
+def choose_trial(
+    trials: Sequence[FinishedTrial], base_scores: QueryScores, groups: Mapping[str, int]
+) -> Choice:
     """Choose the settings of the best trial.
 
     Trials that differ only by the learning rate form a curve, score against learning rate, and
     `find_best_value` chooses the best trial of each curve. Of these candidates, the highest one
     from the ladders of learning rates is preferred. Another candidate, such as one of the joint
     search, which tries many settings, replaces it only if the 95% interval of the difference
-    between the two lies above 0.
+    between the two lies above 0 (`sign_flip_test`). With fewer than six groups of queries, no
+    interval does.
 
     Args:
         base_scores: {query id: score of the base model}.
+        groups: {query id: its group}; queries about the same passage are in one group.
 
     Raises:
         ConfigError: if no trial has a score.
@@ -166,19 +158,19 @@ def choose_trial(trials: Sequence[FinishedTrial], base_scores: QueryScores) -> C
     candidates = _find_best_of_curves(scored_trials)
     chosen = candidates[0]
     for candidate in candidates[1:]:
-        difference = compare_scores(candidate.trial.query_scores, chosen.trial.query_scores)
+        difference = sign_flip_test(candidate.trial.query_scores, chosen.trial.query_scores, groups)
         is_significantly_better = difference["low"] > 0.0
         if is_significantly_better:
             chosen = candidate
 
     trial = chosen.trial
-    against_base = compare_scores(trial.query_scores, base_scores)
+    against_base = sign_flip_test(trial.query_scores, base_scores, groups)
     return Choice(
         settings=dict(trial.settings),
         trial=trial.number,
         score=float(trial.score or 0.0),
         against_base=against_base,
-        warnings=_collect_warnings(trial, scored_trials, against_base),
+        warnings=_collect_warnings(trial, scored_trials, against_base, groups),
     )
 
 
@@ -228,6 +220,7 @@ def _collect_warnings(
     trial: FinishedTrial,
     scored_trials: Sequence[FinishedTrial],
     against_base: Mapping[str, float],
+    groups: Mapping[str, int],
 ) -> list[str]:
     """Return warnings if the chosen trial is not significantly better than base or worst trial."""
     warnings = []
@@ -248,7 +241,7 @@ def _collect_warnings(
     other_trials = [other for other in scored_trials if other is not trial]
     if other_trials:
         worst = min(other_trials, key=lambda other: other.score or 0.0)
-        difference = compare_scores(trial.query_scores, worst.query_scores)
+        difference = sign_flip_test(trial.query_scores, worst.query_scores, groups)
         if difference["low"] <= 0.0:
             warnings.append(
                 "on the dev data the chosen settings are not significantly better than the worst "

@@ -17,8 +17,8 @@ from contaccum.tuning.choice import FinishedTrial
 JOURNAL = "trials.jsonl"
 
 _STUDY_NAME = "contaccum"
-# A trial is stopped halfway if Wilcoxon's signed-rank test over the queries shows, with a smaller
-# p-value, that it is worse than the best trial was halfway.
+# A trial is stopped halfway if Wilcoxon's signed-rank test over groups of queries shows, with a
+# smaller p-value, that it is worse than the best trial was halfway.
 _PRUNING_P_VALUE = 0.01
 
 
@@ -37,7 +37,7 @@ def open_study(folder: Path) -> tuple[optuna.Study, list[dict[str, Any]]]:
         _drop_incomplete_line(file)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings():
-        # Experimental in Optuna, but its only pruner that compares two trials query by query.
+        # Experimental in Optuna, but its only pruner that compares two trials step by step.
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         pruner = optuna.pruners.WilcoxonPruner(p_threshold=_PRUNING_P_VALUE)
     study = optuna.create_study(

@@ -13,6 +13,7 @@ chosen trial. A trial that is significantly worse than the best one is stopped h
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import optuna
 from optuna.trial import TrialState
 
+from contaccum.data.grouping import group_queries
 from contaccum.distributed import rank, share, world_size
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
@@ -110,6 +112,7 @@ class Search:
         self._is_first_process = rank() == 0
         if not self._is_first_process:
             return  # the other processes have no journal
+        self._groups = group_queries(evaluator.dataset)
         self._study, self._interrupted = open_study(folder)
         for earlier_trial in self._study.trials:
             settings = earlier_trial.user_attrs.get("settings", {})
@@ -136,7 +139,7 @@ class Search:
                 self._record(result)
         choice = None
         if self._is_first_process:
-            choice = choose_trial(self._finished_trials(), self._base_scores)
+            choice = choose_trial(self._finished_trials(), self._base_scores, self._groups)
         return Choice(*share(choice))
 
     def make_records(self) -> list[dict[str, Any]]:
@@ -259,9 +262,13 @@ class Search:
         is_hopeless = False
         if self._is_first_process:
             assert self._running_trial is not None
-            # The pruner compares two trials query by query, so each query has a step of its own.
-            for step, query in enumerate(sorted(self._base_scores)):
-                self._running_trial.report(scores[query], step)
+            # The pruner compares two trials step by step, and takes the steps for independent. So
+            # each group of queries has a step of its own.
+            scores_by_group: dict[int, list[float]] = {}
+            for query in sorted(self._base_scores):
+                scores_by_group.setdefault(self._groups[query], []).append(scores[query])
+            for step, group_scores in enumerate(scores_by_group.values()):
+                self._running_trial.report(statistics.fmean(group_scores), step)
             is_hopeless = self._running_trial.should_prune()
         return bool(share(is_hopeless))
 

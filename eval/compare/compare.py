@@ -101,7 +101,7 @@ def main() -> int:
                 candidates, [ladder.seed], dev_evaluation, dev_sets, folder, args.jobs
             )
 
-        tunings, failures = tune_groups(groups, ladder, train_on_dev)
+        tunings, failures = tune_groups(groups, ladder, dev_sets, train_on_dev)
         groups = apply_chosen_values(groups, ladder.key, tunings)
         tuning = {**ladder._asdict(), "data": dev_sets, "groups": tunings}
     results, failed = run_groups(

@@ -5,9 +5,9 @@
 `compare.py` writes one folder per training data set, with a report and the results of its
 runs. The results contain the score of each query. For each pair of entries, this program computes
 the difference on the report's first data set. It averages the scores of a query over the seeds that
-both entries have, and tests the difference with a paired bootstrap over queries. Holm's correction
-is applied over all pairs of all reports. Instead of a report, you can pass an OUT.json of an
-earlier call; its rows are added to the table.
+both entries have, and tests the difference with a sign-flip test over groups of queries. Holm's
+correction is applied over all pairs of all reports. Instead of a report, you can pass an OUT.json
+of an earlier call; its rows are added to the table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from comparison.report import average_by_query
 
 from contaccum.errors import ConfigError, UserError
-from contaccum.evaluation.metrics import add_holm, paired_bootstrap
+from contaccum.evaluation.significance import add_holm, sign_flip_test
 from contaccum.evaluation.tables import markdown_table
 from contaccum.files import provenance, read_json, write_json, write_text
 
@@ -36,18 +36,20 @@ def compare_entries(path: Path, pair: str, metric: str) -> dict[str, Any]:
         metric: name of the metric.
 
     Returns:
-        A row of the table: names, seeds, means, and the result of `paired_bootstrap`.
+        A row of the table: names, seeds, means, and the result of `sign_flip_test`, whose
+        ``groups`` are groups of queries.
 
     Raises:
         UserError: an entry does not exist or has several groups, or results are missing.
     """
     report = read_json(path)
     training_data = path.resolve().parent.name
-    groups = [find_group(report, path, name) for name in pair.split(":")]
-    if len(groups) != 2:
+    names = [find_group(report, path, name) for name in pair.split(":")]
+    if len(names) != 2:
         raise ConfigError(f"--pairs {pair}: write a pair as ENTRY:ENTRY")
-    first_group, second_group = groups
-    data = report["data"]["evaluation"][0]["name"]
+    first_group, second_group = names
+    evaluation_set = report["data"]["evaluation"][0]
+    data = evaluation_set["name"]
     common_seeds = set(report["groups"][first_group]["seeds"])
     common_seeds &= set(report["groups"][second_group]["seeds"])
     if not common_seeds:
@@ -58,15 +60,13 @@ def compare_entries(path: Path, pair: str, metric: str) -> dict[str, Any]:
     seeds = sorted(common_seeds)
     first_scores = read_query_scores(path, first_group, seeds, data, metric)
     second_scores = read_query_scores(path, second_group, seeds, data, metric)
-    test = paired_bootstrap(
-        list(first_scores.values()), [second_scores[query] for query in first_scores]
-    )
+    test = sign_flip_test(first_scores, second_scores, evaluation_set["query_groups"])
     return {
         "report": str(path),
         "training": training_data,
         "data": data,
         "pair": pair,
-        "groups": groups,
+        "compared": names,
         "seeds": seeds,
         "queries": len(first_scores),
         "means": [fmean(first_scores.values()), fmean(second_scores.values())],

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from time_study.plan import Plan, read_plan
 from time_study.results import Record, Results, average_queries, average_runs
 
-from contaccum.evaluation.metrics import add_holm, paired_bootstrap
+from contaccum.evaluation.significance import add_holm, sign_flip_test
 from contaccum.evaluation.tables import fill_page, markdown_table
 from contaccum.files import provenance, write_json, write_text
 
@@ -37,23 +37,33 @@ AXIS_LABELS = {"minutes": "training time, minutes of one core", "texts": "encode
 """{field of `Cost`: label of the axis}."""
 
 Test = dict[str, Any]
-"""A test: data, entry, compared_with, p_holm, and the result of `paired_bootstrap`."""
+"""A test: data, entry, compared_with, p_holm, and the result of `sign_flip_test`."""
 
 
 def make_tests(plan: Plan, results: dict[str, Results]) -> list[Test]:
     """Compare entries as the plan says, with Holm's correction over all finished comparisons."""
     tests: list[Test] = []
     for data, data_results in results.items():
+        base = data_results.get_base()
+        if base is None:
+            continue
         for name, entry in plan.get_entries(data).items():
             for other in entry.compared_with:
                 if not (data_results.is_complete(name) and data_results.is_complete(other)):
                     continue
                 scores = average_queries(data_results.get_final_runs(name), "test")
                 other_scores = average_queries(data_results.get_final_runs(other), "test")
-                test = paired_bootstrap(scores, other_scores)
+                test = compare(scores, other_scores, base["query_groups"]["test"])
                 tests.append({"data": data, "entry": name, "compared_with": other, **test})
     add_holm(tests)
     return tests
+
+
+def compare(scores: list[float], other_scores: list[float], groups: list[int]) -> Test:
+    """Compare scores of the same queries, whose groups are given; see `sign_flip_test`."""
+    return sign_flip_test(
+        dict(enumerate(scores)), dict(enumerate(other_scores)), dict(enumerate(groups))
+    )
 
 
 def make_test_table(tests: list[Test]) -> str:
@@ -130,13 +140,15 @@ def make_known_table(plan: Plan, data: str, results: Results) -> str | None:
             query_scores[f"`{name}`"] = average_queries(runs, "test")
     base_scores = query_scores["base model"]
     base_new = [score for score, flag in zip(base_scores, is_known, strict=True) if not flag]
+    groups = base["query_groups"]["test"]
+    new_groups = [group for group, flag in zip(groups, is_known, strict=True) if not flag]
     rows = []
     for name, scores in query_scores.items():
         known = [score for score, flag in zip(scores, is_known, strict=True) if flag]
         new = [score for score, flag in zip(scores, is_known, strict=True) if not flag]
         change = ""
         if name != "base model":
-            change = format_difference(paired_bootstrap(new, base_new))
+            change = format_difference(compare(new, base_new, new_groups))
         rows.append([name, format_score(fmean(known)), format_score(fmean(new)), change])
     num_new = len(is_known) - num_known
     header = [

@@ -473,6 +473,7 @@ def write_base(output):
         "scores": {"dev": 0.3, "test": 0.4},
         "bm25": {"dev": 0.2, "test": 0.25},
         "query_scores": {"test": [0.1, 0.2, 0.6, 0.7]},
+        "query_groups": {"test": [0, 0, 1, 1]},
         "has_known_document": {"test": [True, True, False, False]},
     }
     write_json(output / "base.json", record)
@@ -541,7 +542,7 @@ def test_the_report_shows_finished_runs_and_names_missing_ones(study, tmp_path, 
     _, pair, difference, interval, _ = find_row(page, "comparisons", "sentences")
     assert pair == "`contaccum` - `grad_cache`"
     assert difference == "+10.0"
-    assert interval == "+10.0 to +10.0"
+    assert interval == "-100.0 to +100.0"  # two groups show nothing
     assert find_row(page, "sentences", "`later`")[1] == "not yet run"
     assert find_row(page, "sentences, learning rates", "`later`")[1] == "not yet run"
     (test,) = read_json(results / "tests.json")["tests"]

@@ -22,7 +22,7 @@ from comparison.report import METRICS, build_report, render_markdown
 from comparison.tuning import apply_chosen_values, choose_value, read_ladder, tune_groups
 
 from contaccum.errors import ConfigError
-from contaccum.evaluation.metrics import add_holm, paired_bootstrap
+from contaccum.evaluation.significance import add_holm, sign_flip_test
 from contaccum.files import read_json, write_json
 from contaccum.training.config import load_data
 
@@ -307,7 +307,8 @@ def test_every_group_is_tuned_by_its_own_scores_in_common_rounds(tokens):
     rounds: list[list[str]] = []
     ladder = read_ladder("learning_rate=1e-3,2e-3,1", 2.0, 5, 3)
     train = make_train({"grad_accum": 2e-3, "contaccum": 4e-4}, rounds)
-    tunings, failed = tune_groups(groups, ladder, train)
+    sets = [{"name": data, "query_groups": {"q0": 0, "q1": 1}} for data in ("a", "b")]
+    tunings, failed = tune_groups(groups, ladder, sets, train)
     assert [len(names) for names in rounds] == [6, 1, 1]
     assert rounds[1] == ["contaccum_learning_rate-0.0005"]
     assert tunings["grad_accum"]["scores"] == {"1e-3": 0.599, "2e-3": 0.6, "1": None}
@@ -317,6 +318,7 @@ def test_every_group_is_tuned_by_its_own_scores_in_common_rounds(tokens):
     assert failed["tune/grad_accum_learning_rate-1_seed-3"] == "not finite"
     assert tunings["grad_accum"]["worst"]["value"] == "1e-3"
     assert tunings["grad_accum"]["worst"]["difference"] == pytest.approx(1e-3)
+    assert tunings["grad_accum"]["worst"]["groups"] == 4
     assert not tunings["contaccum"]["at_end"]
 
     final = apply_chosen_values(groups, "learning_rate", tunings)
@@ -334,7 +336,21 @@ def test_every_group_is_tuned_by_its_own_scores_in_common_rounds(tokens):
 # The report
 
 NUM_QUERIES = 20
-SETS = [{"name": "beir", "split": "test", "queries": 20, "documents": 30, "fingerprint": "f"}]
+QUERY_GROUPS = {f"q{query}": query // 2 for query in range(NUM_QUERIES)}
+SETS = [
+    {
+        "name": "beir",
+        "split": "test",
+        "queries": 20,
+        "documents": 30,
+        "fingerprint": "f",
+        "query_groups": QUERY_GROUPS,
+    }
+]
+FEW_GROUPS = (
+    "the queries of beir are about only 10 different passages: only a large difference can be told "
+    "from chance, whatever the number of queries"
+)
 CONTEXT = {
     "command": "python eval/compare/compare.py",
     "settings": {"options": {"bank_size": "20"}},
@@ -357,9 +373,9 @@ def make_scores(entry: str, seed: int) -> list[float]:
     return scores
 
 
-def average_over_seeds(entry: str) -> list[float]:
+def average_over_seeds(entry: str) -> dict[str, float]:
     pairs = zip(make_scores(entry, 0), make_scores(entry, 1), strict=True)
-    return [statistics.fmean(pair) for pair in pairs]
+    return {f"q{query}": statistics.fmean(pair) for query, pair in enumerate(pairs)}
 
 
 @pytest.fixture
@@ -402,13 +418,14 @@ def results(groups) -> dict[str, dict[str, Any]]:
 
 def test_differences_are_to_the_baseline_query_by_query_with_holms_correction(groups, results):
     report = build_report(groups, [0, 1], "grad_accum", results, {}, CONTEXT)
-    assert report["warnings"] == []
+    assert report["warnings"] == [FEW_GROUPS]
     assert len(report["comparisons"]) == 2 * len(METRICS)
     rows = [row for row in report["comparisons"] if row["metric"] == "NDCG@10"]
     assert [row["group"] for row in rows] == ["contaccum", "published"]
     baseline_means = average_over_seeds("grad_accum")
     for row in rows:
-        expected = paired_bootstrap(average_over_seeds(row["group"]), baseline_means)
+        expected = sign_flip_test(average_over_seeds(row["group"]), baseline_means, QUERY_GROUPS)
+        assert expected["groups"] == 10
         for key, value in expected.items():
             assert row[key] == pytest.approx(value), key
     tests = [{"p_value": row["p_value"]} for row in rows]
@@ -420,7 +437,7 @@ def test_differences_are_to_the_baseline_query_by_query_with_holms_correction(gr
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if cells[0] == "contaccum" and len(cells) == 7:
             break
-    mean = statistics.fmean(average_over_seeds("contaccum"))
+    mean = statistics.fmean(average_over_seeds("contaccum").values())
     assert cells[1] == f"{mean:.4f}"
     assert cells[3] == f"{rows[0]['difference']:+.4f}"
     assert cells[6] == f"{rows[0]['p_holm']:.3f}"
@@ -447,7 +464,8 @@ def test_unfair_differences_and_uncertain_choices_are_warned_of(groups, results)
     tuning = {"key": "learning_rate", "seed": 0, "data": SETS, "groups": {"contaccum": group}}
     context = {**CONTEXT, "tuning": tuning}
     report = build_report(groups, [0, 1], "grad_accum", results, {}, context)
-    at_end, not_decided, same_data, weights, updates = report["warnings"]
+    few_groups, at_end, not_decided, same_data, weights, updates = report["warnings"]
+    assert few_groups == FEW_GROUPS
     assert "at an end" in at_end
     assert "not significantly better" in not_decided
     assert "beir" in same_data
@@ -501,7 +519,8 @@ def test_two_methods_are_trained_and_a_second_call_trains_missing_runs_only(
     monkeypatch.setattr(comparison_run, "run_jobs", run_jobs_in_this_process)
     assert compare(tmp_path, *options) == 0
     report = read_json(tmp_path / "report.json")
-    assert report["warnings"] == []
+    assert len(report["warnings"]) == 1
+    assert "about only 4 different passages" in report["warnings"][0]
     assert report["failed"] == {}
     assert len(report["comparisons"]) == 4
     assert len(report["runs"]) == 2

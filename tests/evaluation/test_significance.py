@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from contaccum.errors import DataError
-from contaccum.evaluation.significance import sign_flip_test
+from contaccum.evaluation.significance import add_holm, sign_flip_test
 from contaccum.fitting.verdict import BETTER, LEVEL, WORSE, compute_verdict
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -124,3 +124,16 @@ def test_two_seeds_of_a_method_are_told_apart_in_5_percent_of_all_samples():
 def test_scores_of_other_queries_or_nan_are_refused(theirs):
     with pytest.raises(DataError, match="same queries"):
         sign_flip_test({"a": 0.1, "b": 0.2}, theirs, {"a": 0, "b": 1})
+
+
+@pytest.mark.parametrize(
+    ("p_values", "adjusted"),
+    [
+        ([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]),
+        ([0.9, 0.8], [1.0, 1.0]),
+    ],
+)
+def test_holm_is_the_textbook_procedure(p_values, adjusted):
+    tests = [{"p_value": p_value} for p_value in p_values]
+    add_holm(tests)
+    assert [test["p_holm"] for test in tests] == pytest.approx(adjusted)

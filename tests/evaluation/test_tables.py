@@ -7,8 +7,7 @@ import pytest
 
 from contaccum.errors import DataError
 from contaccum.evaluation import tables
-from contaccum.evaluation.metrics import add_holm
-from contaccum.evaluation.significance import sign_flip_test
+from contaccum.evaluation.significance import add_holm, sign_flip_test
 
 
 def test_a_comparison_counts_wins_ties_and_losses_and_lists_the_greatest_changes():
@@ -35,6 +34,7 @@ def test_a_comparison_counts_wins_ties_and_losses_and_lists_the_greatest_changes
     assert table.startswith("## NDCG@10 against r.json\n")
     assert "| 0.4400 | 0.3600  | +0.0800    |" in table
     assert "- x, greatest gains: a +0.7000, b +0.1000, d +0.1000\n" in table
+    assert "- the queries of x are about only 4 different passages" in table
 
 
 def write_record(folder: Path, name: str) -> None:

@@ -73,7 +73,7 @@ def test_warning_compares_the_chosen_settings_with_the_base_model(change, warnin
         updates=10,
         note="",
     )
-    choice = choose_trial([trial], base_scores)
+    choice = choose_trial([trial], base_scores, {query: query for query in scores})
     if warning is None:
         assert choice.warnings == []
     else:

@@ -571,6 +571,10 @@ def make_trial(number: int, scores: Sequence[float] | None, **settings: Any) -> 
     return FinishedTrial(number, settings, mean, query_scores, 1.0, 9, "", rung)
 
 
+GROUPS = {f"q{row}": row for row in range(20)}
+"""{query id: its group}, if no two queries are about the same passage."""
+
+
 def test_other_settings_are_chosen_only_if_dev_data_decide():
     base_scores = {f"q{row}": 0.2 for row in range(20)}
     ladder = []
@@ -581,14 +585,20 @@ def test_other_settings_are_chosen_only_if_dev_data_decide():
     lucky = make_trial(3, 19 * [0.45] + [1.6], method="a", learning_rate=3.0, temperature=0.1)
     assert lucky.score is not None
     assert lucky.score > 0.5
-    assert choose_trial([*ladder, lucky], base_scores).trial == 1
+    assert choose_trial([*ladder, lucky], base_scores, GROUPS).trial == 1
     better = make_trial(4, 20 * [0.6], method="a", learning_rate=3.0, temperature=0.02)
     stopped = make_trial(5, None, method="b")
-    choice = choose_trial([*ladder, lucky, better, stopped], base_scores)
+    trials = [*ladder, lucky, better, stopped]
+    choice = choose_trial(trials, base_scores, GROUPS)
     assert choice.trial == 4
     assert choice.settings["temperature"] == 0.02
     assert choice.against_base["difference"] == pytest.approx(0.4)
     assert choice.warnings == []
+    # Five passages cannot decide, whatever the number of queries.
+    five_groups = {query: group % 5 for query, group in GROUPS.items()}
+    choice = choose_trial(trials, base_scores, five_groups)
+    assert choice.trial == 1
+    assert len(choice.warnings) == 2
 
 
 def test_a_method_whose_bad_rates_were_stopped_keeps_its_lead():
@@ -602,7 +612,32 @@ def test_a_method_whose_bad_rates_were_stopped_keeps_its_lead():
         other_ladder.append(trial)
     best = make_trial(3, [0.75 + value for value in noise[::-1]], method="a", learning_rate=1.0)
     stopped = make_trial(4, None, method="a", learning_rate=3.0)
-    assert choose_trial([*other_ladder, best, stopped], base_scores).trial == 3
+    assert choose_trial([*other_ladder, best, stopped], base_scores, GROUPS).trial == 3
+
+
+@pytest.mark.parametrize("num_documents", [2, NUM_QUERIES])
+def test_search_counts_dev_queries_about_one_document_as_one_group(
+    root, tmp_path, monkeypatch, num_documents
+):
+    documents = {f"d{row}": ("", text) for row, text in enumerate(sentences(num_documents, 5, 9))}
+    queries = {f"q{row}": text for row, text in enumerate(sentences(NUM_QUERIES, 6))}
+    judgements = [(f"q{row}", f"d{row % num_documents}", 1) for row in range(NUM_QUERIES)]
+    write_beir(tmp_path / "dev", documents, queries, judgements, "dev")
+    is_stopped = []
+
+    def run_trial(options, evaluator, folder, max_seconds, is_hopeless):
+        scores = {
+            query: 0.9 if not is_stopped else 0.1 + 0.01 * int(query[1:]) for query in queries
+        }
+        is_stopped.append(is_hopeless(scores))
+        return Outcome(scores, sum(scores.values()) / NUM_QUERIES, 0.1, 9)
+
+    monkeypatch.setattr(search_module, "run_trial", run_trial)
+    monkeypatch.setattr(search_module, "MAX_TRIALS", 2)
+    assert tune(root, tmp_path / "out", "--eval_data", str(tmp_path / "dev")) == 0
+    assert is_stopped == [False, num_documents > 2]
+    choice = json.loads((tmp_path / "out" / "tuned.json").read_text())["choice"]
+    assert choice["against_base"]["groups"] == num_documents
 
 
 def test_choice_without_significance_has_warnings():
@@ -612,13 +647,13 @@ def test_choice_without_significance_has_warnings():
         make_trial(0, noise, method="a", learning_rate=1.0),
         make_trial(1, noise[::-1], method="a", learning_rate=9.0),
     ]
-    choice = choose_trial(trials, base_scores)
+    choice = choose_trial(trials, base_scores, GROUPS)
     assert len(choice.warnings) == 2
 
 
 def test_choice_without_any_score_is_refused():
     with pytest.raises(ConfigError, match="no trial has a score"):
-        choose_trial([make_trial(0, None, method="a")], {})
+        choose_trial([make_trial(0, None, method="a")], {}, {})
 
 
 def write_config(path: Path, **settings: Any) -> str:

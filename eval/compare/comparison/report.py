@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from comparison.plan import Group
-from contaccum.evaluation.metrics import add_holm, paired_bootstrap
+from contaccum.evaluation.significance import add_holm, sign_flip_test, warn_of_few_groups
 from contaccum.evaluation.tables import markdown_table
 
 METRICS = {
@@ -26,11 +26,11 @@ MAIN_METRIC = next(iter(METRICS))
 NOTES = """\
 The mean and the standard deviation (sd) are over seeds. A difference is the score of a row minus
 the score of the baseline, over the seeds that both have. Its interval and p-value come from a
-paired bootstrap over queries (10,000 resamples, two-sided; scores are averaged over seeds first):
-they show how the difference varies with the queries, and the sd shows how a score varies with the
-seed. Holm's p is corrected over the rows of its table. Seconds are training time without
-evaluation; s/update is the median. The gradient ratio is the norm of the passage gradients over the
-norm of the query gradients."""
+two-sided sign-flip test over groups of queries that share a relevant document or nearly a text
+(scores are averaged over seeds first): they show how the difference varies with the queries, and
+the sd shows how a score varies with the seed. Holm's p is corrected over the rows of its table.
+Seconds are training time without evaluation; s/update is the median. The gradient ratio is the norm
+of the passage gradients over the norm of the query gradients."""
 
 COST: dict[str, tuple[str, Callable[[list[float]], float], str]] = {
     "updates": ("updates", max, "{:,.0f}"),
@@ -76,12 +76,13 @@ def build_report(
         "baseline": baseline,
         "seeds": list(seeds),
         "warnings": [
+            *_find_few_groups(context),
             *_find_tuning_weaknesses(context),
             *_find_unfair_differences(groups, seeds, baseline, results),
         ],
         "failed": dict(failed),
         "groups": {group.name: _summarize(group, seeds, results) for group in groups},
-        "comparisons": _compare_with_baseline(groups, seeds, baseline, results),
+        "comparisons": _compare_with_baseline(groups, seeds, baseline, results, context),
         "runs": runs,
     }
 
@@ -114,7 +115,11 @@ def _summarize(group: Group, seeds: Sequence[int], results: Results) -> dict[str
 
 
 def _compare_with_baseline(
-    groups: Sequence[Group], seeds: Sequence[int], baseline: str, results: Results
+    groups: Sequence[Group],
+    seeds: Sequence[int],
+    baseline: str,
+    results: Results,
+    context: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     """Compare every group with the baseline, on every data set by every metric.
 
@@ -122,6 +127,7 @@ def _compare_with_baseline(
     ``p_holm`` is corrected over all rows with the same data set and metric.
     """
     rows = []
+    query_groups = {data["name"]: data["query_groups"] for data in context["data"]["evaluation"]}
     families: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for group, pairs in _pair_runs(groups, seeds, baseline, results):
         for data in pairs[0][1]["evaluations"] if pairs else ():
@@ -133,7 +139,7 @@ def _compare_with_baseline(
                     "data": data,
                     "metric": metric,
                     "seeds": [seed for seed, _, _ in pairs],
-                    **compare_queries(ours, theirs, metric),
+                    **compare_queries(ours, theirs, metric, query_groups[data]),
                 }
                 rows.append(row)
                 families.setdefault((data, metric), []).append(row)
@@ -164,16 +170,22 @@ def _pair_runs(
 
 
 def compare_queries(
-    ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]], metric: str
+    ours: Sequence[Mapping[str, Any]],
+    theirs: Sequence[Mapping[str, Any]],
+    metric: str,
+    query_groups: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Compare two groups by a paired bootstrap over queries.
+    """Compare two groups of runs; see `sign_flip_test`.
 
     Args:
         ours, theirs: evaluations of the same queries, one per seed.
+        query_groups: {query id: its group}.
+
+    Returns:
+        The number of queries, and the result of the test; its ``groups`` are groups of queries.
     """
     scores = average_by_query(ours, metric)
-    other_scores = average_by_query(theirs, metric)
-    test = paired_bootstrap(list(scores.values()), [other_scores[query] for query in scores])
+    test = sign_flip_test(scores, average_by_query(theirs, metric), query_groups)
     return {"queries": len(scores), **test}
 
 
@@ -185,6 +197,13 @@ def average_by_query(evaluations: Sequence[Mapping[str, Any]], metric: str) -> d
             evaluation["per_query"][query][metric] for evaluation in evaluations
         )
     return means
+
+
+def _find_few_groups(context: Mapping[str, Any]) -> Iterator[str]:
+    """Yield warnings about data sets whose queries are about few passages."""
+    for data in context["data"]["evaluation"]:
+        num_groups = len(set(data["query_groups"].values()))
+        yield from warn_of_few_groups(f"the queries of {data['name']}", num_groups)
 
 
 def _find_tuning_weaknesses(context: Mapping[str, Any]) -> Iterator[str]:
@@ -243,8 +262,8 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     lines = [f"`{report['command']}`", ""]
     for data in sets:
         lines.append(
-            f"- {data['name']} ({data['split']}): {data['queries']:,} queries, "
-            f"{data['documents']:,} documents"
+            f"- {data['name']} ({data['split']}): {data['queries']:,} queries in "
+            f"{len(set(data['query_groups'].values())):,} groups, {data['documents']:,} documents"
         )
     for name, group in report["groups"].items():
         settings = [f"{key}={value}" for key, value in group["overrides"].items()]

@@ -23,6 +23,7 @@ import torch
 from comparison.plan import Group
 from comparison.processes import RESULT_FILE, Job, exit_with_parent, run_jobs
 from contaccum import __version__
+from contaccum.data.grouping import group_queries
 from contaccum.errors import ConfigError
 from contaccum.evaluation.beir_sets import describe_data, evaluate_beir
 from contaccum.evaluation.beir_sets import load_data as load_beir_data
@@ -46,10 +47,14 @@ _PATH_OPTIONS = ("model", "guide", "passage_store", "corpus")
 
 
 def describe_evaluation_sets(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Return name, sizes and fingerprint of each data set that models are scored on."""
+    """Return name, sizes and fingerprint of each data set that models are scored on.
+
+    ``query_groups`` is {query id: its group}: queries about the same passage are in one group.
+    """
     sets = []
     for path in evaluation["data"]:
-        sets.append(describe_data(load_beir_data(path, evaluation["split"])))
+        data = load_beir_data(path, evaluation["split"])
+        sets.append({**describe_data(data), "query_groups": group_queries(data)})
     if len({data["name"] for data in sets}) < len(sets):
         raise ConfigError("give data sets with different names")
     return sets

@@ -16,7 +16,8 @@ from comparison.plan import Group, add_setting, is_tunable, refuse_reserved_keys
 from comparison.report import MAIN_METRIC, average_by_query
 from comparison.run import Results
 from contaccum.errors import ConfigError
-from contaccum.tuning.choice import compare_scores, find_best_value
+from contaccum.evaluation.significance import sign_flip_test
+from contaccum.tuning.choice import find_best_value
 from contaccum.tuning.ladder import next_values
 
 
@@ -52,6 +53,7 @@ def read_ladder(text: str, factor: float, max_values: int, seed: int) -> Ladder:
 def tune_groups(
     groups: Sequence[Group],
     ladder: Ladder,
+    sets: Sequence[Mapping[str, Any]],
     train: Callable[[Sequence[Group]], tuple[Results, dict[str, str]]],
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Tune all groups that use the setting, in rounds.
@@ -59,6 +61,7 @@ def tune_groups(
     A round has the runs that every group needs next, so that they can run at the same time.
 
     Args:
+        sets: the dev sets, as `describe_evaluation_sets` returns them.
         train: a function that does the missing runs of groups, with the seed of the ladder. It
             returns {name of the run: result} and {name of the run: why it failed}.
 
@@ -102,6 +105,11 @@ def tune_groups(
                     evaluation["metrics"][MAIN_METRIC] for evaluation in evaluations.values()
                 )
                 query_scores[name][value] = _join_query_scores(evaluations)
+    query_groups = {}  # with the keys of `_join_query_scores`
+    for data in sets:
+        name = data["name"]
+        for query, group in data["query_groups"].items():
+            query_groups[f"{name} {query}"] = f"{name} {group}"
     tunings = {}
     for name, tried in scores.items():
         chosen = choose_value(tried)
@@ -111,7 +119,7 @@ def tune_groups(
             "scores": {value: tried[value] for value in ordered},
             "chosen": chosen,
             "at_end": chosen in (ordered[0], ordered[-1]),
-            "worst": _compare_with_worst(chosen, tried, query_scores[name]),
+            "worst": _compare_with_worst(chosen, tried, query_scores[name], query_groups),
         }
     return tunings, all_failed
 
@@ -138,8 +146,9 @@ def _compare_with_worst(
     chosen: str | None,
     scores: Mapping[str, float | None],
     query_scores: Mapping[str, Mapping[str, float]],
+    query_groups: Mapping[str, Any],
 ) -> dict[str, Any] | None:
-    """Compare the chosen value with the value that has the lowest score, by a paired bootstrap.
+    """Compare the chosen value with the value that has the lowest score; see `sign_flip_test`.
 
     Returns:
         None if no other value was scored.
@@ -150,7 +159,8 @@ def _compare_with_worst(
     if chosen is None or not others:
         return None
     worst = min(others, key=others.__getitem__)
-    return {"value": worst, **compare_scores(query_scores[chosen], query_scores[worst])}
+    test = sign_flip_test(query_scores[chosen], query_scores[worst], query_groups)
+    return {"value": worst, **test}
 
 
 def apply_chosen_values(

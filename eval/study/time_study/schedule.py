@@ -18,6 +18,7 @@ from sentence_transformers import SentenceTransformer
 
 from contaccum import DualEncoder
 from contaccum.data import load_beir_folder
+from contaccum.data.grouping import group_queries
 from contaccum.errors import ConfigError
 from contaccum.files import atomic_folder, fingerprint, provenance, read_json, write_json
 from contaccum.retrieval.encode import model_fingerprint
@@ -98,8 +99,11 @@ class Study:
         for split, eval_set in eval_sets.items():
             self.fingerprints[split] = eval_set.fingerprint
         self.has_known_document = {}
+        self.query_groups = {}
         for split, eval_set in eval_sets.items():
             self.has_known_document[split] = find_known_queries(eval_set, train)
+            groups = group_queries(eval_set)
+            self.query_groups[split] = [groups[query] for query in eval_set.qrels]
         self.model = self._save_base_model(model)
         self.stores = make_stores(
             self.model, self.beir_folder, self.work / "stores", train, eval_sets
@@ -145,6 +149,7 @@ class Study:
             "scores": average(base),
             "bm25": average(bm25),
             "query_scores": drop_query_ids(base),
+            "query_groups": self.query_groups,
             "has_known_document": self.has_known_document,
             "data_fingerprints": self.fingerprints,
             "model_fingerprint": self.model_fingerprint,
