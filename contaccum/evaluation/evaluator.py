@@ -7,6 +7,7 @@ memory. When to evaluate, and what to do with the scores, is decided by the trai
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -30,6 +31,8 @@ from contaccum.evaluation.metrics import (
 )
 from contaccum.evaluation.results import Run
 from contaccum.retrieval.documents import StoreDocuments
+
+logger = logging.getLogger(__name__)
 
 _Value = TypeVar("_Value")
 
@@ -141,10 +144,26 @@ class RetrievalEvaluator(SentenceEvaluator):
         return searcher.search(self.dataset.corpus, self.dataset.queries, max_k, self.similarity)
 
     def search_bm25(self) -> Run:
-        """Find the best documents of every query, as many as the largest cut-off, by BM25."""
+        """Find the best documents of every query, as many as the largest cut-off, by BM25.
+
+        A warning says if it finds no relevant document for any query.
+        """
         from contaccum.retrieval.searcher import bm25_run
 
-        return bm25_run(self.dataset.corpus, self.dataset.queries, self._k_values[-1])
+        run = bm25_run(self.dataset.corpus, self.dataset.queries, self._k_values[-1])
+        found = (
+            document in run[query]
+            for query, grades in self.dataset.qrels.items()
+            for document, grade in grades.items()
+            if grade > 0
+        )
+        if not any(found):
+            logger.warning(
+                f"{self.dataset.name}: BM25 finds no relevant document for any query, so its "
+                "scores are 0.0 and are no baseline: queries and documents hardly share words "
+                "(are they in different languages?)"
+            )
+        return run
 
     @property
     def _k_values(self) -> list[int]:

@@ -200,3 +200,12 @@ def test_the_primary_metric_is_checked_and_scored(dataset):
     assert evaluator.score_bm25().keys() == {"recall@5", "ndcg@3"}
     with pytest.raises(ConfigError, match="ndgc@3"):
         RetrievalEvaluator(dataset, primary_metric="ndgc@3")
+
+
+def test_a_bm25_that_finds_no_relevant_document_is_no_baseline(dataset, caplog):
+    RetrievalEvaluator(dataset).score_bm25()
+    [message] = caplog.messages
+    assert message.startswith("made: BM25 finds no relevant document for any query")
+    dataset.queries["q0"] = "number 1"
+    RetrievalEvaluator(dataset).score_bm25()
+    assert len(caplog.messages) == 1
