@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -100,8 +100,8 @@ class EmbeddingStore:
         """Open the store in a folder.
 
         Raises:
-            DataError: the folder holds no store, the store is not finished, or a shard or a part
-                of a shard is missing.
+            DataError: the folder holds no store, the store is not finished, a shard or a part of a
+                shard is missing, or the shards are not those that store.json describes.
         """
         folder = Path(folder).expanduser()
         if not (folder / STORE_FILE).exists():
@@ -109,15 +109,31 @@ class EmbeddingStore:
                 f"{folder}: not a store of embeddings (write one with contaccum encode)"
             )
         metadata = _read_metadata(folder)
-        if not metadata["finished"]:
+        if not metadata.get("finished"):
             raise DataError(f"{folder}: the store is not finished ({_CONTINUE_REMEDY})")
+        sizes = [metadata.get(name) for name in ("rows", "dimension", "shard_size")]
+        is_valid = all(type(size) is int and size > 0 for size in sizes)
+        if not is_valid or metadata.get("dtype") not in STORED:
+            raise DataError(
+                f"{folder}/{STORE_FILE}: rows, dimension, shard_size or dtype is missing or wrong "
+                f"({_REPLACE_REMEDY})"
+            )
         store = cls(folder, metadata)
+        is_described = not (folder / get_shard_name(store.num_shards)).exists()
         for number in range(store.num_shards):
-            if _read_shard_file(folder, number) is None:
+            shard = _read_shard_file(folder, number)
+            if shard is None:
                 raise DataError(
                     f"{folder}: the shard from row {number * store.shard_size:,} on is missing or "
                     f"cut off ({_CONTINUE_REMEDY})"
                 )
+            shape = (shard.get("rows"), shard.get("dimension"))
+            is_described &= shape == store._get_shard_shape(number)
+        if not is_described:
+            raise DataError(
+                f"{folder}: the shards have not {len(store):,} rows of {store.shape[1]} dimensions "
+                f"in shards of {store.shard_size:,}, as {STORE_FILE} says ({_REPLACE_REMEDY})"
+            )
         return store
 
     def __len__(self) -> int:
@@ -164,9 +180,8 @@ class EmbeddingStore:
         """Return the hashes of all texts, int64 (N,); see `contaccum.data.sampling.text_ids`."""
         parts = []
         for shard_number in range(self.num_shards):
-            with self._refuse_broken_shard(shard_number):
-                path = self._get_file(shard_number, TEXTS_FILE)
-                parts.append(np.load(path, allow_pickle=False))
+            num_rows, _ = self._get_shard_shape(shard_number)
+            parts.append(self._load(shard_number, TEXTS_FILE, (num_rows,), "int64"))
         return np.concatenate(parts)
 
     def blocks(self, size: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -216,13 +231,35 @@ class EmbeddingStore:
             rows_in_shard = row_numbers[positions] - shard_number * self.shard_size
             yield shard_number, positions, rows_in_shard
 
+    def _get_shard_shape(self, shard_number: int) -> tuple[int, int]:
+        """Return the number of rows of a shard, and their dimension, by store.json."""
+        first_row = shard_number * self.shard_size
+        return min(self.shard_size, len(self) - first_row), self.shape[1]
+
     def _map_embeddings(self, shard_number: int) -> np.ndarray:
         """Map the embeddings of a shard into memory; raise `DataError` if a file is broken."""
+        shape = self._get_shard_shape(shard_number)
+        # Copy-on-write, because torch warns about read-only arrays. Nothing is written here.
+        return self._load(shard_number, EMBEDDINGS_FILE, shape, self.dtype, mmap_mode="c")
+
+    def _load(
+        self,
+        shard_number: int,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: str,
+        mmap_mode: Literal["c"] | None = None,
+    ) -> np.ndarray:
+        """Load an array of a shard; raise `DataError` if it has not this shape and type."""
         with self._refuse_broken_shard(shard_number):
-            path = self._get_file(shard_number, EMBEDDINGS_FILE)
-            # Copy-on-write, because torch warns about read-only arrays. Nothing is written here.
-            embeddings: np.ndarray = np.load(path, mmap_mode="c", allow_pickle=False)
-        return embeddings
+            path = self._get_file(shard_number, name)
+            array: np.ndarray = np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
+            if array.shape != shape or array.dtype != dtype:
+                raise ValueError(
+                    f"{name} is {array.dtype} {array.shape}, and not {dtype} {shape} as "
+                    f"{STORE_FILE} says"
+                )
+        return array
 
     def _map_ids(self, shard_number: int) -> pa.StringArray:
         """Map the ids of a shard into memory; raise `DataError` if the file is broken."""
@@ -237,6 +274,9 @@ class EmbeddingStore:
             # Arrow does not check offsets when it reads rows: in a broken file they may point
             # outside the mapped memory.
             ids.validate(full=True)
+            num_rows, _ = self._get_shard_shape(shard_number)
+            if ids.type != pa.string() or len(ids) != num_rows or ids.null_count > 0:
+                raise ValueError(f"{IDS_FILE} has not {num_rows} ids, as {STORE_FILE} says")
         return ids
 
     def _get_file(self, shard_number: int, name: str) -> Path:

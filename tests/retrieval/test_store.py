@@ -126,6 +126,19 @@ def damage_store(folder: Path, damage: str) -> None:
         )
     elif damage == "ids of another shard":
         shutil.copy(folder / "shard-00002" / "ids.arrow", shard)
+    elif damage == "integers":
+        np.save(shard / "embeddings.npy", EMBEDDINGS[10:20].astype(np.int32))
+    elif damage == "transposed":
+        np.save(shard / "embeddings.npy", EMBEDDINGS[10:20].T)
+    elif damage == "hashes of half the length":
+        np.save(shard / "texts.npy", np.zeros(20, dtype=np.int32))
+    elif damage == "fewer ids":
+        table = pa.ipc.open_file(shard / "ids.arrow").read_all()
+        with pa.ipc.new_file(shard / "ids.arrow", table.schema) as writer:
+            writer.write_table(table[:9])
+        description = json.loads((shard / "shard.json").read_text())
+        description["bytes"]["ids.arrow"] = (shard / "ids.arrow").stat().st_size
+        (shard / "shard.json").write_text(json.dumps(description))
     elif damage == "another version":
         change_metadata(folder, version=1)
     elif damage == "unfinished":
@@ -146,6 +159,10 @@ def change_metadata(folder: Path, **changes: Any) -> None:
         "no ids",
         "ids outside of the file",
         "ids of another shard",
+        "integers",
+        "transposed",
+        "hashes of half the length",
+        "fewer ids",
         "another version",
         "unfinished",
     ],
@@ -159,6 +176,28 @@ def test_a_broken_or_foreign_store_is_refused_in_one_line(tmp_path, damage):
         EmbeddingStore.open(folder).text_ids()
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rows": 13},
+        {"rows": 10},  # as many as the first shard has
+        {"rows": 10**12},
+        {"rows": 10**12, "shard_size": 10**12},
+        {"rows": 1e12},
+        {"rows": None},
+        {"dimension": 2},
+        {"shard_size": 0},
+        {"dtype": "int32"},
+    ],
+    ids=str,
+)
+def test_a_description_that_the_shards_contradict_is_refused_at_open(tmp_path, changes):
+    folder = write_store(tmp_path / "s")
+    change_metadata(folder, **changes)
+    with pytest.raises(DataError, match=r"s(/store\.json)?: .*\("):
+        EmbeddingStore.open(folder)
 
 
 def test_shards_are_mapped_into_memory_and_only_a_few_at_a_time(tmp_path, monkeypatch):
