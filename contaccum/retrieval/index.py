@@ -181,7 +181,8 @@ def open_index(
 
     Raises:
         ConfigError: see `build_index`.
-        DataError: the file belongs to another store, factory or metric, or FAISS cannot read it.
+        DataError: the file belongs to another store, factory or metric, has embeddings of another
+            number or dimension, or FAISS cannot read it.
         UserError: the file cannot be written.
     """
     import faiss
@@ -216,6 +217,11 @@ def open_index(
         raise DataError(
             f"{path}: cannot be read: {_get_reason(error)} ({_REMEDY_FOR_FILE})"
         ) from error
+    if (faiss_index.ntotal, faiss_index.d) != store.shape:
+        raise DataError(
+            f"{path}: indexes {faiss_index.ntotal} embeddings of {faiss_index.d} dimensions, but "
+            f"{store.folder} has {len(store)} of {store.shape[1]} ({_REMEDY_FOR_FILE})"
+        )
     parameters = _set_parameters(faiss_index, factory, parameters)
     return DenseIndex(store, store.ids, factory, metric, parameters, faiss_index)
 
@@ -241,9 +247,15 @@ def search(
         -inf.
 
     Raises:
+        DataError: queries and documents have different dimensions.
         UserError: a vector holds NaN or infinity.
     """
-    num_documents = len(index.corpus)
+    num_documents, dimension = index.corpus.shape
+    if queries.shape[1] != dimension:
+        raise DataError(
+            f"queries have {queries.shape[1]} dimensions, and documents {dimension}: encode both "
+            "with the same model and settings, such as truncate_dim"
+        )
     k = min(k, num_documents)
     queries = prepare_vectors(queries, index.metric, "query embedding")
     if index.faiss_index is None:

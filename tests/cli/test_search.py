@@ -130,10 +130,14 @@ def test_recall_need_not_be_measured(root, tmp_path, monkeypatch, capsys):
 
 def test_a_model_that_cuts_its_embeddings_does_not_search_uncut_ones(root, tmp_path, capsys):
     model = DualEncoder.from_pretrained(str(root / "encoder"), device="cpu", truncate_dim=8)
-    model.save_pretrained(str(tmp_path / "cut"))
-    assert run(root, tmp_path / "run.trec", model=str(tmp_path / "cut")) == 2
+    model.save_pretrained(str(tmp_path / "encoder"))
+    shutil.copy(root / "queries.jsonl", tmp_path)
+    assert run(root, tmp_path / "run.trec", model=str(tmp_path / "encoder")) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "was encoded with another prompt, length or pooling of documents" in error
+    encode(tmp_path, "queries.jsonl", tmp_path / "encoded", "--kind", "query")
+    assert run(root, tmp_path / "run.trec", "--queries", tmp_path / "encoded", model=None) == 2
+    assert "queries have 8 dimensions, and documents 32" in capsys.readouterr().err
 
 
 def test_a_store_is_searched_with_the_passage_length_that_it_was_encoded_with(
