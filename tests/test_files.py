@@ -218,6 +218,27 @@ def test_write_json_removes_credentials_at_any_depth(name, monkeypatch, tmp_path
     }
 
 
+@pytest.mark.parametrize(
+    "user",
+    [
+        "me:p@planted",
+        "me:@",
+        "me:p'lan\"ted",
+        "me:planted word",
+        "me:12 planted@a b@c",
+        "me:p?lan#ted",
+        "me:p/lanted",
+        "me@example.com:p@planted word",
+        "planted@token",
+        "me:",
+    ],
+)
+def test_a_url_is_cut_up_to_the_last_at_sign_before_the_path(user):
+    text = f"https://{user}@example.org:80/a@b: no answer"
+    assert redact(text) == "https://***@example.org:80/a@b: no answer"
+    assert redact(f"https://{user}@example.org") == "https://***@example.org"
+
+
 def test_values_that_are_no_credentials_are_kept(monkeypatch, tmp_path):
     # A short value would also occur in ordinary texts.
     monkeypatch.setenv("SHORT_KEY", "cat")
@@ -226,5 +247,5 @@ def test_values_that_are_no_credentials_are_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("KEYBOARD_LAYOUT", "layout-of-keys")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "parallelism")
     text = f"the cat sat on {tmp_path}, layout-of-keys, parallelism, "
-    text += "https://example.org/a@b, mail me@example.org"
+    text += "https://example.org/a@b, mail me@example.org or https://a.org: b@c, http://a:80/b@c"
     assert redact(text) == text

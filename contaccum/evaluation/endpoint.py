@@ -62,9 +62,11 @@ class EmbeddingEndpoint:
     def __post_init__(self) -> None:
         base_url, *query = re.split("[?#]", self.url)
         if query or not base_url.startswith(("http://", "https://")):
-            # A key in the query of the URL would be written to records.
+            # A key in the query of the URL would be written to records. A password may hold the
+            # mark of a query, so the whole URL is redacted before it is cut.
+            shown_url = re.split("[?#]", redact(self.url))[0]
             raise ConfigError(
-                f"{base_url}: not the URL of a server: write it as http://localhost:8080, and put "
+                f"{shown_url}: not the URL of a server: write it as http://localhost:8080, and put "
                 f"a key into the environment variable {KEY_VARIABLE}"
             )
         base_url = base_url.rstrip("/").removesuffix("/embeddings").removesuffix("/v1")
@@ -90,8 +92,9 @@ class EmbeddingEndpoint:
             UserError: the server does not answer, or not with k embeddings of d numbers.
         """
         embeddings = []
+        title = redact(self.url)
         is_hidden = not self.show_progress
-        for start in trange(0, len(texts), self.batch_size, desc=self.url, disable=is_hidden):
+        for start in trange(0, len(texts), self.batch_size, desc=title, disable=is_hidden):
             batch = [self.prompt + text for text in texts[start : start + self.batch_size]]
             embeddings.append(self._embed_batch(batch))
         return np.concatenate(embeddings)

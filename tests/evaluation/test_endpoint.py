@@ -127,7 +127,9 @@ def test_answers_that_are_not_embeddings_of_the_model_are_one_line(server, answe
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["localhost:8080", "http://host/v1?key=secret"])
+@pytest.mark.parametrize(
+    "url", ["localhost:8080", "http://host/v1?key=secret", "http://me:se?cret@host"]
+)
 def test_other_urls_are_refused_without_their_query(url):
     with pytest.raises(ConfigError, match=KEY_VARIABLE) as caught:
         make_client(url)
