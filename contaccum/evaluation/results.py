@@ -27,7 +27,7 @@ from contaccum.data.records import (
 )
 from contaccum.errors import DataError
 from contaccum.evaluation.metrics import metric_names, sort_as_trec_eval
-from contaccum.files import provenance, read_json, redact, require_writable, write_text
+from contaccum.files import atomic_file, provenance, read_json, redact, require_writable
 
 Run = dict[str, dict[str, float]]
 """{query id: {document id: score}}"""
@@ -82,8 +82,8 @@ class EvaluationResult:
 def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> tuple[Path, Path]:
     """Write the record to ``path`` and the run to ``<stem>.trec`` beside it.
 
-    Each file appears as a whole or not at all. The record is written last, so where a record is,
-    its run is too.
+    Each file appears as a whole or not at all, and earlier files stay until both are complete. The
+    record is renamed last, so where a record is, its run is too.
 
     Returns:
         The paths of the record and of the run.
@@ -91,8 +91,6 @@ def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> tupl
     path = Path(path)
     run_path = path.with_suffix(".trec")
     require_writable(path)
-    path.unlink(missing_ok=True)  # so that a kill leaves no older record beside the new run
-    write_text(run_path, trec_lines(result.run.items(), _make_run_tag(result)))
     record = result.record()
     for key, value in record.items():
         # Scores per query are as large as the data and hold only ids and numbers, so they are not
@@ -100,7 +98,14 @@ def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> tupl
         if key != "per_query":
             record[key] = redact(value)
     content = json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False)
-    write_text(path, [content, "\n"])
+    lines = trec_lines(result.run.items(), _make_run_tag(result))
+    with atomic_file(path) as new_record, atomic_file(run_path) as new_run:
+        for file, parts in ((new_record, [content, "\n"]), (new_run, lines)):
+            with file.open("w", encoding="utf-8", newline="") as opened:
+                opened.writelines(parts)
+                os.fsync(opened)
+        # A kill between the two renames must not leave an older record beside the new run.
+        path.unlink(missing_ok=True)
     return path, run_path
 
 

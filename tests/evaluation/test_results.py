@@ -1,9 +1,14 @@
 """Files of results: written results are read back; broken files are refused with their line."""
 
+import dataclasses
 import json
+import os
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from small_data import contents
 
 from contaccum.errors import DataError
 from contaccum.evaluation.results import (
@@ -49,18 +54,30 @@ def test_record_and_run_round_trip_without_credentials(tmp_path, monkeypatch):
     assert documents_of_second_query == [("percent-encoded:a%20b", "1"), ("100%", "2")]
 
 
-def test_a_kill_leaves_no_older_record_beside_a_new_run(tmp_path, monkeypatch):
+def test_an_earlier_result_stays_until_the_new_one_is_complete(tmp_path, monkeypatch):
+    """And a kill between the two renames leaves no older record beside the new run."""
     data = {"name": "x", "fingerprint": "f"}
     result = EvaluationResult({"NDCG@10": 0.5}, {}, RUN, data, {"name": "m"}, {"k": 10})
     write_result(result, tmp_path / "out.json")
+    earlier = contents(tmp_path)
+    replace = os.replace
 
-    def kill() -> None:
+    def kill(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("contaccum.evaluation.results.provenance", kill)
-    with pytest.raises(KeyboardInterrupt):
-        write_result(result, tmp_path / "out.json")
-    assert not (tmp_path / "out.json").exists()
+    def kill_after_first_rename(source: Path, target: Path) -> None:
+        replace(source, target)
+        raise KeyboardInterrupt
+
+    later = dataclasses.replace(result, run={"q": {"d": 1.0}})
+    for name, call in (("fsync", kill), ("replace", kill_after_first_rename)):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(os, name, call)
+            write_result(later, tmp_path / "out.json")
+        if name == "fsync":
+            assert contents(tmp_path) == earlier
+    assert [path.name for path in tmp_path.iterdir()] == ["out.trec"]
+    assert read_trec_run(tmp_path / "out.trec") == later.run
 
 
 def test_a_run_file_holds_all_digits_of_a_float32_score():
