@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def test_an_earlier_result_stays_until_the_new_one_is_complete(tmp_path, monkeyp
     earlier = contents(tmp_path)
     replace = os.replace
 
-    def kill(*arguments: Any) -> None:
+    def write_in_part(*arguments: Any) -> Iterator[str]:
+        yield "q Q0 d 1 1 m\n"
         raise KeyboardInterrupt
 
     def kill_after_first_rename(source: Path, target: Path) -> None:
@@ -70,12 +72,13 @@ def test_an_earlier_result_stays_until_the_new_one_is_complete(tmp_path, monkeyp
         raise KeyboardInterrupt
 
     later = dataclasses.replace(result, run={"q": {"d": 1.0}})
-    for name, call in (("fsync", kill), ("replace", kill_after_first_rename)):
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(os, name, call)
-            write_result(later, tmp_path / "out.json")
-        if name == "fsync":
-            assert contents(tmp_path) == earlier
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("contaccum.evaluation.results.trec_lines", write_in_part)
+        write_result(later, tmp_path / "out.json")
+    assert contents(tmp_path) == earlier
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", kill_after_first_rename)
+        write_result(later, tmp_path / "out.json")
     assert [path.name for path in tmp_path.iterdir()] == ["out.trec"]
     assert read_trec_run(tmp_path / "out.trec") == later.run
 
