@@ -7,7 +7,9 @@ A BEIR folder holds a corpus, queries, and relevance judgements (qrels), one fil
     qrels/SPLIT.tsv    query id <TAB> document id <TAB> grade; relevant if the grade is above 0
 
 The dictionaries are those of BEIR's own loader, and a record that cannot be used is reported with
-its file and line. Public sets by name are in `contaccum.data.public_sets`.
+its file and line. Some sets, such as ArguAna, judge documents that their corpus lacks. As in BEIR,
+these judgements stay in the qrels, so that a relevant document that cannot be found lowers the
+scores. Public sets by name are in `contaccum.data.public_sets`.
 """
 
 from __future__ import annotations
@@ -34,11 +36,14 @@ from contaccum.data.records import (
     read_json_lines,
     read_lines,
     split_cells,
+    warn_once,
 )
 from contaccum.errors import DataError
 from contaccum.files import AnyPath, Fingerprint
 
 QRELS_HEADER = "query-id\tcorpus-id\tscore\n"
+OUTSIDE_CORPUS = "relevant document outside the corpus"
+"""The reason by which reports count pairs that training leaves out."""
 _QRELS_HEADERS = ("query-id\t", "query_id\t", "queryid\t", "qid\t")
 
 
@@ -50,7 +55,7 @@ class BeirDataset:
         name: name of the folder.
         corpus: {document id: {"title", "text"}}, in the order of the file.
         queries: {query id: text} of the queries with judgements in the split, in their order.
-        qrels: {query id: {document id: grade}}.
+        qrels: {query id: {document id: grade}}. Some of the documents may be missing in the corpus.
         split: name of the split.
         fingerprint: sha256, in hex, of corpus, queries and qrels. Compression and line ends do not
             change it.
@@ -66,6 +71,15 @@ class BeirDataset:
     fingerprint: str
     path: Path
     report: RecordReport = field(repr=False, compare=False)
+
+    def list_missing_documents(self) -> list[str]:
+        """Return the ids of relevant documents that the corpus lacks, one for each judgement."""
+        missing_ids = []
+        for judgements in self.qrels.values():
+            for document_id, grade in judgements.items():
+                if grade > 0 and document_id not in self.corpus:
+                    missing_ids.append(document_id)
+        return missing_ids
 
 
 def load_beir_folder(
@@ -90,8 +104,8 @@ def load_beir_folder(
             folder whose texts `report` has counted already; None: `report`.
 
     Raises:
-        DataError: for a missing file or split, a bad record under "stop", or a file without any
-            usable record.
+        DataError: for a missing file or split, a bad record under "stop", a file without any usable
+            record, or judgements of none of the documents.
     """
     folder = Path(path)
     if report is None:
@@ -103,9 +117,9 @@ def load_beir_folder(
     qrels_file = find_qrels_file(folder, split)
     corpus = _read_texts_by_id(corpus_file, texts_report, may_be_blank=True)
     all_queries = _read_texts_by_id(queries_file, texts_report)
-    qrels = _read_qrels(qrels_file, report, all_queries, corpus)
+    qrels = _read_qrels(qrels_file, report, all_queries)
     queries = {query_id: all_queries[query_id]["text"] for query_id in qrels}
-    return BeirDataset(
+    dataset = BeirDataset(
         name=folder.resolve().name,  # resolve() gives "." a name too
         corpus=corpus,
         queries=queries,
@@ -115,6 +129,8 @@ def load_beir_folder(
         path=folder,
         report=report,
     )
+    _check_judged_documents(dataset, qrels_file)
+    return dataset
 
 
 def read_split_queries(folder: Path, split: str, report: RecordReport) -> dict[str, str]:
@@ -124,8 +140,31 @@ def read_split_queries(folder: Path, split: str, report: RecordReport) -> dict[s
         DataError: as `load_beir_folder` does.
     """
     all_queries = _read_texts_by_id(find_beir_file(folder, "queries.jsonl"), report)
-    qrels = _read_qrels(find_qrels_file(folder, split), report, all_queries, None)
+    qrels = _read_qrels(find_qrels_file(folder, split), report, all_queries)
     return {query_id: all_queries[query_id]["text"] for query_id in qrels}
+
+
+def _check_judged_documents(dataset: BeirDataset, qrels_file: Path) -> None:
+    """Warn once about relevant documents that the corpus lacks; raise `DataError` if it has none.
+
+    Args:
+        qrels_file: file of the judgements, for messages.
+    """
+    missing_ids = dataset.list_missing_documents()
+    if not missing_ids:
+        return
+    example = quoted(missing_ids[0])
+    if not any(get_positives(dataset, query_id) for query_id in dataset.qrels):
+        message = f"no relevant document is in the corpus, which lacks {example}, for example"
+        remedy = "check that the judgements and the corpus have the same ids"
+        raise DataError(one_line(f"{qrels_file}: {message} ({remedy})"))
+    warn_once(
+        one_line(
+            f"{qrels_file}: {len(missing_ids)} judgements above 0 name documents that are not in "
+            f"the corpus, such as {example}. As in BEIR, they count as not found and lower the "
+            "scores. Training leaves these pairs out"
+        )
+    )
 
 
 def _compute_fingerprint(
@@ -148,9 +187,10 @@ def read_judged_pairs(
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield the text and the positives of each query with a positive: a document of grade above 0.
 
-    Empty documents are left out and counted in the report.
+    Empty documents, and those that the corpus lacks, are left out and counted in the report.
     """
     dataset = load_beir_folder(folder, split, report=report)
+    report.leave_out(folder, OUTSIDE_CORPUS, len(dataset.list_missing_documents()))
     for query_id in dataset.qrels:
         positives = get_positives(dataset, query_id)
         report.leave_out(folder, "empty document", positives.count(""))
@@ -159,10 +199,10 @@ def read_judged_pairs(
 
 
 def get_positives(dataset: BeirDataset, query_id: str) -> list[str]:
-    """Return the texts of the documents that are relevant to a query (grade above 0)."""
+    """Return the texts of the documents of the corpus that are relevant to a query."""
     positives = []
     for document_id, grade in dataset.qrels[query_id].items():
-        if grade > 0:
+        if grade > 0 and document_id in dataset.corpus:
             positives.append(passage_text(**dataset.corpus[document_id]))
     return positives
 
@@ -218,20 +258,15 @@ def _read_texts_by_id(
 
 
 def _read_qrels(
-    path: Path,
-    report: RecordReport,
-    queries: Mapping[str, dict[str, str]],
-    corpus: Mapping[str, dict[str, str]] | None,
+    path: Path, report: RecordReport, queries: Mapping[str, dict[str, str]]
 ) -> dict[str, dict[str, int]]:
-    """Read the judgements of a split; without a corpus, any document may be judged."""
+    """Read the judgements of a split. Their documents may be missing in the corpus."""
     qrels: dict[str, dict[str, int]] = {}
 
     def parse_judgement(line: str) -> tuple[str, str, int]:
         query_id, document_id, grade_text = split_cells(line, 3)
         if query_id not in queries:
             raise Fault("unknown query", quoted(query_id))
-        if corpus is not None and document_id not in corpus:
-            raise Fault("unknown document", quoted(document_id))
         if document_id in qrels.get(query_id, {}):
             raise Fault(
                 "duplicate judgement", f"query {quoted(query_id)}, document {quoted(document_id)}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import logging
 import math
 import os
 import unicodedata
@@ -19,10 +20,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 from contaccum.errors import DataError, check_choice
 from contaccum.files import AnyPath
+
+logger = logging.getLogger(__name__)
 
 OnBadRecord = Literal["stop", "skip"]
 Rows = Iterator[tuple[int, Any]]
@@ -169,6 +173,12 @@ def one_line(text: str) -> str:
     """Return a text in one line: unprintable characters and repeated blanks become one space."""
     printable = "".join(character if character.isprintable() else " " for character in text)
     return " ".join(printable.split())
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Log a warning, unless the same one was logged before."""
+    logger.warning(message)
 
 
 def quoted(value: object, longest: int = _LONGEST_QUOTE) -> str:

@@ -342,13 +342,14 @@ def write_part(dataset: BeirDataset, document_ids: Container[str], folder: Path)
 
     Args:
         dataset: the data set, whose judgements become the split ``test``.
-        document_ids: ids of the documents to write; judgements of other documents are left out.
+        document_ids: ids of the documents to write; judgements of the other documents of the corpus
+            are left out.
         folder: a folder that does not exist.
     """
     documents = [document for document in get_haystack(dataset) if document.id in document_ids]
     qrels_lines = []
     for query_id, judgements in dataset.qrels.items():
         for document_id, grade in judgements.items():
-            if document_id in document_ids:
+            if document_id in document_ids or document_id not in dataset.corpus:
                 qrels_lines.append(f"{query_id}\t{document_id}\t{grade}\n")
     _write_beir_files(folder, documents, dataset.queries, qrels_lines)

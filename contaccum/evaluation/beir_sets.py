@@ -126,6 +126,9 @@ def describe_data(dataset: BeirDataset) -> dict[str, Any]:
     num_ignored = len(ignored_judgements(dataset.qrels))
     if num_ignored > 0:
         description["ignored_judgements"] = num_ignored
+    num_missing = len(dataset.list_missing_documents())
+    if num_missing > 0:
+        description["judgements_outside_corpus"] = num_missing
     return description
 
 

@@ -314,7 +314,7 @@ def _sample_documents(dataset: BeirDataset, query_ids: set[str], corpus: int | N
             relevant_ids.update(relevant or sorted(grades, key=_hash_id)[:1])
     other_ids = sorted(dataset.corpus.keys() - relevant_ids, key=_hash_id)
     if corpus is not None:
-        num_others = max(0, corpus - len(relevant_ids))
+        num_others = max(0, corpus - len(relevant_ids & dataset.corpus.keys()))
         other_ids = other_ids[:num_others]
     return relevant_ids.union(other_ids)
 

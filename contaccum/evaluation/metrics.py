@@ -12,17 +12,14 @@ Input and output are numbers; models, data sets and tables belong to other modul
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
 
 import numpy as np
 
+from contaccum.data.records import warn_once
 from contaccum.defaults import DEFAULT_K_VALUES
 from contaccum.errors import ConfigError, DataError, closest
-
-logger = logging.getLogger(__name__)
 
 MAIN_METRICS = ("NDCG@10", "MRR@10", "MAP@100", "Recall@100", "Accuracy@20")
 """Metrics that tables show by default."""
@@ -132,17 +129,12 @@ def warn_of_ignored_judgements(qrels: Mapping[str, Mapping[str, int]], name: str
     """Warn about `ignored_judgements`, once for each data set with this ``name``."""
     queries = ignored_judgements(qrels)
     if queries:
-        _warn_once(
+        warn_once(
             f"{name}: {len(queries)} judgements above 0 name the document with the query's own id, "
             f"such as {queries[0]!r:.60}. As in BEIR, that document is dropped from the results: "
             "these judgements count as not found and lower the scores. If these documents are not "
             "the queries themselves, give queries and documents different ids"
         )
-
-
-@cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)
 
 
 def sort_as_trec_eval(hits: Mapping[str, float]) -> list[tuple[str, float]]:

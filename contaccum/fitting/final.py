@@ -229,7 +229,7 @@ def _describe_query(
     """Return the texts of a query, its relevant documents and its top documents, with scores."""
     relevant_documents = []
     for document_id, grade in dataset.qrels[query_id].items():
-        if grade > 0:
+        if grade > 0 and document_id in dataset.corpus:
             relevant_documents.append(dict(dataset.corpus[document_id]))
     return {
         "query": dataset.queries[query_id],

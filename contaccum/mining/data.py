@@ -21,6 +21,7 @@ from contaccum.data import (
     load_beir_folder,
     read_passages,
 )
+from contaccum.data.beir import OUTSIDE_CORPUS
 from contaccum.data.readers import Source
 from contaccum.data.records import Fault, normalise, parse_text
 from contaccum.errors import DataError
@@ -128,6 +129,8 @@ def load_mining_data(
         record["split"] = split
         if record["format"] == "beir":
             dataset = load_beir_folder(training_source.path, split, report=report)
+            num_missing = len(dataset.list_missing_documents())
+            report.leave_out(training_source.path, OUTSIDE_CORPUS, num_missing)
             passages = {}
             for document_id, document in dataset.corpus.items():
                 passages[document_id] = Passage(document_id, **document)
@@ -175,7 +178,8 @@ def _iter_beir_queries(
     dataset: BeirDataset, passages: Mapping[str, Passage]
 ) -> Iterator[_JudgedQuery]:
     for query_id, judgements in dataset.qrels.items():
-        positives = [passages[name] for name, grade in judgements.items() if grade > 0]
+        relevant_ids = [name for name, grade in judgements.items() if grade > 0]
+        positives = [passages[name] for name in relevant_ids if name in passages]
         yield _JudgedQuery(query_id, dataset.queries[query_id], positives)
 
 

@@ -158,7 +158,7 @@ def load_corpus(
     pair_documents = []
     for query_id, grades in train.qrels.items():
         for document_id, grade in grades.items():
-            if grade > 0:
+            if grade > 0 and document_id in document_rows:
                 pair_queries.append(query_rows[query_id])
                 pair_documents.append(document_rows[document_id])
     queries = model.encode_query(list(train.queries.values()), convert_to_tensor=True)

@@ -22,7 +22,11 @@ from contaccum.data import (
 )
 from contaccum.data.beir import shipped_scifact
 from contaccum.data.public_sets import ARCHIVE_MD5, resolve_beir_data
+from contaccum.data.split_files import copy_test, write_part
 from contaccum.errors import DataError
+from contaccum.evaluation.beir_sets import describe_data, score_beir_run
+from contaccum.evaluation.evaluator import sample
+from contaccum.mining import load_mining_data
 
 CORPUS = [
     '{"_id": "d1", "title": "One", "text": "first text"}',
@@ -132,7 +136,6 @@ def test_the_fingerprint_ignores_packing_and_sees_every_content(tmp_path):
         ("qrels", "q1 0 d1 1", "not 3 columns"),
         ("qrels", "q1\td1\t1.5", "score is not an integer"),
         ("qrels", "q9\td1\t1", "unknown query"),
-        ("qrels", "q1\td9\t1", "unknown document"),
         ("qrels", "q1\td2\t2", "duplicate judgement"),
     ],
 )
@@ -155,6 +158,57 @@ def test_every_bad_record_names_its_file_line_and_reason(tmp_path, part, bad_lin
     assert report.reported == 1
     assert report.by_reason == {reason: 1}
     assert data.fingerprint == load_beir_folder(write_folder(tmp_path / "clean")).fingerprint
+
+
+def write_judgements_outside_the_corpus(folder: Path, *more_qrels: str, **options: str) -> Path:
+    """Write a folder whose corpus lacks a positive of q1 and the only positive of q2."""
+    qrels = [*QRELS[:1], "q1\td2\t1", "q1\td9\t2", "q1\td8\t0", "q2\td7\t1", *more_qrels]
+    return write_folder(folder, qrels=qrels, **options)
+
+
+def test_judged_documents_outside_the_corpus_count_as_not_found(tmp_path, caplog):
+    import pytrec_eval
+
+    folder = write_judgements_outside_the_corpus(tmp_path / "partly")
+    data = load_beir_folder(folder)
+    load_beir_folder(folder)
+    (warning,) = caplog.messages
+    assert "2 judgements above 0 name documents that are not in the corpus, such as 'd9'" in warning
+    assert describe_data(data)["judgements_outside_corpus"] == 2
+    qrels = {"q1": {"d2": 1, "d9": 2, "d8": 0}, "q2": {"d7": 1}}
+    assert data.qrels == qrels
+    run = {"q1": {"d1": 2.0, "d2": 1.0}, "q2": {"d1": 1.0}}
+    expected = pytrec_eval.RelevanceEvaluator(qrels, {"ndcg_cut.10", "recall.10"}).evaluate(run)
+    for part in (data, sample(data, corpus=2)):
+        scores = score_beir_run(part, run, [10], "made up").per_query
+        for query_id, query_scores in expected.items():
+            assert scores[query_id]["NDCG@10"] == query_scores["ndcg_cut_10"]
+            assert scores[query_id]["Recall@10"] == query_scores["recall_10"]
+    assert expected["q1"]["recall_10"] == 0.5
+
+
+def test_pairs_whose_document_is_outside_the_corpus_are_not_trained_on(tmp_path, caplog):
+    folder = write_judgements_outside_the_corpus(tmp_path / "partly", split="train")
+    data = load_training_data(folder)
+    assert [row["positive"] for row in data.dataset] == ["second text"]
+    assert data.report.by_reason == {"relevant document outside the corpus": 2}
+    assert load_mining_data(folder).queries == ["first query"]
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("bad_lines", [[], ["q9\td1\t1"]])
+def test_a_copied_test_set_keeps_judgements_outside_the_corpus(tmp_path, bad_lines):
+    folder = write_judgements_outside_the_corpus(tmp_path / "partly", *bad_lines)
+    data = load_beir_folder(folder, on_bad_record="skip")
+    copy_test(data, tmp_path / "copy")
+    assert load_beir_folder(tmp_path / "copy").qrels == data.qrels
+    write_part(data, {"d2"}, tmp_path / "pool")
+    assert load_beir_folder(tmp_path / "pool").qrels == data.qrels
+
+
+def test_judgements_of_another_corpus_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"test\.tsv: no relevant document is in the corpus"):
+        load_beir_folder(write_folder(tmp_path, qrels=["q1\t0001\t1", "q2\td1\t0"]))
 
 
 def test_empty_documents_are_evaluated_but_not_trained_on(tmp_path):

@@ -578,7 +578,7 @@ def test_bad_judgements_of_a_published_test_set_are_counted_and_not_copied(tmp_p
     folder = write_beir(tmp_path / "beir", documents, queries, qrels[:15])
     with open(folder / "corpus.jsonl", "a") as file:
         file.write("{broken\n")
-    write_test_qrels_without_header(folder, [*qrels[15:], ("q19", "missing", 1)])
+    write_test_qrels_without_header(folder, [*qrels[15:], ("missing", "d19", 1)])
     with pytest.raises(DataError, match="broken JSON"):
         split_data(Source(folder), tmp_path / "split")
     report = RecordReport("skip")
@@ -586,7 +586,7 @@ def test_bad_judgements_of_a_published_test_set_are_counted_and_not_copied(tmp_p
     assert split.test == 5
     # 21 documents, 20 queries, 15 training judgements and 6 test judgements
     assert report.seen == 62
-    assert report.by_reason == {"broken JSON": 1, "unknown document": 1}
+    assert report.by_reason == {"broken JSON": 1, "unknown query": 1}
     test = load_beir_folder(tmp_path / "split" / "test")
     assert test.qrels == {f"q{i}": {f"d{i}": 1} for i in range(15, 20)}
     assert len(test.corpus) == 20

@@ -56,11 +56,11 @@ def make_stores(
 
 
 def collect_positives(dataset: BeirDataset) -> set[str]:
-    """Return the ids of all relevant documents."""
+    """Return the ids of all relevant documents of the corpus."""
     positives = set()
     for grades in dataset.qrels.values():
         positives |= _get_relevant_documents(grades)
-    return positives
+    return positives & dataset.corpus.keys()
 
 
 def find_known_queries(eval_set: BeirDataset, train: BeirDataset) -> list[bool]:
