@@ -15,7 +15,13 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from contaccum.data.beir import QRELS_HEADER, find_beir_file, find_qrels_file, shipped_scifact
+from contaccum.data.beir import (
+    QRELS_HEADER,
+    find_beir_file,
+    find_qrels_file,
+    is_llama_index_file,
+    shipped_scifact,
+)
 from contaccum.data.records import one_line, quoted
 from contaccum.errors import DataError, UserError, closest
 from contaccum.files import AnyPath, atomic_folder, cache_folder, read_json, write_text
@@ -51,9 +57,10 @@ def resolve_beir_data(name_or_path: AnyPath, split: str = "test") -> Path:
     """Return the folder of a BEIR set; a public set is downloaded if it is not in the cache.
 
     Args:
-        name_or_path: a folder; the name of a public BEIR set; `cqadupstack/FORUM` for one of the
-            twelve parts of CQADupStack; or `ORG/NAME` for a set on the hub with parts corpus,
-            queries and qrels. If a folder and a set have the same name, the folder is used.
+        name_or_path: a folder, or a file of LlamaIndex, which is returned as it is; the name of a
+            public BEIR set; `cqadupstack/FORUM` for one of the twelve parts of CQADupStack; or
+            `ORG/NAME` for a set on the hub with parts corpus, queries and qrels. If a folder and a
+            set have the same name, the folder is used.
         split: the split that the set must have.
 
     Raises:
@@ -64,6 +71,8 @@ def resolve_beir_data(name_or_path: AnyPath, split: str = "test") -> Path:
     # Path.exists() raises an error for very long names, os.path.exists() does not.
     if not os.path.exists(folder):
         folder = _resolve_public_set(str(name_or_path), split)
+    if is_llama_index_file(folder):
+        return folder
     for file_name in ("corpus.jsonl", "queries.jsonl"):
         find_beir_file(folder, file_name)
     find_qrels_file(folder, split)

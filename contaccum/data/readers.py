@@ -17,7 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
-from contaccum.data.beir import find_beir_file, is_beir_folder, read_judged_pairs
+from contaccum.data.beir import (
+    is_beir_folder,
+    is_llama_index_file,
+    read_beir_texts,
+    read_judged_pairs,
+)
 from contaccum.data.fields import (
     FIELDS,
     TEACHER_SCORES_REMEDY,
@@ -27,9 +32,11 @@ from contaccum.data.fields import (
 )
 from contaccum.data.records import (
     Fault,
+    NotUtf8,
     RecordReport,
     Rows,
     get_first_value,
+    make_data_error,
     one_line,
     parse_id,
     parse_nullable_text,
@@ -58,7 +65,7 @@ _HUB_NAME = r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?"
 _PARQUET_MAGIC = b"PAR1"
 """The first bytes of every parquet file."""
 
-_CACHE_VERSION = 11
+_CACHE_VERSION = 12
 """Version of the readers and the cache. Increase it when either changes, so that cached records of
 an older version are not used."""
 
@@ -102,10 +109,16 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
         raise DataError(one_line(f"{path}: is empty, or damaged at its start"))
     if head.startswith(_PARQUET_MAGIC):
         return "parquet"
+    if is_llama_index_file(path):
+        return "beir"
     if head.startswith(b"["):
         return "dpr"
     if head.startswith(b"{"):
         return "tevatron" if b'"positive_passages"' in head else "pairs"
+    try:
+        head.partition(b"\n")[0].decode()
+    except UnicodeDecodeError:
+        raise make_data_error(path, 1, NotUtf8()) from None
     known_names = set(columns.values()) if columns else set()
     known_names.update(*FIELDS.values())
     if not known_names.isdisjoint(parse_header(head).names):
@@ -114,7 +127,8 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
         "neither JSON nor a table with a header of known column names; "
         f"it starts with {quoted(head[:20])}"
     )
-    raise DataError(one_line(f"{path}: {message} (set --data_columns or --data_format)"))
+    remedy = "give it a header, such as query,positive, or name its columns with --data_columns"
+    raise DataError(one_line(f"{path}: {message} ({remedy})"))
 
 
 def is_hub_name(source: AnyPath) -> bool:
@@ -343,13 +357,16 @@ class Source:
 
 
 def read_passages(
-    path: AnyPath, report: RecordReport, may_be_blank: bool = False
+    path: AnyPath,
+    report: RecordReport,
+    may_be_blank: bool = False,
+    part: Literal["corpus", "queries"] = "corpus",
 ) -> Iterator[Passage]:
     """Yield every passage of a corpus, in the order of the file. Repeated ids are not refused.
 
     Args:
         path: one of these:
-            - a BEIR folder;
+            - a BEIR folder, or a file of LlamaIndex;
             - a jsonl file, plain or gzip, with the fields `_id` (or `id`, `docid`), `title`,
               `text`;
             - a table, plain or gzip, whose header has these names, as DPR publishes it;
@@ -357,13 +374,16 @@ def read_passages(
         report: receives the counts of used and bad records.
         may_be_blank: True to yield passages without title and text, which published sets have;
             False: they are bad records.
+        part: the part of a BEIR folder or of a file of LlamaIndex to read.
 
     Raises:
         DataError: for a corpus that cannot be read, or a bad record under "stop".
     """
     path = Path(os.path.expanduser(path))
-    if is_beir_folder(path):
-        path = find_beir_file(path, "corpus.jsonl")
+    parse = partial(_parse_passage, may_be_blank=may_be_blank)
+    if is_beir_folder(path) or is_llama_index_file(path):
+        file, rows = read_beir_texts(path, part)
+        return parse_rows(file, rows, parse, report)
     if path.is_dir() or is_hub_name(path):
         source = Source(path, "hub", is_corpus=True)
     else:
@@ -375,7 +395,6 @@ def read_passages(
         elif head.startswith(b"{"):
             data_format = "pairs"
         source = Source(path, data_format)
-    parse = partial(_parse_passage, may_be_blank=may_be_blank)
     return parse_rows(source.path, source.rows(), parse, report)
 
 

@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import re
 import unicodedata
 import zlib
 from collections import Counter
@@ -32,7 +33,8 @@ OnBadRecord = Literal["stop", "skip"]
 Rows = Iterator[tuple[int, Any]]
 """Rows of a file, each with its line number.
 
-In an Arrow table it is the number of the row, and in a JSON array the number of the object.
+In an Arrow table it is the number of the row. In a JSON array, and in a file of JSON objects over
+several lines, it is the number of the object.
 
 A row is a text, a mapping, or the `Fault` that prevents it from being read.
 """
@@ -40,6 +42,23 @@ A row is a text, a mapping, or the `Fault` that prevents it from being read.
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UNREADABLE = (OSError, EOFError, zlib.error)
 """Exceptions that reading a damaged gzip file raises."""
+
+_UTF_16 = "UTF-16 or UTF-32 text (save it as UTF-8, for example with iconv -f utf-16 -t utf-8)"
+_OTHER_FORMATS = {
+    b"\xff\xfe": _UTF_16,
+    b"\xfe\xff": _UTF_16,
+    b"PK\x03\x04": "a zip archive (unpack it) or an Excel workbook (save the sheet as UTF-8 CSV)",
+    b"\xd0\xcf\x11\xe0": "an Excel workbook (save the sheet as UTF-8 CSV)",
+    b"BZh": "a bzip2 file (unpack it with bunzip2; gzip can be read as it is)",
+    b"\xfd7zXZ": "an xz file (unpack it with unxz; gzip can be read as it is)",
+    b"\x28\xb5\x2f\xfd": "a zstd file (unpack it with unzstd; gzip can be read as it is)",
+    b"7z\xbc\xaf": "a 7z archive (unpack it)",
+}
+"""{first bytes of a file that is not text: what it is, and what to do}."""
+_TAR_MAGIC = slice(257, 262)
+
+_OBJECT_OVER_LINES = re.compile(rb'\{([^\n]*[,{])?[ \t\r]*\n\s*"|\{[^\n]*\[[ \t\r]*\n')
+"""The start of a JSON object that goes on in the next line."""
 
 _HEAD_SIZE = 1 << 16
 _FLOAT32_MAX = 3.4028235e38
@@ -54,11 +73,29 @@ class Fault(Exception):
     Args:
         reason: the kind of fault; reports count records by it.
         detail: details of this record.
+        remedy: the advice of the error message. The default is for a fault of single records.
     """
 
-    def __init__(self, reason: str, detail: str = "") -> None:
+    def __init__(
+        self,
+        reason: str,
+        detail: str = "",
+        remedy: str = "correct the record, or leave such records out with --on_bad_record skip",
+    ) -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
+        self.remedy = remedy
+
+
+class NotUtf8(Fault):
+    """Bytes that are not UTF-8. Leaving such records out would lose every text with an accent."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "not UTF-8 text",
+            "the encoding may be cp1252, Latin-1 or another one",
+            "save the file as UTF-8, for example with iconv -f cp1252 -t utf-8",
+        )
 
 
 @dataclass
@@ -155,8 +192,7 @@ def parse_rows(
             value = parse(row)
         except Fault as fault:
             if report.on_bad_record == "stop":
-                remedy = "correct the record, or leave such records out with --on_bad_record skip"
-                raise make_data_error(path, line, fault, remedy) from None
+                raise make_data_error(path, line, fault) from None
             report.leave_out(f"{path}:{line}", fault.reason)
         else:
             num_used += 1
@@ -164,9 +200,9 @@ def parse_rows(
     report.refuse_if_nothing_left(path, num_used, "records")
 
 
-def make_data_error(file: AnyPath, line: int, fault: Fault, remedy: str) -> DataError:
+def make_data_error(file: AnyPath, line: int, fault: Fault) -> DataError:
     """Return an error with the message `FILE:LINE: FAULT (REMEDY)`."""
-    return DataError(one_line(f"{file}:{line}: {fault} ({remedy})"))
+    return DataError(one_line(f"{file}:{line}: {fault} ({fault.remedy})"))
 
 
 def one_line(text: str) -> str:
@@ -223,8 +259,11 @@ def parse_text(value: object, field_name: str, may_be_blank: bool = False) -> st
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        # JSON ("\ud800") and the bytes of a table can hold half of a surrogate pair. Arrow fails on
-        # it much later, without the line.
+        # `read_csv` reads bytes that are not UTF-8 as these characters.
+        if re.search("[\udc80-\udcff]", value):
+            raise NotUtf8 from None
+        # JSON ("\ud800") can hold half of a surrogate pair. Arrow fails on it much later, and does
+        # not name the line.
         raise Fault(f"{field_name} is not valid Unicode", f"found {quoted(value)}") from None
     return value
 
@@ -301,12 +340,23 @@ def open_data_file(path: AnyPath) -> gzip.GzipFile | io.BufferedReader:
     """Open a file for reading bytes, and unpack gzip, which is detected by its first bytes.
 
     Raises:
-        DataError: if the file does not exist or cannot be read.
+        DataError: if the file does not exist or cannot be read, or is neither gzip nor text in
+            UTF-8 or a similar encoding, such as UTF-16, a zip archive or an Excel workbook.
     """
     if not os.path.isfile(path) or not os.access(path, os.R_OK):
         raise DataError(one_line(f"{path}: no such file, or it may not be read (check the path)"))
     with open(path, "rb") as file:
         is_gzip = file.read(2) == b"\x1f\x8b"
+    start = b""
+    with suppress(*UNREADABLE), gzip.open(path) if is_gzip else open(path, "rb") as file:
+        start = file.read(_TAR_MAGIC.stop)  # damage is reported later, with its line
+    other_formats = [text for magic, text in _OTHER_FORMATS.items() if start.startswith(magic)]
+    if b"\0" in start[:4]:
+        other_formats.append(_UTF_16)
+    if start[_TAR_MAGIC] == b"ustar":
+        other_formats.append("a tar archive (unpack it)")
+    if other_formats:
+        raise DataError(one_line(f"{path}: is {other_formats[0]}"))
     if is_gzip:
         return gzip.open(path, "rb")
     return open(path, "rb")
@@ -334,7 +384,7 @@ def read_lines(path: AnyPath) -> Rows:
                 try:
                     text = line.decode("utf-8-sig")
                 except UnicodeDecodeError:
-                    yield number, Fault("not UTF-8 text")
+                    yield number, NotUtf8()
                 else:
                     yield number, text.rstrip("\r\n")
         except UNREADABLE as error:
@@ -342,7 +392,11 @@ def read_lines(path: AnyPath) -> Rows:
 
 
 def read_json_lines(path: AnyPath) -> Rows:
-    """Yield the JSON object of every line."""
+    """Yield the JSON object of every line, or objects that are written over several lines."""
+    if _OBJECT_OVER_LINES.match(read_head(path)):
+        for number, value in read_json(path, "", multiple_values=True):
+            yield number, _require_object(value)
+        return
     for number, line in read_lines(path):
         if isinstance(line, Fault):
             yield number, line
@@ -365,10 +419,21 @@ def _require_object(value: object) -> object:
 
 
 def read_json_array(path: AnyPath) -> Rows:
-    """Yield the objects of a JSON array with their numbers, one in memory at a time.
+    """Yield the objects of a JSON array with their numbers."""
+    for number, value in read_json(path, "item"):
+        yield number, _require_object(value)
+
+
+def read_json(path: AnyPath, prefix: str, function: str = "items", **options: Any) -> Rows:
+    """Yield numbered parts of a JSON file, one in memory at a time.
+
+    Args:
+        prefix: place of the parts, as in ijson.
+        function: name of the function of ijson that reads them.
+        options: further arguments of this function.
 
     Raises:
-        DataError: for broken JSON, because the objects after it cannot be separated.
+        DataError: for broken JSON, because the parts after it cannot be separated.
     """
     import ijson
 
@@ -377,9 +442,12 @@ def read_json_array(path: AnyPath) -> Rows:
         try:
             if file.peek(3).startswith(BYTE_ORDER_MARK):
                 file.read(3)
-            for number, value in enumerate(ijson.items(file, "item", use_float=True), start=1):
-                yield number, _require_object(value)
+            parts = getattr(ijson, function)(file, prefix, use_float=True, **options)
+            for number, part in enumerate(parts, start=1):
+                yield number, part
         except (ijson.JSONError, *UNREADABLE) as error:
-            fault = Fault("broken JSON, or the file breaks off", str(error))
-            remedy = "correct the JSON, or get the file again"
-            raise make_data_error(path, number + 1, fault, remedy) from error
+            if "UTF8" in str(error):
+                raise make_data_error(path, number + 1, NotUtf8()) from error
+            reason = "broken JSON, or the file breaks off"
+            fault = Fault(reason, str(error), "correct the JSON, or get the file again")
+            raise make_data_error(path, number + 1, fault) from error

@@ -15,6 +15,7 @@ from contaccum.data.records import (
     Rows,
     make_data_error,
     open_data_file,
+    parse_text,
     quoted,
     read_head,
 )
@@ -22,6 +23,8 @@ from contaccum.files import AnyPath
 
 _DELIMITERS = ("\t", ",", ";")
 _QUOTED_CELL = re.compile(r'(^|[\t,;]) *"(?:[^"]|"")*"')
+_SEPARATOR_LINE = re.compile(r'"?sep=(.)"?[ \r]*\n', re.IGNORECASE)
+"""The line before the header in files that Excel writes or reads."""
 _CELL_SIZE_LIMIT = 2**31 - 1
 
 
@@ -44,11 +47,11 @@ def read_csv(path: AnyPath) -> Rows:
     """Yield the rows of a table with a header, as {column name: cell}; a blank cell is None.
 
     The delimiter is comma, semicolon or tab: the one that is most frequent in the header outside of
-    quotes.
+    quotes. A line such as `sep=;` before the header names another one.
 
     Raises:
-        DataError: for a broken quote, because the rows after it cannot be separated, and for a
-            column name that occurs twice.
+        DataError: for a broken quote, because the rows after it cannot be separated, for a header
+            that is not UTF-8, and for a column name that occurs twice.
     """
     # The csv module's own limit of 128 KB per cell would refuse long documents.
     csv.field_size_limit(_CELL_SIZE_LIMIT)
@@ -68,9 +71,10 @@ def read_csv(path: AnyPath) -> Rows:
             for cells in reader:
                 is_blank = not any(cell.strip() for cell in cells)
                 if not names:
-                    if not is_blank:
+                    is_separator_line = not is_blank and cells[0].lower().startswith("sep=")
+                    if not is_blank and not is_separator_line:
                         names = _parse_column_names(cells)
-                    _refuse_repeated_name(path, line, names)
+                    _check_column_names(path, line, names)
                 elif is_blank:
                     pass
                 elif len(cells) == len(names):
@@ -80,9 +84,9 @@ def read_csv(path: AnyPath) -> Rows:
                     yield line, Fault("wrong number of columns", detail)
                 line = reader.line_num + 1
         except csv.Error as error:
-            fault = Fault("broken quoting", str(error))
             remedy = 'write a " inside a quoted cell twice'
-            raise make_data_error(path, line, fault, remedy) from error
+            fault = Fault("broken quoting", str(error), remedy)
+            raise make_data_error(path, line, fault) from error
         except UNREADABLE as error:
             yield line, Fault("the file breaks off", str(error))
 
@@ -102,9 +106,14 @@ def parse_header(head: bytes) -> Header:
             the names are empty.
     """
     text = head.decode("utf-8", "replace")
+    separator_line = _SEPARATOR_LINE.match(text)
+    if separator_line:
+        text = text[separator_line.end() :]
     text_outside_quotes = _QUOTED_CELL.sub(r"\1", text)
     first_line = text_outside_quotes.partition("\n")[0]
     delimiter = max(_DELIMITERS, key=first_line.count)
+    if separator_line:
+        delimiter = separator_line[1]
     try:
         cells = next(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), [])
     except csv.Error:
@@ -118,15 +127,22 @@ def _parse_column_names(cells: list[str]) -> list[str]:
     return [cell.strip().strip('"') for cell in cells]
 
 
-def _refuse_repeated_name(path: AnyPath, line: int, names: list[str]) -> None:
-    """Raise `DataError` for a name of two columns, because a row can hold only one of them.
+def _check_column_names(path: AnyPath, line: int, names: list[str]) -> None:
+    """Raise `DataError` for a name that is not UTF-8, and for a name of two columns.
 
-    Several columns may have no name: nothing is read from them.
+    A row can hold only one of two columns with the same name. Several columns may have no name:
+    nothing is read from them.
     """
+    for name in names:
+        try:
+            parse_text(name, "name", may_be_blank=True)
+        except Fault as fault:
+            raise make_data_error(path, line, fault) from None
     for name, count in Counter(names).items():
         if name and count > 1:
-            fault = Fault("two columns have the same name", quoted(name))
-            raise make_data_error(path, line, fault, "rename or remove one")
+            reason = "two columns have the same name"
+            repeated = Fault(reason, quoted(name), "rename or remove one")
+            raise make_data_error(path, line, repeated)
 
 
 def parse_question_line(line: str) -> list[str]:
@@ -163,5 +179,5 @@ def read_arrow(source: AnyPath, tables: Iterable[Any]) -> Rows:
                 number += 1
                 yield number, row
     except Exception as error:  # Arrow, the hub and the network have no common exception class
-        fault = Fault("damaged, or of another format", str(error)[:300])
-        raise make_data_error(source, number + 1, fault, "get it again") from error
+        fault = Fault("damaged, or of another format", str(error)[:300], "get it again")
+        raise make_data_error(source, number + 1, fault) from error

@@ -78,7 +78,8 @@ def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage
         return
     sorted_hashes: np.ndarray = np.empty(0, dtype=np.int64)
     # Documents without text are encoded, so that a search finds what an evaluation finds.
-    passages = read_passages(path, report, may_be_blank=kind == "document")
+    part: Literal["corpus", "queries"] = "queries" if kind == "query" else "corpus"
+    passages = read_passages(path, report, may_be_blank=kind == "document", part=part)
     while block := list(islice(passages, _IDS_PER_BLOCK)):
         block_hashes = text_ids(passage.id for passage in block)
         joined = np.concatenate([sorted_hashes, block_hashes])

@@ -20,13 +20,16 @@ from contaccum.data import (
     load_beir_folder,
     load_training_data,
 )
-from contaccum.data.beir import shipped_scifact
+from contaccum.data.beir import read_split_queries, shipped_scifact
 from contaccum.data.public_sets import ARCHIVE_MD5, resolve_beir_data
+from contaccum.data.readers import Source
+from contaccum.data.split import split_data
 from contaccum.data.split_files import copy_test, write_part
 from contaccum.errors import DataError
-from contaccum.evaluation.beir_sets import describe_data, score_beir_run
+from contaccum.evaluation.beir_sets import describe_data, load_data, score_beir_run
 from contaccum.evaluation.evaluator import sample
 from contaccum.mining import load_mining_data
+from contaccum.retrieval.encode import read_texts
 
 CORPUS = [
     '{"_id": "d1", "title": "One", "text": "first text"}',
@@ -228,6 +231,50 @@ def test_what_is_missing_in_a_folder_is_named(tmp_path):
         load_beir_folder(tmp_path)
     with pytest.raises(DataError, match="no such folder"):
         load_beir_folder(tmp_path / "nothing")
+
+
+def write_llama_index(file: Path, num_queries: int = 20, **parts: Any) -> Path:
+    """Write queries with a passage each, as LlamaIndex saves them."""
+    numbers = range(num_queries)
+    content = {
+        "queries": {f"q{n}": f"what is thing {n * 7919}" for n in numbers},
+        "corpus": {f"d{n}": f"thing {n * 7919} is number {n}" for n in numbers},
+        "relevant_docs": {f"q{n}": [f"d{n}"] for n in numbers},
+        "mode": "text",
+    }
+    file.write_text(json.dumps({**content, **parts}, indent=4))
+    return file
+
+
+def test_a_file_of_llama_index_is_read_wherever_a_beir_folder_is(tmp_path):
+    file = write_llama_index(tmp_path / "val.json")
+    data = load_data(file)
+    assert data.qrels["q3"] == {"d3": 1}
+    assert data.corpus["d1"] == {"title": "", "text": "thing 7919 is number 1"}
+    assert data.queries["q0"] == "what is thing 0"
+    split = split_data(Source(file), tmp_path / "split")
+    assert split.train + split.dev + split.test == 20
+    assert split.documents["dev"] == 20
+    assert len(load_training_data(file).dataset) == 20
+    assert load_mining_data(file).record["passages"] == 20
+    queries = [query.passage for query in read_texts(file, "query", RecordReport())]
+    assert queries == list(data.queries.values())
+    assert read_split_queries(file, "any", RecordReport()) == data.queries
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"corpus": {"d0": ["a"]}}, "val.json:1: text is not text"),
+        ({"relevant_docs": {"q0": {"d0": 1}}}, "val.json:1: relevant_docs is not a list"),
+        ({"relevant_docs": {}}, "val.json: no records left"),
+        ({"queries": {"q1": 5}}, "val.json:1: text is not text"),
+    ],
+)
+def test_bad_entries_of_a_file_of_llama_index_are_named(tmp_path, parts, message):
+    file = write_llama_index(tmp_path / "val.json", **parts)
+    with pytest.raises(DataError, match=message):
+        load_beir_folder(file)
 
 
 def test_a_file_with_bad_records_only_is_named(tmp_path):

@@ -1,9 +1,13 @@
 """Broken data: one error line with file and line, or a count under "skip"; never a traceback."""
 
+import bz2
 import gzip
 import json
+import lzma
 import random
+import tarfile
 import tempfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,13 @@ from data_files import (
 )
 from hypothesis import strategies as st
 
-from contaccum.data import RecordReport, load_training_data, read_records
+from contaccum.data import (
+    RecordReport,
+    load_training_data,
+    read_passages,
+    read_records,
+    sniff_format,
+)
 from contaccum.errors import DataError
 
 JSONL = lines(rows()).encode()
@@ -107,9 +117,31 @@ jsonl(
 case(
     "latin-1 csv",
     file("a.csv", CSV.encode() + b"K\xe4se,,b,c,d\n"),
-    r"a\.csv:5: query is not valid",
+    r"a\.csv:5: not UTF-8 text",
     (3, 1),
 )
+case(
+    "latin-1 header",
+    file("a.csv", "query,positive,größe\nq,p,1\n".encode("latin-1")),
+    r"a\.csv:1: not UTF-8 text",
+    None,
+)
+case(
+    "latin-1 header of unknown columns",
+    file("a.csv", "gefäß,antwort\nq,p\n".encode("latin-1")),
+    r"a\.csv:1: not UTF-8 text",
+    None,
+)
+case(
+    "latin-1 array",
+    file("dpr.json", '[{"query": "Käse", "positive": "p"}]'.encode("latin-1")),
+    r"dpr\.json:1: not UTF-8 text",
+    None,
+)
+for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32"):
+    case(f"csv in {encoding}", file("a.csv.gz", CSV.encode(encoding)), r"gz: is UTF-16", None)
+case("xz file", file("a.jsonl", lzma.compress(JSONL)), "is an xz file .unpack it", None)
+case("bzip2 file", file("a.jsonl", bz2.compress(JSONL)), "is a bzip2 file .unpack it", None)
 
 # JSON
 jsonl("broken JSON", '{"query": "q"', "broken JSON")
@@ -161,6 +193,28 @@ case(
     r"f: no training pairs left to use",
     None,
 )
+
+
+@pytest.mark.parametrize("mode", ["x", "w:gz"])
+def test_an_archive_is_named(tmp_path, mode):
+    archive = tmp_path / "archive"
+    if mode == "x":
+        with zipfile.ZipFile(archive, mode) as packed:
+            packed.writestr("a.jsonl", JSONL)
+    else:
+        with tarfile.open(archive, mode) as packed:
+            packed.add(put(tmp_path / "a.jsonl", JSONL))
+    for read in (sniff_format, lambda path: next(read_passages(path, RecordReport()))):
+        with pytest.raises(DataError, match=r"archive: is a (zip|tar) archive \(unpack it\)"):
+            read(archive)
+
+
+def test_no_advice_to_skip_every_text_with_an_accent(tmp_path):
+    for name in ("latin-1 bytes", "latin-1 csv"):
+        make, _, _, _ = CASES[name]
+        with pytest.raises(DataError, match="iconv") as caught:
+            load_training_data(make(tmp_path))
+        assert "--on_bad_record" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -75,7 +75,7 @@ def test_a_table_without_a_column_of_ids_is_refused(tmp_path):
         ("a.jsonl", '{"_id": "1", "text": " "}', "empty passage: '1'"),
         ("a.jsonl", "{", "broken JSON"),
         ("a.tsv", "1\ta\tb", "wrong number of columns"),
-        ("a.tsv", "1\t\ud800", "text is not valid Unicode"),
+        ("a.tsv", "1\t\ud800", "not UTF-8 text"),
     ],
 )
 def test_a_passage_that_cannot_be_used_is_named_or_skipped(name, line, reason, tmp_path):

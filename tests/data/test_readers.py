@@ -184,6 +184,25 @@ def test_a_delimiter_in_quotes_is_part_of_a_column_name(tmp_path, header, delimi
     assert read(path, columns={"query": query})[0] == [expected]
 
 
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+def test_excel_names_the_separator_before_the_header(tmp_path, separator):
+    cells = ["query, in words", "positive"]
+    table = "\r\n".join(map(separator.join, [cells, ["q", "a, b"]]))
+    path = put(tmp_path / "a.csv", f"\ufeffsep={separator}\r\n{table}\r\n")
+    assert read(path, columns={"query": cells[0]})[0] == [Record("q", ["a, b"], [])]
+
+
+@pytest.mark.parametrize("data_format", ["pairs", "tevatron", "beir"])
+@pytest.mark.parametrize("indent", [0, 4])
+def test_json_objects_may_be_written_over_several_lines(tmp_path, data_format, indent):
+    source = WRITERS[data_format](tmp_path)
+    for file in [source] if source.is_file() else [*source.glob("*.jsonl")]:
+        objects = [json.loads(line) for line in file.read_text().split("\n") if line]
+        file.write_text("\n".join(json.dumps(value, indent=indent) for value in objects))
+    expected = [record._replace(negatives=[]) for record in RECORDS]
+    assert read(source)[0] == (expected if data_format == "beir" else RECORDS)
+
+
 def test_a_column_name_that_occurs_twice_is_refused_with_its_line(tmp_path):
     path = put(tmp_path / "a.csv", 'query,positive,"positive"\nq,p,r\n')
     message = r"a\.csv:1: two columns have the same name: 'positive'"
