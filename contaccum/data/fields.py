@@ -68,6 +68,13 @@ TEACHER_SCORES_REMEDY = "contaccum mine --cross_encoder writes scores"
 _WORDS_FOR_NUMBERS = {"true": 1, "yes": 1, "false": 0, "no": 0}
 """Words that files have in place of the labels 1 and 0."""
 
+_NUMBER = re.compile(r"[-+]?[\d.,]*\d[\d.,]*(e[-+]?\d+)?%?", re.IGNORECASE)
+_LIST = re.compile(
+    r"""(array\()?\[\s*(['"{\[].*(['"}\]]|None|null|nan)\s*)?\](,\ dtype=\w+)?\)?|\{\s*['"].*\}""",
+    re.DOTALL,
+)
+"""A list or an object as Python, JSON and numpy write it."""
+
 _MIN_SCORE_REMEDY = (
     'set the least score of a match: {"path": ..., "min_score": 1}, or with contaccum fit: '
     "--min_score 1"
@@ -131,6 +138,14 @@ class Record(NamedTuple):
     negatives: list[str]
     scores: list[float] | None = None
 
+    def describe(self) -> str:
+        """Return one line with the beginnings of the query, a positive and a negative."""
+        parts = [f"query={quoted(self.query)}"]
+        for name, texts in (("positive", self.positives), ("negative", self.negatives)):
+            more = f" and {len(texts) - 1} more" if len(texts) > 1 else ""
+            parts.append(f"{name}={quoted(texts[0])}{more}" if texts else f"no {name}")
+        return ", ".join(parts)
+
 
 class _ScoredText(NamedTuple):
     """The text of a passage, and the unparsed value of its field "score", or None."""
@@ -150,9 +165,13 @@ class RecordParser:
         columns: {role: field name} for roles whose fields have unusual names.
         min_score: least score of a pair that is a match; None: scores of pairs are not read.
         needs_scores: True if a record without teacher scores cannot be used.
+        has_cells: True for a table whose cells are texts, in which a list can only be a text that
+            looks like one.
 
     Attributes:
         unseen_columns: the field names of `columns` that no record has had so far.
+        odd_roles: {role: its first text} of the roles in which all texts so far are numbers or
+            lists. They are ids, labels or scores instead of queries and passages.
     """
 
     def __init__(
@@ -160,7 +179,11 @@ class RecordParser:
         columns: Mapping[str, str],
         min_score: float | None = None,
         needs_scores: bool = False,
+        has_cells: bool = False,
     ) -> None:
+        self._has_cells = has_cells
+        self.odd_roles: dict[str, str] = {}
+        self._roles_with_text: set[str] = set()
         self._min_score = min_score
         self._needs_scores = needs_scores
         self._has_negatives_column = "negatives" in columns
@@ -189,13 +212,13 @@ class RecordParser:
             self._choose_field("positive", record),
         )
         query_field, positive_field = chosen
-        query = parse_text(record.get(query_field), query_field)
+        query = parse_text(self._get_value(record, query_field), query_field)
         if not self._is_match(record, chosen):
             return None
         # There is no name if `columns` gives the column "title" another role.
         title_names = self._names["title"]
         title = parse_title(record, title_names[0]) if title_names else ""
-        positives = _parse_passages(record.get(positive_field), positive_field, title)
+        positives = _parse_passages(self._get_value(record, positive_field), positive_field, title)
         if not positives:
             raise Fault(f"empty {positive_field}")
         negatives = self._parse_negatives(record)
@@ -212,7 +235,36 @@ class RecordParser:
             negatives=[negative.text for negative in negatives],
             scores=scores,
         )
+        self._find_odd_roles(parsed_record)
         return _remove_repeated_negatives(parsed_record)
+
+    def _get_value(self, record: Mapping[str, Any], field_name: str) -> Any:
+        """Return the value of a field of passages; raises `Fault` for a list in a cell."""
+        value = record.get(field_name)
+        if self._has_cells and value is not None and _LIST.fullmatch(value.strip()):
+            raise Fault(
+                f"a list in the cell of {field_name}",
+                f"found {quoted(value)}",
+                "write a row for each positive and the columns negative_1, negative_2, ..., or "
+                f'JSON lines with lists: {{"{field_name}": ["one", "two"], ...}}',
+            )
+        return value
+
+    def _find_odd_roles(self, record: Record) -> None:
+        """Update `odd_roles`."""
+        texts_by_role = {
+            "query": [record.query],
+            "positive": record.positives,
+            "negatives": record.negatives,
+        }
+        for role, texts in texts_by_role.items():
+            if role in self._roles_with_text or not texts:
+                continue
+            if all(_NUMBER.fullmatch(text) or _LIST.fullmatch(text) for text in texts):
+                self.odd_roles.setdefault(role, texts[0])
+            else:
+                self._roles_with_text.add(role)
+                self.odd_roles.pop(role, None)
 
     def _choose_field(self, role: str, record: Mapping[str, Any]) -> str:
         present_names = [name for name in self._names[role] if name in record]
@@ -255,7 +307,7 @@ class RecordParser:
             negatives: list[_ScoredText] = []
             for name in fields:
                 if record.get(name) is not None:
-                    negatives += _parse_passages(record[name], name)
+                    negatives += _parse_passages(self._get_value(record, name), name)
             if negatives:
                 return negatives
         return []

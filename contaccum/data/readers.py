@@ -202,6 +202,9 @@ class Source:
         needs_scores: True for distillation: a record in which a passage lacks a teacher score (the
             relevance score of a stronger model, such as a cross-encoder) is a bad record.
 
+    Attributes:
+        first_record: the first record that `records` has yielded, or None.
+
     Raises:
         ConfigError: for an unknown format, or settings that the format does not have.
         DataError: if the format cannot be detected.
@@ -228,6 +231,7 @@ class Source:
         self._is_corpus = is_corpus
         self.needs_scores = needs_scores
         self.min_score = min_score
+        self.first_record: Record | None = None
         if self.data_format == "beir" and (self.columns or min_score is not None):
             raise ConfigError(
                 f"{self.path}: data_format=beir has no fields for data_columns or min_score"
@@ -240,11 +244,17 @@ class Source:
 
     def records(self, report: RecordReport) -> Iterator[Record]:
         """Yield every record that can be used, and count the others in the report."""
+        for record in self._parse_records(report):
+            self.first_record = self.first_record or record
+            yield record
+
+    def _parse_records(self, report: RecordReport) -> Iterator[Record]:
         if self.data_format == "beir":
             for query, positives in read_judged_pairs(self.path, self.split, report):
                 yield Record(query, positives, [])
             return
-        parser = RecordParser(self.columns, self.min_score, self.needs_scores)
+        has_cells = self.data_format == "csv"
+        parser = RecordParser(self.columns, self.min_score, self.needs_scores, has_cells)
         is_table = self.data_format in _TABLE_FORMATS
         num_matches = 0
         for record in parse_rows(self.path, self.rows(), parser.parse, report):
@@ -257,6 +267,14 @@ class Source:
                 num_matches += 1
                 yield record
         self._refuse_unseen_columns(parser)
+        if num_matches > 1 and parser.odd_roles:
+            role, text = next(iter(parser.odd_roles.items()))
+            message = f"every {role} is a number or a list, such as {quoted(text)}"
+            remedy = (
+                "name the columns of the texts with --data_columns, leave out a column of ids, "
+                "labels or scores, and write a list as JSON"
+            )
+            raise DataError(one_line(f"{self.path}: {message} ({remedy})"))
         report.refuse_if_nothing_left(self.path, num_matches, "records")
 
     def _refuse_unseen_columns(self, parser: RecordParser) -> None:

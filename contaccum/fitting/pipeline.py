@@ -188,14 +188,14 @@ class Fit:
         }
         self._folder.open(request)
         try:
-            bad_records_line = self._source.hold_out(
+            lines = self._source.hold_out(
                 self._folder.data, show_progress=not self._args.disable_tqdm
             )
         except UserError:
             self._folder.remove_request()
             raise
-        if bad_records_line is not None:
-            self._print_line(bad_records_line)
+        for line in lines:
+            self._print_line(line)
         if self._guard_sets:
             _refuse_test_queries(self._guard_sets, self._folder.data / "test")
 

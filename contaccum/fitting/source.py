@@ -76,7 +76,7 @@ class DataSource:
         """True if the data are a folder that `contaccum split` wrote."""
         return (self.path / SPLIT_RECORD).is_file()
 
-    def hold_out(self, folder: Path, fold: int = 0, show_progress: bool = False) -> str | None:
+    def hold_out(self, folder: Path, fold: int = 0, show_progress: bool = False) -> list[str]:
         """Split the pairs into train, dev and test in a folder, unless the folder exists.
 
         Args:
@@ -85,23 +85,26 @@ class DataSource:
             show_progress: True for a progress bar.
 
         Returns:
-            A line for the user about records that were bad or left out; None if there is none.
+            Lines for the user: the first record as it was read, and the number of records that were
+            bad or left out, if there are any. No lines if nothing was read.
 
         Raises:
             UserError: for data that cannot be read or split.
         """
         if folder.exists():
-            return None
+            return []
         if self.is_split:
             self._copy_split(folder)
-            return None
+            return []
         report = RecordReport(self.on_bad_record)
         pairs = Source(self.path, self.data_format, columns=self.columns, min_score=self.min_score)
         settings = SplitSettings(self.dev, self.test, fold=fold)
         split_data(pairs, folder, settings, self.corpus, report, show_progress)
-        if not report.reported:
-            return None
-        return f"{self.path}: {report.summary()}"
+        assert pairs.first_record is not None, "data without a record cannot be split"
+        lines = [f"{self.path}: the first record is {pairs.first_record.describe()}"]
+        if report.reported:
+            lines.append(f"{self.path}: {report.summary()}")
+        return lines
 
     def _copy_split(self, folder: Path) -> None:
         """Copy a folder that `contaccum split` wrote.

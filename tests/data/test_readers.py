@@ -1,5 +1,7 @@
 """Readers: every format gives the same records by one call, with the format detected or named."""
 
+import csv
+import io
 import json
 from itertools import product
 from typing import Any
@@ -13,6 +15,7 @@ from data_files import (
     peak_of_reading,
     put,
     put_parquet,
+    put_saved,
     read,
     rows,
 )
@@ -201,6 +204,80 @@ def test_json_objects_may_be_written_over_several_lines(tmp_path, data_format, i
         file.write_text("\n".join(json.dumps(value, indent=indent) for value in objects))
     expected = [record._replace(negatives=[]) for record in RECORDS]
     assert read(source)[0] == (expected if data_format == "beir" else RECORDS)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "['one', 'two']",
+        '["one", "two"]',
+        "['one' 'two'\n ... 'nine']",
+        "array(['one', \"two\"], dtype=object)",
+        "['one', None]",
+        "[{'title': 'T', 'text': 'one'}]",
+        '{"title": "T", "text": "one", "score": 1}',
+        "[]",
+        " [['one'], ['two']] ",
+    ],
+)
+@pytest.mark.parametrize("column", range(3))
+def test_a_list_in_a_cell_is_refused(tmp_path, cell, column):
+    cells = ["q", "p", "n"]
+    cells[column] = cell
+    file = io.StringIO()
+    csv.writer(file).writerows([["query", "positive", "negative"], cells])
+    path = put(tmp_path / "a.csv", file.getvalue())
+    with pytest.raises(DataError, match=r"a\.csv:2: a list in the cell of .*negative_1"):
+        read(path)
+
+
+def test_brackets_in_a_cell_are_text(tmp_path):
+    texts = ["[1] first", "['s Gravenhage] is a city", "see ['a']", "[sic]", "{x}", "[1, 2]"]
+    path = put(tmp_path / "a.tsv", "query\tpositive\n" + "".join(f"q\t{text}\n" for text in texts))
+    assert [record.positives for record in read(path)[0]] == [[text] for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("fields", "role"),
+    [
+        ({"query": ["1", "2"], "positive": ["p", "r"]}, "query"),
+        ({"query": ["q", "r"], "passage": ["p", "s"], "positive": ["1", "0"]}, "positive"),
+        ({"query": ["q", "r"], "positive": ["p", "s"], "negative": ["0.87", "1e-05"]}, "negatives"),
+        ({"query": ["q", "r"], "positive": ["p", "s"], "negative": ["1,5", "-3%"]}, "negatives"),
+        ({"query": ["q", "r"], "positive": ["['a', 'b']", "[]"]}, "positive"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "saved"])
+def test_a_column_of_numbers_or_lists_is_no_column_of_texts(tmp_path, fields, role, name):
+    records = [
+        dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)
+    ]
+    path = tmp_path / name
+    if name == "saved":
+        put_saved(path, records)
+    elif name == "a.jsonl":
+        put(path, lines(records))
+    else:
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, fields)
+            writer.writeheader()
+            writer.writerows(records)
+    for report in (RecordReport(), RecordReport("skip")):
+        with pytest.raises(
+            DataError, match=f"every {role} is a number|list in the cell|no records"
+        ):
+            list(read_records(path, report=report))
+
+
+def test_a_record_is_described_by_its_first_texts():
+    record = Record("q\n1", ["p", "r", "s"], [])
+    assert record.describe() == "query='q\\n1', positive='p' and 2 more, no negative"
+
+
+def test_some_numbers_among_the_texts_are_texts(tmp_path):
+    records = [("when", "1945"), ("who", "Ada Lovelace"), ("how many", "3")]
+    path = put(tmp_path / "a.jsonl", lines([{"query": q, "answer": a} for q, a in records]))
+    assert [record.positives for record in read(path)[0]] == [[a] for _, a in records]
 
 
 def test_a_column_name_that_occurs_twice_is_refused_with_its_line(tmp_path):

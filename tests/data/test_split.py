@@ -567,7 +567,12 @@ def test_the_command_prints_the_sizes_and_train_reads_the_split(tmp_path, capsys
     pairs = write_lines(tmp_path / "pairs.jsonl", make_pairs(200))
     assert main(["split", str(pairs), str(tmp_path / "split"), "--no_progress"]) == 0
     sizes = "held out: 20 dev and 40 test queries, split by passage; 140 queries to train on"
-    assert sizes in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert sizes in output
+    record = make_pairs(200)[0]
+    texts = f"query={record['query'][:30]!r}"[:-1]
+    assert f"{pairs}: the first record is {texts}" in output
+    assert f"positive={record['positive'][:30]!r}"[:-1] in output
     training_source = Source(tmp_path / "split" / "train.jsonl")
     assert len(list(training_source.records(RecordReport()))) == 140
 

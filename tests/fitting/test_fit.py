@@ -101,7 +101,8 @@ def test_model_that_learns_is_better(root, trained):
     assert trained.verdict.word == "BETTER"
     assert trained.verdict.queries == 100
     lines = (root / "printed.txt").read_text().splitlines()
-    assert lines[0].startswith("held out: 20 dev and 100 test queries")
+    assert ": the first record is query=" in lines[0]
+    assert lines[1].startswith("held out: 20 dev and 100 test queries")
     baselines_pattern = r"BM25 0\.000   \S*fresh 0\.\d{3}   \(nDCG@10 on dev\)"
     assert any(re.match(baselines_pattern, line) for line in lines)
     assert lines[-2].startswith("BETTER: nDCG@10 0.")
@@ -629,15 +630,17 @@ def test_pairs_below_the_least_score_are_left_out(tmp_path):
     data = write_lines(tmp_path / "pairs.jsonl", pairs)
     with pytest.raises(UserError, match=r":1: a pair with label 0: .*--min_score 1"):
         DataSource(data).hold_out(tmp_path / "split")
-    line = DataSource(data, min_score=1).hold_out(tmp_path / "split")
-    assert "1 score below min_score" in line
+    first_line, counts = DataSource(data, min_score=1).hold_out(tmp_path / "split")
+    query = pairs[1]["query"]
+    assert first_line.startswith(f"{data}: the first record is query={query!r}, positive='")
+    assert "1 score below min_score" in counts
     assert read_split(tmp_path / "split").records == 27  # of 39, without 4 for dev and 8 for test
 
 
 def test_time_of_holding_out_counts_for_the_budget(root, tmp_path, monkeypatch):
     hold_out = DataSource.hold_out
 
-    def hold_out_slowly(source: DataSource, folder: Path, **options: Any) -> str | None:
+    def hold_out_slowly(source: DataSource, folder: Path, **options: Any) -> list[str]:
         monkeypatch.setattr(time, "monotonic", lambda: started + 100.0)
         return hold_out(source, folder, **options)
 
