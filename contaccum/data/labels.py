@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_LEAST_HASH = 1 << 48
+
+
 @dataclass(frozen=True)
 class Labels:
     """Decoded labels of a batch of n rows with c text columns; None for a missing part.
@@ -54,6 +57,15 @@ def encode(
         return list(teacher_scores)
     bits = np.array(teacher_scores, dtype=np.float32).view(np.int32)
     return [*text_ids, *bits.tolist()]
+
+
+def are_text_ids(ids: Tensor) -> bool:
+    """Return False if all ids are small integers, such as classes or row numbers.
+
+    Text ids are 64-bit hashes. Those of a single pair are all below 2^48 with a probability of
+    1e-9.
+    """
+    return bool((ids.abs() >= _LEAST_HASH).any())
 
 
 def decode(labels: Tensor | None, num_columns: int) -> Labels:

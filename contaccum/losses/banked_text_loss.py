@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from contaccum.bank.false_negatives import PositivesTable
 from contaccum.bank.info_nce import BankedInfoNCE
 from contaccum.bank.settings import LossSettings
-from contaccum.data.labels import decode
+from contaccum.data.labels import are_text_ids, decode
 from contaccum.distributed import world_size
 from contaccum.errors import ConfigError
 from contaccum.losses.bank_states import gather_bank_states, select_bank_state
@@ -82,6 +82,7 @@ class BankedTextLoss(nn.Module):
         self._guide_embeddings: list[Tensor] | None = None
         self._pairs_in_update: int | None = None
         self._logged_warnings: set[str] = set()
+        self._has_seen_ids = False
 
     def forward(
         self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
@@ -91,12 +92,14 @@ class BankedTextLoss(nn.Module):
         Args:
             sentence_features: the features of each column: anchors, positives and any number of
                 columns of hard negatives.
-            labels: None; or ids of the texts, int64 (n, columns); or teacher scores, float; or
+            labels: None; or ids of the texts, int64 (n, columns), hashes from
+                `contaccum.data.sampling.text_ids`; or teacher scores, float; or
                 ids, then scores. See `contaccum.data.labels`. Two texts are
                 duplicates if these ids are equal, or if the hashes of their tokens are equal.
 
         Raises:
             ValueError: for fewer than two columns.
+            ConfigError: for labels of the shape of text ids that are none.
         """
         features = list(sentence_features)
         ids = self._encode_probe_and_compute_ids(features, labels)
@@ -303,6 +306,15 @@ class BankedTextLoss(nn.Module):
             self._encode_probe_if_due(features)
         decoded = decode(labels, len(features))
         label_ids = decoded.text_ids
+        if label_ids is not None and not self._has_seen_ids:
+            # Only once, because reading the result stops a GPU's queue.
+            if not are_text_ids(label_ids):
+                raise ConfigError(
+                    f"{type(self).__name__}: the label column has small integers where ids of the "
+                    "texts are expected (contaccum.data.sampling.text_ids): remove or rename the "
+                    'column, for example with dataset.remove_columns("label")'
+                )
+            self._has_seen_ids = True
         has_scores = decoded.teacher_scores is not None
         is_unknown_label = labels is not None and label_ids is None and not has_scores
         has_unused_scores = has_scores and self.distillation is None

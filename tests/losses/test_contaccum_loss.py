@@ -27,6 +27,9 @@ from contaccum.losses import bank_states, banked_text_loss, probe
 from contaccum.losses.probe import MIN_PAIRS_BETWEEN_PROBES, PROBE_PAIRS, TextProbe
 from contaccum.losses.text_ids import content_ids, copy_first_texts
 
+HASH = 2**50
+"""A factor that makes small numbers as large as the hashes of texts."""
+
 
 @pytest.fixture
 def model(request: pytest.FixtureRequest) -> DualEncoder:
@@ -175,16 +178,27 @@ def test_evaluation_is_the_loss_of_the_batch_alone(model, loss_class, mode):
     assert loss_fn.info_nce.bank.total_enqueued == 4
 
 
+@pytest.mark.parametrize("num_integers", [3, 5])
+@pytest.mark.parametrize("mode", [True, False])
+def test_small_integers_beside_triplets_are_no_text_ids(model, num_integers, mode):
+    loss_fn = ContAccumLoss(model, bank_size=8).train(mode)
+    texts = [*features(model, 4, 2), features(model, 4, 2, seed=1)[1]]
+    classes = torch.randint(-9, 1_000_000, (4, num_integers))
+    with pytest.raises(ConfigError, match="remove or rename the column"):
+        loss_fn(texts, classes)
+
+
 def test_ids_in_labels_and_known_positives_decide_what_is_masked(model):
     """The passage of pair 1 is another positive of query 0, which only the table shows."""
     texts = features(model, 4, 2)
-    ids = torch.tensor([[1, 101], [2, 102], [3, 103], [4, 104]])
+    ids = HASH * torch.tensor([[1, 101], [2, 102], [3, 103], [4, 104]])
 
     def compute_losses(labels: Tensor | None, has_table: bool) -> list[float]:
         """Return the losses of the same micro-batch without and with itself in the bank."""
         loss_fn = ContAccumLoss(model, bank_size=8, drift_compensation="none").train()
         if has_table:
-            loss_fn.set_known_positives(torch.tensor([9, 1]), torch.tensor([9, 102]))
+            pairs = HASH * torch.tensor([[9, 9], [1, 102]])
+            loss_fn.set_known_positives(*pairs.T)
         losses = [loss_fn(texts, labels).item() for _ in range(2)]
         with torch.no_grad():  # the loss of an evaluation has no bank
             assert loss_fn.eval()(texts, labels).item() == pytest.approx(losses[0])
@@ -637,7 +651,7 @@ def test_texts_that_differ_only_in_case_are_duplicates_although_their_label_ids_
         model.preprocess(upper_case_passages, task="document"),
     ]
     loss_fn = ContAccumLoss(model, bank_size=64)
-    label_ids = torch.arange(8).view(4, 2)
+    label_ids = HASH + torch.arange(8).view(4, 2)
     loss_fn(first_columns, label_ids)
     loss_fn(second_columns, label_ids + 100)
     # Of the 7 negatives of a query, the bank's copy of its positive is masked.

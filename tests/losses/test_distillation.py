@@ -145,13 +145,15 @@ def test_labels_are_ids_or_scores_or_both_in_one_tensor():
 def test_scores_beside_ids_change_no_mask(model, caplog):
     """A known positive of another row is masked, with scores as without."""
     batch = features(model, 6, 3)
-    ids = torch.arange(18).reshape(3, 6).T.contiguous()
+    first_id = 2**50  # smaller ones are no hashes of texts
+    ids = first_id + torch.arange(18).reshape(3, 6).T.contiguous()
     scores = torch.randn(6, 2)
     ids_and_scores = torch.cat([ids, scores.view(torch.int32).long()], dim=1)
 
     def compute_loss(labels: Tensor, **settings: Any) -> float:
         loss_fn = ContAccumLoss(model, 0, **settings)
-        loss_fn.set_known_positives(torch.arange(6), 6 + torch.arange(6).roll(1))
+        passages = first_id + 6 + torch.arange(6).roll(1)
+        loss_fn.set_known_positives(first_id + torch.arange(6), passages)
         return loss_fn([dict(column) for column in batch], labels).item()
 
     masked = compute_loss(ids)
@@ -163,7 +165,7 @@ def test_scores_beside_ids_change_no_mask(model, caplog):
 
 
 def test_one_warning_says_that_scores_are_not_used(model, caplog):
-    ids = torch.arange(18).reshape(3, 6).T.contiguous()
+    ids = 2**50 + torch.arange(18).reshape(3, 6).T.contiguous()
     scores = torch.randn(6, 2)
     ids_and_scores = torch.cat([ids, scores.view(torch.int32).long()], dim=1)
     loss_fn = ContAccumLoss(model, 0)
