@@ -310,8 +310,9 @@ class Source:
         source = str(self.path)
         try:
             if self.data_format == "parquet":
+                # The default batch is a row group, which has size 0 in a file without rows.
                 return datasets.load_dataset(
-                    "parquet", data_files=source, split="train", streaming=True
+                    "parquet", data_files=source, split="train", streaming=True, batch_size=1000
                 )
             if _is_saved_dataset(self.path):
                 loaded = datasets.load_from_disk(source)
@@ -320,6 +321,8 @@ class Source:
                 split = None if self._is_corpus else self.split
                 loaded = datasets.load_dataset(name, config or None, split=split)
         except Exception as error:  # the hub, the network and Arrow have no common exception class
+            if isinstance(error, IndexError):  # from a saved dataset without any row
+                error = ValueError("it has no rows")
             message = (
                 f"as a Hugging Face dataset with split {quoted(self.split)} it cannot be loaded: "
                 f"{str(error)[:300]}"

@@ -14,6 +14,7 @@ from typing import Any
 
 from contaccum.data.samplers import RESUMABLE_SAMPLERS
 from contaccum.data.sampling import first_texts
+from contaccum.errors import ConfigError
 from contaccum.files import Fingerprint
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 
@@ -30,6 +31,20 @@ def list_parts(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return list(value.values())
     return [value]
+
+
+def refuse_empty(dataset: Any) -> None:
+    """Raise `ConfigError` if a training set, or a part of it, has no rows; None is no training set.
+
+    The first row of a stream is read.
+    """
+    if dataset is None:
+        return
+    parts = dataset if isinstance(dataset, dict) else {None: dataset}
+    for name, part in parts.items() or [(None, ())]:
+        if not any(True for _ in islice(part, 1)):
+            place = "train_dataset" if name is None else f"train_dataset: the part {name!r}"
+            raise ConfigError(f"{place} has no rows (check how it is loaded and filtered)")
 
 
 def collate_first_rows(

@@ -103,6 +103,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         guide: SentenceTransformer | None = None,
         **kwargs: Any,
     ) -> None:
+        train_data.refuse_empty(train_dataset)
         args = args or ContAccumTrainingArguments(output_dir="runs/contaccum")
         user_arguments = args.to_dict()
         args = copy.copy(args)  # some settings are changed below, and the caller's must not change

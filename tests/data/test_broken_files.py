@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from data_files import (
     delimited,
@@ -23,6 +25,7 @@ from data_files import (
     rows,
     tevatron_records,
 )
+from datasets import Dataset
 from hypothesis import strategies as st
 
 from contaccum.data import (
@@ -98,6 +101,22 @@ case(
 )
 case("empty file", file("a.jsonl.gz", b""), r"a\.jsonl\.gz: is empty", None)
 case("empty array", file("dpr.json", b"[]"), r"dpr\.json: no records left to use; 0 records", None)
+
+NO_ROWS = {"query": [], "positive": []}
+
+
+def saved_without_rows(folder: Path) -> Path:
+    Dataset.from_dict(NO_ROWS).save_to_disk(str(folder / "saved"))
+    return folder / "saved"
+
+
+def parquet_without_rows(folder: Path) -> Path:
+    pq.write_table(pa.table(NO_ROWS), folder / "a.parquet")
+    return folder / "a.parquet"
+
+
+case("saved data set without rows", saved_without_rows, r"saved: .*it has no rows", None)
+case("parquet without rows", parquet_without_rows, r"a\.parquet: no records left to use", None)
 
 # Compression and characters
 HALF = gzip.compress(MANY, mtime=0)

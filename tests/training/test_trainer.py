@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, IterableDataset
 from huggingface_hub import HfApi
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
 from sentence_transformers.losses import MatryoshkaLoss
@@ -300,6 +300,10 @@ def test_a_score_column_of_a_plain_data_set_is_distilled(tmp_path, batch_size):
         ({"method": "grad_accum", "per_device_train_batch_size": 1}, "no hard negatives"),
         ({"distill": "kl"}, "no hard negatives"),
         ({"matryoshka_dims": [32]}, "16 dimensions"),
+        ({"data": Dataset.from_dict({"query": [], "positive": []})}, "train_dataset has no rows"),
+        ({"data": IterableDataset.from_generator(list), "max_steps": 1}, "has no rows"),
+        ({"data": {}}, "train_dataset has no rows"),
+        ({"data": DatasetDict(a=make_pairs(4), b=make_pairs(0))}, "the part 'b' has no rows"),
     ],
 )
 def test_data_and_models_that_do_not_fit_the_settings_are_refused(settings, named, tmp_path):
