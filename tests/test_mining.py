@@ -513,7 +513,8 @@ DOCUMENTS = {
     "d4": ("", ""),
     "d5": ("Grass", "It is green."),
     "d6": ("", "What colour is the sky?"),
-    "d7": ("", "\uff29\uff54 is blue."),  # d2 with two full-width letters
+    # d2 with two full-width letters, an HTML entity, and a soft hyphen at the end of a line
+    "d7": ("", "\uff29\uff54&nbsp;is bl\u00ad\nue."),
 }
 QUERIES = {"q0": "What  colour is the SKY?", "q1": "Is grass green?"}
 

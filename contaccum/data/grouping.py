@@ -1,21 +1,28 @@
 """Groups of training records that a split must keep on one side.
 
-Two records are linked if they share a text (a query or a positive passage, equal after case and
-white space) or have nearly the same text. A group is a connected component of the graph of linked
-records: all records that are linked directly or through other records.
+Two records are linked if they share a text (a query or a positive passage), have nearly the same
+text, or have the same document of the corpus, one of them without its title
+(`contaccum.data.near_duplicates`). A group is a connected component of the graph of linked records:
+all records that are linked directly or through other records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from scipy.cluster.hierarchy import DisjointSet
 
 from contaccum.data.beir import BeirDataset, get_positives
 from contaccum.data.fields import Record
-from contaccum.data.near_duplicates import join_near_duplicates
-from contaccum.data.records import normalise
+from contaccum.data.near_duplicates import (
+    find_near_duplicates,
+    get_words,
+    join_near_duplicates,
+    normalise,
+)
+from contaccum.data.readers import Passage
+from contaccum.data.records import fold_case
 
 HeldOutBy = Literal["passage", "query"]
 """Texts that link records: queries and passages ("passage"), or queries alone ("query").
@@ -51,6 +58,7 @@ def group_records(
     records: Sequence[Record],
     test: BeirDataset | None,
     held_out_by: HeldOutBy,
+    documents: Iterable[Passage] = (),
     show_progress: bool = False,
 ) -> Grouping:
     """Group the records that are linked.
@@ -61,7 +69,10 @@ def group_records(
     Args:
         records: the training records.
         test: a test set that the data came with; None: there is none.
-        held_out_by: "query" to link records by queries alone.
+        held_out_by: "query" to link records by queries alone. A passage that is a query too, or
+            nearly so, counts as a query.
+        documents: the corpus. Passages that are one of its documents, with its title or without
+            it, are linked.
         show_progress: True for a progress bar.
     """
     text_numbers: dict[str, int] = {}
@@ -77,22 +88,42 @@ def group_records(
         for text in _iter_test_texts(test, held_out_by):
             test_texts.add(text_numbers.setdefault(normalise(text), len(text_numbers)))
 
+    if held_out_by == "query":
+        passages = [positive for record in records for positive in record.positives]
+        passages_like_queries = find_near_duplicates(passages, text_numbers)
+        for record in records:
+            for positive in passages_like_queries.intersection(record.positives):
+                passage = text_numbers.setdefault(normalise(positive), len(text_numbers))
+                links.append((text_numbers[normalise(record.query)], passage))
+
     groups = DisjointSet(range(len(text_numbers)))
     for query, passage in links:
         groups.merge(query, passage)
     num_near_duplicates = join_near_duplicates(list(text_numbers), groups, show_progress)
+    if held_out_by == "passage":
+        number_of_words = {get_words(text): number for text, number in text_numbers.items()}
+        for document in documents:
+            if not document.title:
+                continue
+            with_title = number_of_words.get(get_words(document.passage))
+            without_title = number_of_words.get(get_words(document.text))
+            if with_title is not None and without_title is not None:
+                groups.merge(with_title, without_title)
 
     group_of_record = []
     queries: dict[int, set[str]] = {}
+    key_of_group: dict[int, str] = {}
     for record in records:
         query_text = normalise(record.query)
         group = groups[text_numbers[query_text]]
         group_of_record.append(group)
         queries.setdefault(group, set()).add(query_text)
+        key = fold_case(record.query)
+        key_of_group[group] = min(key, key_of_group.get(group, key))
     return Grouping(
         group_of_record,
         queries_of_group={group: len(members) for group, members in queries.items()},
-        key_of_group={group: min(members) for group, members in queries.items()},
+        key_of_group=key_of_group,
         groups_of_test={groups[text] for text in test_texts},
         num_near_duplicates=num_near_duplicates,
     )

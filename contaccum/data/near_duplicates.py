@@ -1,36 +1,144 @@
-"""Near-duplicates: texts that are nearly the same, by the MinHash of their character 5-grams.
+"""Comparison of texts: the same text, and near-duplicates.
 
-Two texts are near-duplicates if the Jaccard similarity of their sets of 5-grams is at least
-`LEAST_OVERLAP`: of all 5-grams that occur in either text, that share occurs in both. It is
-estimated from `_NUM_HASHES` hashes, with an error of about 0.04. Case, white space and punctuation
-do not count. For example, two sentences of twelve words may differ in one word.
+Every comparison that keeps held-out texts out of training uses these functions. They change the
+compared copies only: a model reads the texts as they are in the data.
 
-Source of MinHash: Broder, "On the resemblance and containment of documents", 1997. The library
-datasketch finds candidates by locality-sensitive hashing.
+- Two texts are the same if `normalise` returns the same for both.
+- Two texts are near-duplicates if the Jaccard similarity of their sets of character 5-grams is at
+  least `LEAST_OVERLAP`: of all 5-grams that occur in either text, that share occurs in both.
+  Punctuation does not count. For example, two sentences of twelve words may differ in one word.
+
+The similarity is computed from the `_SKETCH_SIZE` smallest hashes of the 5-grams of a text. It is
+exact for texts with fewer 5-grams, and has an error of about 0.04 for longer ones. No pair is
+missed: pairs that are not compared cannot have the similarity.
+
+Sources: Beyer et al., "On synopses for distinct-value estimation under multiset operations", 2007
+(similarity by the smallest hashes); Xiao et al., "Efficient similarity joins for near duplicate
+detection", 2008 (pairs that need no comparison).
 """
 
 from __future__ import annotations
 
+import html
+import math
+import re
 import unicodedata
-import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-from datasketch import MinHash, MinHashLSH
 from scipy.cluster.hierarchy import DisjointSet
 from tqdm import tqdm
 
-from contaccum.data.records import normalise
+from contaccum.data.records import fold_case
 
 LEAST_OVERLAP = 0.7
 """Least Jaccard similarity of near-duplicates."""
 
 _GRAM_LENGTH = 5
-_NUM_HASHES = 128
-_CANDIDATE_OVERLAP = 0.6  # lower than LEAST_OVERLAP, so that few near-duplicates are missed
-# A text is not stored if this many stored texts have at least this overlap with it.
-_NUM_REPRESENTATIVES = 10
-_REPRESENTATIVE_OVERLAP = 0.9
+_SKETCH_SIZE = 128
+_PADDING = np.uint64(2**64 - 1)
+# Factors of the five characters of a 5-gram in its hash: the primes of xxHash.
+_HASH_FACTORS = np.array(
+    [
+        0x9E3779B185EBCA87,
+        0xC2B2AE3D27D4EB4F,
+        0x165667B19E3779F9,
+        0x85EBCA77C2B2AE63,
+        0x27D4EB2F165667C5,
+    ],
+    dtype=np.uint64,
+)
+_LAST_HASH = _PADDING - np.uint64(1)
+# Two sets of a and b grams with a Jaccard similarity J share J / (1 + J) * (a + b) grams.
+_SHARE_OF_SUM = LEAST_OVERLAP / (1 + LEAST_OVERLAP)
+# Number of hashes that a full sketch shares with a near-duplicate.
+_LEAST_SHARED_BY_FULL = math.ceil(LEAST_OVERLAP * _SKETCH_SIZE)
+_TOLERANCE = 1e-6  # of rounding, in numbers of grams
+# Number of texts with a gram above which the gram is not used without need.
+_FREQUENT = 500
+
+# In the text of a PDF, the end of a line follows the hyphen.
+_SOFT_HYPHEN = re.compile("\u00ad\\s*")
+_SHAPES = {
+    **dict.fromkeys("`\u2018\u2019\u201a\u201b\u2032\u2035\u2039\u203a\u02b9\u02bb\u02bc", "'"),
+    **dict.fromkeys("\u201c\u201d\u201e\u201f\u00ab\u00bb\u300c\u300d", '"'),
+    **dict.fromkeys("\u2043\u2212", "-"),
+    "\u2800": " ",  # Braille pattern blank
+    # Letters that Unicode does not decompose into a base letter and an accent.
+    **dict(zip("ıłøđðħŧ", "iloddht", strict=True)),
+    "æ": "ae",
+    "œ": "oe",
+    "þ": "th",
+}
+# Characters that Unicode calls default-ignorable, but not format characters (Cf).
+_IGNORABLE = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
+
+
+class _CharacterTable(dict[int, str]):
+    """Table for `str.translate`, which is filled when a character is first seen."""
+
+    def __init__(self, replace: Callable[[str], str]) -> None:
+        super().__init__()
+        self._replace = replace
+
+    def __missing__(self, code_point: int) -> str:
+        self[code_point] = self._replace(chr(code_point))
+        return self[code_point]
+
+
+def _fold_character(character: str) -> str:
+    """Return the usual shape of a decomposed character; "" for accents and what is invisible."""
+    if character in _SHAPES:
+        return _SHAPES[character]
+    category = unicodedata.category(character)
+    is_control = category == "Cc" and not character.isspace()
+    # Classes from 200 are accents, and 10 to 36 are points of Hebrew and Arabic. Marks of other
+    # classes are vowels (of Hindi, of Thai), or make another letter (of Japanese).
+    mark_class = unicodedata.combining(character)
+    is_accent = 10 <= mark_class <= 36 or mark_class >= 200
+    if category == "Cf" or is_control or is_accent or _IGNORABLE.match(character):
+        return ""
+    return "-" if category == "Pd" else character
+
+
+def _keep_word_character(character: str) -> str:
+    r"""Return letters, marks, numbers and the underscore, and a space for other characters.
+
+    The pattern ``\w`` has no marks, so it would drop the vowel signs of Hindi or Thai.
+    """
+    return character if character == "_" or unicodedata.category(character)[0] in "LMN" else " "
+
+
+_FOLDED = _CharacterTable(_fold_character)
+_WORD_CHARACTERS = _CharacterTable(_keep_word_character)
+
+
+def normalise(text: str) -> str:
+    """Return a text in the form in which it is compared.
+
+    HTML entities are decoded. Invisible characters and accents are removed. Characters are in lower
+    case and of normal width, quotes and dashes have one shape, and words have single spaces between
+    them.
+    """
+    while "&" in text:
+        decoded = html.unescape(text)
+        if decoded == text:
+            break
+        text = decoded
+    if not text.isascii():
+        text = _SOFT_HYPHEN.sub("", text).replace("\u00b4", "'")  # NFKD makes a space of this quote
+        text = unicodedata.normalize("NFKD", text)
+    folded = text.casefold().translate(_FOLDED)
+    # Quotation marks of TeX and of the Penn Treebank.
+    return fold_case(folded.replace("''", '"'))
+
+
+def get_words(text: str) -> str:
+    """Return the words of a normalised text, without punctuation; the text if it has no words."""
+    normalised_text = normalise(text)
+    return " ".join(normalised_text.translate(_WORD_CHARACTERS).split()) or normalised_text
 
 
 def join_near_duplicates(
@@ -38,18 +146,10 @@ def join_near_duplicates(
 ) -> int:
     """Merge the groups of texts that are near-duplicates.
 
-    The texts are taken in alphabetical order, so that the result does not depend on the order of
-    the argument. Each text is compared with the texts that have been stored before it, and then
-    stored for the comparison with later texts. A text is not stored if ten stored texts have an
-    estimated similarity of at least 0.9 with it: these represent it. Without this rule, the time
-    would be quadratic in the number of texts that are made from one template.
-
-    What the rule may miss: a later text that is a near-duplicate of the text that is not stored,
-    but of none of the ten that represent it. The Jaccard distance (1 - similarity) is a metric, so
-    the similarity of such a pair is below 0.8, apart from the error of the estimates. Measured once
-    on 17,189 questions and answers of MedQuAD: the rule changed none of the 936 groups.
-
-    Memory holds about 7 KB for each stored text.
+    Texts of one group are not compared with each other, and only texts that share one of their
+    rarest 5-grams are, so that the time is about linear in the number of texts that are made from
+    one template. It grows faster only if most of their similarities are close to the bound. Memory
+    holds about 5 KB for each text.
 
     Args:
         texts: the texts.
@@ -57,47 +157,172 @@ def join_near_duplicates(
         show_progress: True for a progress bar.
 
     Returns:
-        The number of texts that were merged with a text before them in alphabetical order.
+        The number of merges, each of two groups.
     """
-    num_merged = 0
-    buckets = MinHashLSH(threshold=_CANDIDATE_OVERLAP, num_perm=_NUM_HASHES)
-    hash_values = np.zeros((len(texts), _NUM_HASHES), dtype=np.uint64)
-    order = sorted(range(len(texts)), key=lambda index: texts[index])
-    for index in tqdm(order, desc="near-duplicates", unit=" texts", disable=not show_progress):
-        signature = _signature(texts[index])
-        # MinHash.jaccard takes one pair of texts and is much slower for many.
-        candidates = np.array(buckets.query(signature), dtype=np.int64)
-        overlaps = (hash_values[candidates] == signature.hashvalues).mean(axis=1)
-        is_merged = False
-        for candidate in candidates[overlaps >= LEAST_OVERLAP].tolist():
-            is_merged |= groups.merge(index, candidate)
-        num_merged += is_merged
-        num_representatives = (overlaps >= _REPRESENTATIVE_OVERLAP).sum()
-        if num_representatives < _NUM_REPRESENTATIVES:
-            hash_values[index] = signature.hashvalues
-            buckets.insert(index, signature, check_duplication=False)
-    return num_merged
+    num_groups = groups.n_subsets
+    sketches = _make_sketches(texts)
+    # From the smallest set of 5-grams to the largest: a full sketch of a larger set ends earlier.
+    order = np.lexsort((_PADDING - sketches[:, -1], (sketches < _PADDING).sum(axis=1)))
+    index = _GramIndex(sketches[order])
+    order_of_ends = _PADDING - index.sketches[:, -1]  # 0 where the sketch is not full
+    labels = np.array([groups[number] for number in order.tolist()], dtype=np.int64)
+    is_joined = np.zeros(len(index.frequencies), dtype=bool)  # all texts of the gram in one group
+    progress = tqdm(order, desc="near-duplicates", unit=" texts", disable=not show_progress)
+    for row, number in enumerate(progress):
+        sketch = index.sketches[row]
+        # A text shares at least this number of grams with a near-duplicate that is larger. The
+        # bound without "larger" is lower, so more texts would share one of the rarest grams.
+        size = index.sizes[row]
+        least_shared = min(2 * _SHARE_OF_SUM * size, LEAST_OVERLAP * _SKETCH_SIZE)
+        grams, num_other_grams = index.find_rarest(sketch, least_shared)
+        # Much larger texts are no near-duplicates.
+        if size < _LEAST_SHARED_BY_FULL:
+            end = np.searchsorted(index.sizes, size / LEAST_OVERLAP + _TOLERANCE, side="right")
+        else:
+            last_hash = sketch[_LEAST_SHARED_BY_FULL - 1]
+            end = np.searchsorted(order_of_ends, _PADDING - last_hash, side="right")
+        grams = grams[~is_joined[grams]]
+        rows_of_grams = index.get_rows(grams, row + 1, end)
+        for gram, rows in zip(grams, rows_of_grams, strict=True):
+            if len(rows) > _FREQUENT and labels[rows[0]] == labels[row]:
+                [all_rows] = index.get_rows(np.array([gram]), 0, len(texts))
+                is_joined[gram] = (labels[all_rows] == labels[row]).all()
+        rows = np.concatenate([np.zeros(0, dtype=np.int32), *rows_of_grams])
+        rows = rows[labels[rows] != labels[row]]
+        if len(rows) == 0:
+            continue
+        num_shared = np.bincount(rows - row)
+        rows = np.flatnonzero(num_shared) + row
+        num_shared = num_shared[rows - row]
+        # The sketch of the larger text ends first, so that its size counts as a whole.
+        limits = np.minimum(index.sketches[rows, -1], _LAST_HASH)
+        sum_of_sizes = np.searchsorted(sketch, limits, side="right") + index.sizes[rows]
+        most_shared = num_shared + num_other_grams
+        rows = rows[most_shared >= _SHARE_OF_SUM * sum_of_sizes - _TOLERANCE]
+        overlaps = index.compute_overlaps(sketch, rows)
+        for near_row in rows[overlaps >= LEAST_OVERLAP]:
+            if groups.merge(number, order[near_row]):
+                labels[labels == labels[near_row]] = labels[row]
+    return num_groups - groups.n_subsets
 
 
-def _is_in_word(character: str) -> bool:
-    r"""Return True for letters, marks, numbers and the underscore.
+def find_near_duplicates(
+    texts: Iterable[str], references: Iterable[str], show_progress: bool = False
+) -> set[str]:
+    """Return the texts that are near-duplicates of one of the references."""
+    index = _GramIndex(_make_sketches(list(references)))
+    found = set()
+    distinct_texts = set(texts)
+    for text in tqdm(
+        distinct_texts, desc="held-out texts", unit=" texts", disable=not show_progress
+    ):
+        [sketch] = _make_sketches([text])
+        least_shared = LEAST_OVERLAP * (sketch < _PADDING).sum()
+        grams, num_other_grams = index.find_rarest(sketch, least_shared)
+        if len(grams) == 0:
+            continue
+        rows = np.concatenate(index.get_rows(grams, 0, len(index.sketches)))
+        rows, num_shared = np.unique(rows, return_counts=True)
+        rows = rows[num_shared + num_other_grams >= least_shared - _TOLERANCE]
+        overlaps = index.compute_overlaps(sketch, rows)
+        if (overlaps >= LEAST_OVERLAP).any():
+            found.add(text)
+    return found
 
-    The pattern ``\w`` has no marks, so it would drop the vowel signs of Hindi or Thai.
+
+class _GramIndex:
+    """Index of the 5-grams of n sketches. A 5-gram is named by a number.
+
+    Args:
+        sketches: uint64 (n, `_SKETCH_SIZE`).
+
+    Attributes:
+        sketches: the argument.
+        sizes: number of hashes in each sketch, int64 (n,).
+        frequencies: number of sketches that have each gram.
     """
-    # The first test is fast, and is True for most characters.
-    return character.isalnum() or character == "_" or unicodedata.category(character)[0] in "LMN"
+
+    def __init__(self, sketches: np.ndarray) -> None:
+        self.sketches = sketches
+        is_hash = sketches < _PADDING
+        self.sizes = is_hash.sum(axis=1)
+        hashes, gram_numbers, self.frequencies = np.unique(
+            sketches[is_hash], return_inverse=True, return_counts=True
+        )
+        self._hashes = np.append(hashes, _PADDING)
+        self._grams = np.full(sketches.shape, len(hashes), dtype=np.int32)
+        self._grams[is_hash] = gram_numbers
+        self._is_in_sketch = np.zeros(len(self._hashes), dtype=bool)
+        # The pairs of a gram and a row, in order.
+        self._pairs = np.sort(gram_numbers * len(sketches) + np.nonzero(is_hash)[0])
+        self._rows = (self._pairs % len(sketches)).astype(np.int32)
+
+    def get_rows(self, grams: np.ndarray, start: int, end: int) -> list[np.ndarray]:
+        """Return, for each of some grams, the rows from start to end - 1 that have it, in order."""
+        starts = np.searchsorted(self._pairs, grams * len(self.sketches) + start)
+        ends = np.searchsorted(self._pairs, grams * len(self.sketches) + end)
+        return [self._rows[i:j] for i, j in zip(starts.tolist(), ends.tolist(), strict=True)]
+
+    def find_rarest(self, sketch: np.ndarray, least_shared: float) -> tuple[np.ndarray, int]:
+        """Return the rarest grams of a sketch, and the number of its other grams in the index.
+
+        A sketch in the index that has ``least_shared`` grams in common with this one has at least
+        one of these rarest grams. If grams are rare, more of them are returned than that takes: a
+        sketch with few of these then needs no comparison.
+        """
+        grams = self._find_grams(sketch)
+        frequencies = self.frequencies[grams]
+        order = np.argsort(frequencies, kind="stable")
+        num_rarest = len(grams) - math.ceil(least_shared - _TOLERANCE) + 1
+        if num_rarest <= 0:
+            return grams[:0], len(grams)
+        num_infrequent = int((frequencies <= _FREQUENT).sum())
+        num_rarest = max(num_rarest, min(num_rarest + len(grams) // 8, num_infrequent))
+        return grams[order[:num_rarest]], len(grams) - num_rarest
+
+    def compute_overlaps(self, sketch: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return the Jaccard similarities of a sketch and c sketches of the index, float64 (c,).
+
+        All 5-grams of both texts are known up to the last hash of a full sketch. The similarity is
+        that of the 5-grams up to there.
+        """
+        grams = self._find_grams(sketch)
+        self._is_in_sketch[grams] = True
+        num_shared = self._is_in_sketch[self._grams[rows]].sum(axis=1)
+        self._is_in_sketch[grams] = False
+        others = self.sketches[rows]
+        limits = np.minimum(np.minimum(sketch[-1], others[:, -1]), _LAST_HASH)
+        num_grams = np.searchsorted(sketch, limits, side="right")
+        num_other_grams = (others <= limits[:, None]).sum(axis=1)
+        return num_shared / (num_grams + num_other_grams - num_shared)
+
+    def _find_grams(self, sketch: np.ndarray) -> np.ndarray:
+        """Return the grams of a sketch that the index has."""
+        hashes = sketch[sketch < _PADDING]
+        positions = np.searchsorted(self._hashes, hashes)
+        return positions[self._hashes[positions] == hashes]
 
 
-def _signature(text: str) -> MinHash:
-    """Return the MinHash of the character 5-grams of a text.
+def _make_sketches(texts: Sequence[str]) -> np.ndarray:
+    """Return the smallest hashes of the 5-grams of each text, in ascending order.
 
-    The words of the text are joined by single spaces. A text without words is compared as it is.
+    Args:
+        texts: n texts.
+
+    Returns:
+        uint64 (n, `_SKETCH_SIZE`), filled with `_PADDING`.
     """
-    normalised_text = normalise(text)
-    letters = [character if _is_in_word(character) else " " for character in normalised_text]
-    words = " ".join("".join(letters).split()) or normalised_text
-    num_grams = max(1, len(words) - _GRAM_LENGTH + 1)
-    grams = {words[start : start + _GRAM_LENGTH] for start in range(num_grams)}
-    signature = MinHash(num_perm=_NUM_HASHES, hashfunc=zlib.crc32)
-    signature.update_batch([gram.encode("utf-8") for gram in grams])
-    return signature
+    sketches = np.full((len(texts), _SKETCH_SIZE), _PADDING)
+    for sketch, text in zip(sketches, texts, strict=True):
+        characters = np.frombuffer(get_words(text).encode("utf-32-le"), dtype=np.uint32)
+        length = min(_GRAM_LENGTH, len(characters))
+        num_grams = len(characters) - length + 1
+        hashes = np.zeros(num_grams, dtype=np.uint64)
+        for offset, factor in enumerate(_HASH_FACTORS[:length]):
+            hashes += factor * characters[offset : offset + num_grams]  # modulo 2**64
+        hashes ^= hashes >> np.uint64(32)
+        hashes *= _HASH_FACTORS[0]
+        hashes ^= hashes >> np.uint64(32)
+        smallest = np.unique(hashes)[:_SKETCH_SIZE]
+        sketch[: len(smallest)] = smallest
+    return sketches

@@ -227,7 +227,7 @@ def quoted(value: object, longest: int = _LONGEST_QUOTE) -> str:
     return shown[: longest - 3] + "..."
 
 
-def normalise(text: str) -> str:
+def fold_case(text: str) -> str:
     """Return a text in lower case, with normal character widths and single spaces."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 

@@ -27,8 +27,9 @@ from contaccum.data import split_files
 from contaccum.data.beir import BeirDataset
 from contaccum.data.fields import Record
 from contaccum.data.grouping import Grouping, choose_held_out_by, group_records
+from contaccum.data.near_duplicates import normalise
 from contaccum.data.readers import SPLIT_RECORD, Passage, Source
-from contaccum.data.records import RecordReport, normalise
+from contaccum.data.records import RecordReport
 from contaccum.data.split_files import hash_text
 from contaccum.errors import ConfigError, DataError
 from contaccum.files import AnyPath, Fingerprint, atomic_folder, provenance, read_json, write_json
@@ -101,7 +102,7 @@ class Split:
         left_out: number of records on no side, because they share a text with the test set that
             came with the data.
         negatives_left_out: number of hard negatives that were removed from training because they
-            are positives of dev or test.
+            are queries or positives of dev or test, or nearly so.
         settings: the `SplitSettings`.
         fingerprint: sha256, in hex, of all records and of the settings. It does not cover the
             documents of a given corpus or of a test set that came with the data.
@@ -204,7 +205,9 @@ def split_data(
     corpus_documents = _read_corpus(data, corpus, published_test, settings, report)
 
     held_out_by = choose_held_out_by(records, published_test)
-    grouping = group_records(records, published_test, held_out_by, show_progress)
+    grouping = group_records(
+        records, published_test, held_out_by, corpus_documents or (), show_progress
+    )
     sizes = _choose_sizes(data.path, grouping, settings, published_test)
     sides = choose_sides(data.path, grouping, sizes, settings)
     parts: dict[str, list[Record]] = {"train": [], "dev": [], "test": [], "left out": []}
@@ -213,9 +216,10 @@ def split_data(
 
     with atomic_folder(output) as folder:
         documents_given = corpus_documents or ()
-        negatives_left_out = split_files.write_train(folder / TRAIN_FILE, parts, documents_given)
+        held_out = split_files.find_held_out(parts, documents_given, published_test, show_progress)
+        negatives_left_out = split_files.write_train(folder / TRAIN_FILE, parts["train"], held_out)
         num_documents = split_files.write_training_corpus(
-            folder / CORPUS_FILE, parts, documents_given, published_test
+            folder / CORPUS_FILE, parts["train"], documents_given, held_out
         )
         documents = {"train": num_documents}
         positives_added = 0

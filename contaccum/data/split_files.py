@@ -1,9 +1,10 @@
 """Files of a split: ``train.jsonl``, ``corpus.jsonl``, and the BEIR folders of dev and test.
 
 A haystack is the set of documents in which the queries of dev or test are searched. Texts are
-compared after `normalise`, so a text that differs only in case or white space is the same text. A
-document is a copy of a passage of the records if its title and text together, or its text alone,
-are the same text as the passage: records may hold the texts of documents without their titles.
+compared after `normalise`, so a text that differs only in case or in invisible characters is the
+same text. A document is a copy of a passage of the records if its title and text together, or its
+text alone, are the same text as the passage: records may hold the texts of documents without their
+titles.
 `contaccum.data.split` decides which records are on which side.
 """
 
@@ -18,8 +19,9 @@ from pathlib import Path
 
 from contaccum.data.beir import QRELS_HEADER, BeirDataset, get_positives, load_beir_folder
 from contaccum.data.fields import Record
+from contaccum.data.near_duplicates import find_near_duplicates, normalise
 from contaccum.data.readers import Passage, Source, read_passages
-from contaccum.data.records import RecordReport, normalise, quoted
+from contaccum.data.records import RecordReport, fold_case, quoted
 from contaccum.errors import DataError
 from contaccum.files import AnyPath, write_text
 
@@ -32,25 +34,55 @@ def read_training_records(data: Source, report: RecordReport) -> list[Record]:
     return records
 
 
-def write_train(
-    path: Path, parts: Mapping[str, Sequence[Record]], documents: Sequence[Passage]
-) -> int:
-    """Write the training records, without hard negatives that are positives of held-out queries.
+def find_held_out(
+    parts: Mapping[str, Sequence[Record]],
+    documents: Sequence[Passage],
+    test: BeirDataset | None,
+    show_progress: bool = False,
+) -> set[str]:
+    """Return the normalised texts that must not be negatives in training.
+
+    These are the queries and positives of dev and test, and the hard negatives of training records
+    and the documents that are copies or near-duplicates of them. Positives of training records are
+    never among them: dev and test may have some of these too (`Split.held_out_by`).
+
+    Args:
+        parts: the records of "train", "dev" and "test".
+        documents: the corpus; empty if there is none.
+        test: the test set that the data came with; None: there is none.
+        show_progress: True for a progress bar.
+    """
+    held_out_records = [*parts["dev"], *parts["test"]]
+    if test is not None:
+        for query_id, query in test.queries.items():
+            held_out_records.append(Record(query, get_positives(test, query_id), negatives=[]))
+    held_out = _collect_positives(held_out_records)
+    held_out.update(normalise(record.query) for record in held_out_records)
+    training_positives = _collect_positives(parts["train"])
+    held_out -= training_positives | {""}  # published sets judge empty documents
+    negatives = {normalise(text) for record in parts["train"] for text in record.negatives}
+    for document in documents:
+        negatives |= _get_copied_texts(document)
+    held_out |= find_near_duplicates(
+        negatives - held_out - training_positives, held_out, show_progress
+    )
+    return _add_copies(held_out, documents) - training_positives
+
+
+def write_train(path: Path, records: Iterable[Record], held_out: Set[str]) -> int:
+    """Write the training records, without hard negatives that are held out.
 
     Args:
         path: the file to write.
-        parts: the records of "train", "dev" and "test".
-        documents: the corpus; empty if there is none. Its copies of held-out positives are left out
-            too.
+        records: the training records.
+        held_out: normalised texts; see `find_held_out`.
 
     Returns:
         The number of hard negatives that were left out.
     """
-    positives = _collect_positives(parts["dev"]) | _collect_positives(parts["test"])
-    held_out = _add_copies(positives, documents)
     num_left_out = 0
     lines = []
-    for record in parts["train"]:
+    for record in records:
         allowed_record = _remove_negatives(record, held_out)
         num_left_out += len(record.negatives) - len(allowed_record.negatives)
         lines.append(json_line(allowed_record))
@@ -59,38 +91,24 @@ def write_train(
 
 
 def write_training_corpus(
-    path: Path,
-    parts: Mapping[str, Sequence[Record]],
-    documents: Sequence[Passage],
-    test: BeirDataset | None,
+    path: Path, records: Iterable[Record], documents: Sequence[Passage], held_out: Set[str]
 ) -> int:
     """Write the documents that training may use as negatives; return their number.
 
     These documents are the positives and hard negatives of the training records, and all
-    ``documents`` except for copies of positives that only dev or test queries have. Of documents
-    that are equal after case and white space, only one is written. Copies of a passage of the
-    training records are not written beside it.
+    ``documents``, except for held-out texts. Of documents that are equal after `normalise`, only
+    one is written. Copies of a passage of the training records are not written beside it.
 
     Args:
         path: the file to write.
-        parts: the records of "train", "dev" and "test".
+        records: the training records.
         documents: the corpus; empty if there is none.
-        test: the test set that the data came with; None: there is none.
+        held_out: normalised texts; see `find_held_out`.
     """
-    held_out_positives = _collect_positives(parts["dev"]) | _collect_positives(parts["test"])
-    if test is not None:
-        for query_id in test.qrels:
-            positives = get_positives(test, query_id)
-            held_out_positives.update(normalise(positive) for positive in positives)
-    # A positive of a training query may be used in training even if it is one of dev or test too,
-    # and a copy of another positive of dev or test may be one.
-    training_positives = _collect_positives(parts["train"])
-    forbidden = _add_copies(held_out_positives - training_positives, documents)
-    forbidden -= training_positives
     training_passages = {}
     written = {}  # {normalised text: document}
-    for text, passage in _collect_passages(parts["train"]).items():
-        if text not in forbidden:
+    for text, passage in _collect_passages(records).items():
+        if text not in held_out:
             training_passages[text] = passage
             written[text] = Passage(_make_document_id(text), "", passage)
     copies_of_written = _add_copies(training_passages.keys(), documents)
@@ -98,7 +116,7 @@ def write_training_corpus(
         text = normalise(document.passage)
         if text in training_passages and document.passage == training_passages[text]:
             written[text] = document  # replaces the training passage, to keep the corpus's id
-        elif text and text not in forbidden and text not in copies_of_written:
+        elif text and text not in held_out and text not in copies_of_written:
             written.setdefault(text, document)
     write_text(path, map(_format_document, written.values()))
     return len(written)
@@ -137,7 +155,7 @@ def _collect_positives(records: Iterable[Record]) -> set[str]:
     return positives
 
 
-def _remove_negatives(record: Record, passages: set[str]) -> Record:
+def _remove_negatives(record: Record, passages: Set[str]) -> Record:
     """Return a record without the hard negatives whose normalised text is in `passages`."""
     negatives = []
     negative_scores = []
@@ -224,7 +242,8 @@ def sample_haystack(
     for records in parts.values():
         all_passages.update(_collect_passages(records))
     other_texts = all_passages.keys() - haystack.keys()
-    for text in sorted(other_texts, key=lambda text: hash_text(f"{seed}:{text}")):
+    sort_keys = {text: hash_text(f"{seed}:{fold_case(all_passages[text])}") for text in other_texts}
+    for text in sorted(other_texts, key=sort_keys.__getitem__):
         if len(haystack) >= size:
             break
         haystack[text] = all_passages[text]
@@ -232,11 +251,15 @@ def sample_haystack(
 
 
 def _collect_passages(records: Iterable[Record]) -> dict[str, str]:
-    """Return {normalised text: text} of the positives and negatives of records."""
+    """Return {normalised text: text} of the positives and negatives of records.
+
+    Of several texts, it is the first in alphabetical order, whatever the order of the records.
+    """
     passages: dict[str, str] = {}
     for record in records:
         for passage in (*record.positives, *record.negatives):
-            passages.setdefault(normalise(passage), passage)
+            text = normalise(passage)
+            passages[text] = min(passage, passages.get(text, passage))
     return passages
 
 

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
-from contaccum.data.records import RecordReport, normalise, passage_text
-from contaccum.data.split import CORPUS_FILE, Split, read_split
+from contaccum.data.near_duplicates import find_near_duplicates
+from contaccum.data.readers import read_records
+from contaccum.data.records import RecordReport, passage_text, quoted
+from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, Split, read_split
 from contaccum.defaults import DEFAULT_GUARD_LOSS, DEFAULT_WEIGHTS
 from contaccum.distributed import share
 from contaccum.encoders.dual_encoder import DualEncoder
@@ -197,7 +198,12 @@ class Fit:
         for line in lines:
             self._print_line(line)
         if self._guard_sets:
-            _refuse_test_queries(self._guard_sets, self._folder.data / "test")
+            data = self._folder.data
+            test_queries = set(read_split_queries(data / "test", "test", RecordReport()).values())
+            if self._source.count_folds(read_split(data)) > 1:
+                # Test queries of other folds are training queries of this one.
+                test_queries.update(record.query for record in read_records(data / TRAIN_FILE))
+            _refuse_test_queries(self._guard_sets, test_queries)
 
     def _print_split(self, split: Split, num_folds: int) -> None:
         """Print the sizes of the split, and the number of folds or the warnings about the split."""
@@ -485,15 +491,17 @@ class Fit:
                 write_json(self._folder.stage_seconds_file, self._stage_seconds)
 
 
-def _refuse_test_queries(guard_sets: Mapping[str, BeirDataset], test: Path) -> None:
-    """Raise `DataError` if a guard set has queries of the test set, a BEIR folder."""
-    queries = read_split_queries(test, "test", RecordReport())
-    test_queries = set(map(normalise, queries.values()))
+def _refuse_test_queries(
+    guard_sets: Mapping[str, BeirDataset], test_queries: Collection[str]
+) -> None:
+    """Raise `DataError` if a guard set has test queries, or near-duplicates of them."""
     for source, dataset in guard_sets.items():
-        if not test_queries.isdisjoint(map(normalise, dataset.queries.values())):
+        near_queries = find_near_duplicates(dataset.queries.values(), test_queries)
+        if near_queries:
             raise DataError(
-                f"guard: {source} has queries of the test set, by which a weight would be chosen "
-                "before the verdict; give other data"
+                f"guard: {source} has {len(near_queries)} queries of the test set, or nearly so, "
+                "by which a weight would be chosen before the verdict, such as "
+                f"{quoted(min(near_queries))}; remove them, or give other data"
             )
 
 

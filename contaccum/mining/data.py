@@ -1,7 +1,7 @@
 """Data to mine in: queries, their known positives, and the passages that may become negatives.
 
-Texts that differ only in white space, case or character widths count as one passage, whatever their
-ids. Otherwise a copy of a positive could be mined as a negative.
+Texts that are equal after `normalise` count as one passage, whatever their ids. Otherwise a copy of
+a positive could be mined as a negative.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from contaccum.data import (
     read_passages,
 )
 from contaccum.data.beir import OUTSIDE_CORPUS
+from contaccum.data.near_duplicates import normalise
 from contaccum.data.readers import Source
-from contaccum.data.records import Fault, normalise, parse_text
+from contaccum.data.records import Fault, parse_text
 from contaccum.errors import DataError
 from contaccum.files import AnyPath, Fingerprint
 

@@ -1,12 +1,18 @@
-"""Near-duplicates: groups of similar texts, in a time that is linear in the number of copies."""
+"""Comparison of texts: what is the same text, and which texts are near-duplicates."""
 
+import itertools
 import random
 
+import numpy as np
 import pytest
-from datasketch import MinHashLSH
 from scipy.cluster.hierarchy import DisjointSet
 
-from contaccum.data.near_duplicates import join_near_duplicates
+from contaccum.data.near_duplicates import (
+    _GramIndex,
+    find_near_duplicates,
+    join_near_duplicates,
+    normalise,
+)
 
 
 def group_near_duplicates(texts: list[str]) -> list[set[str]]:
@@ -36,23 +42,105 @@ def make_changed_texts(num_texts: int) -> list[str]:
     return texts
 
 
-def test_texts_of_one_template_are_one_group_and_few_of_them_are_stored(monkeypatch):
-    """If all of them were stored, the time would be quadratic in their number."""
-    stored_indices: list[int] = []
-    insert = MinHashLSH.insert
+@pytest.mark.parametrize("num_changed_words", [1, 3, 6, 9])
+def test_few_texts_of_one_template_are_compared(monkeypatch, num_changed_words):
+    """They are near-duplicates, or too different. Comparing all pairs would take quadratic time."""
+    num_compared = 0
+    compute_overlaps = _GramIndex.compute_overlaps
 
-    def insert_and_record(self: MinHashLSH, index: int, *args: object, **kwargs: object) -> None:
-        stored_indices.append(index)
-        insert(self, index, *args, **kwargs)
+    def compute_and_count(self: _GramIndex, sketch: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        nonlocal num_compared
+        num_compared += len(rows)
+        return compute_overlaps(self, sketch, rows)
 
-    monkeypatch.setattr(MinHashLSH, "insert", insert_and_record)
-    template = (
-        "please tell me what the current account balance and the status of the order of the "
-        "customer with the following number is: "
-    )
-    texts = [f"{template}{number:04d}" for number in range(300)]
-    assert group_near_duplicates([*texts, "another text"]) == [{"another text"}, set(texts)]
-    assert len(stored_indices) < 60
+    monkeypatch.setattr(_GramIndex, "compute_overlaps", compute_and_count)
+    generator = random.Random(0)
+    template = "please tell me the status of the order of this customer: "
+    texts = []
+    for _ in range(1000):
+        texts.append(template + " ".join(make_words(generator, num_changed_words)))
+    num_groups = len(group_near_duplicates([*texts, "another text"]))
+    assert num_groups == (2 if num_changed_words == 1 else 1001)
+    assert num_compared < 3 * len(texts)
+
+
+def collect_grams(text: str) -> set[str]:
+    return {text[start : start + 5] for start in range(len(text) - 4)}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_exactly_the_near_duplicates_are_found_among_texts_of_up_to_128_grams(seed):
+    """Texts of one template with 0 to 8 other words have similarities around the bound."""
+    generator = random.Random(seed)
+    template = make_words(generator, 10)
+    texts = []
+    for _ in range(120):
+        words = template[generator.randrange(3) :] + make_words(generator, generator.randrange(9))
+        texts.append(" ".join(words))
+    near: dict[str, set[str]] = {text: set() for text in texts}
+    groups = DisjointSet(texts)
+    for text, other in itertools.combinations(near, 2):
+        grams, other_grams = collect_grams(text), collect_grams(other)
+        if len(grams & other_grams) >= 0.7 * len(grams | other_grams):
+            groups.merge(text, other)
+            near[text].add(other)
+            near[other].add(text)
+    assert 1 < groups.n_subsets < len(near)
+    assert group_near_duplicates(texts) == sorted(groups.subsets(), key=min)
+    references = texts[:20]
+    for text in texts[20:]:
+        is_near = not near[text].isdisjoint(references) or text in references
+        assert find_near_duplicates([text], references) == ({text} if is_near else set())
+
+
+def test_similarities_of_long_texts_are_estimated():
+    """Two thirds of the 5-grams are in both, then nine tenths."""
+    generator = random.Random(0)
+    words = make_words(generator, 1000)
+    text = " ".join(words)
+    assert find_near_duplicates([text], [" ".join(words[:600])]) == set()
+    assert find_near_duplicates([text], [" ".join(words[:900])]) == {text}
+
+
+SAME_TEXTS = [
+    ("soft hyphen", "wa\u00adter"),
+    ("soft hyphen at the end of a line", "wa\u00ad\n ter"),
+    (
+        "zero-width space, joiners, word joiner, byte-order mark",
+        "w\u200ba\u200ct\u200de\u2060r\ufeff",
+    ),
+    ("direction marks", "\u200ewater\u200f \u202a\u2066"),
+    ("variation selector, filler, control character", "wat\ufe0fe\u3164r\x00"),
+    ("non-breaking blanks", "\u00a0water\u202f\u2007"),
+    ("entities", "&nbsp;w&#97;t&amp;#101;r&shy;"),
+    ("case and width", "ＷＡtER"),
+    ("accents", "wátęr"),
+    ("decomposed accents", "wa\u0301te\u0328r"),
+]
+
+
+@pytest.mark.parametrize(("form", "text"), SAME_TEXTS, ids=[form for form, _ in SAME_TEXTS])
+def test_forms_of_a_text_are_the_same_text(form, text):
+    assert normalise(text) == "water"
+
+
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        ("İSTANBUL DIŞ", "istanbul dis"),
+        ("Straße Łódź smørrebrød", "strasse lodz smorrebrod"),
+        ("“don’t” – ‘it’ «is» „so“ ′a´ ``b''", '"don\'t" - \'it\' "is" "so" \'a\' "b"'),
+        ("\u05e9\u05c1\u05b8\u05dc\u05d5\u05b9\u05dd", "\u05e9\u05dc\u05d5\u05dd"),  # Hebrew points
+        ("ﬁve ½ №", "five 1⁄2 no"),
+    ],
+)
+def test_letters_quotes_and_dashes_have_one_form(text, other):
+    assert normalise(text) == normalise(other)
+
+
+@pytest.mark.parametrize("text", ["がか", "\u0915\u093e \u0915\u0940", "c++ c#", "1.5", "한국어"])
+def test_letters_and_signs_with_a_meaning_stay(text):
+    assert normalise(text) == text
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -13,6 +13,7 @@ from small_data import read_lines, write_beir, write_lines, write_qrels
 from contaccum.cli import main
 from contaccum.data import load_beir_folder
 from contaccum.data.grouping import Grouping, group_queries
+from contaccum.data.near_duplicates import normalise
 from contaccum.data.readers import Source
 from contaccum.data.records import RecordReport
 from contaccum.data.split import SplitSettings, choose_sides, read_split, split_data
@@ -385,6 +386,125 @@ def test_documents_are_held_out_if_the_pairs_have_their_texts_without_titles(tmp
         assert held_out.isdisjoint(row["negatives"])
     # The positives of 28 queries without titles, and negatives that are no document.
     assert split.documents["train"] >= 28 + 28
+
+
+def write_form(form: str, text: str) -> str:
+    """Return a text in another form, with a change in each of its words."""
+    words = text.split()
+    if form == "soft hyphens":
+        return " ".join(f"{word[:2]}\u00ad{word[2:]}" for word in words)
+    if form == "zero-width spaces":
+        return " ".join(f"{word[:2]}\u200b{word[2:]}" for word in words)
+    if form == "entities":
+        return "&nbsp;".join(f"&quot;{word}&quot;" for word in words)
+    if form == "accents":
+        return text.replace("e", "é").replace("o", "ø")
+    return " ".join(f"{word}, " for word in words)  # punctuation
+
+
+FORMS = ("soft hyphens", "zero-width spaces", "entities", "accents", "punctuation")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_one_query_are_on_one_side(tmp_path, form):
+    """The passages of the two records differ, so that only the query links them."""
+    pairs = make_pairs(60)
+    others = make_pairs(60, 1)
+    for pair, other in zip(pairs, others, strict=True):
+        other["query"] = write_form(form, pair["query"])
+    split = split_data(
+        Source(write_lines(tmp_path / "pairs.jsonl", pairs + others)), tmp_path / "split"
+    )
+    assert split.groups == 60
+    sides = read_texts_by_side(tmp_path / "split")
+    for side in SIDES:
+        queries = {normalise(query) for query in sides[side].queries}
+        passages = {text.strip() for text in sides[side].passages}
+        for pair, other in zip(pairs, others, strict=True):
+            is_here = normalise(pair["query"]) in queries
+            assert is_here == (pair["positive"] in passages) == (other["positive"] in passages)
+
+
+@pytest.mark.parametrize("separator", [" ", ": ", "\n\n"])
+def test_a_document_with_its_title_and_without_it_is_on_one_side(tmp_path, separator):
+    """The titles are longer than the texts, so that the passages are no near-duplicates."""
+    generator = random.Random(0)
+    records = []
+    corpus = []
+    for number in range(40):
+        title, text = make_claim(generator, 12), make_claim(generator, 8)
+        corpus.append({"_id": f"d{number}", "title": title, "text": text})
+        records.append({"query": make_claim(generator), "positive": text})
+        records.append({"query": make_claim(generator), "positive": f"{title}{separator}{text}"})
+    pairs = write_lines(tmp_path / "pairs.jsonl", records)
+    corpus_file = write_lines(tmp_path / "corpus.jsonl", corpus)
+    split = split_data(Source(pairs), tmp_path / "split", corpus=corpus_file)
+    assert split.groups == 40
+    sides = read_texts_by_side(tmp_path / "split")
+    for first, second in zip(records[::2], records[1::2], strict=True):
+        for side in SIDES:
+            assert (first["query"] in sides[side].queries) == (
+                second["query"] in sides[side].queries
+            )
+
+
+def collect_training_negatives(folder: Path) -> list[str]:
+    """Return the hard negatives in train.jsonl and the texts of corpus.jsonl."""
+    texts = [row["text"] for row in read_lines(folder / "corpus.jsonl")]
+    for row in read_lines(folder / "train.jsonl"):
+        texts.extend(row.get("negatives", ()))
+    return texts
+
+
+@pytest.mark.parametrize("field", ["query", "positive"])
+@pytest.mark.parametrize("change", ["{}", "{}.", "so {}", "{} indeed"])
+@pytest.mark.parametrize("is_in_corpus", [False, True])
+def test_near_copies_of_held_out_texts_are_no_negatives(tmp_path, field, change, is_in_corpus):
+    """Duplicate questions have other questions as negatives."""
+    records = make_pairs(60)
+    near_copies = [change.format(record[field]) for record in records]
+    for number, record in enumerate(records):
+        record["negatives"] = [f"never {number}", near_copies[(number + 1) % len(records)]]
+    corpus = []
+    if is_in_corpus:
+        for number, text in enumerate(near_copies):
+            corpus.append({"_id": str(number), "title": "", "text": text})
+            records[number]["negatives"].pop()
+        corpus.append({"_id": "other", "title": "", "text": "another text"})
+    split_data(
+        Source(write_lines(tmp_path / "pairs.jsonl", records)),
+        tmp_path / "split",
+        corpus=write_lines(tmp_path / "corpus.jsonl", corpus) if corpus else None,
+    )
+    sides = read_texts_by_side(tmp_path / "split")
+    negatives = collect_training_negatives(tmp_path / "split")
+    num_allowed = 0
+    for record, near_copy in zip(records, near_copies, strict=True):
+        if record["query"] in sides["train"].queries:
+            num_allowed += near_copy in negatives
+        else:
+            assert near_copy not in negatives
+    assert num_allowed > 0
+
+
+def test_a_held_out_query_is_no_passage_of_training_if_only_queries_are_held_out(tmp_path):
+    """The test queries share their documents with training, so dev is held out by query too."""
+    documents, queries, qrels = make_judged_claims(60)
+    for number in range(40):
+        queries[f"t{number}"] = make_claim(random.Random(100 + number))
+    test_qrels = [(f"t{number}", f"d{number}", 1) for number in range(40)]
+    # The documents of q0 and q1 are a test query, and nearly a training query.
+    documents["d0"] = ("", queries["t20"] + "!")
+    documents["d1"] = ("", "So: " + queries["q59"])
+    folder = write_beir(tmp_path / "beir", documents, queries, qrels)
+    write_qrels(folder / "qrels" / "test.tsv", test_qrels)
+    split = split_data(Source(folder), tmp_path / "split", SplitSettings(dev=20))
+    assert split.held_out_by == "query"
+    assert split.left_out == 1
+    sides = read_texts_by_side(tmp_path / "split")
+    assert queries["q0"] not in sides["train"].queries
+    for side in ("train", "dev"):
+        assert (queries["q1"] in sides[side].queries) == (queries["q59"] in sides[side].queries)
 
 
 def test_positives_that_the_corpus_lacks_are_counted_in_the_summary(tmp_path, capsys):

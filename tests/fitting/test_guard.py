@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 from sample_texts import WORDS
-from small_data import write_beir, write_lines
+from small_data import read_lines, write_beir, write_lines
 from tiny_models import tiny_encoder
 
 import contaccum
 from contaccum.cli import main
+from contaccum.data.beir import read_split_queries
+from contaccum.data.readers import Source
+from contaccum.data.records import RecordReport
+from contaccum.data.split import SplitSettings, split_data
 from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.beir_sets import load_data
 from contaccum.evaluation.evaluator import RetrievalEvaluator
@@ -79,13 +83,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fit(root: Path, output: Path, **options: Any) -> pipeline.FitResult:
-    settings: dict[str, Any] = {**SETTINGS, "guard": [root / "other"], **options}
+    settings: dict[str, Any] = {**SETTINGS, "guard": [root / "other"], "test": 100, **options}
     return contaccum.fit(
         root / "pairs.jsonl",
         model=str(root / "fresh"),
         budget="10m",
         output=output,
-        test=100,
         **settings,
     )
 
@@ -181,17 +184,32 @@ def test_time_of_the_guard_is_part_of_the_budget(root, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("is_compressed", [False, True])
-def test_guard_with_queries_of_the_test_set_is_refused(root, tmp_path, is_compressed):
+@pytest.mark.parametrize(
+    "query",
+    ["what is rain made of", "What is rain made of?", "what is\u00ad  &quot;rain&quot; made of"],
+)
+def test_guard_with_queries_of_the_test_set_is_refused(root, tmp_path, query, is_compressed):
     """The test set is read as BEIR folders are; it may be compressed, and have other queries."""
     fitted = tmp_path / "fitted"
-    queries = {"q": "What is  Rain", "not judged": "word"}
+    queries = {"q": "What is  Rain made of", "not judged": "word"}
     write_beir(fitted, {"d": ("", "a text")}, queries, [("q", "d", 1)], "test")
     if is_compressed:
         file = fitted / "queries.jsonl"
         Path(f"{file}.gz").write_bytes(gzip.compress(file.read_bytes()))
         file.unlink()
     other = tmp_path / "other"
-    write_beir(other, {"d": ("", "a text")}, {"x": "what is rain"}, [("x", "d", 1)], "test")
+    write_beir(other, {"d": ("", "a text")}, {"x": query}, [("x", "d", 1)], "test")
+    test_queries = read_split_queries(fitted, "test", RecordReport()).values()
+    with pytest.raises(DataError, match=r"1 queries of the test set.*such as"):
+        pipeline._refuse_test_queries({"other": load_data(other)}, test_queries)
+    pipeline._refuse_test_queries({"other": load_data(root / "other")}, test_queries)
+
+
+def test_guard_with_test_queries_of_other_splits_is_refused(root, tmp_path):
+    """With few test queries, the verdict is over several splits of the pairs."""
+    pairs = root / "pairs.jsonl"
+    split_data(Source(pairs), tmp_path / "split", SplitSettings(test=40))
+    query = read_lines(tmp_path / "split" / "train.jsonl")[0]["query"]
+    guard = write_beir(tmp_path / "b", {"d": ("", "a")}, {"x": query}, [("x", "d", 1)], "test")
     with pytest.raises(DataError, match="queries of the test set"):
-        pipeline._refuse_test_queries({"other": load_data(other)}, fitted)
-    pipeline._refuse_test_queries({"other": load_data(root / "other")}, fitted)
+        fit(root, tmp_path / "out", guard=guard, test=40)
