@@ -194,9 +194,10 @@ def draw_queries(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     n = NUM_QUERIES[rank]
     queries = torch.randn(n, D, generator=generator, dtype=torch.float64)
     positive_rows = torch.arange(n) + 5 * rank
-    shape = (n, NUM_EXCLUDED[rank])
+    shape = (n, NUM_EXCLUDED[rank] - 1)
     # Positives are in rows below 20.
     excluded_rows = torch.randint(20, NUM_DOCUMENTS, shape, generator=generator)
+    excluded_rows = torch.cat([positive_rows[:, None], excluded_rows], 1)
     return queries, positive_rows, excluded_rows
 
 

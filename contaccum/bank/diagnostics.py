@@ -56,7 +56,7 @@ def describe_micro_step(
     n, num_documents = local.valid.shape
     num_banked_columns = 0
     num_bank_rows = 0
-    num_masked = (blocks.in_batch <= MASKED_THRESHOLD).sum()
+    num_masked = (blocks.in_batch <= MASKED_THRESHOLD).sum() - n  # without the n own positives
     num_negatives = local.valid.new_full((), n * num_documents - 1, dtype=torch.int64)
     if bank is not None:
         num_banked_columns = bank.in_use * bank.documents.shape[1]
@@ -125,8 +125,7 @@ def measure_softmax_masses(
     """
     n = len(local_losses)
     log_sums = local_losses + local.positive_logits  # a row's loss is log-sum - positive logit
-    probabilities = (blocks.in_batch[:, :, 0] - log_sums[:, None]).exp()
-    in_batch_mass = probabilities.sum() - probabilities.diagonal().sum()
+    in_batch_mass = (blocks.in_batch[:, :, 0] - log_sums[:, None]).exp().sum()
 
     passage_logits = blocks.against_bank[:, :, 0] + math.log(bank_weight)
     mass_by_slot = (passage_logits - log_sums[:, None]).exp().sum(0)

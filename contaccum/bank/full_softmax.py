@@ -3,16 +3,17 @@
 It is the loss of query-side training, which trains the query encoder alone. With the similarity s
 and the temperature tau, query i and its positive p(i) have the loss
 
-    l_i = logsumexp_j s(i, j)/tau - s(i, p(i))/tau,
+    l_i = log(1 + exp(D_i)),    D_i = logsumexp_j s(i, j)/tau - s(i, p(i))/tau,
 
-where j runs over all documents, the positive included, except documents that are excluded for this
-query. With the softmax weights a(i, j) and the document embeddings x_j, the gradient of the mean
-loss for query i is
+where j runs over the negatives: all documents but the positive and others that are excluded for
+this query. With the softmax weights a(i, j) of the negatives and the document embeddings x_j, the
+gradient of the mean loss for query i is
 
-    (sum_j a(i, j) x_j - x_p(i)) / (tau n).
+    sigmoid(D_i) (sum_j a(i, j) x_j - x_p(i)) / (tau n).
 
-Documents are read in blocks, each block once: logsumexp_j and sum_j a(i, j) x_j are accumulated
-together, so only n x b logits are in memory at once. Documents get no gradient.
+In this form it stays exact for a query that is almost solved, whose positive has nearly all of the
+softmax. Documents are read in blocks, each block once: logsumexp_j and sum_j a(i, j) x_j are
+accumulated together, so only n x b logits are in memory at once. Documents get no gradient.
 
 Letters in shapes: n queries, b documents in a block, e excluded documents per query at most, d the
 embedding size.
@@ -27,8 +28,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad, softplus
 
-from contaccum.bank.logits import MASKED
+from contaccum.bank.logits import MASKED, SOFTPLUS_THRESHOLD
 from contaccum.bank.precomputed_gradient import PrecomputedGradient
 from contaccum.distributed import gather_rows, over_ranks, world_size
 
@@ -45,7 +47,7 @@ class DocumentBlock(NamedTuple):
 
 
 class SoftmaxSums(NamedTuple):
-    """Sums over documents for n queries.
+    """Sums over the negatives of n queries.
 
     The largest logit of each query is subtracted before the exponential, so that nothing overflows.
     """
@@ -61,7 +63,7 @@ class SoftmaxSums(NamedTuple):
 
     @property
     def mean_documents(self) -> Tensor:
-        """Mean (n, d) of the documents under each query's softmax."""
+        """Mean (n, d) of the negatives under each query's softmax."""
         return self.weighted_documents / self.exp_sums[:, None]
 
 
@@ -80,8 +82,8 @@ def compute_full_softmax_loss(
         positives: (n, d), the embedding of each query's positive, times its scale (see
             `DocumentBlock`).
         excluded: int64 (n, e), numbers of the documents that are not negatives of a query: its
-            other positives, and copies of its positive, but not the positive itself. Shorter lists
-            are padded with `NO_ROW`.
+            positive, its other positives, and copies of them. Shorter lists are padded with
+            `NO_ROW`.
         blocks: the documents, no block empty, at least one over all ranks. They include each
             query's positive. Numbers of documents count over the whole index, on all ranks.
         temperature: tau > 0.
@@ -103,8 +105,10 @@ def compute_full_softmax_loss(
         if is_partitioned:
             sums = _combine_over_ranks(sums)
         positive_logits = (all_queries * positives).sum(1) / temperature
-        loss = (sums.log_sums - positive_logits).mean()
-        gradient = (sums.mean_documents - positives) / (temperature * len(all_queries))
+        differences = sums.log_sums - positive_logits
+        loss = softplus(differences, threshold=SOFTPLUS_THRESHOLD).mean()
+        weights = differences.sigmoid() / (temperature * len(all_queries))
+        gradient = weights[:, None] * (sums.mean_documents - positives)
         if is_partitioned:
             gradient = gradient[rows_of_this_rank] * world_size()
     if not torch.is_grad_enabled():
@@ -171,4 +175,4 @@ def _pad_to_widest(excluded: Tensor) -> Tensor:
     """Pad this rank's lists of documents, (n, e), to the largest e of all ranks."""
     width = torch.tensor(excluded.shape[1], device=excluded.device)
     num_missing = int(over_ranks("MAX", width)) - excluded.shape[1]
-    return torch.nn.functional.pad(excluded, (0, num_missing), value=NO_ROW)
+    return pad(excluded, (0, num_missing), value=NO_ROW)

@@ -30,12 +30,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus, threshold
 
 from contaccum.bank.banked_module import BankedModule
 from contaccum.bank.compensation import TowerMeans
 from contaccum.bank.diagnostics import describe_micro_step, measure_softmax_masses
 from contaccum.bank.false_negatives import PositivesTable, make_rules
-from contaccum.bank.logits import LogitBlocks, Pairs
+from contaccum.bank.logits import SOFTPLUS_THRESHOLD, LogitBlocks, Pairs
 from contaccum.bank.memory_bank import MemoryBank, score_blocks
 from contaccum.bank.micro_batch import (
     MicroBatch,
@@ -280,28 +281,33 @@ class BankedInfoNCE(BankedModule):
     ) -> Tensor:
         """Compute the loss over local and banked rows, and store diagnostics in ``last``.
 
-        The loss of row i is the logsumexp of its logits s(i, j), minus s(i, p(i)), the logit of its
-        own positive. The logit of a banked document that is not p(i) is increased by log w.
+        With D_i the logsumexp of the logits of row i's negatives, minus the logit of its positive,
+        the loss of the row is log(1 + exp(D_i)). The logit of a banked negative is increased by
+        log w.
         """
         bank_weight = self._compute_bank_weight(bank)
         log_weight = math.log(bank_weight)
         local_logits = [blocks.in_batch.flatten(1), blocks.against_bank_sums + log_weight]
-        local_log_sums = torch.cat(local_logits, dim=1).logsumexp(1)
-        local_losses = local_log_sums - local.positive_logits  # (n,)
+        local_log_sums = torch.cat(local_logits, dim=1).logsumexp(1)  # (n,), of the negatives
+        # The difference is taken before the exponential: the softmax probability of a positive,
+        # minus 1, would be nothing but rounding error once its row is almost solved.
+        differences = local_log_sums - local.positive_logits
+        # An infinite logit of a positive is NaN, or it would pass for a solved row.
+        differences = threshold(differences, torch.finfo(differences.dtype).min, math.nan)
+        local_losses = softplus(differences, threshold=SOFTPLUS_THRESHOLD)
+        loss_sum = local_losses.sum()
         banked_losses = local_losses.new_zeros(0)
         banked_row_weights = local_losses.new_zeros(0)
         if bank is not None and bank.has_queries:
             is_valid = bank.valid[: bank.num_filled_slots, 0]  # (m,), column 0 is the passage
             banked_row_weights = bank_weight * is_valid.to(local_losses.dtype)
             positive_logits = bank.positive_logits[: bank.num_filled_slots]
-            banked_terms = [
-                positive_logits,
-                bank.log_sums + log_weight,
-                blocks.from_bank.flatten(1).logsumexp(1),
-            ]
-            banked_losses = torch.stack(banked_terms).logsumexp(0) - positive_logits  # (m,)
+            local_sums = blocks.from_bank.flatten(1).logsumexp(1)  # (m,), over local documents
+            banked_log_sums = torch.logaddexp(bank.log_sums + log_weight, local_sums)
+            differences = banked_log_sums - positive_logits
+            banked_losses = softplus(differences, threshold=SOFTPLUS_THRESHOLD)  # (m,)
             banked_losses = torch.where(is_valid, banked_losses, 0.0)
-        banked_sum = (banked_losses * banked_row_weights).sum()
+            loss_sum = loss_sum + (banked_losses * banked_row_weights).sum()
         divisor: Tensor | int = len(local.queries)
         if self.settings.normalize_by == "all":
             divisor = divisor + banked_row_weights.sum()
@@ -314,7 +320,7 @@ class BankedInfoNCE(BankedModule):
                 local, blocks, bank, local_losses, bank_weight, self._num_aged
             )
             self.last.update(masses)
-        return (local_losses.sum() + banked_sum) / divisor
+        return loss_sum / divisor
 
     def _compute_gradients(
         self, loss: Tensor, scored: list[Tensor], batch: MicroBatch, is_training: bool

@@ -37,6 +37,9 @@ id has `NO_ID` as the other.
 MASKED = -1e30
 """Logit of an excluded document. It is finite: a softmax over minus infinity alone gives NaN."""
 
+SOFTPLUS_THRESHOLD = 40.0
+"""Argument above which softplus(x) = log(1 + exp(x)) is x, which is exact in float64 too."""
+
 ROWS_PER_PRODUCT = 2048
 """Number of documents (or queries) per matrix product; smaller products are faster on a CPU."""
 
@@ -67,7 +70,7 @@ class LogitBlocks(NamedTuple):
     A ring block is one of the equal parts of the bank's ring buffer; see `MemoryBank`.
     """
 
-    in_batch: Tensor  # (n, n, 1 + h), local queries against local documents
+    in_batch: Tensor  # (n, n, 1 + h), local queries against local documents, own positives masked
     against_bank: Tensor  # (n, m, 1 + h), local queries against banked documents
     from_bank: Tensor  # (m, n, 1 + h), banked queries against local documents; m = 0 without them
     against_bank_sums: Tensor  # (n, ring blocks), logsumexp of against_bank over each ring block
@@ -92,7 +95,8 @@ def masked_logits(
 
     The logit is the inner product of query and document, divided by the temperature. It is `MASKED`
     if the document is not valid, or if one of the ``rules`` excludes it. If ``rows`` and
-    ``columns`` are the same object, no rule excludes a row's own positive.
+    ``columns`` are the same object, a row's own positive is masked too: it is no negative, and
+    `Pairs` has its logit.
 
     A rule depends on one query and one document only, and is applied when the two are first scored
     against each other. The bank keeps the masked logits in its log-sums, so a mask never changes
@@ -127,9 +131,7 @@ def masked_logits(
         for rule in rules:
             is_excluded |= rule(rows, columns, logits)
         if rows is columns:
-            # A row's own positive is a copy of itself, which the rules would exclude.
-            pair = torch.arange(len(logits), device=logits.device)
-            is_excluded[pair, pair, 0] = ~columns.valid[:, 0]
+            is_excluded[:, :, 0].fill_diagonal_(True)
     return logits.masked_fill(is_excluded, MASKED)
 
 

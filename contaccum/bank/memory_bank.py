@@ -310,8 +310,7 @@ class MemoryBank(nn.Module):
             has_valid_pairs[:num_scored_blocks, None], logits.against_bank_sums.T, MASKED
         )
 
-        in_batch = logits.in_batch[:, :, :num_documents].clone()
-        in_batch[:, :, 0].fill_diagonal_(MASKED)  # a row's own positive is not a negative
+        in_batch = logits.in_batch[:, :, :num_documents]
         from_bank = logits.from_bank[:, :, :num_documents]
         old_queries = slice(0, num_scored_slots)
         for ring_block, positions in self._split_into_blocks(first, end):

@@ -154,14 +154,12 @@ class QuerySideLoss(nn.Module):
         if documents.similarity == "cos":
             dtype = torch.promote_types(queries.dtype, torch.float32)
             queries = normalize(queries.to(dtype), dim=-1)
-        positive_rows = labels[:, 0]
-        excluded_rows = labels[:, 1:]  # other known positives of each query
-        positives = documents.get_embeddings(positive_rows)
+        positives = documents.get_embeddings(labels[:, 0])
         blocks = documents.blocks(queries.device, rank(), world_size())
         temperature = 1.0 / self.scale
         is_partitioned = world_size() > 1
         return compute_full_softmax_loss(
-            queries, positives, excluded_rows, blocks, temperature, is_partitioned
+            queries, positives, labels, blocks, temperature, is_partitioned
         )
 
     def _read_time(self, tensor: Tensor) -> float:

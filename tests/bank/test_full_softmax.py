@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from contaccum.bank.full_softmax import NO_ROW, DocumentBlock, compute_full_softmax_loss
 
@@ -36,10 +37,11 @@ def make_case(num_documents: int, dim: int, num_queries: int) -> tuple:
     for row in range(num_queries):
         candidates = torch.randperm(num_documents, generator=generator)[: row % 4].tolist()
         excluded.append([column for column in candidates if column != positive_rows[row]])
-    width = max(map(len, excluded))
+    width = 1 + max(map(len, excluded))
     padded = torch.full((num_queries, width), NO_ROW)
+    padded[:, 0] = positive_rows
     for row, columns in enumerate(excluded):
-        padded[row, : len(columns)] = torch.tensor(columns, dtype=torch.int64)
+        padded[row, 1 : 1 + len(columns)] = torch.tensor(columns, dtype=torch.int64)
     return queries, documents, positive_rows, excluded, padded
 
 
@@ -84,8 +86,28 @@ def test_scales_multiply_the_documents():
 def test_a_block_with_all_documents_excluded_changes_nothing():
     documents = torch.eye(3, dtype=torch.float64)
     queries = torch.ones(1, 3, dtype=torch.float64)
-    excluded = torch.tensor([[0, 1]])
+    excluded = torch.tensor([[2, 0, 1]])
     loss = compute_full_softmax_loss(
         queries, documents[2:], excluded, make_blocks(documents, 1), 1.0
     )
     assert loss.item() == pytest.approx(0.0, abs=1e-12)  # its positive is its only document
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_solved_queries_are_exact(dtype):
+    documents = torch.randn(40, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    documents = normalize(documents, dim=1).to(dtype)
+    positive_rows = torch.arange(8)
+    queries = documents[:8].double().requires_grad_()
+    logits = queries @ documents.double().T / 0.04
+    expected = torch.nn.functional.cross_entropy(logits, positive_rows)
+    expected.backward()
+    assert 1e-9 < expected < 1e-6
+
+    leaves = documents[:8].clone().requires_grad_()
+    blocks = make_blocks(documents, 7)
+    loss = compute_full_softmax_loss(leaves, documents[:8], positive_rows[:, None], blocks, 0.04)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    error = (leaves.grad.double() - queries.grad).norm() / queries.grad.norm()
+    assert error < {torch.float32: 1e-5, torch.bfloat16: 4e-3}[dtype]

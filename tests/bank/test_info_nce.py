@@ -67,6 +67,31 @@ def test_accumulated_gradient_equals_full_batch_when_nothing_drifts(
     assert gradient_error <= 1e-12
 
 
+@pytest.mark.parametrize("bank_size", [0, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_solved_pairs_are_exact(dtype, bank_size):
+    """The loss is below 1e-6: softmax(positive) - 1 would be nothing but rounding error."""
+    queries, noise = draw_embeddings(8 + bank_size, d=64)
+    passages = queries + 0.02 * noise
+    batch = [normalize(x, dim=1).to(dtype) for x in (queries, passages)]
+    loss_fn = BankedInfoNCE(bank_size, temperature=0.04, drift_compensation="none")
+    ours = make_leaves(batch)
+    micro_batches = list(zip(*(x.split(8) for x in ours), strict=True))
+    for micro_batch in micro_batches:  # the first pass fills the bank
+        loss_fn(*micro_batch)
+    for micro_batch in micro_batches:
+        (loss_fn(*micro_batch) / len(micro_batches)).backward()
+
+    full_batch = make_leaves([x.double() for x in batch])
+    logits = full_batch[0] @ full_batch[1].T / 0.04
+    expected = cross_entropy(logits, torch.arange(len(logits)))
+    expected.backward()
+    assert 1e-9 < expected < 1e-6
+    for leaf, expected_leaf in zip(ours, full_batch, strict=True):
+        error = (leaf.grad - expected_leaf.grad).norm() / expected_leaf.grad.norm()
+        assert error < {torch.float32: 1e-5, torch.bfloat16: 4e-3}[dtype]
+
+
 SETTINGS = [
     pytest.param(
         {"similarity": "cos", "temperature": 0.05, "drift_compensation": "none"}, id="cos"
@@ -213,6 +238,13 @@ def test_a_micro_batch_that_is_not_finite_leaves_only_empty_rows(
     assert int(loss_fn.bank.valid[:, 0].sum()) == 24
     assert loss_fn.bank.in_use == 27
     assert torch.isfinite(loss_fn.last["bank_loss"])
+
+
+def test_an_infinite_positive_does_not_pass_for_a_solved_row():
+    loss_fn = BankedInfoNCE(bank_size=4, drift_compensation="none")
+    loss = loss_fn(*make_leaves([torch.ones(1, 2), torch.full((1, 2), math.inf)]))
+    assert not torch.isfinite(loss)
+    assert loss_fn.last["enqueued"] == 0
 
 
 class HostReadDetector(TorchDispatchMode):
