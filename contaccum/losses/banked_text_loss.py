@@ -39,17 +39,20 @@ from contaccum.errors import ConfigError
 from contaccum.losses.bank_states import gather_bank_states, select_bank_state
 from contaccum.losses.distillation import Distillation
 from contaccum.losses.guide import Guide
+from contaccum.losses.model_loss import ModelLoss
 from contaccum.losses.probe import EncoderProbe
 from contaccum.losses.text_ids import content_ids, stack_ids
 
 logger = logging.getLogger(__name__)
 
 
-class BankedTextLoss(nn.Module):
+class BankedTextLoss(ModelLoss):
     """`BankedInfoNCE` over texts, with one bank for each embedding size.
 
     There are several embedding sizes only inside MatryoshkaLoss. In evaluation, that is in eval
     mode or without gradients, the loss uses the micro-batch alone, without bank and distillation.
+    If another model is assigned to ``model``, the loss starts anew: with empty banks, and without
+    measurements of drift.
 
     Args:
         model: the encoder of the columns.
@@ -66,22 +69,27 @@ class BankedTextLoss(nn.Module):
         guide: Guide | None = None,
     ) -> None:
         super().__init__()
-        self.model = model
         self.settings = settings
         self.distillation = distillation
         self.guide = guide
-        # One BankedInfoNCE per embedding size, for training; the key is the size.
-        self.info_nces: nn.ModuleDict = nn.ModuleDict()
         # For evaluation. Without a bank, there is no bank of queries either.
         settings_without_bank = dataclasses.replace(settings, bank_size=0, query_bank_size=None)
         self._without_bank = BankedInfoNCE.from_settings(settings_without_bank)
         self._positives: PositivesTable | None = None
+        self._logged_warnings: set[str] = set()
+        self.model = model
+
+    def start_with_model(self, model: SentenceTransformer) -> None:
+        """Make empty banks and a new probe, and let the guide read the tokens of the model."""
+        if self.guide is not None:
+            self.guide = Guide(model, self.guide.model)
+        # One BankedInfoNCE per embedding size, for training; the key is the size.
+        self.info_nces: nn.ModuleDict = nn.ModuleDict()
         # If drift compensation moves banked embeddings along with the mean embedding, the probe
         # measures how far the mean has moved.
-        self._probe = EncoderProbe(model, is_used=settings.moves_entries)
+        self._probe = EncoderProbe(model, is_used=self.settings.moves_entries)
         self._guide_embeddings: list[Tensor] | None = None
         self._pairs_in_update: int | None = None
-        self._logged_warnings: set[str] = set()
         self._has_seen_ids = False
 
     def forward(

@@ -103,6 +103,8 @@ class ContAccumLoss(BankedTextLoss):
         - It works inside `MatryoshkaLoss`, where each dimension has a bank of its own. Leave
           ``n_dims_per_step`` of `MatryoshkaLoss` at -1. Otherwise it skips some dimensions in some
           micro-batches, and their gradients are not centred over the whole update.
+        - A bank belongs to a model: if the trainer replaces the model (`hyperparameter_search`,
+          ``model_init``), the loss starts anew, with empty banks.
         - It does not work inside ``AdaptiveLayerLoss``, which calls the loss once per layer on the
           same micro-batch.
         - A loss of your own may call `compute_loss_from_embeddings`. `ContAccumLoss` then sees no

@@ -26,7 +26,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.data_collator import (
     SentenceTransformerDataCollator,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import normalize
 
 from contaccum.bank.full_softmax import compute_full_softmax_loss
@@ -37,6 +37,7 @@ from contaccum.encoders.query_tower import train_query_tower_alone
 from contaccum.encoders.settings import get_prompt
 from contaccum.errors import ConfigError
 from contaccum.files import AnyPath
+from contaccum.losses.model_loss import ModelLoss
 from contaccum.retrieval.documents import PositiveRows, StoreDocuments
 from contaccum.retrieval.encode import get_similarity, model_fingerprint, tokenisation_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
@@ -55,13 +56,14 @@ title={Learning Dense Representations of Phrases at Scale},
 booktitle={Proceedings of ACL-IJCNLP}, eprint={2012.12624}}"""
 
 
-class QuerySideLoss(nn.Module):
+class QuerySideLoss(ModelLoss):
     """Cross-entropy of queries over all documents of a store.
 
     If the model encodes queries and documents with the same weights, it is changed in place: it
     gets a separate query tower, which is a copy of the encoder and is trained. The weights of the
     document tower are frozen, so the store stays valid. Make the loss before the trainer, because
-    the trainer collects the weights to train.
+    the trainer collects the weights to train. A model that is assigned to ``model`` later is
+    checked and changed in the same way.
 
     Args:
         model: the SentenceTransformer whose document tower encoded the store. To train an adapter
@@ -115,11 +117,14 @@ class QuerySideLoss(nn.Module):
             store = EmbeddingStore.open(store)
         if isinstance(store, EmbeddingStore):
             store = StoreDocuments(store)
-        check_store_fits(model, store.store)
         self.documents: StoreDocuments = store
-        train_query_tower_alone(model)
-        self.model = model
         self.scale = scale or 1.0 / DEFAULT_TEMPERATURE[store.similarity]
+        self.model = model
+
+    def start_with_model(self, model: SentenceTransformer) -> None:
+        """Check that the model fits the store, and freeze its document tower."""
+        check_store_fits(model, self.documents.store)
+        train_query_tower_alone(model)
         self._num_micro_steps = 0
 
     def forward(

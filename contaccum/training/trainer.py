@@ -34,7 +34,7 @@ from contaccum.distributed import world_size
 from contaccum.encoders.adapters import has_adapter
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import loading
-from contaccum.errors import DataError
+from contaccum.errors import ConfigError, DataError
 from contaccum.files import write_json
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.losses.text_ids import count_texts
@@ -77,7 +77,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     gets a line per update (``train_log.jsonl``), ``run.json``, and checkpoints with the bank.
 
     Raises:
-        ConfigError: for a data set or a model that cannot be used with these arguments.
+        ConfigError: for a data set or a model that cannot be used with these arguments, and without
+            a model. With ``model_init``, the loss starts anew with each model.
 
     Example:
         ```python
@@ -103,6 +104,11 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         guide: SentenceTransformer | None = None,
         **kwargs: Any,
     ) -> None:
+        if model is None:
+            raise ConfigError(
+                "ContAccumTrainer needs a model to make its loss: beside model_init, pass "
+                "model=model_init()"
+            )
         train_data.refuse_empty(train_dataset)
         args = args or ContAccumTrainingArguments(output_dir="runs/contaccum")
         user_arguments = args.to_dict()

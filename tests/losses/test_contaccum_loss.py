@@ -5,11 +5,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from sample_texts import features, sentences
+from sentence_transformers import (
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+)
 from sentence_transformers.sentence_transformer.losses import (
     MatryoshkaLoss,
     MultipleNegativesRankingLoss,
@@ -162,6 +168,46 @@ def test_matryoshka_cuts_the_probe_of_a_wrapped_model(model):
         assert loss_fn.info_nces["8"].compensation.probe.embeddings.shape[-1] == 8
         states.append(loss_fn.bank_state_dict())
     assert_equal_states(states[1], states[0])
+
+
+LOSSES = {
+    "plain": ContAccumLoss,
+    "cached": partial(CachedContAccumLoss, mini_batch_size=4),
+    "guide": lambda model: ContAccumLoss(model, guide=tiny_encoder()),
+    "Matryoshka": lambda model: MatryoshkaLoss(model, ContAccumLoss(model), [16, 8]),
+    "cached Matryoshka": lambda model: MatryoshkaLoss(model, CachedContAccumLoss(model), [16, 8]),
+}
+
+
+@pytest.mark.parametrize("make_loss", LOSSES.values(), ids=LOSSES)
+def test_a_new_model_starts_with_an_empty_bank(make_loss, tmp_path):
+    """sentence-transformers puts a new model into the loss for each trial of a search."""
+    texts = sentences(80, seed=0)
+    trainer = SentenceTransformerTrainer(
+        model_init=lambda: tiny_encoder(),
+        args=SentenceTransformerTrainingArguments(
+            str(tmp_path), max_steps=5, save_strategy="no", report_to="none", use_cpu=True
+        ),
+        train_dataset=Dataset.from_dict({"anchor": texts[:40], "positive": texts[40:]}),
+        loss=make_loss,
+    )
+    weights = []
+    for _ in range(2):
+        trainer.train()
+        weights.append(trainer.model.state_dict())
+    assert_equal_states(weights[1], weights[0])
+
+
+def test_a_wrapper_of_the_model_keeps_the_bank_and_the_probe(model):
+    loss_fn = ContAccumLoss(model, bank_size=32)
+    loss_fn(features(model, 10, 2), None)
+    state = loss_fn.bank_state_dict()
+    loss_fn.model = nn.DataParallel(model)
+    assert_equal_states(loss_fn.bank_state_dict(), state)
+    loss_fn.model = model
+    assert_equal_states(loss_fn.bank_state_dict(), state)
+    loss_fn.model = copy.deepcopy(model)
+    assert loss_fn.bank_state_dict() == {}
 
 
 @pytest.mark.parametrize("mode", [False, True])

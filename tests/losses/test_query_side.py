@@ -186,6 +186,16 @@ def test_a_store_that_another_model_wrote_is_refused(tmp_path):
         QuerySideLoss(model, store.folder)
 
 
+def test_a_new_model_of_the_loss_is_checked_and_keeps_its_document_tower(tmp_path):
+    """sentence-transformers puts a new model into the loss for each trial of a search."""
+    loss = QuerySideLoss(tiny_encoder(), write_store(tmp_path, tiny_encoder()))
+    loss.model = tiny_encoder()
+    trained = {name for name, weight in loss.model.named_parameters() if weight.requires_grad}
+    assert trained and all(".query." in name for name in trained)
+    with pytest.raises(ConfigError, match="compared by cos"):
+        loss.model = tiny_encoder(similarity="dot")
+
+
 def test_added_documents_stand_behind_those_of_the_store(tmp_path):
     model = tiny_encoder()
     documents = StoreDocuments(write_store(tmp_path, model))

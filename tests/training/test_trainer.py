@@ -66,6 +66,11 @@ def test_at_most_eleven_methods_of_the_parents_are_overridden():
             assert "# Private: " in inspect.getsource(getattr(ContAccumTrainer, name))
 
 
+def test_a_trainer_without_a_model_is_refused():
+    with pytest.raises(ConfigError, match=r"pass model=model_init\(\)"):
+        ContAccumTrainer(None, model_init=tiny_encoder)
+
+
 @pytest.mark.parametrize(
     "update", [1, 4, 6], ids=["in the first epoch", "at its end", "in the second epoch"]
 )
