@@ -24,10 +24,17 @@ from typing import Any
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.losses.merged_forward import embed_columns
+from sentence_transformers.sentence_transformer.losses.adaptive_layer import (
+    ForwardDecorator as LayerForwardDecorator,
+)
+from sentence_transformers.sentence_transformer.losses.adaptive_layer import (
+    TransformerDecorator as LayerDecorator,
+)
 from sentence_transformers.sentence_transformer.losses.matryoshka import (
     CachedLossDecorator,
     ForwardDecorator,
 )
+from sentence_transformers.sentence_transformer.modules import Normalize
 from torch import Tensor, nn
 
 from contaccum.bank.false_negatives import PositivesTable
@@ -35,7 +42,8 @@ from contaccum.bank.info_nce import BankedInfoNCE
 from contaccum.bank.settings import LossSettings
 from contaccum.data.labels import are_text_ids, decode
 from contaccum.distributed import world_size
-from contaccum.errors import ConfigError
+from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
+from contaccum.errors import ConfigError, check_choice
 from contaccum.losses.bank_states import gather_bank_states, select_bank_state
 from contaccum.losses.distillation import Distillation
 from contaccum.losses.guide import Guide
@@ -80,7 +88,23 @@ class BankedTextLoss(ModelLoss):
         self.model = model
 
     def start_with_model(self, model: SentenceTransformer) -> None:
-        """Make empty banks and a new probe, and let the guide read the tokens of the model."""
+        """Make empty banks and a new probe, and let the guide read the tokens of the model.
+
+        Raises:
+            ConfigError: for a model that compares embeddings neither by cosine nor by dot product.
+        """
+        model_similarity = getattr(model, "similarity_fn_name", None)
+        name = "the model's similarity_fn_name (similarity in a config)"
+        check_choice(name, model_similarity, (None, *SIMILARITY_NAMES.values()))
+        loss_similarity = SIMILARITY_NAMES[self.settings.similarity]
+        if model_similarity not in (None, loss_similarity):
+            # Normalised embeddings have the same order by either similarity.
+            if not any(isinstance(module, Normalize) for module in model.modules()):
+                logger.warning(
+                    f"the loss trains the similarity {loss_similarity!r}, but the model compares "
+                    f"embeddings by {model_similarity!r}: set similarity_fct of the loss or "
+                    "similarity_fn_name of the model"
+                )
         if self.guide is not None:
             self.guide = Guide(model, self.guide.model)
         # One BankedInfoNCE per embedding size, for training; the key is the size.
@@ -106,8 +130,8 @@ class BankedTextLoss(ModelLoss):
                 duplicates if these ids are equal, or if the hashes of their tokens are equal.
 
         Raises:
-            ValueError: for fewer than two columns.
-            ConfigError: for labels of the shape of text ids that are none.
+            ValueError: for fewer than two columns, inside AdaptiveLayerLoss or Matryoshka2dLoss,
+                and for labels of the shape of text ids that are none.
         """
         features = list(sentence_features)
         ids = self._encode_probe_and_compute_ids(features, labels)
@@ -309,6 +333,13 @@ class BankedTextLoss(ModelLoss):
         if len(features) < 2:
             raise ValueError(
                 f"{type(self).__name__} needs (anchor, positive, ...) columns, got {len(features)}"
+            )
+        # The first module is the Transformer, or in a wrapper (DDP) the model itself.
+        first_module = next(self.model.children(), self.model)
+        if isinstance(first_module.forward, (LayerDecorator, LayerForwardDecorator)):
+            raise ConfigError(
+                f"AdaptiveLayerLoss and Matryoshka2dLoss call a loss once per layer, which would "
+                f"fill the bank of {type(self).__name__} with copies: use MatryoshkaLoss"
             )
         if self._is_training and self.settings.bank_size and not self._is_matryoshka_replay:
             self._encode_probe_if_due(features)

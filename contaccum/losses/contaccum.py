@@ -85,7 +85,8 @@ class ContAccumLoss(BankedTextLoss):
             settings in full.
 
     Raises:
-        ConfigError (a ValueError): for settings out of range.
+        ConfigError (a ValueError): for settings out of range, and for a model that compares
+            embeddings by another similarity than cosine and dot product.
 
     Inputs:
         (anchor, positive) pairs or (anchor, positive, negative_1, ..., negative_h) tuples;
@@ -105,8 +106,8 @@ class ContAccumLoss(BankedTextLoss):
           micro-batches, and their gradients are not centred over the whole update.
         - A bank belongs to a model: if the trainer replaces the model (`hyperparameter_search`,
           ``model_init``), the loss starts anew, with empty banks.
-        - It does not work inside ``AdaptiveLayerLoss``, which calls the loss once per layer on the
-          same micro-batch.
+        - It does not work inside ``AdaptiveLayerLoss`` and ``Matryoshka2dLoss``, which call a loss
+          once per layer on the same micro-batch.
         - A loss of your own may call `compute_loss_from_embeddings`. `ContAccumLoss` then sees no
           texts, so pass their ids, and call ``loss.info_nce.observe_probe`` after updates.
           Otherwise the drift of the encoder is not measured (docs/drift.md).

@@ -154,8 +154,17 @@ class QuerySideLoss(ModelLoss):
         return loss
 
     def compute_loss_from_embeddings(self, queries: Tensor, labels: Tensor) -> Tensor:
-        """Compute the loss of embedded queries, (n, d); ``labels`` are int64 (n, p)."""
+        """Compute the loss of embedded queries, (n, d); ``labels`` are int64 (n, p).
+
+        Raises:
+            ConfigError: for another embedding size than that of the documents.
+        """
         documents = self.documents
+        if queries.shape[1] != documents.dimension:
+            raise ConfigError(
+                f"the queries have {queries.shape[1]} dimensions, the documents of the store "
+                f"{documents.dimension}: use QuerySideLoss without MatryoshkaLoss"
+            )
         if documents.similarity == "cos":
             dtype = torch.promote_types(queries.dtype, torch.float32)
             queries = normalize(queries.to(dtype), dim=-1)

@@ -17,6 +17,8 @@ from sentence_transformers import (
     SentenceTransformerTrainingArguments,
 )
 from sentence_transformers.sentence_transformer.losses import (
+    AdaptiveLayerLoss,
+    Matryoshka2dLoss,
     MatryoshkaLoss,
     MultipleNegativesRankingLoss,
 )
@@ -40,7 +42,8 @@ HASH = 2**50
 @pytest.fixture
 def model(request: pytest.FixtureRequest) -> DualEncoder:
     """Return a tiny model without dropout; the parameter says whether it is tied (default: yes)."""
-    return tiny_encoder(tied=getattr(request, "param", True), normalize=False)
+    is_tied = getattr(request, "param", True)
+    return tiny_encoder(is_tied, normalize=False, similarity="cos")
 
 
 def collect_gradients(model: nn.Module) -> list[Tensor]:
@@ -340,6 +343,46 @@ def test_settings_reach_the_loss_under_their_own_names(model):
 def test_another_similarity_function_is_refused(model):
     with pytest.raises(ConfigError, match="similarity_fct"):
         ContAccumLoss(model, similarity_fct=euclidean_sim)
+
+
+@pytest.mark.parametrize("loss_class", [ContAccumLoss, CachedContAccumLoss])
+@pytest.mark.parametrize("similarity", ["euclidean", "manhattan"])
+def test_a_model_with_another_similarity_is_refused(model, similarity, loss_class):
+    loss_fn = loss_class(model)
+    model.similarity_fn_name = similarity
+    with pytest.raises(ConfigError, match=f"similarity_fn_name.*got '{similarity}'"):
+        loss_class(model)
+    with pytest.raises(ConfigError, match=f"similarity_fn_name.*got '{similarity}'"):
+        loss_fn.model = copy.deepcopy(model)
+
+
+@pytest.mark.parametrize(
+    ("similarity", "own_function", "other_function"),
+    [("dot", dot_score, cos_sim), ("cosine", cos_sim, dot_score)],
+)
+def test_another_similarity_than_that_of_the_model_is_warned_of(
+    model, similarity, own_function, other_function, caplog
+):
+    model.similarity_fn_name = similarity
+    ContAccumLoss(model, similarity_fct=own_function)
+    normalized = tiny_encoder(normalize=True)
+    normalized.similarity_fn_name = similarity
+    ContAccumLoss(normalized, similarity_fct=other_function)
+    assert not caplog.messages
+    ContAccumLoss(model, similarity_fct=other_function)
+    assert "set similarity_fct" in caplog.text
+
+
+@pytest.mark.parametrize("loss_class", [ContAccumLoss, CachedContAccumLoss])
+@pytest.mark.parametrize(
+    "wrapper", [AdaptiveLayerLoss, partial(Matryoshka2dLoss, matryoshka_dims=[16, 8])]
+)
+@pytest.mark.filterwarnings("ignore:AdaptiveLayerLoss is not compatible")
+def test_losses_that_call_a_loss_once_per_layer_are_refused(model, loss_class, wrapper):
+    loss_fn = loss_class(model)
+    with pytest.raises(ConfigError, match="use MatryoshkaLoss"):
+        wrapper(model, loss_fn)(features(model, 4, 2), None)
+    assert loss_fn.info_nce is None
 
 
 @pytest.mark.parametrize("loss_class", [ContAccumLoss, CachedContAccumLoss])

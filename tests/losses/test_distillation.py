@@ -27,7 +27,7 @@ KINDS = [("margin_mse", 1.0), ("kl", 3.0)]
 
 @pytest.fixture
 def model() -> DualEncoder:
-    return tiny_encoder(tied=False, normalize=False).double().train()
+    return tiny_encoder(tied=False, normalize=False, similarity="cos").double().train()
 
 
 def make_published_loss(

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from sample_texts import sentences
+from sample_texts import features, sentences
 from sentence_transformers import (
     SentenceTransformer,
     SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
 )
+from sentence_transformers.losses import MatryoshkaLoss
 from small_data import write_lines
 from tiny_models import tiny_encoder
 from torch.nn.functional import normalize
@@ -194,6 +195,13 @@ def test_a_new_model_of_the_loss_is_checked_and_keeps_its_document_tower(tmp_pat
     assert trained and all(".query." in name for name in trained)
     with pytest.raises(ConfigError, match="compared by cos"):
         loss.model = tiny_encoder(similarity="dot")
+
+
+def test_queries_of_another_size_than_the_documents_are_refused(tmp_path):
+    model = tiny_encoder()
+    loss = MatryoshkaLoss(model, QuerySideLoss(model, write_store(tmp_path, model)), [16, 8])
+    with pytest.raises(ConfigError, match="without MatryoshkaLoss"):
+        loss(features(model, 4, 1), torch.arange(4)[:, None])
 
 
 def test_added_documents_stand_behind_those_of_the_store(tmp_path):
