@@ -65,6 +65,7 @@ class TrainingData:
             mapped from a file.
         unused_scores: True if the records have teacher scores that are not used; False for "dpr",
             whose published scores are those of BM25.
+        unused_negatives: True if the records have hard negatives, and the rows have none.
     """
 
     dataset: Dataset
@@ -75,6 +76,7 @@ class TrainingData:
     transform: EpochSampling
     pairs: np.ndarray
     unused_scores: bool = False
+    unused_negatives: bool = False
 
     @property
     def known_positives(self) -> np.ndarray | None:
@@ -178,6 +180,7 @@ def load_training_data(
         transform,
         cached.pairs,
         unused_scores=may_distill and not teacher_scores,
+        unused_negatives=num_hard_negatives == 0 and bool(num_negatives.any()),
     )
 
 
@@ -242,10 +245,12 @@ class TrainingSets:
         return {"fingerprint": self.fingerprint, "sets": sets}
 
     def summary(self) -> str:
-        """Return a line for each set: the counts of its records, and unused scores."""
+        """Return a line for each set: the counts of its records, unused negatives and scores."""
         lines = []
         for name, part in self.parts.items():
             line = f"{name}: {part.report.summary()}"
+            if part.unused_negatives:
+                line += "; its hard negatives are not used (num_hard_negatives=0)"
             if part.unused_scores:
                 line += "; its scores are not used (if they are a teacher's, set distill)"
             lines.append(line)

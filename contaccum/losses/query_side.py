@@ -278,7 +278,19 @@ class QuerySideCollator(SentenceTransformerDataCollator):
 
 
 def collect_positives(documents: StoreDocuments, datasets: Sequence[Any]) -> PositiveRows:
-    """Collect the store rows of all known positives of the queries in the data sets."""
+    """Collect the store rows of all known positives of the queries in the data sets.
+
+    A warning names their columns of hard negatives, which query-side training does not use.
+    """
+    unused: dict[str, None] = {}  # used as a set that keeps the order of the columns
+    for dataset in datasets:
+        text_columns = [name for name in dataset.column_names or [] if name not in LABELS]
+        unused |= dict.fromkeys(text_columns[2:])
+    if unused:
+        logger.warning(
+            f"query side: the columns {', '.join(unused)} are not used, because all other "
+            "documents of the store are negatives"
+        )
     hashes = [np.empty((0, 2), dtype=np.int64)]  # `concatenate` refuses an empty list
     for dataset in datasets:
         hashes.append(hash_pairs(dataset))

@@ -68,6 +68,19 @@ def test_sets_share_known_positives_and_have_text_ids(tmp_path):
     )
 
 
+def test_the_summary_names_sets_whose_negatives_are_not_used(tmp_path):
+    pair = {"query": "q", "positive": "p"}
+    sets = {
+        "with": {"path": put_lines(tmp_path / "with.jsonl", {**pair, "negative": "n"}, pair)},
+        "without": {"path": put_lines(tmp_path / "without.jsonl", pair)},
+    }
+    line_with, line_without = load_training_sets(sets).summary().splitlines()
+    assert line_with.endswith("its hard negatives are not used (num_hard_negatives=0)")
+    assert "not used" not in line_without
+    used = load_training_sets({"with": sets["with"]}, num_hard_negatives=1)
+    assert "not used" not in used.summary()
+
+
 def test_a_set_is_a_path_or_a_mapping_and_null_settings_are_unset():
     sets = parse_training_sets([Path("a.jsonl"), {"path": "b.jsonl", "name": None}])
     assert list(sets) == ["a", "b"]

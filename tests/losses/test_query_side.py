@@ -274,6 +274,17 @@ def test_a_positive_that_the_store_lacks_is_named(tmp_path):
         collator([data[0]])
 
 
+def test_columns_of_hard_negatives_are_named_as_unused(tmp_path, caplog):
+    model = tiny_encoder()
+    documents = StoreDocuments(write_store(tmp_path, model))
+    pairs = training_pairs()
+    QuerySideCollator.of_dataset(model, documents, pairs)
+    assert "not used" not in caplog.text
+    triplets = pairs.add_column("negative", DOCUMENTS[-len(pairs) :])
+    QuerySideCollator.of_dataset(model, documents, triplets)
+    assert "the columns negative are not used" in caplog.text
+
+
 def test_queries_are_tokenised_with_the_prompt_that_search_uses(tmp_path):
     model = tiny_encoder(query_prompt="bird ")
     loss = QuerySideLoss(model, write_store(tmp_path, model))
