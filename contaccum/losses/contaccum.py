@@ -100,6 +100,9 @@ class ContAccumLoss(BankedTextLoss):
           queries to documents, and hardness weights, are not supported.
         - With a ``guide`` as well, it equals `GISTEmbedLoss` with the temperature 1 / ``scale``,
           ``contrast_anchors=False`` and ``contrast_positives=False``.
+        - In training the loss is a sum over banked queries too: a trainer's log shows many times
+          the loss of `MultipleNegativesRankingLoss`, and it grows while the bank fills.
+          ``loss.last["local_loss"]`` is the mean over the queries of the last micro-batch.
         - In eval mode or without gradients, the loss uses the batch alone, without the bank.
         - It works inside `MatryoshkaLoss`, where each dimension has a bank of its own. Leave
           ``n_dims_per_step`` of `MatryoshkaLoss` at -1. Otherwise it skips some dimensions in some
