@@ -22,7 +22,7 @@ from sentence_transformers.util import get_device_name
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from contaccum.data.records import passage_text
+from contaccum.data.records import passage_text, quoted
 from contaccum.encoders import adapters
 from contaccum.encoders.loading import load_transformer, loading
 from contaccum.encoders.pooling import fit_pooling
@@ -180,6 +180,28 @@ class DualEncoder(SentenceTransformer):
         """
         with adapters.saving(self, path):
             super().save(path, *args, **kwargs)
+
+    def preprocess(
+        self, inputs: Sequence[Any], prompt: str | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Tokenise texts, as `SentenceTransformer.preprocess` does; training and `encode` call it.
+
+        Raises:
+            ConfigError: if the prompt fills the maximum length, so that every text is cut away.
+        """
+        features = super().preprocess(inputs, prompt=prompt, **kwargs)
+        token_ids = features.get("input_ids")
+        # Texts that are cut away have equal tokens. Then a text is compared with an empty one.
+        if isinstance(token_ids, torch.Tensor) and bool((token_ids == token_ids[:1]).all()):
+            without_text = super().preprocess([""], prompt=prompt, **kwargs)["input_ids"]
+            with_text = super().preprocess([" 0 a"], prompt=prompt, **kwargs)["input_ids"]
+            if torch.equal(without_text, with_text):
+                raise ConfigError(
+                    f"the maximum length of {with_text.shape[-1]} tokens leaves no room for text "
+                    f"beside the prompt {quoted(prompt or '')}: shorten the prompt, or raise "
+                    "query_max_length or passage_max_length"
+                )
+        return features
 
     @property
     def tied(self) -> bool:

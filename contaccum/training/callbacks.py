@@ -123,12 +123,12 @@ class UpdateLogCallback(TrainerCallback):
             record |= _measure_loss(losses[0])
             if not self._is_loss_comparable_to_guess:
                 record["loss_has_other_terms"] = True
-            for warning in self._collapse_watch.observe(record):
-                logger.warning(warning)
+        for warning in self._collapse_watch.observe(record):
+            logger.warning(warning)
         self._last_record = record | self._updates.current.log_entries
         if state.is_world_process_zero:
             log.append_line(Path(str(args.output_dir)) / log.TRAIN_LOG, self._last_record)
-        self._updates.start_update(state.global_step + 1)
+        self._updates.end_update()
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -29,9 +29,15 @@ RUN_RECORD = "run.json"
 """File with the description of the run: its id, settings, data and versions."""
 Record = dict[str, Any]
 """A line of a log: numbers and texts by name."""
+REMEDY_WITHOUT_NEGATIVES = (
+    "Check that texts differ after they are cut to the maximum length, and that prompts, query ids "
+    "or a guide do not mask every negative"
+)
+"""What to do if queries have no negatives to learn from."""
 
 # Thresholds of `CollapseWatch`. Losses are fractions of the loss of a random guess.
-_SYMPTOM_UPDATES = 3  # number of updates in a row with a symptom before the warning
+_SYMPTOM_UPDATES = {"loss": 3, "spread": 3, "bank": 3, "masked": 1, "gradient": 1}
+"""Number of updates in a row with a symptom before the warning."""
 _MIN_COLLAPSED_LOSS = 0.97
 _MAX_LEARNED_LOSS = 0.8  # a run whose loss was below this had learned something
 _MIN_SPREAD = 1e-3
@@ -145,7 +151,9 @@ def fill_model_card(
 
 
 class CollapseWatch:
-    """Detector of three kinds of collapse; it returns one warning for each kind.
+    """Detector of three kinds of collapse, and of updates that cannot train.
+
+    It returns one warning for each kind.
 
     The loss of a query is a cross-entropy over columns: its positive and all of its negatives.
 
@@ -154,34 +162,39 @@ class CollapseWatch:
     - Spread: all embeddings are nearly the same.
     - Bank: banked columns from earlier updates get almost none of the softmax mass that columns of
       the current update get. The loss then only separates new embeddings from old ones.
+    - Masked: every negative of a micro-batch is masked as a false negative.
+    - Gradient: the gradient is exactly 0.
 
-    A symptom must be present in three updates in a row.
+    The first three symptoms must be present in three updates in a row.
     """
 
     def __init__(self) -> None:
         self._lowest_loss = math.inf  # as a fraction of the loss of a random guess
-        self._streaks = {"loss": 0, "spread": 0, "bank": 0}  # updates in a row with the symptom
+        self._streaks = dict.fromkeys(_SYMPTOM_UPDATES, 0)  # updates in a row with the symptom
 
     def observe(self, record: Mapping[str, Any]) -> list[str]:
         """Return the warnings after an update, one line each; usually there are none.
 
         Args:
             record: a line of the log. The entries ``update``, ``loss``, ``loss_has_other_terms``,
-                ``columns``, ``embedding_spread`` and ``bank_mass_aged`` are read, if present.
+                ``columns``, ``embedding_spread``, ``bank_mass_aged``, ``masked`` and the gradient
+                norms of the towers are read, if present.
         """
         symptoms = self._find_symptoms(record)
         warnings = []
         for name, streak in self._streaks.items():
-            if streak >= _SYMPTOM_UPDATES:  # this warning was returned before
+            if streak >= _SYMPTOM_UPDATES[name]:  # this warning was returned before
                 continue
             self._streaks[name] = streak + 1 if name in symptoms else 0
-            if self._streaks[name] == _SYMPTOM_UPDATES:
-                remedy = "Lower learning_rate"
+            if self._streaks[name] < _SYMPTOM_UPDATES[name]:
+                continue
+            if name in ("masked", "gradient"):
+                text = f"{symptoms[name]}. {REMEDY_WITHOUT_NEGATIVES}"
+            else:
+                text = f"collapse: {symptoms[name]}. Lower learning_rate"
                 if "bank_age" in record:  # the run has a bank
-                    remedy += ", or set a smaller bank_size; keep drift_compensation=auto"
-                warnings.append(
-                    f"update {record.get('update')}: collapse: {symptoms[name]}. {remedy}."
-                )
+                    text += ", or set a smaller bank_size; keep drift_compensation=auto"
+            warnings.append(f"update {record.get('update')}: {text}.")
         return warnings
 
     def _find_symptoms(self, record: Mapping[str, Any]) -> dict[str, str]:
@@ -211,4 +224,15 @@ class CollapseWatch:
                 f"banked negatives from earlier updates get {aged_mass:.1%} of the softmax mass of "
                 "a fresh negative"
             )
+        if record.get("masked") == 1:
+            symptoms["masked"] = (
+                "every negative of a micro-step is masked as a false negative, so its queries have "
+                "no negatives"
+            )
+            return symptoms
+        norms = [record[key] for key in ("grad_norm_query", "grad_norm_passage") if key in record]
+        # Without a negative, as in the first update of a run with one pair per update and a bank,
+        # there is no gradient.
+        if norms and not any(norms) and record.get("columns") != 1:
+            symptoms["gradient"] = "the gradient is exactly 0, so nothing is trained"
         return symptoms

@@ -316,6 +316,9 @@ def freeze_unused_parameters(
         model: the encoder.
         features: the collated features of some rows, one dictionary per column. Without features,
             nothing is frozen.
+
+    Raises:
+        ConfigError: if the model has no parameter to train.
     """
     if not features:
         return
@@ -324,6 +327,8 @@ def freeze_unused_parameters(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameters[name] = parameter
+    if not parameters:
+        raise ConfigError("every weight of the model is frozen (requires_grad=False): train some")
     modules_run, used = _find_used_parameters(model, features, parameters)
     unreached = []
     for name, parameter in parameters.items():

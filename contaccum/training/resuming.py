@@ -79,6 +79,12 @@ class ResumePoint:
         """The id of the run that wrote the checkpoint."""
         return self.marker["run_id"]
 
+    @property
+    def num_trained_updates(self) -> int:
+        """The number of updates that have trained; see `Update.has_trained`."""
+        # Markers of earlier versions have no such entry.
+        return self.marker.get("trained_updates", self.marker["update"])
+
     def require_same_settings(self, settings: Mapping[str, Any]) -> None:
         """Raise `UserError` if a run with these settings cannot resume from the checkpoint.
 

@@ -101,18 +101,20 @@ class RunDescription:
         return {**record, "arguments": self.user_arguments, **provenance()}
 
     def make_marker(
-        self, run_id: str | None, num_updates: int, rows_fit: int | None
+        self, run_id: str | None, num_updates: int, num_trained: int, rows_fit: int | None
     ) -> dict[str, Any]:
         """Return the record that `checkpoint.write_marker` writes into a checkpoint.
 
         Args:
             run_id: id of the run.
             num_updates: number of updates at the checkpoint.
+            num_trained: number of them that have trained; see `Update.has_trained`.
             rows_fit: number of rows per micro-step after memory has run out; None before that.
         """
         return {
             "run_id": run_id,
             "update": num_updates,
+            "trained_updates": num_trained,
             "resumable": not self._args.save_only_model,
             "micro_batch": self._args.pairs_per_micro_batch,
             "rows_fit": rows_fit,

@@ -55,7 +55,7 @@ from contaccum.training import (
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.random_states import RandomStates
 from contaccum.training.run_description import RunDescription
-from contaccum.training.updates import Updates
+from contaccum.training.updates import NO_BATCH, Updates
 
 
 class ContAccumTrainer(SentenceTransformerTrainer):
@@ -233,6 +233,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             final_model = point.find_final_model(args, self.description.user_arguments)
             if final_model is not None:  # the run had ended, and there is nothing left to train
                 self.state = point.state
+                self.updates.num_trained = point.num_trained_updates
+                self.updates.require_trained(self.state.global_step)
                 self._load_from_checkpoint(final_model)
                 return TrainOutput(self.state.global_step, 0.0, {})
             if self.is_deepspeed_enabled:
@@ -245,6 +247,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 output = super().train(folder, trial, ignore_keys_for_eval)
         finally:
             args.save_total_limit = self._save_total_limit
+        self.updates.require_trained(self.state.global_step)
         if args.should_save:
             self._remove_oldest_checkpoints(trial, has_ended=True)
         return output
@@ -260,6 +263,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             return super().get_train_dataloader()
         with train_data.use_resumable_order(self.args):
             loader = super().get_train_dataloader()
+        if len(loader) == 0:
+            raise DataError(NO_BATCH)
         self.batch_sampler = loader
         while hasattr(self.batch_sampler, "batch_sampler"):  # without accelerate's wrappers
             self.batch_sampler = self.batch_sampler.batch_sampler
@@ -285,6 +290,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         if self._resume_point is not None:
             resuming.drop_unusable_best(self.state, self._resume_point)
             self.updates.limit.restore(self._resume_point.marker["rows_fit"])
+            self.updates.num_trained = self._resume_point.num_trained_updates
             checkpoint.load_banks(self._resume_point.folder, self.bank_losses())
         elif loss_factory.get_store_documents(self.loss) and self.is_world_process_zero():
             query_side.warn_if_documents_are_weak(self.evaluator, self.model)
@@ -366,6 +372,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None:
             assert self.optimizer is not None
+            self.updates.current.grad_norm = float(norm)
             self.nonfinite_updates.skip_if_nonfinite(
                 self.updates.current, float(norm), model, self.optimizer, self._find_rows
             )
@@ -419,8 +426,9 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             self.accelerator.wait_for_everyone()
             if args.should_save:
                 checkpoint.save_banks(folder, banks)
-                rows_fit = self.updates.limit.rows
-                marker = self.description.make_marker(self.run_id, num_updates, rows_fit)
+                marker = self.description.make_marker(
+                    self.run_id, num_updates, self.updates.num_trained, self.updates.limit.rows
+                )
                 checkpoint.write_marker(folder, marker)
                 # The marker makes this checkpoint complete. Only now may older ones be removed.
                 self._remove_oldest_checkpoints(trial)

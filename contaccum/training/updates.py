@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from contaccum.distributed import over_ranks
 from contaccum.encoders.grad_norms import TowerGradNorms
+from contaccum.errors import UserError
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.log import Record
+from contaccum.training.log import REMEDY_WITHOUT_NEGATIVES, TRAIN_LOG, Record
 from contaccum.training.loss_factory import get_batch_loss, iter_bank_losses
 from contaccum.training.out_of_memory import (
     MicroBatchLimit,
@@ -35,6 +36,13 @@ from contaccum.training.out_of_memory import (
     split_rows,
 )
 from contaccum.training.train_data import Batch, Row
+
+NO_BATCH = (
+    "the training data give no batch, so nothing can be trained: lower "
+    "per_device_train_batch_size, set dataloader_drop_last=false, or give more data "
+    "(batch_sampler=no_duplicates needs as many different texts as a batch has)"
+)
+"""The error for a data loader without a batch."""
 
 _MAX_REASON_LENGTH = 160  # characters of an out-of-memory error that are shown
 
@@ -94,8 +102,10 @@ class Update:
         losses: the loss of each micro-step, of shape (), multiplied by its share of the pairs, so
             that the sum is the loss of the update.
         micro_batch_of_loss: for each entry of ``losses``, its index in ``micro_batches``.
-        grad_norms: gradient norms for the log, by name.
+        grad_norms: gradient norms of the towers for the log, by name.
+        grad_norm: gradient norm of the whole model, over all ranks; None if it is unknown.
         learning_rate: learning rate of the first parameter group in this update.
+        has_learning_rate: whether the learning rate of any parameter group is not 0.
         log_entries: further entries for the update's line in the log.
         num_pairs: number of pairs in ``micro_batches``.
         expected_batches: number of micro-batches of the whole update.
@@ -109,12 +119,23 @@ class Update:
     losses: list[Tensor] = field(default_factory=list)
     micro_batch_of_loss: list[int] = field(default_factory=list)
     grad_norms: dict[str, float] = field(default_factory=dict)
+    grad_norm: float | None = None
     learning_rate: float | None = None
+    has_learning_rate: bool = True
     log_entries: Record = field(default_factory=dict)
     num_pairs: int = 0
     expected_batches: int = 0
     has_unknown_batches: bool = False
     expected_pairs: Counter[str | None] = field(default_factory=Counter)
+
+    @property
+    def has_trained(self) -> bool:
+        """False if the gradient or the learning rate is 0, or the update is skipped.
+
+        Weights are not compared, because weight decay changes them without a gradient too.
+        """
+        is_skipped = "skipped" in self.log_entries
+        return self.grad_norm != 0 and self.has_learning_rate and not is_skipped
 
 
 class Updates:
@@ -132,6 +153,7 @@ class Updates:
     Attributes:
         limit: as above.
         current: the update in progress.
+        num_trained: number of updates of the run that have trained; see `Update.has_trained`.
     """
 
     def __init__(
@@ -145,12 +167,18 @@ class Updates:
     ) -> None:
         self.limit = limit
         self.current = Update(number=1, started=time.perf_counter())
+        self.num_trained = 0
         self._args = args
         self._loss = loss
         self._accelerator = accelerator
         self._count_pairs = count_pairs
         self._has_full_gradients = has_full_gradients
         self._tower_norms: TowerGradNorms | None = None
+
+    def end_update(self) -> None:
+        """Count the current update, and start the next one."""
+        self.num_trained += self.current.has_trained
+        self.start_update(self.current.number + 1)
 
     def start_update(self, number: int) -> None:
         """Start an update; ``number`` counts the updates of the run from 1."""
@@ -191,6 +219,19 @@ class Updates:
         )
         self.set_micro_batch_size(num_pairs)
 
+    def require_trained(self, num_updates: int) -> None:
+        """Raise `UserError` if no update of a run has trained, of ``num_updates`` in all."""
+        if self.num_trained:
+            return
+        if num_updates == 0:
+            raise UserError(NO_BATCH)
+        raise UserError(
+            f"{self._args.output_dir}: the run has trained nothing: in each of its {num_updates} "
+            "updates the gradient or the learning rate was 0, or the update was skipped "
+            f"({TRAIN_LOG} has a line for each). Set warmup_steps below the number of updates. "
+            f"{REMEDY_WITHOUT_NEGATIVES}"
+        )
+
     def count_expected_pairs(self, batches: list[Batch]) -> None:
         """Count the pairs in all micro-batches of the current update, before it is trained."""
         self.current.expected_batches = len(batches)
@@ -224,6 +265,7 @@ class Updates:
         update = self.current
         # Read before the micro-step, because DeepSpeed's scheduler steps within the last one.
         update.learning_rate = optimizer.param_groups[0]["lr"]
+        update.has_learning_rate = any(group["lr"] for group in optimizer.param_groups)
         first = len(update.micro_batches)  # index of the first micro-batch to train on
         update.micro_batches.append(inputs)
         update.num_pairs += self._count_pairs(inputs)

@@ -39,7 +39,7 @@ def test_run_writes_a_model_and_resumes_from_a_checkpoint(places, train, tmp_pat
     assert read_updates(output) == [1, 2, 3, 4, 5, 6]
 
     guided_run = tmp_path / "again"
-    guide = {"guide": output, "guide_margin": 0.1}
+    guide = {"guide": output, "guide_margin": 0.0}
     assert train(guided_run, model=output, **guide) == 0
     record = json.loads((guided_run / "run.json").read_text())
     assert record["model"]["guide"].startswith(str(output))

@@ -211,7 +211,7 @@ def test_shipped_configs_train_a_tiny_model(name, tiny_config, tiny_tokenizer, t
     AutoModel.from_config(backbone_config).save_pretrained(backbone)
     backbone_tokenizer.save_pretrained(backbone)
     write_training_and_beir_data(tmp_path, 128)
-    argv = ["train", str(config_file), "--max_steps=1"]
+    argv = ["train", str(config_file), "--max_steps=1", "--warmup_steps=0"]
     argv.append(f"--model={backbone}")
     argv.append(f"--train_data={tmp_path / 'pairs.jsonl'}")
     argv.append(f"--output_dir={tmp_path / 'out'}")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from sample_texts import sentences
 from sentence_transformers import SentenceTransformer
+from tiny_models import tiny_encoder
 from transformers import (
     CamembertConfig,
     LongformerConfig,
@@ -111,6 +112,24 @@ def test_towers_can_be_called_directly_and_truncate_texts(tiny_config, tiny_toke
             embeddings = tower(model.preprocess(sentences(3), task=task))["sentence_embedding"]
             assert embeddings.requires_grad
             assert np.allclose(embeddings.detach().numpy(), encode(sentences(3)), atol=1e-6)
+
+
+@pytest.mark.parametrize("task", ["query", "document"])
+@pytest.mark.parametrize("length", [31, 32])
+def test_a_prompt_that_leaves_no_room_for_text_is_refused(task, length):
+    model = tiny_encoder(passage_max_length=32)
+    model.prompts[task] = " ".join(["cat"] * (length - 2))  # and two special tokens
+    encode = model.encode_query if task == "query" else model.encode_document
+    if length < 32:
+        assert not np.array_equal(*encode(["dog", "bird"]))
+        return
+    with pytest.raises(ConfigError, match="32 tokens leaves no room for text beside the prompt"):
+        encode(["dog"])
+
+
+def test_blank_texts_are_encoded_after_a_prompt():
+    model = tiny_encoder(query_prompt="cat ")
+    assert model.encode_query(["", " "]).shape == (2, 16)
 
 
 def test_invalid_arguments_are_refused(tiny_config, tiny_tokenizer):

@@ -85,7 +85,7 @@ def test_exported_folders_are_loaded_where_contaccum_is_not_installed(tmp_path):
 
 
 def test_a_tied_model_becomes_one_folder_that_equals_it(tmp_path):
-    model = tiny_encoder(query_prompt="query: ", query_max_length=8, passage_max_length=32)
+    model = tiny_encoder(query_prompt="query: ", query_max_length=12, passage_max_length=32)
     expected = {"query": model.encode_query(TEXTS), "document": model.encode_document(TEXTS)}
     result = export_model(model, tmp_path / "out")
     assert result.least_cosine > 0.99999

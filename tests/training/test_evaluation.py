@@ -267,7 +267,7 @@ def test_the_default_metric_is_the_evaluators_main_metric(tmp_path, save_strateg
 
 def test_early_stopping_without_an_evaluator_watches_the_loss(tmp_path):
     settings = {**EVALUATE, "early_stopping_patience": 1, "eval_dataset": make_pairs(8)}
-    trainer = make_trainer(tmp_path, learning_rate=0.0, **settings)
+    trainer = make_trainer(tmp_path, learning_rate=1e-30, **settings)
     trainer.train()
     assert trainer.args.metric_for_best_model == "loss"
     assert not trainer.args.greater_is_better

@@ -309,6 +309,8 @@ def test_a_score_column_of_a_plain_data_set_is_distilled(tmp_path, batch_size):
         ({"data": IterableDataset.from_generator(list), "max_steps": 1}, "has no rows"),
         ({"data": {}}, "train_dataset has no rows"),
         ({"data": DatasetDict(a=make_pairs(4), b=make_pairs(0))}, "the part 'b' has no rows"),
+        ({"model": tiny_encoder().requires_grad_(False)}, "every weight of the model is frozen"),
+        ({"model": tiny_encoder(query_prompt="cat " * 30)}, "no room for text"),
     ],
 )
 def test_data_and_models_that_do_not_fit_the_settings_are_refused(settings, named, tmp_path):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from sample_texts import sentences
 from sentence_transformers.sentence_transformer.losses import (
     CachedMultipleNegativesRankingLoss,
     MultipleNegativesRankingLoss,
@@ -35,6 +36,7 @@ from contaccum import CachedContAccumLoss
 from contaccum.errors import ConfigError, UserError
 from contaccum.files import read_json
 from contaccum.training import nonfinite, out_of_memory
+from contaccum.training.log import CollapseWatch
 
 EVERY_CALL = set(range(999))
 
@@ -81,7 +83,6 @@ def test_each_pair_has_the_same_weight_if_the_last_micro_batch_is_short(method, 
         method=method,
         gradient_accumulation_steps=4,
         center_gradients="none",
-        learning_rate=0.0,
         max_grad_norm=0.0,
     )
     batches: list[Any] = []
@@ -482,7 +483,6 @@ def test_gradients_of_a_loss_are_dropped_when_an_update_starts_again(tmp_path):
         "method": "grad_accum",
         "optim": "sgd",
         "learning_rate": 0.1,
-        "warmup_steps": 0,
         "max_steps": 1,
     }
     sizes = {
@@ -554,6 +554,55 @@ def test_a_run_ends_after_too_many_skipped_updates_with_the_weights_before(tmp_p
     with pytest.raises(UserError, match=message):
         trainer.train()
     assert torch.equal(weights[0], get_weights(trainer))
+
+
+EQUAL_POSITIVES = Dataset.from_dict({"query": sentences(24, 1), "positive": ["the cat"] * 24})
+"""Pairs with one positive, so that every negative is masked."""
+
+UNTRAINED_RUNS: dict[str, tuple[dict[str, Any], str]] = {
+    "no gradient": ({"data": EQUAL_POSITIVES}, "each of its 2 updates the gradient"),
+    "learning rate of 0": ({"warmup_steps": 3, "max_steps": 1}, "Set warmup_steps below"),
+    "no batch": ({"data": 3, "dataloader_drop_last": True}, "give no batch"),
+    "no batch of different texts": (
+        {"data": EQUAL_POSITIVES, "dataloader_drop_last": True, "batch_sampler": "no_duplicates"},
+        "give no batch",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNTRAINED_RUNS)
+def test_a_run_that_trains_nothing_is_an_error_and_saves_no_model(name, tmp_path):
+    settings, named = UNTRAINED_RUNS[name]
+    trainer = make_trainer(tmp_path, **settings)
+    with pytest.raises(UserError, match=named):
+        trainer.train()
+    assert not (tmp_path / "modules.json").exists()
+
+
+def test_a_run_whose_updates_are_all_skipped_is_an_error(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=2, gradient_accumulation_steps=1)
+    call_at_micro_step(trainer, 1, multiply_embeddings(trainer, math.inf))
+    call_at_micro_step(trainer, 2, multiply_embeddings(trainer, math.inf))
+    with pytest.raises(UserError, match="trained nothing: in each of its 2 updates"):
+        trainer.train()
+
+
+def test_a_run_that_trained_nothing_stays_an_error_when_it_is_resumed(tmp_path):
+    for request in (None, "last"):
+        trainer = make_trainer(tmp_path, EQUAL_POSITIVES, save_strategy="epoch")
+        with pytest.raises(UserError, match="trained nothing"):
+            trainer.train(resume_from_checkpoint=request)
+
+
+def test_an_update_without_negatives_gives_a_warning_at_once(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, EQUAL_POSITIVES, save_strategy="epoch")
+    with pytest.raises(UserError):
+        trainer.train()
+    warnings = [text for text in caplog.messages if text.startswith("update 1:")]
+    assert len(warnings) == 1
+    assert "every negative of a micro-step is masked" in warnings[0]
+    (warning,) = CollapseWatch().observe({"update": 1, "grad_norm_query": 0.0})
+    assert warning.startswith("update 1: the gradient is exactly 0")
 
 
 class ScaledTraining:

@@ -21,7 +21,7 @@ DEFAULTS = {
     "num_train_epochs": 1,
     "learning_rate": 1e-3,
     "weight_decay": 0.01,
-    "warmup_steps": 2,
+    "warmup_steps": 0,
     "save_strategy": "no",
     "logging_steps": 1000,
     "disable_tqdm": True,
@@ -176,8 +176,13 @@ def call_at_micro_step(trainer: Any, number: int, action: Callable[[Any], Any]) 
 
 SAVE_EVERY_UPDATE = {"save_strategy": "steps", "save_steps": 1}
 
-RUN_SETTINGS = {"data": make_pairs(43, negatives=1), "dropout": 0.1, "num_train_epochs": 2}
-"""43 pairs in 11 micro-batches, the last of 3 pairs, and two epochs with dropout.
+RUN_SETTINGS = {
+    "data": make_pairs(43, negatives=1),
+    "dropout": 0.1,
+    "num_train_epochs": 2,
+    "warmup_steps": 2,
+}
+"""43 pairs in 11 micro-batches, the last of 3 pairs, and two epochs with dropout and a warmup.
 
 The updates of an epoch have 3, 3, 3 and 2 micro-batches.
 """
