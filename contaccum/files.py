@@ -223,13 +223,36 @@ def require_writable(path: AnyPath) -> None:
 _WRITE_ERRORS = (
     errno.ENOSPC,
     errno.EDQUOT,
+    errno.EFBIG,
     errno.EROFS,
     errno.EACCES,
     errno.EPERM,
-    errno.ENOTDIR,
-    errno.EEXIST,
 )
-"""Error numbers of an output that cannot be written: full disk, read-only, no permission, ..."""
+"""Error numbers of a full disk, quota or file size, of a read-only disk, and of no permission."""
+_WRITE_MESSAGES = r"PytorchStreamWriter|inline_container.*unexpected pos|requested and \d+ written"
+"""Messages of torch.save and numpy.save if a file cannot be written; they give no error number."""
+
+
+def describe_failed_write(error: BaseException | None) -> str | None:
+    """Return the reason if an error, or its cause, is a full or read-only disk or no permission.
+
+    Returns:
+        The system's description, such as "No space left on device"; None for any other error.
+    """
+    while error is not None:
+        text = str(error)
+        if isinstance(error, OSError) and error.errno in _WRITE_ERRORS:
+            return os.strerror(error.errno)
+        # The libraries in Rust and C++, such as safetensors and Arrow, raise errors of their own,
+        # with the number of the system's error in the message.
+        for number in re.findall(r"(?:os error|errno) (\d+)", text):
+            if int(number) in _WRITE_ERRORS:
+                return os.strerror(int(number))
+        if re.search(_WRITE_MESSAGES, text):
+            return os.strerror(errno.ENOSPC)
+        has_context = not error.__suppress_context__
+        error = error.__cause__ or (error.__context__ if has_context else None)
+    return None
 
 
 @contextmanager
@@ -237,34 +260,22 @@ def _prepare_writing(path: Path) -> Iterator[None]:
     """Make the folder of ``path`` before the block, and flush the folder after it.
 
     Raises:
-        UserError: if the output cannot be written. The block's own OSErrors count as such errors if
-            their number is in `_WRITE_ERRORS`.
+        UserError: if the output cannot be written. The block's own errors count as such errors if
+            `describe_failed_write` knows them.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
         _flush(path.parent)
-    except OSError as error:
-        # Other errors may come from files that the block reads, so they are raised unchanged.
-        if error.errno not in _WRITE_ERRORS:
-            raise
+    except UserError:
+        raise
+    except (FileExistsError, NotADirectoryError) as error:
         raise _make_write_error(path, error.strerror) from error
-
-
-@contextmanager
-def report_failed_write(path: AnyPath) -> Iterator[None]:
-    """Turn an error that numpy or FAISS raises while the block writes to ``path`` into `UserError`.
-
-    If the disk becomes full, numpy may raise an OSError without an error number, and FAISS raises a
-    RuntimeError. `atomic_file` and `atomic_folder` do not recognise these as errors of writing.
-    """
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
+    except Exception as error:
+        # Other errors may come from files that the block reads, so they are raised unchanged.
+        reason = describe_failed_write(error)
+        if reason is None:
             raise
-        # A message of FAISS starts with a function and a source line, and ends with the reason.
-        reason = str(error).rpartition(": ")[2].strip()
         raise _make_write_error(path, reason) from error
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from contaccum.errors import DataError, UserError
 from contaccum.files import (
@@ -15,6 +16,7 @@ from contaccum.files import (
     atomic_file,
     atomic_folder,
     cache_folder,
+    describe_failed_write,
     fingerprint,
     read_json,
     redact,
@@ -39,6 +41,30 @@ def test_failed_write_leaves_the_earlier_file(error, expected, tmp_path):
         part.write_text("after, the first ha")
         raise error
     assert path.read_text() == "before" and os.listdir(tmp_path) == ["out.json"]
+
+
+FULL_DISK = "No space left on device"
+WRAPPED = RuntimeError("the data set cannot be made")
+WRAPPED.__cause__ = OSError(errno.ENOSPC, FULL_DISK)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.EROFS, "Read-only file system"), "Read-only file system"),
+        (SafetensorError(f"I/O error: {FULL_DISK} (os error 28)"), FULL_DISK),
+        (Exception(f"Error writing bytes to file. Detail: [errno 28] {FULL_DISK}"), FULL_DISK),
+        (RuntimeError("[inline_container.cc:603] PytorchStreamWriter failed writing"), FULL_DISK),
+        (RuntimeError("[inline_container.cc:672] . unexpected pos 8448 vs 8342"), FULL_DISK),
+        (OSError("1048576 requested and 16384 written"), FULL_DISK),
+        (WRAPPED, FULL_DISK),
+        (RuntimeError("[inline_container.cc:145] PytorchStreamReader failed reading"), None),
+        (SafetensorError("No such file or directory (os error 2)"), None),
+        (KeyError("a defect"), None),
+    ],
+)
+def test_failed_writes_of_all_libraries_are_recognised(error, reason):
+    assert describe_failed_write(error) == reason
 
 
 def test_written_file_has_default_permissions_and_replaces_a_link(tmp_path):

@@ -10,7 +10,7 @@ Exit codes:
     0: success.
     1: a defect of contaccum, with a traceback. For `fit` it also means that the verdict is not the
         required one.
-    2: a `UserError`, which is printed as one line.
+    2: a `UserError`, or a disk that is full or cannot be written, which is printed as one line.
     130, 143: stopped by SIGINT or SIGTERM. Training saves a checkpoint first.
 """
 
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from contaccum import __version__
 from contaccum.cli.options import complete_command
 from contaccum.errors import UserError, closest
-from contaccum.files import redact
+from contaccum.files import describe_failed_write, redact
 
 COMMANDS = {
     "new": "inspect training data and write a training config for it",
@@ -70,16 +70,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         module = importlib.import_module(f"contaccum.cli.{command}")
         return module.run(list(argv[1:]))
     except UserError as error:
-        message = redact(" ".join(str(error).split()))
-        # Every process of a distributed run may fail with the same error. So the other processes
-        # add their rank to the message.
-        rank = os.environ.get("RANK", "0")
-        place = "" if rank == "0" else f" on rank {rank}"
-        print(f"contaccum: error{place}: {message}", file=sys.stderr)
-        return 2
+        return _print_error(str(error))
+    except Exception as error:
+        reason = describe_failed_write(error)
+        if reason is None:
+            raise
+        file = getattr(error, "filename", None) or f"a file of contaccum {command}"
+        return _print_error(
+            f"{file}: cannot be read or written ({reason}); free space, or correct the path or its "
+            "permissions, and start the command again"
+        )
     except KeyboardInterrupt:
         print("contaccum: interrupted", file=sys.stderr)
         return 130
+
+
+def _print_error(message: str) -> int:
+    """Print the line of an error, and return its exit code."""
+    # Every process of a distributed run may fail with the same error. So the other processes add
+    # their rank to the message.
+    rank = os.environ.get("RANK", "0")
+    place = "" if rank == "0" else f" on rank {rank}"
+    line = redact(" ".join(message.split()))
+    print(f"contaccum: error{place}: {line}", file=sys.stderr)
+    return 2
 
 
 def _print_help() -> None:

@@ -25,7 +25,6 @@ from contaccum.files import (
     AnyPath,
     atomic_file,
     read_json,
-    report_failed_write,
     write_json,
 )
 from contaccum.retrieval.encode import Similarity
@@ -199,8 +198,10 @@ def open_index(
         # The description is written first: an index file without one would be refused.
         origin = {"store": str(store.folder), "faiss": faiss.__version__}
         write_json(description_path, {**description, **origin})
-        with atomic_file(path) as part, report_failed_write(path):
-            faiss.write_index(index.faiss_index, str(part))
+        # FAISS does not notice a full disk when it closes a file of its own.
+        with atomic_file(path) as part, part.open("wb") as file:
+            writer = faiss.PyCallbackIOWriter(file.write)  # type: ignore[attr-defined]  # in C++
+            faiss.write_index(index.faiss_index, writer)
         index.parameters = _set_parameters(index.faiss_index, factory, parameters)
         return index
     stored_description = read_json(description_path)

@@ -58,7 +58,7 @@ def write_parquet(
     embedding_type = pa.list_(pa.from_numpy_dtype(store.dtype), store.shape[1])
     stored_hashes = store.text_ids()
     remaining = iter(passages)
-    with files.atomic_folder(folder) as new_folder, files.report_failed_write(folder):
+    with files.atomic_folder(folder) as new_folder:
         for shard_number in tqdm(range(store.num_shards), "Parquet", disable=not show_progress):
             first_row = shard_number * store.shard_size
             rows = range(first_row, min(first_row + store.shard_size, len(store)))

@@ -415,7 +415,7 @@ class StoreWriter:
         values = np.ascontiguousarray(embeddings, dtype=self.metadata["dtype"])
         id_table = pa.record_batch([pa.array(ids, pa.string())], names=["id"])
         path = self.folder / get_shard_name(shard_number)
-        with files.atomic_folder(path) as folder, files.report_failed_write(path):
+        with files.atomic_folder(path) as folder:
             np.save(folder / EMBEDDINGS_FILE, values, allow_pickle=False)
             np.save(folder / TEXTS_FILE, text_ids(texts), allow_pickle=False)
             with pa.ipc.new_file(str(folder / IDS_FILE), id_table.schema) as writer:

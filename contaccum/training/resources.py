@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,9 +10,9 @@ import psutil
 import torch
 
 from contaccum.errors import UserError
+from contaccum.files import describe_failed_write
 
 _BYTES_PER_MB = 2**20
-_DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, file size
 
 
 def peak_memory_mb(device: torch.device | str | None = None) -> float:
@@ -46,28 +45,16 @@ def reset_peak_memory(device: torch.device | str) -> None:
 
 @contextmanager
 def report_full_disk(folder: str) -> Iterator[None]:
-    """Raise a `UserError` that names the run's folder, if the disk is full in a ``with`` block."""
+    """Raise a `UserError` that names the run's folder, if a ``with`` block cannot write there."""
     try:
         yield
-    except Exception as error:
-        if is_disk_full(error):
-            raise UserError(
-                f"{folder}: no space left on the disk. Free some space, then continue with "
-                "resume_from_checkpoint=last"
-            ) from error
+    except UserError:
         raise
-
-
-def is_disk_full(error: BaseException | None) -> bool:
-    """Return whether an error, or the cause of an error, is a full disk or quota."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _DISK_FULL_ERRORS:
-            return True
-        # For a full disk, torch and safetensors raise errors of other types.
-        text = str(error)
-        if "PytorchStreamWriter" in text:
-            return True
-        if any(f"os error {number}" in text for number in _DISK_FULL_ERRORS):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    except Exception as error:
+        reason = describe_failed_write(error)
+        if reason is None:
+            raise
+        raise UserError(
+            f"{folder}: cannot be written ({reason}). Free some space, then start the command "
+            "again; contaccum train goes on with resume_from_checkpoint=last"
+        ) from error

@@ -27,6 +27,7 @@ from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.log import RUN_RECORD
 from contaccum.training.options import DataArguments, ModelArguments
 from contaccum.training.query_side import check_document_source
+from contaccum.training.resources import report_full_disk
 from contaccum.training.resuming import require_free_folder
 from contaccum.training.trainer import ContAccumTrainer
 
@@ -129,7 +130,8 @@ def train_and_save(
     loggers = [logging.getLogger(), logging.getLogger("transformers")]
     with logging_redirect_tqdm(loggers):
         trainer.train(args.resume_from_checkpoint)
-    trainer.save_model(output_dir)
+    with report_full_disk(output_dir):
+        trainer.save_model(output_dir)
     if model_args.merge_adapter and trainer.is_world_process_zero():
         # The weights are rounded to the dtype of the base model; see `adapters.merge_adapter`.
         trusted = model_args.trust_remote_code

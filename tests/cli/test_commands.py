@@ -1,16 +1,23 @@
 """Errors, help, `contaccum new`, completion."""
 
+import errno
 import os
+import re
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from small_data import write_lines
+from tiny_models import tiny_encoder
 
 from contaccum.cli import main
 from contaccum.errors import DataError
 from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.checkpoint import find_checkpoints
 from contaccum.training.config import parse
 from contaccum.training.options import GROUPS, MOST_USED
 
@@ -28,6 +35,50 @@ def test_user_error_is_one_line_with_exit_code_2(monkeypatch, capsys):
     assert run_with_error(DataError("a.json:3: broken:\n  no route\n")) == 2
     assert capsys.readouterr().err == "contaccum: error: a.json:3: broken: no route\n"
     assert run_with_error(KeyboardInterrupt()) == 130
+    assert run_with_error(PermissionError(errno.EACCES, "Permission denied", "a.json")) == 2
+    assert "a.json: cannot be read or written (Permission denied)" in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError):  # a defect keeps its traceback
+        run_with_error(FileNotFoundError(errno.ENOENT, "No such file or directory"))
+
+
+@contextmanager
+def limit_file_size(num_bytes: int) -> Iterator[None]:
+    """Let the system refuse larger files, as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("num_bytes", [100, 12_000])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_an_export_that_does_not_fit_is_one_line_and_leaves_nothing(
+    tied, num_bytes, tmp_path, capsys
+):
+    tiny_encoder(tied).save_pretrained(str(tmp_path / "model"))
+    argv = ["export", str(tmp_path / "model"), str(tmp_path / "out")]
+    with limit_file_size(num_bytes):
+        assert main(argv) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"contaccum: error: {tmp_path}/out: cannot be written (File too large)")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert main(argv) == 0
+
+
+@pytest.mark.parametrize("num_bytes", [100, 12_000, 16_000, 24_000])
+@pytest.mark.parametrize("save_strategy", ["no", "steps"])
+def test_a_training_that_does_not_fit_is_one_line_and_goes_on(
+    save_strategy, num_bytes, train, tmp_path, capsys
+):
+    settings = {"resume_from_checkpoint": "auto", "save_strategy": save_strategy, "save_steps": 1}
+    with limit_file_size(num_bytes):
+        assert train(tmp_path / "run", **settings) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(r"contaccum: error: /.*(File too large|No space left on device)", line)
+    assert not find_checkpoints(tmp_path / "run")
+    assert train(tmp_path / "run", **settings) == 0
 
 
 SHOW_TRAIN_HELP = """
@@ -60,7 +111,7 @@ def test_train_help_is_fast_and_lists_every_option(capsys):
 def test_new_writes_a_config_that_trains(places, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     pairs = str(places / "pairs.jsonl")
-    overrides = ["--max_steps", "1", "--save_strategy", "no", "--use_cpu", "true"]
+    overrides = ["--max_steps", "2", "--save_strategy", "no", "--use_cpu", "true"]
     assert main(["new", "a", "--data", pairs, "--model", str(places / "backbone")]) == 0
     assert f"{pairs}: 24 pairs (pairs), 24 queries, 24 passages" in capsys.readouterr().out
     text = Path("a/config.yaml").read_text()

@@ -249,14 +249,18 @@ def test_a_foreign_or_broken_index_file_is_refused_in_one_line(store, tmp_path):
     assert path.is_file()
 
 
-def test_an_index_that_cannot_be_written_is_reported_in_one_line(store, tmp_path):
+@pytest.mark.parametrize("missing_bytes", [1, 50_000])
+def test_an_index_that_cannot_be_written_is_reported_in_one_line(missing_bytes, store, tmp_path):
     """The limit on the size of a file acts as a full disk."""
     path = tmp_path / "index.faiss"
+    open_index(path, store, "HNSW8")
+    size = path.stat().st_size
+    path.unlink()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size - missing_bytes, limits[1]))
     try:
         with pytest.raises(
-            UserError, match=r"index\.faiss: cannot be written \(.*large\)\)"
+            UserError, match=r"index\.faiss: cannot be written \(File too large\)"
         ) as caught:
             open_index(path, store, "HNSW8")
     finally:
