@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Router
-from sentence_transformers.util import get_device_name
+from sentence_transformers.util import get_device_name, truncate_embeddings
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -180,6 +180,19 @@ class DualEncoder(SentenceTransformer):
         """
         with adapters.saving(self, path):
             super().save(path, *args, **kwargs)
+
+    def forward(self, input: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Return the features with the embeddings (n, d), cut to ``truncate_dim`` if it is set.
+
+        So a loss sees the embeddings that `encode` returns.
+        """
+        output = super().forward(input, **kwargs)
+        # `encode` runs in inference mode, and cuts by itself, perhaps to another size.
+        is_cut = self.truncate_dim is not None and not torch.is_inference_mode_enabled()
+        if is_cut and "sentence_embedding" in output:
+            embeddings = output["sentence_embedding"]
+            output["sentence_embedding"] = truncate_embeddings(embeddings, self.truncate_dim)
+        return output
 
     def preprocess(
         self, inputs: Sequence[Any], prompt: str | None = None, **kwargs: Any

@@ -26,6 +26,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.data_collator import (
     SentenceTransformerDataCollator,
 )
+from sentence_transformers.util import truncate_embeddings
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -144,6 +145,7 @@ class QuerySideLoss(ModelLoss):
             )
         start_time = self._read_time(labels)
         queries = self.model(features[0])["sentence_embedding"]
+        queries = truncate_embeddings(queries, self.documents.dimension)  # a model's truncate_dim
         encoded_time = self._read_time(queries)
         loss = self.compute_loss_from_embeddings(queries, labels)
         end_time = self._read_time(loss)

@@ -114,6 +114,19 @@ def test_towers_can_be_called_directly_and_truncate_texts(tiny_config, tiny_toke
             assert np.allclose(embeddings.detach().numpy(), encode(sentences(3)), atol=1e-6)
 
 
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_loss_sees_the_truncated_embeddings_that_encode_returns(tied, tmp_path):
+    model = tiny_encoder(tied)
+    model.truncate_dim = 6
+    model.save_pretrained(str(tmp_path))
+    model = DualEncoder.from_pretrained(tmp_path, device="cpu").eval()
+    texts = sentences(3)
+    embeddings = model(model.preprocess(texts, task="query"))["sentence_embedding"]
+    assert embeddings.shape == (3, model.get_embedding_dimension()) == (3, 6)
+    assert np.allclose(embeddings.detach(), model.encode_query(texts), atol=1e-6)
+    assert model.encode_query(texts, truncate_dim=9).shape == (3, 9)
+
+
 @pytest.mark.parametrize("task", ["query", "document"])
 @pytest.mark.parametrize("length", [31, 32])
 def test_a_prompt_that_leaves_no_room_for_text_is_refused(task, length):

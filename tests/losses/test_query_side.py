@@ -51,6 +51,24 @@ def training_pairs(n: int = 24) -> Dataset:
     return Dataset.from_dict({"query": queries, "positive": DOCUMENTS[:n]})
 
 
+@pytest.mark.parametrize("kind", [DualEncoder, SentenceTransformer])
+def test_a_model_with_truncate_dim_trains_the_dimensions_of_its_store(kind, tmp_path):
+    tiny_encoder().save_pretrained(str(tmp_path / "model"))
+    model = kind(str(tmp_path / "model"), device="cpu", truncate_dim=6)
+    store = write_store(tmp_path, model)
+    loss_fn = QuerySideLoss(model, store)
+    data = training_pairs()
+    collator = QuerySideCollator.of_dataset(model, loss_fn.documents, data)
+    batch = collator([data[index] for index in range(8)])
+    features = {
+        name.removeprefix("query_"): value for name, value in batch.items() if name != "label"
+    }
+    queries = torch.tensor(encode_texts(model, data["query"][:8], "query"))
+    expected = loss_fn.compute_loss_from_embeddings(queries, batch["label"])
+    model.eval()
+    assert torch.allclose(loss_fn([features], batch["label"]), expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("similarity", ["cos", "dot"])
 def test_loss_and_gradient_equal_a_dense_softmax_over_the_stored_embeddings(

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
 from tiny_runs import (
     RUN_SETTINGS,
     SAVE_EVERY_UPDATE,
+    assert_resumes,
     call_at_micro_step,
     get_state,
     list_differences,
@@ -23,6 +25,7 @@ from tiny_runs import (
 )
 from transformers import TrainerState
 
+from contaccum import DualEncoder
 from contaccum.errors import ConfigError, UserError
 from contaccum.training import checkpoint
 from contaccum.training.arguments import LOSS_SETTINGS
@@ -465,6 +468,15 @@ def test_a_full_disk_gives_one_line_and_leaves_the_last_complete_checkpoint(
         trainer.train()
     assert list_checkpoint_names(tmp_path) == ["checkpoint-1"]
     assert find_defect(tmp_path / "checkpoint-1") is None
+
+
+@pytest.mark.parametrize("kind", [DualEncoder, SentenceTransformer])
+def test_a_model_with_its_own_code_resumes(kind, own_code_path, tmp_path):
+    def make(output: Path, **settings: Any) -> Any:
+        model = kind(str(own_code_path), device="cpu", trust_remote_code=True)
+        return make_trainer(output, model=model, **settings)
+
+    assert_resumes(make, tmp_path, 1)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
