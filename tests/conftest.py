@@ -2,6 +2,8 @@
 
 import functools
 import gc
+import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import jinja2
 import pytest
 import torch
 from small_data import write_training_and_beir_data
-from tiny_models import bert_config, word_tokenizer
+from tiny_models import bert_config, tiny_encoder, word_tokenizer
 from transformers import AutoModel, BertConfig, BertTokenizerFast, set_seed
 
 
@@ -125,3 +127,33 @@ def tiny_model_path(tiny_config, tiny_tokenizer, tmp_path_factory) -> str:
     )
     model.save_pretrained(path)
     return path
+
+
+OWN_MODULE = """
+from sentence_transformers.sentence_transformer.modules import Normalize
+from .own_sign import SIGN
+
+class OwnNormalize(Normalize):
+    def forward(self, features):
+        features["sentence_embedding"] = SIGN * features["sentence_embedding"]
+        return super().forward(features)
+"""
+
+
+@pytest.fixture
+def own_code_path(tmp_path, monkeypatch) -> Path:
+    """Return the folder of a model whose last module is a class in the folder's own code."""
+    # transformers copies the code into a package of its cache, and imports it from there.
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in list(sys.modules):
+        if name.startswith("transformers_modules"):  # of another test's cache
+            monkeypatch.delitem(sys.modules, name)
+    folder = tmp_path / "own_code"
+    tiny_encoder().save_pretrained(str(folder))
+    (folder / "own_module.py").write_text(OWN_MODULE)
+    (folder / "own_sign.py").write_text("SIGN = -1")
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[2]["type"] = "own_module.OwnNormalize"
+    (folder / "modules.json").write_text(json.dumps(modules))
+    return folder

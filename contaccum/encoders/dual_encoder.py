@@ -24,7 +24,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from contaccum.data.records import passage_text, quoted
 from contaccum.encoders import adapters
-from contaccum.encoders.loading import load_transformer, loading
+from contaccum.encoders.loading import copy_module_code, load_transformer, loading
 from contaccum.encoders.pooling import fit_pooling
 from contaccum.encoders.settings import get_max_positions, lower_default_lengths, set_max_lengths
 from contaccum.encoders.towers import get_tower, is_tied
@@ -176,10 +176,12 @@ class DualEncoder(SentenceTransformer):
     def save(self, path: str, *args: Any, **kwargs: Any) -> None:
         """Save the model, as `SentenceTransformer.save` does; `save_pretrained` calls this method.
 
-        If the model has an adapter, the adapter and the name or folder of its base are saved.
+        If the model has an adapter, the adapter and the name or folder of its base are saved. Code
+        that came with the model is copied.
         """
         with adapters.saving(self, path):
             super().save(path, *args, **kwargs)
+        copy_module_code(self, Path(path))
 
     def forward(self, input: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Return the features with the embeddings (n, d), cut to ``truncate_dim`` if it is set.

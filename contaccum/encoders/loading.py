@@ -10,6 +10,8 @@ import copy
 import os
 import pickle
 import re
+import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,15 +25,18 @@ from sentence_transformers.sentence_transformer.modules import Transformer
 from sentence_transformers.util import import_from_string, is_sentence_transformer_model
 from torch import nn
 from transformers import AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import get_relative_import_files
 
 from contaccum.encoders import adapters
 from contaccum.errors import UserError
-from contaccum.files import AnyPath, read_json
+from contaccum.files import AnyPath, read_json, write_json
 
 _ORGANISATION = "sentence-transformers"
 """sentence-transformers looks for a name without an organisation in its own one, too."""
 
 _LIBRARY_PREFIX = "sentence_transformers."
+_DYNAMIC_PREFIX = "transformers_modules."
+"""Start of the names of Python modules that transformers loads from the code of a model."""
 _ROUTER_CONFIGS = ("router_config.json", "config.json")
 """Files in which a Router names the types of its modules.
 
@@ -228,6 +233,30 @@ def _is_library_module(type_name: str) -> bool:
         return False
     is_module_class = isinstance(imported, type) and issubclass(imported, nn.Module)
     return is_module_class and imported.__module__.startswith(_LIBRARY_PREFIX)
+
+
+def copy_module_code(model: nn.Module, folder: Path) -> None:
+    """Copy the code that came with a model to the place where loading looks for it.
+
+    sentence-transformers saves the code of a module in the module's subfolder, but loads it from
+    the model's own folder. A Router names the class by its place in transformers' cache.
+
+    Args:
+        model: the model.
+        folder: the folder in which it was just saved.
+    """
+    for module_name in {type(module).__module__ for module in model.modules()}:
+        if module_name.startswith(_DYNAMIC_PREFIX):
+            code_file = str(sys.modules[module_name].__file__)
+            for file in (code_file, *get_relative_import_files(code_file)):
+                shutil.copy(file, folder)
+    for router_file in folder.rglob(_ROUTER_CONFIGS[0]):
+        router = read_json(router_file)
+        types = router["types"]
+        for name, type_name in types.items():
+            if type_name.startswith(_DYNAMIC_PREFIX):
+                types[name] = ".".join(type_name.split(".")[-2:])
+        write_json(router_file, router)
 
 
 def load_transformer(

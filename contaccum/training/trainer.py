@@ -33,7 +33,7 @@ from contaccum.data.sampling import get_samplings
 from contaccum.distributed import world_size
 from contaccum.encoders.adapters import has_adapter
 from contaccum.encoders.dual_encoder import DualEncoder
-from contaccum.encoders.loading import loading
+from contaccum.encoders.loading import copy_module_code, loading
 from contaccum.errors import ConfigError, DataError
 from contaccum.files import write_json
 from contaccum.losses.contaccum import ContAccumLoss
@@ -404,6 +404,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         random_states.restore()
         if self.args.should_save:
             saving.clean_saved_model(folder)
+            copy_module_code(self.model, folder)  # also that of a plain SentenceTransformer
             if folder == Path(str(self.args.output_dir)) and not self.is_in_train:
                 log.mark_finished(folder, self.run_id)
 

@@ -1,6 +1,8 @@
 """DualEncoder: saving and loading, towers, maximum lengths, and refused arguments."""
 
 import json
+import shutil
+import sys
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from transformers import (
 
 from contaccum import DualEncoder
 from contaccum.encoders.loading import require_model
+from contaccum.encoders.query_tower import untie
 from contaccum.encoders.settings import (
     configure,
     set_max_lengths,
@@ -125,6 +128,27 @@ def test_a_loss_sees_the_truncated_embeddings_that_encode_returns(tied, tmp_path
     assert embeddings.shape == (3, model.get_embedding_dimension()) == (3, 6)
     assert np.allclose(embeddings.detach(), model.encode_query(texts), atol=1e-6)
     assert model.encode_query(texts, truncate_dim=9).shape == (3, 9)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_module_with_its_own_code_is_saved_with_the_code(
+    tied, own_code_path, tmp_path, monkeypatch
+):
+    model = DualEncoder.from_pretrained(own_code_path, device="cpu", trust_remote_code=True)
+    expected = model.encode_query(sentences(3))
+    if not tied:
+        untie(model)
+    model.save_pretrained(str(tmp_path / "saved"))
+    # The saved folder is loaded as on another machine, where transformers has not cached the code.
+    for folder in (own_code_path, tmp_path / "hf"):
+        shutil.rmtree(folder)
+    for name in list(sys.modules):
+        if name.startswith("transformers_modules"):
+            monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(UserError, match="trust_remote_code"):
+        DualEncoder.from_pretrained(tmp_path / "saved", device="cpu")
+    loaded = DualEncoder.from_pretrained(tmp_path / "saved", device="cpu", trust_remote_code=True)
+    assert np.array_equal(loaded.encode_query(sentences(3)), expected)
 
 
 @pytest.mark.parametrize("task", ["query", "document"])
