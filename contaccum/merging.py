@@ -30,18 +30,18 @@ def merge_models(base: DualEncoder, trained: DualEncoder, weight: float) -> Dual
     """Return the model with the tensors (1 - weight) * base + weight * trained.
 
     They are computed in float32 at least, and have the dtype of ``trained``. Integers, prompts,
-    maximum lengths and the tokenizer are those of ``trained``. Adapters are first merged into the
-    weights of both models, in place.
+    maximum lengths and the tokenizer are those of ``trained``. The models are not changed. A model
+    with an adapter is first copied, and the adapter is merged into the weights of the copy.
 
     Args:
-        weight: from 0, which returns ``base`` itself, to 1, which returns ``trained`` itself.
+        weight: from 0, which returns ``base`` itself, to 1, which returns ``trained`` itself (or
+            its copy without an adapter).
 
     Raises:
         ConfigError: if the models have different architectures.
     """
-    for model in (base, trained):
-        if has_adapter(model):
-            merge_adapter(model)
+    base = _merge_adapters(base)
+    trained = _merge_adapters(trained)
     _require_equal_architecture(base, trained)
     if weight == 0:
         return base
@@ -58,6 +58,14 @@ def merge_models(base: DualEncoder, trained: DualEncoder, weight: float) -> Dual
                 base_tensor = base_state[name].to(tensor.device, dtype)
                 # lerp is exact where both are equal, so an index of an untrained tower stays valid.
                 tensor.copy_(torch.lerp(base_tensor, trained_state[name].to(dtype), weight))
+    return merged
+
+
+def _merge_adapters(model: DualEncoder) -> DualEncoder:
+    if not has_adapter(model):
+        return model
+    merged = copy.deepcopy(model)
+    merge_adapter(merged)
     return merged
 
 

@@ -57,6 +57,7 @@ def test_weights_0_and_1_are_the_two_models_bit_for_bit(make_trained: Callable[[
     base = tiny_encoder()
     trained = make_trained()
     move_weights(trained)
+    trained_before = model_fingerprint(trained)
     expected = copy.deepcopy(trained)
     if make_trained in (make_adapted, make_query_adapter):
         merge_adapter(expected)
@@ -67,6 +68,7 @@ def test_weights_0_and_1_are_the_two_models_bit_for_bit(make_trained: Callable[[
         if weight == 0.0:
             for task in ("query", "document"):
                 assert model_fingerprint(model, task) == model_fingerprint(tiny_encoder(), task)
+    assert model_fingerprint(trained) == trained_before
 
 
 @pytest.mark.parametrize("weight", [0.1, 0.3, 0.5, 0.9])

@@ -93,7 +93,8 @@ class RetrievalEvaluator(SentenceEvaluator):
     def documents(self) -> StoreDocuments | None:
         """Documents whose stored embeddings are used, because only the query tower is trained.
 
-        None (the default): the model encodes the documents in each call.
+        None (the default): the model encodes the documents in each call. Each search checks that
+        the document tower of its model has encoded the store.
         """
         return self._documents
 
@@ -128,11 +129,17 @@ class RetrievalEvaluator(SentenceEvaluator):
         return self.score_run(self.search_bm25())
 
     def search(self, model: SentenceTransformer, show_progress: bool = False) -> Run:
-        """Find the best documents of every query, as many as the largest cut-off, with a model."""
+        """Find the best documents of every query, as many as the largest cut-off, with a model.
+
+        Raises:
+            ConfigError: the store of `documents` was encoded by another model.
+        """
+        from contaccum.retrieval.encode import check_store_fits
         from contaccum.retrieval.searcher import FaissSearcher
 
         encode_documents = None
         if self.documents is not None:
+            check_store_fits(model, self.documents.store)
             encode_documents = self._get_fixed_embeddings
         searcher = FaissSearcher(
             model,

@@ -23,6 +23,7 @@ from contaccum.evaluation.results import Run
 from contaccum.files import write_text
 from contaccum.fitting.folder import FitFolder
 from contaccum.fitting.verdict import Verdict
+from contaccum.retrieval.encode import model_fingerprint
 from contaccum.training import config
 from contaccum.training.log import EVAL_LOG, read_log, read_run_record
 from contaccum.training.run import train_and_save
@@ -161,26 +162,25 @@ class SystemResult(NamedTuple):
 
 
 def search_test_set(
-    evaluator: RetrievalEvaluator,
-    base: DualEncoder,
-    trained: DualEncoder,
-    has_documents_of_base: bool,
+    evaluator: RetrievalEvaluator, base: DualEncoder, trained: DualEncoder
 ) -> dict[str, SystemResult]:
     """Search the test set with BM25, with the base model and with the trained model.
+
+    The trained model encodes the documents, unless its document tower is that of the base model, as
+    after query-side training.
 
     Args:
         evaluator: the evaluator of the test set. Its ``documents`` are the document embeddings by
             the base model.
-        has_documents_of_base: True if the trained model has the document embeddings of the base
-            model, as after query-side training. Otherwise the trained model encodes the documents.
 
     Returns:
         {system: result} with the systems "bm25", "base" and "trained".
     """
     runs = {"bm25": evaluator.search_bm25(), "base": evaluator.search(base)}
-    if not has_documents_of_base:
+    is_encoded_anew = model_fingerprint(trained, "document") != model_fingerprint(base, "document")
+    if is_encoded_anew:
         evaluator.documents = None  # the search then encodes the documents with its model
-    runs["trained"] = evaluator.search(trained, show_progress=not has_documents_of_base)
+    runs["trained"] = evaluator.search(trained, show_progress=is_encoded_anew)
     results = {}
     for system, run in runs.items():
         means = evaluator.score_run(run)

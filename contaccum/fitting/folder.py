@@ -122,9 +122,29 @@ class FitFolder:
             return
         # The earlier call ended before it encoded anything. If its data, model or settings were
         # refused, it can be repeated with corrected ones.
-        if record["request"] != request and self.data.is_dir():
+        is_other_request = _find_changed_key(request, record["request"]) is not None
+        if is_other_request and self.data.is_dir():
             shutil.rmtree(self.data)
         write_json(self.record_file, {"request": request})
+
+    def open_model(self, fingerprints: dict[str, str | None]) -> None:
+        """Write the fingerprints of the models to the folder, or check that they are the same.
+
+        Args:
+            fingerprints: {name: fingerprint} of the base model and its settings, and of the guide.
+
+        Raises:
+            ConfigError: if an earlier start had another model.
+        """
+        record = read_json(self.record_file)
+        earlier = record["request"].setdefault("fingerprints", fingerprints)
+        for name, fingerprint in fingerprints.items():
+            if earlier[name] != fingerprint:
+                raise ConfigError(
+                    f"{self.path}: this folder has an unfinished fit, and the {name} has changed "
+                    "since it started; name another output folder"
+                )
+        write_json(self.record_file, record)
 
     def remove_request(self) -> None:
         """Remove the request of a call whose data were refused, and the folder if it is empty.

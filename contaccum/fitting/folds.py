@@ -138,8 +138,7 @@ class Fold:
             trained = load_trained(self._folder / "model", base)
             if self._weight is not None:
                 trained = merge_models(base, trained, self._weight)
-        has_documents_of_base = self._is_query_side or self._weight == 0
-        results = search_test_set(evaluator, base, trained, has_documents_of_base)
+        results = search_test_set(evaluator, base, trained)
         # The folder dev has a single BEIR split, which is called "test".
         dev = load_beir_folder(self._fit_folder.data / "dev", "test")
         dev_queries = {normalise(query) for query in dev.queries.values()}

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from contaccum import __version__
 from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
 from contaccum.data.near_duplicates import find_near_duplicates
 from contaccum.data.readers import read_records
@@ -64,7 +65,7 @@ from contaccum.tuning.budget import Budget, TimeForTrials
 from contaccum.tuning.methods import make_base_options
 from contaccum.tuning.options import Options, to_command_line
 from contaccum.tuning.result import TunedSettings, read_tuned
-from contaccum.tuning.tune import tune
+from contaccum.tuning.tune import fingerprint_models, tune
 
 # Time that is reserved for the final training with its checkpoints, relative to a trial. It is more
 # than the expected time.
@@ -171,7 +172,7 @@ class Fit:
         # Verdict and report.
         with self._first_process_first("testing and writing the report"):
             if self._is_first_process:
-                test_set, results = self._search_test_set(base, tuned)
+                test_set, results = self._search_test_set(base)
                 verdict = self._compute_verdict(test_set, results, fold_scores)
                 self._write_report(split, baselines, tuned, test_set, results, verdict)
         result = read_result(self._folder, base.trust_remote_code)
@@ -182,6 +183,7 @@ class Fit:
         """Open the output folder, and hold out dev and test."""
         guard = {source: dataset.fingerprint for source, dataset in self._guard_sets.items()}
         request = {
+            "version": __version__,
             "model": os.path.abspath(self._model) if os.path.isdir(self._model) else self._model,
             "settings": dict(self._settings),
             "guard": {"sets": guard, "guard_loss": self._guard_loss} if guard else None,
@@ -218,9 +220,17 @@ class Fit:
             self._print_line(f"note: {warning}")
 
     def _load_base_model(self, options: Options) -> DualEncoder:
-        """Load the model as it is before training."""
+        """Load the model as it is before training.
+
+        Raises:
+            ConfigError: if an earlier start of the command had another model, also if the files in
+                the model's folder have changed.
+        """
         model_args, _, args = config.parse(to_command_line(make_base_options(options)))
-        return load_encoder(model_args, args)
+        base = load_encoder(model_args, args)
+        if self._is_first_process:
+            self._folder.open_model(fingerprint_models(base, model_args, args))
+        return base
 
     def _score_baselines(self, base: DualEncoder, split: Split) -> tuple[Baselines, TimeEstimates]:
         """Encode the corpus, and score the base model and BM25 on dev."""
@@ -398,18 +408,13 @@ class Fit:
                 fold_scores.append(fold.score(base, self._args))
         return fold_scores
 
-    def _search_test_set(
-        self, base: DualEncoder, tuned: TunedSettings
-    ) -> tuple[BeirDataset, dict[str, SystemResult]]:
+    def _search_test_set(self, base: DualEncoder) -> tuple[BeirDataset, dict[str, SystemResult]]:
         """Return the test set, and the results of BM25, the base model and the trained model."""
         with self._measure("test"):
             batch_size = self._args.per_device_eval_batch_size
             evaluator = load_evaluator(self._folder.data / "test", self._folder.store, batch_size)
             trained = load_trained(self._folder.model, base)
-            guard_record = self._read_guard_record()
-            is_base = guard_record is not None and guard_record["weight"] == 0
-            has_documents_of_base = is_base or tuned.choice.settings["method"] == "query_side"
-            results = search_test_set(evaluator, base, trained, has_documents_of_base)
+            results = search_test_set(evaluator, base, trained)
         return evaluator.dataset, results
 
     def _compute_verdict(

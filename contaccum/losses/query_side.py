@@ -40,7 +40,7 @@ from contaccum.errors import ConfigError
 from contaccum.files import AnyPath
 from contaccum.losses.model_loss import ModelLoss
 from contaccum.retrieval.documents import PositiveRows, StoreDocuments
-from contaccum.retrieval.encode import get_similarity, model_fingerprint, tokenisation_fingerprint
+from contaccum.retrieval.encode import check_store_fits
 from contaccum.retrieval.store import EmbeddingStore
 
 logger = logging.getLogger(__name__)
@@ -337,32 +337,3 @@ def iterate_pairs(dataset: Any) -> Iterator[tuple[str, list[str]]]:
         queries, positives = list(texts.values())[:2]
         for query, positive in zip(queries, positives, strict=True):
             yield str(query).strip(), [str(positive).strip()]
-
-
-def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
-    """Refuse a store that the document tower of this model did not encode.
-
-    Raises:
-        ConfigError: for another model, prompt or similarity, which the message names.
-    """
-    metadata = store.metadata
-    if metadata["kind"] != "document":
-        raise ConfigError(
-            f"{store.folder}: holds queries: encode the documents (--kind document), and use that "
-            "store"
-        )
-    remedy = "encode the corpus with this model, or train the model that wrote the store"
-    if metadata["model"] != model_fingerprint(model, "document"):
-        name = metadata.get("model_name", "of unknown name")
-        raise ConfigError(f"{store.folder}: was encoded by another model, {name}: {remedy}")
-    if metadata["tokenisation"] != tokenisation_fingerprint(model, "document"):
-        raise ConfigError(
-            f"{store.folder}: was encoded with another prompt, length or pooling of documents: set "
-            f"the passage_max_length of contaccum encode, or {remedy}"
-        )
-    similarity = get_similarity(model)
-    if metadata["similarity"] != similarity:
-        raise ConfigError(
-            f"{store.folder}: is compared by {metadata['similarity']}, but this model by "
-            f"{similarity}: {remedy}"
-        )

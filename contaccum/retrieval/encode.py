@@ -31,8 +31,9 @@ from contaccum.data.sampling import text_ids
 from contaccum.data.tables import parse_question_line
 from contaccum.encoders.settings import get_prompt
 from contaccum.encoders.towers import Kind, get_tower
-from contaccum.errors import DataError, UserError, check_choice
+from contaccum.errors import ConfigError, DataError, UserError, check_choice
 from contaccum.files import Fingerprint
+from contaccum.retrieval.store import EmbeddingStore
 
 Similarity = Literal["cos", "dot"]
 
@@ -214,6 +215,35 @@ def encoding_identity(
     identity["precision"] = precision
     identity["dtype"] = dtype
     return {**identity, "shard_size": shard_size}
+
+
+def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
+    """Refuse a store that the document tower of this model did not encode.
+
+    Raises:
+        ConfigError: for another model, prompt or similarity, which the message names.
+    """
+    metadata = store.metadata
+    if metadata["kind"] != "document":
+        raise ConfigError(
+            f"{store.folder}: holds queries: encode the documents (--kind document), and use that "
+            "store"
+        )
+    remedy = "encode the corpus with this model, or use the model that wrote the store"
+    if metadata["model"] != model_fingerprint(model, "document"):
+        name = metadata.get("model_name", "of unknown name")
+        raise ConfigError(f"{store.folder}: was encoded by another model, {name}: {remedy}")
+    if metadata["tokenisation"] != tokenisation_fingerprint(model, "document"):
+        raise ConfigError(
+            f"{store.folder}: was encoded with another prompt, length or pooling of documents: set "
+            f"the passage_max_length of contaccum encode, or {remedy}"
+        )
+    similarity = get_similarity(model)
+    if metadata["similarity"] != similarity:
+        raise ConfigError(
+            f"{store.folder}: is compared by {metadata['similarity']}, but this model by "
+            f"{similarity}: {remedy}"
+        )
 
 
 def model_fingerprint(model: object, kind: Kind | None = None) -> str | None:

@@ -62,6 +62,17 @@ def load_encoder(model_args: ModelArguments, args: ContAccumTrainingArguments) -
     return config.load_model(model_args, str(args.device), args.method)
 
 
+def load_guide(model_args: ModelArguments, args: ContAccumTrainingArguments) -> DualEncoder | None:
+    """Load the guide, a frozen model whose scores show which negatives are false; None without."""
+    if not model_args.guide:
+        return None
+    return DualEncoder.from_pretrained(
+        model_args.guide,
+        device=str(args.device),
+        trust_remote_code=model_args.trust_remote_code,
+    )
+
+
 def make_trainer(
     encoder: DualEncoder,
     model_args: ModelArguments,
@@ -74,8 +85,7 @@ def make_trainer(
     Args:
         encoder: the encoder to train, from `load_encoder`. Without an adapter, its weights become
             float32 (with ``method=query_side``, those of the query tower).
-        model_args: the model arguments. Only the name of the guide is read here: the guide is a
-            second, frozen model whose scores show which negatives are false.
+        model_args: the model arguments, of which only those of the guide are read here.
         args: the training arguments.
         data: the data, from `load_run_data`.
         **trainer_options: further arguments of the trainer, such as ``callbacks``.
@@ -87,20 +97,13 @@ def make_trainer(
         # A SentenceTransformer is loaded in the dtype in which it was saved. In bfloat16 or float16
         # most of an update would be lost to rounding.
         encoder = encoder.float()
-    guide = None
-    if model_args.guide:
-        guide = DualEncoder.from_pretrained(
-            model_args.guide,
-            device=str(args.device),
-            trust_remote_code=model_args.trust_remote_code,
-        )
     return ContAccumTrainer(
         encoder,
         args,
         data.training.dataset,
         evaluator=data.evaluator,
         data_record=data.training.record(),
-        guide=guide,
+        guide=load_guide(model_args, args),
         **trainer_options,
     )
 

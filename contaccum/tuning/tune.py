@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from contaccum import __version__
 from contaccum.data import TrainingSets
 from contaccum.data.beir import find_beir_file
 from contaccum.encoders.dual_encoder import DualEncoder
@@ -19,12 +20,12 @@ from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import AnyPath, hash_file, read_json, write_json
 from contaccum.retrieval.corpus import CorpusEncoder
-from contaccum.retrieval.encode import model_fingerprint
+from contaccum.retrieval.encode import model_fingerprint, tokenisation_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training import config
 from contaccum.training.arguments import QUERY_SIDE_SETTINGS, ContAccumTrainingArguments
-from contaccum.training.options import DataArguments
-from contaccum.training.run import load_encoder
+from contaccum.training.options import DataArguments, ModelArguments
+from contaccum.training.run import load_encoder, load_guide
 from contaccum.training.train_data import count_rows
 from contaccum.tuning.baselines import TRIAL_METRIC, Baselines, score_baselines
 from contaccum.tuning.budget import TimeForTrials
@@ -85,7 +86,9 @@ def tune(
     evaluator = _load_evaluator(data_args, args)
     encoder = load_encoder(model_args, args)
     training = config.load_data(data_args, args)
-    request = _make_request(search_options, fixed_keys, options, encoder, training, evaluator)
+    fingerprints = fingerprint_models(encoder, model_args, args)
+    request = _make_request(search_options, fixed_keys, options, training, evaluator)
+    request.update(fingerprints)
     _require_same_search(output / REQUEST_FILE, request, args.process_index == 0)
     store = _prepare_store(options, args, encoder, output)
     if baselines is None:
@@ -125,11 +128,10 @@ def _make_request(
     search_options: Options,
     fixed_keys: Sequence[str],
     options: Options,
-    encoder: DualEncoder,
     training: TrainingSets,
     evaluator: RetrievalEvaluator,
 ) -> dict[str, Any]:
-    """Return everything that decides the results of a search, except the time.
+    """Return everything that decides the results of a search, except the models and the time.
 
     Args:
         search_options: the options that all trials have.
@@ -144,7 +146,7 @@ def _make_request(
         store_fingerprint = EmbeddingStore.open(options["passage_store"][0]).fingerprint
     return {
         "options": {**search_options, "fixed": sorted(fixed_keys)},
-        "model": model_fingerprint(encoder),
+        "version of contaccum": __version__,
         "training data": training.fingerprint,
         "dev data": evaluator.dataset.fingerprint,
         "passage store": store_fingerprint,
@@ -153,9 +155,28 @@ def _make_request(
     }
 
 
+def fingerprint_models(
+    encoder: DualEncoder, model_args: ModelArguments, args: ContAccumTrainingArguments
+) -> dict[str, str | None]:
+    """Return {name: fingerprint} of everything in the models that decides the results of runs.
+
+    An error message shows the names.
+
+    Args:
+        encoder: the base model.
+        model_args: the arguments that name the guide.
+        args: the arguments of a run, for the device.
+    """
+    return {
+        "model": model_fingerprint(encoder),
+        "tokenisation (tokenizer, prompts, lengths or pooling)": tokenisation_fingerprint(encoder),
+        "guide": model_fingerprint(load_guide(model_args, args)),
+    }
+
+
 def _hash_corpus(options: Options) -> str | None:
-    """Return a hash of the corpus; None without one, or if its store has a fingerprint."""
-    if "corpus" not in options or "passage_store" in options:
+    """Return a hash of the corpus, in which negatives are mined; None without one."""
+    if "corpus" not in options:
         return None
     path = Path(options["corpus"][0]).expanduser()
     if path.is_dir():

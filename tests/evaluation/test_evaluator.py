@@ -194,6 +194,22 @@ def test_new_documents_replace_the_embeddings_of_the_earlier_ones(tmp_path):
             assert hits == pytest.approx(expected[query_id], abs=1e-5)
 
 
+def test_a_store_of_another_model_is_refused(tmp_path):
+    """Also if the model has changed since an earlier search with the same evaluator."""
+    folder = write_judged_places(tmp_path / "places")
+    evaluator = RetrievalEvaluator(load_beir_folder(folder))
+    model = tiny_encoder()
+    CorpusEncoder(model, "tiny", folder, tmp_path / "store").encode(show_progress=False)
+    evaluator.documents = StoreDocuments(EmbeddingStore.open(tmp_path / "store"))
+    evaluator.search(model)
+    with pytest.raises(ConfigError, match="another prompt"):
+        evaluator.search(tiny_encoder(passage_prompt="passage: "))
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    with pytest.raises(ConfigError, match="another model, tiny"):
+        evaluator.search(model)
+
+
 def test_the_primary_metric_is_checked_and_scored(dataset):
     evaluator = RetrievalEvaluator(dataset, metrics=["recall@5"], primary_metric="NDCG@3")
     assert evaluator.primary_metric == "ndcg@3"

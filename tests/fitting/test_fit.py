@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from sample_texts import WORDS
 from small_data import write_lines
@@ -468,6 +469,57 @@ def test_other_call_in_the_folder_of_an_unfinished_fit_is_refused(root, tmp_path
         contaccum.fit(root / "pairs.jsonl", **options, learning_rate=0.5)
     with pytest.raises(ConfigError, match="this folder has an unfinished fit with path="):
         contaccum.fit(root / "more.jsonl", **options)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("weights", "the model has changed since it started"),
+        ("prompt", "the tokenisation .* has changed since it started"),
+        ("guide", "the guide has changed since it started"),
+        ("data", "the data has changed since it started"),
+        ("corpus", "the corpus has changed since it started"),
+        ("version", "with version="),
+    ],
+)
+def test_a_fit_does_not_continue_with_files_that_have_changed(
+    root, tmp_path, monkeypatch, changed, message
+):
+    """The paths are the same; the stored documents and scores are of the earlier content."""
+    for name in ("model", "guide"):
+        tiny_encoder().save_pretrained(str(tmp_path / name))
+    pairs = make_translations(60, 0)
+    documents = [{"_id": f"d{row}", "text": text} for row, text in enumerate(WORDS[:30])]
+
+    def fit() -> None:
+        contaccum.fit(
+            write_lines(tmp_path / "pairs.jsonl", pairs),
+            model=tmp_path / "model",
+            corpus=write_lines(tmp_path / "corpus.jsonl", documents),
+            output=tmp_path / "out",
+            guide=tmp_path / "guide",
+            **SETTINGS,
+        )
+
+    kill_in_stage(monkeypatch, "score_on_dev", after=False)
+    for _ in range(2):
+        with pytest.raises(Killed):
+            fit()
+    if changed == "version":
+        monkeypatch.setattr(pipeline, "__version__", "9.0.0")
+    elif changed == "prompt":
+        tiny_encoder(query_prompt="query: ").save_pretrained(str(tmp_path / "model"))
+    elif changed == "data":
+        pairs.pop()
+    elif changed == "corpus":
+        documents.pop()
+    else:
+        other = tiny_encoder()
+        with torch.no_grad():
+            next(other.parameters()).add_(1.0)
+        other.save_pretrained(str(tmp_path / {"weights": "model", "guide": "guide"}[changed]))
+    with pytest.raises(ConfigError, match=message):
+        fit()
 
 
 def test_store_for_query_side_fits_a_training_with_an_adapter(root, tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from datasets import Dataset, DatasetDict
 from optuna.trial import TrialState
@@ -514,6 +517,33 @@ def test_folder_of_another_search_is_refused(root, tmp_path, monkeypatch, capsys
     write_lines(tmp_path / "other.jsonl", [*map(json.loads, pairs.splitlines()[:20])])
     assert tune(root, tmp_path, *options, "--train_data", str(tmp_path / "other.jsonl")) == 2
     assert "with another train_data, training data;" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("changed", ["model", "tokenisation", "corpus"])
+def test_search_does_not_continue_with_files_that_have_changed(
+    root, tmp_path, monkeypatch, capsys, changed
+):
+    """The paths are the same. The store of the documents is that of the earlier content."""
+    monkeypatch.setattr(search_module, "MAX_TRIALS", 1)
+    monkeypatch.setattr(search_module, "run_trial", lambda *_, **__: make_outcome(0.5))
+    shutil.copytree(root / "model", tmp_path / "model")
+    shutil.copy(root / "beir" / "corpus.jsonl", tmp_path / "corpus.jsonl")
+    corpus = str(tmp_path / "corpus.jsonl")
+    arguments = ["--corpus", corpus, "--output", str(tmp_path / "store")]
+    assert main(["encode", str(tmp_path / "model"), *arguments]) == 0
+    options = ["--model", str(tmp_path / "model"), "--method", "contaccum", "--corpus", corpus]
+    options += ["--passage_store", str(tmp_path / "store")]
+    assert tune(root, tmp_path / "out", *options) == 0
+    model = tiny_encoder(query_prompt="query: " if changed == "tokenisation" else None)
+    if changed == "model":
+        with torch.no_grad():
+            next(model.parameters()).add_(1.0)
+    model.save_pretrained(str(tmp_path / "model"))
+    if changed == "corpus":
+        with open(corpus, "a") as lines:
+            lines.write('{"_id": "new", "text": "a new document"}\n')
+    assert tune(root, tmp_path / "out", *options) == 2
+    assert re.search(f"has a search with another .*{changed}", capsys.readouterr().err)
 
 
 def test_search_with_another_passage_store_is_refused(root, tmp_path, monkeypatch, capsys):
