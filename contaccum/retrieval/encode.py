@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -262,12 +262,17 @@ def model_fingerprint(model: object, kind: Kind | None = None) -> str | None:
     module: nn.Module = model
     if kind is not None and isinstance(model, SentenceTransformer):
         module = get_tower(model, kind)
+    return hash_tensors(module.state_dict())
+
+
+def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the sha256, in hex, of names, types, shapes and bytes of tensors."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
+    for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         # Viewed as bytes, because numpy has no bfloat16.
         tensor_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(tensor_bytes.numpy())
+        digest.update(tensor_bytes.numpy().data)
     return digest.hexdigest()
 
 

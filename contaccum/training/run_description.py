@@ -6,12 +6,18 @@ This module makes the records. `contaccum.training.trainer` writes them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from sentence_transformers import SentenceTransformer
 
-from contaccum.encoders.adapters import describe_adapters
+from contaccum.encoders.adapters import describe_adapters, has_adapter
 from contaccum.files import provenance
+from contaccum.retrieval.encode import (
+    hash_tensors,
+    model_fingerprint,
+    tokenisation_fingerprint,
+)
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.loss_factory import get_guide, get_store_documents
 from contaccum.training.resuming import PAIRS_PER_BATCH, RESUME_SETTINGS
@@ -56,10 +62,24 @@ class RunDescription:
         self._evaluator = evaluator
         self._num_parameters = 0
         self._num_trained_parameters = 0
-        for parameter in model.parameters():
+        frozen_parameters = {}
+        for name, parameter in model.named_parameters():
             self._num_parameters += parameter.numel()
             if parameter.requires_grad:
                 self._num_trained_parameters += parameter.numel()
+            elif "lora_" not in name:
+                frozen_parameters[name] = parameter
+        self._base_of_adapters = None
+        if has_adapter(model):
+            self._base_of_adapters = hash_tensors(frozen_parameters)
+
+    @cached_property
+    def _tokenisation(self) -> str | None:
+        return tokenisation_fingerprint(self._model)
+
+    @cached_property
+    def _guide_fingerprint(self) -> str | None:
+        return None if self._guide is None else model_fingerprint(self._guide.model)
 
     def get_fingerprint(self) -> str | None:
         """Return the hash of the training texts, which is computed once; None for a stream."""
@@ -138,12 +158,14 @@ class RunDescription:
         settings["trained parameters"] = self._num_trained_parameters
         settings["engine"] = self._engine
         settings["adapters"] = describe_adapters(self._model)
+        # A checkpoint holds neither the base of an adapter nor the guide, and their files may have
+        # changed. The settings of the tokenizer are read from the folder of the model, too.
+        settings["base of the adapters"] = self._base_of_adapters
+        settings["tokenizer, prompts, lengths or pooling"] = self._tokenisation
+        settings["guide"] = self._guide_fingerprint
         settings["documents of the store"] = None
         if self._documents is not None:
             settings["documents of the store"] = self._documents.fingerprint
-        settings["size of the guide"] = None
-        if self._guide is not None:
-            settings["size of the guide"] = self._guide.model.get_embedding_dimension()
         fingerprint = self.get_fingerprint()
         if fingerprint is not None:
             settings["data fingerprint"] = fingerprint

@@ -83,6 +83,13 @@ def test_the_base_does_not_change_and_a_run_resumes_bit_for_bit(
         trainer = make_trainer(tmp_path / "other", model=other, **RUN_SETTINGS)
         with pytest.raises(UserError, match="adapters"):
             trainer.train(str(tmp_path / "straight" / "checkpoint-3"))
+        # The files of the base have changed, which a checkpoint does not contain.
+        other_base = make_model(places, tied, dtype)
+        with torch.no_grad():
+            next(other_base.parameters()).add_(1.0)
+        trainer = make_trainer(tmp_path / "other", model=other_base, **RUN_SETTINGS)
+        with pytest.raises(UserError, match="base of the adapters: "):
+            trainer.train(str(tmp_path / "straight" / "checkpoint-3"))
 
 
 def compute_gradient_norm(tower: torch.nn.Module) -> float:

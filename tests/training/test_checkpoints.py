@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
+from tiny_models import tiny_encoder
 from tiny_runs import (
     RUN_SETTINGS,
     SAVE_EVERY_UPDATE,
@@ -351,6 +352,7 @@ def test_checkpoints_without_a_run_record_are_resumed_only_by_name(run, word, tm
         ({"bank_size": 30}, "bank_size: 20 -> 30"),
         ({"data": OTHER_PAIRS}, "data fingerprint: "),
         ({"gradient_accumulation_steps": 2}, "pairs per update: 12 -> 8"),
+        ({"model": tiny_encoder(query_prompt="query: ")}, "tokenizer, prompts, lengths or pooling"),
     ],
 )
 def test_a_changed_setting_that_prevents_resuming_is_named(run, tmp_path, changed, named):
