@@ -52,6 +52,10 @@ class TimeEstimates(NamedTuple):
     test: float
     guard: float
 
+    def sum_reserve(self, num_folds: int) -> float:
+        """Return the seconds to reserve for everything but training, if so many folds are used."""
+        return self.test + (num_folds - 1) * (self.corpus + self.test) + self.guard
+
 
 def measure_seconds_per_document(
     encoder: DualEncoder, documents: Iterable[str], num_documents: int, batch_size: int

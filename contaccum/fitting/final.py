@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from contaccum.fitting.folder import FitFolder
 from contaccum.fitting.verdict import Verdict
 from contaccum.retrieval.encode import model_fingerprint
 from contaccum.training import config
-from contaccum.training.log import EVAL_LOG, read_log, read_run_record
+from contaccum.training.log import EVAL_LOG, TRAIN_LOG, read_log, read_run_record
 from contaccum.training.run import train_and_save
 from contaccum.tuning.options import to_command_line
 from contaccum.tuning.result import TunedSettings, to_yaml_values
@@ -38,34 +39,74 @@ _NUM_EVALUATIONS = 4  # evaluations on dev during the training, each with a chec
 _SHOWN_METRICS = ("NDCG@10", "MRR@10", "Recall@100")
 _DEV_METRIC = "eval_ndcg@10"
 _NUM_TOP_DOCUMENTS = 3  # retrieved documents that the record shows for a query
-_EVALUATION_OVERHEAD = 1.3  # expected time of a training with checkpoints, relative to a trial
+# Expected times relative to those of a trial: of loading and scoring, which the final training does
+# more often, and of an update.
+_OVERHEAD_FACTOR = 1.3
+_UPDATE_FACTOR = 1.1
+# A training that was cut is repeated if there is time for so many times its updates.
+_MUCH_LONGER = 1.5
 
 
-def write_final_config(folder: FitFolder, tuned: TunedSettings, seconds_left: float) -> int | None:
+def write_final_config(
+    folder: FitFolder,
+    tuned: TunedSettings,
+    full_epochs: Sequence[str],
+    measure_seconds_left: Callable[[], float],
+    model_folder: Path,
+) -> str | None:
     """Write the config of the final training, unless an earlier start has written it.
 
-    The options of the chosen trial are completed with checkpoints. If the time is short, they are
-    also limited to fewer updates.
+    The options of the chosen trial are completed with checkpoints. If the trials were cut, the
+    training has its full length again. If the time is short, it is limited to fewer updates. If
+    such a training has ended and there is time for a much longer one, its model is removed, and a
+    longer config is written.
 
     Args:
-        seconds_left: the time that the training may take.
+        full_epochs: the value of ``num_train_epochs`` at full length.
+        measure_seconds_left: measures the time that the training may take.
+        model_folder: the folder of the trained model.
 
     Returns:
-        The number of updates if the time is not enough for all updates; None otherwise.
+        A line for the user about the length of the training, empty if it is that of the chosen
+        trial; None if nothing was written.
     """
+    trial = get_chosen_trial(tuned)
+    seconds_per_update = trial["latest_seconds_per_update"]
+    min_updates = 0.0
     if folder.config_file.is_file():
-        return None
+        if not is_trained(model_folder):
+            return None
+        seconds = [line["seconds"] for line in read_log(model_folder / TRAIN_LOG)]
+        seconds_per_update = statistics.median(seconds[len(seconds) // 2 :])
+        min_updates = _MUCH_LONGER * len(seconds)
     options = dict(tuned.options)
     options["output_dir"] = [os.path.abspath(folder.retrained_model)]
+    if options.get("max_steps") == [str(trial["settings"].get("max_steps"))]:
+        del options["max_steps"]
+        options["num_train_epochs"] = list(full_epochs)
     # eval_data need an evaluation strategy. Any one will do, because only updates are counted here.
     run_options = {**options, "eval_strategy": ["epoch"]}
     _, data_args, args = config.parse(to_command_line(run_options))
-    num_updates = count_updates(config.load_data(data_args, args).dataset, args)
-    possible_updates = _estimate_possible_updates(tuned, seconds_left)
-    is_cut = possible_updates < num_updates
-    if is_cut:
+    full_updates = count_updates(config.load_data(data_args, args).dataset, args)
+    if full_updates < min_updates:
+        return None
+    num_updates = full_updates
+    line = ""
+    if full_updates != trial["updates"]:
+        line = f"the final training has its full length, {full_updates} updates"
+    possible_updates = _estimate_possible_updates(trial, seconds_per_update, measure_seconds_left())
+    if possible_updates < full_updates:
         num_updates = possible_updates
         options["max_steps"] = [str(num_updates)]
+        line = (
+            f"the final training is cut to {num_updates} of {full_updates} updates, because the "
+            "budget is not enough for more"
+        )
+    if num_updates < min_updates:
+        return None
+    if min_updates:
+        shutil.rmtree(model_folder)
+        line = f"it took less time than expected and is repeated with {num_updates} updates"
     # ContAccumTrainer also evaluates after the last update.
     evaluation_steps = math.ceil(num_updates / _NUM_EVALUATIONS)
     settings = {
@@ -80,17 +121,24 @@ def write_final_config(folder: FitFolder, tuned: TunedSettings, seconds_left: fl
     comment = f"# Chosen by contaccum fit on dev data; see {folder.report.name}.\n"
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     write_text(folder.config_file, comment + text)
-    return num_updates if is_cut else None
+    return line
 
 
-def _estimate_possible_updates(tuned: TunedSettings, seconds_left: float) -> int:
-    """Return the number of updates that fit into the time, judged by the chosen trial.
+def _estimate_possible_updates(
+    trial: Mapping[str, Any], seconds_per_update: float, seconds_left: float
+) -> int:
+    """Return the number of updates that fit into the time.
 
     It is at least `_NUM_EVALUATIONS`, so that there is an update before each evaluation.
+
+    Args:
+        trial: the record of the chosen trial, for its time of loading and scoring.
+        seconds_per_update: the latest time of an update.
     """
-    trial = get_chosen_trial(tuned)
-    seconds_per_update = trial["seconds"] / trial["updates"] * _EVALUATION_OVERHEAD
-    return max(_NUM_EVALUATIONS, int(seconds_left / seconds_per_update))
+    overhead_in_updates = trial["seconds"] / trial["seconds_per_update"] - trial["updates"]
+    overhead = _OVERHEAD_FACTOR * overhead_in_updates * seconds_per_update
+    possible_updates = (seconds_left - overhead) / (_UPDATE_FACTOR * seconds_per_update)
+    return max(_NUM_EVALUATIONS, int(possible_updates))
 
 
 def get_chosen_trial(tuned: TunedSettings) -> dict[str, Any]:

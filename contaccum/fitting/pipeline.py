@@ -42,6 +42,7 @@ from contaccum.fitting.baselines import (
 )
 from contaccum.fitting.final import (
     SystemResult,
+    is_trained,
     load_trained,
     search_test_set,
     train_final,
@@ -153,21 +154,21 @@ class Fit:
 
         # Search. Each fold needs time for its own encoding, final training and test.
         num_reserved_folds = self._count_folds_with_time(num_folds, estimates)
-        fold_seconds = estimates.corpus + estimates.test
-        reserved_seconds = estimates.test + (num_reserved_folds - 1) * fold_seconds
-        reserved_seconds += estimates.guard
         time_for_trials = TimeForTrials(
             self._budget,
-            reserve=reserved_seconds,
+            reserve=estimates.sum_reserve(num_reserved_folds),
             final_training_factor=num_reserved_folds * _FINAL_TRAINING_FACTOR,
+            measure_reserve=lambda: self._measure_times(base, split).sum_reserve(
+                num_reserved_folds
+            ),
         )
         tuned = self._search(options, time_for_trials, baselines)
 
         # Train, and with a guard merge the trained model with the base model.
-        self._train(tuned, (self._budget.left() - reserved_seconds) / num_reserved_folds)
+        self._train(tuned, options["num_train_epochs"], time_for_trials, num_reserved_folds)
         if self._guard_sets:
             self._merge_with_base(base)
-        fold_scores = self._score_other_folds(base, tuned, num_folds, estimates)
+        fold_scores = self._score_other_folds(base, split, tuned, num_folds)
 
         # Verdict and report.
         with self._first_process_first("testing and writing the report"):
@@ -234,28 +235,45 @@ class Fit:
 
     def _score_baselines(self, base: DualEncoder, split: Split) -> tuple[Baselines, TimeEstimates]:
         """Encode the corpus, and score the base model and BM25 on dev."""
-        batch_size = self._args.per_device_eval_batch_size
         with self._measure("baselines"):
-            corpus = read_texts(self._folder.data / CORPUS_FILE, "document", RecordReport())
-            document_seconds = measure_seconds_per_document(
-                base, (text.passage for text in corpus), split.documents["train"], batch_size
-            )
-            guard_seconds = 0.0
-            if self._guard_sets:
-                guard_seconds = self._estimate_guard_seconds(
-                    base, estimate_trial_documents(split) * document_seconds
-                )
+            document_seconds, guard_seconds = self._measure_encoding(base, split)
             if self._is_first_process:
                 self._encode_corpus(base, split, document_seconds, guard_seconds)
+            batch_size = self._args.per_device_eval_batch_size
             baselines = score_on_dev(base, self._folder, batch_size)
+        return baselines, self._estimate_times(split, document_seconds, guard_seconds)
+
+    def _measure_encoding(self, base: DualEncoder, split: Split) -> tuple[float, float]:
+        """Return the seconds to encode a document, and those of the scores on the guard sets."""
+        corpus = read_texts(self._folder.data / CORPUS_FILE, "document", RecordReport())
+        document_seconds = measure_seconds_per_document(
+            base,
+            (text.passage for text in corpus),
+            split.documents["train"],
+            self._args.per_device_eval_batch_size,
+        )
+        guard_seconds = 0.0
+        if self._guard_sets:
+            guard_seconds = self._estimate_guard_seconds(
+                base, estimate_trial_documents(split) * document_seconds
+            )
+        return document_seconds, guard_seconds
+
+    def _measure_times(self, base: DualEncoder, split: Split) -> TimeEstimates:
+        """Return the times of the later stages at the present speed of the machine."""
+        return self._estimate_times(split, *self._measure_encoding(base, split))
+
+    def _estimate_times(
+        self, split: Split, document_seconds: float, guard_seconds: float
+    ) -> TimeEstimates:
+        """Return the times of the later stages; see `_measure_encoding` for the arguments."""
         test_seconds = document_seconds * self._count_test_documents(split)
         corpus_seconds = document_seconds * split.documents["train"]
-        estimates = TimeEstimates(
+        return TimeEstimates(
             corpus=_SAFETY_FACTOR * corpus_seconds,
             test=_SAFETY_FACTOR * test_seconds + _LOADING_SECONDS,
             guard=_SAFETY_FACTOR * guard_seconds,
         )
-        return baselines, estimates
 
     def _count_test_documents(self, split: Split) -> int:
         """Return the number of test documents for whose encoding time is reserved.
@@ -334,27 +352,45 @@ class Fit:
                 baselines=baselines,
             )
 
-    def _train(self, tuned: TunedSettings, seconds: float) -> None:
-        """Train at the chosen settings.
+    def _train(
+        self,
+        tuned: TunedSettings,
+        full_epochs: Sequence[str],
+        time_for_trials: TimeForTrials,
+        num_folds: int,
+    ) -> None:
+        """Train at the chosen settings, as long as the budget allows it.
 
         Args:
-            seconds: the time that the training may take. It is cut to fewer updates if needed.
+            full_epochs: the value of ``num_train_epochs`` at full length, if trials were cut.
+            time_for_trials: the time that is left and reserved.
+            num_folds: the number of trainings that share the time.
         """
+        model_folder = self._folder.model
+        if self._guard_sets:
+            model_folder = self._folder.trained_model
+        settings = ", ".join(f"{key} {value}" for key, value in tuned.choice.settings.items())
+        self._print_line(f"training at the best settings: {settings}")
+
+        def measure_seconds_left() -> float:
+            time_for_trials.measure_again()
+            return (self._budget.left() - time_for_trials.reserve) / num_folds
+
+        # Later stages of an earlier start may have used a model that is there already.
+        is_final = is_trained(model_folder)
         with self._measure("training"):
-            with self._first_process_first("writing the config"):
-                if self._is_first_process:
-                    num_updates = write_final_config(self._folder, tuned, seconds)
-                    if num_updates is not None:
-                        self._print_line(
-                            f"the final training is cut to {num_updates} updates, because the "
-                            "budget is not enough for more"
-                        )
-            settings = ", ".join(f"{key} {value}" for key, value in tuned.choice.settings.items())
-            self._print_line(f"training at the best settings: {settings}")
-            model_folder = self._folder.model
-            if self._guard_sets:
-                model_folder = self._folder.trained_model
-            train_final(self._folder.config_file, model_folder)
+            while True:  # twice if there is time for a much longer training after the first one
+                line = None
+                if self._is_first_process and not is_final:
+                    line = write_final_config(
+                        self._folder, tuned, full_epochs, measure_seconds_left, model_folder
+                    )
+                if share(line):
+                    self._print_line(str(line))
+                is_final = is_trained(model_folder)
+                train_final(self._folder.config_file, model_folder)
+                if is_final:
+                    break
 
     def _merge_with_base(self, base: DualEncoder) -> None:
         """Merge the trained model with the base model, unless an earlier start has done it."""
@@ -378,7 +414,7 @@ class Fit:
         return read_json(self._folder.guard_file) if self._guard_sets else None
 
     def _score_other_folds(
-        self, base: DualEncoder, tuned: TunedSettings, num_folds: int, estimates: TimeEstimates
+        self, base: DualEncoder, split: Split, tuned: TunedSettings, num_folds: int
     ) -> list[FoldScores]:
         """Train and test on the folds after fold 0, as many as there is time for."""
         fold_scores = []
@@ -393,10 +429,14 @@ class Fit:
         with self._measure("other splits"):
             for number in range(1, num_folds):
                 fold = Fold(self._source, self._folder, number, method, merge_weight)
-                # One test is that of this fold, the other that of fold 0, which runs at the end.
-                needed = estimates.corpus + training_seconds + 2 * estimates.test
+                has_time = False
+                if self._is_first_process and not fold.is_done:
+                    estimates = self._measure_times(base, split)
+                    # One test is that of this fold, the other that of fold 0, at the end.
+                    needed = estimates.corpus + training_seconds + 2 * estimates.test
+                    has_time = self._budget.left() > needed
                 # All processes must take the same branch, so the first process decides.
-                has_time = share(self._budget.left() > needed)
+                has_time = share(has_time)
                 if not has_time and not fold.is_done:
                     self._print_line(
                         f"the verdict is over {number} of {num_folds} splits, because the budget "

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from contaccum.errors import ConfigError
 from contaccum.files import read_json, write_json
 
+_MAX_SHARE_OF_FULL_LENGTH = 0.5  # of the time at the start of a search, for a final training
 _UNIT_SECONDS = {"h": 3600, "m": 60, "s": 1}
 
 
@@ -80,29 +82,44 @@ class Budget:
         write_json(self._file, {"used_seconds": round(self.used(), 1)})
 
 
-@dataclass(frozen=True)
+@dataclass
 class TimeForTrials:
     """The part of a budget that a search may use.
 
     Attributes:
         budget: the budget of the whole command.
-        reserve: the seconds that are reserved for the steps after the search.
+        reserve: the seconds that are reserved for the steps after the final training.
         final_training_factor: the time that is reserved for the final training, as a multiple of
-            the time of the best trial.
+            the time of a trial with its settings.
+        measure_reserve: measures ``reserve`` at the present speed of the machine; None: it stays.
     """
 
     budget: Budget
     reserve: float = 0.0
     final_training_factor: float = 0.0
+    measure_reserve: Callable[[], float] | None = None
 
-    def left(self, trial_seconds: float) -> float:
+    def __post_init__(self) -> None:
+        left_at_start = self.budget.left() - self.reserve
+        self._most_for_full_length = _MAX_SHARE_OF_FULL_LENGTH * left_at_start
+
+    def measure_again(self) -> None:
+        """Measure ``reserve`` again: the machine may have become faster or slower."""
+        if self.measure_reserve is not None:
+            self.reserve = self.measure_reserve()
+
+    def left(self, trial_seconds: float, full_seconds: float = 0.0) -> float:
         """Return the seconds that are left for trials; negative if there are none.
 
         Args:
             trial_seconds: the time of the best trial, with whose settings the final training would
                 run.
+            full_seconds: if trials are cut, the time of a trial at full length, for which up to
+                half of the time at the start is reserved.
         """
-        return self.budget.left() - self.reserve - self.final_training_factor * trial_seconds
+        for_full_length = min(self.final_training_factor * full_seconds, self._most_for_full_length)
+        reserved = max(self.final_training_factor * trial_seconds, for_full_length)
+        return self.budget.left() - self.reserve - reserved
 
     def longest_trial(self, num_trials: int = 1) -> float:
         """Return the seconds of a trial of which so many, and the final training, have time."""

@@ -94,6 +94,7 @@ class FinishedTrial(NamedTuple):
         note: the reason if there is no score.
         rung: the learning rate as a multiple of the start rate of the method, as text; None for a
             trial that is not part of the ladder of learning rates.
+        seconds_per_update: the time of an update near the end of the trial.
     """
 
     number: int
@@ -104,6 +105,7 @@ class FinishedTrial(NamedTuple):
     updates: int
     note: str
     rung: str | None = None
+    seconds_per_update: float = 0.0
 
     @property
     def settings_except_rate(self) -> tuple[tuple[str, str], ...]:

@@ -84,6 +84,7 @@ def _to_finished_trial(trial: FrozenTrial) -> FinishedTrial:
         updates=attributes.get("updates", 0),
         note=attributes.get("note", ""),
         rung=attributes.get("rung"),
+        seconds_per_update=attributes.get("seconds_per_update", 0.0),
     )
 
 

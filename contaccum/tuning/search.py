@@ -6,8 +6,8 @@ settings together. Trials are stored in a journal, so that a search can continue
 
 A trial may be too slow for the budget. The trials of its method are then cut to fewer updates, or
 the method is left out. The number of updates becomes the setting ``max_steps`` of these trials.
-Unless the user has fixed the length of the training, the final training is then as long as the
-chosen trial. A trial that is significantly worse than the best one is stopped halfway.
+The final training of `contaccum fit` is longer than they are if there is time. A trial that is
+significantly worse than the best one is stopped halfway.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ MAX_TRIALS = 40
 MIN_UPDATES = 8
 """The smallest number of updates of a trial; the score of a shorter trial says nothing."""
 
+# The settings that decide the time of an update.
+_COST_KEYS = ("method", "total_train_batch_size", "num_hard_negatives")
 _LADDER_KEYS = {"method", "learning_rate"}  # the settings that the ladders vary
 _NO_TIME = "no time is left for this trial"
 _TOO_SLOW = "too slow for the budget"  # start of the journal's note on a method that is left out
@@ -78,7 +80,6 @@ class Search:
         time: the time that trials may take.
         folder: the folder of the journal.
         seed: the seed of the sampler.
-        has_fixed_length: whether the final training has a length that the user has fixed.
         print_line: is called with each line for the user.
     """
 
@@ -93,7 +94,6 @@ class Search:
         time: TimeForTrials,
         folder: Path,
         seed: int,
-        has_fixed_length: bool,
         print_line: Callable[[str], None],
     ) -> None:
         self._options = options
@@ -105,10 +105,16 @@ class Search:
         self._time = time
         self._folder = folder
         self._seed = seed
-        self._has_fixed_length = has_fixed_length
         self._print_line = print_line
-        self._max_updates: dict[str, int] = {}  # {method: updates} where trials had to be cut
+        # {method: updates} of methods whose trials had to be cut: of the cut trials, and of a trial
+        # at full length
+        self._max_updates: dict[str, int] = {}
+        self._full_updates: dict[str, int] = {}
         self._running_trial: optuna.Trial | None = None
+        # The speed that was measured again, as settings and seconds per update, and the number of
+        # trials that had ended then
+        self._measured_speed: tuple[Settings, float] | None = None
+        self._measured_after = 0
         self._is_first_process = rank() == 0
         if not self._is_first_process:
             return  # the other processes have no journal
@@ -118,6 +124,11 @@ class Search:
             settings = earlier_trial.user_attrs.get("settings", {})
             if "max_steps" in settings:
                 self._max_updates[settings["method"]] = settings["max_steps"]
+            else:
+                self._max_updates.pop(settings.get("method"), None)
+            if "full_updates" in earlier_trial.user_attrs:
+                full_updates = earlier_trial.user_attrs["full_updates"]
+                self._full_updates[settings["method"]] = full_updates
 
     def run(self) -> Choice:
         """Run trials until the time is used, and choose the best settings.
@@ -154,6 +165,8 @@ class Search:
                         "score": trial.score,
                         "seconds": trial.seconds,
                         "updates": trial.updates,
+                        "seconds_per_update": trial.seconds_per_update,
+                        "latest_seconds_per_update": self._find_latest_speed(trial.settings),
                         "note": trial.note,
                     }
                 )
@@ -169,23 +182,52 @@ class Search:
         # After a trial was cut, it is still the running trial and is planned again, with fewer
         # updates. Otherwise a new trial is created.
         if self._running_trial is None:
-            if len(self._finished_trials()) >= MAX_TRIALS or not self._has_time():
-                return None
-            self._running_trial = self._create_trial()
+            reason = "all settings have been tried"
+            if len(self._finished_trials()) >= MAX_TRIALS:
+                reason = f"more than {MAX_TRIALS} trials would mainly choose the noise of dev"
+            elif not self._has_time():
+                measurement = self._plan_measurement()
+                if measurement is not None:
+                    return measurement
+                left = format_duration(max(0.0, self._time.budget.left()))
+                reason = f"the {left} that are left are not enough for another trial"
+                if self._time.final_training_factor:
+                    reason += " beside the final training and the test"
+            else:
+                self._running_trial = self._create_trial()
             if self._running_trial is None:
+                self._print_line(f"the search ends: {reason}")
                 return None
 
         settings = self._running_trial.user_attrs["settings"]
-        method = settings["method"]
+        max_seconds = self._time_for_trial()
+        if "max_steps" not in settings and self._estimate_seconds(settings["method"]) is None:
+            # Until a trial of the method has a score, its trials may be cut.
+            max_seconds = min(max_seconds, self._time.longest_trial(_NUM_PLANNED_TRIALS))
+        return TrialPlan(self._make_run_options(settings), max_seconds)
+
+    def _make_run_options(self, settings: Settings) -> Options:
+        """Return the options of a run with the settings of a trial."""
         options = dict(self._options)
         for key, value in settings.items():
             options[key] = [str(value)]
-        options = dict(self._adapt_options(options, method))
-        max_seconds = self._time_for_trial()
-        if "max_steps" not in settings and self._estimate_seconds(method) is None:
-            # Until a trial of the method has a score, its trials may be cut.
-            max_seconds = min(max_seconds, self._time.longest_trial(_NUM_PLANNED_TRIALS))
-        return TrialPlan(options, max_seconds)
+        return dict(self._adapt_options(options, settings["method"]))
+
+    def _plan_measurement(self) -> TrialPlan | None:
+        """Return a trial that ends after two updates and measures the speed of the machine.
+
+        The machine may be faster than in the last trial, which leaves time for further trials and a
+        longer final training. Return None if the speed was measured since the last trial.
+        """
+        finished = self._finished_trials()
+        best = _find_best(finished)
+        is_needed = self._time.final_training_factor > 0 and self._measured_after < len(finished)
+        if best is None or not is_needed:
+            return None
+        self._time.measure_again()
+        self._measured_speed = (best.settings, best.seconds_per_update)
+        self._measured_after = len(finished)
+        return TrialPlan(self._make_run_options(best.settings), max_seconds=0.0)
 
     def _create_trial(self) -> optuna.Trial | None:
         """Create the next trial in the study; None if nothing is left to search."""
@@ -195,6 +237,7 @@ class Search:
         self._study.sampler = optuna.samplers.TPESampler(
             seed=self._seed + len(finished), n_startup_trials=0
         )
+        self._lengthen_trials()
         starts = {}
         for method, start in self._starts.items():
             expected_seconds = self._estimate_seconds(method) or 0.0
@@ -227,9 +270,28 @@ class Search:
         self, methods: Sequence[str], finished: Sequence[FinishedTrial]
     ) -> Rung | None:
         """Return the method and the learning rate to try next; None if all ladders are complete."""
+        comparable = [trial for trial in finished if self._has_present_length(trial)]
         if "learning_rate" in self._space:
-            return find_next_rung(methods, finished)
-        return find_untried_method(methods, finished)
+            return find_next_rung(methods, comparable)
+        return find_untried_method(methods, comparable)
+
+    def _lengthen_trials(self) -> None:
+        """Cut the trials of a method no longer if several trials at full length have time now."""
+        for method in list(self._max_updates):
+            latest_speed = 0.0
+            for settings, seconds_per_update in self._list_speeds():
+                if settings["method"] == method:
+                    latest_speed = seconds_per_update
+            full_seconds = _LOADING_MARGIN * self._full_updates[method] * latest_speed
+            if 0.0 < full_seconds <= self._time.longest_trial(_NUM_PLANNED_TRIALS):
+                self._print_line(
+                    f"{method}: the machine is faster now, and trials are not cut any longer"
+                )
+                del self._max_updates[method]
+
+    def _has_present_length(self, trial: FinishedTrial) -> bool:
+        """Return False for a trial that is shorter or longer than its method's trials are now."""
+        return trial.settings.get("max_steps") == self._max_updates.get(trial.settings["method"])
 
     def _run_trial(self, trial_plan: TrialPlan) -> Outcome | TooSlow | UserError:
         """Train and score on every process; return an error that may concern only this trial.
@@ -279,7 +341,11 @@ class Search:
             UserError: if the trial failed and no trial was scored before.
         """
         trial = self._running_trial
-        assert trial is not None
+        if trial is None:  # the trial of `_plan_measurement`
+            assert self._measured_speed is not None
+            if not isinstance(result, UserError):
+                self._measured_speed = (self._measured_speed[0], result.seconds_per_update)
+            return
         if isinstance(result, TooSlow):
             self._record_too_slow(result)
             return
@@ -290,6 +356,7 @@ class Search:
             return
         trial.set_user_attr("seconds", round(result.seconds, 1))
         trial.set_user_attr("updates", result.updates)
+        trial.set_user_attr("seconds_per_update", result.seconds_per_update)
         if result.score is None:
             trial.set_user_attr("note", "stopped halfway")
             self._study.tell(trial, state=TrialState.PRUNED)
@@ -313,19 +380,22 @@ class Search:
             self._fail_trial(_NO_TIME)
             return
         min_updates = MIN_UPDATES
-        if self._has_score():
-            # The score after a small part of the training does not show how good a method is.
-            num_updates = slow.seconds / slow.seconds_per_update
+        num_updates = round(slow.seconds / slow.seconds_per_update)
+        if self._has_score() and method not in self._full_updates:
+            # The score after a small part of the training does not show how good a method is. But a
+            # method whose trials were cut before is not left out.
             min_updates = max(MIN_UPDATES, math.ceil(_MIN_SHARE_OF_UPDATES * num_updates))
         if slow.updates >= min_updates:
-            final_length = f"if one is chosen, the final training has {slow.updates} updates too"
-            if self._has_fixed_length:
-                final_length = "the final training has the length that you gave, if time allows it"
+            final_length = ""
+            if self._time.final_training_factor:
+                final_length = "; the final training is longer, if time allows it"
             self._print_line(
                 f"{method}: trials are cut to {slow.updates} updates, so that there is time for "
-                f"several; {final_length}"
+                f"several{final_length}"
             )
             self._max_updates[method] = slow.updates
+            full_updates = self._full_updates.setdefault(method, num_updates)
+            self._running_trial.set_user_attr("full_updates", full_updates)
             settings = dict(self._running_trial.user_attrs["settings"])
             settings.pop("num_train_epochs", None)  # max_steps replaces it
             settings["max_steps"] = slow.updates
@@ -383,10 +453,47 @@ class Search:
     def _time_left(self) -> float:
         """Return the seconds left for trials, without the time of the final training.
 
-        The final training is expected to take as long as the best trial so far.
+        The final training is expected to take as long as the best trial so far. If trials are cut,
+        it may be longer.
         """
         best = _find_best(self._finished_trials())
-        return self._time.left(best.seconds if best is not None else 0.0)
+        if best is None:
+            return self._time.left(0.0)
+        full_updates = self._full_updates.get(best.settings["method"], best.updates)
+        return self._time.left(
+            self._estimate_seconds_now(best, best.updates),
+            self._estimate_seconds_now(best, full_updates),
+        )
+
+    def _estimate_seconds_now(self, trial: FinishedTrial, num_updates: int) -> float:
+        """Return the seconds that a scored trial would take at the latest speed of the machine.
+
+        Args:
+            num_updates: the number of updates that it would have.
+        """
+        latest_speed = self._find_latest_speed(trial.settings)
+        seconds = trial.seconds * latest_speed / trial.seconds_per_update
+        return seconds + (num_updates - trial.updates) * latest_speed
+
+    def _find_latest_speed(self, settings: Settings) -> float:
+        """Return the last seconds per update that were measured in trials with updates as large.
+
+        Args:
+            settings: the settings of a trial that was scored or stopped.
+        """
+        latest_speed = 0.0
+        for other, seconds_per_update in self._list_speeds():
+            if all(other.get(key) == settings.get(key) for key in _COST_KEYS):
+                latest_speed = seconds_per_update
+        return latest_speed
+
+    def _list_speeds(self) -> list[tuple[Settings, float]]:
+        """Return settings and seconds per update of all measurements in their order."""
+        finished = self._finished_trials()
+        speeds = [(trial.settings, trial.seconds_per_update) for trial in finished]
+        if self._measured_speed is not None:
+            speeds.insert(self._measured_after, self._measured_speed)
+        return [(settings, speed) for settings, speed in speeds if speed]
 
     def _time_for_trial(self) -> float:
         """Return the seconds that a trial may take, so that its final training has time as well."""
@@ -405,8 +512,9 @@ class Search:
                 estimates.append(seconds)
         if estimates:
             return self._time_for_trial() > min(estimates)
-        budget = self._time.budget
-        if self._time_left() <= 0.0:
+        has_time = self._time_left() > 0.0
+        if not has_time and not self._has_score():
+            budget = self._time.budget
             needed = budget.used() + self._time.reserve
             budget.save()
             raise ConfigError(
@@ -414,14 +522,19 @@ class Search:
                 f"and after the search take {format_duration(needed)}, which leaves no time for a "
                 f"trial (give more than --budget {suggest_budget(needed)})"
             )
-        return True
+        return has_time
 
     def _estimate_seconds(self, method: str) -> float | None:
-        """Return the largest time of a method's last three scored trials; None without any."""
+        """Return the largest time of a method's last three scored trials; None without any.
+
+        Their times are those that they would take at the latest speed of the machine. Trials of
+        another length than the method's trials have now do not count.
+        """
         seconds = []
         for trial in self._finished_trials():
-            if trial.score is not None and trial.settings["method"] == method:
-                seconds.append(trial.seconds)
+            is_of_method = trial.settings["method"] == method and self._has_present_length(trial)
+            if trial.score is not None and is_of_method:
+                seconds.append(self._estimate_seconds_now(trial, trial.updates))
         return max(seconds[-3:], default=None)
 
     def _has_score(self) -> bool:

@@ -72,12 +72,14 @@ class Outcome(NamedTuple):
         score: the mean of ``query_scores``; None if the trial was stopped halfway.
         seconds: the time of the whole trial: loading, training and scoring.
         updates: the number of updates that the trial has if it is not stopped.
+        seconds_per_update: the time of an update near the end of the trial, without evaluations.
     """
 
     query_scores: QueryScores | None
     score: float | None
     seconds: float
     updates: int
+    seconds_per_update: float
 
 
 def run_trial(
@@ -128,10 +130,12 @@ def run_trial(
         if rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
     seconds = time.perf_counter() - started
+    seconds_per_update = monitor.get_latest_speed()
     if monitor.was_stopped:
-        return Outcome(None, None, seconds, num_updates)
+        return Outcome(None, None, seconds, num_updates, seconds_per_update)
     query_scores = share(evaluator.query_scores)  # only the first process has scores
-    return Outcome(query_scores, statistics.fmean(query_scores.values()), seconds, num_updates)
+    score = statistics.fmean(query_scores.values())
+    return Outcome(query_scores, score, seconds, num_updates, seconds_per_update)
 
 
 @contextmanager
@@ -173,18 +177,27 @@ class _TrialMonitor(TrainerCallback):
         self._max_seconds = max_seconds
         self._is_hopeless = is_hopeless
         self._started = 0.0
+        self._last_end = 0.0  # of an update, or of the evaluation after it
+        self._update_seconds: list[float] = []
+
+    def get_latest_speed(self) -> float:
+        """Return the median time of an update in the second half of the updates."""
+        return statistics.median(self._update_seconds[len(self._update_seconds) // 2 :])
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._started = time.perf_counter()
+        self._started = self._last_end = time.perf_counter()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        now = time.perf_counter()
+        self._update_seconds.append(now - self._last_end)
+        self._last_end = now
         if state.global_step != _MEASURED_UPDATES:
             return
-        elapsed = time.perf_counter() - self._started
+        elapsed = now - self._started
         # All processes use the time of the first process, so that they make the same decision.
         seconds_per_update = share(elapsed / state.global_step)
         seconds = seconds_per_update * self._num_updates
@@ -199,3 +212,4 @@ class _TrialMonitor(TrainerCallback):
         if not is_last and self._is_hopeless(dict(self._evaluator.query_scores)):
             self.was_stopped = True
             control.should_training_stop = True
+        self._last_end = time.perf_counter()

@@ -110,7 +110,6 @@ def tune(
         time=time,
         folder=folder,
         seed=args.seed,
-        has_fixed_length=_has_fixed_length(fixed_keys),
         print_line=print_line,
     )
     choice = search.run()
@@ -264,11 +263,6 @@ def _select_options(options: Options, keys: Collection[str]) -> dict[str, list[s
     return {key: list(values) for key, values in options.items() if key in keys}
 
 
-def _has_fixed_length(fixed_keys: Sequence[str]) -> bool:
-    """Return whether the user has fixed the length of the training."""
-    return "max_steps" in fixed_keys or "num_train_epochs" in fixed_keys
-
-
 def _make_chosen_options(
     search_options: Options, settings: Settings, fixed_keys: Sequence[str]
 ) -> Options:
@@ -277,7 +271,7 @@ def _make_chosen_options(
     If the trials were cut, the settings contain ``max_steps``. The number of epochs is then
     dropped, because it had no effect in the trials. But a length that the user has fixed is kept.
     """
-    has_fixed_length = _has_fixed_length(fixed_keys)
+    has_fixed_length = "max_steps" in fixed_keys or "num_train_epochs" in fixed_keys
     chosen_options = {**search_options}
     for key, value in settings.items():
         if key != "max_steps" or not has_fixed_length:

@@ -42,6 +42,8 @@ from contaccum.training import callbacks
 from contaccum.training.config import load_evaluator
 from contaccum.tuning import search
 from contaccum.tuning.budget import Budget
+from contaccum.tuning.choice import Choice
+from contaccum.tuning.result import TunedSettings
 
 HALF = len(WORDS) // 2
 SETTINGS: dict[str, object] = {
@@ -535,6 +537,57 @@ def test_store_for_query_side_fits_a_training_with_an_adapter(root, tmp_path, mo
     [trial] = json.loads((tmp_path / "out" / "tuning" / "tuned.json").read_text())["trials"]
     assert trial["settings"]["method"] == "query_side"
     assert trial["score"] is not None
+
+
+@pytest.mark.parametrize(
+    ("seconds_left", "max_steps", "line"),
+    [
+        (1000.0, None, "the final training has its full length, 21 updates"),
+        # 1.3 * 5 seconds for loading and scoring, and 1.1 * 2 seconds for each update
+        (6.5 + 2.2 * 15.5, 15, "the final training is cut to 15 of 21 updates"),
+        (1.0, 4, "the final training is cut to 4 of 21 updates"),  # one for each evaluation
+    ],
+)
+def test_final_training_of_cut_trials_is_as_long_as_time_allows(
+    root, tmp_path, seconds_left, max_steps, line
+):
+    """Updates of the chosen trial took 10 seconds, and later 2; those of the training take 1."""
+    options = {"model": str(root / "fresh"), "train_data": str(root / "pairs.jsonl")}
+    options |= {"eval_data": str(root / "pairs.jsonl"), "total_train_batch_size": "32"}
+    options |= {"per_device_train_batch_size": "8", "use_cpu": "True", "max_steps": "6"}
+    settings = {"method": "contaccum", "max_steps": 6}
+    trial = {"trial": 0, "settings": settings, "score": 0.5, "updates": 6, "seconds": 85.0}
+    trial |= {"seconds_per_update": 10.0, "latest_seconds_per_update": 2.0}
+    tuned = TunedSettings(
+        Choice(settings, trial=0, score=0.5, against_base={}, warnings=[]),
+        {key: [value] for key, value in options.items()},
+        base=0.1,
+        bm25=0.1,
+        trials=[trial],
+    )
+    folder = FitFolder(tmp_path / "out")
+
+    def write_config(seconds_left: float) -> str | None:
+        return final.write_final_config(folder, tuned, ["3"], lambda: seconds_left, folder.model)
+
+    printed = write_config(seconds_left)
+    assert printed is not None
+    assert printed.startswith(line)
+    config = yaml.safe_load(folder.config_file.read_text())
+    assert config.get("max_steps") == max_steps
+    assert config["num_train_epochs"] == 3
+    assert write_config(1000.0) is None  # this training has not ended
+    num_updates = max_steps or 21
+    write_json(folder.model / "run.json", {"finished": True})
+    write_lines(folder.model / "train_log.jsonl", num_updates * [{"seconds": 1.0}])
+    # 1.3 * 2.5 seconds for loading and scoring, and 1.1 seconds for each update
+    assert write_config(3.25 + 1.1 * 1.4 * num_updates) is None
+    if max_steps == 4:
+        printed = write_config(3.25 + 1.1 * 8.5)
+        assert printed is not None
+        assert printed.endswith("is repeated with 8 updates")
+        assert yaml.safe_load(folder.config_file.read_text())["max_steps"] == 8
+        assert not folder.model.exists()
 
 
 def test_stopped_final_training_says_how_to_continue(root, tmp_path, monkeypatch, capsys):

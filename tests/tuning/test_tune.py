@@ -42,6 +42,7 @@ from contaccum.tuning.methods import adapt_options
 from contaccum.tuning.options import Options
 from contaccum.tuning.space import compute_start_rate, make_space
 from contaccum.tuning.trial import Outcome, QueryScores, TooSlow, count_updates, run_trial
+from contaccum.tuning.tune import tune as run_tune
 
 NUM_QUERIES = 24
 
@@ -88,9 +89,10 @@ def read_config(output: Path) -> dict[str, Any]:
     return yaml.safe_load((output / "tuned.yaml").read_text())
 
 
-def make_outcome(score: float, updates: int = 9) -> Outcome:
+def make_outcome(score: float, updates: int = 9, seconds_per_update: float = 0.01) -> Outcome:
     """Return the outcome of a trial in which all queries have the same score."""
-    return Outcome({f"q{row}": score for row in range(NUM_QUERIES)}, score, 0.1, updates)
+    query_scores = {f"q{row}": score for row in range(NUM_QUERIES)}
+    return Outcome(query_scores, score, 0.1, updates, seconds_per_update)
 
 
 def test_written_config_has_the_best_settings_and_can_be_trained(
@@ -209,7 +211,7 @@ def test_slow_trial_is_cut_and_stays_cut_after_a_kill(root, tmp_path, monkeypatc
                 raise Killed
             if max_steps[-1] is None:
                 raise TooSlow(30, 500.0, 1.0)
-            return make_outcome(0.5, updates=int(max_steps[-1]))
+            return make_outcome(0.5, int(max_steps[-1]), seconds_per_update=1.0)
 
         return run_slow_trial
 
@@ -235,10 +237,10 @@ def test_training_by_the_tuned_config_is_as_long_as_the_cut_trials(
         num_calls += 1
         if is_cut_in_joint_search and num_calls == 1:
             # No trial of the ladder has a score then, so a trial of the joint search is cut.
-            return Outcome(None, None, 0.1, 9)
+            return Outcome(None, None, 0.1, 9, 0.01)
         if "max_steps" not in options:
             raise TooSlow(30, 500.0, 1.0)
-        return make_outcome(float(options["learning_rate"][0]), updates=30)
+        return make_outcome(float(options["learning_rate"][0]), 30, seconds_per_update=1.0)
 
     monkeypatch.setattr(search_module, "run_trial", run_slow_trial)
     options = ["--method", "contaccum"]
@@ -334,9 +336,7 @@ def test_a_trial_leaves_time_for_a_final_training_as_long_as_itself(tmp_path, mo
     assert six_trials_and_training == pytest.approx(400.0)
 
 
-def test_cut_trials_do_not_promise_a_cut_training_if_its_length_is_given(
-    root, tmp_path, monkeypatch, capsys
-):
+def test_training_keeps_a_given_length_if_trials_are_cut(root, tmp_path, monkeypatch):
     def run_slow_trial(options: Options, *_: Any) -> Outcome:
         if "max_steps" not in options:
             raise TooSlow(30, 500.0, 1.0)
@@ -346,13 +346,74 @@ def test_cut_trials_do_not_promise_a_cut_training_if_its_length_is_given(
     monkeypatch.setattr(search_module, "run_trial", run_slow_trial)
     options = ["--method", "contaccum", "--num_train_epochs", "3"]
     assert tune(root, tmp_path / "out", *options) == 0
-    output = capsys.readouterr().out
-    assert "cut to 30 updates, so that there is time for several; the final training has the" in (
-        output
-    )
     config = read_config(tmp_path / "out")
     assert config["num_train_epochs"] == 3
     assert "max_steps" not in config
+
+
+@pytest.mark.parametrize(
+    ("later_slowness", "updates_of_later_trials"),
+    [(1.0, 11), (0.2, 60)],
+    ids=["trials stay cut", "trials are longer"],
+)
+def test_search_goes_on_if_the_machine_gets_faster(
+    root, tmp_path, monkeypatch, later_slowness, updates_of_later_trials
+):
+    """The first trial is cut to 11 of 60 updates, and a second one would take as long.
+
+    The machine is faster after the first trial, which is measured before the search would end.
+    """
+    clock = SimpleNamespace(used_seconds=100.0, slowness=10.0)
+    monkeypatch.setattr(Budget, "used", lambda budget: clock.used_seconds)
+    budget = Budget(600.0, tmp_path / "used.json")
+
+    def measure_test() -> float:
+        return 20.0 * clock.slowness
+
+    def run_timed_trial(options: Options, *arguments: Any) -> Outcome:
+        slowness = clock.slowness
+        max_seconds = arguments[2]
+        if max_seconds == 0.0:
+            clock.used_seconds += 2 * slowness
+        if max_seconds == 0.0 or (slowness == 10.0 and "max_steps" not in options):
+            raise TooSlow(11, 60 * slowness, slowness)
+        updates = int(options.get("max_steps", ["60"])[0])
+        seconds = (5 + updates) * slowness
+        clock.used_seconds += seconds
+        clock.slowness = later_slowness
+        outcome = make_outcome(0.5, updates, seconds_per_update=slowness)
+        return outcome._replace(seconds=seconds)
+
+    monkeypatch.setattr(search_module, "run_trial", run_timed_trial)
+    options = {"method": ["contaccum"], "eval_strategy": ["epoch"]}
+    for key, value in yaml.safe_load((root / "config.yaml").read_text()).items():
+        options[key] = [str(value)]
+    lines: list[str] = []
+    tuned = run_tune(
+        options,
+        ["method", "total_train_batch_size"],
+        TimeForTrials(budget, measure_test(), 1.6, measure_test),
+        tmp_path / "out",
+        lines.append,
+    )
+    later_updates = {trial["updates"] for trial in tuned.trials[1:]}
+    assert later_updates == {updates_of_later_trials}
+    # The final training, of 60 updates, and the test have time, and one more trial has not.
+    needed = 1.6 * (5 + 60) * later_slowness + measure_test()
+    one_trial = (5 + updates_of_later_trials) * later_slowness
+    measurement = 2 * later_slowness
+    assert needed - measurement < budget.left() <= needed + one_trial
+    assert {trial["latest_seconds_per_update"] for trial in tuned.trials} == {later_slowness}
+    assert re.match("the search ends: .* are not enough for another trial beside", lines[-1])
+
+
+def test_a_final_training_at_full_length_gets_half_of_the_time_at_most(tmp_path, monkeypatch):
+    monkeypatch.setattr(Budget, "used", lambda budget: 100.0)
+    budget = Budget(600.0, tmp_path / "used.json")
+    time_for_trials = TimeForTrials(budget, reserve=100.0, final_training_factor=1.5)
+    assert time_for_trials.left(10.0, full_seconds=20.0) == pytest.approx(400.0 - 30.0)
+    assert time_for_trials.left(10.0, full_seconds=1000.0) == pytest.approx(200.0)
+    assert time_for_trials.left(160.0, full_seconds=1000.0) == pytest.approx(160.0)
 
 
 def test_method_that_is_too_slow_is_left_out(root, tmp_path, monkeypatch, capsys):
@@ -660,7 +721,7 @@ def test_search_counts_dev_queries_about_one_document_as_one_group(
             query: 0.9 if not is_stopped else 0.1 + 0.01 * int(query[1:]) for query in queries
         }
         is_stopped.append(is_hopeless(scores))
-        return Outcome(scores, sum(scores.values()) / NUM_QUERIES, 0.1, 9)
+        return Outcome(scores, sum(scores.values()) / NUM_QUERIES, 0.1, 9, 0.01)
 
     monkeypatch.setattr(search_module, "run_trial", run_trial)
     monkeypatch.setattr(search_module, "MAX_TRIALS", 2)
