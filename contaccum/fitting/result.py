@@ -18,12 +18,14 @@ from contaccum.files import provenance, read_json
 from contaccum.fitting.final import (
     SystemResult,
     compare_queries,
+    get_chosen_trial,
     read_best_dev_score,
     select_shown_metrics,
 )
 from contaccum.fitting.folder import FitFolder
 from contaccum.fitting.source import DataSource
 from contaccum.fitting.verdict import Verdict, collect_warnings, warn_of_test
+from contaccum.training.log import read_run_record
 from contaccum.tuning.baselines import Baselines
 from contaccum.tuning.result import TunedSettings
 
@@ -90,14 +92,19 @@ def make_record(
         verdict: the comparison of the trained model with the base model.
         guard_record: the scores of the merged models; None: the fit has no guard.
     """
+    trial_updates = get_chosen_trial(tuned)["updates"]
     if guard_record is None:
         trained_dev_score = read_best_dev_score(folder.model)
-        warnings = collect_warnings(verdict, tuned.choice)
+        is_like_trial = read_run_record(folder.model)["updates"] == trial_updates
     else:
         dev_scores_of_weights = {row[0]: row[1] for row in guard_record["scores"]}
         trained_dev_score = dev_scores_of_weights[guard_record["weight"]]
-        # The dev score of the choice is that of a trial, and the verdict is about a merged model.
-        warnings = [*tuned.choice.warnings, *warn_of_test(verdict)]
+        is_like_trial = False
+    # The dev scores of the choice are those of a trial. They say nothing about the test of a merged
+    # model, or of a model that was trained for a shorter or longer time.
+    warnings = [*tuned.choice.warnings, *warn_of_test(verdict)]
+    if is_like_trial:
+        warnings = collect_warnings(verdict, tuned.choice)
     dev_scores = {"bm25": baselines.bm25, "base": baselines.base, "trained": trained_dev_score}
     names = {"bm25": "BM25", "base": f"{base_name} (as it is)", "trained": "trained"}
     score_table = []

@@ -590,6 +590,23 @@ def test_final_training_of_cut_trials_is_as_long_as_time_allows(
         assert not folder.model.exists()
 
 
+def test_dev_scores_of_a_longer_trial_are_not_compared_with_the_test(root, tmp_path, monkeypatch):
+    """The trial is better than the base model on dev, the cut final training is not on test."""
+    # Two updates, the first of which has a learning rate of 0. No more are possible later.
+    monkeypatch.setattr(final, "_estimate_possible_updates", lambda *_: 2)
+    result = contaccum.fit(
+        root / "pairs.jsonl",
+        model=root / "fresh",
+        output=tmp_path / "out",
+        test=100,
+        **{**SETTINGS, "learning_rate": 0.002, "num_train_epochs": 6},
+    )
+    assert result.verdict.word == "LEVEL"
+    record = json.loads(result.folder.record_file.read_text())
+    assert record["choice"]["against_base"]["low"] > 0.0
+    assert not [line for line in result.warnings if "disagree" in line]
+
+
 def test_stopped_final_training_says_how_to_continue(root, tmp_path, monkeypatch, capsys):
     """The command has no option to resume from a checkpoint: it does so by itself."""
     settings = {**SETTINGS, "model": str(root / "fresh"), "train_data": str(root / "pairs.jsonl")}
