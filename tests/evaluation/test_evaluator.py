@@ -149,7 +149,8 @@ def test_nanobeir_scores_have_the_names_of_the_default_metrics_too(
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     folder = tmp_path / "run"
-    assert train(folder, **NANOBEIR_SETTINGS) == 0
+    # After updates with a high rate, all scores of this model would be equal but for rounding.
+    assert train(folder, **NANOBEIR_SETTINGS, learning_rate=0.0001) == 0
     assert loaded_splits == data_of_split.keys()
     scores = read_lines(folder / "eval_log.jsonl")[-1]
     model = DualEncoder.from_pretrained(folder, device="cpu")
