@@ -229,7 +229,10 @@ _WRITE_ERRORS = (
     errno.EPERM,
 )
 """Error numbers of a full disk, quota or file size, of a read-only disk, and of no permission."""
-_WRITE_MESSAGES = r"PytorchStreamWriter|inline_container.*unexpected pos|requested and \d+ written"
+_WRITE_MESSAGES = (
+    r"PytorchStreamWriter|inline_container.*unexpected pos|basic_ios::clear: iostream error|"
+    r"requested and \d+ written"
+)
 """Messages of torch.save and numpy.save if a file cannot be written; they give no error number."""
 
 
@@ -280,7 +283,9 @@ def _prepare_writing(path: Path) -> Iterator[None]:
 
 
 def _make_write_error(path: AnyPath, reason: str | None) -> UserError:
-    return UserError(f"{path}: cannot be written ({reason}); free space, or name another path")
+    # A temporary folder of `atomic_folder` is shown by the name that it was to get.
+    shown = re.sub(r"\.writing-([^/]+)\.[0-9a-f]{32}", r"\1", str(path))
+    return UserError(f"{shown}: cannot be written ({reason}); free space, or name another path")
 
 
 def _flush(path: Path) -> None:

@@ -43,6 +43,16 @@ def test_failed_write_leaves_the_earlier_file(error, expected, tmp_path):
     assert path.read_text() == "before" and os.listdir(tmp_path) == ["out.json"]
 
 
+def test_a_failed_write_in_a_new_folder_names_the_folder_that_was_asked_for(tmp_path):
+    with (
+        pytest.raises(UserError, match=rf"^{tmp_path}/out/in/a\.json: cannot be written"),
+        atomic_folder(tmp_path / "out") as folder,
+        atomic_file(folder / "in" / "a.json"),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert os.listdir(tmp_path) == []
+
+
 FULL_DISK = "No space left on device"
 WRAPPED = RuntimeError("the data set cannot be made")
 WRAPPED.__cause__ = OSError(errno.ENOSPC, FULL_DISK)
@@ -56,6 +66,7 @@ WRAPPED.__cause__ = OSError(errno.ENOSPC, FULL_DISK)
         (Exception(f"Error writing bytes to file. Detail: [errno 28] {FULL_DISK}"), FULL_DISK),
         (RuntimeError("[inline_container.cc:603] PytorchStreamWriter failed writing"), FULL_DISK),
         (RuntimeError("[inline_container.cc:672] . unexpected pos 8448 vs 8342"), FULL_DISK),
+        (RuntimeError("basic_ios::clear: iostream error"), FULL_DISK),
         (OSError("1048576 requested and 16384 written"), FULL_DISK),
         (WRAPPED, FULL_DISK),
         (RuntimeError("[inline_container.cc:145] PytorchStreamReader failed reading"), None),
