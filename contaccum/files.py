@@ -245,7 +245,9 @@ def describe_failed_write(error: BaseException | None) -> str | None:
     while error is not None:
         text = str(error)
         if isinstance(error, OSError) and error.errno in _WRITE_ERRORS:
-            return os.strerror(error.errno)
+            # A socket or a process may lack permission too. Such an error names no file.
+            if error.filename is not None or error.errno not in (errno.EACCES, errno.EPERM):
+                return os.strerror(error.errno)
         # The libraries in Rust and C++, such as safetensors and Arrow, raise errors of their own,
         # with the number of the system's error in the message.
         for number in re.findall(r"(?:os error|errno) (\d+)", text):

@@ -72,6 +72,8 @@ WRAPPED.__cause__ = OSError(errno.ENOSPC, FULL_DISK)
         (RuntimeError("[inline_container.cc:145] PytorchStreamReader failed reading"), None),
         (SafetensorError("No such file or directory (os error 2)"), None),
         (KeyError("a defect"), None),
+        (PermissionError(errno.EACCES, "Permission denied", "a.json"), "Permission denied"),
+        (PermissionError(errno.EPERM, "Operation not permitted"), None),  # of a socket
     ],
 )
 def test_failed_writes_of_all_libraries_are_recognised(error, reason):

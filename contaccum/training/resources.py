@@ -45,7 +45,7 @@ def reset_peak_memory(device: torch.device | str) -> None:
 
 @contextmanager
 def report_full_disk(folder: str) -> Iterator[None]:
-    """Raise a `UserError` that names the run's folder, if a ``with`` block cannot write there."""
+    """Raise a `UserError` that names the file or the run's folder, if a block cannot write."""
     try:
         yield
     except UserError:
@@ -54,7 +54,9 @@ def report_full_disk(folder: str) -> Iterator[None]:
         reason = describe_failed_write(error)
         if reason is None:
             raise
+        # A callback may use files elsewhere.
+        file = getattr(error, "filename", None) or folder
         raise UserError(
-            f"{folder}: cannot be written ({reason}). Free some space, then start the command "
-            "again; contaccum train goes on with resume_from_checkpoint=last"
+            f"{file}: cannot be read or written ({reason}). Free some space, then start the "
+            "command again; contaccum train goes on with resume_from_checkpoint=last"
         ) from error

@@ -38,6 +38,7 @@ from contaccum.training.checkpoint import (
     remove_oldest,
     write_marker,
 )
+from contaccum.training.resources import report_full_disk
 from contaccum.training.resuming import ResumePoint, require_free_folder
 
 OTHER_PAIRS = make_pairs(44, negatives=1).select(range(1, 44))
@@ -466,10 +467,16 @@ def test_a_full_disk_gives_one_line_and_leaves_the_last_complete_checkpoint(
         original(*args, **kwargs)
 
     monkeypatch.setattr(module, function, fail_at_update_2)
-    with pytest.raises(UserError, match=r"cannot be written \(No space left on device"):
+    with pytest.raises(UserError, match=r"cannot be read or written \(No space left on device"):
         trainer.train()
     assert list_checkpoint_names(tmp_path) == ["checkpoint-1"]
     assert find_defect(tmp_path / "checkpoint-1") is None
+
+
+def test_a_file_elsewhere_without_permission_is_named():
+    error = PermissionError(errno.EACCES, "Permission denied", "elsewhere.json")
+    with pytest.raises(UserError, match=r"^elsewhere\.json: "), report_full_disk("run"):
+        raise error
 
 
 @pytest.mark.parametrize("kind", [DualEncoder, SentenceTransformer])
