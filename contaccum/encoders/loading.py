@@ -245,11 +245,14 @@ def copy_module_code(model: nn.Module, folder: Path) -> None:
         model: the model.
         folder: the folder in which it was just saved.
     """
-    for module_name in {type(module).__module__ for module in model.modules()}:
-        if module_name.startswith(_DYNAMIC_PREFIX):
-            code_file = str(sys.modules[module_name].__file__)
-            for file in (code_file, *get_relative_import_files(code_file)):
-                shutil.copy(file, folder)
+    module_names = {type(module).__module__ for module in model.modules()}
+    module_names = {name for name in module_names if name.startswith(_DYNAMIC_PREFIX)}
+    if not module_names:
+        return  # a folder of runs may contain other models, whose files are left alone
+    for module_name in module_names:
+        code_file = str(sys.modules[module_name].__file__)
+        for file in (code_file, *get_relative_import_files(code_file)):
+            shutil.copy(file, folder)
     for router_file in folder.rglob(_ROUTER_CONFIGS[0]):
         router = read_json(router_file)
         types = router["types"]

@@ -94,7 +94,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
     def __init__(
         self,
-        model: SentenceTransformer,
+        model: SentenceTransformer | None = None,
         args: ContAccumTrainingArguments | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,

@@ -69,7 +69,15 @@ def test_at_most_eleven_methods_of_the_parents_are_overridden():
 
 def test_a_trainer_without_a_model_is_refused():
     with pytest.raises(ConfigError, match=r"pass model=model_init\(\)"):
-        ContAccumTrainer(None, model_init=tiny_encoder)
+        ContAccumTrainer(model_init=tiny_encoder)
+
+
+def test_other_models_in_the_output_folder_are_not_read_and_not_changed(tmp_path):
+    config = tmp_path / "other" / "router_config.json"
+    config.parent.mkdir()
+    config.write_text("{}")
+    make_trainer(tmp_path).save_model()
+    assert config.read_text() == "{}"
 
 
 @pytest.mark.parametrize(
