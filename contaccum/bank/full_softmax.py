@@ -13,7 +13,8 @@ gradient of the mean loss for query i is
 
 In this form it stays exact for a query that is almost solved, whose positive has nearly all of the
 softmax. Documents are read in blocks, each block once: logsumexp_j and sum_j a(i, j) x_j are
-accumulated together, so only n x b logits are in memory at once. Documents get no gradient.
+accumulated together, so only n x b logits are in memory at once. Documents get no gradient, and are
+not converted to float32 on a GPU (see `products`).
 
 Letters in shapes: n queries, b documents in a block, e excluded documents per query at most, d the
 embedding size.
@@ -23,7 +24,8 @@ Source: the running maximum is that of Milakov and Gimelshein, 2018 (arXiv 1805.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -32,10 +34,17 @@ from torch.nn.functional import pad, softplus
 
 from contaccum.bank.logits import MASKED, SOFTPLUS_THRESHOLD
 from contaccum.bank.precomputed_gradient import PrecomputedGradient
+from contaccum.bank.products import multiply
 from contaccum.distributed import gather_rows, over_ranks, world_size
 
 NO_ROW = -1
 """Padding of a query's list of document numbers (rows of the index); no document has it."""
+
+# Logits that are computed at once, for all queries together: 64 MB in float32. Several matrices of
+# this size are in memory.
+_MAX_LOGITS = 2**24
+# At least so many documents are compared at once, however many queries there are.
+_MIN_DOCUMENTS = 8192
 
 
 class DocumentBlock(NamedTuple):
@@ -44,6 +53,13 @@ class DocumentBlock(NamedTuple):
     first: int  # number of the block's first document in the index
     documents: Tensor  # (b, d)
     scales: Tensor | None = None  # (b,), factor of each document: with cosine, 1 / its length
+
+    def split(self, size: int) -> Iterator[DocumentBlock]:
+        """Yield the documents in blocks of at most ``size``."""
+        for start in range(0, len(self.documents), size):
+            rows = slice(start, start + size)
+            scales = None if self.scales is None else self.scales[rows]
+            yield DocumentBlock(self.first + start, self.documents[rows], scales)
 
 
 class SoftmaxSums(NamedTuple):
@@ -126,40 +142,39 @@ def sum_over_documents(
     max_logits = queries.new_full((len(queries),), MASKED)
     exp_sums = torch.zeros_like(max_logits)
     weighted_documents = torch.zeros_like(queries)
-    for block in blocks:
-        documents = block.documents.to(queries)
-        logits = queries @ documents.T / temperature
+    num_documents = max(_MIN_DOCUMENTS, _MAX_LOGITS // len(queries))
+    for block in chain.from_iterable(block.split(num_documents) for block in blocks):
+        logits = multiply(queries, block.documents.T).div_(temperature)
         scales = None
         if block.scales is not None:
             scales = block.scales.to(queries)
             logits *= scales
-        logits.masked_fill_(_mask_excluded(block, excluded), MASKED)
+        _mask_excluded(logits, block, excluded)
 
         # Sums so far are relative to the old largest logits: rescale them to the new ones. If all
         # documents so far were excluded, their sums mean nothing. MASKED is finite but very small,
         # so the factor is 0 at the first document that is not excluded.
         new_max_logits = torch.maximum(max_logits, logits.amax(1))
         rescaling = (max_logits - new_max_logits).exp()
-        weights = (logits - new_max_logits[:, None]).exp()
+        weights = logits.sub_(new_max_logits[:, None]).exp_()
         exp_sums = exp_sums * rescaling + weights.sum(1)
         if scales is not None:
             weights *= scales
-        weighted_documents = weighted_documents * rescaling[:, None] + weights @ documents
+        weighted_documents *= rescaling[:, None]
+        weighted_documents += multiply(weights, block.documents)
         max_logits = new_max_logits
     return SoftmaxSums(max_logits, exp_sums, weighted_documents)
 
 
-def _mask_excluded(block: DocumentBlock, excluded: Tensor) -> Tensor:
-    """Return bool (n, b), True where a document of the block is excluded for the query."""
-    num_documents = len(block.documents)
+def _mask_excluded(logits: Tensor, block: DocumentBlock, excluded: Tensor) -> None:
+    """Replace the logits (n, b) of the documents that are excluded for a query, in place."""
     position = excluded - block.first
-    is_inside = (position >= 0) & (position < num_documents)
-    # The marks of documents in other blocks (and of `NO_ROW`) go to an extra last column, which is
-    # cut off. Selecting with a bool mask instead would make the host wait for the device.
-    position = torch.where(is_inside, position, num_documents)
-    shape = (len(excluded), num_documents + 1)
-    mask = torch.zeros(shape, dtype=torch.bool, device=excluded.device)
-    return mask.scatter_(1, position, True)[:, :num_documents]
+    is_inside = (position >= 0) & (position < len(block.documents))
+    # Documents in other blocks (and `NO_ROW`) leave the first logit as it is. Selecting with a bool
+    # mask instead would make the host wait for the device.
+    position = torch.where(is_inside, position, 0)
+    limits = torch.where(is_inside, MASKED, torch.inf).to(logits)
+    logits.scatter_reduce_(1, position, limits, "amin")
 
 
 def _combine_over_ranks(sums: SoftmaxSums) -> SoftmaxSums:

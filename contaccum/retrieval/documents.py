@@ -8,7 +8,7 @@ may read its own part of the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,8 @@ from contaccum.data.records import quoted
 from contaccum.data.sampling import text_ids
 from contaccum.errors import DataError
 from contaccum.files import fingerprint
+from contaccum.retrieval.device_blocks import DeviceEmbeddings
 from contaccum.retrieval.store import EmbeddingStore
-
-ROWS_PER_BLOCK = 8192
-# Blocks stay on a GPU if they need less than this share of its free memory.
-_MAX_SHARE_OF_FREE_MEMORY = 0.5
-_MIN_NORM = 1e-12  # keeps 1 / norm finite for a document whose embedding is zero
 
 
 class StoreDocuments:
@@ -48,9 +44,8 @@ class StoreDocuments:
         self.dimension: int = store.shape[1]
         self._appended = np.empty((0, self.dimension), dtype=np.float32)
         self._set_text_ids(store.text_ids())
-        self._inverse_norms: Tensor | None = None
         # The key is (device, part, num_parts), the arguments of `blocks`.
-        self._blocks_on_device: dict[tuple[torch.device, int, int], list[DocumentBlock]] = {}
+        self._on_device: dict[tuple[torch.device, int, int], list[DeviceEmbeddings]] = {}
 
     def _set_text_ids(self, ids: np.ndarray) -> None:
         self._text_ids = ids
@@ -86,8 +81,7 @@ class StoreDocuments:
         """Append documents: k texts and their embeddings, float32 (k, d)."""
         self._appended = np.concatenate([self._appended, embeddings.astype(np.float32, copy=False)])
         self._set_text_ids(np.concatenate([self._text_ids, text_ids(texts)]))
-        self._inverse_norms = None
-        self._blocks_on_device = {}
+        self._on_device = {}
 
     def find_rows(self, text_id: int) -> list[int]:
         """Return the rows of all documents whose text has this hash; an empty list for none."""
@@ -143,40 +137,30 @@ class StoreDocuments:
     def blocks(
         self, device: torch.device, part: int = 0, num_parts: int = 1
     ) -> Iterator[DocumentBlock]:
-        """Yield blocks of documents on a device, as float32.
+        """Yield blocks of documents on a device, in the number type of the store.
 
-        The blocks stay on a GPU for later calls if it has enough free memory. There and on the way
-        to it, they have the number type of the store.
+        They stay on a GPU for later calls if it has enough free memory. A block is valid until the
+        next one is asked for.
 
         Args:
             device: device of the blocks.
-            part: yield the blocks whose number modulo ``num_parts`` is ``part``.
+            part: yield the documents of this part; the parts are consecutive.
             num_parts: number of parts, for example of ranks.
         """
         key = (device, part, num_parts)
-        if key not in self._blocks_on_device and self._fits(device, num_parts):
-            self._blocks_on_device[key] = list(self._read_blocks(device, part, num_parts))
-        blocks: Iterable[DocumentBlock]
-        if key in self._blocks_on_device:
-            blocks = self._blocks_on_device[key]
-        else:
-            blocks = self._read_blocks(device, part, num_parts)
-        for block in blocks:
-            yield block._replace(documents=block.documents.float())
-
-    def _read_blocks(
-        self, device: torch.device, part: int, num_parts: int
-    ) -> Iterator[DocumentBlock]:
-        """Yield the blocks of a part on a device, in the number type of the store."""
-        inverse_norms = self._get_inverse_norms()
-        for block_number, (first_row, embeddings) in enumerate(self._read_embeddings()):
-            if block_number % num_parts != part:
-                continue
-            scales = None
-            if inverse_norms is not None:
-                end_row = first_row + len(embeddings)
-                scales = inverse_norms[first_row:end_row].to(device)
-            yield DocumentBlock(first_row, torch.from_numpy(embeddings).to(device), scales)
+        if key not in self._on_device:
+            self._on_device[key] = []
+            for embeddings in (self.store, self._appended):
+                first_row = len(embeddings) * part // num_parts
+                end_row = len(embeddings) * (part + 1) // num_parts
+                self._on_device[key].append(
+                    DeviceEmbeddings(embeddings, device, first_row, end_row)
+                )
+        stored, appended = self._on_device[key]
+        has_scales = self.similarity == "cos"
+        yield from stored.blocks(has_scales)
+        for block in appended.blocks(has_scales):
+            yield block._replace(first=len(self.store) + block.first)
 
     def _read_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return the stored embeddings of rows, int64 (k,), as float32 (k, d)."""
@@ -185,38 +169,6 @@ class StoreDocuments:
         embeddings[~is_appended] = self.store[rows[~is_appended]]
         embeddings[is_appended] = self._appended[rows[is_appended] - len(self.store)]
         return embeddings
-
-    def _read_embeddings(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the first row and the embeddings, (b, d), of each block."""
-        yield from self.store.blocks(ROWS_PER_BLOCK)
-        for first in range(0, len(self._appended), ROWS_PER_BLOCK):
-            yield len(self.store) + first, self._appended[first : first + ROWS_PER_BLOCK]
-
-    def _get_inverse_norms(self) -> Tensor | None:
-        """Return 1 / L2 norm of every document, (N,); None with dot product.
-
-        The first call reads all embeddings.
-        """
-        if self.similarity != "cos":
-            return None
-        if self._inverse_norms is None:
-            parts = []
-            for _, embeddings in self._read_embeddings():
-                norms = torch.from_numpy(embeddings).float().norm(dim=1)
-                parts.append(1 / norms.clamp_min(_MIN_NORM))
-            self._inverse_norms = torch.cat(parts)
-        return self._inverse_norms
-
-    def _fits(self, device: torch.device, num_parts: int) -> bool:
-        """Return True if a part of the blocks fits into the free memory of a GPU."""
-        if device.type != "cuda":
-            return False
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        # Computed from the number type. This function may be called in every micro-step, and
-        # reading the blocks to measure them would be slow.
-        bytes_per_value = np.dtype(self.store.dtype).itemsize
-        needed_bytes = bytes_per_value * len(self) * self.dimension / num_parts
-        return needed_bytes < _MAX_SHARE_OF_FREE_MEMORY * free_bytes
 
 
 class PositiveRows:

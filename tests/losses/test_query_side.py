@@ -24,6 +24,7 @@ from contaccum.encoders.query_tower import add_query_adapter, train_query_tower_
 from contaccum.errors import ConfigError, DataError
 from contaccum.losses.query_side import QuerySideCollator, QuerySideLoss
 from contaccum.retrieval.corpus import CorpusEncoder
+from contaccum.retrieval.device_blocks import DeviceEmbeddings
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import (
     check_store_fits,
@@ -243,30 +244,36 @@ def test_added_documents_stand_behind_those_of_the_store(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("stays_on_device", [False, True])
-def test_blocks_are_decoded_where_they_are_used(tmp_path, monkeypatch, dtype, stays_on_device):
-    """Blocks equal the store's own decoding; those that stay on a device keep its number type."""
-    documents = StoreDocuments(write_store(tmp_path, tiny_encoder(), dtype=dtype))
-    monkeypatch.setattr(documents, "_fits", lambda device, num_parts: stays_on_device)
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_blocks_keep_the_number_type_of_the_store(
+    tmp_path, monkeypatch, dtype, stays_on_device, num_parts
+):
+    """All parts together are the store and the added documents, however often they are read."""
+    monkeypatch.setattr(DeviceEmbeddings, "_fits", lambda embeddings: stays_on_device)
+    model = tiny_encoder()
+    documents = StoreDocuments(write_store(tmp_path, model, dtype=dtype))
+    documents.add(["a text that no document has"], encode_texts(model, ["a text"]))
+    expected = documents.get_embeddings(torch.arange(41))
     for _ in range(2):
-        blocks = list(documents.blocks(torch.device("cpu")))
-        decoded = torch.cat([block.documents for block in blocks])
-        assert decoded.dtype == torch.float32
-        assert torch.equal(decoded, torch.from_numpy(documents.store[:]))
-    kept = [block.documents for blocks in documents._blocks_on_device.values() for block in blocks]
-    assert {values.dtype for values in kept} == (
-        {getattr(torch, dtype)} if stays_on_device else set()
-    )
+        rows = []
+        for part in range(num_parts):
+            for block in documents.blocks(torch.device("cpu"), part, num_parts):
+                assert block.first == len(rows)
+                stored_type = getattr(torch, dtype)
+                assert block.documents.dtype == (stored_type if len(rows) < 40 else torch.float32)
+                rows += list(block.documents.float() * block.scales[:, None])
+        assert torch.allclose(torch.stack(rows), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(("dtype", "num_bytes"), [("float32", 4), ("float16", 2)])
 def test_blocks_stay_on_a_gpu_if_they_need_half_of_its_memory(
     tmp_path, monkeypatch, dtype, num_bytes
 ):
-    documents = StoreDocuments(write_store(tmp_path, tiny_encoder(), dtype=dtype))
-    needed = num_bytes * len(documents) * documents.dimension
+    store = write_store(tmp_path, tiny_encoder(), dtype=dtype)
+    needed = num_bytes * store.shape[0] * store.shape[1]
     for free, fits in ((2 * needed + 1, True), (2 * needed, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, free))
-        assert documents._fits(torch.device("cuda"), 1) is fits
+        assert DeviceEmbeddings(store, torch.device("cuda"))._fits() is fits
 
 
 def _id(text: str) -> int:

@@ -1,0 +1,90 @@
+"""Products of a float32 matrix with a matrix of stored embeddings.
+
+Embeddings that are stored as float16 are not converted on a GPU: writing a float32 copy of them
+takes longer than the product. The float32 matrix is the sum of two float16 matrices instead, both
+are multiplied at once, and sums are in float32. The result is as exact as a product in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+# The second of the two matrices is scaled by this factor. It holds what float16, with 11 bits, has
+# rounded away from the first.
+_RESIDUAL_SCALE = 2.0**11
+# The largest number of each row after scaling. It is the largest power of 2 in float16, so that
+# numbers 2^-39 times as large are not rounded to 0.
+_LARGEST = 2.0**15
+# Rows of the right matrix that are multiplied as one matrix of a batch. A GPU computes the few rows
+# of the result with few of its processors, unless the long sum is divided.
+_ROWS_PER_SUM = 8192
+
+
+def multiply(left: Tensor, right: Tensor) -> Tensor:
+    """Return the product (n, m) of ``left`` (n, k), at least float32, and ``right`` (k, m)."""
+    can_multiply_half = (
+        right.dtype == torch.float16
+        and left.dtype == torch.float32
+        and right.is_cuda
+        and torch.version.cuda is not None
+        and hasattr(torch.ops.aten.mm, "dtype")  # from torch 2.8 on
+    )
+    if can_multiply_half:
+        return multiply_in_halves(left, right, _multiply_half)
+    return left @ right.to(left.dtype)
+
+
+def multiply_in_halves(
+    left: Tensor, right: Tensor, multiply_half: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Return the product of ``left``, float32 (n, k), and ``right``, float16 (k, m), as float32.
+
+    Args:
+        left: float32 (n, k).
+        right: float16 (k, m).
+        multiply_half: function that returns the float32 product of two float16 matrices.
+    """
+    largest = torch.linalg.vector_norm(left, math.inf, dim=1, keepdim=True)
+    # A row of zeros stays zero.
+    scale = _LARGEST / largest.clamp_min(torch.finfo(torch.float32).tiny * _LARGEST)
+    scaled = left * scale
+    high = scaled.half()
+    low = scaled.sub_(high).mul_(_RESIDUAL_SCALE).half()
+    products = multiply_half(torch.cat([high, low]), right)
+    high_product, low_product = products.chunk(2)
+    return high_product.add_(low_product, alpha=1 / _RESIDUAL_SCALE).div_(scale)
+
+
+def _multiply_half(left: Tensor, right: Tensor) -> Tensor:
+    """Return the float32 product of two float16 matrices, (n, k) and (k, m)."""
+    num_sums = left.shape[1] // _ROWS_PER_SUM
+    if num_sums < 2:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    end = num_sums * _ROWS_PER_SUM
+    left_parts = left[:, :end].unflatten(1, (num_sums, _ROWS_PER_SUM)).transpose(0, 1)
+    right_parts = right[:end].unflatten(0, (num_sums, _ROWS_PER_SUM))
+    product = torch.bmm(left_parts, right_parts, out_dtype=torch.float32).sum(0)
+    if end < left.shape[1]:
+        product += torch.mm(left[:, end:], right[end:], out_dtype=torch.float32)
+    return product
+
+
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """Compute products of float32 matrices on a GPU in full float32 within a ``with`` block."""
+    matmul = torch.backends.cuda.matmul
+    # Since torch 2.9, reading the older name can be an error.
+    name, exact = "fp32_precision", "ieee"
+    if not hasattr(matmul, name):
+        name, exact = "allow_tf32", False
+    setting = getattr(matmul, name)
+    setattr(matmul, name, exact)
+    try:
+        yield
+    finally:
+        setattr(matmul, name, setting)
