@@ -1,38 +1,41 @@
-"""Exact search with FAISS in embeddings of any number, slice by slice, on the CPU or on GPUs.
+"""Exact search in embeddings of any number, slice by slice: by FAISS on the CPU, by torch on GPUs.
 
-An array or a store is searched where it is, and no index is built. A slice is a number of rows that
-fits into `SLICE_BYTES` as float32. The k best documents of each query so far are held in a FAISS
-`ResultHeap`, to which the results of every slice are added. The order of documents with equal
-scores is decided in `index`.
+An array or a store is searched where it is, and no index is built. On the CPU, a slice is a number
+of rows that fits into `SLICE_BYTES` as float32. The k best documents of each query so far are held
+in a FAISS `ResultHeap`, to which the results of every slice are added. On GPUs, the embeddings stay
+in their memory if they have room (see `device_blocks`). The order of documents with equal scores is
+decided in `index`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from contaccum.bank.products import multiply, without_tf32
 from contaccum.errors import UserError
+from contaccum.retrieval.device_blocks import DeviceEmbeddings, Embeddings
 from contaccum.retrieval.encode import Similarity
 from contaccum.retrieval.store import EmbeddingStore
 
 # Bytes of float32 rows that are searched at a time: enough for matrix products to run at full
 # speed, and little memory compared with a corpus.
 SLICE_BYTES = 2**28
-# On a GPU, FAISS keeps the k best results in the GPU's shared memory, which limits k.
-_MAX_K_ON_GPU = 2048
 # A thread with fewer queries costs more than it gains.
 _MIN_QUERIES_PER_THREAD = 64
 # Limits the memory for the results of a slice before they are merged.
 _MAX_QUERIES_PER_GROUP = 4096
-
-Embeddings = np.ndarray | EmbeddingStore
-"""Types of embeddings (N, d) that can be searched; slices of them are float32."""
+# The same on a GPU, and the scores that are computed at once: 512 MB in float32.
+_MAX_QUERIES_PER_GROUP_ON_GPU = 1024
+_MAX_SCORES_ON_GPU = 2**27
 
 
 def search_slices(
@@ -40,18 +43,17 @@ def search_slices(
     queries: np.ndarray,
     k: int,
     metric: Similarity,
-    gpus: Sequence[int] = (),
     show_progress: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the k best documents of n queries exactly. Documents with equal scores are in any order.
+    """Find the k best documents of n queries exactly, on the CPU.
+
+    Documents with equal scores are in any order.
 
     Args:
         corpus: embeddings (N, d) of the documents.
         queries: the result of `prepare_vectors`, (n, d).
         k: number of documents per query, at most N.
         metric: "cos" or "dot".
-        gpus: numbers of the GPUs that search; the CPU searches if there are none, or if k is too
-            large for them.
         show_progress: show a progress bar over the slices.
 
     Returns:
@@ -64,14 +66,10 @@ def search_slices(
     from tqdm.auto import tqdm
 
     num_rows, dimension = corpus.shape
-    if k > _MAX_K_ON_GPU:
-        gpus = ()
     # FAISS's threads wait for each other after every block of a product. One thread per group of
     # queries needs half the CPU time, and on a busy machine a fraction of the wall time.
     num_threads = faiss.omp_get_max_threads()
-    num_workers = 1
-    if not gpus:
-        num_workers = max(1, min(num_threads, len(queries) // _MIN_QUERIES_PER_THREAD))
+    num_workers = max(1, min(num_threads, len(queries) // _MIN_QUERIES_PER_THREAD))
     num_groups = max(num_workers, math.ceil(len(queries) / _MAX_QUERIES_PER_GROUP))
     query_groups = np.array_split(queries, num_groups)
     heaps = [faiss.ResultHeap(len(group), k, keep_max=True) for group in query_groups]
@@ -91,8 +89,7 @@ def search_slices(
         for rows in tqdm(slices, desc="Searching", disable=not show_progress):
             start = rows.start
             documents = prepare_vectors(corpus[rows], metric, "document embedding", start, buffer)
-            search_slice = _make_slice_search(documents, gpus)
-            add_results = partial(_add_results, search_slice, start, min(k, len(documents)))
+            add_results = partial(_add_results, documents, start, min(k, len(documents)))
             # list() waits for all groups, and raises the error of a group that failed.
             list(workers.map(add_results, query_groups, heaps))
     for heap in heaps:
@@ -134,26 +131,90 @@ def _use_blas(dimension: int) -> Iterator[None]:
         faiss.cvar.distance_compute_blas_threshold = threshold
 
 
-def _make_slice_search(documents: np.ndarray, gpus: Sequence[int]) -> Callable[..., Any]:
-    """Return a function that searches documents, float32 (b, d), by inner product.
+def _add_results(documents: np.ndarray, start: int, k: int, queries: np.ndarray, heap: Any) -> None:
+    """Search a slice of documents, float32 (b, d), that begins at row ``start``.
 
-    The function has the arguments (queries, k) and returns scores and rows in the slice, (n, k).
+    The results are merged into a heap.
     """
     import faiss
 
-    if gpus:
-        flat_index = faiss.IndexFlatIP(documents.shape[1])
-        flat_index.add(documents)
-        return faiss.index_cpu_to_gpus_list(flat_index, gpus=list(gpus)).search
-    return partial(faiss.knn, xb=documents, metric=faiss.METRIC_INNER_PRODUCT)
-
-
-def _add_results(
-    search_slice: Callable[..., Any], start: int, k: int, queries: np.ndarray, heap: Any
-) -> None:
-    """Search a slice that begins at row ``start`` and merge the results into a heap."""
-    scores, rows = search_slice(queries, k=k)
+    scores, rows = faiss.knn(queries, documents, k, metric=faiss.METRIC_INNER_PRODUCT)
     heap.add_result(scores, rows + start)
+
+
+class GpuSearch:
+    """Exact search by torch. Each device searches its part of the embeddings.
+
+    Args:
+        corpus: embeddings (N, d) of the documents.
+        metric: "cos" or "dot".
+        devices: the GPUs; the same program also runs on a CPU.
+    """
+
+    def __init__(
+        self, corpus: Embeddings, metric: Similarity, devices: Sequence[torch.device]
+    ) -> None:
+        self._has_scales = metric == "cos"
+        self._is_checked = False
+        self._parts = []
+        for number, device in enumerate(devices):
+            first_row = len(corpus) * number // len(devices)
+            end_row = len(corpus) * (number + 1) // len(devices)
+            self._parts.append(DeviceEmbeddings(corpus, device, first_row, end_row))
+
+    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Find the k best documents of n queries; `search_slices` describes arguments and result.
+
+        Raises:
+            UserError: a vector of the corpus holds NaN or infinity.
+            torch.OutOfMemoryError: a GPU has no memory for the scores of a slice.
+        """
+        with torch.inference_mode(), without_tf32():
+            self._check()
+            results = [self._search_part(part, queries, k) for part in self._parts]
+            # All devices are at work before the first result is waited for.
+            scores = torch.cat([scores.cpu() for scores, _ in results], 1)
+            rows = torch.cat([rows.cpu() for _, rows in results], 1)
+            scores, rows = _select_best(scores, rows, k)
+        return scores.numpy(), rows.numpy()
+
+    def _check(self) -> None:
+        """Refuse vectors as `prepare_vectors` does, before the first search."""
+        if self._is_checked:
+            return
+        for part in self._parts:
+            is_finite = part.norms().isfinite().cpu()
+            if not is_finite.all():
+                row = part.first_row + int((~is_finite).nonzero()[0])
+                raise _make_vector_error("document embedding", row)
+        self._is_checked = True
+
+    def _search_part(
+        self, part: DeviceEmbeddings, queries: np.ndarray, k: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the scores and rows, (n, k), of the best documents of a part, on its device."""
+        all_queries = torch.from_numpy(queries).to(part.device)
+        groups = all_queries.split(_MAX_QUERIES_PER_GROUP_ON_GPU)
+        num_documents = max(1, _MAX_SCORES_ON_GPU // len(groups[0]))
+        best_scores = [queries.new_empty(len(queries), 0) for queries in groups]
+        best_rows = [scores.long() for scores in best_scores]
+        for block in part.blocks(self._has_scales):
+            for documents in block.split(num_documents):
+                for number, group in enumerate(groups):
+                    scores = multiply(group, documents.documents.T)
+                    if documents.scales is not None:
+                        scores *= documents.scales
+                    scores, rows = scores.topk(min(k, scores.shape[1]))
+                    scores = torch.cat([best_scores[number], scores], 1)
+                    rows = torch.cat([best_rows[number], rows + documents.first], 1)
+                    best_scores[number], best_rows[number] = _select_best(scores, rows, k)
+        return torch.cat(best_scores), torch.cat(best_rows)
+
+
+def _select_best(scores: Tensor, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k best of scores (n, m) and their rows, by descending score."""
+    best = scores.topk(min(k, scores.shape[1]))
+    return best.values, rows.gather(1, best.indices)
 
 
 def prepare_vectors(
@@ -185,17 +246,20 @@ def prepare_vectors(
     norms = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
     is_finite = np.isfinite(norms)
     if not is_finite.all():
-        row = first_row + int(np.flatnonzero(~is_finite)[0])
-        raise UserError(
-            f"{description} {row} holds NaN, infinity or numbers too large for float32 scores "
-            "(check the model's weights and precision)"
-        )
+        raise _make_vector_error(description, first_row + int(np.flatnonzero(~is_finite)[0]))
     if metric == "dot":
         return vectors
     divisors = np.where(norms > 0, norms, 1)[:, None]
     if out is not None:
         out = out[: len(vectors)]
     return np.divide(vectors, divisors, out=out)
+
+
+def _make_vector_error(description: str, row: int) -> UserError:
+    return UserError(
+        f"{description} {row} holds NaN, infinity or numbers too large for float32 scores "
+        "(check the model's weights and precision)"
+    )
 
 
 def compute_slice_size(dimension: int) -> int:

@@ -1,4 +1,4 @@
-"""Search in embeddings with FAISS: exactly, or with an index of any `index_factory` string.
+"""Search in embeddings: exactly, or with a FAISS index of any `index_factory` string.
 
 A factory string names the kind of index for `faiss.index_factory`, such as "Flat" (exact) or
 "IVF1024,Flat" (an inverted file of 1,024 lists, of which a search reads only the nearest).
@@ -11,15 +11,18 @@ embeddings. Texts and models belong to `encode` and `searcher`.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
+from contaccum.distributed import world_size
 from contaccum.errors import ConfigError, DataError
 from contaccum.files import (
     AnyPath,
@@ -27,9 +30,10 @@ from contaccum.files import (
     read_json,
     write_json,
 )
+from contaccum.retrieval.device_blocks import Embeddings
 from contaccum.retrieval.encode import Similarity
 from contaccum.retrieval.exact_search import (
-    Embeddings,
+    GpuSearch,
     compute_slice_size,
     prepare_vectors,
     search_slices,
@@ -38,6 +42,8 @@ from contaccum.retrieval.store import EmbeddingStore
 
 if TYPE_CHECKING:
     import faiss
+
+logger = logging.getLogger(__name__)
 
 # Number of results that an exact search returns beyond the k best. If the documents at positions k
 # and k + 1 have equal scores, the ids decide which of them is among the k best.
@@ -60,9 +66,8 @@ class DenseIndex:
         metric: "cos" or "dot".
         parameters: FAISS search parameters; None if the factory has none.
         faiss_index: the FAISS index; None for "Flat", which searches the embeddings themselves.
-        gpus: numbers of the GPUs that search a "Flat" index. The CPU searches if there are none, or
-            if more results are asked for than FAISS finds on a GPU (2,048, of which 32 are for
-            ties).
+        gpus: numbers of the GPUs that search a "Flat" index; the CPU searches if there are none.
+            The embeddings stay in their memory, if they have room, as long as the index lives.
     """
 
     corpus: Embeddings
@@ -72,6 +77,7 @@ class DenseIndex:
     parameters: str | None
     faiss_index: faiss.Index | None = None
     gpus: Sequence[int] = ()
+    _gpu_search: GpuSearch | None = field(default=None, init=False, repr=False)
 
 
 def build_index(
@@ -86,7 +92,7 @@ def build_index(
     Args:
         embeddings: an array (N, d), or a store. "Flat" copies nothing: an array must not change
             as long as the index is used.
-        factory: FAISS factory string. "Flat" is exact and runs on all GPUs that FAISS has, else
+        factory: FAISS factory string. "Flat" is exact and runs on the GPUs of `find_gpus`, else
             on the CPU. "HNSW32", "IVF1024,Flat", "SQ8", "OPQ16_64,IVF256,PQ16" and others trade
             exactness for speed or memory and run on the CPU.
         metric: "cos" or "dot"; None: the similarity of the store, "cos" for an array. With "cos",
@@ -121,10 +127,10 @@ def build_index(
 
 
 def find_gpus() -> list[int]:
-    """Return the numbers of the GPUs that FAISS has; faiss-cpu has none."""
-    import faiss
-
-    return list(range(faiss.get_num_gpus()))
+    """Return the numbers of all GPUs that torch has; of several ranks, each has its own GPU."""
+    if torch.cuda.is_available() and world_size() > 1:
+        return [torch.cuda.current_device()]
+    return list(range(torch.cuda.device_count()))
 
 
 def _get_metric(embeddings: Embeddings) -> Similarity:
@@ -232,13 +238,13 @@ def search(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find the k best documents of n queries.
 
-    An exact search holds one slice of the corpus in memory.
+    An exact search on the CPU holds one slice of the corpus in memory.
 
     Args:
         index: an index of N documents.
         queries: float32 (n, d).
         k: number of documents per query.
-        show_progress: show a progress bar of an exact search.
+        show_progress: show a progress bar of an exact search on the CPU.
 
     Returns:
         Scores, float32 (n, min(k, N)), and rows, int64 (n, min(k, N)), of each query's documents:
@@ -261,14 +267,28 @@ def search(
     queries = prepare_vectors(queries, index.metric, "query embedding")
     if index.faiss_index is None:
         num_results = min(k + _NUM_EXTRA_RESULTS, num_documents)
-        scores, rows = search_slices(
-            index.corpus, queries, num_results, index.metric, index.gpus, show_progress
-        )
+        scores, rows = _search_exactly(index, queries, num_results, show_progress)
     else:
         scores, rows = index.faiss_index.search(queries, k)
     scores[rows < 0] = -np.inf
     _order_ties_by_id(index.ids, scores, rows)
     return scores[:, :k], rows[:, :k]
+
+
+def _search_exactly(
+    index: DenseIndex, queries: np.ndarray, k: int, show_progress: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Search on the GPUs of an index. The CPU searches if it has none, or they have no memory."""
+    if index.gpus and len(queries) > 0:
+        if index._gpu_search is None:
+            devices = [torch.device("cuda", number) for number in index.gpus]
+            index._gpu_search = GpuSearch(index.corpus, index.metric, devices)
+        try:
+            return index._gpu_search.search(queries, k)
+        except torch.OutOfMemoryError:
+            index._gpu_search = None
+            logger.warning("exact search: the GPU's memory is full, so the CPU searches")
+    return search_slices(index.corpus, queries, k, index.metric, show_progress)
 
 
 def _order_ties_by_id(

@@ -7,10 +7,12 @@ from collections.abc import Callable
 import faiss
 import numpy as np
 import pytest
+import torch
 
 from contaccum.errors import ConfigError, DataError, UserError
-from contaccum.retrieval import exact_search
+from contaccum.retrieval import device_blocks, exact_search
 from contaccum.retrieval import index as index_module
+from contaccum.retrieval.exact_search import GpuSearch
 from contaccum.retrieval.index import build_index, open_index, recall_against_exact, search
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter
 
@@ -23,6 +25,24 @@ def make_vectors(n: int, d: int = 16, seed: int = 0) -> np.ndarray:
 def set_slice_size(monkeypatch) -> Callable[[int], None]:
     """Return a function that sets how many rows of 16 numbers a slice has."""
     return lambda num_rows: monkeypatch.setattr(exact_search, "SLICE_BYTES", 4 * 16 * num_rows)
+
+
+@pytest.fixture(params=["faiss", "torch"])
+def program(request, monkeypatch) -> str:
+    """Search exactly by FAISS, and by the program of GPUs in two parts on the CPU."""
+    if request.param == "torch":
+
+        def use_cpu(corpus, metric, devices):
+            assert [device.type for device in devices] == ["cuda", "cuda"]
+            return GpuSearch(corpus, metric, [torch.device("cpu")] * 2)
+
+        monkeypatch.setattr(index_module, "find_gpus", lambda: [0, 1])
+        monkeypatch.setattr(index_module, "GpuSearch", use_cpu)
+        monkeypatch.setattr(exact_search, "search_slices", None)
+        monkeypatch.setattr(index_module, "search_slices", None)
+        monkeypatch.setattr(exact_search, "_MAX_SCORES_ON_GPU", 2000)
+        monkeypatch.setattr(device_blocks, "_ROWS_PER_BLOCK_ON_CPU", 30)
+    return request.param
 
 
 def search_by_numpy(
@@ -41,9 +61,10 @@ def search_by_numpy(
 
 @pytest.mark.parametrize("metric", ["cos", "dot"])
 @pytest.mark.parametrize(("k", "num_queries"), [(1, 9), (7, 300), (65, 300), (500, 9)])
-def test_sliced_search_equals_numpy(metric, k, num_queries, set_slice_size, monkeypatch):
+def test_sliced_search_equals_numpy(metric, k, num_queries, set_slice_size, monkeypatch, program):
     set_slice_size(64)
     monkeypatch.setattr(exact_search, "_MAX_QUERIES_PER_GROUP", 100)
+    monkeypatch.setattr(exact_search, "_MAX_QUERIES_PER_GROUP_ON_GPU", 100)
     documents = make_vectors(200)
     queries = make_vectors(num_queries, seed=1)
     documents_before = documents.copy()
@@ -62,7 +83,7 @@ def test_sliced_search_equals_numpy(metric, k, num_queries, set_slice_size, monk
 @pytest.mark.parametrize(
     ("factory", "k_values"), [("Flat", (1, 5, 10, 11, 129)), ("HNSW32", (130,))]
 )
-def test_equal_scores_are_ordered_by_id_as_by_trec_eval(factory, k_values, set_slice_size):
+def test_equal_scores_are_ordered_by_id_as_by_trec_eval(factory, k_values, set_slice_size, program):
     """The order holds across slices, and at position k too."""
     set_slice_size(29)
     rng = np.random.default_rng(0)
@@ -84,7 +105,7 @@ def test_equal_scores_are_ordered_by_id_as_by_trec_eval(factory, k_values, set_s
             np.testing.assert_array_equal(scores[query][: len(result)], query_scores[result])
 
 
-def test_nan_and_too_large_numbers_are_refused_with_their_row(set_slice_size):
+def test_nan_and_too_large_numbers_are_refused_with_their_row(set_slice_size, program):
     set_slice_size(10)
     message = "document embedding 77 holds NaN, infinity or numbers too large"
     for bad_number in (np.inf, np.nan, 1e30):
@@ -100,26 +121,31 @@ def test_nan_and_too_large_numbers_are_refused_with_their_row(set_slice_size):
         search(build_index(make_vectors(10)), queries, 2)
 
 
-def test_gpus_search_slices_unless_k_is_too_large_for_them(monkeypatch, set_slice_size):
-    set_slice_size(2100)
-    documents = make_vectors(3000)
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_gpus_search_arrays_of_any_type(dtype):
+    documents = make_vectors(3000).astype(dtype)[::-1]
+    documents.flags.writeable = False
     queries = make_vectors(20, seed=1)
-    _, expected_rows = search(build_index(documents), queries, 2500)
-    indexes_on_gpus = []
+    queries /= np.linalg.norm(queries, axis=1, keepdims=True)
+    expected_scores, expected_rows = search(build_index(documents), queries, 50)
+    searcher = GpuSearch(documents, "cos", [torch.device("cpu")])
+    for _ in range(2):
+        scores, rows = searcher.search(queries, 50)
+        np.testing.assert_array_equal(rows, expected_rows)
+        np.testing.assert_allclose(scores, expected_scores, atol=1e-6)
 
-    def record_index(index, gpus):
-        assert gpus == [0, 1]
-        indexes_on_gpus.append(index)
-        return index
 
-    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 2)
-    monkeypatch.setattr(faiss, "index_cpu_to_gpus_list", record_index, raising=False)
-    index = build_index(documents)
-    for k in (5, 2500):
-        _, rows = search(index, queries, k)
-        np.testing.assert_array_equal(rows, expected_rows[:, :k])
-    assert index.gpus == [0, 1]
-    assert [gpu_index.ntotal for gpu_index in indexes_on_gpus] == [2100, 900]
+def test_the_cpu_searches_if_the_memory_of_a_gpu_is_full(monkeypatch, caplog):
+    def fail(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    documents = make_vectors(50)
+    _, expected_rows = search(build_index(documents), documents, 5)
+    monkeypatch.setattr(index_module, "find_gpus", lambda: [0])
+    monkeypatch.setattr(GpuSearch, "search", fail)
+    _, rows = search(build_index(documents), documents, 5)
+    np.testing.assert_array_equal(rows, expected_rows)
+    assert "memory is full, so the CPU searches" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -182,7 +208,7 @@ def store(tmp_path) -> EmbeddingStore:
 
 
 @pytest.mark.parametrize("similarity", ["cos", "dot"])
-def test_a_store_is_searched_by_its_own_similarity(tmp_path, similarity):
+def test_a_store_is_searched_by_its_own_similarity(tmp_path, similarity, program):
     identity = {"dtype": "float32", "shard_size": 50, "similarity": similarity}
     embeddings = make_vectors(200) * np.linspace(0.5, 2, 200, dtype=np.float32)[:, None]
     passages = [(f"d{number}", "", str(number)) for number in range(200)]
