@@ -1,41 +1,43 @@
 r"""Measure contaccum on a GPU, in independent parts.
 
-    python benchmarks/gpu.py --part loss_exact host_syncs
-    python benchmarks/gpu.py --part update_time --bank_size 8192    # other sizes: in runs/gpu
+    python benchmarks/gpu.py --part update_time search
+    python benchmarks/gpu.py --part host_syncs --bank_size 8192     # other sizes: in runs/gpu
     python benchmarks/gpu.py --part study_cell --seconds 60         # also in runs/gpu
-    python benchmarks/gpu.py --part study_cell --model FOLDER       # also in runs/gpu
+    python benchmarks/gpu.py --part fit --model FOLDER              # also in runs/gpu
     python benchmarks/gpu.py --device cpu --tiny --output /tmp/gpu  # a dry run
     python benchmarks/gpu.py --page docs/gpu.md                     # fill the tables of docs/gpu.md
 
 If contaccum is not installed, set PYTHONPATH to the folder of the clone.
 
-All parts, in two calls; parts that do not fit into the time are listed at the end:
+All parts, in two calls of seven minutes; parts that do not fit into the time are listed at the end:
 
-    python benchmarks/gpu.py --minutes 8 --part loss_exact host_syncs update_time decoder \
-        out_of_memory compile
-    python benchmarks/gpu.py --minutes 8 --part search encoding query_side study_cell
+    python benchmarks/gpu.py --minutes 7 --part update_time query_side search fit
+    python benchmarks/gpu.py --minutes 7 --part encoding decoder loss_exact host_syncs \
+        out_of_memory compile study_cell
 
+update_time    measures pairs per second and peak memory of an update, by encoder, micro-batch and
+               method, with the losses of sentence-transformers beside those of contaccum
+query_side     measures a micro-step of QuerySideLoss with ten million documents, in the memory of
+               the GPU and of the host, and checks its gradient
+search         measures exact and approximate search on the GPU and on the CPU
+fit            fits a model to SciFact with the time of a budget: trials, scores, verdict
+encoding       measures texts per second of encoding a corpus, and of forward passes alone
+decoder        measures an update of a 0.6B decoder with adapters, on weights in bfloat16 (LoRA) and
+               in 4 bits (QLoRA, needs bitsandbytes), with micro-batches of one pair and of two
 loss_exact     compares gradients of BankedInfoNCE with a dense float64 loss of the whole batch, if
                the bank contains exactly the rest of the batch; also with autocast and a gradient
                scaler
 host_syncs     lists the places where a micro-step of the loss makes the host wait for the device
-update_time    measures seconds and peak memory of an update, with the sizes of BERT-base
-decoder        measures the same for a 0.6B decoder with adapters, on weights in bfloat16 (LoRA) and
-               in 4 bits (QLoRA, needs bitsandbytes), with micro-batches of one pair and of two
 out_of_memory  checks that training goes on with smaller micro-batches after a real out-of-memory
                error
 compile        measures an update with a compiled encoder, and how often it is compiled
-encoding       measures texts per second of encoding a corpus, and of forward passes alone
-query_side     measures a micro-step of QuerySideLoss with ten million documents, in the memory of
-               the GPU and of the host, and checks its gradient
 study_cell     trains on SciFact with the same number of seconds for each method, and scores
-search         measures exact and approximate search with FAISS on the GPU and on the CPU
 
 Each part writes OUTPUT/PART.json with its command, versions, device and commit. Until a part is
 complete, the cases that it has finished are in OUTPUT/PART.partial.json. The program prints which
 parts were run and which were not, and has exit code 1 if a check or a part failed. A part whose
 packages are missing is not measured. Nothing is downloaded: texts are random or from the package,
-and weights are random, except that study_cell trains all-MiniLM-L6-v2 if the `demo` extra is
+and weights are random, except that fit and study_cell train all-MiniLM-L6-v2 if the `demo` extra is
 installed, or the model in --model.
 """
 
@@ -80,26 +82,25 @@ from contaccum.files import write_text
 # Each part is the module of this name in gpu_parts. It is imported when it runs, because some parts
 # need packages that others do not need.
 PARTS = (
+    "update_time",
+    "query_side",
+    "search",
+    "fit",
+    "encoding",
+    "decoder",
     "loss_exact",
     "host_syncs",
-    "update_time",
-    "decoder",
     "out_of_memory",
     "compile",
-    "encoding",
-    "query_side",
     "study_cell",
-    "search",
 )
 # The parts that use an option. All others ignore it.
 PARTS_OF_OPTION = {
     "pairs": PARTS_WITH_SIZES,
     "local": PARTS_WITH_SIZES,
-    "bank_size": ("host_syncs", "update_time"),
-    "turns": ("update_time",),
-    "precision": ("update_time",),
+    "bank_size": ("host_syncs",),
     "seconds": ("study_cell",),
-    "model": ("study_cell",),
+    "model": ("fit", "study_cell"),
 }
 RESULTS = Path(__file__).parent / "gpu"  # the results that docs/gpu.md shows
 OTHER_RESULTS = Path("runs/gpu")
@@ -112,7 +113,7 @@ def parse_arguments() -> argparse.Namespace:
     if args.page is None:
         check_device(args.device, parser)
     args.sizes = TINY if args.tiny else Sizes()
-    for name in ("pairs", "local", "bank_size", "turns", "precision"):
+    for name in ("pairs", "local", "bank_size"):
         value = getattr(args, name)
         if value is not None:
             args.sizes = replace(args.sizes, **{name: value})
@@ -169,12 +170,6 @@ def add_part_options(parser: argparse.ArgumentParser) -> None:
     add("pairs", f"pairs per update; default: {Sizes.pairs}", type=int)
     add("local", f"pairs per micro-batch; default: {Sizes.local}", type=int)
     add("bank_size", f"pairs in the bank; default: {Sizes.bank_size}", type=int)
-    add("turns", f"timed updates of each method; default: {Sizes.turns}", type=int)
-    add(
-        "precision",
-        f"precision of the encoder; default: {Sizes.precision}",
-        choices=("float32", "bfloat16"),
-    )
     add(
         "seconds",
         f"seconds of training of each method; default: {METHOD_SECONDS:g}",

@@ -41,8 +41,8 @@ class CompileSizes:
     local: int = 8  # pairs per micro-batch
     bank_size: int = 1024
     # Tokens of queries and passages, in the order in which they come.
-    lengths: tuple[tuple[int, int], ...] = ((32, 128), (24, 96), (16, 64), (28, 200), (20, 256))
-    turns: int = 5  # timed updates for each length
+    lengths: tuple[tuple[int, int], ...] = ((32, 128), (24, 96), (28, 200))
+    turns: int = 3  # timed updates for each length
 
 
 TINY = CompileSizes("tiny", "eager", 8, 4, 16, ((4, 8), (5, 9)), 2)

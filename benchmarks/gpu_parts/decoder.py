@@ -32,12 +32,12 @@ class DecoderSizes:
 
     backbone: str = "decoder-0.6b"
     rank: int = 16  # of the adapters
-    pairs: int = 16  # pairs per update
+    pairs: int = 8  # pairs per update
     micro_batches: tuple[int, ...] = (1, 2)  # pairs per micro-batch
     bank_size: int = 1024
     query_length: int = 32
     passage_length: int = 128
-    turns: int = 3
+    turns: int = 2
 
 
 TINY = DecoderSizes(

@@ -35,14 +35,14 @@ _NUM_TRIAL_BATCHES = 2  # forward passes that tell how many take long enough
 class EncodingSizes:
     """Sizes of this part."""
 
-    backbones: tuple[str, ...] = ("minilm", "bert-base", "decoder-0.6b")
-    lengths: tuple[int, ...] = (32, 128, 512)  # tokens of a text
+    backbones: tuple[str, ...] = ("minilm", "bert-base")
+    lengths: tuple[int, ...] = (32, 256)  # tokens of a text
     batch_size: int = 128  # texts per forward pass
     num_words: int = 20_000  # vocabulary
-    forward_seconds: float = 2.0  # of the timed forward passes of a case, at least
+    forward_seconds: float = 1.0  # of the timed forward passes of a case, at least
     max_batches: int = 2000  # forward passes of a case, at most
     # Of the corpus of a case, at most, because a tokeniser is slower than a small encoder on a GPU.
-    max_tokens: int = 2_000_000
+    max_tokens: int = 1_000_000
 
 
 TINY = EncodingSizes(("tiny", "decoder-tiny"), (4, 8), 4, 50, 0.0, 3, 40)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from measuring.random_store import write_random_store
 from torch.nn.functional import cross_entropy, normalize
 
 from contaccum import QuerySideLoss
+from contaccum.retrieval.device_blocks import DeviceEmbeddings
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encoding_identity
 from contaccum.retrieval.store import EmbeddingStore
@@ -43,21 +46,17 @@ class QuerySideSizes:
 
     backbone: str = "minilm"
     documents: int = 10_000_000
+    documents_in_float32: int = 1_000_000
     documents_of_check: int = 20_000
     queries: int = 32  # queries per micro-step
     query_length: int = 32
     device_steps: int = 20  # timed micro-steps with documents in GPU memory
-    host_steps: int = 2  # timed micro-steps with documents in host memory
+    host_steps: int = 5  # timed micro-steps with documents in host memory
 
 
-TINY = QuerySideSizes("tiny", 300, 50, 4, 4, 2, 2)
-
-
-class HostDocuments(StoreDocuments):
-    """Documents that are read from the host in every micro-step, whatever fits into the GPU."""
-
-    def _fits(self, device: torch.device, num_parts: int) -> bool:
-        return False
+TINY = QuerySideSizes("tiny", 300, 200, 50, 4, 4, 2, 2)
+# The documents are read from the host in every micro-step, whatever fits into the GPU.
+on_host = patch.object(DeviceEmbeddings, "_fits", lambda embeddings: False)
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -127,10 +126,11 @@ def check_gradient(dtype: str, sizes: QuerySideSizes, run: Run) -> float:
         documents = torch.from_numpy(store[:]).to(run.device).double()
         reference = queries.double().requires_grad_()
         cosines = normalize(reference, dim=-1) @ normalize(documents, dim=-1).T
-        for documents_class in (StoreDocuments, HostDocuments):
-            loss_fn = QuerySideLoss(model, documents_class(store))
+        for place in (nullcontext(), on_host):
+            loss_fn = QuerySideLoss(model, StoreDocuments(store))
             leaf = queries.clone().requires_grad_()
-            loss_fn.compute_loss_from_embeddings(leaf, rows).backward()
+            with place:
+                loss_fn.compute_loss_from_embeddings(leaf, rows).backward()
             (expected,) = torch.autograd.grad(
                 cross_entropy(cosines * loss_fn.scale, rows[:, 0]), reference, retain_graph=True
             )
@@ -148,11 +148,17 @@ def measure_store(dtype: str, sizes: QuerySideSizes, run: Run) -> Iterator[dict[
     model = make_model(sizes, run)
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        store = write_store(model, folder, dtype, sizes.documents, run)
+        num_documents = sizes.documents if dtype == "float16" else sizes.documents_in_float32
+        store = write_store(model, folder, dtype, num_documents, run)
         write_seconds = time.perf_counter() - started
         num_bytes = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
         places: dict[str, Any] = {}
-        figures = {"write_seconds": write_seconds, "store_bytes": num_bytes, "places": places}
+        figures = {
+            "documents": num_documents,
+            "write_seconds": write_seconds,
+            "store_bytes": num_bytes,
+            "places": places,
+        }
         if run.is_cuda:
             places["device"] = measure_steps(
                 model,
@@ -166,9 +172,10 @@ def measure_store(dtype: str, sizes: QuerySideSizes, run: Run) -> Iterator[dict[
             places["device"] = {"not_measured": "there is no GPU"}
         yield figures
         run.free_memory()
-        places["host"] = measure_steps(
-            model, HostDocuments(store), HOST_WARM_UP_STEPS, sizes.host_steps, sizes, run
-        )
+        with on_host:
+            places["host"] = measure_steps(
+                model, StoreDocuments(store), HOST_WARM_UP_STEPS, sizes.host_steps, sizes, run
+            )
         yield figures
 
 
@@ -202,7 +209,8 @@ def measure_steps(
         model.zero_grad()
     if not seconds:
         return {"not_measured": "the time was over before the first micro-step"}
-    is_resident = bool(documents._blocks_on_device)
+    (parts,) = documents._on_device.values()
+    is_resident = parts[0]._kept is not None
     return {
         "seconds": quartiles(seconds),
         "steps": len(seconds),

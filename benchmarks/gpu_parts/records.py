@@ -118,4 +118,6 @@ def is_for_page(record: Record) -> bool:
         return False
     if record["part"] == "study_cell" and record["measured"]:
         return record["result"]["budget_seconds"] == METHOD_SECONDS
-    return record["part"] not in PARTS_WITH_SIZES or record["sizes"] == asdict(Sizes())
+    if record["part"] not in PARTS_WITH_SIZES:
+        return True
+    return all(record["sizes"][name] == value for name, value in asdict(Sizes()).items())

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 TEMPERATURE = 0.05
-PARTS_WITH_SIZES = ("loss_exact", "host_syncs", "update_time")
-METHOD_SECONDS = 40.0  # of training, for each method of study_cell
+PARTS_WITH_SIZES = ("loss_exact", "host_syncs")
+METHOD_SECONDS = 15.0  # of training, for each method of study_cell
 _MAX_REASON_LENGTH = 200  # characters of an error that a record and a page show
 
 
@@ -31,25 +31,9 @@ class Sizes:
     hard_negatives: int = 1  # hard negatives per query, in loss_exact
     dimension: int = 768
     bank_size: int = 2048
-    num_layers: int = 12
-    num_heads: int = 12
-    query_length: int = 32
-    passage_length: int = 128
-    turns: int = 7  # timed updates of each method
-    precision: str = "bfloat16"  # precision of the encoder in update_time
 
 
-TINY = Sizes(
-    pairs=16,
-    local=4,
-    dimension=16,
-    bank_size=32,
-    num_layers=1,
-    num_heads=2,
-    query_length=4,
-    passage_length=8,
-    turns=2,
-)
+TINY = Sizes(pairs=16, local=4, dimension=16, bank_size=32)
 
 
 def discard(result: dict[str, Any]) -> None:
@@ -61,11 +45,11 @@ class Run:
     """Settings for the run of a part.
 
     Attributes:
-        sizes: sizes of the first three parts.
+        sizes: sizes of the parts in `PARTS_WITH_SIZES`.
         device: the device that is measured.
         deadline: time.monotonic() after which no new turn starts.
         is_tiny: use tiny sizes in the other parts, too, for a dry run.
-        model: folder of a SentenceTransformer for study_cell; None for the default.
+        model: folder of a SentenceTransformer for fit and study_cell; None for the default.
         method_seconds: seconds of training of each method in study_cell; None for the default.
         save_partial: function that writes the result of the cases that a part has finished, so that
             they are kept if the program is killed.

@@ -9,7 +9,6 @@ from measuring.pages import format_bytes, format_duration, make_table
 
 from gpu_parts.records import Record
 
-NOT_RUN = "*Not yet run on a GPU.*"
 _HASH_LENGTH = 8  # characters of a commit's hash that are shown
 
 Number = float | str
@@ -17,7 +16,7 @@ Number = float | str
 
 
 def make_tables(records: dict[str, Record | None]) -> dict[str, str]:
-    """Return {name of a table: its Markdown}: a table of all runs, and one for each part."""
+    """Return {name of a table: its Markdown}: one of all parts, and one for each part."""
     tables = {"runs": make_runs_table(records)}
     for part, record in records.items():
         tables[part] = make_part_table(part, record)
@@ -25,24 +24,64 @@ def make_tables(records: dict[str, Record | None]) -> dict[str, str]:
 
 
 def make_runs_table(records: dict[str, Record | None]) -> str:
-    """Return the table of GPU, date, commit and duration of the run of each part."""
+    """Return the main figures of all parts that have run, and the names of the others."""
     rows = []
+    not_run = []
     for part, record in records.items():
-        name = f"`{part}`"
         if record is None:
-            rows.append([name, "not yet run", "", "", "", ""])
+            not_run.append(f"`{part}`")
             continue
         commit = record["git_commit"] or "unknown"
         row = [
-            name,
+            f"[`{part}`](#{part})",
             get_outcome(record),
+            summarise(part, record["result"]) if record["measured"] else "",
             record["device"]["name"],
             record["date"],
             f"`{commit[:_HASH_LENGTH]}`",
             format_duration(record["seconds"]),
         ]
         rows.append(row)
-    return make_table(["part", "result", "GPU", "date", "commit", "time"], rows)
+    table = make_table(["part", "result", "figures", "GPU", "date", "commit", "time"], rows)
+    if not_run:
+        table += f"\n\nNot yet run: {', '.join(not_run)}."
+    return table
+
+
+def summarise(part: str, result: Record) -> str:
+    """Return the main figures of a part in a few words; an empty text for a part without any."""
+    figures: list[str] = []
+    if part == "update_time":
+        for case in result["cases"]:
+            method = case["methods"]["contaccum"]
+            rate = format_number(method["pairs_per_second"])
+            ratio = format_ratio(method["ratio"]["median"])
+            figures.append(f"{case['backbone']}, n={case['local']}: {rate} pairs/s, {ratio}")
+    elif part == "query_side":
+        for dtype, store in result["stores"].items():
+            for place, case in store["places"].items():
+                if "seconds" in case:
+                    seconds = format_number(case["seconds"]["median"])
+                    figures.append(f"{dtype}, {place}: {seconds} s")
+    elif part in ("search", "encoding"):
+        figures += _summarise_rates(part, result)
+    elif part == "fit":
+        figures.append(result["verdict"]["line"])
+    return "; ".join(figures)
+
+
+def _summarise_rates(part: str, result: Record) -> list[str]:
+    """Return the seconds of each index, or the texts per second of each encoder."""
+    if part == "search":
+        return [
+            f"{name}: {format_number(case['seconds']['median'])} s"
+            for name, case in result["cases"].items()
+        ]
+    return [
+        f"{case['backbone']}, {case['precision']}, {case['tokens_per_text']} tokens: "
+        f"{format_number(case['encode_texts_per_second'])} texts/s"
+        for case in result["cases"]
+    ]
 
 
 def get_outcome(record: Record) -> str:
@@ -60,9 +99,9 @@ def get_outcome(record: Record) -> str:
 
 
 def make_part_table(part: str, record: Record | None) -> str:
-    """Return the table of a part, or a sentence if it has none."""
+    """Return the table of a part, or a sentence if it has none; an empty text before its run."""
     if record is None:
-        return NOT_RUN
+        return ""
     reason = record.get("reason")
     if not record["measured"]:
         outcome = "Failed" if record.get("failed") else "Not measured"
@@ -101,20 +140,34 @@ def make_host_syncs_table(result: Record) -> str:
 
 
 def make_update_table(result: Record) -> str:
-    """Return time and memory of an update by method."""
-    return make_table(["method", *_UPDATE_HEADER], _make_update_rows(result))
-
-
-_UPDATE_HEADER = ["seconds per update", "relative to `grad_accum`", "peak memory"]
-
-
-def _make_update_rows(result: Record) -> list[list[str]]:
+    """Return speed and memory of an update by encoder, micro-batch and method."""
     rows = []
-    for method, figures in result["methods"].items():
-        seconds = format_number(figures["seconds"]["median"])
-        ratio = format_ratio(figures["ratio_to_grad_accum"]["median"])
-        rows.append([f"`{method}`", seconds, ratio, format_mb(figures["peak_mb"])])
-    return rows
+    for case in sorted(result["cases"], key=lambda case: (case["backbone"], case["local"])):
+        for method, figures in case["methods"].items():
+            launches = figures.get("launches_per_micro_step")
+            busy_share = figures.get("busy_share")
+            row = [
+                case["backbone"],
+                str(case["local"]),
+                f"`{method}`",
+                format_number(figures["pairs_per_second"]),
+                format_ratio(figures["ratio"]["median"]),
+                format_mb(figures["peak_mb"]),
+                "" if launches is None else f"{launches:,.0f}",
+                "" if busy_share is None else f"{busy_share:.0%}",
+            ]
+            rows.append(row)
+    header = [
+        "encoder",
+        "n",
+        "method",
+        "pairs/s",
+        "time relative to `mnrl`",
+        "peak memory",
+        "launches per micro-step",
+        "GPU busy",
+    ]
+    return make_table(header, rows)
 
 
 def make_decoder_table(result: Record) -> str:
@@ -122,9 +175,25 @@ def make_decoder_table(result: Record) -> str:
     rows = []
     for adapter, figures in result["adapters"].items():
         for local, case in figures["micro_batches"].items():
-            if "methods" in case:
-                rows += [[adapter, local, *row] for row in _make_update_rows(case)]
-    return make_table(["weights", "n", "method", *_UPDATE_HEADER], rows)
+            for method, method_figures in case.get("methods", {}).items():
+                row = [
+                    adapter,
+                    local,
+                    f"`{method}`",
+                    format_number(method_figures["seconds"]["median"]),
+                    format_ratio(method_figures["ratio"]["median"]),
+                    format_mb(method_figures["peak_mb"]),
+                ]
+                rows.append(row)
+    header = [
+        "weights",
+        "n",
+        "method",
+        "seconds per update",
+        "relative to `grad_accum`",
+        "peak memory",
+    ]
+    return make_table(header, rows)
 
 
 def make_out_of_memory_table(result: Record) -> str:
@@ -200,12 +269,13 @@ def make_encoding_table(result: Record) -> str:
 def make_query_side_table(result: Record) -> str:
     """Return times and memory of a micro-step by type of the store and place of the documents."""
     rows = []
-    num_documents = format_number(result["sizes"]["documents"])
     for dtype, store in result["stores"].items():
         for place, figures in store["places"].items():
             if "seconds" not in figures:
                 continue
+            num_documents = store.get("documents", result["sizes"]["documents"])
             row = [
+                format_number(num_documents),
                 f"{dtype}, {format_bytes(store['store_bytes'])}",
                 format_place(place, figures["is_in_gpu_memory"]),
                 format_number(figures["seconds"]["median"]),
@@ -214,7 +284,8 @@ def make_query_side_table(result: Record) -> str:
             ]
             rows.append(row)
     header = [
-        f"store of {num_documents} documents",
+        "documents",
+        "store",
         "documents in the memory of",
         "seconds per micro-step",
         "first micro-step",
@@ -270,10 +341,13 @@ def make_search_table(result: Record) -> str:
         rate = format_number(case["queries_per_second"])
         recall = case["recall"]
         shown_recall = "-" if recall is None else f"{recall:.3f}"
-        rows.append([f"`{name}`", seconds, rate, shown_recall])
+        first_seconds = case.get("first_seconds")
+        shown_first = "-" if first_seconds is None else format_number(first_seconds)
+        rows.append([name, shown_first, seconds, rate, shown_recall])
     sizes = result["sizes"]
     header = [
         f"index of {format_number(sizes['documents'])} documents",
+        "seconds, first search",
         f"seconds for {sizes['queries']:,} queries",
         "queries/s",
         f"recall@{sizes['k']}",
@@ -283,6 +357,22 @@ def make_search_table(result: Record) -> str:
         seconds = format_number(result["copy_seconds"])
         table += f"\n\nCopying `{sizes['factory']}` to the GPU took {seconds} s."
     return table
+
+
+def make_fit_table(result: Record) -> str:
+    """Return the scores of a fit, and its verdict."""
+    rows = []
+    for system in result["scores"]:
+        scores = [format_score(value) for name, value in system.items() if name != "name"]
+        rows.append([system["name"], *scores])
+    names = [name for name in result["scores"][0] if name not in ("name", "dev")]
+    table = make_table([f"{result['model']}, {result['budget']}", "dev", *names], rows)
+    trials = [f"{trial['updates']:,} updates" for trial in result["trials"]]
+    seconds = format_number(result["seconds"])
+    return (
+        f"{table}\n\n{result['verdict']['line']}. It took {seconds} s, with trials of "
+        f"{', '.join(trials)}; peak memory {format_mb(result['peak_mb'])}."
+    )
 
 
 def format_passed(passed: bool) -> str:
@@ -327,5 +417,6 @@ _TABLES: dict[str, Callable[[Record], str]] = {
     "encoding": make_encoding_table,
     "query_side": make_query_side_table,
     "study_cell": make_study_cell_table,
+    "fit": make_fit_table,
     "search": make_search_table,
 }

@@ -16,8 +16,10 @@ import numpy as np
 import torch
 from measuring.encoders import make_features
 from measuring.updates import CACHED_METHODS, fill_bank, make_loss, make_optimizer
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
-from contaccum import ContAccumLoss, DualEncoder
+from contaccum import DualEncoder
 from gpu_parts.settings import NotMeasured, Run
 
 NUM_WARM_UP_TURNS = 1
@@ -36,16 +38,22 @@ class UpdateSizes:
 
 
 def measure_methods(
-    model: DualEncoder, vocabulary: int, methods: Sequence[str], sizes: UpdateSizes, run: Run
+    model: DualEncoder,
+    vocabulary: int,
+    methods: Sequence[str],
+    sizes: UpdateSizes,
+    run: Run,
+    profiled_methods: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Time updates of all methods, in a new shuffled order in every turn.
 
     Args:
         model: the encoder, in train mode.
         vocabulary: number of token ids of the encoder.
-        methods: names of the methods, "grad_accum" among them.
+        methods: names of the methods, "contaccum" among them. Times are compared with the first.
         sizes: sizes of an update.
         run: device and deadline.
+        profiled_methods: methods of which an update is also profiled, on a GPU.
 
     Raises:
         NotMeasured: the time was over before the first turn.
@@ -69,8 +77,8 @@ def measure_methods(
             turns.append(figures)
     if not turns:
         raise NotMeasured("the time was over before the first turn; increase --minutes")
-    result = {
-        "methods": {method: summarise(method, turns) for method in methods},
+    result: dict[str, Any] = {
+        "methods": {method: summarise(method, methods[0], turns) for method in methods},
         "turns": len(turns),
         "warm_up_turns": NUM_WARM_UP_TURNS,
         "bank_rows_in_use": losses["contaccum"].info_nce.bank.in_use,
@@ -78,7 +86,31 @@ def measure_methods(
     if len(turns) < sizes.turns:
         num_missing = sizes.turns - len(turns)
         result["not_run"] = f"{num_missing} of {sizes.turns} turns: the time was over"
+    elif run.is_cuda:
+        for method in profiled_methods:
+            figures = result["methods"][method]
+            num_launches, busy_seconds = profile_update(
+                method, losses[method], optimizer, vocabulary, sizes, run
+            )
+            figures["launches_per_micro_step"] = num_launches * sizes.local / sizes.pairs
+            figures["busy_share"] = busy_seconds / figures["seconds"]["median"]
     return result
+
+
+def profile_update(*args: Any) -> tuple[int, float]:
+    """Run one update; return how often the GPU was started, and its seconds of work.
+
+    The arguments are those of `run_update`.
+    """
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run_update(*args)
+    num_launches = 0
+    microseconds = 0.0
+    for event in profiler.events() or ():
+        if event.device_type == DeviceType.CUDA:
+            num_launches += 1
+            microseconds += event.self_device_time_total
+    return num_launches, microseconds / 1e6
 
 
 def make_batch(
@@ -92,7 +124,7 @@ def make_batch(
 
 def run_update(
     method: str,
-    loss_fn: ContAccumLoss,
+    loss_fn: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     vocabulary: int,
     sizes: UpdateSizes,
@@ -116,14 +148,14 @@ def run_update(
     return {"seconds": seconds, "peak_mb": run.read_peak_mb()}
 
 
-def summarise(method: str, turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return quartiles of a method's seconds and of its ratios to grad_accum in the same turn."""
+def summarise(method: str, baseline: str, turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return quartiles of a method's seconds and of its ratios to a baseline in the same turn."""
     seconds = np.array([turn[method]["seconds"] for turn in turns])
-    baseline_seconds = np.array([turn["grad_accum"]["seconds"] for turn in turns])
+    baseline_seconds = np.array([turn[baseline]["seconds"] for turn in turns])
     peaks = [turn[method]["peak_mb"] for turn in turns]
     return {
         "seconds": quartiles(seconds),
-        "ratio_to_grad_accum": quartiles(seconds / baseline_seconds),
+        "ratio": quartiles(seconds / baseline_seconds),
         "all_seconds": seconds.tolist(),
         # The resident memory of the process cannot be assigned to one of the methods.
         "peak_mb": "not measured on a CPU" if peaks[0] is None else max(peaks),

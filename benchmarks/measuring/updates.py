@@ -5,26 +5,35 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sentence_transformers.sentence_transformer.losses import (
+    CachedMultipleNegativesRankingLoss,
+    MultipleNegativesRankingLoss,
+)
 
 from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
 
 BANK_METHODS = ("contaccum", "pre_batch", "contaccum_cached")
-CACHED_METHODS = ("grad_cache", "contaccum_cached")
-METHODS = ("in_batch", "grad_accum", *CACHED_METHODS, "contaccum", "pre_batch")
+METHODS = ("in_batch", "grad_accum", "grad_cache", "contaccum_cached", "contaccum", "pre_batch")
+CACHED_METHODS = ("grad_cache", "contaccum_cached", "mnrl_cached")
 _PAIRS_PER_FILL_STEP = 1024  # pairs that are enqueued at once to fill a bank
 
 
-def make_loss(method: str, model: DualEncoder, local: int, bank_size: int) -> ContAccumLoss:
+def make_loss(method: str, model: DualEncoder, local: int, bank_size: int) -> torch.nn.Module:
     """Create the loss of a method.
 
     The methods without a bank use the same loss with a bank of size 0.
 
     Args:
-        method: one of `METHODS`.
+        method: one of `METHODS`, or "mnrl" and "mnrl_cached" for the losses of
+            sentence-transformers.
         model: the encoder.
         local: pairs per micro-batch; a gradient cache encodes so many at once.
         bank_size: rows of the bank, for a method that has one.
     """
+    if method == "mnrl":
+        return MultipleNegativesRankingLoss(model)
+    if method == "mnrl_cached":
+        return CachedMultipleNegativesRankingLoss(model, mini_batch_size=local)
     if method not in BANK_METHODS:
         bank_size = 0
     if method in CACHED_METHODS:
@@ -33,7 +42,7 @@ def make_loss(method: str, model: DualEncoder, local: int, bank_size: int) -> Co
     return ContAccumLoss(model, bank_size=bank_size, query_bank_size=query_bank_size)
 
 
-def fill_bank(loss: ContAccumLoss, features: list[dict[str, Any]], dimension: int) -> None:
+def fill_bank(loss: torch.nn.Module, features: list[dict[str, Any]], dimension: int) -> None:
     """Fill the bank of a loss with random embeddings, because most updates have a full bank.
 
     Args:
@@ -41,12 +50,11 @@ def fill_bank(loss: ContAccumLoss, features: list[dict[str, Any]], dimension: in
         features: tokenised queries and passages of one micro-batch.
         dimension: dimension of the embeddings.
     """
-    bank_size = loss.settings.bank_size
-    if bank_size == 0:
+    if not isinstance(loss, ContAccumLoss) or loss.settings.bank_size == 0:
         return
     loss(features, None)  # creates the bank and the probe
     device = features[0]["input_ids"].device
-    num_steps = -(-bank_size // _PAIRS_PER_FILL_STEP)  # rounded up
+    num_steps = -(-loss.settings.bank_size // _PAIRS_PER_FILL_STEP)  # rounded up
     for _ in range(num_steps):
         queries = torch.randn(_PAIRS_PER_FILL_STEP, dimension, device=device)
         passages = torch.randn(_PAIRS_PER_FILL_STEP, dimension, device=device)

@@ -15,18 +15,19 @@ from gpu_program import PROGRAM, DryRun, run_parts
 pytestmark = pytest.mark.long
 
 PARTS = (
+    "update_time",
+    "query_side",
+    "search",
+    "fit",
+    "encoding",
+    "decoder",
     "loss_exact",
     "host_syncs",
-    "update_time",
-    "decoder",
     "out_of_memory",
     "compile",
-    "encoding",
-    "query_side",
     "study_cell",
-    "search",
 )
-GPU_ONLY = ("host_syncs", "out_of_memory", "search")
+GPU_ONLY = ("host_syncs", "out_of_memory", "search", "fit")
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +65,17 @@ def test_gradients_in_float64_equal_the_dense_loss(dry_run):
 
 
 def test_updates_are_timed_with_a_full_bank(dry_run):
-    result = dry_run.records["update_time"]["result"]
-    assert result["turns"] == 2
-    assert result["bank_rows_in_use"] == 32
-    for figures in result["methods"].values():
-        seconds = figures["seconds"]
-        assert 0 < seconds["low"] <= seconds["median"] <= seconds["high"]
-    assert result["methods"]["grad_accum"]["ratio_to_grad_accum"]["median"] == 1
+    cases = dry_run.records["update_time"]["result"]["cases"]
+    assert [(case["local"], case["pairs"]) for case in cases] == [(4, 8), (1, 4)]
+    for case in cases:
+        assert case["turns"] == 2
+        assert case["bank_rows_in_use"] == 32
+        for figures in case["methods"].values():
+            seconds = figures["seconds"]
+            assert 0 < seconds["low"] <= seconds["median"] <= seconds["high"]
+            rate = figures["pairs_per_second"] * seconds["median"]
+            assert rate == pytest.approx(case["pairs"])
+        assert case["methods"]["mnrl"]["ratio"]["median"] == 1
 
 
 def test_a_decoder_is_measured_with_adapters_at_both_micro_batches(dry_run):
@@ -173,12 +178,12 @@ def test_query_side_reads_both_types_of_store_and_checks_the_gradient(dry_run):
 
 def test_a_wrong_gradient_of_the_query_side_fails_the_check(part, make_run, monkeypatch):
     query_side = part("query_side")
-    get_embeddings = query_side.HostDocuments.get_embeddings
+    get_embeddings = query_side.StoreDocuments.get_embeddings
 
     def wrong_embeddings(documents: Any, rows: torch.Tensor) -> torch.Tensor:
         return 1.1 * get_embeddings(documents, rows)
 
-    monkeypatch.setattr(query_side.HostDocuments, "get_embeddings", wrong_embeddings)
+    monkeypatch.setattr(query_side.StoreDocuments, "get_embeddings", wrong_embeddings)
     assert not query_side.measure(make_run())["passed"]
 
 
@@ -320,7 +325,9 @@ def test_a_clock_is_read_after_the_gpu_has_finished(part, make_run, cuda_calls, 
         return perf_counter()
 
     monkeypatch.setattr(part("turns").time, "perf_counter", read_clock)
-    result = part("update_time").measure(make_run())
+    update_time = part("update_time")
+    monkeypatch.setattr(update_time, "PROFILED_METHODS", ())
+    result = update_time.measure(make_run())
     names = [name for name, _ in cuda_calls]
     update = [
         "synchronize",
@@ -330,9 +337,10 @@ def test_a_clock_is_read_after_the_gpu_has_finished(part, make_run, cuda_calls, 
         "clock",
         "max_memory_allocated",
     ]
-    num_updates = 3 * 3  # methods, and turns with the warm-up
-    assert names == num_updates * update
-    assert result["methods"]["contaccum"]["peak_mb"] == 3 * 2**10
+    num_updates = 4 * 3  # methods, and turns with the warm-up
+    case = num_updates * update + ["empty_cache"]
+    assert names == len(result["cases"]) * case
+    assert result["cases"][0]["methods"]["contaccum"]["peak_mb"] == 3 * 2**10
 
 
 def test_runs_that_never_run_out_of_memory_fail_the_checks(part, make_run, cuda_calls):
@@ -350,13 +358,13 @@ def test_search_compares_all_indexes_with_the_exact_result(part, make_run):
     nums_saved = []
     run = replace(make_run(), save_partial=lambda result: nums_saved.append(len(result["cases"])))
     result = search.measure_indexes(run, search.TINY, (), lambda index: index)
-    assert nums_saved == [1, 2, 3, 4]
+    assert nums_saved == [1, 2, 3, 4, 5]
     recalls = {name: case["recall"] for name, case in result["cases"].items()}
-    assert list(recalls) == ["Flat, CPU", "Flat, GPU", "IVF4,PQ4x4np, CPU", "IVF4,PQ4x4np, GPU"]
+    assert list(recalls) == [*search.EXACT_CASES, "IVF4,PQ4x4np, CPU", "IVF4,PQ4x4np, GPU"]
     assert recalls["Flat, CPU"] == recalls["Flat, GPU"] == 1
     assert result["build_seconds"] > 0
     assert result["copy_seconds"] > 0
-    assert part("tables").make_search_table(result).count("| 1.000 |") == 2
+    assert part("tables").make_search_table(result).count("| 1.000 |") == 3
     assert 0 < recalls["IVF4,PQ4x4np, CPU"] == recalls["IVF4,PQ4x4np, GPU"] < 1
 
 
@@ -422,9 +430,13 @@ def test_record_counts_the_turns_that_were_not_run(part, make_run, monkeypatch):
         methods_run.append(method)
         return run_update(method, *args)
 
-    # The clock passes the deadline after the warm-up and one turn of three methods.
+    # The clock passes the deadline after the warm-up and one turn of four methods.
     monkeypatch.setattr(turns, "run_update", slow_update)
     monkeypatch.setattr(time, "monotonic", lambda: len(methods_run))
-    result = part("update_time").measure(make_run(deadline=5))
-    assert result["turns"] == 1
-    assert result["not_run"] == "1 of 2 turns: the time was over"
+    result = part("update_time").measure(make_run(deadline=7))
+    (case,) = result["cases"]
+    assert case["turns"] == 1
+    assert result["not_run"] == (
+        "tiny, n=4: 1 of 2 turns: the time was over; "
+        "tiny, n=1: the time was over before the first turn; increase --minutes"
+    )

@@ -126,6 +126,7 @@ def test_a_part_that_fails_keeps_its_finished_cases_and_an_earlier_record(
         "encoding",
         "query_side",
         "study_cell",
+        "update_time",
     ],
 )
 def test_a_part_of_several_cases_saves_each_of_them(name, part, make_run, monkeypatch):
@@ -164,17 +165,17 @@ def test_an_error_after_a_part_does_not_end_the_program(part, tmp_path, monkeypa
 def test_other_settings_are_written_to_another_folder(program, parse, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     results = program.RESULTS
-    update_time = ("--device", "cuda", "--part", "update_time")
+    host_syncs = ("--device", "cuda", "--part", "host_syncs")
     study_cell = ("--device", "cuda", "--part", "study_cell")
     assert parse("--device", "cuda").output == results
-    assert parse(*update_time, "--bank_size", "2048").output == results
-    assert parse(*study_cell, "--seconds", "40").output == results
-    for argv in (["--bank_size", "8192"], ["--turns", "3"], ["--tiny"]):
-        assert parse(*update_time, *argv).output == Path("runs/gpu")
+    assert parse(*host_syncs, "--bank_size", "2048").output == results
+    assert parse(*study_cell, "--seconds", "15").output == results
+    for argv in (["--bank_size", "8192"], ["--local", "16"], ["--tiny"]):
+        assert parse(*host_syncs, *argv).output == Path("runs/gpu")
     for argv in (["--seconds", "5"], ["--model", "folder"]):
         assert parse(*study_cell, *argv).output == Path("runs/gpu")
     assert parse("--device", "cpu").output == Path("runs/gpu")
-    assert parse(*update_time, "--local", "16", "--output", "x").output == Path("x")
+    assert parse(*host_syncs, "--local", "16", "--output", "x").output == Path("x")
     assert parse(*study_cell, "--model", "folder", "--output", "x").output == Path("x")
 
 

@@ -32,13 +32,35 @@ RESULTS_BY_PART: dict[str, dict[str, Any]] = {
         },
     },
     "update_time": {
-        "methods": {
-            "contaccum": {
-                "seconds": SECONDS,
-                "ratio_to_grad_accum": {"median": 1.06},
-                "peak_mb": 2345.6,
+        "cases": [
+            {
+                "backbone": "minilm",
+                "local": 8,
+                "methods": {
+                    "grad_cache": {
+                        "pairs_per_second": 120.0,
+                        "ratio": {"median": 1.5},
+                        "peak_mb": "not measured on a CPU",
+                    },
+                    "contaccum": {
+                        "pairs_per_second": 170.0,
+                        "ratio": {"median": 1.06},
+                        "peak_mb": 2345.6,
+                        "launches_per_micro_step": 1480.25,
+                        "busy_share": 0.123,
+                    },
+                },
             }
-        }
+        ]
+    },
+    "fit": {
+        "budget": "60s",
+        "model": "all-MiniLM-L6-v2",
+        "seconds": 58.1,
+        "trials": [{"updates": 40}, {"updates": 55}],
+        "scores": [{"name": "BM25", "dev": 0.65, "NDCG@10": 0.66}],
+        "verdict": {"line": "BETTER: nDCG@10 0.645 -> 0.733"},
+        "peak_mb": 2000.0,
     },
     "decoder": {
         "adapters": {
@@ -48,7 +70,7 @@ RESULTS_BY_PART: dict[str, dict[str, Any]] = {
                         "methods": {
                             "grad_cache": {
                                 "seconds": SECONDS,
-                                "ratio_to_grad_accum": {"median": 1.5},
+                                "ratio": {"median": 1.5},
                                 "peak_mb": 1500.0,
                             }
                         }
@@ -122,7 +144,8 @@ RESULTS_BY_PART: dict[str, dict[str, Any]] = {
                 },
             },
             "float32": {
-                "store_bytes": 16e9,
+                "documents": 1_000_000,
+                "store_bytes": 1.6e9,
                 "places": {
                     "device": {
                         "seconds": SECONDS,
@@ -135,7 +158,7 @@ RESULTS_BY_PART: dict[str, dict[str, Any]] = {
         },
     },
     "study_cell": {
-        "budget_seconds": 40.0,
+        "budget_seconds": 15.0,
         "model": "random weights",
         "has_trained_weights": False,
         "base_score": 0.0123,
@@ -151,7 +174,14 @@ RESULTS_BY_PART: dict[str, dict[str, Any]] = {
     "search": {
         "sizes": {"documents": 1_000_000, "queries": 1000, "k": 100, "factory": "IVF4096"},
         "copy_seconds": 0.25,
-        "cases": {"Flat, GPU": {"seconds": SECONDS, "queries_per_second": 1000.0, "recall": 1.0}},
+        "cases": {
+            "Flat, GPU": {
+                "first_seconds": 2.5,
+                "seconds": SECONDS,
+                "queries_per_second": 1000.0,
+                "recall": 1.0,
+            }
+        },
     },
 }
 EXPECTED_ROWS = {
@@ -160,7 +190,16 @@ EXPECTED_ROWS = {
         "| `none` | 64 | the host never waits |",
         "| `auto` | 64 | waits at `a.py:7`, `b.py:9` |",
     ],
-    "update_time": ["| `contaccum` | 1.0 | 1.06 | 2,346 MB |"],
+    "update_time": [
+        "| minilm | 8 | `grad_cache` | 120 | 1.50 | - |  |  |",
+        "| minilm | 8 | `contaccum` | 170 | 1.06 | 2,346 MB | 1,480 | 12% |",
+    ],
+    "fit": [
+        "| all-MiniLM-L6-v2, 60s | dev | NDCG@10 |",
+        "| BM25 | 65.0 | 66.0 |",
+        "BETTER: nDCG@10 0.645 -> 0.733. It took 58 s, with trials of 40 updates, 55 updates; peak "
+        "memory 2,000 MB.",
+    ],
     "decoder": [
         "| lora | 1 | `grad_cache` | 1.0 | 1.50 | 1,500 MB |",
         "Not run: qlora: load_in_4bit needs bitsandbytes.",
@@ -172,9 +211,8 @@ EXPECTED_ROWS = {
     "compile": ["| 32, 128 | 1.0 | 1.0 | 0.70 | 34 | 3 |"],
     "encoding": ["| minilm | bfloat16 | 128 | 5,000 | 640,000 | 20,000 | 25% |"],
     "query_side": [
-        "| store of 10,000,000 documents |",
-        "| float16, 7.9 GB | GPU | 1.0 | 30 | 16,000 MB |",
-        "| float32, 16 GB | host, because they did not fit into the GPU's | 1.0 | 30 | 900 MB |",
+        "| 10,000,000 | float16, 7.9 GB | GPU | 1.0 | 30 | 16,000 MB |",
+        "| 1,000,000 | float32, 1.6 GB | host, because they did not fit into the GPU's | 1.0 |",
         "Error of the gradient: 2e-07 (float16); the limit is 1e-05.",
     ],
     "study_cell": [
@@ -183,7 +221,7 @@ EXPECTED_ROWS = {
         "so the scores mean nothing",
     ],
     "search": [
-        "| `Flat, GPU` | 1.0 | 1,000 | 1.000 |",
+        "| Flat, GPU | 2.5 | 1.0 | 1,000 | 1.000 |",
         "Copying `IVF4096` to the GPU took 0.25 s.",
     ],
 }
@@ -240,8 +278,9 @@ def test_the_program_fills_the_page_with_the_results_of_a_folder(
         run_program("benchmarks/gpu.py", "--page", page, "--output", tmp_path / "results")
     assert stopped.value.code == 0
     content = page.read_text(encoding="utf-8")
-    row = "| `search` | measured | NVIDIA H100 | 2026-11-24 | `01234567` | 61 s |"
+    row = "| [`search`](#search) | measured | Flat, GPU: 1.0 s | NVIDIA H100 | 2026-11-24 |"
     assert row in content
+    assert content.count("ot yet run: `update_time`, `query_side`, `fit`,") == 1
     assert EXPECTED_ROWS["search"][0] in content
 
 
@@ -259,17 +298,17 @@ def test_dry_runs_are_not_shown(tables, records, make_record, tmp_path):
     shown = records.read_records(tmp_path, ["search", "encoding", "compile"])
     assert shown == {"search": None, "encoding": None, "compile": None}
     contents = tables.make_tables(shown)
-    assert contents["search"] == contents["compile"] == "*Not yet run on a GPU.*"
-    assert "| `search` | not yet run |" in contents["runs"]
+    assert contents["search"] == contents["compile"] == ""
+    assert "Not yet run: `search`, `encoding`, `compile`." in contents["runs"]
 
 
 def test_runs_with_other_sizes_are_shown_only_for_parts_with_sizes_of_their_own(
     records, make_record, tmp_path
 ):
-    sizes = {**make_record("update_time")["sizes"], "bank_size": 8192}
-    for name in ("loss_exact", "update_time", "decoder"):
+    sizes = {**make_record("host_syncs")["sizes"], "bank_size": 8192}
+    for name in ("loss_exact", "host_syncs", "decoder"):
         records.write_record(make_record(name, sizes=sizes), tmp_path)
-    shown = records.read_records(tmp_path, ["loss_exact", "update_time", "decoder"])
+    shown = records.read_records(tmp_path, ["loss_exact", "host_syncs", "decoder"])
     assert [name for name, record in shown.items() if record is not None] == ["decoder"]
 
 
@@ -287,7 +326,8 @@ def test_a_study_cell_with_another_time_is_not_shown(records, make_record, tmp_p
 def test_a_part_that_a_gpu_could_not_measure_shows_the_reason(tables, make_record):
     record = make_record("search", measured=False, reason="this FAISS has no GPU")
     assert tables.make_part_table("search", record) == "*Not measured: this FAISS has no GPU*"
-    assert "| `search` | not measured | NVIDIA H100 |" in tables.make_runs_table({"search": record})
+    shown = tables.make_runs_table({"search": record})
+    assert "| [`search`](#search) | not measured |  | NVIDIA H100 |" in shown
 
 
 def test_a_failed_check_is_shown_as_failed(tables, make_record):

@@ -1,0 +1,45 @@
+"""Seconds, trials and verdict of `contaccum fit` on SciFact."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import contaccum
+from contaccum.data.beir import load_beir_folder
+from contaccum.files import read_json
+from gpu_parts import study_cell
+from gpu_parts.settings import NotMeasured, Run
+from gpu_parts.study_cell import SCIFACT, prepare_model
+
+BUDGET = "60s"
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """Fit a model to SciFact."""
+    if not run.is_cuda:
+        raise NotMeasured("make quickstart fits a model on a CPU")
+    dataset = load_beir_folder(SCIFACT, "test")
+    with (
+        prepare_model(run, study_cell.StudySizes(), dataset) as model,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        run.reset_peak()
+        started = time.perf_counter()
+        result = contaccum.fit(SCIFACT, model.folder, BUDGET, Path(folder, "fit"))
+        seconds = time.perf_counter() - started
+        record = read_json(result.folder.record_file)
+    return {
+        "budget": BUDGET,
+        "model": model.name,
+        "has_trained_weights": model.has_trained_weights,
+        "seconds": seconds,
+        "seconds_of_stages": record["seconds"],
+        "trials": record["trials"],
+        "scores": record["scores"],
+        "settings": record["settings"],
+        "verdict": record["verdict"],
+        "peak_mb": run.read_peak_mb(),
+    }
