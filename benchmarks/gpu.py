@@ -66,6 +66,7 @@ import torch
 from gpu_parts.records import Record, describe_run, read_records, write_record
 from gpu_parts.settings import (
     METHOD_SECONDS,
+    PARTS,
     PARTS_WITH_SIZES,
     TINY,
     NotMeasured,
@@ -79,21 +80,6 @@ from gpu_parts.tables import make_tables
 from contaccum.evaluation.tables import fill_page
 from contaccum.files import write_text
 
-# Each part is the module of this name in gpu_parts. It is imported when it runs, because some parts
-# need packages that others do not need.
-PARTS = (
-    "update_time",
-    "query_side",
-    "search",
-    "fit",
-    "encoding",
-    "decoder",
-    "loss_exact",
-    "host_syncs",
-    "out_of_memory",
-    "compile",
-    "study_cell",
-)
 # The parts that use an option. All others ignore it.
 PARTS_OF_OPTION = {
     "pairs": PARTS_WITH_SIZES,

@@ -14,6 +14,21 @@ from typing import Any
 import torch
 
 TEMPERATURE = 0.05
+# Each part is the module of this name in gpu_parts. It is imported when it runs, because some parts
+# need packages that others do not need.
+PARTS = (
+    "update_time",
+    "query_side",
+    "search",
+    "fit",
+    "encoding",
+    "decoder",
+    "loss_exact",
+    "host_syncs",
+    "out_of_memory",
+    "compile",
+    "study_cell",
+)
 PARTS_WITH_SIZES = ("loss_exact", "host_syncs")
 METHOD_SECONDS = 15.0  # of training, for each method of study_cell
 _MAX_REASON_LENGTH = 200  # characters of an error that a record and a page show

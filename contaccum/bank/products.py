@@ -79,11 +79,9 @@ def without_tf32() -> Iterator[None]:
     """Compute products of float32 matrices on a GPU in full float32 within a ``with`` block."""
     matmul = torch.backends.cuda.matmul
     # Since torch 2.9, reading the older name can be an error.
-    name, exact = "fp32_precision", "ieee"
-    if not hasattr(matmul, name):
-        name, exact = "allow_tf32", False
+    name = "fp32_precision" if hasattr(matmul, "fp32_precision") else "allow_tf32"
     setting = getattr(matmul, name)
-    setattr(matmul, name, exact)
+    setattr(matmul, name, "ieee" if name == "fp32_precision" else False)
     try:
         yield
     finally:
