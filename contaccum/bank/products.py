@@ -2,7 +2,9 @@
 
 Embeddings that are stored as float16 are not converted on a GPU: writing a float32 copy of them
 takes longer than the product. The float32 matrix is the sum of two float16 matrices instead, both
-are multiplied at once, and sums are in float32. The result is as exact as a product in float32.
+are multiplied at once, and sums are in float32. Up to the rounding of these sums, which a GPU does
+more coarsely for float16, the result is as exact as a product in float32. Products that float32
+holds exactly, as those of small integers, are exact here too.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from torch import Tensor
 # The second of the two matrices is scaled by this factor. It holds what float16, with 11 bits, has
 # rounded away from the first.
 _RESIDUAL_SCALE = 2.0**11
-# The largest number of each row after scaling. It is the largest power of 2 in float16, so that
-# numbers 2^-39 times as large are not rounded to 0.
+# The largest number of each row is between half of this and this after scaling. It is the largest
+# power of 2 in float16, so that numbers 2^-38 times as large are not rounded to 0.
 _LARGEST = 2.0**15
 # Rows of the right matrix that are multiplied as one matrix of a batch. A GPU computes the few rows
 # of the result with few of its processors, unless the long sum is divided.
@@ -51,7 +53,9 @@ def multiply_in_halves(
     """
     largest = torch.linalg.vector_norm(left, math.inf, dim=1, keepdim=True)
     # A row of zeros stays zero.
-    scale = _LARGEST / largest.clamp_min(torch.finfo(torch.float32).tiny * _LARGEST)
+    largest = largest.clamp_min(torch.finfo(torch.float32).tiny * _LARGEST)
+    # A power of 2, so that scaling rounds nothing: equal scores stay equal.
+    scale = _LARGEST * torch.frexp(largest).mantissa / largest
     scaled = left * scale
     high = scaled.half()
     low = scaled.sub_(high).mul_(_RESIDUAL_SCALE).half()

@@ -25,6 +25,13 @@ def test_products_in_halves_are_as_exact_as_in_float32(size):
     assert error < 5e-7
 
 
+def test_products_of_integers_are_exact_so_that_equal_scores_stay_equal():
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randint(-9, 10, (50, 384), generator=generator).float()
+    right = torch.randint(-9, 10, (384, 200), generator=generator).half()
+    assert torch.equal(multiply_like_a_gpu(left, right), left @ right.float())
+
+
 @pytest.mark.parametrize("confidence", [0.0, 0.5])
 def test_gradient_of_the_full_softmax_is_as_exact_with_products_in_halves(monkeypatch, confidence):
     """The weights of a softmax over many documents have a wide range, and lengths differ."""
