@@ -8,6 +8,7 @@ the way to it, they have the number type of the array or the store.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -121,7 +122,8 @@ class DeviceEmbeddings:
                 yield first_row, block.to(self.device)
             return
         # Blocks alternate between two places in page-locked memory of the host and two in the
-        # memory of the GPU. A stream of its own copies a block while the GPU works on the last one.
+        # memory of the GPU. A stream of its own copies a block while the GPU works on the last one,
+        # and a thread reads it from the file while this thread gives the GPU its work.
         shape = (2, self._rows_per_block, self._embeddings.shape[1])
         dtype = getattr(torch, self._dtype.name)
         on_host = torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -131,18 +133,35 @@ class DeviceEmbeddings:
         copy_stream = torch.cuda.Stream(self.device)
         # Earlier work may still use the memory that `on_device` got.
         copy_stream.wait_stream(torch.cuda.current_stream(self.device))
-        for number, (first_row, block) in enumerate(self._read_host()):
-            place = number % 2
-            size = len(block)
-            copied[place].synchronize()  # the block before the last one has left the host
-            on_host[place, :size] = block
-            with torch.cuda.stream(copy_stream):
+
+        def copy(place: int, block: Tensor) -> None:
+            # In another mode than that of the thread that made the tensors, writing can fail.
+            with torch.inference_mode(), torch.cuda.stream(copy_stream):
+                copied[place].synchronize()  # the block before the last one has left the host
+                source = on_host[place, : len(block)].copy_(block)
                 copy_stream.wait_event(used[place])
-                on_device[place, :size].copy_(on_host[place, :size], non_blocking=True)
+                on_device[place, : len(block)].copy_(source, non_blocking=True)
                 copied[place].record()
-            torch.cuda.current_stream(self.device).wait_event(copied[place])
+
+        def use(
+            copying: Future[None], place: int, first_row: int, size: int
+        ) -> Iterator[tuple[int, Tensor]]:
+            copying.result()
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(copied[place])
             yield first_row, on_device[place, :size]
-            used[place].record(torch.cuda.current_stream(self.device))
+            used[place].record(stream)
+
+        last = None
+        with ThreadPoolExecutor(1) as reader:
+            for number, (first_row, block) in enumerate(self._read_host()):
+                place = number % 2
+                copying = reader.submit(copy, place, block)
+                if last is not None:
+                    yield from use(*last)
+                last = (copying, place, first_row, len(block))
+            if last is not None:
+                yield from use(*last)
 
     def _read_host(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the first row and the embeddings of each block, on the host."""
