@@ -30,7 +30,8 @@ TRAINING_ITERATIONS = 10
 PRICE_DATE = "November 2026"
 DOLLARS_PER_GB_MONTH = 0.023
 GPU_UTILISATION = 0.3  # share of the peak that an encoder reaches on a GPU in bfloat16
-GPU_SEARCH_UTILISATION = 0.5  # share of the float32 peak of a product in exact search
+# Share of the float32 peak in exact search, with the selection of the best: docs/gpu.md has 33%.
+GPU_SEARCH_UTILISATION = 0.3
 GPU_HOST_CORES = 8  # cores that tokenise for a GPU
 COPY_BYTES_PER_SECOND = 10e9  # from the memory of the host to a GPU
 DISK_BYTES_PER_SECOND = 2e9
@@ -180,23 +181,22 @@ def make_search_table(rates: Rates) -> str:
 def compute_search_seconds(rates: Rates, device: Device, dtype: str, num_rows: int) -> float:
     """Return seconds of an exact search of `NUM_QUERIES` queries.
 
-    The rows are decoded in one thread. The products run on all cores, or on the GPUs after the
-    decoded float32 rows have been copied. A store that does not fit the memory is read from the
-    disk.
+    On a CPU, the rows are decoded in one thread, and the products run on all cores. Rows are copied
+    to a GPU as they are stored. A store that does not fit the memory is read from the disk.
     """
     scan = rates["scan"][dtype]
     if device.num_gpus == 0:
         scoring = NUM_QUERIES * scan["seconds_per_row_and_query"] / device.cores
+        seconds_per_row = scan["seconds_per_row"] + scoring
     else:
-        dimension = rates["dimension"]
-        copying = 4 * dimension / COPY_BYTES_PER_SECOND
-        flops = 2 * dimension * NUM_QUERIES
+        copying = scan["bytes_per_row"] / COPY_BYTES_PER_SECOND
+        flops = 2 * rates["dimension"] * NUM_QUERIES
         product = flops / (GPU_SEARCH_UTILISATION * device.float32_flops)
-        scoring = (copying + product) / device.num_gpus
+        seconds_per_row = (copying + product) / device.num_gpus
     reading = 0.0
     if num_rows * scan["bytes_per_row"] > device.memory_bytes:
         reading = scan["bytes_per_row"] / DISK_BYTES_PER_SECOND
-    return num_rows * (scan["seconds_per_row"] + scoring + reading)
+    return num_rows * (seconds_per_row + reading)
 
 
 def make_index_table(rates: Rates) -> str:

@@ -97,6 +97,13 @@ def test_search_time_is_decoding_and_scoring_divided_by_cores(cost_tables):
     assert seconds == pytest.approx(10**6 * (16e-6 + scoring))
 
 
+def test_search_time_on_a_gpu_is_copying_the_stored_rows_and_products(cost_tables):
+    scan = RATES["scan"]["float32"]
+    products = 2 * RATES["dimension"] * 1000 / (0.3 * 67e12)
+    seconds = cost_tables.compute_search_seconds(RATES, cost_tables.H100, "float32", 10**6)
+    assert seconds == pytest.approx(10**6 * (scan["bytes_per_row"] / 10e9 + products))
+
+
 def test_a_store_larger_than_memory_is_read_from_disk(cost_tables):
     in_memory, from_disk = (
         cost_tables.compute_search_seconds(RATES, cost_tables.CPU, "float32", num_rows)
