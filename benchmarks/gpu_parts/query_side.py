@@ -30,8 +30,9 @@ from contaccum.retrieval.store import EmbeddingStore
 from gpu_parts.settings import Run, add_failures, collect_error
 from gpu_parts.turns import quartiles
 
-DTYPES = ("float16", "float32")
-MAX_ERROR = 1e-5  # relative error of the gradient in float32
+# The largest relative error of the gradient by type of the store. A GPU rounds the sums of float16
+# products more coarsely than those in float32.
+MAX_ERRORS = {"float16": 1e-3, "float32": 1e-5}
 SHARD_SIZE = 50_000
 # The first micro-step reads the store. In the second, the loss waits for the GPU to log its cost,
 # which matters only if a micro-step is short.
@@ -65,18 +66,18 @@ def measure(run: Run) -> dict[str, Any]:
     errors = {}
     stores: dict[str, Any] = {}
     failures: list[str] = []
-    for dtype in DTYPES:
+    for dtype in MAX_ERRORS:
         with collect_error(failures, f"the gradient with a {dtype} store"):
             errors[dtype] = check_gradient(dtype, sizes, run)
     result: dict[str, Any] = {
         # Not max(), which may ignore NaN.
-        "passed": all(error <= MAX_ERROR for error in errors.values()),
+        "passed": all(error <= MAX_ERRORS[dtype] for dtype, error in errors.items()),
         "sizes": asdict(sizes),
         "gradient_errors": errors,
-        "limit": MAX_ERROR,
+        "limits": MAX_ERRORS,
         "stores": stores,
     }
-    for dtype in DTYPES:
+    for dtype in MAX_ERRORS:
         if not run.has_time():  # writing a store takes long
             break
         with collect_error(failures, dtype):
@@ -85,7 +86,7 @@ def measure(run: Run) -> dict[str, Any]:
                 add_failures(result, failures)
                 run.save_partial(result)
         run.free_memory()
-    reasons = [f"{dtype} store" for dtype in DTYPES if dtype not in stores]
+    reasons = [f"{dtype} store" for dtype in MAX_ERRORS if dtype not in stores]
     for dtype, store in stores.items():
         for place, figures in store["places"].items():
             if "not_measured" in figures:

@@ -52,11 +52,10 @@ def summarise(part: str, result: Record) -> str:
     """Return the main figures of a part in a few words; an empty text for a part without any."""
     figures: list[str] = []
     if part == "update_time":
-        for case in result["cases"]:
+        for case in _sort_updates(result):
             method = case["methods"]["contaccum"]
             rate = format_number(method["pairs_per_second"])
-            ratio = format_ratio(method["ratio"]["median"])
-            figures.append(f"{case['backbone']}, n={case['local']}: {rate} pairs/s, {ratio}")
+            figures.append(f"{case['backbone']}, n={case['local']}: {rate} pairs/s")
     elif part == "query_side":
         for dtype, store in result["stores"].items():
             for place, case in store["places"].items():
@@ -68,6 +67,11 @@ def summarise(part: str, result: Record) -> str:
     elif part == "fit":
         figures.append(result["verdict"]["line"])
     return "; ".join(figures)
+
+
+def _sort_updates(result: Record) -> list[Record]:
+    """Return the cases of `update_time` by encoder and micro-batch."""
+    return sorted(result["cases"], key=lambda case: (case["backbone"], case["local"]))
 
 
 def _summarise_rates(part: str, result: Record) -> list[str]:
@@ -142,7 +146,7 @@ def make_host_syncs_table(result: Record) -> str:
 def make_update_table(result: Record) -> str:
     """Return speed and memory of an update by encoder, micro-batch and method."""
     rows = []
-    for case in sorted(result["cases"], key=lambda case: (case["backbone"], case["local"])):
+    for case in _sort_updates(result):
         for method, figures in case["methods"].items():
             launches = figures.get("launches_per_micro_step")
             busy_share = figures.get("busy_share")
@@ -293,9 +297,9 @@ def make_query_side_table(result: Record) -> str:
     ]
     errors = []
     for dtype, error in result["gradient_errors"].items():
-        errors.append(f"{format_relative_error(error)} ({dtype})")
-    limit = f"the limit is {result['limit']:.0e}"
-    return f"{make_table(header, rows)}\n\nError of the gradient: {', '.join(errors)}; {limit}."
+        limit = f"{result['limits'][dtype]:.0e}"
+        errors.append(f"{format_relative_error(error)} ({dtype}; the limit is {limit})")
+    return f"{make_table(header, rows)}\n\nError of the gradient: {', '.join(errors)}."
 
 
 def format_place(place: str, is_in_gpu_memory: bool) -> str:
@@ -367,7 +371,7 @@ def make_fit_table(result: Record) -> str:
         rows.append([system["name"], *scores])
     names = [name for name in result["scores"][0] if name not in ("name", "dev")]
     table = make_table([f"{result['model']}, {result['budget']}", "dev", *names], rows)
-    trials = [f"{trial['updates']:,} updates" for trial in result["trials"]]
+    trials = [f"{trial['updates']:,} updates" for trial in result["trials"] if trial["updates"]]
     seconds = format_number(result["seconds"])
     return (
         f"{table}\n\n{result['verdict']['line']}. It took {seconds} s, with trials of "
