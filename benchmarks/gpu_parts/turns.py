@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,8 @@ from contaccum import DualEncoder
 from gpu_parts.settings import NotMeasured, Run
 
 NUM_WARM_UP_TURNS = 1
+# Of the profiled update, at most: reading the events of a long update takes longer than running it.
+MAX_PROFILED_MICRO_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,14 @@ def measure_methods(
     elif run.is_cuda:
         for method in profiled_methods:
             figures = result["methods"][method]
+            num_pairs = min(sizes.pairs, MAX_PROFILED_MICRO_STEPS * sizes.local)
+            profiled_sizes = replace(sizes, pairs=num_pairs)
             num_launches, busy_seconds = profile_update(
-                method, losses[method], optimizer, vocabulary, sizes, run
+                method, losses[method], optimizer, vocabulary, profiled_sizes, run
             )
-            figures["launches_per_micro_step"] = num_launches * sizes.local / sizes.pairs
-            figures["busy_share"] = busy_seconds / figures["seconds"]["median"]
+            figures["launches_per_micro_step"] = num_launches * sizes.local / num_pairs
+            seconds = figures["seconds"]["median"] * num_pairs / sizes.pairs
+            figures["busy_share"] = busy_seconds / seconds
     return result
 
 
