@@ -28,8 +28,7 @@ def run(argv: Sequence[str]) -> int:
     source = Source(**source_settings)
     split = split_data(source, args.output, settings, args.corpus, report, not args.no_progress)
 
-    assert source.first_record is not None, "data without a record cannot be split"
-    print(f"{args.data}: the first record is {source.first_record.describe()}")
+    print(f"{args.data}: {source.describe_first_record()}")
     if report.reported:
         print(f"{args.data}: {report.summary()}")
     for warning in split.warnings():

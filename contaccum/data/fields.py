@@ -70,10 +70,11 @@ _WORDS_FOR_NUMBERS = {"true": 1, "yes": 1, "false": 0, "no": 0}
 
 _NUMBER = re.compile(r"[-+]?[\d.,]*\d[\d.,]*(e[-+]?\d+)?%?", re.IGNORECASE)
 _LIST = re.compile(
-    r"""(array\()?\[\s*(['"{\[].*(['"}\]]|None|null|nan)\s*)?\](,\ dtype=\w+)?\)?|\{\s*['"].*\}""",
+    r"""(array\()?\[\s*(['"{\[].*(['"}\]]|None|null|nan)\s*)?\](,\ dtype=\w+)?\)?"""
+    r"""|\{\s*['"].*\}|\(['"].*['"],\s*(['"].*['"])?\)""",
     re.DOTALL,
 )
-"""A list or an object as Python, JSON and numpy write it."""
+"""A list, a tuple or an object as Python, JSON and numpy write it."""
 
 _MIN_SCORE_REMEDY = (
     'set the least score of a match: {"path": ..., "min_score": 1}, or with contaccum fit: '
@@ -170,6 +171,7 @@ class RecordParser:
 
     Attributes:
         unseen_columns: the field names of `columns` that no record has had so far.
+        unused_fields: the fields of the first record that are not read.
         odd_roles: {role: its first text} of the roles in which all texts so far are numbers or
             lists. They are ids, labels or scores instead of queries and passages.
     """
@@ -182,6 +184,7 @@ class RecordParser:
         has_cells: bool = False,
     ) -> None:
         self._has_cells = has_cells
+        self.unused_fields: list[str] = []
         self.odd_roles: dict[str, str] = {}
         self._roles_with_text: set[str] = set()
         self._min_score = min_score
@@ -228,7 +231,9 @@ class RecordParser:
                 "no teacher scores",
                 f"distill needs a number for each of its passages; {TEACHER_SCORES_REMEDY}",
             )
-        self._chosen = chosen  # the first usable record decides for all others
+        if self._chosen is None:
+            self._chosen = chosen  # the first usable record decides for all others
+            self.unused_fields = self._list_unused_fields(record, chosen)
         parsed_record = Record(
             query,
             positives=[positive.text for positive in positives],
@@ -237,6 +242,16 @@ class RecordParser:
         )
         self._find_odd_roles(parsed_record)
         return _remove_repeated_negatives(parsed_record)
+
+    def _list_unused_fields(self, record: Mapping[str, Any], chosen: tuple[str, str]) -> list[str]:
+        used_names = {"", *chosen, *self._find_numbered_fields(record)}
+        for role, names in self._names.items():
+            is_score = role == "score" and self._min_score is None
+            if role not in ("query", "positive") and not is_score:
+                used_names.update(names)
+        if _replace_word(record.get("label")) in (1, "1", "1.0"):
+            used_names.add("label")  # `_is_match` refuses a label of 0
+        return [name for name in record if name not in used_names]
 
     def _get_value(self, record: Mapping[str, Any], field_name: str) -> Any:
         """Return the value of a field of passages; raises `Fault` for a list in a cell."""

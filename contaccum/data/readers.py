@@ -204,6 +204,7 @@ class Source:
 
     Attributes:
         first_record: the first record that `records` has yielded, or None.
+        unused_fields: the fields of the first record of the file that are not read.
 
     Raises:
         ConfigError: for an unknown format, or settings that the format does not have.
@@ -232,6 +233,7 @@ class Source:
         self.needs_scores = needs_scores
         self.min_score = min_score
         self.first_record: Record | None = None
+        self.unused_fields: list[str] = []
         if self.data_format == "beir" and (self.columns or min_score is not None):
             raise ConfigError(
                 f"{self.path}: data_format=beir has no fields for data_columns or min_score"
@@ -247,6 +249,14 @@ class Source:
         for record in self._parse_records(report):
             self.first_record = self.first_record or record
             yield record
+
+    def describe_first_record(self) -> str:
+        """Return one line for the user: the first record as it was read, and its unused fields."""
+        assert self.first_record is not None, "no record has been read"
+        line = f"the first record is {self.first_record.describe()}"
+        if self.unused_fields:
+            line += f"; not used: {one_line(', '.join(self.unused_fields))}"
+        return line
 
     def _parse_records(self, report: RecordReport) -> Iterator[Record]:
         if self.data_format == "beir":
@@ -265,6 +275,7 @@ class Source:
                 report.leave_out(self.path, "score below min_score")
             else:
                 num_matches += 1
+                self.unused_fields = parser.unused_fields
                 yield record
         self._refuse_unseen_columns(parser)
         if num_matches > 1 and parser.odd_roles:

@@ -100,8 +100,7 @@ class DataSource:
         pairs = Source(self.path, self.data_format, columns=self.columns, min_score=self.min_score)
         settings = SplitSettings(self.dev, self.test, fold=fold)
         split_data(pairs, folder, settings, self.corpus, report, show_progress)
-        assert pairs.first_record is not None, "data without a record cannot be split"
-        lines = [f"{self.path}: the first record is {pairs.first_record.describe()}"]
+        lines = [f"{self.path}: {pairs.describe_first_record()}"]
         if report.reported:
             lines.append(f"{self.path}: {report.summary()}")
         return lines

@@ -31,7 +31,7 @@ from contaccum.data import (
     sniff_format,
 )
 from contaccum.data.fields import FIELDS
-from contaccum.data.readers import Passage
+from contaccum.data.readers import Passage, Source
 from contaccum.data.tables import read_csv
 from contaccum.errors import ConfigError, DataError
 
@@ -218,6 +218,8 @@ def test_json_objects_may_be_written_over_several_lines(tmp_path, data_format, i
         '{"title": "T", "text": "one", "score": 1}',
         "[]",
         " [['one'], ['two']] ",
+        "('one', 'two')",
+        "('one',)",
     ],
 )
 @pytest.mark.parametrize("column", range(3))
@@ -229,6 +231,23 @@ def test_a_list_in_a_cell_is_refused(tmp_path, cell, column):
     path = put(tmp_path / "a.csv", file.getvalue())
     with pytest.raises(DataError, match=r"a\.csv:2: a list in the cell of .*negative_1"):
         read(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "min_score", "end"),
+    [
+        ({"relevance": 0, "source": "web"}, None, "no negative; not used: relevance, source"),
+        ({"label": "irrelevant", "answer": "a"}, None, "; not used: label, answer"),
+        ({"score": 0.2}, None, "; not used: score"),
+        ({"score": 2, "title": "T", "negative_1": "n"}, 1, "negative='n'"),
+        ({"label": 1, "scores": [1.0]}, None, "no negative"),
+    ],
+)
+def test_fields_that_are_not_used_are_named(tmp_path, fields, min_score, end):
+    record = {"query": "q", "positive": "p", **fields}
+    source = Source(write_lines(tmp_path / "a.jsonl", [record]), min_score=min_score)
+    list(source.records(RecordReport()))
+    assert source.describe_first_record().endswith(end)
 
 
 def test_brackets_in_a_cell_are_text(tmp_path):
