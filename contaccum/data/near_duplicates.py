@@ -6,7 +6,8 @@ compared copies only: a model reads the texts as they are in the data.
 - Two texts are the same if `normalise` returns the same for both.
 - Two texts are near-duplicates if the Jaccard similarity of their sets of character 5-grams is at
   least `LEAST_OVERLAP`: of all 5-grams that occur in either text, that share occurs in both.
-  Punctuation does not count. For example, two sentences of twelve words may differ in one word.
+  Punctuation and tags of HTML do not count. For example, two sentences of twelve words may differ
+  in one word.
 
 The similarity is computed from the `_SKETCH_SIZE` smallest hashes of the 5-grams of a text. It is
 exact for texts with fewer 5-grams, and has an error of about 0.04 for longer ones. No pair is
@@ -76,6 +77,12 @@ _IGNORABLE = re.compile(
 )
 
 
+# A text without a closing tag or a line break of HTML may only look as if it had tags, as
+# List<String> does.
+_IS_HTML = re.compile(r"</[a-z]|<br\b")
+_TAG = re.compile(r"</?[a-z][^<>]*>")
+
+
 class _CharacterTable(dict[int, str]):
     """Table for `str.translate`, which is filled when a character is first seen."""
 
@@ -136,9 +143,15 @@ def normalise(text: str) -> str:
 
 
 def get_words(text: str) -> str:
-    """Return the words of a normalised text, without punctuation; the text if it has no words."""
+    """Return the words of a normalised text, without tags of HTML and punctuation.
+
+    If it has no words, the normalised text is returned.
+    """
     normalised_text = normalise(text)
-    return " ".join(normalised_text.translate(_WORD_CHARACTERS).split()) or normalised_text
+    words = normalised_text
+    if _IS_HTML.search(words):
+        words = _TAG.sub(" ", words)
+    return " ".join(words.translate(_WORD_CHARACTERS).split()) or normalised_text
 
 
 def join_near_duplicates(

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from contaccum.data.beir import QRELS_HEADER, BeirDataset, get_positives, load_beir_folder
 from contaccum.data.fields import Record
-from contaccum.data.near_duplicates import find_near_duplicates, normalise
+from contaccum.data.near_duplicates import find_near_duplicates, get_words, normalise
 from contaccum.data.readers import Passage, Source, read_passages
 from contaccum.data.records import RecordReport, fold_case, quoted
 from contaccum.errors import DataError
@@ -270,8 +270,10 @@ def write_beir(
 
     The split in the folder is called ``test`` for both.
 
-    Every document that is a copy of a positive of a query is relevant to the query. Positives
-    without a copy in the haystack are added to it.
+    Every document that is a copy of a positive of a query is relevant to the query. For a positive
+    without such a document, documents with the same words are its copies: those that differ only in
+    punctuation, such as that between title and text, or in tags of HTML. Positives without any copy
+    in the haystack are added to it.
 
     Args:
         folder: a folder that does not exist.
@@ -291,8 +293,17 @@ def write_beir(
         for text in _get_copied_texts(document) & positives.keys():
             ids_of_positive[text].append(document.id)
         documents.append(document)
+    ids_by_words: dict[str, list[str]] = {}
+    for text, ids in ids_of_positive.items():
+        if not ids:
+            ids_by_words[get_words(text)] = []
+    for document in documents if ids_by_words else []:
+        for words in set(map(get_words, _get_copied_texts(document))) & ids_by_words.keys():
+            ids_by_words[words].append(document.id)
     num_added = 0
     for text, ids in ids_of_positive.items():
+        if not ids:
+            ids.extend(ids_by_words[get_words(text)])
         if not ids:
             document = Passage(_make_document_id(text), "", positives[text])
             documents.append(document)

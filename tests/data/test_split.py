@@ -399,10 +399,12 @@ def write_form(form: str, text: str) -> str:
         return "&nbsp;".join(f"&quot;{word}&quot;" for word in words)
     if form == "accents":
         return text.replace("e", "é").replace("o", "ø")
+    if form == "tags":
+        return f"<p class='x'>{'<br/>'.join(f'<b>{word}</b>' for word in words)}</p>"
     return " ".join(f"{word}, " for word in words)  # punctuation
 
 
-FORMS = ("soft hyphens", "zero-width spaces", "entities", "accents", "punctuation")
+FORMS = ("soft hyphens", "zero-width spaces", "entities", "accents", "tags", "punctuation")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -440,6 +442,7 @@ def test_a_document_with_its_title_and_without_it_is_on_one_side(tmp_path, separ
     corpus_file = write_lines(tmp_path / "corpus.jsonl", corpus)
     split = split_data(Source(pairs), tmp_path / "split", corpus=corpus_file)
     assert split.groups == 40
+    assert split.positives_added == 0
     sides = read_texts_by_side(tmp_path / "split")
     for first, second in zip(records[::2], records[1::2], strict=True):
         for side in SIDES:
