@@ -112,11 +112,13 @@ class EmbeddingStore:
         if not metadata.get("finished"):
             raise DataError(f"{folder}: the store is not finished ({_CONTINUE_REMEDY})")
         sizes = [metadata.get(name) for name in ("rows", "dimension", "shard_size")]
-        is_valid = all(type(size) is int and size > 0 for size in sizes)
+        is_valid = all(type(size) is int and 0 < size < 2**63 for size in sizes)
+        corpus = metadata.get("corpus")
+        is_valid &= isinstance(corpus, dict) and "fingerprint" in corpus
         if not is_valid or metadata.get("dtype") not in STORED:
             raise DataError(
-                f"{folder}/{STORE_FILE}: rows, dimension, shard_size or dtype is missing or wrong "
-                f"({_REPLACE_REMEDY})"
+                f"{folder}/{STORE_FILE}: rows, dimension, shard_size, dtype or corpus is missing "
+                f"or wrong ({_REPLACE_REMEDY})"
             )
         store = cls(folder, metadata)
         is_described = not (folder / get_shard_name(store.num_shards)).exists()
@@ -522,14 +524,16 @@ def _read_shard_file(folder: Path, shard_number: int) -> dict[str, Any] | None:
     shard_folder = folder / get_shard_name(shard_number)
     try:
         sizes = {path.name: path.stat().st_size for path in shard_folder.iterdir()}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     if SHARD_FILE not in sizes:
         return None
     shard: dict[str, Any] = files.read_json(shard_folder / SHARD_FILE)
-    for name, size in shard["bytes"].items():
-        if sizes.get(name) != size:
-            return None
+    expected_sizes = shard.get("bytes")
+    if not isinstance(expected_sizes, dict):
+        return None
+    if any(sizes.get(name) != size for name, size in expected_sizes.items()):
+        return None
     return shard
 
 
