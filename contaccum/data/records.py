@@ -49,6 +49,7 @@ _OTHER_FORMATS = {
     b"\xfe\xff": _UTF_16,
     b"PK\x03\x04": "a zip archive (unpack it) or an Excel workbook (save the sheet as UTF-8 CSV)",
     b"\xd0\xcf\x11\xe0": "an Excel workbook (save the sheet as UTF-8 CSV)",
+    b"\x1f\x8b": "gzip-compressed twice (unpack it once)",
     b"BZh": "a bzip2 file (unpack it with bunzip2; gzip can be read as it is)",
     b"\xfd7zXZ": "an xz file (unpack it with unxz; gzip can be read as it is)",
     b"\x28\xb5\x2f\xfd": "a zstd file (unpack it with unzstd; gzip can be read as it is)",

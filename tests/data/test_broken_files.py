@@ -159,6 +159,7 @@ case(
 )
 for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32"):
     case(f"csv in {encoding}", file("a.csv.gz", CSV.encode(encoding)), r"gz: is UTF-16", None)
+case("gzip twice", file("a.jsonl.gz", gzip.compress(JSONL)), "is gzip-compressed twice", None)
 case("xz file", file("a.jsonl", lzma.compress(JSONL)), "is an xz file .unpack it", None)
 case("bzip2 file", file("a.jsonl", bz2.compress(JSONL)), "is a bzip2 file .unpack it", None)
 
