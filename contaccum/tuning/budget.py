@@ -13,6 +13,7 @@ from contaccum.errors import ConfigError
 from contaccum.files import read_json, write_json
 
 _MAX_SHARE_OF_FULL_LENGTH = 0.5  # of the time at the start of a search, for a final training
+_MARGIN_OF_FULL_LENGTH = 0.75  # relative to the margin of a final training as long as a trial
 _UNIT_SECONDS = {"h": 3600, "m": 60, "s": 1}
 
 
@@ -117,7 +118,9 @@ class TimeForTrials:
             full_seconds: if trials are cut, the time of a trial at full length, for which up to
                 half of the time at the start is reserved.
         """
-        for_full_length = min(self.final_training_factor * full_seconds, self._most_for_full_length)
+        # The margin is small: such a training is cut if the time turns out to be too short.
+        for_full_length = _MARGIN_OF_FULL_LENGTH * self.final_training_factor * full_seconds
+        for_full_length = min(for_full_length, self._most_for_full_length)
         reserved = max(self.final_training_factor * trial_seconds, for_full_length)
         return self.budget.left() - self.reserve - reserved
 
