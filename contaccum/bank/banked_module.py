@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from contaccum.bank.centering import GradientCentering
 from contaccum.bank.compensation import DriftCompensation
+from contaccum.bank.diagnostics import MicroStep, describe_micro_step
 from contaccum.bank.memory_bank import MemoryBank
 from contaccum.bank.settings import LossSettings
 from contaccum.bank.update_clock import UpdateClock
@@ -40,7 +41,7 @@ class BankedModule(nn.Module):
         clock: the `UpdateClock`.
         compensation: the `DriftCompensation`.
         centering: the `GradientCentering`; it is not part of the state.
-        last: diagnostics of the last micro-step.
+        last_step: values of the last micro-step in training or evaluation; None before the first.
     """
 
     def __init__(self, settings: LossSettings) -> None:
@@ -51,7 +52,17 @@ class BankedModule(nn.Module):
         self.compensation = DriftCompensation(settings)
         self.centering = GradientCentering(settings.center_gradients, settings.pairs_per_update)
         self._has_warned_of_no_update = False
-        self.last: dict[str, Any] = {}
+        self.last_step: MicroStep | None = None
+        self._description: tuple[MicroStep, dict[str, Any]] | None = None
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """Diagnostics of the last micro-step, empty before it; see `contaccum.bank.diagnostics`."""
+        if self.last_step is None:
+            return {}
+        if self._description is None or self._description[0] is not self.last_step:
+            self._description = self.last_step, describe_micro_step(self.last_step)
+        return self._description[1]
 
     @property
     def bank_age(self) -> int:
@@ -219,15 +230,16 @@ class BankedModule(nn.Module):
 
         Returns:
             ``bank_age`` in updates, the softmax masses of the last micro-step (``in_batch_mass``,
-            ``bank_mass`` and ``bank_mass_aged``, see `measure_softmax_masses`), and the drift
+            ``bank_mass`` and ``bank_mass_aged``, see `describe_micro_step`), and the drift
             measured by the probe (see `DriftProbe.measure_drift`). Masses that are not finite are
             left out. The record is empty before the first enqueued pair.
         """
         if self.bank is None or self.bank.total_enqueued == 0:
             return {}
         record: dict[str, float] = {"bank_age": self.bank_age}
+        last = self.last
         for name in ("in_batch_mass", "bank_mass", "bank_mass_aged"):
-            mass = float(self.last.get(name, math.nan))
+            mass = float(last.get(name, math.nan))
             if math.isfinite(mass):
                 record[name] = mass
         if self.compensation.probe is not None:

@@ -22,18 +22,16 @@ update is zero. The state is one vector R per tower. docs/drift.md has the measu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from contaccum.bank.settings import CenterGradients
 
 QUERIES = 0
-"""Index of the query tower in a list of gradients."""
+"""The query tower."""
 
 PASSAGES = 1
-"""Index of the tower of passages and hard negatives in a list of gradients."""
+"""The tower of passages and hard negatives."""
 
 _TOWERS_OF_SETTING: dict[str, tuple[int, ...]] = {
     "both": (QUERIES, PASSAGES),
@@ -68,42 +66,42 @@ class GradientCentering:
         """Start an update with as many pairs as the last update."""
         self.start_update(self.num_pairs)
 
-    def __call__(self, gradients: Sequence[Tensor], is_drift_expected: bool) -> list[Tensor]:
-        """Centre the gradients of a micro-batch.
+    def __call__(self, gradient: Tensor, is_drift_expected: bool, not_finite: Tensor) -> None:
+        """Centre the gradient of a micro-batch in place.
 
         An update of a single row is not centred, because its gradient would become zero. The
-        gradients of a micro-batch that is not finite are not centred either, and the next
-        micro-batch gets the remainder of the micro-batches before it.
+        gradient of a micro-batch that is not finite is not centred either, and the next micro-batch
+        gets the remainder of the micro-batches before it.
 
         Args:
-            gradients: gradients of queries (n, d) and of documents (n, 1 + h, d).
+            gradient: (n, 2 + h, d), of each pair's query, then of its documents.
             is_drift_expected: True if ``drift_compensation`` is ``"auto"`` and the bank uses pairs
                 of an older encoder. The setting ``"auto"`` begins to centre passages only then, and
                 goes on to the end of the update.
+            not_finite: bool scalar, True for a micro-batch that is not finite.
         """
-        n = len(gradients[QUERIES])
+        n = len(gradient)
         if self._num_remaining_pairs < n:
             # The next update starts. If num_pairs is None (or too small), it ends with this
             # micro-batch.
             self.restart()
             self._num_remaining_pairs = max(self._num_remaining_pairs, n)
         fraction = n / self._num_remaining_pairs
-        centred = list(gradients)
+        gradients_by_tower = {QUERIES: gradient[:, :1], PASSAGES: gradient[:, 1:]}
         for tower in self._get_centred_towers(is_drift_expected):
-            rows = gradients[tower].flatten(0, -2)
-            is_last_row = len(rows) == 1 and self._num_remaining_pairs == 1
-            is_only_row_of_update = is_last_row and tower not in self._remainders
-            if is_only_row_of_update:
-                continue
-            old_remainder = self._remainders.get(tower, torch.zeros_like(rows[0]))
-            remainder = old_remainder + n * rows.sum(0)
-            is_finite = remainder.isfinite().all()
-            correction = torch.where(is_finite, remainder * (fraction / (n * len(rows))), 0.0)
-            centred[tower] = gradients[tower] - correction
-            new_remainder = torch.where(is_finite, remainder * (1 - fraction), old_remainder)
-            self._remainders[tower] = new_remainder
+            rows = gradients_by_tower[tower]
+            num_rows = n * rows.shape[1]
+            if tower not in self._remainders:
+                if num_rows == 1 and self._num_remaining_pairs == 1:
+                    continue  # the only row of the update
+                self._remainders[tower] = gradient.new_zeros(gradient.shape[2])
+            old_remainder = self._remainders[tower]
+            remainder = old_remainder.add(rows.sum((0, 1)), alpha=n)
+            correction = remainder * (fraction / (n * num_rows))
+            rows -= correction.masked_fill(not_finite, 0)
+            new_remainder = remainder * (1 - fraction)
+            self._remainders[tower] = torch.where(not_finite, old_remainder, new_remainder)
         self._num_remaining_pairs -= n
-        return centred
 
     def _get_centred_towers(self, is_drift_expected: bool) -> tuple[int, ...]:
         if self.setting != "auto":

@@ -101,16 +101,17 @@ class DriftCompensation(nn.Module):
         num_runs = bank.num_filled_slots // bank.pairs_per_mean
         return means.queries - bank.query_means[:num_runs]
 
-    def store_means(self, means: TowerMeans, is_finite: Tensor) -> Tensor | None:
+    def store_means(self, means: TowerMeans, not_finite: Tensor) -> Tensor | None:
         """Store the means from `compute_means`, and return the query tower's mean, (d,).
 
         Args:
-            is_finite: bool scalar; if it is False, the means stay as they are.
+            not_finite: bool scalar; if it is True, the means stay as they are.
         """
         if self.query_mean is None or self.passage_mean is None:
             return None
         if means.states:
             query_state, passage_state = means.states
+            is_finite = ~not_finite
             self.query_mean.store(query_state, is_finite)
             self.passage_mean.store(passage_state, is_finite)
         return self.query_mean.mean

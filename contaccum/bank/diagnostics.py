@@ -1,6 +1,7 @@
 """Diagnostics of a micro-step, the values of `BankedInfoNCE.last`.
 
-They stay tensors on the device, so a micro-step never waits for them; a log reads them if needed.
+They are computed when they are read, from a `MicroStep`, whose tensors the loss computes anyway.
+They stay tensors on the device, so a reader waits for the device only if it needs their numbers.
 `contaccum.bank.info_nce` explains the score matrix, its rows, columns and blocks.
 
 Letters in shapes: n pairs in the micro-batch, h hard negatives per query, m bank rows, d the
@@ -10,37 +11,55 @@ embedding size.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from contaccum.bank.logits import MASKED, LogitBlocks, Pairs
-from contaccum.bank.memory_bank import MemoryBank
+from contaccum.bank.logits import MASKED
 
 MASKED_THRESHOLD = MASKED / 2
 """Logits up to this value are masked: no score of two texts is as low."""
 
 
-@torch.no_grad()
-def describe_micro_step(
-    local: Pairs,
-    blocks: LogitBlocks,
-    bank: MemoryBank | None,
-    local_losses: Tensor,
-    banked_losses: Tensor,
-    banked_row_weights: Tensor,
-    passage_mean: Tensor | None,
-) -> dict[str, Tensor | int]:
-    """Describe the rows, columns and losses of a micro-step.
+class RowLosses(NamedTuple):
+    """Losses of r rows of the score matrix, local or banked."""
 
-    Args:
-        local: the micro-batch.
-        blocks: its logits.
-        bank: the bank before the micro-batch is enqueued; None without a bank.
-        local_losses: (n,), losses of the local rows.
-        banked_losses: (m,), losses of the banked rows.
-        banked_row_weights: (m,), weights of the banked rows; 0 for rows that are not in use.
-        passage_mean: (d,), the mean that was subtracted from the documents, or None.
+    losses: Tensor  # (r,)
+    differences: Tensor  # (r,), logsumexp of the negatives' logits minus the positive's logit
+    log_sums: Tensor  # (r,), logsumexp of the logits of the negatives and the positive
+
+
+class LossTerms(NamedTuple):
+    """A loss, and the terms that it is computed from; see `contaccum.bank.info_nce`."""
+
+    loss: Tensor  # scalar
+    local_rows: RowLosses
+    banked_rows: RowLosses | None  # None without banked queries
+    bank_weight: float  # of a banked pair
+    divisor: Tensor | int  # of the sum of the losses
+
+
+class MicroStep(NamedTuple):
+    """Values of a micro-step that its diagnostics are computed from.
+
+    Those of the bank are from before the micro-batch was enqueued. Without a bank, m is 0.
+    """
+
+    passages: Tensor  # (n, d)
+    in_batch: Tensor  # (n, n, 1 + h), logits of the micro-batch, own positives masked
+    against_bank: Tensor  # (n, m, 1 + h), logits of local queries and banked documents
+    invalid: Tensor | None  # bool (m, 1 + h), see `contaccum.bank.logits.Pairs`
+    pairs_in_use: range  # numbers of the banked pairs, see `MemoryBank`
+    num_aged: int  # aged pairs in use, which an older encoder encoded; they are the oldest ones
+    terms: LossTerms
+    not_finite: Tensor  # bool scalar, True for a micro-batch that is not finite
+    bank_fill: int | None = None  # pairs in use afterwards; None if no pair was to be stored
+
+
+@torch.no_grad()
+def describe_micro_step(step: MicroStep) -> dict[str, Tensor | int]:
+    """Describe the rows, columns and losses of a micro-step.
 
     Returns:
         A dict with
@@ -51,33 +70,42 @@ def describe_micro_step(
         - ``masked``: fraction of these columns, without the row's positive, that are masked,
         - ``bank_rows``: number of bank rows in use,
         - ``embedding_spread``: mean squared distance of the local passages from their mean, divided
-          by their mean squared length.
+          by their mean squared length,
+
+        with a bank those of `_measure_softmax_masses`, and in training
+
+        - ``enqueued``: number of pairs that were stored in the bank as valid,
+        - ``bank_fill``: number of pairs in use afterwards.
     """
-    n, num_documents = local.valid.shape
-    num_banked_columns = 0
+    n, _, num_documents = step.in_batch.shape
+    columns = n * num_documents
     num_bank_rows = 0
-    num_masked = (blocks.in_batch <= MASKED_THRESHOLD).sum() - n  # without the n own positives
-    num_negatives = local.valid.new_full((), n * num_documents - 1, dtype=torch.int64)
-    if bank is not None:
-        num_banked_columns = bank.in_use * bank.documents.shape[1]
-        if bank.has_queries:
-            num_bank_rows = bank.in_use
-        is_valid = bank.valid[: bank.num_filled_slots]
-        is_masked = (blocks.against_bank <= MASKED_THRESHOLD) & is_valid
+    bank_loss = step.terms.loss.new_zeros(())
+    num_masked = (step.in_batch <= MASKED_THRESHOLD).sum() - n  # without the n own positives
+    num_negatives = torch.full_like(num_masked, columns - 1)
+    others: dict[str, Tensor | int] = {}
+    if step.invalid is not None:
+        is_valid = ~step.invalid
+        columns += len(step.pairs_in_use) * is_valid.shape[1]
+        is_masked = (step.against_bank <= MASKED_THRESHOLD) & is_valid
         num_masked = num_masked + is_masked.sum()
         num_negatives = num_negatives + is_valid.sum()
-    smallest_number = torch.finfo(local_losses.dtype).tiny
-    total_weight = banked_row_weights.sum().clamp_min(smallest_number)
-    passages = local.documents[:, 0]
-    if passage_mean is not None:
-        passages = passages + passage_mean
+        if step.terms.banked_rows is not None:
+            num_bank_rows = len(step.pairs_in_use)
+            # The loss of a row that is not valid is zero.
+            bank_loss = step.terms.banked_rows.losses.sum() / is_valid[:, 0].sum().clamp_min(1)
+        others = _measure_softmax_masses(step)
+    if step.bank_fill is not None:
+        others["enqueued"] = 0 if step.invalid is None else n * ~step.not_finite
+        others["bank_fill"] = step.bank_fill
     return {
-        "local_loss": local_losses.mean(),
-        "bank_loss": (banked_losses * banked_row_weights).sum() / total_weight,
-        "columns": n * num_documents + num_banked_columns,
+        "local_loss": step.terms.local_rows.losses.mean(),
+        "bank_loss": bank_loss,
+        "columns": columns,
         "masked": num_masked / (n * num_negatives).clamp_min(1),
         "bank_rows": num_bank_rows,
-        "embedding_spread": _compute_embedding_spread(passages),
+        "embedding_spread": _compute_embedding_spread(step.passages),
+        **others,
     }
 
 
@@ -91,28 +119,12 @@ def _compute_embedding_spread(passages: Tensor) -> Tensor:
     return spread
 
 
-@torch.no_grad()
-def measure_softmax_masses(
-    local: Pairs,
-    blocks: LogitBlocks,
-    bank: MemoryBank,
-    local_losses: Tensor,
-    bank_weight: float,
-    num_aged: int,
-) -> dict[str, Tensor]:
+def _measure_softmax_masses(step: MicroStep) -> dict[str, Tensor | int]:
     """Measure how the softmax of the local rows is distributed over their negative passages.
 
     The softmax mass of a passage is its softmax probability, summed over the local rows of which it
-    is a negative. Hard negatives are not counted. An aged entry (banked pair) was encoded by an
-    older encoder; a fresh passage is one of the micro-batch or of the current update.
-
-    Args:
-        local: the micro-batch.
-        blocks: its logits.
-        bank: the bank before the micro-batch is enqueued.
-        local_losses: (n,), losses of the local rows.
-        bank_weight: weight of a banked column.
-        num_aged: number of aged entries in use; they are the oldest entries.
+    is a negative. Hard negatives are not counted. A fresh passage is one of the micro-batch or of
+    the current update; the others are aged.
 
     Returns:
         A dict with
@@ -123,20 +135,19 @@ def measure_softmax_masses(
         - ``bank_mass_aged``: mean mass of an aged passage, divided by that of a fresh passage.
           1: age makes no difference. Near 0: the encoder has moved away from the bank.
     """
-    n = len(local_losses)
-    log_sums = local_losses + local.positive_logits  # a row's loss is log-sum - positive logit
-    in_batch_mass = (blocks.in_batch[:, :, 0] - log_sums[:, None]).exp().sum()
-
-    passage_logits = blocks.against_bank[:, :, 0] + math.log(bank_weight)
-    mass_by_slot = (passage_logits - log_sums[:, None]).exp().sum(0)
-    pairs_in_use = torch.arange(bank.oldest_in_use, bank.total_enqueued, device=mass_by_slot.device)
-    mass_by_pair = mass_by_slot[pairs_in_use % bank.num_slots]  # oldest first
-    aged_mass = mass_by_pair[:num_aged].sum()
-    fresh_bank_mass = mass_by_pair[num_aged:].sum()
-    num_fresh = n - 1 + bank.in_use - num_aged
+    n = len(step.passages)
+    log_sums = step.terms.local_rows.log_sums[:, None]
+    in_batch_mass = (step.in_batch[:, :, 0] - log_sums).exp().sum()
+    mass_by_slot = (step.against_bank[:, :, 0] - log_sums).exp().sum(0) * step.terms.bank_weight
+    numbers = torch.arange(step.pairs_in_use.start, step.pairs_in_use.stop, device=log_sums.device)
+    # While the bank is filled, numbers are below the number of slots.
+    mass_by_pair = mass_by_slot[numbers % len(mass_by_slot)]  # oldest first
+    aged_mass = mass_by_pair[: step.num_aged].sum()
+    fresh_bank_mass = mass_by_pair[step.num_aged :].sum()
+    num_fresh = n - 1 + len(step.pairs_in_use) - step.num_aged
     mean_fresh_mass = (in_batch_mass + fresh_bank_mass) / num_fresh
     return {
         "in_batch_mass": in_batch_mass / n,
         "bank_mass": (aged_mass + fresh_bank_mass) / n,
-        "bank_mass_aged": aged_mass / num_aged / mean_fresh_mass,
+        "bank_mass_aged": aged_mass / step.num_aged / mean_fresh_mass,
     }

@@ -110,9 +110,9 @@ class RunningMean(nn.Module):
     @torch.no_grad()
     def store(self, state: MeanState, condition: Tensor) -> None:
         """Store a state if the bool scalar ``condition`` is True; the host does not wait for it."""
-        self.mean.copy_(torch.where(condition, state.mean, self.mean))
-        self.weight.copy_(torch.where(condition, state.weight, self.weight))
-        self.variance.copy_(torch.where(condition, state.variance, self.variance))
+        torch.where(condition, state.mean, self.mean, out=self.mean)
+        torch.where(condition, state.weight, self.weight, out=self.weight)
+        torch.where(condition, state.variance, self.variance, out=self.variance)
 
 
 class DriftProbe(nn.Module):

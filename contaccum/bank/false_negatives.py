@@ -19,18 +19,20 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from contaccum.bank.logits import IDS_PER_TEXT, NO_ID, NO_ID_OF_ROW, FalseNegativeRule, Pairs
+from contaccum.bank.logits import NO_ID, NO_ID_OF_ROW, FalseNegativeRule, Pairs
 from contaccum.bank.settings import LossSettings
 
 
-def make_rules(settings: LossSettings, positives: PositivesTable | None) -> list[FalseNegativeRule]:
+def make_rules(
+    settings: LossSettings, positives: PositivesTable | None, has_guide: bool
+) -> list[FalseNegativeRule]:
     """List the rules of the settings.
-
-    The guide's rule is always included, because it finds nothing without guide embeddings.
 
     Args:
         positives: table of the data set's positives, or None; used only with ``mask_duplicates``.
+        has_guide: True if the pairs have guide embeddings.
     """
     rules: list[FalseNegativeRule] = []
     if settings.mask_duplicates:
@@ -40,7 +42,8 @@ def make_rules(settings: LossSettings, positives: PositivesTable | None) -> list
     if settings.false_negative_margin is not None:
         margin = settings.false_negative_margin / settings.temperature
         rules.append(partial(find_above_margin, margin=margin))
-    rules.append(find_above_guide_ceiling)
+    if has_guide:
+        rules.append(find_above_guide_ceiling)
     return rules
 
 
@@ -49,26 +52,23 @@ def find_duplicates(rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
 
     The signature is that of `FalseNegativeRule`.
     """
-    is_duplicate = torch.zeros_like(logits, dtype=torch.bool)
-    # Comparisons write into a buffer with the memory layout of the logits: a new tensor would have
-    # another layout, which is slower to combine with them.
-    is_equal = torch.empty_like(is_duplicate)
-    positive_ids = _replace_no_id(rows.document_ids[:, :, 0])
-    query_ids = _replace_no_id(rows.query_ids)
-    for id_index in range(IDS_PER_TEXT):
-        row_positive_ids = positive_ids[id_index, :, None, None]
-        torch.eq(row_positive_ids, columns.document_ids[id_index], out=is_equal)
-        is_duplicate |= is_equal
-        # If a column pair has the row's query, its passage (index 0) is a positive of the row.
-        row_query_ids = query_ids[id_index, :, None]
-        torch.eq(row_query_ids, columns.query_ids[id_index], out=is_equal[:, :, 0])
-        is_duplicate[:, :, 0] |= is_equal[:, :, 0]
-    return is_duplicate
-
-
-def _replace_no_id(row_ids: Tensor) -> Tensor:
-    """Replace `NO_ID` by a value that no column has, so that two missing ids are not equal."""
-    return torch.where(row_ids == NO_ID, NO_ID_OF_ROW, row_ids)
+    positive_ids = rows.document_ids[:, :, 0]
+    row_keys = torch.cat([positive_ids, rows.query_ids])  # (2 * IDS_PER_TEXT, r)
+    # Two missing ids are not equal.
+    row_keys = row_keys.masked_fill(row_keys == NO_ID, NO_ID_OF_ROW)
+    # If a column pair has the row's query, its passage (index 0) is a positive of the row; its hard
+    # negatives are not.
+    num_negatives = columns.document_ids.shape[2] - 1
+    query_ids = columns.query_ids[:, :, None]
+    if num_negatives > 0:
+        query_ids = pad(query_ids, (0, num_negatives), value=NO_ID)
+    column_keys = torch.cat([columns.document_ids, query_ids])  # (2 * IDS_PER_TEXT, c, 1 + h)
+    if logits.stride(0) < logits.stride(1):
+        # The result gets the memory layout of the logits, with which it is combined faster.
+        is_equal = row_keys[:, None, None, :] == column_keys[:, :, :, None]
+        return is_equal.any(0).movedim(-1, 0)
+    is_equal = row_keys[:, :, None, None] == column_keys[:, None]
+    return is_equal.any(0)
 
 
 def find_above_margin(rows: Pairs, columns: Pairs, logits: Tensor, margin: float) -> Tensor:
@@ -84,13 +84,12 @@ def find_above_margin(rows: Pairs, columns: Pairs, logits: Tensor, margin: float
 def find_above_guide_ceiling(rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
     """Find documents with a cosine above the row's ceiling, both computed by the guide.
 
-    The signature is that of `FalseNegativeRule`. Without guide embeddings nothing is found.
+    The signature is that of `FalseNegativeRule`.
     """
-    if rows.guide is None or columns.guide is None:
-        return torch.zeros((), dtype=torch.bool, device=logits.device)
+    assert rows.guide is not None and columns.guide is not None  # see `make_rules`
     cosines = rows.guide.queries @ columns.guide.documents.flatten(0, 1).T
     is_above = cosines > rows.guide.ceilings[:, None]
-    return is_above.unflatten(1, columns.valid.shape)
+    return is_above.unflatten(1, columns.documents.shape[:2])
 
 
 class PositivesTable:

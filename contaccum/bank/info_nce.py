@@ -30,21 +30,20 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus, threshold
+from torch.nn.functional import normalize, softplus, threshold
 
 from contaccum.bank.banked_module import BankedModule
 from contaccum.bank.compensation import TowerMeans
-from contaccum.bank.diagnostics import describe_micro_step, measure_softmax_masses
+from contaccum.bank.diagnostics import LossTerms, MicroStep, RowLosses
 from contaccum.bank.false_negatives import PositivesTable, make_rules
-from contaccum.bank.logits import SOFTPLUS_THRESHOLD, LogitBlocks, Pairs
-from contaccum.bank.memory_bank import MemoryBank, score_blocks
+from contaccum.bank.logits import MASKED, SOFTPLUS_THRESHOLD, LogitBlocks, Pairs
+from contaccum.bank.memory_bank import MemoryBank, is_not_finite, score_blocks
 from contaccum.bank.micro_batch import (
-    MicroBatch,
     TextIds,
-    check_embeddings,
     collect_micro_batch,
     make_pairs,
-    make_queries_and_documents,
+    stack_texts,
+    to_float32_at_least,
 )
 from contaccum.bank.precomputed_gradient import PrecomputedGradient
 from contaccum.bank.settings import (
@@ -211,148 +210,163 @@ class BankedInfoNCE(BankedModule):
             ValueError: for shapes that do not agree, or if the embedding size of the model or of
                 the guide changes.
         """
-        settings = self.settings
         inputs = [queries, passages]
         if negatives is not None:
             inputs.append(negatives)
         is_training = self.training and torch.is_grad_enabled()
-        needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
         if is_training:
             self.end_pending_update()
         ids = TextIds(query_ids, passage_ids, negative_ids)
-        is_relative = settings.guide_margin_strategy == "relative"
-        batch = collect_micro_batch(
-            inputs, ids, guide, settings.guide_margin, is_relative, self._is_shared
-        )
         # The loss stays in float32 or float64 under autocast as well.
         with torch.autocast(queries.device.type, enabled=False):
-            # The batch holds detached embeddings; `PrecomputedGradient` passes on their gradients.
-            for embeddings in batch.embeddings:
-                embeddings.requires_grad_(needs_gradients)
-            # (n, d) and (n, 1 + h, d)
-            queries, documents = make_queries_and_documents(batch.embeddings, settings.similarity)
-            bank = self._prepare_bank(documents, batch.guide_dim)
-            means = self.compensation.compute_means(queries, documents[:, 0], is_training)
-            local = self._make_pairs(queries, documents, batch, means.passages)
-            blocks = self._score_blocks(local, bank, means)
-            loss = self._compute_loss(local, blocks, bank, means.passages)
-            # Enqueueing changes the bank in place, so the gradients are computed before it.
-            gradients: list[Tensor] = []
-            if needs_gradients:
-                gradients = self._compute_gradients(loss, [queries, documents], batch, is_training)
-            if is_training:
-                self._enqueue(local, blocks, bank, means, loss)
-        if not needs_gradients:
+            texts = stack_texts(inputs, may_be_empty=self._is_shared)  # (n, 2 + h, d)
+            loss, gradient = self._run_micro_step(texts, ids, guide, is_training)
+        if gradient is None:
             return loss
         if is_training:
             self.clock.record_forward()
-        return PrecomputedGradient.apply(loss.detach(), gradients, *inputs)
-
-    # The stages of a micro-step, in the order of `forward`
-
-    def _make_pairs(
-        self, queries: Tensor, documents: Tensor, batch: MicroBatch, passage_mean: Tensor | None
-    ) -> Pairs:
-        """Make pairs, with the mean passage embedding (d,) subtracted from their documents.
-
-        The bank stores each document minus the mean passage embedding at that time, so that banked
-        documents move along when the mean moves. The current mean is subtracted from local
-        documents too, to make both comparable. If the same vector is subtracted from all documents
-        of a row, the loss of the row does not change.
-        """
-        if passage_mean is not None:
-            documents = documents - passage_mean
-        return make_pairs(queries, documents, batch, self.settings.temperature)
-
-    def _score_blocks(
-        self, local: Pairs, bank: MemoryBank | None, means: TowerMeans
-    ) -> LogitBlocks:
-        """Score all blocks but the fourth, which has no gradient; false negatives are masked."""
-        rules = make_rules(self.settings, self.positives)
-        query_drift = self.compensation.compute_query_drift(bank, means)
-        return score_blocks(local, bank, self.settings.temperature, rules, query_drift)
-
-    def _compute_loss(
-        self,
-        local: Pairs,
-        blocks: LogitBlocks,
-        bank: MemoryBank | None,
-        passage_mean: Tensor | None,
-    ) -> Tensor:
-        """Compute the loss over local and banked rows, and store diagnostics in ``last``.
-
-        With D_i the logsumexp of the logits of row i's negatives, minus the logit of its positive,
-        the loss of the row is log(1 + exp(D_i)). The logit of a banked negative is increased by
-        log w.
-        """
-        bank_weight = self._compute_bank_weight(bank)
-        log_weight = math.log(bank_weight)
-        local_logits = [blocks.in_batch.flatten(1), blocks.against_bank_sums + log_weight]
-        local_log_sums = torch.cat(local_logits, dim=1).logsumexp(1)  # (n,), of the negatives
-        # The difference is taken before the exponential: the softmax probability of a positive,
-        # minus 1, would be nothing but rounding error once its row is almost solved.
-        differences = local_log_sums - local.positive_logits
-        # An infinite logit of a positive is NaN, or it would pass for a solved row.
-        differences = threshold(differences, torch.finfo(differences.dtype).min, math.nan)
-        local_losses = softplus(differences, threshold=SOFTPLUS_THRESHOLD)
-        loss_sum = local_losses.sum()
-        banked_losses = local_losses.new_zeros(0)
-        banked_row_weights = local_losses.new_zeros(0)
-        if bank is not None and bank.has_queries:
-            is_valid = bank.valid[: bank.num_filled_slots, 0]  # (m,), column 0 is the passage
-            banked_row_weights = bank_weight * is_valid.to(local_losses.dtype)
-            positive_logits = bank.positive_logits[: bank.num_filled_slots]
-            local_sums = blocks.from_bank.flatten(1).logsumexp(1)  # (m,), over local documents
-            banked_log_sums = torch.logaddexp(bank.log_sums + log_weight, local_sums)
-            differences = banked_log_sums - positive_logits
-            banked_losses = softplus(differences, threshold=SOFTPLUS_THRESHOLD)  # (m,)
-            banked_losses = torch.where(is_valid, banked_losses, 0.0)
-            loss_sum = loss_sum + (banked_losses * banked_row_weights).sum()
-        divisor: Tensor | int = len(local.queries)
-        if self.settings.normalize_by == "all":
-            divisor = divisor + banked_row_weights.sum()
-
-        self.last = describe_micro_step(
-            local, blocks, bank, local_losses, banked_losses, banked_row_weights, passage_mean
-        )
-        if bank is not None:
-            masses = measure_softmax_masses(
-                local, blocks, bank, local_losses, bank_weight, self._num_aged
-            )
-            self.last.update(masses)
-        return loss_sum / divisor
-
-    def _compute_gradients(
-        self, loss: Tensor, scored: list[Tensor], batch: MicroBatch, is_training: bool
-    ) -> list[Tensor]:
-        """Compute the gradients of this rank's embeddings; in training they are centred.
-
-        Centring works on the embeddings that are scored, so backward has two steps: from the loss
-        to these, and from these (through the normalisation) to the inputs of the loss.
-
-        Args:
-            scored: queries (n, d) and documents (n, 1 + h, d), normalised with cosine similarity.
-        """
-        scored_gradients = list(torch.autograd.grad(loss, scored, retain_graph=True))
-        if is_training:
-            # center_gradients="auto" starts to centre only if drift is expected.
-            is_drift_expected = self.settings.drift_compensation == "auto" and self._num_aged > 0
-            scored_gradients = self.centering(scored_gradients, is_drift_expected)
-        gradients = list(torch.autograd.grad(scored, batch.embeddings, scored_gradients))
-        if self._is_shared:
-            # Every rank has the gradients of all pairs and returns its own. DDP will average them
-            # over the ranks, although their sum is the gradient of the loss.
-            gradients = [gradient[batch.rows_of_this_rank] * world_size() for gradient in gradients]
-        return gradients
+        return PrecomputedGradient.apply(loss, [gradient], texts)
 
     @torch.no_grad()
+    def _run_micro_step(
+        self, texts: Tensor, ids: TextIds, guide: Sequence[Tensor | None], is_training: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the loss and its gradient, and enqueue the micro-batch in training.
+
+        Args:
+            texts: (n, 2 + h, d), the embeddings of this rank's texts.
+            ids, guide: as in `forward`.
+
+        Returns:
+            The loss, and the gradient of ``texts``, None if they need none.
+        """
+        settings = self.settings
+        is_relative = settings.guide_margin_strategy == "relative"
+        batch = collect_micro_batch(
+            texts,
+            ids,
+            settings.similarity,
+            guide,
+            settings.guide_margin,
+            is_relative,
+            self._is_shared,
+        )
+        bank = self._prepare_bank(batch.documents, batch.guide_dim)
+        means = self.compensation.compute_means(batch.queries, batch.passages, is_training)
+        # The bank stores each document minus the mean passage embedding at that time, so that
+        # banked documents move along when the mean moves. The current mean is subtracted from local
+        # documents too, to make both comparable. If the same vector is subtracted from all
+        # documents of a row, the loss of the row does not change.
+        local = make_pairs(batch, settings.temperature, means.passages)
+        rules = make_rules(settings, self.positives, has_guide=batch.guide is not None)
+        blocks = score_blocks(local, bank, settings.temperature, rules)
+        terms = self._compute_loss(local, blocks, bank)
+        # A sum is finite only if all its terms are.
+        not_finite = is_not_finite(terms.loss + batch.texts.sum())
+        step = MicroStep(
+            passages=batch.passages,
+            in_batch=blocks.in_batch,
+            against_bank=blocks.against_bank,
+            invalid=None if blocks.banked is None else blocks.banked.invalid,
+            pairs_in_use=range(0) if bank is None else bank.pairs_in_use,
+            num_aged=self._num_aged,
+            terms=terms,
+            not_finite=not_finite,
+        )
+        # Enqueueing changes the bank in place, so the gradient is computed before it.
+        gradient = None
+        if texts.requires_grad:
+            query_drift = self.compensation.compute_query_drift(bank, means)
+            gradient = self._compute_gradient(local, blocks, terms, query_drift)
+            if is_training:
+                # center_gradients="auto" starts to centre only if drift is expected.
+                is_drift_expected = settings.drift_compensation == "auto" and self._num_aged > 0
+                self.centering(gradient, is_drift_expected, not_finite)
+            gradient = batch.compute_input_gradient(gradient)
+            if self._is_shared:
+                # Every rank has the gradients of all pairs and returns its own. DDP will average
+                # them over the ranks, although their sum is the gradient of the loss.
+                gradient = gradient[batch.rows_of_this_rank] * world_size()
+        if is_training:
+            self._enqueue(local, blocks, bank, means, not_finite)
+            step = step._replace(bank_fill=0 if bank is None else bank.in_use)
+        self.last_step = step
+        return terms.loss, gradient
+
+    # The stages of a micro-step, in their order
+
+    def _compute_loss(
+        self, local: Pairs, blocks: LogitBlocks, bank: MemoryBank | None
+    ) -> LossTerms:
+        """Compute the loss over local and banked rows.
+
+        The logit of a banked negative is increased by log w.
+        """
+        weight = self._compute_bank_weight(bank)
+        log_weight = math.log(weight)
+        local_logits = [blocks.in_batch.flatten(1), blocks.against_bank_sums + log_weight]
+        negative_log_sums = torch.cat(local_logits, dim=1).logsumexp(1)  # (n,)
+        local_rows = compute_row_losses(negative_log_sums, local.positive_logits)
+        loss_sum = local_rows.losses.sum()
+        divisor: Tensor | int = len(local.queries)
+        banked_rows = None
+        if bank is not None and bank.has_queries:
+            assert blocks.banked is not None and blocks.banked.invalid is not None
+            is_invalid = blocks.banked.invalid[:, 0]  # (m,), column 0 is the passage
+            # As if the positive had the whole softmax: such a row has no loss and no gradient.
+            positive_logits = blocks.banked.positive_logits.masked_fill(is_invalid, -MASKED)
+            local_sums = blocks.from_bank.flatten(1).logsumexp(1)  # (m,), over local documents
+            negative_log_sums = torch.logaddexp(bank.log_sums + log_weight, local_sums)
+            banked_rows = compute_row_losses(negative_log_sums, positive_logits)
+            loss_sum = loss_sum.add(banked_rows.losses.sum(), alpha=weight)
+            if self.settings.normalize_by == "all":
+                divisor = divisor + weight * (~is_invalid).sum(dtype=loss_sum.dtype)
+        return LossTerms(loss_sum / divisor, local_rows, banked_rows, weight, divisor)
+
+    def _compute_gradient(
+        self, local: Pairs, blocks: LogitBlocks, terms: LossTerms, query_drift: Tensor | None
+    ) -> Tensor:
+        """Compute the gradient of the local texts as they are scored, (n, 2 + h, d).
+
+        The derivative of a row's loss with respect to the logit of a negative is the softmax
+        probability of the negative. With respect to the logit of the positive it is minus the sum
+        of these probabilities, which is sigmoid(D) and stays exact in a row that is almost solved.
+
+        Args:
+            query_drift: (runs, d), movement of the query tower's mean since the queries of each run
+                of banked rows were stored; None for no movement. The gradient of local documents is
+                computed with stored query + drift. The logits are those of the stored queries, so
+                that they agree with the log-sums of the bank.
+        """
+        n = len(local.queries)
+        weight = terms.bank_weight
+        in_batch = (blocks.in_batch - terms.local_rows.log_sums[:, None, None]).exp()
+        # A row's own positive is masked, so its place in the matrix is free.
+        in_batch[:, :, 0].diagonal().sub_(terms.local_rows.differences.sigmoid())
+        in_batch = in_batch.flatten(1)  # (n, n * (1 + h))
+        query_gradient = in_batch @ local.documents.flatten(0, 1)  # (n, d)
+        document_gradient = in_batch.T @ local.queries  # (n * (1 + h), d)
+        if blocks.banked is not None:
+            against_bank = (blocks.against_bank - terms.local_rows.log_sums[:, None, None]).exp()
+            documents = blocks.banked.documents.flatten(0, 1)
+            query_gradient.addmm_(against_bank.flatten(1), documents, alpha=weight)
+        if blocks.banked is not None and terms.banked_rows is not None:
+            from_bank = (blocks.from_bank - terms.banked_rows.log_sums[:, None, None]).exp()
+            from_bank = from_bank.flatten(1)  # (m, n * (1 + h))
+            document_gradient.addmm_(from_bank.T, blocks.banked.queries, alpha=weight)
+            if query_drift is not None:
+                sums_of_runs = from_bank.unflatten(0, (len(query_drift), -1)).sum(1)
+                document_gradient.addmm_(sums_of_runs.T, query_drift, alpha=weight)
+        gradients = [query_gradient[:, None], document_gradient.unflatten(0, (n, -1))]
+        return torch.cat(gradients, dim=1) / (self.settings.temperature * terms.divisor)
+
     def _enqueue(
         self,
         local: Pairs,
         blocks: LogitBlocks,
         bank: MemoryBank | None,
         means: TowerMeans,
-        loss: Tensor,
+        not_finite: Tensor,
     ) -> None:
         """Store the micro-batch and the means of the towers.
 
@@ -360,23 +374,15 @@ class BankedInfoNCE(BankedModule):
         stored as invalid.
         """
         n = len(local.queries)
-        self.last["enqueued"] = 0
-        self.last["bank_fill"] = 0
-        if bank is not None:
-            # A sum is finite only if all terms are, and amax keeps NaN.
-            sum_of_maxima = local.queries.abs().amax() + local.documents.abs().amax()
-            is_finite = (loss.detach() + sum_of_maxima).isfinite()
-            query_mean = self.compensation.store_means(means, is_finite)
-            retire_before = self.compensation.compute_oldest_allowed(bank, n, self.clock)
-            bank.append(local, blocks, is_finite, retire_before, query_mean)
-            self.compensation.replace_first_query_means(bank)
-            self.last["enqueued"] = is_finite * n
-            self.last["bank_fill"] = bank.in_use
-        self.clock.num_pairs += n
         # The clock needs the ends of updates only back to the oldest pair in use.
-        oldest_in_use = self.clock.num_pairs
+        oldest_in_use = self.clock.num_pairs + n
         if bank is not None:
+            query_mean = self.compensation.store_means(means, not_finite)
+            retire_before = self.compensation.compute_oldest_allowed(bank, n, self.clock)
+            bank.append(local, blocks, not_finite, retire_before, query_mean)
+            self.compensation.replace_first_query_means(bank)
             oldest_in_use = bank.oldest_in_use
+        self.clock.num_pairs += n
         self.clock.drop_ends_before(oldest_in_use)
 
     @torch.no_grad()
@@ -398,19 +404,41 @@ class BankedInfoNCE(BankedModule):
         Raises:
             ValueError: for fewer than two pairs.
         """
-        check_embeddings(queries, passages, may_be_empty=self._is_shared)
-        probe = [queries.detach(), passages.detach()]
+        texts = stack_texts([queries, passages], may_be_empty=self._is_shared)
         if self._is_shared:
-            probe, _ = gather_rows(probe)
-        if len(probe[0]) < 2:
+            [texts], _ = gather_rows([texts])
+        if len(texts) < 2:
             raise ValueError(
                 "a probe of one pair has no spread, so drift cannot be measured: "
                 "pass eight pairs, or at least two"
             )
-        dtype = torch.promote_types(queries.dtype, torch.float32)
-        device = queries.device if self.bank is None else self.bank.documents.device
-        probe = [x.to(device, dtype) for x in probe]
-        queries, documents = make_queries_and_documents(probe, self.settings.similarity)
+        texts = to_float32_at_least(texts)
+        if self.bank is not None:
+            texts = texts.to(self.bank.documents.device)
+        if self.settings.similarity == "cos":
+            texts = normalize(texts, dim=-1)
         self.end_pending_update()
-        if self._prepare_bank(documents, guide_dim=None) is not None:
-            self.compensation.observe(queries, documents[:, 0], self.clock, self._is_shared)
+        if self._prepare_bank(texts[:, 1:], guide_dim=None) is not None:
+            self.compensation.observe(texts[:, 0], texts[:, 1], self.clock, self._is_shared)
+
+
+def compute_row_losses(negative_log_sums: Tensor, positive_logits: Tensor) -> RowLosses:
+    """Compute the losses of r rows.
+
+    With D_i the logsumexp of the logits of row i's negatives, minus the logit of its positive, the
+    loss of the row is log(1 + exp(D_i)).
+
+    Args:
+        negative_log_sums: (r,), logsumexp of the logits of each row's negatives.
+        positive_logits: (r,), logit of each row's positive.
+    """
+    # The difference is taken before the exponential: the softmax probability of a positive, minus
+    # 1, would be nothing but rounding error once its row is almost solved.
+    differences = negative_log_sums - positive_logits
+    # An infinite logit of a positive is NaN, or it would pass for a solved row.
+    differences = threshold(differences, torch.finfo(differences.dtype).min, math.nan)
+    return RowLosses(
+        losses=softplus(differences, threshold=SOFTPLUS_THRESHOLD),
+        differences=differences,
+        log_sums=torch.logaddexp(negative_log_sums, positive_logits),
+    )

@@ -52,7 +52,8 @@ class Pairs(NamedTuple):
     query_ids: Tensor  # int64 (IDS_PER_TEXT, n)
     document_ids: Tensor  # int64 (IDS_PER_TEXT, n, 1 + h)
     positive_logits: Tensor  # (n,), logit of each query and its own positive
-    valid: Tensor  # bool (n, 1 + h), False for padding, retired and non-finite documents
+    # bool (n, 1 + h), True for padding, retired and non-finite documents; None if there are none
+    invalid: Tensor | None = None
     guide: GuideEmbeddings | None = None
 
 
@@ -70,6 +71,8 @@ class LogitBlocks(NamedTuple):
     A ring block is one of the equal parts of the bank's ring buffer; see `MemoryBank`.
     """
 
+    banked: Pairs | None  # the bank's pairs; None without a bank
+
     in_batch: Tensor  # (n, n, 1 + h), local queries against local documents, own positives masked
     against_bank: Tensor  # (n, m, 1 + h), local queries against banked documents
     from_bank: Tensor  # (m, n, 1 + h), banked queries against local documents; m = 0 without them
@@ -85,11 +88,7 @@ false negative of the row, which means that it is (probably) relevant to the row
 
 
 def masked_logits(
-    rows: Pairs,
-    columns: Pairs,
-    temperature: float,
-    rules: Sequence[FalseNegativeRule],
-    query_drift: Tensor | None = None,
+    rows: Pairs, columns: Pairs, temperature: float, rules: Sequence[FalseNegativeRule]
 ) -> Tensor:
     """Score the queries of ``rows`` (r pairs) against the documents of ``columns`` (c pairs).
 
@@ -106,42 +105,34 @@ def masked_logits(
         rows, columns: the pairs.
         temperature: divisor of the inner products.
         rules: the rules that find false negatives.
-        query_drift: for banked rows, the movement (b, d) of the query tower's mean since the rows
-            were stored; None for no movement. The rows are b consecutive runs of equal length, and
-            entry i belongs to run i. It changes gradients only: the gradient of a document is
-            computed with stored query + drift. The logits are those of the stored queries, so that
-            they agree with the log-sums of the bank.
 
     Returns:
         (r, c, 1 + h).
     """
     documents = columns.documents.flatten(0, 1)
-    logits = _compute_inner_products(rows.queries, documents) / temperature
-    if query_drift is not None:
-        # These logits are zero, but their gradient for a document is the drift.
-        zeros_with_gradient = documents - documents.detach()
-        drift_logits = _compute_inner_products(query_drift, zeros_with_gradient) / temperature
-        logits_by_run = logits.unflatten(0, (len(query_drift), -1))
-        logits = (logits_by_run + drift_logits[:, None]).flatten(0, 1)
-    logits = logits.unflatten(1, columns.valid.shape)
-
-    with torch.no_grad():
-        is_excluded = torch.zeros_like(logits, dtype=torch.bool)
-        is_excluded |= ~columns.valid
-        for rule in rules:
-            is_excluded |= rule(rows, columns, logits)
-        if rows is columns:
-            is_excluded[:, :, 0].fill_diagonal_(True)
-    return logits.masked_fill(is_excluded, MASKED)
+    products = _compute_inner_products(rows.queries, documents, temperature)
+    logits = products.unflatten(1, columns.documents.shape[:2])
+    # All rules get the logits before any of them is masked.
+    masks = [rule(rows, columns, logits) for rule in rules]
+    if columns.invalid is not None:
+        masks.append(columns.invalid)
+    for mask in masks:
+        logits.masked_fill_(mask, MASKED)
+    if rows is columns:
+        logits[:, :, 0].fill_diagonal_(MASKED)
+    return logits
 
 
-def _compute_inner_products(queries: Tensor, documents: Tensor) -> Tensor:
-    """Compute the inner products (r, k) of r queries (r, d) and k documents (k, d).
+def _compute_inner_products(queries: Tensor, documents: Tensor, temperature: float) -> Tensor:
+    """Compute the inner products (r, k) of r queries and k documents, divided by the temperature.
 
     The longer dimension of the result is contiguous in memory, because a CPU then sums faster over
     the shorter one.
     """
     if len(queries) > len(documents):
-        return _compute_inner_products(documents, queries).T
-    products = [queries @ part.T for part in documents.split(ROWS_PER_PRODUCT)]
+        return _compute_inner_products(documents, queries, temperature).T
+    scaled = queries / temperature
+    products = [scaled @ part.T for part in documents.split(ROWS_PER_PRODUCT)]
+    if len(products) == 1:
+        return products[0]
     return torch.cat(products, dim=1)

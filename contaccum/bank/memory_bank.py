@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from contaccum.bank.false_negatives import find_duplicates
 from contaccum.bank.guide_ring import GuideRing
@@ -36,7 +37,7 @@ from contaccum.bank.logits import (
     Pairs,
     masked_logits,
 )
-from contaccum.bank.micro_batch import TextIds, collect_micro_batch, join_documents, make_pairs
+from contaccum.bank.micro_batch import TextIds, collect_micro_batch, make_pairs, stack_texts
 
 MIN_BLOCKS = 32  # a bank with fewer pairs has one block per pair
 
@@ -133,13 +134,18 @@ class MemoryBank(nn.Module):
         return self.documents[:, 1:]
 
     @property
+    def pairs_in_use(self) -> range:
+        """The numbers of the stored pairs that have not retired."""
+        return range(self.oldest_in_use, self.total_enqueued)
+
+    @property
     def in_use(self) -> int:
         """The number of stored pairs that have not retired.
 
         It includes the pairs of micro-batches that were not finite, although they are not valid.
         (To leave them out, the host would have to wait for the device.)
         """
-        return max(self.total_enqueued - self.oldest_in_use, 0)
+        return len(self.pairs_in_use)
 
     @property
     def has_queries(self) -> bool:
@@ -154,7 +160,10 @@ class MemoryBank(nn.Module):
 
     @property
     def pairs(self) -> Pairs:
-        """The pairs of the first `num_filled_slots` slots, as views; retired ones are not valid."""
+        """The pairs of the first `num_filled_slots` slots; retired ones are not valid.
+
+        Apart from ``invalid``, the tensors are views of the bank.
+        """
         num_slots = self.num_filled_slots
         guide = None
         if self.guide is not None:
@@ -165,7 +174,7 @@ class MemoryBank(nn.Module):
             query_ids=self.query_ids[:, :num_slots],
             document_ids=self.document_ids[:, :num_slots],
             positive_logits=self.positive_logits[:num_slots],
-            valid=self.valid[:num_slots],
+            invalid=~self.valid[:num_slots],
             guide=guide,
         )
 
@@ -198,7 +207,6 @@ class MemoryBank(nn.Module):
         missing = 1 + hard_negatives - self.documents.shape[1]
         if missing <= 0:
             return
-        pad = nn.functional.pad
         self.documents = pad(self.documents, (0, 0, 0, missing))
         self.document_ids = pad(self.document_ids, (0, missing), value=NO_ID)
         self.valid = pad(self.valid, (0, missing))
@@ -242,23 +250,20 @@ class MemoryBank(nn.Module):
         embeddings = [queries, passages]
         if negatives is not None:
             embeddings.append(negatives)
+        texts = stack_texts(embeddings).to(self.documents)
         ids = TextIds(query_ids, passage_ids, negative_ids)
-        batch = collect_micro_batch(embeddings, ids)
-        queries = batch.embeddings[0].to(self.documents)
-        documents = join_documents(batch.embeddings).to(self.documents)
-        self.ensure_shape(queries.shape[1], documents.shape[1] - 1, guide_dim=0)
-        local = make_pairs(queries, documents, batch, self.temperature)
+        batch = collect_micro_batch(texts, ids, similarity="dot")
+        self.ensure_shape(texts.shape[2], texts.shape[1] - 2, guide_dim=0)
+        local = make_pairs(batch, self.temperature)
         logits = score_blocks(local, self, self.temperature, [find_duplicates])
-        # A sum is finite only if all terms are, and amax keeps NaN.
-        is_finite = (queries.abs().amax() + documents.abs().amax()).isfinite()
-        self.append(local, logits, is_finite)
+        self.append(local, logits, is_not_finite(texts.sum()))
 
     @torch.no_grad()
     def append(
         self,
         local: Pairs,
         logits: LogitBlocks,
-        is_finite: Tensor,
+        not_finite: Tensor,
         retire_before: int = 0,
         query_mean: Tensor | None = None,
     ) -> None:
@@ -270,103 +275,112 @@ class MemoryBank(nn.Module):
         Args:
             local: the micro-batch.
             logits: logits of the micro-batch, from `score_blocks`.
-            is_finite: bool scalar on the bank's device; False stores zeros that are not valid.
+            not_finite: bool scalar on the bank's device; True stores zeros that are not valid.
             retire_before: pairs with a smaller number retire, even if there is room for them.
             query_mean: (d,), current mean query embedding.
         """
         num_scored_slots = self.num_filled_slots
         end = self.total_enqueued + len(local.queries)
-        self.retire_before(max(retire_before, end - self.bank_size))
+        retired_blocks = self.retire_before(max(retire_before, end - self.bank_size))
         first = max(self.total_enqueued, self.oldest_in_use)  # skip new pairs that have retired
         first = min(first, end)  # all of them may have retired
+        positions = slice(first - self.total_enqueued, None)
+        slots = torch.arange(first, end, device=self.documents.device) % self.num_slots
         if self.has_queries:
-            self._extend_log_sums(local, logits, is_finite, first, end, num_scored_slots)
-        self._write_pairs(local, is_finite, first, end)
+            self._add_documents_to_log_sums(logits, not_finite, first, end, num_scored_slots)
+            new_sums = self._compute_log_sums(logits, first, end, num_scored_slots, retired_blocks)
+            new_sums = new_sums[:, positions].masked_fill(not_finite, MASKED)
+            self.block_log_sums.index_copy_(1, slots, new_sums)
+            self.total_log_sums.index_copy_(0, slots, new_sums.logsumexp(0))
+        self._write_pairs(local, not_finite, positions, slots)
         if query_mean is not None and self.has_queries:
             self._write_query_mean(query_mean, first, end)
         self.total_enqueued = end
 
-    def _extend_log_sums(
+    def _add_documents_to_log_sums(
+        self, logits: LogitBlocks, not_finite: Tensor, first: int, end: int, num_scored_slots: int
+    ) -> None:
+        """Add the new documents to the log-sums of the queries that ``logits`` cover."""
+        from_bank = logits.from_bank[:, :, : self.documents.shape[1]]
+        for ring_block, positions in self._split_into_blocks(first, end):
+            new_sums = from_bank[:, positions].flatten(1).logsumexp(1)  # (scored slots,)
+            new_sums = new_sums.masked_fill(not_finite, MASKED)
+            for sums in (self.block_log_sums[ring_block], self.total_log_sums):
+                sums_of_old_queries = sums[:num_scored_slots]
+                torch.logaddexp(sums_of_old_queries, new_sums, out=sums_of_old_queries)
+
+    def _compute_log_sums(
         self,
-        local: Pairs,
         logits: LogitBlocks,
-        is_finite: Tensor,
         first: int,
         end: int,
         num_scored_slots: int,
-    ) -> None:
-        """Add the new documents to the log-sums of all queries, and add the new queries.
+        retired_blocks: list[int],
+    ) -> Tensor:
+        """Compute the columns of `block_log_sums` for the micro-batch's queries, (blocks, n).
 
-        The table `block_log_sums` has a row per block of documents and a column per query.
-        ``num_scored_slots`` is the number of slots that ``logits`` cover.
+        Args:
+            logits, first, end, num_scored_slots: as in `append`.
+            retired_blocks: the blocks of the ring that have been retired since scoring.
         """
-        num_documents = min(logits.in_batch.shape[2], self.documents.shape[1])  # of each pair
-        num_scored_blocks = num_scored_slots // self.block_size
-
-        # New queries over old documents, except in blocks that have been retired since scoring.
-        new_sums = self.block_log_sums.new_full((self.num_blocks, len(local.queries)), MASKED)
-        has_valid_pairs = self.valid.view(self.num_blocks, -1).any(1)  # (blocks,)
-        new_sums[:num_scored_blocks] = torch.where(
-            has_valid_pairs[:num_scored_blocks, None], logits.against_bank_sums.T, MASKED
-        )
-
-        in_batch = logits.in_batch[:, :, :num_documents]
-        from_bank = logits.from_bank[:, :, :num_documents]
-        old_queries = slice(0, num_scored_slots)
+        num_queries = len(logits.in_batch)
+        log_sums = self.block_log_sums.new_full((self.num_blocks, num_queries), MASKED)
+        # The new queries over old documents.
+        log_sums[: num_scored_slots // self.block_size] = logits.against_bank_sums.T
+        for ring_block in retired_blocks:
+            log_sums[ring_block] = MASKED
+        # The new queries over new documents.
+        in_batch = logits.in_batch[:, :, : self.documents.shape[1]]
         for ring_block, positions in self._split_into_blocks(first, end):
-            # New queries over the new documents of this block.
-            local_sums = in_batch[:, positions].flatten(1).logsumexp(1)  # (n,)
-            new_sums[ring_block] = torch.logaddexp(new_sums[ring_block], local_sums)
-            # Old queries over the new documents of this block.
-            banked_sums = from_bank[:, positions].flatten(1).logsumexp(1)  # (scored slots,)
-            banked_sums = torch.where(is_finite, banked_sums, MASKED)
-            block_sums = torch.logaddexp(self.block_log_sums[ring_block, old_queries], banked_sums)
-            self.block_log_sums[ring_block, old_queries] = block_sums
-            total_sums = torch.logaddexp(self.total_log_sums[old_queries], banked_sums)
-            self.total_log_sums[old_queries] = total_sums
+            sums = log_sums[ring_block]
+            torch.logaddexp(sums, in_batch[:, positions].flatten(1).logsumexp(1), out=sums)
+        return log_sums
 
-        positions = slice(first - self.total_enqueued, None)
-        slots = self._get_slots(first, end)
-        stored_sums = torch.where(is_finite, new_sums[:, positions], MASKED)
-        self.block_log_sums[:, slots] = stored_sums
-        self.total_log_sums[slots] = stored_sums.logsumexp(0)
-
-    def _write_pairs(self, local: Pairs, is_finite: Tensor, first: int, end: int) -> None:
-        """Write the new pairs with the numbers ``first`` to ``end`` - 1 into their slots."""
-        positions = slice(first - self.total_enqueued, None)
-        slots = self._get_slots(first, end)
-        num_documents = min(local.documents.shape[1], self.documents.shape[1])
-        documents = local.documents[positions, :num_documents]
-        self.documents[slots, :num_documents] = torch.where(is_finite, documents, 0)
-        self.query_ids[:, slots] = local.query_ids[:, positions]
-        # With ``x[slots] = number``, where slots is a tensor, the host would wait for a GPU.
-        self.document_ids.index_fill_(1, slots, NO_ID)
-        document_ids = local.document_ids[:, positions, :num_documents]
-        self.document_ids[:, slots, :num_documents] = document_ids
-        self.valid.index_fill_(0, slots, False)
-        self.valid[slots, :num_documents] = local.valid[positions, :num_documents] & is_finite
+    def _write_pairs(
+        self, local: Pairs, not_finite: Tensor, positions: slice, slots: Tensor
+    ) -> None:
+        """Write the pairs of the micro-batch at ``positions`` into their slots."""
+        documents = local.documents[positions].masked_fill(not_finite, 0)
+        document_ids = local.document_ids[:, positions]
+        is_valid = (~not_finite).expand(documents.shape[:2])
+        num_missing = self.documents.shape[1] - documents.shape[1]
+        if num_missing != 0:  # fewer documents than the bank stores, or more
+            documents = pad(documents, (0, 0, 0, num_missing))
+            document_ids = pad(document_ids, (0, num_missing), value=NO_ID)
+            is_valid = pad(is_valid, (0, num_missing))
+        self.documents.index_copy_(0, slots, documents)
+        self.query_ids.index_copy_(1, slots, local.query_ids[:, positions])
+        self.document_ids.index_copy_(1, slots, document_ids)
+        self.valid.index_copy_(0, slots, is_valid)
         if self.has_queries:
-            self.queries[slots] = torch.where(is_finite, local.queries[positions], 0)
-            positive_logits = local.positive_logits[positions]
-            self.positive_logits[slots] = torch.where(is_finite, positive_logits, 0)
+            queries = local.queries[positions].masked_fill(not_finite, 0)
+            positive_logits = local.positive_logits[positions].masked_fill(not_finite, 0)
+            self.queries.index_copy_(0, slots, queries)
+            self.positive_logits.index_copy_(0, slots, positive_logits)
         if self.guide is not None and local.guide is not None:
+            num_documents = min(local.documents.shape[1], self.documents.shape[1])
             self.guide.write(local.guide, positions, slots, num_documents)
 
     def _write_query_mean(self, query_mean: Tensor, first: int, end: int) -> None:
         """Store the mean for every run (see `PAIRS_PER_MEAN`) whose first pair is new."""
         first_run = _divide_rounding_up(first, self.pairs_per_mean)
         end_run = _divide_rounding_up(end, self.pairs_per_mean)
-        runs = torch.arange(first_run, end_run, device=self.query_means.device)
-        self.query_means[runs % len(self.query_means)] = query_mean
+        for run in range(first_run, end_run)[-len(self.query_means) :]:
+            self.query_means[run % len(self.query_means)] = query_mean
 
     @torch.no_grad()
-    def retire_before(self, number: int) -> None:
+    def retire_before(self, number: int) -> list[int]:
         """Retire every block that holds a pair with a smaller number.
 
-        With blocks of 2 pairs, ``retire_before(3)`` retires pairs 0 to 3."""
+        With blocks of 2 pairs, ``retire_before(3)`` retires pairs 0 to 3.
+
+        Returns:
+            The indices of the retired blocks in the ring.
+        """
         end_block = _divide_rounding_up(number, self.block_size)
-        self._reset_blocks(end_block)
+        retired_blocks = self._reset_blocks(end_block)
         self.oldest_in_use = max(self.oldest_in_use, end_block * self.block_size)
+        return retired_blocks
 
     @torch.no_grad()
     def retire_all(self) -> None:
@@ -374,21 +388,22 @@ class MemoryBank(nn.Module):
         self._reset_blocks(_divide_rounding_up(self.total_enqueued, self.block_size))
         self.oldest_in_use = self.total_enqueued
 
-    def _reset_blocks(self, end_block: int) -> None:
-        """Invalidate all blocks in use before ``end_block``, counted from the start of training."""
+    def _reset_blocks(self, end_block: int) -> list[int]:
+        """Invalidate all blocks in use before ``end_block``, counted from the start of training.
+
+        Returns:
+            Their indices in the ring.
+        """
         first_block = self.oldest_in_use // self.block_size
-        if end_block <= first_block:
-            return
-        for block in range(first_block, min(end_block, first_block + self.num_blocks)):
-            ring_block = block % self.num_blocks
+        end_block = min(end_block, first_block + self.num_blocks)
+        ring_blocks = [block % self.num_blocks for block in range(first_block, end_block)]
+        for ring_block in ring_blocks:
             start = ring_block * self.block_size
             self.valid[start : start + self.block_size] = False
             self.block_log_sums[ring_block] = MASKED
-        self.total_log_sums.copy_(self.block_log_sums.logsumexp(0))
-
-    def _get_slots(self, first: int, end: int) -> Tensor:
-        """Return the slots of the pairs with the numbers ``first`` to ``end`` - 1."""
-        return torch.arange(first, end, device=self.documents.device) % self.num_slots
+        if ring_blocks:
+            torch.logsumexp(self.block_log_sums, 0, out=self.total_log_sums)
+        return ring_blocks
 
     def _split_into_blocks(self, first: int, end: int) -> Iterator[tuple[int, slice]]:
         """Split the new pairs with the numbers ``first`` to ``end`` - 1 at the bounds of blocks.
@@ -414,30 +429,32 @@ class MemoryBank(nn.Module):
 
 
 def score_blocks(
-    local: Pairs,
-    bank: MemoryBank | None,
-    temperature: float,
-    rules: Sequence[FalseNegativeRule],
-    query_drift: Tensor | None = None,
+    local: Pairs, bank: MemoryBank | None, temperature: float, rules: Sequence[FalseNegativeRule]
 ) -> LogitBlocks:
     """Score three blocks of the score matrix (see `contaccum.bank.info_nce`) with `masked_logits`.
 
     Blocks of a missing bank, or of missing banked queries, are empty.
     """
     in_batch = masked_logits(local, local, temperature, rules)
-    n, num_documents = local.valid.shape
-    against_bank = in_batch.new_zeros(n, 0, num_documents)
-    against_bank_sums = in_batch.new_zeros(n, 0)
-    from_bank = in_batch.new_zeros(0, n, num_documents)
-    if bank is not None:
-        banked = bank.pairs
-        against_bank = masked_logits(local, banked, temperature, rules)
-        # (n, blocks, block_size * (1 + h))
-        logits_by_block = against_bank.unflatten(1, (-1, bank.block_size)).flatten(2)
-        against_bank_sums = logits_by_block.logsumexp(2)
-        if bank.has_queries:
-            from_bank = masked_logits(banked, local, temperature, rules, query_drift)
-    return LogitBlocks(in_batch, against_bank, from_bank, against_bank_sums)
+    n, num_documents = in_batch.shape[1:]
+    if bank is None:
+        against_bank = in_batch.new_zeros(n, 0, num_documents)
+        from_bank = in_batch.new_zeros(0, n, num_documents)
+        return LogitBlocks(None, in_batch, against_bank, from_bank, in_batch.new_zeros(n, 0))
+    banked = bank.pairs
+    against_bank = masked_logits(local, banked, temperature, rules)
+    # (n, blocks, block_size * (1 + h))
+    logits_by_block = against_bank.unflatten(1, (-1, bank.block_size)).flatten(2)
+    if bank.has_queries:
+        from_bank = masked_logits(banked, local, temperature, rules)
+    else:
+        from_bank = in_batch.new_zeros(0, n, num_documents)
+    return LogitBlocks(banked, in_batch, against_bank, from_bank, logits_by_block.logsumexp(2))
+
+
+def is_not_finite(number: Tensor) -> Tensor:
+    """Return a bool scalar, True if a scalar is NaN or infinite: times zero it is NaN."""
+    return (number * 0).isnan()
 
 
 def _divide_rounding_up(number: int, divisor: int) -> int:

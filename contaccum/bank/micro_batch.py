@@ -1,14 +1,17 @@
 """Preparation of a micro-batch for the loss: checks, ids, the guide, gathering over ranks.
 
-`collect_micro_batch` checks the inputs of a loss, detaches them (`BankedInfoNCE` computes their
-gradients itself), gathers them from all ranks that share a bank, and casts them to float32, or
-leaves them in float64. `make_pairs` makes the `Pairs` that are scored.
+`stack_texts` stacks the embeddings of all texts of a pair, and everything that follows is computed
+for the whole stack: with a small micro-batch, a GPU waits for the number of operators, not for
+their size. `collect_micro_batch` gathers stack and ids from all ranks that share a bank, and
+normalises the embeddings. `make_pairs` makes the `Pairs` that are scored. `BankedInfoNCE` computes
+its gradients itself, so all tensors but the stack itself are detached.
 
 A guide is a second, frozen model. Documents that it scores too high, compared with a row's
 positive, are false negatives (GISTEmbed).
 
 Letters in shapes: n pairs, h hard negatives per query, d the embedding size, g the embedding size
-of the guide. The documents of a pair are its positive passage, then its hard negatives.
+of the guide. The texts of a pair are its query, its positive passage, then its hard negatives; its
+documents are all but the query.
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, pad
 
 from contaccum.bank.logits import IDS_PER_TEXT, NO_ID, GuideEmbeddings, Pairs
 from contaccum.bank.settings import Similarity
 from contaccum.distributed import gather_rows
+
+MIN_LENGTH = 1e-12
+"""Length by which shorter embeddings are divided, as in `torch.nn.functional.normalize`."""
 
 
 class TextIds(NamedTuple):
@@ -45,22 +51,25 @@ class TextIds(NamedTuple):
         Raises:
             ValueError: for ids of another shape, or that are not integers.
         """
-        stacked = torch.full((num_pairs, 2 + num_negatives, IDS_PER_TEXT), NO_ID, device=device)
-        views = (stacked[:, 0], stacked[:, 1], stacked[:, 2:])
-        for kind, view, ids in zip(self._fields, views, self, strict=True):
+        shapes: list[tuple[int, ...]] = [(num_pairs,), (num_pairs,)]
+        if num_negatives > 0 or self.negatives is not None:
+            shapes.append((num_pairs, num_negatives))
+        stacked = []
+        for kind, shape, ids in zip(self._fields, shapes, self, strict=False):
             if ids is None:
-                continue
-            # torch would broadcast ids of a wrong shape, and round floating-point numbers.
-            if ids.shape not in (view.shape, view.shape[:-1]) or ids.is_floating_point():
+                ids = torch.full((*shape, IDS_PER_TEXT), NO_ID, device=device)
+            if ids.shape not in (shape, (*shape, IDS_PER_TEXT)) or ids.is_floating_point():
                 raise ValueError(
-                    f"ids of {kind} must be integers {tuple(view.shape[:-1])} or "
-                    f"{tuple(view.shape)}, got {ids.dtype} {tuple(ids.shape)}"
+                    f"ids of {kind} must be integers {shape} or {(*shape, IDS_PER_TEXT)}, "
+                    f"got {ids.dtype} {tuple(ids.shape)}"
                 )
-            if ids.ndim == view.ndim:  # two ids per text
-                view.copy_(ids)
-            else:
-                view[..., 0] = ids
-        return stacked
+            ids = ids.to(device, torch.int64)
+            if ids.shape == shape:  # one id per text
+                ids = pad(ids[..., None], (0, 1), value=NO_ID)
+            if kind != "negatives":
+                ids = ids[:, None]
+            stacked.append(ids)
+        return torch.cat(stacked, dim=1)
 
 
 class MicroBatch(NamedTuple):
@@ -69,11 +78,26 @@ class MicroBatch(NamedTuple):
     If ranks share a bank, it consists of the micro-batches of all ranks, in rank order.
     """
 
-    embeddings: list[Tensor]  # queries (n, d), passages (n, d) and, if any, negatives (n, h, d)
-    query_ids: Tensor  # int64 (IDS_PER_TEXT, n)
-    document_ids: Tensor  # int64 (IDS_PER_TEXT, n, 1 + h)
+    texts: Tensor  # (n, 2 + h, d), L2-normalised with cosine similarity
+    lengths: Tensor | None  # (n, 2 + h, 1), by which the embeddings were divided; None with "dot"
+    ids: Tensor  # int64 (n, 2 + h, IDS_PER_TEXT)
     guide: GuideEmbeddings | None
     rows_of_this_rank: slice  # where this rank's pairs are among those of all ranks
+
+    @property
+    def queries(self) -> Tensor:
+        """The queries (n, d), a view."""
+        return self.texts[:, 0]
+
+    @property
+    def passages(self) -> Tensor:
+        """The passages (n, d), a view."""
+        return self.texts[:, 1]
+
+    @property
+    def documents(self) -> Tensor:
+        """The documents (n, 1 + h, d), a view."""
+        return self.texts[:, 1:]
 
     @property
     def guide_dim(self) -> int:
@@ -82,20 +106,35 @@ class MicroBatch(NamedTuple):
             return 0
         return self.guide.documents.shape[2]
 
+    def compute_input_gradient(self, gradient: Tensor) -> Tensor:
+        """Compute the gradient of the embeddings before they were normalised, (n, 2 + h, d).
+
+        For x = y / |y| the gradient of y is that of x without its part along x, divided by |y|.
+
+        Args:
+            gradient: (n, 2 + h, d), the gradient of ``texts``.
+        """
+        if self.lengths is None:
+            return gradient
+        along = (gradient * self.texts).sum(-1, keepdim=True)
+        return torch.addcmul(gradient, along, self.texts, value=-1) / self.lengths
+
 
 def collect_micro_batch(
-    embeddings: list[Tensor],
+    texts: Tensor,
     ids: TextIds,
+    similarity: Similarity,
     guide: Sequence[Tensor | None] = (),
     guide_margin: float = 0.0,
     is_guide_margin_relative: bool = False,
     is_shared: bool = False,
 ) -> MicroBatch:
-    """Check the inputs of a loss, detach them, gather them from all ranks, and cast them.
+    """Gather a micro-batch from all ranks, cast it to float32 at least, and normalise it.
 
     Args:
-        embeddings: queries (n, d), passages (n, d) and, if any, negatives (n, h, d).
+        texts: (n, 2 + h, d), from `stack_texts`.
         ids: ids of the same texts.
+        similarity: ``"cos"`` normalises the embeddings.
         guide: guide embeddings of the same texts, or an empty sequence.
         guide_margin, is_guide_margin_relative: see `make_guide_embeddings`.
         is_shared: True if all ranks share one bank; a rank may then have no pairs.
@@ -103,71 +142,72 @@ def collect_micro_batch(
     Raises:
         ValueError: for shapes that do not agree; the message names the argument.
     """
-    check_embeddings(*embeddings, may_be_empty=is_shared)
-    num_negatives = 0
-    if len(embeddings) > 2:
-        num_negatives = embeddings[2].shape[1]
-    n = len(embeddings[0])
+    n, num_texts = texts.shape[:2]
     guide_inputs = [x.detach() for x in guide if x is not None]
     guide_text_shapes = [x.shape[:-1] for x in guide_inputs]
-    if guide_inputs and guide_text_shapes != [x.shape[:-1] for x in embeddings]:
+    text_shapes: list[tuple[int, ...]] = [(n,), (n,)]
+    if num_texts > 2:
+        text_shapes.append((n, num_texts - 2))
+    if guide_inputs and guide_text_shapes != text_shapes:
         raise ValueError(
             "the guide must embed the same texts as the model, got guide embeddings "
             f"{[tuple(x.shape) for x in guide_inputs]}"
         )
 
-    detached = [x.detach() for x in embeddings]
-    stacked_ids = ids.stack(n, num_negatives, detached[0].device)
+    texts = texts.detach()
+    stacked_ids = ids.stack(n, num_texts - 2, texts.device)
     rows_of_this_rank = slice(0, n)
     if is_shared:
-        gathered, rows_of_this_rank = gather_rows([*detached, stacked_ids])
-        detached = gathered[:-1]
-        stacked_ids = gathered[-1]
+        (texts, stacked_ids), rows_of_this_rank = gather_rows([texts, stacked_ids])
         if guide_inputs:
             guide_inputs, _ = gather_rows(guide_inputs)
-    dtype = torch.promote_types(detached[0].dtype, torch.float32)
     guide_embeddings = None
     if guide_inputs:
-        guide_inputs = [x.to(dtype) for x in guide_inputs]
+        guide_inputs = [to_float32_at_least(x) for x in guide_inputs]
         guide_embeddings = make_guide_embeddings(
             guide_inputs, guide_margin, is_guide_margin_relative
         )
-    return MicroBatch(
-        embeddings=[x.to(dtype) for x in detached],
-        query_ids=stacked_ids[:, 0].T.contiguous(),
-        document_ids=stacked_ids[:, 1:].movedim(-1, 0).contiguous(),
-        guide=guide_embeddings,
-        rows_of_this_rank=rows_of_this_rank,
-    )
+    texts = to_float32_at_least(texts)
+    lengths = None
+    if similarity == "cos":
+        lengths = torch.linalg.vector_norm(texts, dim=-1, keepdim=True).clamp_min(MIN_LENGTH)
+        texts = texts / lengths
+    return MicroBatch(texts, lengths, stacked_ids, guide_embeddings, rows_of_this_rank)
 
 
-def make_pairs(queries: Tensor, documents: Tensor, batch: MicroBatch, temperature: float) -> Pairs:
-    """Make `Pairs` of prepared queries (n, d) and documents (n, 1 + h, d).
+def make_pairs(batch: MicroBatch, temperature: float, passage_mean: Tensor | None = None) -> Pairs:
+    """Make `Pairs` of a micro-batch.
 
     Args:
-        queries, documents: the embeddings of ``batch``, normalised or centred as they are scored.
-        batch: the micro-batch, whose ids and guide embeddings the pairs get.
+        batch: the micro-batch.
         temperature: divisor of the similarities.
+        passage_mean: (d,), vector that is subtracted from the documents, or None.
     """
+    queries = batch.queries
+    documents = batch.documents
+    if passage_mean is not None:
+        documents = documents - passage_mean
     return Pairs(
         queries=queries,
         documents=documents,
-        query_ids=batch.query_ids,
-        document_ids=batch.document_ids,
+        query_ids=batch.ids[:, 0].T,
+        document_ids=batch.ids[:, 1:].movedim(-1, 0),
         positive_logits=(queries * documents[:, 0]).sum(1) / temperature,
-        valid=torch.ones(documents.shape[:2], dtype=torch.bool, device=documents.device),
         guide=batch.guide,
     )
 
 
-def check_embeddings(
-    queries: Tensor,
-    passages: Tensor,
-    negatives: Tensor | None = None,
-    *,
-    may_be_empty: bool,
-) -> None:
-    """Raise `ValueError` if shapes are not (n, d), (n, d) and (n, h, d)."""
+def stack_texts(embeddings: Sequence[Tensor], *, may_be_empty: bool = False) -> Tensor:
+    """Stack the embeddings of each pair's texts, (n, 2 + h, d).
+
+    Args:
+        embeddings: queries (n, d), passages (n, d) and, if any, negatives (n, h, d).
+        may_be_empty: True if n may be 0.
+
+    Raises:
+        ValueError: for other shapes.
+    """
+    queries, passages = embeddings[:2]
     if queries.ndim != 2 or queries.shape != passages.shape:
         shapes = f"{tuple(queries.shape)} and {tuple(passages.shape)}"
         raise ValueError(f"queries and passages must have the same shape (n, d), got {shapes}")
@@ -177,34 +217,16 @@ def check_embeddings(
             "the micro-batch is empty: skip it (only with several ranks and "
             "gather_across_devices=True may a rank have no pairs)"
         )
-    if negatives is None:
-        return
-    if negatives.ndim != 3 or len(negatives) != n or negatives.shape[2] != d:
-        shape = tuple(negatives.shape)
-        raise ValueError(f"negatives must be (n, h, d) = ({n}, h, {d}), got {shape}")
+    for negatives in embeddings[2:]:
+        if negatives.ndim != 3 or len(negatives) != n or negatives.shape[2] != d:
+            shape = tuple(negatives.shape)
+            raise ValueError(f"negatives must be (n, h, d) = ({n}, h, {d}), got {shape}")
+    return torch.cat([queries[:, None], passages[:, None], *embeddings[2:]], dim=1)
 
 
-def make_queries_and_documents(
-    embeddings: list[Tensor], similarity: Similarity
-) -> tuple[Tensor, Tensor]:
-    """Make queries (n, d) and documents (n, 1 + h, d), L2-normalised with cosine similarity.
-
-    Args:
-        embeddings: queries (n, d), passages (n, d) and, if any, negatives (n, h, d).
-    """
-    if similarity == "cos":
-        embeddings = [normalize(x, dim=-1) for x in embeddings]
-    return embeddings[0], join_documents(embeddings)
-
-
-def join_documents(embeddings: Sequence[Tensor]) -> Tensor:
-    """Join passages (n, d) and negatives (n, h, d) to documents (n, 1 + h, d).
-
-    Args:
-        embeddings: queries, which are skipped, passages and, if any, negatives.
-    """
-    passages = embeddings[1][:, None]
-    return torch.cat([passages, *embeddings[2:]], dim=1)
+def to_float32_at_least(embeddings: Tensor) -> Tensor:
+    """Cast float16 and bfloat16 to float32; float32 and float64 stay as they are."""
+    return embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
 
 
 def make_guide_embeddings(
@@ -219,8 +241,9 @@ def make_guide_embeddings(
     Args:
         embeddings: queries (n, g), passages (n, g) and, if any, negatives (n, h, g).
     """
-    queries = normalize(embeddings[0], dim=-1)
-    documents = normalize(join_documents(embeddings), dim=-1)
+    texts = normalize(stack_texts(embeddings, may_be_empty=True), dim=-1)
+    queries = texts[:, 0]
+    documents = texts[:, 1:]
     positive_cosines = (queries * documents[:, 0]).sum(1)
     margins = torch.full_like(positive_cosines, margin)
     if is_relative:

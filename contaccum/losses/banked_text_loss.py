@@ -208,6 +208,13 @@ class BankedTextLoss(ModelLoss):
             diagnostics["distill_loss"] = self.distillation.last
         return diagnostics
 
+    @property
+    def local_loss(self) -> Tensor | None:
+        """The entry ``local_loss`` of `last`, which costs less than all; None before it exists."""
+        if self.info_nce is None or self.info_nce.last_step is None:
+            return None
+        return self.info_nce.last_step.terms.local_rows.losses.mean()
+
     def begin_update(self, pairs: int) -> None:
         """Set the number of pairs until the next optimizer step, over all ranks that share a bank.
 

@@ -356,10 +356,10 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         finally:
             self.current_gradient_accumulation_steps = num_steps
         bank_loss = loss_factory.get_batch_loss(self.loss, inputs)
-        if isinstance(bank_loss, ContAccumLoss) and bank_loss.last:
+        if isinstance(bank_loss, ContAccumLoss) and bank_loss.local_loss is not None:
             # The log gets the loss of the micro-batch's own queries, without banked queries and
             # without other terms. A loss that is not finite must stay visible.
-            local_loss = bank_loss.last["local_loss"].to(loss) * weight
+            local_loss = bank_loss.local_loss.to(loss) * weight
             loss = torch.where(torch.isfinite(loss), local_loss, loss)
         return loss
 

@@ -190,7 +190,6 @@ def make_pairs(query_ids: Tensor, document_ids: Tensor) -> Pairs:
         query_ids=query_ids,
         document_ids=document_ids,
         positive_logits=torch.zeros(n),
-        valid=torch.ones(n, width, dtype=torch.bool),
     )
 
 

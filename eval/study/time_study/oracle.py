@@ -16,12 +16,7 @@ from transformers import TrainerCallback
 from contaccum import ContAccumLoss
 from contaccum.bank.false_negatives import make_rules
 from contaccum.bank.memory_bank import MemoryBank, score_blocks
-from contaccum.bank.micro_batch import (
-    TextIds,
-    collect_micro_batch,
-    make_pairs,
-    make_queries_and_documents,
-)
+from contaccum.bank.micro_batch import TextIds, collect_micro_batch, make_pairs, stack_texts
 
 Features = dict[str, Tensor]
 
@@ -57,17 +52,15 @@ class BankRefresh(TrainerCallback):
         bank = info_nce.bank
         ids = self._read_ids(bank)
         bank.retire_all()
-        rules = make_rules(info_nce.settings, info_nce.positives)
+        temperature = info_nce.settings.temperature
+        rules = make_rules(info_nce.settings, info_nce.positives, has_guide=False)
         for columns, text_ids in zip(self._micro_batches, ids, strict=True):
             embeddings = [self._loss.model(dict(c))["sentence_embedding"].float() for c in columns]
-            batch = collect_micro_batch(embeddings, text_ids)
-            queries, documents = make_queries_and_documents(
-                batch.embeddings, info_nce.settings.similarity
-            )
-            temperature = info_nce.settings.temperature
-            local = make_pairs(queries, documents, batch, temperature)
+            texts = stack_texts(embeddings)
+            batch = collect_micro_batch(texts, text_ids, info_nce.settings.similarity)
+            local = make_pairs(batch, temperature)
             blocks = score_blocks(local, bank, temperature, rules)
-            bank.append(local, blocks, is_finite=torch.tensor(True))
+            bank.append(local, blocks, not_finite=torch.tensor(False))
 
     def _read_ids(self, bank: MemoryBank) -> list[TextIds]:
         """Read the ids of the texts of each micro-batch from the bank, oldest first.
