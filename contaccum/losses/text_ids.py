@@ -12,9 +12,10 @@ Three layouts of n texts occur:
 Equal texts have equal ids in every layout. A text may have images, audio or video beside its tokens
 or in place of them; they are called media here.
 
-The id of a text is a sum of hashes, one for each token with its position, and one for each of its
-media tensors, if they have a row for each text. Ids are stored in checkpoints with the bank, so the
-numbers of the hash must not change.
+The id of a text is a polynomial modulo 2^64, whose coefficients are its tokens: the sum of
+(token + 1) * `_BASE` ** position. This hash has few operators, and with small micro-batches a GPU
+waits for each of them. Hashes of the text's media tensors are added, if they have a row for each
+text. Ids are stored in checkpoints with the bank, so the numbers of the hash must not change.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ import torch
 # A private function, but the only one that splits features of every layout.
 from sentence_transformers.base.losses.gradcache import _create_minibatch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from contaccum.bank.logits import NO_ID
 
-# Random odd 64-bit numbers: a token or value and its position must not have equal products.
+# Random odd 64-bit numbers: a value and its position must not have equal products.
 _POSITION_FACTOR = -4417276706812531889
-_TOKEN_FACTOR = -7046029254386353131
+_VALUE_FACTOR = -7046029254386353131
+
+_BASE = -7046029254386353131
+"""Base of the polynomial. Modulo 8 it is 5, so that all its powers up to 2^62 are different."""
 
 _INT_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by their size in bytes."""
@@ -63,7 +68,7 @@ def content_ids(features: dict[str, Any]) -> Tensor | None:
         hashes = torch.zeros(num_texts, dtype=torch.int64, device=media[0].device)
     for values in media:
         hashes = mix_bits(hashes) + _hash_rows(values)
-    return mix_bits(hashes)
+    return hashes
 
 
 def stack_ids(label_ids: Tensor | None, content_hashes: Tensor | None) -> Tensor | None:
@@ -84,7 +89,7 @@ def stack_ids(label_ids: Tensor | None, content_hashes: Tensor | None) -> Tensor
             return None
         content_hashes = torch.full_like(label_ids, NO_ID)
     if label_ids is None:
-        label_ids = torch.full_like(content_hashes, NO_ID)
+        return pad(content_hashes[:, None], (1, 0), value=NO_ID)
     return torch.stack([label_ids, content_hashes.to(label_ids.device)], dim=1)
 
 
@@ -188,25 +193,25 @@ def _select_media(features: dict[str, Any]) -> list[Tensor]:
 
 
 def _hash_tokens(features: dict[str, Any]) -> Tensor:
-    """Hash the tokens of each text with their positions, and sum the hashes, int64 (n,).
+    """Hash the tokens of each text with their positions, int64 (n,).
 
     Padding tokens are skipped, and positions, which start at 1, do not count them.
     """
     tokens = features["input_ids"].long()
+    coefficients = tokens + 1  # token 0 must count too
     starts = _get_text_starts(features)
     if starts is None:
         attention_mask = features.get("attention_mask")
         if attention_mask is None:
             attention_mask = torch.ones_like(tokens)
         mask = attention_mask.long()
-        positions = mask.cumsum(1)
-        hashes = mix_bits(tokens * _TOKEN_FACTOR + positions * _POSITION_FACTOR)
-        return (hashes * mask).sum(1)
+        powers = torch.pow(_BASE, mask.cumsum(1))
+        return (coefficients * mask * powers).sum(1)
     indices = torch.arange(tokens.numel(), device=tokens.device)
     text_of_token = torch.searchsorted(starts, indices, right=True) - 1
-    positions = indices - starts[text_of_token] + 1
-    hashes = mix_bits(tokens.flatten() * _TOKEN_FACTOR + positions * _POSITION_FACTOR)
-    return hashes.new_zeros(len(starts)).index_add(0, text_of_token, hashes)
+    powers = torch.pow(_BASE, indices - starts[text_of_token] + 1)
+    terms = coefficients.flatten() * powers
+    return terms.new_zeros(len(starts)).index_add(0, text_of_token, terms)
 
 
 def _get_text_starts(features: dict[str, Any]) -> Tensor | None:
@@ -234,5 +239,5 @@ def _hash_rows(values: Tensor) -> Tensor:
     bits = values.detach().flatten(1).view(_INT_TYPES[values.element_size()])
     positions = torch.arange(bits.shape[1], device=values.device) * _POSITION_FACTOR
     # The hashes of a row take several times its memory, so only one row is hashed at a time.
-    hashes = [mix_bits(row.long() * _TOKEN_FACTOR + positions).sum() for row in bits]
+    hashes = [mix_bits(row.long() * _VALUE_FACTOR + positions).sum() for row in bits]
     return torch.stack(hashes)
