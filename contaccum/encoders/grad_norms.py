@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from sentence_transformers import SentenceTransformer
 from torch import Tensor, nn
 
@@ -43,7 +44,7 @@ class TowerGradNorms:
             "query": list(get_tower(model, "query").parameters()),
             "passage": list(get_tower(model, "document").parameters()),
         }
-        self._squared_norms: dict[str, Tensor] = {}
+        self._norms_of_micro_steps: dict[str, list[Tensor]] = {}
         self._hook = None
         if is_tied(model) or not has_whole_gradients:
             self._hook = (wrapper or model).register_forward_hook(self._hook_output)
@@ -91,27 +92,28 @@ class TowerGradNorms:
         """Compute the norm of the gradients of each tower's embeddings, over all ranks."""
         norms = {}
         # Every rank must call the collective for the towers in the same order.
-        for name, squared_norm in sorted(self._squared_norms.items(), reverse=True):
+        for name, norms_of_tower in sorted(self._norms_of_micro_steps.items(), reverse=True):
+            squared_norm = torch.stack(norms_of_tower).square().sum()
             # The loss of an update is the mean over the ranks. Each rank has the gradients of its
             # own loss, or, with a shared bank, of the common loss times the number of ranks. Both
             # are too large by the number of ranks.
             norms[name] = over_ranks("SUM", squared_norm).sqrt() / world_size()
-        self._squared_norms = {}
+        self._norms_of_micro_steps = {}
         return norms
 
     def _hook_output(
         self, module: nn.Module, arguments: tuple[Any, ...], output: dict[str, Any]
     ) -> None:
-        """Let the backward pass add up the squared norms of the gradients of the embeddings."""
+        """Let the backward pass record the norm of the gradient of the embeddings."""
         embeddings = output.get("sentence_embedding")
         if not isinstance(embeddings, Tensor) or not embeddings.requires_grad:
             return
         task = output.get("task", arguments[0].get("task"))
         name = "query" if task == "query" else "passage"
 
-        def add_squared_norm(gradient: Tensor) -> None:
-            # The sum stays on the device, so that a micro-step does not wait for it.
-            squared_norm = gradient.detach().float().square().sum()
-            self._squared_norms[name] = squared_norm + self._squared_norms.get(name, 0)
+        def record_norm(gradient: Tensor) -> None:
+            # The norm stays on the device, so that a micro-step does not wait for it.
+            norm = torch.linalg.vector_norm(gradient.detach().float())
+            self._norms_of_micro_steps.setdefault(name, []).append(norm)
 
-        embeddings.register_hook(add_squared_norm)
+        embeddings.register_hook(record_norm)
