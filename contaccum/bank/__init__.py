@@ -1,8 +1,8 @@
 """The method, on embeddings alone: banks, the loss over them, drift compensation and centring.
 
 Read `info_nce` first: it explains the terms, and computes a micro-step from top to bottom. It uses
-`micro_batch` (checks and gathering), `logits` (scores and masks), `false_negatives` (the rules
-behind the masks), `memory_bank` (the ring buffer and its log-sums), `drift` and `compensation`
-(corrections of old entries), `centering` (of gradients) and `update_clock`.
-`full_softmax` is a loss of its own, for query-side training. No module here encodes a text.
+`micro_batch` (checks and gathering), `logits` (scores and masks), `memory_bank` (the ring buffer
+and its log-sums), `drift` (corrections of old entries), `centering` (of gradients) and
+`update_clock`. `full_softmax` is a loss of its own, for query-side training. No module here
+encodes a text.
 """

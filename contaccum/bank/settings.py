@@ -107,6 +107,6 @@ class LossSettings(LossOptions):
     def moves_entries(self) -> bool:
         """True if bank entries move along with the mean of their tower's embeddings.
 
-        See `contaccum.bank.compensation`.
+        See `contaccum.bank.drift`.
         """
         return self.drift_compensation in ("auto", "mean")

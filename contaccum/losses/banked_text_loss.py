@@ -37,8 +37,8 @@ from sentence_transformers.sentence_transformer.losses.matryoshka import (
 from sentence_transformers.sentence_transformer.modules import Normalize
 from torch import Tensor, nn
 
-from contaccum.bank.false_negatives import PositivesTable
 from contaccum.bank.info_nce import BankedInfoNCE
+from contaccum.bank.logits import PositivesTable
 from contaccum.bank.settings import LossSettings
 from contaccum.data.labels import are_text_ids, decode
 from contaccum.distributed import world_size

@@ -3,7 +3,7 @@
 A false negative is a document that is relevant to a query, but is not labelled as its positive. The
 guide embeds the same texts as the model in training. They begin with the prompts of that model, if
 it has any; the guide's own prompts are not used. This module computes the embeddings of the guide;
-`contaccum.bank.false_negatives` has the rule that uses their scores.
+`contaccum.bank.logits` has the rule that uses their scores.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contaccum.bank.products import multiply, without_tf32
+from contaccum.bank.full_softmax import multiply, without_tf32
 from contaccum.errors import UserError
 from contaccum.retrieval.device_blocks import DeviceEmbeddings, Embeddings
 from contaccum.retrieval.encode import Similarity

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from contaccum import BankedInfoNCE
-from contaccum.bank import compensation
+from contaccum.bank import drift
 from contaccum.bank.drift import NUM_INTERVALS, DriftProbe, RunningMean
 
 D = 6
@@ -293,7 +293,7 @@ def test_a_probe_after_an_optimizer_step_is_measured_at_the_next_update():
 
 def test_ranks_use_the_smallest_age_limit_of_all_ranks(monkeypatch):
     monkeypatch.setattr(
-        compensation,
+        drift,
         "over_ranks",
         lambda operation, value: value - 5 if operation == "MIN" else value,
     )

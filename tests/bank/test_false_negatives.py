@@ -9,8 +9,7 @@ from micro_batches import call_loss, draw_embeddings, draw_ids, make_leaves
 from torch import Tensor
 
 from contaccum import BankedInfoNCE
-from contaccum.bank.false_negatives import PositivesTable, find_duplicates
-from contaccum.bank.logits import NO_ID, NO_ID_OF_ROW, Pairs
+from contaccum.bank.logits import NO_ID, NO_ID_OF_ROW, Pairs, PositivesTable, find_duplicates
 
 RULES = [
     pytest.param(

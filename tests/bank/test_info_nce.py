@@ -18,8 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from contaccum import BankedInfoNCE
-from contaccum.bank.false_negatives import PositivesTable
-from contaccum.bank.logits import NO_ID, _compute_inner_products
+from contaccum.bank.logits import NO_ID, PositivesTable, _compute_inner_products
 from contaccum.errors import ConfigError
 
 

@@ -5,8 +5,12 @@ import torch
 from torch import Tensor
 
 from contaccum.bank import full_softmax
-from contaccum.bank.full_softmax import DocumentBlock, compute_full_softmax_loss
-from contaccum.bank.products import multiply_in_halves, without_tf32
+from contaccum.bank.full_softmax import (
+    DocumentBlock,
+    compute_full_softmax_loss,
+    multiply_in_halves,
+    without_tf32,
+)
 
 
 def multiply_like_a_gpu(left: Tensor, right: Tensor) -> Tensor:

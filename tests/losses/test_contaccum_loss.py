@@ -440,7 +440,7 @@ def test_the_encoder_is_probed_after_updates_at_most_every_128_pairs(model, monk
 @pytest.mark.parametrize("model", [False], indirect=True)
 def test_if_no_step_is_detected_a_warning_says_so_and_drift_is_measured(model, monkeypatch, caplog):
     """The loop changes the weights itself, so torch's hook of optimizers does not run."""
-    monkeypatch.setattr("contaccum.bank.banked_module.MIN_PAIRS_BEFORE_WARNING", 256)
+    monkeypatch.setattr("contaccum.bank.info_nce.MIN_PAIRS_BEFORE_WARNING", 256)
     loss_fn = ContAccumLoss(model, bank_size=64)
     model.train()
     for step in range(32):  # 16 pairs each

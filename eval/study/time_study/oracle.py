@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from contaccum import ContAccumLoss
-from contaccum.bank.false_negatives import make_rules
+from contaccum.bank.logits import make_rules
 from contaccum.bank.memory_bank import MemoryBank, score_blocks
 from contaccum.bank.micro_batch import TextIds, collect_micro_batch, make_pairs, stack_texts
 
