@@ -1,0 +1,988 @@
+"""All settings of a training. Each one is declared once, as a field of a dataclass below.
+
+A field says everything about its setting: type and choices, default, help, limits, the methods that
+use it, what a changed value means for an unfinished run, and whether `contaccum fit` sets or tries
+it. The settings are in groups. `LossSettings` is the group of the loss, `TrainingSettings` has all
+groups that a trainer reads, and `Settings` adds those of model and data. `TrainingSettings` and
+`Settings` are immutable and checked when they are made, so whoever has one need not check it again.
+
+`read` parses YAML files and the command line, `to_yaml` writes a YAML file, and `replace` changes
+settings. This module imports neither torch nor transformers, so that the losses and `--help` can
+use it. What depends on a device, a package or the content of files is checked where it is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from contaccum.errors import ConfigError, check_choice, closest
+
+Method = Literal[
+    "in_batch",
+    "grad_accum",
+    "grad_cache",
+    "contaccum",
+    "pre_batch",
+    "contaccum_cached",
+    "query_side",
+]
+METHODS: tuple[str, ...] = get_args(Method)
+"""The methods differ in the source of a query's negatives.
+
+- in_batch: the other passages of a batch. An update is a single batch.
+- grad_accum: the other passages of a micro-batch. An update has several micro-batches.
+- grad_cache: the other passages of all micro-batches of the update, which are encoded twice.
+- contaccum: as grad_accum, and the past passages in a bank. The past queries in a second bank are
+  contrasted with the new and past passages as well.
+- pre_batch: as contaccum, without the bank of past queries.
+- contaccum_cached: as grad_cache, with the banks of contaccum.
+- query_side: all documents of a store. Their embeddings are fixed, and only queries are encoded.
+"""
+WITH_BANK = ("contaccum", "pre_batch", "contaccum_cached")
+"""Methods with a bank of past embeddings."""
+WITH_QUERY_BANK = ("contaccum", "contaccum_cached")
+WITH_CACHE = ("grad_cache", "contaccum_cached")
+"""Methods with a gradient cache: the pairs of an update are one batch, which is encoded twice."""
+WITH_PASSAGES = METHODS[:-1]
+"""Methods that encode passages in training: all but query_side, which has a loss of its own."""
+
+Similarity = Literal["cos", "dot"]
+NormalizeBy = Literal["local", "all"]
+DriftCompensationMode = Literal["auto", "mean", "fresh", "none"]
+CenterGradients = Literal["auto", "both", "passages", "queries", "none"]
+GuideMarginStrategy = Literal["absolute", "relative"]
+DataFormat = Literal["beir", "dpr", "tevatron", "pairs", "triplets", "csv", "parquet", "hub"]
+Strategy = Literal["no", "steps", "epoch"]
+
+DEFAULT_TEMPERATURE = {"cos": 0.05, "dot": 1.0}
+"""{similarity: temperature} where none is given."""
+
+
+def option(
+    default: Any,
+    help_text: str,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    methods: Sequence[str] = METHODS,
+    needs: str | None = None,
+    on_change: Literal["restart", "continue", "ignore"] = "restart",
+    is_path: bool = False,
+    set_by_fit: bool = False,
+    tries: Sequence[Any] = (),
+) -> Any:
+    """Return a dataclass field with everything that the program knows about a setting.
+
+    Args:
+        default: the default value. A list or dictionary is copied for each object.
+        help_text: the line of `--help`.
+        least, above, below: limits of a number, or of each number in a list.
+        methods: the methods that use the setting. With another method, any value but the default is
+            refused.
+        needs: name of a setting without which this one has no effect, and is refused.
+        on_change: what a value that differs from the one that an unfinished run was started with
+            means: "restart": its checkpoints are not valid any more. "continue": the run may go on
+            from its checkpoint, but the result is another one. "ignore": the result stays the same.
+        is_path: the value may name a file or folder. Its content counts then, and not its name.
+        set_by_fit: `contaccum fit` decides it or does without it, so the user cannot give it there.
+        tries: the values that a search tries.
+    """
+    metadata = {
+        "help": help_text,
+        "least": least,
+        "above": above,
+        "below": below,
+        "methods": tuple(methods),
+        "needs": needs,
+        "on_change": on_change,
+        "is_path": is_path,
+        "set_by_fit": set_by_fit,
+        "tries": tuple(tries),
+    }
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+# The settings, in groups --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The encoder to train, and an adapter for it."""
+
+    model: str = option(
+        "",
+        "Folder or hub name of a SentenceTransformer or of a transformers backbone.",
+        is_path=True,
+    )
+    guide: str | None = option(
+        None,
+        "A SentenceTransformer whose scores exclude false negatives; it is not trained.",
+        methods=WITH_PASSAGES,
+        is_path=True,
+    )
+    tied: bool = option(
+        True,
+        "False: two encoders. True: one encoder for queries and passages; but a saved model with "
+        "two encoders keeps both.",
+    )
+    pooling: Literal["cls", "mean", "lasttoken"] | None = option(
+        None, "Pooling of a backbone. Default: chosen by its architecture."
+    )
+    normalize: bool = option(False, "Scale the embeddings of a backbone to length 1.")
+    query_prompt: str | None = option(None, "Text put before every query.")
+    passage_prompt: str | None = option(None, "Text put before every passage.")
+    query_max_length: int | None = option(
+        None, "Maximum tokens of a query. Default: the model's own, 32 for a backbone.", least=1
+    )
+    passage_max_length: int | None = option(
+        None, "Maximum tokens of a passage. Default: the model's own, 256 for a backbone.", least=1
+    )
+    dropout: float | None = option(
+        None,
+        "Dropout of every layer. Default: the model's own. 0 is faster on a CPU.",
+        least=0,
+        on_change="continue",
+    )
+    freeze_word_embeddings: bool = option(
+        False, "Do not train the word embeddings: half of a small encoder's weights."
+    )
+    attn_implementation: str | None = option(
+        None,
+        "Attention: eager, sdpa, ... On a CPU, eager is faster for short texts.",
+        on_change="continue",
+    )
+    lora_r: int | None = option(
+        None, "Train an adapter (LoRA) of this rank; the model's weights do not change.", least=1
+    )
+    lora_alpha: float | None = option(
+        None, "The adapter's output is multiplied by alpha / r. Default: 2 r.", needs="lora_r"
+    )
+    lora_dropout: float = option(0.0, "Dropout on the adapter's input.", least=0, needs="lora_r")
+    lora_target_modules: list[str] | None = option(
+        None,
+        "Names of the layers with an adapter. Default: every linear layer.",
+        needs="lora_r",
+    )
+    load_in_4bit: bool = option(
+        False, "Load the weights of the base model in 4 bits, with bitsandbytes."
+    )
+    merge_adapter: bool = option(
+        False, "At the end, save a full model: the weights with the adapter added."
+    )
+    trust_remote_code: bool = option(False, "Run code that comes with the model.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """Training and evaluation data, in the formats of docs/data.md."""
+
+    train_data: list[str] = option(
+        [],
+        'A file, a folder or a Hugging Face data set; several: paths or {"path": ...}.',
+        is_path=True,
+        set_by_fit=True,
+    )
+    data_format: DataFormat | None = option(
+        None, "Format of the data. Default: detected from the content."
+    )
+    data_columns: list[str] | None = option(
+        None, "Names of the data's columns by role: query=question ..."
+    )
+    split: str = option(
+        "train", "Split of a BEIR folder, or of a Hugging Face data set.", set_by_fit=True
+    )
+    num_hard_negatives: int = option(
+        0, "Hard negatives per query.", least=0, methods=WITH_PASSAGES, tries=(0, 1)
+    )
+    positives: Literal["draw", "first", "all"] | None = option(
+        None, "Of several positives: sample one in each epoch, use the first, or use all."
+    )
+    negatives_from: int | None = option(
+        None, "Sample hard negatives from the first N of a record. Default: from all."
+    )
+    missing_negatives: Literal["fill", "drop"] = option(
+        "fill",
+        "A record with too few negatives: fill up with passages of other records, or drop it.",
+    )
+    on_bad_record: Literal["stop", "skip"] = option(
+        "stop", "A record that cannot be used: stop, or skip and count it."
+    )
+    eval_data: str | None = option(
+        None,
+        "Evaluation data: a BEIR folder, the name of a public set, or nanobeir.",
+        is_path=True,
+        on_change="continue",
+        set_by_fit=True,
+    )
+    eval_split: str = option("dev", "Split of eval_data.", on_change="continue", set_by_fit=True)
+    eval_queries: int | None = option(
+        None,
+        "Number of queries of eval_data, always the same sample. Default: all.",
+        on_change="continue",
+        set_by_fit=True,
+    )
+    eval_corpus_size: int | None = option(
+        None,
+        "Number of documents of eval_data, with all relevant ones. Default: all.",
+        on_change="continue",
+        set_by_fit=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodSettings:
+    """The method and its updates."""
+
+    method: Method = option(
+        "contaccum",
+        "The source of an update's negatives; see docs/training.md.",
+        tries=("query_side", "contaccum", "grad_cache"),
+    )
+    passage_store: str | None = option(
+        None,
+        "With query_side: the store of the corpus, written by contaccum encode.",
+        methods=("query_side",),
+        is_path=True,
+        set_by_fit=True,
+    )
+    corpus: str | None = option(
+        None,
+        "With query_side: a file or BEIR folder to encode, instead of passage_store.",
+        methods=("query_side",),
+        is_path=True,
+    )
+    missing: Literal["stop", "add", "drop"] = option(
+        "stop",
+        "Positives that the store lacks: stop, add them, or drop their rows.",
+        methods=("query_side",),
+        set_by_fit=True,
+    )
+    total_train_batch_size: int | None = option(
+        None,
+        "Pairs per update on all devices; determines gradient_accumulation_steps.",
+        least=1,
+        tries=(32, 64, 128, 256),
+    )
+    max_skipped_updates: int = option(
+        10,
+        "Updates that may be skipped because they are not finite; one more ends the run.",
+        on_change="continue",
+    )
+    early_stopping_patience: int | None = option(
+        None,
+        "Stop after this many evaluations in a row without improvement.",
+        on_change="continue",
+        set_by_fit=True,
+    )
+    overwrite_output_dir: bool = option(
+        False,
+        "Allow a new run in a folder with another run; its checkpoints are removed.",
+        on_change="ignore",
+        set_by_fit=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSettings:
+    """The loss, its bank, and the exclusion of false negatives."""
+
+    bank_size: int | None = option(
+        None,
+        "Rows of each bank, for methods that have one. Default: 1024.",
+        least=0,
+        methods=WITH_BANK,
+    )
+    query_bank_size: int | None = option(
+        None,
+        "Rows of the query bank: bank_size or 0 (as pre_batch). Default: bank_size.",
+        methods=WITH_QUERY_BANK,
+    )
+    normalize_by: NormalizeBy = option(
+        "local",
+        "local: divide the summed row losses by the local rows. all: by all rows (the paper).",
+        methods=WITH_BANK,
+    )
+    mask_duplicates: bool = option(
+        True,
+        "Exclude known positives of a query from its negatives. Texts are compared by ids.",
+        methods=WITH_PASSAGES,
+    )
+    bank_hard_negatives: bool = option(True, "Store hard negatives in the bank.", methods=WITH_BANK)
+    bank_weight: float = option(
+        1.0,
+        "Up to 1: weight of each banked pair. Above 1: weight of the whole bank, in local pairs.",
+        above=0,
+        methods=WITH_BANK,
+    )
+    drift_compensation: DriftCompensationMode = option(
+        "auto",
+        "Correction of bank entries that an older encoder encoded; see docs/drift.md.",
+        methods=WITH_BANK,
+    )
+    center_gradients: CenterGradients = option(
+        "auto",
+        "Towers from whose gradients the mean is subtracted, so that they do not move as a whole.",
+        methods=WITH_PASSAGES,
+    )
+    gather_across_devices: bool | None = option(
+        None,
+        "Contrast the pairs of all devices. Default: true for methods with a bank.",
+        methods=WITH_PASSAGES,
+        # A run whose ranks share a bank may go on with another number of ranks.
+        on_change="continue",
+    )
+    false_negative_margin: float | None = option(
+        None,
+        "Exclude documents that score higher than the row's positive by more than this.",
+        methods=WITH_PASSAGES,
+    )
+    guide_margin: float = option(
+        0.0,
+        "Exclude documents whose guide score exceeds that of the positive, minus this margin.",
+        methods=WITH_PASSAGES,
+        needs="guide",
+    )
+    guide_margin_strategy: GuideMarginStrategy = option(
+        "absolute",
+        "absolute: the margin is guide_margin. relative: guide_margin x the positive's score.",
+        methods=WITH_PASSAGES,
+        needs="guide",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimilaritySettings:
+    """Scores of embeddings, and the sizes to which the embeddings are truncated."""
+
+    similarity: Similarity | None = option(
+        None, "Similarity of embeddings. Default: the model's own.", set_by_fit=True
+    )
+    temperature: float | None = option(
+        None,
+        "Divisor of the similarities. Default: 0.05 with cos, 1.0 with dot.",
+        above=0,
+        tries=(0.02, 0.05, 0.1),
+    )
+    matryoshka_dims: list[int] | None = option(
+        None,
+        "Train embeddings truncated to each of these sizes. List the full size too: 384 128 64.",
+        methods=WITH_PASSAGES,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationSettings:
+    """Distillation from a teacher."""
+
+    distill: Literal["margin_mse", "kl"] | None = option(
+        None,
+        "Distillation loss for the teacher's scores in the data.",
+        methods=WITH_PASSAGES,
+    )
+    distill_weight: float = option(
+        1.0,
+        "Weight of the distillation loss, which is added to the contrastive loss.",
+        above=0,
+        needs="distill",
+    )
+    distill_temperature: float = option(
+        1.0,
+        "With kl: divisor of the scores of student and teacher.",
+        above=0,
+        needs="distill",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSettings:
+    """Arguments of transformers that contaccum reads, sets or restricts.
+
+    The defaults are those of transformers, except for ``output_dir``. All its other arguments are
+    in ``TrainingSettings.transformers``.
+    """
+
+    output_dir: str = option("", "Folder of the run.", on_change="ignore", set_by_fit=True)
+    resume_from_checkpoint: str | None = option(
+        None,
+        "Continue a run: last, auto (if there is one), or the folder of a checkpoint.",
+        on_change="ignore",
+        set_by_fit=True,
+    )
+    learning_rate: float = option(5e-5, "Peak of the learning rate.", least=0, on_change="continue")
+    lr_scheduler_type: str = option("linear", "Course of the learning rate.", on_change="continue")
+    warmup_steps: float = option(
+        0,
+        "Updates in which the learning rate rises, or their share if below 1.",
+        least=0,
+        on_change="continue",
+    )
+    num_train_epochs: float = option(
+        3.0, "Passes over the training data.", on_change="continue", tries=(1, 2, 3, 5)
+    )
+    max_steps: int = option(
+        -1, "Updates of the run. Default: as num_train_epochs says.", on_change="continue"
+    )
+    per_device_train_batch_size: int | Literal["auto"] = option(
+        8,
+        "Pairs per micro-batch on each device. auto: as many as memory allows.",
+        least=1,
+        on_change="continue",
+    )
+    gradient_accumulation_steps: int = option(
+        1, "Micro-batches per update.", least=1, on_change="continue"
+    )
+    per_device_eval_batch_size: int = option(
+        8, "Texts per forward pass in evaluations.", least=1, on_change="ignore"
+    )
+    seed: int = option(42, "Seed of new weights, of dropout and of the order of the data.")
+    data_seed: int | None = option(None, "Seed of the order of the data. Default: seed.")
+    optim: str = option("adamw_torch_fused", "Optimizer.")
+    batch_sampler: str = option("batch_sampler", "Composition of a batch.")
+    multi_dataset_batch_sampler: str = option(
+        "proportional", "Order of the batches of several training sets."
+    )
+    bf16: bool = option(False, "Train in mixed precision with bfloat16.", on_change="continue")
+    fp16: bool = option(False, "Train in mixed precision with float16.", on_change="continue")
+    eval_strategy: Strategy = option(
+        "no", "When to evaluate.", on_change="continue", set_by_fit=True
+    )
+    eval_steps: float | None = option(
+        None,
+        "Updates between two evaluations. Default: logging_steps.",
+        on_change="continue",
+        set_by_fit=True,
+    )
+    eval_on_start: bool = option(
+        False, "Evaluate before the first update.", on_change="continue", set_by_fit=True
+    )
+    save_strategy: Literal["no", "steps", "epoch", "best"] = option(
+        "steps", "When to save a checkpoint.", on_change="continue", set_by_fit=True
+    )
+    save_steps: float = option(
+        500, "Updates between two checkpoints.", on_change="continue", set_by_fit=True
+    )
+    save_total_limit: int | None = option(
+        None, "Number of checkpoints to keep. Default: all.", on_change="ignore", set_by_fit=True
+    )
+    load_best_model_at_end: bool = option(
+        False, "Save the best checkpoint as the result.", on_change="continue", set_by_fit=True
+    )
+    metric_for_best_model: str | None = option(
+        None, "Metric of the best checkpoint. Default: the evaluator's.", set_by_fit=True
+    )
+    greater_is_better: bool | None = option(
+        None,
+        "True if higher values of that metric are better. Default: by its name.",
+        on_change="continue",
+        set_by_fit=True,
+    )
+    push_to_hub: bool = option(
+        False, "Upload the model to the hub.", on_change="ignore", set_by_fit=True
+    )
+    logging_strategy: Strategy = option("steps", "When to log.", on_change="ignore")
+    logging_steps: float = option(500, "Updates between two log lines.", on_change="ignore")
+    disable_tqdm: bool | None = option(None, "Show no progress bars.", on_change="ignore")
+    dataloader_num_workers: int = option(
+        0, "Processes that prepare batches.", least=0, on_change="ignore"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings(
+    TrainerSettings, DistillationSettings, SimilaritySettings, LossSettings, MethodSettings
+):
+    """All settings that a trainer reads, without those of its model and its data.
+
+    Attributes:
+        transformers: other arguments of transformers, by name.
+
+    Raises:
+        ConfigError: for a value or a combination that cannot work.
+    """
+
+    transformers: dict[str, Any] = option({}, "Other arguments of transformers.")
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def has_bank(self) -> bool:
+        """True if the method has a bank."""
+        return self.method in WITH_BANK
+
+    @property
+    def has_gradient_cache(self) -> bool:
+        """True if the method has a gradient cache; see `WITH_CACHE`."""
+        return self.method in WITH_CACHE
+
+    @property
+    def has_auto_micro_batch(self) -> bool:
+        """True if the trainer finds the largest micro-batch that memory allows."""
+        return self.per_device_train_batch_size == "auto"
+
+    @property
+    def engine(self) -> str | None:
+        """ "deepspeed" or "fsdp" if the settings or `accelerate launch` have enabled it."""
+        for name in ("deepspeed", "fsdp"):
+            launcher_value = os.environ.get(f"ACCELERATE_USE_{name.upper()}", "")
+            if self.transformers.get(name) or launcher_value.lower() == "true":
+                return name
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(TrainingSettings, DataSettings, ModelSettings):
+    """All settings of a training.
+
+    ``model``, ``train_data`` and ``output_dir`` may be empty; `require_complete` asks for them.
+
+    Raises:
+        ConfigError: for a value or a combination that cannot work.
+    """
+
+    def list_numbers_of_negatives(self) -> list[int]:
+        """Return the hard negatives per query of each training set."""
+        numbers = []
+        for item in self.train_data:
+            number = self.num_hard_negatives
+            if item.lstrip().startswith("{"):
+                # Where it is not JSON, the reader of the data refuses it, and says what is wrong.
+                with contextlib.suppress(ValueError):
+                    number = json.loads(item).get("num_hard_negatives", number)
+            numbers.append(number)
+        return numbers or [self.num_hard_negatives]
+
+
+AnySettings = TypeVar("AnySettings", bound=TrainingSettings)
+
+
+# Combinations that cannot work --------------------------------------------------------------------
+
+REFUSALS: tuple[tuple[type, Callable[[Any], object], str], ...] = (
+    (
+        LossSettings,
+        lambda s: s.query_bank_size not in (None, 0, 1024 if s.bank_size is None else s.bank_size),
+        "query_bank_size must be 0 (no query bank) or equal to bank_size ({s.bank_size}), got "
+        "{s.query_bank_size}",
+    ),
+    (
+        TrainingSettings,
+        lambda s: s.method == "query_side" and (s.passage_store is None) == (s.corpus is None),
+        "method=query_side: set passage_store (written by contaccum encode) or corpus (a file or "
+        "folder to encode), one of them",
+    ),
+    (
+        TrainingSettings,
+        lambda s: (
+            s.method == "in_batch" and (s.has_auto_micro_batch or s.gradient_accumulation_steps > 1)
+        ),
+        "method=in_batch with gradient_accumulation_steps or per_device_train_batch_size=auto: its "
+        "update is a single batch. Drop them, or set method=grad_accum",
+    ),
+    (
+        TrainingSettings,
+        lambda s: s.transformers.get("auto_find_batch_size"),
+        "auto_find_batch_size: it would change the pairs per update. Set "
+        "per_device_train_batch_size=auto instead, which does not",
+    ),
+    (
+        TrainingSettings,
+        lambda s: s.has_auto_micro_batch and s.total_train_batch_size is None,
+        "per_device_train_batch_size=auto: set the number of pairs per update with "
+        "total_train_batch_size",
+    ),
+    (
+        TrainingSettings,
+        lambda s: (
+            s.total_train_batch_size is not None
+            and not s.has_auto_micro_batch
+            and s.total_train_batch_size % s.per_device_train_batch_size
+        ),
+        "total_train_batch_size={s.total_train_batch_size} is not per_device_train_batch_size="
+        "{s.per_device_train_batch_size} x gradient_accumulation_steps x devices: change or drop "
+        "one of them",
+    ),
+    (
+        TrainingSettings,
+        lambda s: s.early_stopping_patience is not None and s.eval_strategy == "no",
+        "early_stopping_patience with eval_strategy=no: set eval_strategy and eval_steps",
+    ),
+    (
+        TrainingSettings,
+        lambda s: s.load_best_model_at_end and s.save_strategy not in ("best", s.eval_strategy),
+        "load_best_model_at_end with save_strategy={s.save_strategy} and eval_strategy="
+        "{s.eval_strategy}: the best model may have no checkpoint. Set save_strategy=best, or "
+        "equal strategies",
+    ),
+    (
+        # transformers accepts evaluations between two checkpoints.
+        TrainingSettings,
+        lambda s: (
+            s.load_best_model_at_end
+            and s.save_strategy == s.eval_strategy == "steps"
+            and s.save_steps != (s.eval_steps or s.logging_steps)
+        ),
+        "load_best_model_at_end with save_steps={s.save_steps:g} and eval_steps={s.eval_steps}: "
+        "the best model may have no checkpoint. Set save_strategy=best, or equal steps",
+    ),
+    (
+        TrainingSettings,
+        lambda s: s.method == "query_side" and s.engine,
+        "method=query_side with {s.engine}: it is not supported. Drop {s.engine}",
+    ),
+    (
+        TrainingSettings,
+        lambda s: s.has_auto_micro_batch and s.engine,
+        "per_device_train_batch_size=auto with {s.engine}: set per_device_train_batch_size to a "
+        "number",
+    ),
+    (
+        TrainingSettings,
+        lambda s: s.has_gradient_cache and s.engine == "deepspeed",
+        "method={s.method} with deepspeed: DeepSpeed allows only one backward pass per micro-step, "
+        "and a gradient cache needs several. Set fsdp=true instead",
+    ),
+    (
+        TrainingSettings,
+        lambda s: s.fp16 and s.engine == "deepspeed",
+        "fp16=true with deepspeed: DeepSpeed scales the loss itself, so that the logged gradient "
+        "norms would be scaled too. Set bf16=true",
+    ),
+    (
+        Settings,
+        lambda s: s.method == "query_side" and any(s.list_numbers_of_negatives()),
+        "method=query_side with num_hard_negatives in train_data: the method has no such setting, "
+        "because all other documents of the store are negatives. Drop num_hard_negatives",
+    ),
+    (
+        Settings,
+        lambda s: (
+            s.merge_adapter
+            and s.output_dir
+            and Path(s.model).resolve() == Path(s.output_dir).resolve()
+        ),
+        "merge_adapter with model as output_dir: the merged model would overwrite the base model "
+        "that the checkpoints need. Set another output_dir",
+    ),
+    (
+        Settings,
+        lambda s: s.merge_adapter and s.push_to_hub,
+        "merge_adapter with push_to_hub: the adapter would be uploaded before it is merged. Drop "
+        "push_to_hub, and upload the merged folder afterwards",
+    ),
+)
+"""(class of the settings, condition, message); ``{s.name}`` in a message is a setting's value."""
+
+
+def check(settings: LossSettings | TrainingSettings) -> None:
+    """Raise `ConfigError` for a value or a combination that cannot work."""
+    method = getattr(settings, "method", None)  # the settings of a loss alone have no method
+    for name, value in list_changed(settings).items():
+        rule = Settings.__dataclass_fields__[name].metadata
+        _check_value(name, value, rule)
+        # A size of 0 means no bank, which is what the other methods have.
+        is_no_bank = name in ("bank_size", "query_bank_size") and value == 0
+        if method is not None and method not in rule["methods"] and not is_no_bank:
+            users = ", ".join(rule["methods"])
+            raise ConfigError(
+                f"method={method} with {name}={value}: it is a setting of {users}. Drop {name}"
+            )
+        needed = rule["needs"]
+        if needed is not None and not getattr(settings, needed, True):
+            raise ConfigError(
+                f"{name}={value} without {needed}: it has no effect. Set {needed}, or drop {name}"
+            )
+    for settings_class, is_wrong, message in REFUSALS:
+        if isinstance(settings, settings_class) and is_wrong(settings):
+            raise ConfigError(message.format(s=settings))
+
+
+def _check_value(name: str, value: Any, rule: Any) -> None:
+    """Raise `ConfigError` for a value of another type than the field's, or out of its limits."""
+    hint = _get_type_hints()[name]
+    if not _has_type(value, hint):
+        choices = [choice for part in (hint, *get_args(hint)) for choice in _get_choices(part)]
+        if choices:
+            check_choice(name, value, choices)
+        type_name = getattr(hint, "__name__", str(hint))
+        raise ConfigError(f"{name} must be of type {type_name}, got {value!r}")
+    for number in value if isinstance(value, (list, tuple)) else [value]:
+        if not isinstance(number, (int, float)):
+            continue
+        for limit, is_wrong, words in (
+            (rule["least"], lambda x, limit: x < limit, "at least"),
+            (rule["above"], lambda x, limit: x <= limit, "above"),
+            (rule["below"], lambda x, limit: x >= limit, "below"),
+        ):
+            if limit is not None and is_wrong(number, limit):
+                raise ConfigError(f"{name} must be {words} {limit}, got {value}")
+
+
+@functools.cache
+def _get_type_hints() -> dict[str, Any]:
+    return get_type_hints(Settings)
+
+
+def _get_choices(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) is Literal else ()
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    origin = get_origin(hint) or hint
+    if origin in (Union, UnionType):
+        return any(_has_type(value, part) for part in get_args(hint))
+    if origin is Literal:
+        return value in get_args(hint)
+    if origin is list:
+        [item_hint] = get_args(hint)
+        return isinstance(value, list) and all(_has_type(item, item_hint) for item in value)
+    if origin in (int, float):
+        is_number = isinstance(value, (int, origin)) and not isinstance(value, bool)
+        return is_number and math.isfinite(value)
+    return isinstance(value, origin)
+
+
+def require_complete(settings: Settings) -> None:
+    """Check that settings name all that a training from the command line needs.
+
+    A training in Python gets its data and its evaluator as objects, so they may be empty there.
+
+    Raises:
+        ConfigError: if the model, the training data or the output folder is missing, or one of
+            evaluation data and strategy.
+    """
+    for name in ("model", "train_data", "output_dir"):
+        if not getattr(settings, name):
+            raise ConfigError(
+                f"{name} is not set: add `{name}: ...` to the config, or --{name} on the command "
+                "line"
+            )
+    if (settings.eval_data is None) != (settings.eval_strategy == "no"):
+        raise ConfigError(
+            f"eval_data={settings.eval_data} with eval_strategy={settings.eval_strategy}: set "
+            "both, or none of them"
+        )
+
+
+# Use of settings ----------------------------------------------------------------------------------
+
+
+def replace(settings: AnySettings, **changes: Any) -> AnySettings:
+    """Return settings with some of them changed, such as ``replace(settings, seed=1)``.
+
+    Arguments of transformers that have no field of their own are added to ``transformers``.
+
+    Raises:
+        ConfigError: for an unknown name, with the most similar one, or settings that cannot work.
+    """
+    names = {setting.name for setting in fields(settings)}
+    others = {name: value for name, value in changes.items() if name not in names}
+    if others:
+        names_of_transformers = get_names_of_transformers()
+        for name in others:
+            if name not in names_of_transformers:
+                suggestion = closest(name, names | names_of_transformers)
+                raise ConfigError(f"unknown setting {name!r}{suggestion}")
+            del changes[name]
+        given = changes.get("transformers", settings.transformers)
+        changes["transformers"] = {**given, **others}
+    return dataclasses.replace(settings, **changes)
+
+
+def uses(method: str, name: str) -> bool:
+    """Return True if a method uses a setting. All methods use those of transformers."""
+    setting = Settings.__dataclass_fields__.get(name)
+    return setting is None or method in setting.metadata["methods"]
+
+
+def for_method(settings: Settings, method: str, **changes: Any) -> Settings:
+    """Return the settings for another method; the settings that it does not use get their defaults.
+
+    Args:
+        changes: further changes, such as the documents that query-side training needs.
+    """
+    unused = {}
+    for setting in fields(settings):
+        if not uses(method, setting.name) or setting.metadata["needs"] in unused:
+            unused[setting.name] = get_default(setting)
+    return replace(settings, **{**unused, **changes, "method": method})
+
+
+def list_changed(settings: Any) -> dict[str, Any]:
+    """Return {name: value} of the settings that do not have their defaults.
+
+    The fields of a dataclass that are no settings, such as a loss's model, are left out.
+    """
+    changed = {}
+    for own_field in fields(settings):
+        value = getattr(settings, own_field.name)
+        if own_field.name in Settings.__dataclass_fields__ and value != get_default(own_field):
+            changed[own_field.name] = value
+    return changed
+
+
+def to_dict(settings: TrainingSettings) -> dict[str, Any]:
+    """Return {name: value} of all settings without their defaults, those of transformers too.
+
+    ``replace(Settings(), **to_dict(settings))`` equals ``settings``.
+    """
+    changed = list_changed(settings)
+    others = changed.pop("transformers", {})
+    return {**changed, **others}
+
+
+def find(key: str, value: Any = True) -> dict[str, Any]:
+    """Return {name: default} of the settings with a value of a key of `option`.
+
+    For example, ``find("on_change", "restart")`` returns all settings that a run must not change.
+    """
+    found = {}
+    for setting in fields(Settings):
+        if setting.metadata[key] == value:
+            found[setting.name] = get_default(setting)
+    return found
+
+
+def get_default(setting: dataclasses.Field[Any]) -> Any:
+    """Return the default value of a dataclass field."""
+    if setting.default_factory is not dataclasses.MISSING:
+        return setting.default_factory()
+    return setting.default
+
+
+@functools.cache
+def get_names_of_transformers() -> frozenset[str]:
+    """Return the names of the arguments of transformers that have no field here."""
+    from sentence_transformers import SentenceTransformerTrainingArguments
+
+    names = {argument.name for argument in fields(SentenceTransformerTrainingArguments)}
+    return frozenset(names - Settings.__dataclass_fields__.keys())
+
+
+# Text: YAML files and the command line ------------------------------------------------------------
+
+
+def read(argv: Sequence[str]) -> dict[str, Any]:
+    """Read ``[CONFIG.yaml ...] [--key value ...]``; return {name: value} of what is given.
+
+    Later files override earlier ones, and the command line overrides all files. The values have the
+    types of the fields: ``replace(Settings(), **read(argv))`` makes the settings and checks them.
+
+    Raises:
+        ConfigError: for a file that cannot be read, an unknown key, or a value of another type.
+    """
+    parser = _make_parser()
+    keys = {action.dest for action in parser._actions}  # private: argparse has no other list
+    command_line = list(argv)
+    options: list[str] = []
+    while command_line and not command_line[0].startswith("-"):
+        options += _read_yaml(command_line.pop(0), keys)
+    namespace, unknown = parser.parse_known_args([*options, *command_line])
+    if unknown:
+        key = unknown[0].lstrip("-").split("=")[0]
+        raise ConfigError(f"unknown key {key!r} on the command line{closest(key, keys)}")
+    return vars(namespace)
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    """Return transformers' parser of all settings; it reports only what is given."""
+    from sentence_transformers import SentenceTransformerTrainingArguments
+    from transformers import HfArgumentParser
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ConfigError(f"{message}. `contaccum train --help` lists the options")
+
+    # For the parser, all metadata of a field are arguments of argparse, so our fields go without.
+    names_of_transformers = {
+        argument.name for argument in fields(SentenceTransformerTrainingArguments)
+    }
+    own_fields = []
+    for setting in fields(Settings):
+        if setting.name not in names_of_transformers and setting.name != "transformers":
+            own_field = field(default_factory=functools.partial(get_default, setting))
+            if not isinstance(get_default(setting), list):
+                own_field = field(default=get_default(setting))
+            own_fields.append((setting.name, _get_type_hints()[setting.name], own_field))
+    # The fields of transformers come from the base class, with its own types.
+    all_options: Any = dataclasses.make_dataclass(
+        "Options", own_fields, bases=(SentenceTransformerTrainingArguments,)
+    )
+    parser = Parser(all_options, prog="contaccum train", allow_abbrev=False)
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+        if action.dest == "per_device_train_batch_size":
+            action.type = _parse_int_or_auto
+    return parser
+
+
+def _parse_int_or_auto(text: str) -> int | str:
+    if text.lower() == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number or auto, got {text!r}") from None
+
+
+def _read_yaml(name: str, keys: Collection[str]) -> list[str]:
+    """Return the ``key: value`` lines of a YAML file as options, ``--key=value``.
+
+    Raises:
+        ConfigError: for invalid YAML, with the line; for an unknown key, with the most similar key.
+    """
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"{name}: no such config file")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        location = f"{name}:{mark.line + 1}" if mark else name
+        problem = getattr(error, "problem", None) or error
+        raise ConfigError(f"{location}: not valid YAML ({problem})") from error
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{name}: a config consists of `key: value` lines, got a {type(content).__name__}"
+        )
+    options: list[str] = []
+    for key, value in content.items():
+        if key not in keys:
+            raise ConfigError(f"unknown key {str(key)!r} in {name}{closest(key, keys)}")
+        if value is False and key.endswith("_strategy"):
+            value = "no"  # YAML reads the unquoted word no as false
+        if isinstance(value, list):
+            options += [f"--{key}", *map(_format_value, value)]
+        elif value is not None:
+            # One token "--key=value", because argparse would read a separate value with a leading
+            # dash, such as -1, as an option.
+            options.append(f"--{key}={_format_value(value)}")
+    return options
+
+
+def _format_value(value: object) -> str:
+    """Return a value of a YAML file as the command line has it."""
+    if isinstance(value, (dict, bool)):
+        return json.dumps(value)
+    return str(value)
+
+
+def to_yaml(settings: TrainingSettings) -> str:
+    """Return the settings without their defaults as ``key: value`` lines, which `read` can read."""
+    return yaml.safe_dump(to_dict(settings), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,228 @@
+"""Settings: each is declared once, values are typed, and what cannot work is refused by name."""
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from sentence_transformers import SentenceTransformerTrainingArguments
+
+from contaccum.data import DATA_FORMATS
+from contaccum.errors import ConfigError
+from contaccum.settings import (
+    METHODS,
+    DataFormat,
+    Settings,
+    TrainerSettings,
+    find,
+    for_method,
+    get_default,
+    read,
+    replace,
+    require_complete,
+    to_dict,
+    to_yaml,
+    uses,
+)
+from contaccum.training.options import GROUPS
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+AUTO = {"per_device_train_batch_size": "auto"}
+EVALUATE = {"eval_strategy": "steps", "eval_steps": 2}
+LOAD_BEST = {**EVALUATE, "load_best_model_at_end": True}
+QUERY_SIDE = {"method": "query_side", "passage_store": "store"}
+ZERO = {"deepspeed": "zero.json"}
+
+
+def make(**given: Any) -> Settings:
+    return replace(Settings(), **given)
+
+
+def test_settings_can_be_read_without_torch():
+    code = "import sys, contaccum.settings; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_option_of_training_has_its_default_and_choices():
+    settings = Settings.__dataclass_fields__
+    for group in GROUPS:
+        for option in fields(group):
+            assert get_default(settings[option.name]) == get_default(option), option.name
+            choices = option.metadata.get("choices")
+            if choices:
+                with pytest.raises(ConfigError) as refused:
+                    make(**{option.name: "another"})
+                assert f"{option.name} must be one of {', '.join(choices)}, " in str(refused.value)
+
+
+def test_the_defaults_of_transformers_are_kept():
+    theirs = SentenceTransformerTrainingArguments.__dataclass_fields__
+    for setting in fields(TrainerSettings):
+        if setting.name != "output_dir":
+            assert get_default(setting) == theirs[setting.name].default, setting.name
+
+
+def test_the_formats_are_those_of_the_readers():
+    assert get_args(DataFormat) == tuple(DATA_FORMATS)
+
+
+def write_config(folder: Path, name: str = "c.yaml", text: str = "", **keys: Any) -> str:
+    path = folder / name
+    path.write_text(text or yaml.safe_dump(keys, sort_keys=False))
+    return str(path)
+
+
+def test_files_and_the_command_line_give_the_same_typed_values(tmp_path):
+    """Later files override earlier ones, and the command line overrides all files."""
+    config = write_config(
+        tmp_path,
+        learning_rate="1e-4",
+        bank_size=64,
+        normalize=True,
+        train_data=["a", {"path": "b", "num_hard_negatives": 2}],
+        data_columns={"query": "question"},
+        max_steps=-1,
+        save_strategy=False,
+        lora_r=None,
+    )
+    later = write_config(tmp_path, "d.yaml", bank_size=32, weight_decay=0.1)
+    given = read([config, later, "--tied=false", "--bf16", "--matryoshka_dims", "64", "32"])
+    assert given == {
+        "learning_rate": 1e-4,
+        "bank_size": 32,
+        "normalize": True,
+        "train_data": ["a", '{"path": "b", "num_hard_negatives": 2}'],
+        "data_columns": ['{"query": "question"}'],
+        "max_steps": -1,
+        "save_strategy": "no",
+        "weight_decay": 0.1,
+        "tied": False,
+        "bf16": True,
+        "matryoshka_dims": [64, 32],
+    }
+    settings = make(**given)
+    assert settings.transformers == {"weight_decay": 0.1}
+    assert settings.list_numbers_of_negatives() == [0, 2]
+    assert read(["--per_device_train_batch_size=AUTO"]) == AUTO
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.name)
+def test_settings_written_as_yaml_are_read_as_the_same_settings(path, tmp_path):
+    settings = make(**read([str(path)]))
+    copy = make(**read([write_config(tmp_path, text=to_yaml(settings))]))
+    assert copy == settings == make(**to_dict(settings))
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "named"),
+    [
+        ("bank_sise: 3", [], "did you mean 'bank_size'"),
+        ("seed: 1", ["--bank_sise=3"], "did you mean 'bank_size'"),
+        ("seed: 1", ["--seed", "1", "more.yaml"], "more"),
+        ("model: [", [], r"c\.yaml:1: not valid YAML"),
+        ("- a", [], "`key: value`"),
+        ("pooling: max", [], "--pooling"),
+        ("bank_size: many", [], "--bank_size"),
+        ("per_device_train_batch_size: 8.5", [], "a whole number or auto"),
+    ],
+)
+def test_text_that_cannot_be_read_is_refused(text, arguments, named, tmp_path):
+    with pytest.raises(ConfigError, match=named):
+        read([write_config(tmp_path, text=text), *arguments])
+    with pytest.raises(ConfigError, match=r"nothing\.yaml"):
+        read([str(tmp_path / "nothing.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"method": "gradcache"}, "did you mean 'grad_cache'"),
+        ({"distill": "mse"}, "margin_mse, kl"),
+        ({"bank_size": "8"}, "bank_size must be of type int"),
+        ({"bank_size": -1}, "bank_size must be at least 0"),
+        ({"bank_size": 4, "query_bank_size": 2}, "query_bank_size"),
+        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"bank_weight": float("inf")}, "bank_weight"),
+        ({"method": "grad_accum", "bank_size": 128}, "bank_size=128.*contaccum, pre_batch"),
+        ({"method": "pre_batch", "query_bank_size": 128}, "query_bank_size=128"),
+        ({"method": "in_batch", "gradient_accumulation_steps": 4}, "gradient_accumulation_steps"),
+        ({"method": "query_side"}, "passage_store"),
+        ({**QUERY_SIDE, "corpus": "b"}, "one of them"),
+        ({**QUERY_SIDE, "bank_weight": 2.0}, "bank_weight=2.0"),
+        ({**QUERY_SIDE, "matryoshka_dims": [8]}, "matryoshka_dims"),
+        ({**QUERY_SIDE, "guide": "g"}, "guide=g"),
+        ({**QUERY_SIDE, "num_hard_negatives": 2}, "num_hard_negatives=2"),
+        (
+            {**QUERY_SIDE, "train_data": ['{"path": "a", "num_hard_negatives": 2}']},
+            "num_hard_negatives",
+        ),
+        ({**QUERY_SIDE, "method": "contaccum"}, "passage_store=store"),
+        ({**QUERY_SIDE, "fsdp": True}, "fsdp"),
+        ({"distill_weight": 2.0}, "without distill"),
+        ({"guide_margin": 0.1}, "without guide"),
+        ({"lora_alpha": 8}, "without lora_r"),
+        ({**ZERO, "method": "grad_cache"}, "method=grad_cache"),
+        ({**ZERO, "fp16": True}, "fp16=true"),
+        ({"fsdp": True, **AUTO, "total_train_batch_size": 12}, "fsdp"),
+        ({"auto_find_batch_size": True}, "per_device_train_batch_size=auto"),
+        (AUTO, "total_train_batch_size"),
+        ({"total_train_batch_size": 10, "per_device_train_batch_size": 4}, "=4"),
+        ({"early_stopping_patience": 2}, "eval_strategy=no"),
+        ({**LOAD_BEST, "save_strategy": "steps", "save_steps": 4}, "save_steps=4"),
+        ({**LOAD_BEST, "save_strategy": "epoch"}, "load_best_model_at_end"),
+        ({"lora_r": 2, "merge_adapter": True, "push_to_hub": True}, "push_to_hub"),
+        (
+            {"lora_r": 2, "merge_adapter": True, "output_dir": "m", "model": "m"},
+            "another output_dir",
+        ),
+        ({"bank_sise": 3}, "did you mean 'bank_size'"),
+        ({"weight_deca": 0.1}, "did you mean 'weight_decay'"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(given, named):
+    with pytest.raises(ConfigError, match=named):
+        make(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"train_data": []}, "train_data is not set"),
+        (EVALUATE, "eval_data=None"),
+        ({"eval_data": "e"}, "eval_strategy=no"),
+    ],
+)
+def test_a_training_from_the_command_line_needs_complete_settings(given, named):
+    complete = make(model="m", train_data=["d"], output_dir="o")
+    require_complete(complete)
+    require_complete(replace(complete, eval_data="e", **EVALUATE))
+    with pytest.raises(ConfigError, match=named):
+        require_complete(replace(complete, **given))
+
+
+def test_settings_for_another_method_lose_what_it_does_not_use():
+    settings = make(bank_size=64, bank_weight=8.0, guide="g", guide_margin=0.1, seed=1)
+    assert to_dict(for_method(settings, "grad_accum")) == {
+        "method": "grad_accum",
+        "guide": "g",
+        "guide_margin": 0.1,
+        "seed": 1,
+    }
+    query_side = for_method(settings, "query_side", passage_store="s")
+    assert to_dict(query_side) == {"method": "query_side", "passage_store": "s", "seed": 1}
+    assert for_method(query_side, "contaccum") == make(seed=1)
+
+
+def test_fields_say_which_methods_use_a_setting_and_who_sets_it():
+    assert [method for method in METHODS if uses(method, "bank_size")] == [
+        "contaccum",
+        "pre_batch",
+        "contaccum_cached",
+    ]
+    assert uses("query_side", "learning_rate") and uses("query_side", "weight_decay")
+    assert {"train_data", "output_dir", "similarity"} < find("set_by_fit").keys()
+    assert "bank_size" in find("on_change", "restart")
+    assert "max_steps" in find("on_change", "continue")
