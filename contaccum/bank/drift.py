@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,20 +54,12 @@ NUM_INTERVALS = 32
 """Number of intervals between measurements of the probe that cover the lifetime of an entry."""
 
 
-class MeanState(NamedTuple):
-    """State of a `RunningMean`."""
+class RunningMean(nn.Module):
+    """Exponentially weighted mean of one tower's embeddings, (n, d)."""
 
     mean: Tensor  # (d,)
     weight: Tensor  # (), 1 - exp(-embeddings so far / HORIZON), which corrects the start at 0
     variance: Tensor  # (), running mean of the squared distance of embeddings from the mean
-
-
-class RunningMean(nn.Module):
-    """Exponentially weighted mean of one tower's embeddings, (n, d)."""
-
-    mean: Tensor
-    weight: Tensor
-    variance: Tensor
 
     def __init__(
         self, dim: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
@@ -78,8 +69,8 @@ class RunningMean(nn.Module):
         self.register_buffer("weight", torch.zeros((), dtype=dtype, device=device))
         self.register_buffer("variance", torch.zeros((), dtype=dtype, device=device))
 
-    def compute_next_state(self, embeddings: Tensor) -> MeanState:
-        """Compute the state after a micro-batch of embeddings, (n, d); `store` applies it.
+    def compute_next(self, embeddings: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute mean, weight and variance after a micro-batch (n, d); `store` stores them.
 
         If the mean of the micro-batch is further away than sampling noise explains, the encoder has
         jumped, and the running mean moves most of the way at once. Otherwise pairs would be stored
@@ -111,18 +102,15 @@ class RunningMean(nn.Module):
         new_variance = torch.where(
             is_continuous, batch_variance + squared_distance, unbiased_batch_variance
         )
-        return MeanState(
-            mean=self.mean.lerp(batch_mean, torch.maximum(gain, jump)),
-            weight=weight,
-            variance=self.variance.lerp(new_variance, gain),
-        )
+        mean = self.mean.lerp(batch_mean, torch.maximum(gain, jump))
+        return mean, weight, self.variance.lerp(new_variance, gain)
 
     @torch.no_grad()
-    def store(self, state: MeanState, condition: Tensor) -> None:
-        """Store a state if the bool scalar ``condition`` is True; the host does not wait for it."""
-        torch.where(condition, state.mean, self.mean, out=self.mean)
-        torch.where(condition, state.weight, self.weight, out=self.weight)
-        torch.where(condition, state.variance, self.variance, out=self.variance)
+    def store(self, mean: Tensor, weight: Tensor, variance: Tensor, condition: Tensor) -> None:
+        """Store new values if the bool scalar ``condition`` is True; the host does not wait."""
+        torch.where(condition, mean, self.mean, out=self.mean)
+        torch.where(condition, weight, self.weight, out=self.weight)
+        torch.where(condition, variance, self.variance, out=self.variance)
 
 
 class DriftProbe(nn.Module):
@@ -276,14 +264,6 @@ def _compute_variance(embeddings: Tensor) -> Tensor:
     return (embeddings - embeddings.mean(-2, keepdim=True)).square().sum(-1).mean(-1)
 
 
-class TowerMeans(NamedTuple):
-    """Means of the towers' embeddings, (d,), for one micro-step; None without a mean shift."""
-
-    queries: Tensor | None = None
-    passages: Tensor | None = None
-    states: tuple[MeanState, ...] = ()  # new states of both running means, if they change
-
-
 class DriftCompensation(nn.Module):
     """Means of the two towers, from a probe or from the micro-batches, and the age limit.
 
@@ -305,6 +285,8 @@ class DriftCompensation(nn.Module):
         self.probe: DriftProbe | None = None
         self.expects_probe = False
         self.age_limit = settings.bank_size
+        # Mean, weight and variance of each tower with the current micro-batch included.
+        self._next_states: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def make_means(self, dim: int, dtype: torch.dtype, device: torch.device) -> None:
         """Make the running means, at 0, if the settings let entries move."""
@@ -317,64 +299,70 @@ class DriftCompensation(nn.Module):
         """True if the means are estimated from micro-batches, because no probe measures them."""
         return self.probe is None and not self.expects_probe
 
-    def compute_means(self, queries: Tensor, passages: Tensor, is_training: bool) -> TowerMeans:
-        """Compute the means with the micro-batch included; `store_means` stores them later.
+    def compute_means(
+        self, queries: Tensor, passages: Tensor, is_training: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Compute the means of both towers with the micro-batch included.
+
+        `store_means` stores them later, if the loss turns out to be finite.
 
         Args:
-            queries, passages: (n, d), the micro-batch.
+            queries, passages: (n, d), the micro-batch, without a gradient.
             is_training: False if the micro-batch must not change the means.
+
+        Returns:
+            (d,) of the queries and (d,) of the passages; None if entries do not move.
         """
         if self.query_mean is None or self.passage_mean is None:
-            return TowerMeans()
+            return None, None
         if not is_training or not self.follows_micro_batches:
-            return TowerMeans(self.query_mean.mean, self.passage_mean.mean)
-        query_state = self.query_mean.compute_next_state(queries.detach())
-        passage_state = self.passage_mean.compute_next_state(passages.detach())
-        return TowerMeans(query_state.mean, passage_state.mean, (query_state, passage_state))
+            return self.query_mean.mean, self.passage_mean.mean
+        query_state = self.query_mean.compute_next(queries)
+        passage_state = self.passage_mean.compute_next(passages)
+        self._next_states = [query_state, passage_state]
+        return query_state[0], passage_state[0]
 
-    def compute_query_drift(self, bank: MemoryBank | None, means: TowerMeans) -> Tensor | None:
+    def compute_query_drift(
+        self, bank: MemoryBank | None, query_mean: Tensor | None
+    ) -> Tensor | None:
         """Compute the movement of the query tower's mean since the banked queries were stored.
 
         Args:
-            means: the means from `compute_means`, with the micro-batch included.
+            query_mean: (d,), from `compute_means`, with the micro-batch included.
 
         Returns:
             (runs, d), for each run of pairs that share a stored mean. None without a bank or
             compensation; without a probe, also for the first `PAIRS_PER_MEAN` pairs, when the
             running mean still moves by sampling noise.
         """
-        if bank is None or means.queries is None:
+        if bank is None or query_mean is None:
             return None
         if self.follows_micro_batches and bank.total_enqueued <= PAIRS_PER_MEAN:
             return None
         num_runs = bank.num_filled_slots // bank.pairs_per_mean
-        return means.queries - bank.query_means[:num_runs]
+        return query_mean - bank.query_means[:num_runs]
 
-    def store_means(self, means: TowerMeans, not_finite: Tensor) -> Tensor | None:
+    def store_means(self, bank: MemoryBank, num_new: int, not_finite: Tensor) -> Tensor | None:
         """Store the means from `compute_means`, and return the query tower's mean, (d,).
 
         Args:
+            bank: the bank that is about to store the micro-batch with this mean.
+            num_new: n, the number of its pairs.
             not_finite: bool scalar; if it is True, the means stay as they are.
         """
         if self.query_mean is None or self.passage_mean is None:
             return None
-        if means.states:
-            query_state, passage_state = means.states
-            is_finite = ~not_finite
-            self.query_mean.store(query_state, is_finite)
-            self.passage_mean.store(passage_state, is_finite)
-        return self.query_mean.mean
-
-    def replace_first_query_means(self, bank: MemoryBank) -> None:
-        """Replace the query means that were stored with the first `PAIRS_PER_MEAN` pairs.
-
-        They become the current mean. A running mean of few pairs moves by sampling noise, which
-        must not count as drift.
-        """
-        if self.query_mean is None or not self.follows_micro_batches:
-            return
-        if bank.total_enqueued <= PAIRS_PER_MEAN:
+        if not self.follows_micro_batches:
+            return self.query_mean.mean
+        query_state, passage_state = self._next_states
+        is_finite = ~not_finite
+        self.query_mean.store(*query_state, is_finite)
+        self.passage_mean.store(*passage_state, is_finite)
+        if bank.total_enqueued + num_new <= PAIRS_PER_MEAN:
+            # A mean of so few pairs moves by sampling noise, which must not count as drift. So the
+            # pairs so far get the new mean too.
             bank.query_means.copy_(self.query_mean.mean.expand_as(bank.query_means))
+        return self.query_mean.mean
 
     def compute_oldest_allowed(self, bank: MemoryBank, num_new: int, clock: UpdateClock) -> int:
         """Compute the number of the oldest pair that stays in use; older pairs must retire.

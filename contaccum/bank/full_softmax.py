@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, softplus
 
-from contaccum.bank.info_nce import PrecomputedGradient
-from contaccum.bank.logits import MASKED, SOFTPLUS_THRESHOLD
+from contaccum.bank.info_nce import SOFTPLUS_THRESHOLD, PrecomputedGradient
+from contaccum.bank.logits import MASKED
 from contaccum.distributed import gather_rows, over_ranks, world_size
 
 NO_ROW = -1

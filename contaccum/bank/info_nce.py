@@ -36,23 +36,17 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import normalize, softplus, threshold
 
 from contaccum.bank.centering import GradientCentering
-from contaccum.bank.drift import DriftCompensation, TowerMeans
+from contaccum.bank.drift import DriftCompensation
 from contaccum.bank.logits import (
     MASKED,
-    SOFTPLUS_THRESHOLD,
-    LogitBlocks,
     Pairs,
     PositivesTable,
-    make_rules,
-)
-from contaccum.bank.memory_bank import MemoryBank, is_not_finite, score_blocks
-from contaccum.bank.micro_batch import (
-    TextIds,
-    collect_micro_batch,
+    make_guide_embeddings,
     make_pairs,
+    stack_ids,
     stack_texts,
-    to_float32_at_least,
 )
+from contaccum.bank.memory_bank import LogitBlocks, MemoryBank, is_not_finite, score_blocks
 from contaccum.bank.settings import (
     CenterGradients,
     DriftCompensationMode,
@@ -67,229 +61,20 @@ from contaccum.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+MIN_LENGTH = 1e-12
+"""Length by which shorter embeddings are divided, as in `torch.nn.functional.normalize`."""
+
+SOFTPLUS_THRESHOLD = 40.0
+"""Argument above which softplus(x) = log(1 + exp(x)) is x, which is exact in float64 too."""
+
+MASKED_THRESHOLD = MASKED / 2
+"""Logits up to this value are masked: no score of two texts is as low."""
+
 MIN_PAIRS_BEFORE_WARNING = 4096
 """With a small bank, `end_pending_update` waits for an update for at least this many pairs."""
 
 
-class BankedModule(nn.Module):
-    """Base class of `BankedInfoNCE`: memory bank, update clock, drift compensation, centring.
-
-    The bank is made at the first micro-batch, whose embedding size it gets, or when a state with a
-    bank is loaded.
-
-    Attributes:
-        settings: the `LossSettings`.
-        bank: the `MemoryBank`, None before the first micro-batch and with ``bank_size`` 0.
-        clock: the `UpdateClock`.
-        compensation: the `DriftCompensation`.
-        centering: the `GradientCentering`; it is not part of the state.
-        last_step: values of the last micro-step in training or evaluation; None before the first.
-    """
-
-    def __init__(self, settings: LossSettings) -> None:
-        super().__init__()
-        self.settings = settings
-        self.bank: MemoryBank | None = None
-        self.clock = UpdateClock()
-        self.compensation = DriftCompensation(settings)
-        self.centering = GradientCentering(settings.center_gradients, settings.pairs_per_update)
-        self._has_warned_of_no_update = False
-        self.last_step: MicroStep | None = None
-        self._description: tuple[MicroStep, dict[str, Any]] | None = None
-
-    @property
-    def last(self) -> dict[str, Any]:
-        """Diagnostics of the last micro-step, empty before it; see `describe_micro_step`."""
-        if self.last_step is None:
-            return {}
-        if self._description is None or self._description[0] is not self.last_step:
-            self._description = self.last_step, describe_micro_step(self.last_step)
-        return self._description[1]
-
-    @property
-    def bank_age(self) -> int:
-        """The number of updates that have ended since the oldest entry in use was encoded."""
-        return len(self.clock.update_ends)
-
-    @property
-    def _num_aged(self) -> int:
-        """The number of aged entries in use; an entry is aged if an older encoder encoded it."""
-        if self.bank is None:
-            return 0
-        return max(self.clock.update_start - self.bank.oldest_in_use, 0)
-
-    @property
-    def _is_shared(self) -> bool:
-        """True if all ranks compute one loss, each with the same copy of the bank."""
-        return self.settings.gather_across_devices and world_size() > 1
-
-    def begin_update(self, pairs: int) -> None:
-        """Set the number of pairs until the next optimizer step, for centring.
-
-        The call is needed only if updates differ in their number of pairs; otherwise
-        ``pairs_per_update`` sets it once.
-        """
-        self.centering.start_update(pairs)
-
-    def end_update(self) -> None:
-        """End an update: all entries so far count as encoded by an older encoder.
-
-        The next micro-step detects the step of a torch optimizer and calls this method by itself.
-        If you call it after an optimizer step, that step is not counted twice.
-        """
-        self.clock.end_update()
-        self.centering.restart()
-        if self.bank is not None and self.settings.drift_compensation == "fresh":
-            self.bank.retire_all()
-
-    def end_pending_update(self) -> None:
-        """End the update if an optimizer step has been taken since the last micro-step.
-
-        If no update has ended since the start of training, after 4 x ``bank_size``, 4,096 and
-        2 x ``pairs_per_update`` pairs, steps are probably not detected: log a warning once, and
-        treat all entries as aged.
-        """
-        clock = self.clock
-        if clock.pop_pending_step():
-            self.end_update()
-        two_updates = 2 * (self.settings.pairs_per_update or 0)
-        max_pairs = max(4 * self.settings.bank_size, MIN_PAIRS_BEFORE_WARNING, two_updates)
-        if self.bank is None or clock.num_updates > 0 or clock.num_pairs < max_pairs:
-            return
-        if not self._has_warned_of_no_update:
-            logger.warning(
-                f"no optimizer step was detected in {clock.num_pairs:,} pairs: all bank entries "
-                "now count as encoded by an older encoder. Call end_update() of the BankedInfoNCE "
-                "after each optimizer step"
-            )
-        self._has_warned_of_no_update = True
-        clock.age_entries()
-
-    def _compute_bank_weight(self, bank: MemoryBank | None) -> float:
-        """Compute the weight of one banked pair, at most 1; a local pair has the weight 1."""
-        weight = self.settings.bank_weight
-        if bank is not None and weight > 1:
-            # A bank_weight above 1 is the weight of the whole bank; the pairs in use share it.
-            weight = weight / max(bank.in_use, 1)
-        return min(weight, 1.0)
-
-    def _prepare_bank(self, documents: Tensor, guide_dim: int | None) -> MemoryBank | None:
-        """Return the bank with room for such documents, made if needed; None without a bank.
-
-        Args:
-            documents: (n, 1 + h, d), passages and hard negatives of the next micro-batch.
-            guide_dim: see `MemoryBank.ensure_shape`.
-        """
-        if self.settings.bank_size == 0:
-            return None
-        dim = documents.shape[2]
-        num_negatives = 0
-        if self.settings.bank_hard_negatives:
-            num_negatives = documents.shape[1] - 1
-        # An evaluation in inference mode may come first. Training could not use tensors of it.
-        with torch.inference_mode(False):
-            bank = self.bank
-            if bank is None:
-                bank = self._make_bank(dim, documents.dtype, documents.device)
-            if bank.documents.device != documents.device:
-                # The model was moved, or a state was loaded on another device.
-                self.to(documents.device)
-            bank.ensure_shape(dim, num_negatives, guide_dim)
-        return bank
-
-    def _make_bank(self, dim: int, dtype: torch.dtype, device: torch.device) -> MemoryBank:
-        bank = MemoryBank(
-            bank_size=self.settings.bank_size,
-            dim=dim,
-            dtype=dtype,
-            query_bank_size=self.settings.query_bank_size,
-            device=device,
-            temperature=self.settings.temperature,
-        )
-        self.bank = bank
-        self.compensation.make_means(dim, dtype, device)
-        return bank
-
-    def get_extra_state(self) -> Tensor:
-        """Return the state of the clock, int64, on the CPU."""
-        return self.clock.get_state()
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Restore the state of the clock."""
-        self.clock.load_state(state)
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        # A new module has no bank yet, because its embedding size is unknown. The buffers of the
-        # state can only be loaded once a bank of their shapes exists.
-        state = {}
-        for key, value in state_dict.items():
-            if key.startswith(prefix):
-                state[key.removeprefix(prefix)] = value
-        if "bank.documents" in state:
-            self._make_buffers_like(state)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def _make_buffers_like(self, state: dict[str, Tensor]) -> None:
-        """Make the bank, the means and the probe with the shapes of a state's tensors.
-
-        Args:
-            state: the state of this module, with names relative to it.
-
-        Raises:
-            ConfigError: if the settings of this module make buffers of other shapes.
-        """
-        documents = state["bank.documents"]
-        num_documents, dim = documents.shape[1:]
-        guide_dim = 0
-        if "bank.guide.documents" in state:
-            guide_dim = state["bank.guide.documents"].shape[2]
-        bank = self._make_bank(dim, documents.dtype, documents.device)
-        bank.ensure_shape(dim, num_documents - 1, guide_dim)
-        self.compensation.probe = None
-        if "compensation.probe.embeddings" in state:
-            embeddings = state["compensation.probe.embeddings"]  # (measurements, 2, S, d)
-            self.compensation.make_probe(embeddings.shape[2:], embeddings.dtype, embeddings.device)
-
-        state_shapes = {}
-        for name, value in state.items():
-            if not name.endswith("_extra_state"):
-                state_shapes[name] = value.shape
-        buffer_shapes = {name: buffer.shape for name, buffer in self.named_buffers()}
-        numbers = state["bank._extra_state"].tolist()[:2]
-        expected_numbers = bank.get_extra_state().tolist()[:2]
-        if state_shapes != buffer_shapes or numbers != expected_numbers:
-            raise ConfigError(
-                "this state was saved with another bank_size, query_bank_size, temperature or "
-                "drift_compensation: load it into a loss with the settings of the saved one"
-            )
-
-    def drift_record(self) -> dict[str, float]:
-        """Return the age of the bank and its drift, for a log line.
-
-        It reads values from the device.
-
-        Returns:
-            ``bank_age`` in updates, the softmax masses of the last micro-step (``in_batch_mass``,
-            ``bank_mass`` and ``bank_mass_aged``, see `describe_micro_step`), and the drift
-            measured by the probe (see `DriftProbe.measure_drift`). Masses that are not finite are
-            left out. The record is empty before the first enqueued pair.
-        """
-        if self.bank is None or self.bank.total_enqueued == 0:
-            return {}
-        record: dict[str, float] = {"bank_age": self.bank_age}
-        last = self.last
-        for name in ("in_batch_mass", "bank_mass", "bank_mass_aged"):
-            mass = float(last.get(name, math.nan))
-            if math.isfinite(mass):
-                record[name] = mass
-        if self.compensation.probe is not None:
-            record.update(self.compensation.probe.measure_drift(self.bank_age))
-        return record
-
-
-class BankedInfoNCE(BankedModule):
+class BankedInfoNCE(nn.Module):
     r"""InfoNCE over local and banked pairs, with gradients for the local pairs.
 
     Rows are local and banked queries; columns are local and banked passages and hard negatives.
@@ -402,8 +187,16 @@ class BankedInfoNCE(BankedModule):
             guide_margin=guide_margin,
             guide_margin_strategy=guide_margin_strategy,
         )
-        super().__init__(settings)
+        super().__init__()
+        self.settings = settings
         self.positives: PositivesTable | None = None
+        self.bank: MemoryBank | None = None
+        self.clock = UpdateClock()
+        self.compensation = DriftCompensation(settings)
+        self.centering = GradientCentering(settings.center_gradients, settings.pairs_per_update)
+        self._has_warned_of_no_update = False
+        self._last_step: MicroStep | None = None
+        self._last: dict[str, Any] = {}
 
     @classmethod
     def from_settings(cls, settings: LossSettings) -> BankedInfoNCE:
@@ -442,17 +235,24 @@ class BankedInfoNCE(BankedModule):
             ValueError: for shapes that do not agree, or if the embedding size of the model or of
                 the guide changes.
         """
-        inputs = [queries, passages]
-        if negatives is not None:
-            inputs.append(negatives)
         is_training = self.training and torch.is_grad_enabled()
         if is_training:
             self.end_pending_update()
-        ids = TextIds(query_ids, passage_ids, negative_ids)
+        columns = [x for x in (queries, passages, negatives) if x is not None]
+        guide_columns = [x for x in guide if x is not None]
         # The loss stays in float32 or float64 under autocast as well.
         with torch.autocast(queries.device.type, enabled=False):
-            texts = stack_texts(inputs, may_be_empty=self._is_shared)  # (n, 2 + h, d)
-            loss, gradient = self._run_micro_step(texts, ids, guide, is_training)
+            texts = stack_texts(columns, may_be_empty=self._is_shared)  # (n, 2 + h, d)
+            ids = stack_ids(query_ids, passage_ids, negative_ids, texts)  # (n, 2 + h, 2)
+            guide_texts = None
+            if guide_columns:
+                if [x.shape[:-1] for x in guide_columns] != [x.shape[:-1] for x in columns]:
+                    raise ValueError(
+                        "the guide must embed the same texts as the model, got guide embeddings "
+                        f"{[tuple(x.shape) for x in guide_columns]}"
+                    )
+                guide_texts = stack_texts(guide_columns, may_be_empty=True)  # (n, 2 + h, g)
+            loss, gradient = self._run_micro_step(texts, ids, guide_texts, is_training)
         if gradient is None:
             return loss
         if is_training:
@@ -461,161 +261,231 @@ class BankedInfoNCE(BankedModule):
 
     @torch.no_grad()
     def _run_micro_step(
-        self, texts: Tensor, ids: TextIds, guide: Sequence[Tensor | None], is_training: bool
+        self, texts: Tensor, ids: Tensor, guide_texts: Tensor | None, is_training: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the loss and its gradient, and enqueue the micro-batch in training.
 
         Args:
             texts: (n, 2 + h, d), the embeddings of this rank's texts.
-            ids, guide: as in `forward`.
+            ids: int64 (n, 2 + h, IDS_PER_TEXT).
+            guide_texts: (n, 2 + h, g), guide embeddings of the same texts, or None.
 
         Returns:
             The loss, and the gradient of ``texts``, None if they need none.
         """
         settings = self.settings
-        is_relative = settings.guide_margin_strategy == "relative"
-        batch = collect_micro_batch(
-            texts,
-            ids,
-            settings.similarity,
-            guide,
-            settings.guide_margin,
-            is_relative,
-            self._is_shared,
+        needs_gradient = texts.requires_grad
+
+        # The texts of all ranks that share the bank, in float32 at least.
+        tensors = [texts.detach(), ids]
+        if guide_texts is not None:
+            tensors.append(guide_texts.detach())
+        rows_of_this_rank = slice(None)
+        if self._is_shared:
+            tensors, rows_of_this_rank = gather_rows(tensors)  # n counts the pairs of all ranks now
+        guide = None
+        if guide_texts is not None:
+            guide = make_guide_embeddings(to_float32_at_least(tensors[2]), settings)
+        texts = to_float32_at_least(tensors[0])
+        lengths = None
+        if settings.similarity == "cos":
+            lengths = torch.linalg.vector_norm(texts, dim=-1, keepdim=True)  # (n, 2 + h, 1)
+            lengths = lengths.clamp_min(MIN_LENGTH)
+            texts = texts / lengths
+        n = len(texts)
+
+        # The logits. The bank stores each document minus the mean passage embedding at that time,
+        # so that banked documents move along when the mean moves. The current mean is subtracted
+        # from local documents too, to make both comparable. If the same vector is subtracted from
+        # all documents of a row, the loss of the row does not change.
+        guide_dim = 0 if guide is None else guide.queries.shape[1]
+        bank = self._prepare_bank(texts, guide_dim)
+        query_mean, passage_mean = self.compensation.compute_means(
+            texts[:, 0], texts[:, 1], is_training
         )
-        bank = self._prepare_bank(batch.documents, batch.guide_dim)
-        means = self.compensation.compute_means(batch.queries, batch.passages, is_training)
-        # The bank stores each document minus the mean passage embedding at that time, so that
-        # banked documents move along when the mean moves. The current mean is subtracted from local
-        # documents too, to make both comparable. If the same vector is subtracted from all
-        # documents of a row, the loss of the row does not change.
-        local = make_pairs(batch, settings.temperature, means.passages)
-        rules = make_rules(settings, self.positives, has_guide=batch.guide is not None)
-        blocks = score_blocks(local, bank, settings.temperature, rules)
-        terms = self._compute_loss(local, blocks, bank)
-        # A sum is finite only if all its terms are.
-        not_finite = is_not_finite(terms.loss + batch.texts.sum())
-        step = MicroStep(
-            passages=batch.passages,
-            in_batch=blocks.in_batch,
-            against_bank=blocks.against_bank,
-            invalid=None if blocks.banked is None else blocks.banked.invalid,
-            pairs_in_use=range(0) if bank is None else bank.pairs_in_use,
-            num_aged=self._num_aged,
-            terms=terms,
-            not_finite=not_finite,
-        )
-        # Enqueueing changes the bank in place, so the gradient is computed before it.
-        gradient = None
-        if texts.requires_grad:
-            query_drift = self.compensation.compute_query_drift(bank, means)
-            gradient = self._compute_gradient(local, blocks, terms, query_drift)
-            if is_training:
-                # center_gradients="auto" starts to centre only if drift is expected.
-                is_drift_expected = settings.drift_compensation == "auto" and self._num_aged > 0
-                self.centering(gradient, is_drift_expected, not_finite)
-            gradient = batch.compute_input_gradient(gradient)
-            if self._is_shared:
-                # Every rank has the gradients of all pairs and returns its own. DDP will average
-                # them over the ranks, although their sum is the gradient of the loss.
-                gradient = gradient[batch.rows_of_this_rank] * world_size()
-        if is_training:
-            self._enqueue(local, blocks, bank, means, not_finite)
-            step = step._replace(bank_fill=0 if bank is None else bank.in_use)
-        self.last_step = step
-        return terms.loss, gradient
+        local = make_pairs(texts, tensors[1], settings.temperature, passage_mean, guide)
+        blocks = score_blocks(local, bank, settings, self.positives)
+        banked = blocks.banked
+        pairs_in_use = range(0)
+        num_aged = 0
+        if bank is not None:
+            pairs_in_use = bank.pairs_in_use
+            num_aged = max(self.clock.update_start - bank.oldest_in_use, 0)
 
-    # The stages of a micro-step, in their order
-
-    def _compute_loss(
-        self, local: Pairs, blocks: LogitBlocks, bank: MemoryBank | None
-    ) -> LossTerms:
-        """Compute the loss over local and banked rows.
-
-        The logit of a banked negative is increased by log w.
-        """
-        weight = self._compute_bank_weight(bank)
+        # The loss. The logit of a banked negative is increased by log w.
+        weight = settings.bank_weight
+        if weight > 1:  # of the whole bank; the pairs in use share it
+            weight = min(weight / max(len(pairs_in_use), 1), 1.0)
         log_weight = math.log(weight)
         local_logits = [blocks.in_batch.flatten(1), blocks.against_bank_sums + log_weight]
         negative_log_sums = torch.cat(local_logits, dim=1).logsumexp(1)  # (n,)
-        local_rows = compute_row_losses(negative_log_sums, local.positive_logits)
-        loss_sum = local_rows.losses.sum()
-        divisor: Tensor | int = len(local.queries)
-        banked_rows = None
+        local_losses, local_differences, local_log_sums = compute_row_losses(
+            negative_log_sums, local.positive_logits
+        )
+        loss = local_losses.sum()
+        divisor: Tensor | int = n
+        banked_losses = None
+        banked_log_sums = None
         if bank is not None and bank.has_queries:
-            assert blocks.banked is not None and blocks.banked.invalid is not None
-            is_invalid = blocks.banked.invalid[:, 0]  # (m,), column 0 is the passage
+            assert banked is not None and banked.invalid is not None
+            is_invalid = banked.invalid[:, 0]  # (m,), column 0 is the passage
             # As if the positive had the whole softmax: such a row has no loss and no gradient.
-            positive_logits = blocks.banked.positive_logits.masked_fill(is_invalid, -MASKED)
+            positive_logits = banked.positive_logits.masked_fill(is_invalid, -MASKED)
             local_sums = blocks.from_bank.flatten(1).logsumexp(1)  # (m,), over local documents
             negative_log_sums = torch.logaddexp(bank.log_sums + log_weight, local_sums)
-            banked_rows = compute_row_losses(negative_log_sums, positive_logits)
-            loss_sum = loss_sum.add(banked_rows.losses.sum(), alpha=weight)
-            if self.settings.normalize_by == "all":
-                divisor = divisor + weight * (~is_invalid).sum(dtype=loss_sum.dtype)
-        return LossTerms(loss_sum / divisor, local_rows, banked_rows, weight, divisor)
+            banked_losses, _, banked_log_sums = compute_row_losses(
+                negative_log_sums, positive_logits
+            )
+            loss = loss.add(banked_losses.sum(), alpha=weight)
+            if settings.normalize_by == "all":
+                divisor = divisor + weight * (~is_invalid).sum(dtype=loss.dtype)
+        loss = loss / divisor
+        # A sum is finite only if all its terms are.
+        not_finite = is_not_finite(loss + texts.sum())
 
-    def _compute_gradient(
-        self, local: Pairs, blocks: LogitBlocks, terms: LossTerms, query_drift: Tensor | None
-    ) -> Tensor:
-        """Compute the gradient of the local texts as they are scored, (n, 2 + h, d).
+        # The gradient. Enqueueing changes the bank in place, so the gradient is computed before it.
+        gradient = None
+        if needs_gradient:
+            query_drift = self.compensation.compute_query_drift(bank, query_mean)
+            gradient = compute_row_gradients(
+                local,
+                blocks,
+                local_differences,
+                local_log_sums,
+                banked_log_sums,
+                weight,
+                query_drift,
+            )
+            gradient = gradient / (settings.temperature * divisor)  # (n, 2 + h, d)
+            if is_training:
+                # center_gradients="auto" starts to centre only if drift is expected.
+                is_drift_expected = settings.drift_compensation == "auto" and num_aged > 0
+                self.centering(gradient, is_drift_expected, not_finite)
+            if lengths is not None:
+                # For x = y / |y| the gradient of y is that of x without its part along x, divided
+                # by |y|.
+                along = (gradient * texts).sum(-1, keepdim=True)
+                gradient = torch.addcmul(gradient, along, texts, value=-1) / lengths
+            if self._is_shared:
+                # Every rank has the gradients of all pairs and returns its own. DDP will average
+                # them over the ranks, although their sum is the gradient of the loss.
+                gradient = gradient[rows_of_this_rank] * world_size()
 
-        The derivative of a row's loss with respect to the logit of a negative is the softmax
-        probability of the negative. With respect to the logit of the positive it is minus the sum
-        of these probabilities, which is sigmoid(D) and stays exact in a row that is almost solved.
+        # Enqueueing. A micro-batch that is not finite leaves the means as they are, and is stored
+        # as invalid.
+        bank_fill = None
+        if is_training:
+            bank_fill = 0
+            # The clock needs the ends of updates only back to the oldest pair in use.
+            oldest_in_use = self.clock.num_pairs + n
+            if bank is not None:
+                query_mean = self.compensation.store_means(bank, n, not_finite)
+                retire_before = self.compensation.compute_oldest_allowed(bank, n, self.clock)
+                bank.append(local, blocks, not_finite, retire_before, query_mean)
+                bank_fill = bank.in_use
+                oldest_in_use = bank.oldest_in_use
+            self.clock.num_pairs += n
+            self.clock.drop_ends_before(oldest_in_use)
+        self._last = {}
+        self._last_step = MicroStep(
+            passages=texts[:, 1],
+            in_batch=blocks.in_batch,
+            against_bank=blocks.against_bank,
+            invalid=None if banked is None else banked.invalid,
+            pairs_in_use=pairs_in_use,
+            num_aged=num_aged,
+            local_losses=local_losses,
+            local_log_sums=local_log_sums,
+            banked_losses=banked_losses,
+            bank_weight=weight,
+            not_finite=not_finite,
+            bank_fill=bank_fill,
+        )
+        return loss, gradient
+
+    @property
+    def _is_shared(self) -> bool:
+        """True if all ranks compute one loss, each with the same copy of the bank."""
+        return self.settings.gather_across_devices and world_size() > 1
+
+    def _prepare_bank(self, texts: Tensor, guide_dim: int | None) -> MemoryBank | None:
+        """Return the bank with room for such texts, made if needed; None without a bank.
 
         Args:
-            query_drift: (runs, d), movement of the query tower's mean since the queries of each run
-                of banked rows were stored; None for no movement. The gradient of local documents is
-                computed with stored query + drift. The logits are those of the stored queries, so
-                that they agree with the log-sums of the bank.
+            texts: (n, 2 + h, d), the next micro-batch.
+            guide_dim: see `MemoryBank.ensure_shape`.
         """
-        n = len(local.queries)
-        weight = terms.bank_weight
-        in_batch = (blocks.in_batch - terms.local_rows.log_sums[:, None, None]).exp()
-        # A row's own positive is masked, so its place in the matrix is free.
-        in_batch[:, :, 0].diagonal().sub_(terms.local_rows.differences.sigmoid())
-        in_batch = in_batch.flatten(1)  # (n, n * (1 + h))
-        query_gradient = in_batch @ local.documents.flatten(0, 1)  # (n, d)
-        document_gradient = in_batch.T @ local.queries  # (n * (1 + h), d)
-        if blocks.banked is not None:
-            against_bank = (blocks.against_bank - terms.local_rows.log_sums[:, None, None]).exp()
-            documents = blocks.banked.documents.flatten(0, 1)
-            query_gradient.addmm_(against_bank.flatten(1), documents, alpha=weight)
-        if blocks.banked is not None and terms.banked_rows is not None:
-            from_bank = (blocks.from_bank - terms.banked_rows.log_sums[:, None, None]).exp()
-            from_bank = from_bank.flatten(1)  # (m, n * (1 + h))
-            document_gradient.addmm_(from_bank.T, blocks.banked.queries, alpha=weight)
-            if query_drift is not None:
-                sums_of_runs = from_bank.unflatten(0, (len(query_drift), -1)).sum(1)
-                document_gradient.addmm_(sums_of_runs.T, query_drift, alpha=weight)
-        gradients = [query_gradient[:, None], document_gradient.unflatten(0, (n, -1))]
-        return torch.cat(gradients, dim=1) / (self.settings.temperature * terms.divisor)
+        if self.settings.bank_size == 0:
+            return None
+        _, num_texts, dim = texts.shape
+        num_negatives = 0
+        if self.settings.bank_hard_negatives:
+            num_negatives = num_texts - 2
+        # An evaluation in inference mode may come first. Training could not use tensors of it.
+        with torch.inference_mode(False):
+            bank = self.bank
+            if bank is None:
+                bank = self._make_bank(dim, texts.dtype, texts.device)
+            if bank.documents.device != texts.device:
+                # The model was moved, or a state was loaded on another device.
+                self.to(texts.device)
+            bank.ensure_shape(dim, num_negatives, guide_dim)
+        return bank
 
-    def _enqueue(
-        self,
-        local: Pairs,
-        blocks: LogitBlocks,
-        bank: MemoryBank | None,
-        means: TowerMeans,
-        not_finite: Tensor,
-    ) -> None:
-        """Store the micro-batch and the means of the towers.
+    def _make_bank(self, dim: int, dtype: torch.dtype, device: torch.device) -> MemoryBank:
+        bank = MemoryBank(
+            bank_size=self.settings.bank_size,
+            dim=dim,
+            dtype=dtype,
+            query_bank_size=self.settings.query_bank_size,
+            device=device,
+            temperature=self.settings.temperature,
+        )
+        self.bank = bank
+        self.compensation.make_means(dim, dtype, device)
+        return bank
 
-        If the loss or an embedding is not finite, the means stay as they are, and the pairs are
-        stored as invalid.
+    def begin_update(self, pairs: int) -> None:
+        """Set the number of pairs until the next optimizer step, for centring.
+
+        The call is needed only if updates differ in their number of pairs; otherwise
+        ``pairs_per_update`` sets it once.
         """
-        n = len(local.queries)
-        # The clock needs the ends of updates only back to the oldest pair in use.
-        oldest_in_use = self.clock.num_pairs + n
-        if bank is not None:
-            query_mean = self.compensation.store_means(means, not_finite)
-            retire_before = self.compensation.compute_oldest_allowed(bank, n, self.clock)
-            bank.append(local, blocks, not_finite, retire_before, query_mean)
-            self.compensation.replace_first_query_means(bank)
-            oldest_in_use = bank.oldest_in_use
-        self.clock.num_pairs += n
-        self.clock.drop_ends_before(oldest_in_use)
+        self.centering.start_update(pairs)
+
+    def end_update(self) -> None:
+        """End an update: all entries so far count as encoded by an older encoder.
+
+        The next micro-step detects the step of a torch optimizer and calls this method by itself.
+        If you call it after an optimizer step, that step is not counted twice.
+        """
+        self.clock.end_update()
+        self.centering.restart()
+        if self.bank is not None and self.settings.drift_compensation == "fresh":
+            self.bank.retire_all()
+
+    def end_pending_update(self) -> None:
+        """End the update if an optimizer step has been taken since the last micro-step.
+
+        If no update has ended since the start of training, after 4 x ``bank_size``, 4,096 and
+        2 x ``pairs_per_update`` pairs, steps are probably not detected: log a warning once, and
+        treat all entries as aged.
+        """
+        clock = self.clock
+        if clock.pop_pending_step():
+            self.end_update()
+        two_updates = 2 * (self.settings.pairs_per_update or 0)
+        max_pairs = max(4 * self.settings.bank_size, MIN_PAIRS_BEFORE_WARNING, two_updates)
+        if self.bank is None or clock.num_updates > 0 or clock.num_pairs < max_pairs:
+            return
+        if not self._has_warned_of_no_update:
+            logger.warning(
+                f"no optimizer step was detected in {clock.num_pairs:,} pairs: all bank entries "
+                "now count as encoded by an older encoder. Call end_update() of the BankedInfoNCE "
+                "after each optimizer step"
+            )
+        self._has_warned_of_no_update = True
+        clock.age_entries()
 
     @torch.no_grad()
     def observe_probe(self, queries: Tensor, passages: Tensor) -> None:
@@ -636,7 +506,7 @@ class BankedInfoNCE(BankedModule):
         Raises:
             ValueError: for fewer than two pairs.
         """
-        texts = stack_texts([queries, passages], may_be_empty=self._is_shared)
+        texts = stack_texts([queries, passages], may_be_empty=self._is_shared)  # (S, 2, d)
         if self._is_shared:
             [texts], _ = gather_rows([texts])
         if len(texts) < 2:
@@ -650,11 +520,110 @@ class BankedInfoNCE(BankedModule):
         if self.settings.similarity == "cos":
             texts = normalize(texts, dim=-1)
         self.end_pending_update()
-        if self._prepare_bank(texts[:, 1:], guide_dim=None) is not None:
+        if self._prepare_bank(texts, guide_dim=None) is not None:
             self.compensation.observe(texts[:, 0], texts[:, 1], self.clock, self._is_shared)
 
+    @property
+    def last(self) -> dict[str, Any]:
+        """Diagnostics of the last micro-step, empty before it; see `describe_micro_step`."""
+        if not self._last and self._last_step is not None:
+            self._last = describe_micro_step(self._last_step)
+        return self._last
 
-def compute_row_losses(negative_log_sums: Tensor, positive_logits: Tensor) -> RowLosses:
+    @property
+    def local_loss(self) -> Tensor | None:
+        """The entry ``local_loss`` of `last`, which costs less than all; None before it exists."""
+        if self._last_step is None:
+            return None
+        return self._last_step.local_losses.mean()
+
+    @property
+    def bank_age(self) -> int:
+        """The number of updates that have ended since the oldest entry in use was encoded."""
+        return len(self.clock.update_ends)
+
+    def drift_record(self) -> dict[str, float]:
+        """Return the age of the bank and its drift, for a log line.
+
+        It reads values from the device.
+
+        Returns:
+            ``bank_age`` in updates, the softmax masses of the last micro-step (``in_batch_mass``,
+            ``bank_mass`` and ``bank_mass_aged``, see `describe_micro_step`), and the drift
+            measured by the probe (see `DriftProbe.measure_drift`). Masses that are not finite are
+            left out. The record is empty before the first enqueued pair.
+        """
+        if self.bank is None or self.bank.total_enqueued == 0:
+            return {}
+        record: dict[str, float] = {"bank_age": self.bank_age}
+        last = self.last
+        for name in ("in_batch_mass", "bank_mass", "bank_mass_aged"):
+            mass = float(last.get(name, math.nan))
+            if math.isfinite(mass):
+                record[name] = mass
+        if self.compensation.probe is not None:
+            record.update(self.compensation.probe.measure_drift(self.bank_age))
+        return record
+
+    def get_extra_state(self) -> Tensor:
+        """Return the state of the clock, int64, on the CPU."""
+        return self.clock.get_state()
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Restore the state of the clock."""
+        self.clock.load_state(state)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # A new module has no bank yet, because its embedding size is unknown. The buffers of the
+        # state can only be loaded once a bank, means and a probe of their shapes exist.
+        state = {}
+        for key, value in state_dict.items():
+            if key.startswith(prefix):
+                state[key.removeprefix(prefix)] = value
+        if "bank.documents" in state:
+            self._make_buffers_like(state)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _make_buffers_like(self, state: dict[str, Tensor]) -> None:
+        """Make the bank, the means and the probe with the shapes of a state's tensors.
+
+        Args:
+            state: the state of this module, with names relative to it.
+
+        Raises:
+            ConfigError: if the settings of this module make buffers of other shapes.
+        """
+        documents = state["bank.documents"]
+        num_documents, dim = documents.shape[1:]
+        guide_dim = 0
+        if "bank.guide.documents" in state:
+            guide_dim = state["bank.guide.documents"].shape[2]
+        bank = self._make_bank(dim, documents.dtype, documents.device)
+        bank.ensure_shape(dim, num_documents - 1, guide_dim)
+        self.compensation.probe = None
+        if "compensation.probe.embeddings" in state:
+            embeddings = state["compensation.probe.embeddings"]  # (measurements, 2, S, d)
+            self.compensation.make_probe(embeddings.shape[2:], embeddings.dtype, embeddings.device)
+
+        state_shapes = {}
+        for name, value in state.items():
+            if not name.endswith("_extra_state"):
+                state_shapes[name] = value.shape
+        buffer_shapes = {name: buffer.shape for name, buffer in self.named_buffers()}
+        numbers = state["bank._extra_state"].tolist()[:2]
+        expected_numbers = bank.get_extra_state().tolist()[:2]
+        if state_shapes != buffer_shapes or numbers != expected_numbers:
+            raise ConfigError(
+                "this state was saved with another bank_size, query_bank_size, temperature or "
+                "drift_compensation: load it into a loss with the settings of the saved one"
+            )
+
+
+def compute_row_losses(
+    negative_log_sums: Tensor, positive_logits: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the losses of r rows.
 
     With D_i the logsumexp of the logits of row i's negatives, minus the logit of its positive, the
@@ -663,152 +632,69 @@ def compute_row_losses(negative_log_sums: Tensor, positive_logits: Tensor) -> Ro
     Args:
         negative_log_sums: (r,), logsumexp of the logits of each row's negatives.
         positive_logits: (r,), logit of each row's positive.
+
+    Returns:
+        (r,) each: the losses; the differences D; logsumexp of the logits of negatives and positive.
     """
     # The difference is taken before the exponential: the softmax probability of a positive, minus
     # 1, would be nothing but rounding error once its row is almost solved.
     differences = negative_log_sums - positive_logits
     # An infinite logit of a positive is NaN, or it would pass for a solved row.
     differences = threshold(differences, torch.finfo(differences.dtype).min, math.nan)
-    return RowLosses(
-        losses=softplus(differences, threshold=SOFTPLUS_THRESHOLD),
-        differences=differences,
-        log_sums=torch.logaddexp(negative_log_sums, positive_logits),
-    )
+    losses = softplus(differences, threshold=SOFTPLUS_THRESHOLD)
+    return losses, differences, torch.logaddexp(negative_log_sums, positive_logits)
 
 
-MASKED_THRESHOLD = MASKED / 2
-"""Logits up to this value are masked: no score of two texts is as low."""
+def compute_row_gradients(
+    local: Pairs,
+    blocks: LogitBlocks,
+    local_differences: Tensor,
+    local_log_sums: Tensor,
+    banked_log_sums: Tensor | None,
+    weight: float,
+    query_drift: Tensor | None,
+) -> Tensor:
+    """Compute the gradient of the sum of row losses, times the temperature, (n, 2 + h, d).
 
+    The derivative of a row's loss with respect to the logit of a negative is the softmax
+    probability of the negative. With respect to the logit of the positive it is minus the sum of
+    these probabilities, which is sigmoid(D) and stays exact in a row that is almost solved.
 
-class RowLosses(NamedTuple):
-    """Losses of r rows of the score matrix, local or banked."""
-
-    losses: Tensor  # (r,)
-    differences: Tensor  # (r,), logsumexp of the negatives' logits minus the positive's logit
-    log_sums: Tensor  # (r,), logsumexp of the logits of the negatives and the positive
-
-
-class LossTerms(NamedTuple):
-    """A loss, and the terms that it is computed from; see `BankedInfoNCE`."""
-
-    loss: Tensor  # scalar
-    local_rows: RowLosses
-    banked_rows: RowLosses | None  # None without banked queries
-    bank_weight: float  # of a banked pair
-    divisor: Tensor | int  # of the sum of the losses
-
-
-class MicroStep(NamedTuple):
-    """Values of a micro-step that its diagnostics are computed from.
-
-    Those of the bank are from before the micro-batch was enqueued. Without a bank, m is 0.
+    Args:
+        local, blocks: the micro-batch, and its logits.
+        local_differences, local_log_sums: (n,), of local rows, from `compute_row_losses`.
+        banked_log_sums: (m,), of banked rows; None without banked queries.
+        weight: w, the weight of a banked pair.
+        query_drift: (runs, d), movement of the query tower's mean since the queries of each run
+            of banked rows were stored; None for no movement. The gradient of local documents is
+            computed with stored query + drift. The logits are those of the stored queries, so that
+            they agree with the log-sums of the bank.
     """
-
-    passages: Tensor  # (n, d)
-    in_batch: Tensor  # (n, n, 1 + h), logits of the micro-batch, own positives masked
-    against_bank: Tensor  # (n, m, 1 + h), logits of local queries and banked documents
-    invalid: Tensor | None  # bool (m, 1 + h), see `contaccum.bank.logits.Pairs`
-    pairs_in_use: range  # numbers of the banked pairs, see `MemoryBank`
-    num_aged: int  # aged pairs in use, which an older encoder encoded; they are the oldest ones
-    terms: LossTerms
-    not_finite: Tensor  # bool scalar, True for a micro-batch that is not finite
-    bank_fill: int | None = None  # pairs in use afterwards; None if no pair was to be stored
-
-
-@torch.no_grad()
-def describe_micro_step(step: MicroStep) -> dict[str, Tensor | int]:
-    """Describe the rows, columns and losses of a micro-step.
-
-    Returns:
-        A dict with
-
-        - ``local_loss``: mean loss of the local rows,
-        - ``bank_loss``: mean loss of the bank rows in use,
-        - ``columns``: number of columns per local row, before masks,
-        - ``masked``: fraction of these columns, without the row's positive, that are masked,
-        - ``bank_rows``: number of bank rows in use,
-        - ``embedding_spread``: mean squared distance of the local passages from their mean, divided
-          by their mean squared length,
-
-        with a bank those of `_measure_softmax_masses`, and in training
-
-        - ``enqueued``: number of pairs that were stored in the bank as valid,
-        - ``bank_fill``: number of pairs in use afterwards.
-    """
-    n, _, num_documents = step.in_batch.shape
-    columns = n * num_documents
-    num_bank_rows = 0
-    bank_loss = step.terms.loss.new_zeros(())
-    num_masked = (step.in_batch <= MASKED_THRESHOLD).sum() - n  # without the n own positives
-    num_negatives = torch.full_like(num_masked, columns - 1)
-    others: dict[str, Tensor | int] = {}
-    if step.invalid is not None:
-        is_valid = ~step.invalid
-        columns += len(step.pairs_in_use) * is_valid.shape[1]
-        is_masked = (step.against_bank <= MASKED_THRESHOLD) & is_valid
-        num_masked = num_masked + is_masked.sum()
-        num_negatives = num_negatives + is_valid.sum()
-        if step.terms.banked_rows is not None:
-            num_bank_rows = len(step.pairs_in_use)
-            # The loss of a row that is not valid is zero.
-            bank_loss = step.terms.banked_rows.losses.sum() / is_valid[:, 0].sum().clamp_min(1)
-        others = _measure_softmax_masses(step)
-    if step.bank_fill is not None:
-        others["enqueued"] = 0 if step.invalid is None else n * ~step.not_finite
-        others["bank_fill"] = step.bank_fill
-    return {
-        "local_loss": step.terms.local_rows.losses.mean(),
-        "bank_loss": bank_loss,
-        "columns": columns,
-        "masked": num_masked / (n * num_negatives).clamp_min(1),
-        "bank_rows": num_bank_rows,
-        "embedding_spread": _compute_embedding_spread(step.passages),
-        **others,
-    }
+    n = len(local.queries)
+    in_batch = (blocks.in_batch - local_log_sums[:, None, None]).exp()  # (n, n, 1 + h)
+    # A row's own positive is masked, so its place in the matrix is free.
+    in_batch[:, :, 0].diagonal().sub_(local_differences.sigmoid())
+    in_batch = in_batch.flatten(1)  # (n, n * (1 + h))
+    query_gradient = in_batch @ local.documents.flatten(0, 1)  # (n, d)
+    document_gradient = in_batch.T @ local.queries  # (n * (1 + h), d)
+    if blocks.banked is not None:
+        against_bank = (blocks.against_bank - local_log_sums[:, None, None]).exp()
+        documents = blocks.banked.documents.flatten(0, 1)  # (m * (1 + h), d)
+        query_gradient.addmm_(against_bank.flatten(1), documents, alpha=weight)
+    if blocks.banked is not None and banked_log_sums is not None:
+        from_bank = (blocks.from_bank - banked_log_sums[:, None, None]).exp()
+        from_bank = from_bank.flatten(1)  # (m, n * (1 + h))
+        document_gradient.addmm_(from_bank.T, blocks.banked.queries, alpha=weight)
+        if query_drift is not None:
+            sums_of_runs = from_bank.unflatten(0, (len(query_drift), -1)).sum(1)
+            document_gradient.addmm_(sums_of_runs.T, query_drift, alpha=weight)
+    gradients = [query_gradient[:, None], document_gradient.unflatten(0, (n, -1))]
+    return torch.cat(gradients, dim=1)
 
 
-def _compute_embedding_spread(passages: Tensor) -> Tensor:
-    """Compute the spread of passages (n, d); near 0, the embeddings have collapsed to a point."""
-    n = len(passages)
-    variance = passages.var(0, correction=0).sum()
-    spread = variance / passages.square().sum() * n
-    if n == 1:  # one passage has no spread
-        return spread * math.nan
-    return spread
-
-
-def _measure_softmax_masses(step: MicroStep) -> dict[str, Tensor | int]:
-    """Measure how the softmax of the local rows is distributed over their negative passages.
-
-    The softmax mass of a passage is its softmax probability, summed over the local rows of which it
-    is a negative. Hard negatives are not counted. A fresh passage is one of the micro-batch or of
-    the current update; the others are aged.
-
-    Returns:
-        A dict with
-
-        - ``in_batch_mass``: mass of all passages of the micro-batch for the rows of other pairs,
-          divided by n,
-        - ``bank_mass``: mass of all banked passages, divided by n,
-        - ``bank_mass_aged``: mean mass of an aged passage, divided by that of a fresh passage.
-          1: age makes no difference. Near 0: the encoder has moved away from the bank.
-    """
-    n = len(step.passages)
-    log_sums = step.terms.local_rows.log_sums[:, None]
-    in_batch_mass = (step.in_batch[:, :, 0] - log_sums).exp().sum()
-    mass_by_slot = (step.against_bank[:, :, 0] - log_sums).exp().sum(0) * step.terms.bank_weight
-    numbers = torch.arange(step.pairs_in_use.start, step.pairs_in_use.stop, device=log_sums.device)
-    # While the bank is filled, numbers are below the number of slots.
-    mass_by_pair = mass_by_slot[numbers % len(mass_by_slot)]  # oldest first
-    aged_mass = mass_by_pair[: step.num_aged].sum()
-    fresh_bank_mass = mass_by_pair[step.num_aged :].sum()
-    num_fresh = n - 1 + len(step.pairs_in_use) - step.num_aged
-    mean_fresh_mass = (in_batch_mass + fresh_bank_mass) / num_fresh
-    return {
-        "in_batch_mass": in_batch_mass / n,
-        "bank_mass": (aged_mass + fresh_bank_mass) / n,
-        "bank_mass_aged": aged_mass / step.num_aged / mean_fresh_mass,
-    }
+def to_float32_at_least(embeddings: Tensor) -> Tensor:
+    """Cast float16 and bfloat16 to float32; float32 and float64 stay as they are."""
+    return embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
 
 
 class PrecomputedGradient(torch.autograd.Function):
@@ -845,3 +731,116 @@ class PrecomputedGradient(torch.autograd.Function):
         for gradient, dtype in zip(ctx.saved_tensors, ctx.input_dtypes, strict=True):
             input_gradients.append((gradient * grad_output).to(dtype))
         return None, None, *input_gradients  # loss and gradients get no gradient
+
+
+class MicroStep(NamedTuple):
+    """Values of a micro-step that its diagnostics are computed from, when they are read.
+
+    Those of the bank are from before the micro-batch was enqueued. Without a bank, m is 0.
+    """
+
+    passages: Tensor  # (n, d)
+    in_batch: Tensor  # (n, n, 1 + h), logits of the micro-batch, own positives masked
+    against_bank: Tensor  # (n, m, 1 + h), logits of local queries and banked documents
+    invalid: Tensor | None  # bool (m, 1 + h), see `Pairs`; None without a bank
+    pairs_in_use: range  # numbers of the banked pairs, see `MemoryBank`
+    num_aged: int  # aged pairs in use, which an older encoder encoded; they are the oldest ones
+    local_losses: Tensor  # (n,)
+    local_log_sums: Tensor  # (n,), logsumexp of the logits of the negatives and the positive
+    banked_losses: Tensor | None  # (m,); None without banked queries
+    bank_weight: float  # of a banked pair
+    not_finite: Tensor  # bool scalar, True for a micro-batch that is not finite
+    bank_fill: int | None  # pairs in use afterwards; None if no pair was to be stored
+
+
+@torch.no_grad()
+def describe_micro_step(step: MicroStep) -> dict[str, Tensor | int]:
+    """Describe the rows, columns and losses of a micro-step, the values of `BankedInfoNCE.last`.
+
+    They stay tensors on the device, so a reader waits for the device only if it needs their
+    numbers.
+
+    Returns:
+        A dict with
+
+        - ``local_loss``: mean loss of the local rows,
+        - ``bank_loss``: mean loss of the bank rows in use,
+        - ``columns``: number of columns per local row, before masks,
+        - ``masked``: fraction of these columns, without the row's positive, that are masked,
+        - ``bank_rows``: number of bank rows in use,
+        - ``embedding_spread``: mean squared distance of the local passages from their mean, divided
+          by their mean squared length; near 0, the embeddings have collapsed to a point,
+
+        with a bank those of `_measure_softmax_masses`, and in training
+
+        - ``enqueued``: number of pairs that were stored in the bank as valid,
+        - ``bank_fill``: number of pairs in use afterwards.
+    """
+    n, _, num_documents = step.in_batch.shape
+    columns = n * num_documents
+    num_bank_rows = 0
+    bank_loss = step.local_losses.new_zeros(())
+    num_masked = (step.in_batch <= MASKED_THRESHOLD).sum() - n  # without the n own positives
+    num_negatives = torch.full_like(num_masked, columns - 1)
+    others: dict[str, Tensor | int] = {}
+    if step.invalid is not None:
+        is_valid = ~step.invalid  # (m, 1 + h)
+        columns += len(step.pairs_in_use) * is_valid.shape[1]
+        is_masked = (step.against_bank <= MASKED_THRESHOLD) & is_valid
+        num_masked = num_masked + is_masked.sum()
+        num_negatives = num_negatives + is_valid.sum()
+        if step.banked_losses is not None:
+            num_bank_rows = len(step.pairs_in_use)
+            # The loss of a row that is not valid is zero.
+            bank_loss = step.banked_losses.sum() / is_valid[:, 0].sum().clamp_min(1)
+        others = _measure_softmax_masses(step)
+    if step.bank_fill is not None:
+        others["enqueued"] = 0 if step.invalid is None else n * ~step.not_finite
+        others["bank_fill"] = step.bank_fill
+    variance = step.passages.var(0, correction=0).sum()
+    embedding_spread = variance / step.passages.square().sum() * n
+    if n == 1:  # one passage has no spread
+        embedding_spread = embedding_spread * math.nan
+    return {
+        "local_loss": step.local_losses.mean(),
+        "bank_loss": bank_loss,
+        "columns": columns,
+        "masked": num_masked / (n * num_negatives).clamp_min(1),
+        "bank_rows": num_bank_rows,
+        "embedding_spread": embedding_spread,
+        **others,
+    }
+
+
+def _measure_softmax_masses(step: MicroStep) -> dict[str, Tensor | int]:
+    """Measure how the softmax of the local rows is distributed over their negative passages.
+
+    The softmax mass of a passage is its softmax probability, summed over the local rows of which it
+    is a negative. Hard negatives are not counted. A fresh passage is one of the micro-batch or of
+    the current update; the others are aged.
+
+    Returns:
+        A dict with
+
+        - ``in_batch_mass``: mass of all passages of the micro-batch for the rows of other pairs,
+          divided by n,
+        - ``bank_mass``: mass of all banked passages, divided by n,
+        - ``bank_mass_aged``: mean mass of an aged passage, divided by that of a fresh passage.
+          1: age makes no difference. Near 0: the encoder has moved away from the bank.
+    """
+    n = len(step.passages)
+    log_sums = step.local_log_sums[:, None]  # (n, 1)
+    in_batch_mass = (step.in_batch[:, :, 0] - log_sums).exp().sum()
+    mass_by_slot = (step.against_bank[:, :, 0] - log_sums).exp().sum(0) * step.bank_weight
+    numbers = torch.arange(step.pairs_in_use.start, step.pairs_in_use.stop, device=log_sums.device)
+    # While the bank is filled, numbers are below the number of slots.
+    mass_by_pair = mass_by_slot[numbers % len(mass_by_slot)]  # oldest first
+    aged_mass = mass_by_pair[: step.num_aged].sum()
+    fresh_bank_mass = mass_by_pair[step.num_aged :].sum()
+    num_fresh = n - 1 + len(step.pairs_in_use) - step.num_aged
+    mean_fresh_mass = (in_batch_mass + fresh_bank_mass) / num_fresh
+    return {
+        "in_batch_mass": in_batch_mass / n,
+        "bank_mass": (aged_mass + fresh_bank_mass) / n,
+        "bank_mass_aged": aged_mass / step.num_aged / mean_fresh_mass,
+    }

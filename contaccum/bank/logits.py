@@ -1,24 +1,27 @@
-"""Logits of queries against documents, with false negatives masked.
+"""Pairs of texts, and the logits of queries against documents with false negatives masked.
 
 `masked_logits` scores the queries of any pairs (rows) against the documents of any pairs (columns).
 The loss calls it for every block of its score matrix: the queries of the micro-batch (local) and of
-the memory bank (banked) against the documents of either. So a rule that excludes false negatives
-applies to all blocks alike.
+the memory bank (banked) against the documents of either. Every rule that excludes a document as a
+negative belongs there, and then holds in all blocks alike.
 
-Letters in shapes: n pairs in the micro-batch, m pairs in the bank, r pairs whose queries are rows,
-c pairs whose documents are columns, h hard negatives per query, d the embedding size, g the
-embedding size of a guide. A pair's documents are its positive passage, then its hard negatives.
+A false negative of a row is a copy of its positive, or another document that is (probably) relevant
+to its query.
+
+Letters in shapes: n pairs in the micro-batch, r pairs whose queries are rows, c pairs whose
+documents are columns, h hard negatives per query, d the embedding size, g the embedding size of a
+guide. The texts of a pair are its query, its positive passage, then its hard negatives; its
+documents are all but the query.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import normalize, pad
 
 from contaccum.bank.settings import LossSettings
 
@@ -40,9 +43,6 @@ id has `NO_ID` as the other.
 
 MASKED = -1e30
 """Logit of an excluded document. It is finite: a softmax over minus infinity alone gives NaN."""
-
-SOFTPLUS_THRESHOLD = 40.0
-"""Argument above which softplus(x) = log(1 + exp(x)) is x, which is exact in float64 too."""
 
 ROWS_PER_PRODUCT = 2048
 """Number of documents (or queries) per matrix product; smaller products are faster on a CPU."""
@@ -69,55 +69,170 @@ class GuideEmbeddings(NamedTuple):
     ceilings: Tensor  # (n,), a document with a cosine above its row's ceiling is a false negative
 
 
-class LogitBlocks(NamedTuple):
-    """Logits of a micro-batch: the three blocks of the score matrix that have a gradient.
+def stack_texts(columns: Sequence[Tensor], may_be_empty: bool = False) -> Tensor:
+    """Stack the embeddings of each pair's texts, (n, 2 + h, d).
 
-    A ring block is one of the equal parts of the bank's ring buffer; see `MemoryBank`.
+    All that follows is computed for the whole stack: with a small micro-batch, a GPU waits for the
+    number of operators, not for their size.
+
+    Args:
+        columns: queries (n, d), passages (n, d) and, if any, hard negatives (n, h, d).
+        may_be_empty: True if n may be 0.
+
+    Raises:
+        ValueError: for other shapes.
     """
+    queries, passages = columns[:2]
+    if queries.ndim != 2 or queries.shape != passages.shape:
+        shapes = f"{tuple(queries.shape)} and {tuple(passages.shape)}"
+        raise ValueError(f"queries and passages must have the same shape (n, d), got {shapes}")
+    n, d = queries.shape
+    if n == 0 and not may_be_empty:
+        raise ValueError(
+            "the micro-batch is empty: skip it (only with several ranks and "
+            "gather_across_devices=True may a rank have no pairs)"
+        )
+    for negatives in columns[2:]:
+        if negatives.ndim != 3 or len(negatives) != n or negatives.shape[2] != d:
+            shape = tuple(negatives.shape)
+            raise ValueError(f"negatives must be (n, h, d) = ({n}, h, {d}), got {shape}")
+    return torch.cat([queries[:, None], passages[:, None], *columns[2:]], dim=1)
 
-    banked: Pairs | None  # the bank's pairs; None without a bank
 
-    in_batch: Tensor  # (n, n, 1 + h), local queries against local documents, own positives masked
-    against_bank: Tensor  # (n, m, 1 + h), local queries against banked documents
-    from_bank: Tensor  # (m, n, 1 + h), banked queries against local documents; m = 0 without them
-    against_bank_sums: Tensor  # (n, ring blocks), logsumexp of against_bank over each ring block
+def stack_ids(
+    query_ids: Tensor | None,
+    passage_ids: Tensor | None,
+    negative_ids: Tensor | None,
+    texts: Tensor,
+) -> Tensor:
+    """Stack the ids of each pair's texts, int64 (n, 2 + h, IDS_PER_TEXT).
+
+    Args:
+        query_ids, passage_ids, negative_ids: integers (n,), (n,) and (n, h), or with one more
+            dimension at the end, of size `IDS_PER_TEXT`; None where texts have no ids, which
+            become `NO_ID`.
+        texts: (n, 2 + h, d), from `stack_texts`.
+
+    Raises:
+        ValueError: for ids of another shape, or that are not integers.
+    """
+    n, num_texts, _ = texts.shape
+    columns: list[tuple[str, tuple[int, ...], Tensor | None]] = [
+        ("queries", (n,), query_ids),
+        ("passages", (n,), passage_ids),
+    ]
+    if num_texts > 2 or negative_ids is not None:
+        columns.append(("negatives", (n, num_texts - 2), negative_ids))
+    stacked = []
+    for name, shape, ids in columns:
+        if ids is None:
+            ids = torch.full((*shape, IDS_PER_TEXT), NO_ID, device=texts.device)
+        if ids.shape not in (shape, (*shape, IDS_PER_TEXT)) or ids.is_floating_point():
+            raise ValueError(
+                f"ids of {name} must be integers {shape} or {(*shape, IDS_PER_TEXT)}, "
+                f"got {ids.dtype} {tuple(ids.shape)}"
+            )
+        ids = ids.to(texts.device, torch.int64)
+        if ids.shape == shape:  # one id per text
+            ids = pad(ids[..., None], (0, 1), value=NO_ID)
+        if ids.ndim == 2:  # queries or passages, one text per pair
+            ids = ids[:, None]
+        stacked.append(ids)
+    return torch.cat(stacked, dim=1)
 
 
-FalseNegativeRule = Callable[[Pairs, Pairs, Tensor], Tensor]
-"""Function of rows (r pairs), columns (c pairs) and their logits (r, c, 1 + h).
+def make_pairs(
+    texts: Tensor,
+    ids: Tensor,
+    temperature: float,
+    passage_mean: Tensor | None = None,
+    guide: GuideEmbeddings | None = None,
+) -> Pairs:
+    """Make `Pairs` of a micro-batch.
 
-It returns a bool tensor that broadcasts to the shape of the logits: True where a document is a
-false negative of the row, which means that it is (probably) relevant to the row's query.
-"""
+    Args:
+        texts: (n, 2 + h, d), without a gradient, as they are scored.
+        ids: int64 (n, 2 + h, IDS_PER_TEXT), from `stack_ids`.
+        temperature: divisor of the similarities.
+        passage_mean: (d,), vector that is subtracted from the documents, or None.
+        guide: guide embeddings of the same texts.
+    """
+    queries = texts[:, 0]
+    documents = texts[:, 1:]
+    if passage_mean is not None:
+        documents = documents - passage_mean
+    return Pairs(
+        queries=queries,
+        documents=documents,
+        query_ids=ids[:, 0].T,
+        document_ids=ids[:, 1:].movedim(-1, 0),
+        positive_logits=(queries * documents[:, 0]).sum(1) / temperature,
+        guide=guide,
+    )
+
+
+def make_guide_embeddings(texts: Tensor, settings: LossSettings) -> GuideEmbeddings:
+    """L2-normalise guide embeddings, (n, 2 + h, g), and compute the ceiling of each row.
+
+    With c the guide's cosine of a row's query and its own positive, the ceiling is
+    c - ``guide_margin``, or c - ``guide_margin`` * |c| if the margin is relative (GISTEmbed, arXiv
+    2402.16829).
+    """
+    texts = normalize(texts, dim=-1)
+    queries = texts[:, 0]
+    documents = texts[:, 1:]
+    positive_cosines = (queries * documents[:, 0]).sum(1)  # (n,)
+    margins = torch.full_like(positive_cosines, settings.guide_margin)
+    if settings.guide_margin_strategy == "relative":
+        margins = settings.guide_margin * positive_cosines.abs()
+    return GuideEmbeddings(queries, documents, ceilings=positive_cosines - margins)
 
 
 def masked_logits(
-    rows: Pairs, columns: Pairs, temperature: float, rules: Sequence[FalseNegativeRule]
+    rows: Pairs,
+    columns: Pairs,
+    settings: LossSettings,
+    positives: PositivesTable | None = None,
 ) -> Tensor:
     """Score the queries of ``rows`` (r pairs) against the documents of ``columns`` (c pairs).
 
     The logit is the inner product of query and document, divided by the temperature. It is `MASKED`
-    if the document is not valid, or if one of the ``rules`` excludes it. If ``rows`` and
+    if the document is not valid, or is a false negative of the row: by the ids of the texts, by the
+    table of positives, by its logit (``false_negative_margin``) or by the guide. If ``rows`` and
     ``columns`` are the same object, a row's own positive is masked too: it is no negative, and
     `Pairs` has its logit.
 
-    A rule depends on one query and one document only, and is applied when the two are first scored
-    against each other. The bank keeps the masked logits in its log-sums, so a mask never changes
-    later.
+    A mask depends on one query and one document only, and is made when the two are first scored
+    against each other. The bank keeps the masked logits in its log-sums, so a mask must never
+    change later.
 
     Args:
         rows, columns: the pairs.
-        temperature: divisor of the inner products.
-        rules: the rules that find false negatives.
+        settings: settings of the loss: the temperature, and the rules that exclude documents.
+        positives: positives of the data set; used only with ``mask_duplicates``.
 
     Returns:
         (r, c, 1 + h).
     """
-    documents = columns.documents.flatten(0, 1)
-    products = _compute_inner_products(rows.queries, documents, temperature)
-    logits = products.unflatten(1, columns.documents.shape[:2])
-    # All rules get the logits before any of them is masked.
-    masks = [rule(rows, columns, logits) for rule in rules]
+    documents = columns.documents.flatten(0, 1)  # (c * (1 + h), d)
+    products = _compute_inner_products(rows.queries, documents, settings.temperature)
+    logits = products.unflatten(1, columns.documents.shape[:2])  # (r, c, 1 + h)
+
+    # Each mask is bool (r, c, 1 + h), or (c, 1 + h). The rules need the logits before any of them
+    # is masked, so the masks are collected first.
+    masks = []
+    if settings.mask_duplicates:
+        masks.append(find_duplicates(rows, columns))
+        if positives is not None:
+            masks.append(positives.find_listed(rows, columns))
+    if settings.false_negative_margin is not None:
+        # The margin is one of similarities, the logits are divided by the temperature.
+        ceilings = rows.positive_logits + settings.false_negative_margin / settings.temperature
+        masks.append(logits > ceilings[:, None, None])
+    if rows.guide is not None and columns.guide is not None:
+        cosines = rows.guide.queries @ columns.guide.documents.flatten(0, 1).T  # (r, c * (1 + h))
+        is_above_ceiling = cosines > rows.guide.ceilings[:, None]
+        masks.append(is_above_ceiling.unflatten(1, columns.documents.shape[:2]))
     if columns.invalid is not None:
         masks.append(columns.invalid)
     for mask in masks:
@@ -142,32 +257,11 @@ def _compute_inner_products(queries: Tensor, documents: Tensor, temperature: flo
     return torch.cat(products, dim=1)
 
 
-def make_rules(
-    settings: LossSettings, positives: PositivesTable | None, has_guide: bool
-) -> list[FalseNegativeRule]:
-    """List the rules of the settings.
-
-    Args:
-        positives: table of the data set's positives, or None; used only with ``mask_duplicates``.
-        has_guide: True if the pairs have guide embeddings.
-    """
-    rules: list[FalseNegativeRule] = []
-    if settings.mask_duplicates:
-        rules.append(find_duplicates)
-        if positives is not None:
-            rules.append(positives.find_listed)
-    if settings.false_negative_margin is not None:
-        margin = settings.false_negative_margin / settings.temperature
-        rules.append(partial(find_above_margin, margin=margin))
-    if has_guide:
-        rules.append(find_above_guide_ceiling)
-    return rules
-
-
-def find_duplicates(rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
+def find_duplicates(rows: Pairs, columns: Pairs) -> Tensor:
     """Find copies of a row's own positive, and the positives of pairs with the same query, by ids.
 
-    The signature is that of `FalseNegativeRule`.
+    Returns:
+        bool (r, c, 1 + h).
     """
     positive_ids = rows.document_ids[:, :, 0]
     row_keys = torch.cat([positive_ids, rows.query_ids])  # (2 * IDS_PER_TEXT, r)
@@ -180,33 +274,12 @@ def find_duplicates(rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
     if num_negatives > 0:
         query_ids = pad(query_ids, (0, num_negatives), value=NO_ID)
     column_keys = torch.cat([columns.document_ids, query_ids])  # (2 * IDS_PER_TEXT, c, 1 + h)
-    if logits.stride(0) < logits.stride(1):
-        # The result gets the memory layout of the logits, with which it is combined faster.
+    if row_keys.shape[1] > column_keys[0].numel():
+        # The result gets the layout of the logits in memory, with which it is combined faster.
         is_equal = row_keys[:, None, None, :] == column_keys[:, :, :, None]
         return is_equal.any(0).movedim(-1, 0)
     is_equal = row_keys[:, :, None, None] == column_keys[:, None]
     return is_equal.any(0)
-
-
-def find_above_margin(rows: Pairs, columns: Pairs, logits: Tensor, margin: float) -> Tensor:
-    """Find documents whose logit exceeds that of the row's positive by more than ``margin``.
-
-    Logits are similarities divided by the temperature. The other arguments are those of
-    `FalseNegativeRule`.
-    """
-    ceilings = rows.positive_logits + margin
-    return logits > ceilings[:, None, None]
-
-
-def find_above_guide_ceiling(rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
-    """Find documents with a cosine above the row's ceiling, both computed by the guide.
-
-    The signature is that of `FalseNegativeRule`.
-    """
-    assert rows.guide is not None and columns.guide is not None  # see `make_rules`
-    cosines = rows.guide.queries @ columns.guide.documents.flatten(0, 1).T
-    is_above = cosines > rows.guide.ceilings[:, None]
-    return is_above.unflatten(1, columns.documents.shape[:2])
 
 
 class PositivesTable:
@@ -225,19 +298,20 @@ class PositivesTable:
         self.passages_by_query = _SortedLists(query_ids, passage_ids)
         self.queries_by_passage = _SortedLists(passage_ids, query_ids)
 
-    def find_listed(self, rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
+    def find_listed(self, rows: Pairs, columns: Pairs) -> Tensor:
         """Find documents that the table lists as positives of a row's query.
 
-        The signature is that of `FalseNegativeRule`.
+        Returns:
+            bool (r, c, 1 + h).
         """
-        query_ids = rows.query_ids[0]
-        document_ids = columns.document_ids[0].flatten()
+        query_ids = rows.query_ids[0]  # (r,)
+        document_ids = columns.document_ids[0].flatten()  # (c * (1 + h),)
         # A lookup copies one list per key, so the side with fewer texts provides the keys.
         if len(query_ids) <= len(document_ids):
             is_listed = self.passages_by_query.contains(query_ids, document_ids)
         else:
             is_listed = self.queries_by_passage.contains(document_ids, query_ids).T
-        return is_listed.reshape(logits.shape)
+        return is_listed.unflatten(1, columns.document_ids.shape[1:])
 
 
 class _SortedLists:

@@ -20,7 +20,8 @@ Source: Kim, Lee and Kang, NeurIPS 2024 (arXiv 2406.12356), section 3.2; the tab
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +31,15 @@ from contaccum.bank.logits import (
     IDS_PER_TEXT,
     MASKED,
     NO_ID,
-    FalseNegativeRule,
     GuideEmbeddings,
-    LogitBlocks,
     Pairs,
-    find_duplicates,
+    PositivesTable,
+    make_pairs,
     masked_logits,
+    stack_ids,
+    stack_texts,
 )
-from contaccum.bank.micro_batch import TextIds, collect_micro_batch, make_pairs, stack_texts
+from contaccum.bank.settings import LossSettings
 
 MIN_BLOCKS = 32  # a bank with fewer pairs has one block per pair
 
@@ -46,6 +48,47 @@ PAIRS_PER_MEAN = 64
 
 `contaccum.bank.drift` computes from the mean how far banked queries have drifted.
 """
+
+
+class LogitBlocks(NamedTuple):
+    """Logits of a micro-batch: the three blocks of the score matrix that have a gradient.
+
+    A ring block is one of the equal parts of the bank's ring buffer; see `MemoryBank`.
+    """
+
+    banked: Pairs | None  # the bank's pairs; None without a bank
+
+    in_batch: Tensor  # (n, n, 1 + h), local queries against local documents, own positives masked
+    against_bank: Tensor  # (n, m, 1 + h), local queries against banked documents
+    from_bank: Tensor  # (m, n, 1 + h), banked queries against local documents; m = 0 without them
+    against_bank_sums: Tensor  # (n, ring blocks), logsumexp of against_bank over each ring block
+
+
+def score_blocks(
+    local: Pairs,
+    bank: MemoryBank | None,
+    settings: LossSettings,
+    positives: PositivesTable | None = None,
+) -> LogitBlocks:
+    """Score three blocks of the score matrix (see `contaccum.bank.info_nce`) with `masked_logits`.
+
+    Blocks of a missing bank, or of missing banked queries, are empty.
+    """
+    in_batch = masked_logits(local, local, settings, positives)
+    n, num_documents = in_batch.shape[1:]
+    if bank is None:
+        against_bank = in_batch.new_zeros(n, 0, num_documents)
+        from_bank = in_batch.new_zeros(0, n, num_documents)
+        return LogitBlocks(None, in_batch, against_bank, from_bank, in_batch.new_zeros(n, 0))
+    banked = bank.pairs
+    against_bank = masked_logits(local, banked, settings, positives)
+    # (n, ring blocks, block_size * (1 + h))
+    logits_by_block = against_bank.unflatten(1, (-1, bank.block_size)).flatten(2)
+    if bank.has_queries:
+        from_bank = masked_logits(banked, local, settings, positives)
+    else:
+        from_bank = in_batch.new_zeros(0, n, num_documents)
+    return LogitBlocks(banked, in_batch, against_bank, from_bank, logits_by_block.logsumexp(2))
 
 
 class MemoryBank(nn.Module):
@@ -167,7 +210,11 @@ class MemoryBank(nn.Module):
         num_slots = self.num_filled_slots
         guide = None
         if self.guide is not None:
-            guide = self.guide.get_embeddings(num_slots)
+            guide = GuideEmbeddings(
+                queries=self.guide.queries[:num_slots],
+                documents=self.guide.documents[:num_slots],
+                ceilings=self.guide.ceilings[:num_slots],
+            )
         return Pairs(
             queries=self.queries[:num_slots],
             documents=self.documents[:num_slots],
@@ -202,8 +249,15 @@ class MemoryBank(nn.Module):
                 f"embeddings of size {dim} do not fit a bank of size {self.dim}: "
                 "make a separate loss or bank for each embedding size"
             )
-        if guide_dim is not None:
-            self._ensure_guide_dim(guide_dim)
+        stored_guide_dim = 0 if self.guide is None else self.guide.documents.shape[2]
+        if guide_dim is not None and guide_dim != stored_guide_dim:
+            if self.total_enqueued > 0:
+                raise ValueError(
+                    f"guide embeddings of size {guide_dim} do not fit a bank with guide embeddings "
+                    f"of size {stored_guide_dim} (0 means no guide): use the same guide for all "
+                    "micro-batches, or start with an empty bank"
+                )
+            self.guide = None if guide_dim == 0 else GuideRing(self, guide_dim)
         missing = 1 + hard_negatives - self.documents.shape[1]
         if missing <= 0:
             return
@@ -212,20 +266,6 @@ class MemoryBank(nn.Module):
         self.valid = pad(self.valid, (0, missing))
         if self.guide is not None:
             self.guide.documents = pad(self.guide.documents, (0, 0, 0, missing))
-
-    def _ensure_guide_dim(self, guide_dim: int) -> None:
-        stored_dim = 0 if self.guide is None else self.guide.documents.shape[2]
-        if guide_dim == stored_dim:
-            return
-        if self.total_enqueued > 0:
-            raise ValueError(
-                f"guide embeddings of size {guide_dim} do not fit a bank with guide embeddings of "
-                f"size {stored_dim} (0 means no guide): use the same guide for all micro-batches, "
-                "or start with an empty bank"
-            )
-        self.guide = None
-        if guide_dim > 0:
-            self.guide = GuideRing(len(self.queries), self.documents, guide_dim)
 
     @torch.no_grad()
     def enqueue(
@@ -247,22 +287,20 @@ class MemoryBank(nn.Module):
         Raises:
             ValueError: for shapes that do not fit.
         """
-        embeddings = [queries, passages]
-        if negatives is not None:
-            embeddings.append(negatives)
-        texts = stack_texts(embeddings).to(self.documents)
-        ids = TextIds(query_ids, passage_ids, negative_ids)
-        batch = collect_micro_batch(texts, ids, similarity="dot")
+        columns = [x for x in (queries, passages, negatives) if x is not None]
+        texts = stack_texts(columns).to(self.documents)  # (n, 2 + h, d)
+        ids = stack_ids(query_ids, passage_ids, negative_ids, texts)
         self.ensure_shape(texts.shape[2], texts.shape[1] - 2, guide_dim=0)
-        local = make_pairs(batch, self.temperature)
-        logits = score_blocks(local, self, self.temperature, [find_duplicates])
-        self.append(local, logits, is_not_finite(texts.sum()))
+        settings = LossSettings(temperature=self.temperature)
+        local = make_pairs(texts, ids, self.temperature)
+        blocks = score_blocks(local, self, settings)
+        self.append(local, blocks, is_not_finite(texts.sum()))
 
     @torch.no_grad()
     def append(
         self,
         local: Pairs,
-        logits: LogitBlocks,
+        blocks: LogitBlocks,
         not_finite: Tensor,
         retire_before: int = 0,
         query_mean: Tensor | None = None,
@@ -274,12 +312,12 @@ class MemoryBank(nn.Module):
 
         Args:
             local: the micro-batch.
-            logits: logits of the micro-batch, from `score_blocks`.
+            blocks: logits of the micro-batch, from `score_blocks`.
             not_finite: bool scalar on the bank's device; True stores zeros that are not valid.
             retire_before: pairs with a smaller number retire, even if there is room for them.
             query_mean: (d,), current mean query embedding.
         """
-        num_scored_slots = self.num_filled_slots
+        num_scored_slots = self.num_filled_slots  # m of `blocks`
         end = self.total_enqueued + len(local.queries)
         retired_blocks = self.retire_before(max(retire_before, end - self.bank_size))
         first = max(self.total_enqueued, self.oldest_in_use)  # skip new pairs that have retired
@@ -287,59 +325,41 @@ class MemoryBank(nn.Module):
         positions = slice(first - self.total_enqueued, None)
         slots = torch.arange(first, end, device=self.documents.device) % self.num_slots
         if self.has_queries:
-            self._add_documents_to_log_sums(logits, not_finite, first, end, num_scored_slots)
-            new_sums = self._compute_log_sums(logits, first, end, num_scored_slots, retired_blocks)
-            new_sums = new_sums[:, positions].masked_fill(not_finite, MASKED)
-            self.block_log_sums.index_copy_(1, slots, new_sums)
-            self.total_log_sums.index_copy_(0, slots, new_sums.logsumexp(0))
+            # Hard negatives that the bank does not store are not in its log-sums either.
+            num_documents = self.documents.shape[1]
+            in_batch = blocks.in_batch[:, :, :num_documents]  # (n, n, <= 1 + h)
+            from_bank = blocks.from_bank[:, :, :num_documents]  # (scored slots, n, <= 1 + h)
+            # The new queries over the old documents, without those that have just retired.
+            new_log_sums = self.block_log_sums.new_full((self.num_blocks, len(in_batch)), MASKED)
+            new_log_sums[: num_scored_slots // self.block_size] = blocks.against_bank_sums.T
+            for ring_block in retired_blocks:
+                new_log_sums[ring_block] = MASKED
+            for ring_block, rows in self._split_into_blocks(first, end):
+                # The old queries over the new documents of this block.
+                sums = from_bank[:, rows].flatten(1).logsumexp(1)  # (scored slots,)
+                sums = sums.masked_fill(not_finite, MASKED)
+                for log_sums in (self.block_log_sums[ring_block], self.total_log_sums):
+                    old_log_sums = log_sums[:num_scored_slots]
+                    torch.logaddexp(old_log_sums, sums, out=old_log_sums)
+                # The new queries over the new documents of this block.
+                sums = in_batch[:, rows].flatten(1).logsumexp(1)  # (n,)
+                torch.logaddexp(new_log_sums[ring_block], sums, out=new_log_sums[ring_block])
+            new_log_sums = new_log_sums[:, positions].masked_fill(not_finite, MASKED)
+            self.block_log_sums.index_copy_(1, slots, new_log_sums)
+            self.total_log_sums.index_copy_(0, slots, new_log_sums.logsumexp(0))
         self._write_pairs(local, not_finite, positions, slots)
-        if query_mean is not None and self.has_queries:
-            self._write_query_mean(query_mean, first, end)
+        if self.has_queries and query_mean is not None:
+            # Every run whose first pair is new gets the mean; see `PAIRS_PER_MEAN`.
+            first_run = _divide_rounding_up(first, self.pairs_per_mean)
+            end_run = _divide_rounding_up(end, self.pairs_per_mean)
+            for run in range(first_run, end_run)[-len(self.query_means) :]:
+                self.query_means[run % len(self.query_means)] = query_mean
         self.total_enqueued = end
-
-    def _add_documents_to_log_sums(
-        self, logits: LogitBlocks, not_finite: Tensor, first: int, end: int, num_scored_slots: int
-    ) -> None:
-        """Add the new documents to the log-sums of the queries that ``logits`` cover."""
-        from_bank = logits.from_bank[:, :, : self.documents.shape[1]]
-        for ring_block, positions in self._split_into_blocks(first, end):
-            new_sums = from_bank[:, positions].flatten(1).logsumexp(1)  # (scored slots,)
-            new_sums = new_sums.masked_fill(not_finite, MASKED)
-            for sums in (self.block_log_sums[ring_block], self.total_log_sums):
-                sums_of_old_queries = sums[:num_scored_slots]
-                torch.logaddexp(sums_of_old_queries, new_sums, out=sums_of_old_queries)
-
-    def _compute_log_sums(
-        self,
-        logits: LogitBlocks,
-        first: int,
-        end: int,
-        num_scored_slots: int,
-        retired_blocks: list[int],
-    ) -> Tensor:
-        """Compute the columns of `block_log_sums` for the micro-batch's queries, (blocks, n).
-
-        Args:
-            logits, first, end, num_scored_slots: as in `append`.
-            retired_blocks: the blocks of the ring that have been retired since scoring.
-        """
-        num_queries = len(logits.in_batch)
-        log_sums = self.block_log_sums.new_full((self.num_blocks, num_queries), MASKED)
-        # The new queries over old documents.
-        log_sums[: num_scored_slots // self.block_size] = logits.against_bank_sums.T
-        for ring_block in retired_blocks:
-            log_sums[ring_block] = MASKED
-        # The new queries over new documents.
-        in_batch = logits.in_batch[:, :, : self.documents.shape[1]]
-        for ring_block, positions in self._split_into_blocks(first, end):
-            sums = log_sums[ring_block]
-            torch.logaddexp(sums, in_batch[:, positions].flatten(1).logsumexp(1), out=sums)
-        return log_sums
 
     def _write_pairs(
         self, local: Pairs, not_finite: Tensor, positions: slice, slots: Tensor
     ) -> None:
-        """Write the pairs of the micro-batch at ``positions`` into their slots."""
+        """Write the pairs of the micro-batch at ``positions`` into their ``slots``, int64."""
         documents = local.documents[positions].masked_fill(not_finite, 0)
         document_ids = local.document_ids[:, positions]
         is_valid = (~not_finite).expand(documents.shape[:2])
@@ -359,14 +379,13 @@ class MemoryBank(nn.Module):
             self.positive_logits.index_copy_(0, slots, positive_logits)
         if self.guide is not None and local.guide is not None:
             num_documents = min(local.documents.shape[1], self.documents.shape[1])
-            self.guide.write(local.guide, positions, slots, num_documents)
-
-    def _write_query_mean(self, query_mean: Tensor, first: int, end: int) -> None:
-        """Store the mean for every run (see `PAIRS_PER_MEAN`) whose first pair is new."""
-        first_run = _divide_rounding_up(first, self.pairs_per_mean)
-        end_run = _divide_rounding_up(end, self.pairs_per_mean)
-        for run in range(first_run, end_run)[-len(self.query_means) :]:
-            self.query_means[run % len(self.query_means)] = query_mean
+            documents = local.guide.documents[positions, :num_documents]
+            self.guide.documents[slots, :num_documents] = documents.to(self.guide.documents)
+            if self.has_queries:
+                queries = local.guide.queries[positions]
+                ceilings = local.guide.ceilings[positions]
+                self.guide.queries[slots] = queries.to(self.guide.queries)
+                self.guide.ceilings[slots] = ceilings.to(self.guide.ceilings)
 
     @torch.no_grad()
     def retire_before(self, number: int) -> list[int]:
@@ -429,77 +448,20 @@ class MemoryBank(nn.Module):
 
 
 class GuideRing(nn.Module):
-    """Guide embeddings of the pairs in a bank, in the same slots; see `GuideEmbeddings`.
+    """Guide embeddings of the pairs in a bank, in the same slots; see `GuideEmbeddings`."""
 
-    Args:
-        num_queries: number of slots for queries: m, or 0 without a query bank.
-        bank_documents: (m, 1 + h, d), the bank's documents; this ring buffer gets their number of
-            slots and documents, dtype and device.
-        guide_dim: embedding size g of the guide.
-    """
+    queries: Tensor  # (q, g)
+    documents: Tensor  # (m, 1 + h, g)
+    ceilings: Tensor  # (q,)
 
-    queries: Tensor  # (m, g), or (0, g) without a query bank
-    documents: Tensor  # (m, 1 + h, g), a passage, then its hard negatives
-    ceilings: Tensor  # (m,), or (0,) without a query bank
-
-    def __init__(self, num_queries: int, bank_documents: Tensor, guide_dim: int) -> None:
+    def __init__(self, bank: MemoryBank, guide_dim: int) -> None:
         super().__init__()
-        num_slots, num_documents, _ = bank_documents.shape
-        queries = bank_documents.new_zeros(num_queries, guide_dim)
-        documents = bank_documents.new_zeros(num_slots, num_documents, guide_dim)
-        ceilings = bank_documents.new_zeros(num_queries)
-        self.register_buffer("queries", queries)
-        self.register_buffer("documents", documents)
-        self.register_buffer("ceilings", ceilings)
-
-    def get_embeddings(self, num_slots: int) -> GuideEmbeddings:
-        """Return the embeddings of the first ``num_slots`` slots, as views."""
-        return GuideEmbeddings(
-            queries=self.queries[:num_slots],
-            documents=self.documents[:num_slots],
-            ceilings=self.ceilings[:num_slots],
-        )
-
-    def write(
-        self, local: GuideEmbeddings, positions: slice, slots: Tensor, num_documents: int
-    ) -> None:
-        """Write pairs of a micro-batch to the ring buffer.
-
-        Args:
-            local: guide embeddings of the micro-batch.
-            positions: the pairs of the micro-batch to write.
-            slots: int64, the slots to write to, one for each of these pairs.
-            num_documents: number of documents per pair to write.
-        """
-        documents = local.documents[positions, :num_documents]
-        self.documents[slots, :num_documents] = documents.to(self.documents)
-        if len(self.queries) > 0:
-            self.queries[slots] = local.queries[positions].to(self.queries)
-            self.ceilings[slots] = local.ceilings[positions].to(self.ceilings)
-
-
-def score_blocks(
-    local: Pairs, bank: MemoryBank | None, temperature: float, rules: Sequence[FalseNegativeRule]
-) -> LogitBlocks:
-    """Score three blocks of the score matrix (see `contaccum.bank.info_nce`) with `masked_logits`.
-
-    Blocks of a missing bank, or of missing banked queries, are empty.
-    """
-    in_batch = masked_logits(local, local, temperature, rules)
-    n, num_documents = in_batch.shape[1:]
-    if bank is None:
-        against_bank = in_batch.new_zeros(n, 0, num_documents)
-        from_bank = in_batch.new_zeros(0, n, num_documents)
-        return LogitBlocks(None, in_batch, against_bank, from_bank, in_batch.new_zeros(n, 0))
-    banked = bank.pairs
-    against_bank = masked_logits(local, banked, temperature, rules)
-    # (n, blocks, block_size * (1 + h))
-    logits_by_block = against_bank.unflatten(1, (-1, bank.block_size)).flatten(2)
-    if bank.has_queries:
-        from_bank = masked_logits(banked, local, temperature, rules)
-    else:
-        from_bank = in_batch.new_zeros(0, n, num_documents)
-    return LogitBlocks(banked, in_batch, against_bank, from_bank, logits_by_block.logsumexp(2))
+        num_queries = len(bank.queries)
+        num_slots, num_documents, _ = bank.documents.shape
+        new_zeros = bank.documents.new_zeros
+        self.register_buffer("queries", new_zeros(num_queries, guide_dim))
+        self.register_buffer("documents", new_zeros(num_slots, num_documents, guide_dim))
+        self.register_buffer("ceilings", new_zeros(num_queries))
 
 
 def is_not_finite(number: Tensor) -> Tensor:

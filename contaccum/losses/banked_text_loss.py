@@ -211,9 +211,9 @@ class BankedTextLoss(ModelLoss):
     @property
     def local_loss(self) -> Tensor | None:
         """The entry ``local_loss`` of `last`, which costs less than all; None before it exists."""
-        if self.info_nce is None or self.info_nce.last_step is None:
+        if self.info_nce is None:
             return None
-        return self.info_nce.last_step.terms.local_rows.losses.mean()
+        return self.info_nce.local_loss
 
     def begin_update(self, pairs: int) -> None:
         """Set the number of pairs until the next optimizer step, over all ranks that share a bank.

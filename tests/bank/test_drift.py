@@ -87,7 +87,7 @@ def test_a_running_mean_of_single_embeddings_does_not_jump():
     mean = RunningMean(D, dtype=torch.float64)
     texts = randn(256, D, seed=0)
     for text in texts:
-        mean.store(mean.compute_next_state(text[None]), torch.tensor(True))
+        mean.store(*mean.compute_next(text[None]), torch.tensor(True))
     assert (mean.mean - texts.mean(0)).norm() < 0.3
     assert mean.variance.item() == pytest.approx(D, rel=0.15)
 

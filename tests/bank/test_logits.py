@@ -1,61 +1,307 @@
-"""masked_logits: one function that scores every block of the matrix."""
+"""Logits with false negatives masked: by ids, a table, a margin or a guide; the loss with them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from dense_reference import DenseReference, compute_relative_errors
+from micro_batches import call_loss, draw_embeddings, draw_ids, make_leaves
 from torch import Tensor
 
-from contaccum.bank.logits import MASKED, NO_ID, Pairs, masked_logits
+from contaccum import BankedInfoNCE
+from contaccum.bank.logits import (
+    MASKED,
+    NO_ID,
+    NO_ID_OF_ROW,
+    Pairs,
+    PositivesTable,
+    find_duplicates,
+    make_pairs,
+    masked_logits,
+)
+from contaccum.bank.settings import LossSettings
 
-N, WIDTH, D = 4, 3, 5
+RULES = [
+    pytest.param(
+        {
+            "false_negative_margin": 0.1,
+            "similarity": "cos",
+            "temperature": 0.1,
+            "drift_compensation": "auto",
+        },
+        False,
+        id="margin",
+    ),
+    pytest.param(
+        {
+            "false_negative_margin": 2.0,
+            "temperature": 2.0,
+            "drift_compensation": "none",
+            "normalize_by": "all",
+        },
+        False,
+        id="margin, dot product",
+    ),
+    pytest.param(
+        {
+            "guide_margin": 0.05,
+            "drift_compensation": "mean",
+            "similarity": "cos",
+            "temperature": 0.1,
+        },
+        True,
+        id="guide",
+    ),
+    pytest.param(
+        {
+            "guide_margin": 0.1,
+            "guide_margin_strategy": "relative",
+            "drift_compensation": "none",
+        },
+        True,
+        id="guide, relative margin",
+    ),
+    pytest.param(
+        {
+            "false_negative_margin": 0.1,
+            "guide_margin": -0.1,
+            "similarity": "cos",
+            "temperature": 0.1,
+            "bank_hard_negatives": False,
+            "bank_weight": 0.5,
+        },
+        True,
+        id="margin and guide",
+    ),
+    pytest.param(
+        {
+            "false_negative_margin": 0.1,
+            "guide_margin": -0.1,
+            "similarity": "cos",
+            "temperature": 0.1,
+            "drift_compensation": "mean",
+        },
+        True,
+        id="margin and guide, mean",
+    ),
+    pytest.param(
+        {
+            "false_negative_margin": 0.1,
+            "guide_margin": 0.0,
+            "similarity": "cos",
+            "temperature": 0.1,
+            "query_bank_size": 0,
+        },
+        True,
+        id="margin and guide, passage bank alone",
+    ),
+]
 
 
-def make_pairs(seed: int, n: int = N) -> Pairs:
-    generator = torch.Generator().manual_seed(seed)
-    queries = torch.randn(n, D, generator=generator, dtype=torch.float64)
-    documents = torch.randn(n, WIDTH, D, generator=generator, dtype=torch.float64)
+@pytest.mark.parametrize("bank_size", [12, 70])
+@pytest.mark.parametrize(("settings", "has_guide"), RULES)
+def test_every_micro_step_equals_the_dense_loss_with_false_negatives(
+    settings, has_guide, bank_size
+):
+    """Passages lie near their queries, so that more than one column in a hundred is excluded."""
+    generator = torch.Generator().manual_seed(bank_size)
+    loss_fn = BankedInfoNCE(bank_size, **settings)
+    reference = DenseReference(bank_size, **settings)
+    probe = draw_embeddings(4)
+    largest_error = 0.0
+    masked_shares = []
+    for step in range(21):
+        n = [4, 4, 3, 4, 1, 7, 30][step % 7]
+        h = step % 3
+        if step % 3 == 2:
+            loss_fn.end_update()
+            reference.end_update()
+        if step % 9 == 8:
+            loss_fn.observe_probe(probe[0] + 0.1 * step, probe[1] - 0.1 * step)
+            reference.observe_probe(probe[0] + 0.1 * step, probe[1] - 0.1 * step)
+        texts = draw_texts(n, h, 8, generator)
+        batch = [x + 0.02 * step for x in texts]
+        guide = draw_texts(n, h, 5, generator) if has_guide else []
+        ids = draw_ids(batch, 60, generator)
+        ours = make_leaves(batch)
+        dense = make_leaves(batch)
+        loss = call_loss(loss_fn, ours, ids, guide)
+        expected = reference.micro_step(dense, ids, guide)
+        loss.backward()
+        expected.backward()
+        largest_error = max(largest_error, *compute_relative_errors(loss, ours, expected, dense))
+        masked_share = loss_fn.last["masked"].item()
+        assert masked_share == pytest.approx(reference.masked_share, abs=1e-6)
+        masked_shares.append(masked_share)
+    assert largest_error <= 1e-12
+    assert reference.oldest_in_use > 0
+    assert 0.01 < sum(masked_shares) / len(masked_shares) < 0.9
+
+
+def draw_texts(n: int, h: int, d: int, generator: torch.Generator) -> list[Tensor]:
+    """Draw embeddings whose passages and hard negatives lie near their queries."""
+    embeddings = draw_embeddings(n, h, d, generator)
+    embeddings[1] = embeddings[1] + 0.5 * embeddings[0]
+    if h > 0:
+        embeddings[2] = embeddings[2] + 0.2 * embeddings[0][:, None]
+    return embeddings
+
+
+def test_without_a_bank_the_rules_hold_within_the_micro_batch():
+    settings = {"false_negative_margin": 0.1, "guide_margin": -0.1, "similarity": "cos"}
+    generator = torch.Generator().manual_seed(0)
+    loss_fn = BankedInfoNCE(0, **settings)
+    reference = DenseReference(0, **settings)
+    for h in (0, 2):
+        batch = draw_texts(9, h, 8, generator)
+        guide = draw_texts(9, h, 5, generator)
+        ids = draw_ids(batch, 20, generator)
+        ours = make_leaves(batch)
+        dense = make_leaves(batch)
+        loss = call_loss(loss_fn, ours, ids, guide)
+        expected = reference.micro_step(dense, ids, guide)
+        loss.backward()
+        expected.backward()
+        assert max(compute_relative_errors(loss, ours, expected, dense)) <= 1e-12
+        assert loss_fn.last["masked"].item() == pytest.approx(reference.masked_share, abs=1e-6)
+        assert reference.masked_share > 0.01
+
+
+def test_a_row_whose_columns_are_all_masked_has_no_loss_and_no_gradient():
+    queries = torch.eye(4, dtype=torch.float64)
+    passages = -queries + 0.5  # every other passage scores above the row's positive
+    loss_fn = BankedInfoNCE(bank_size=8, false_negative_margin=0.0, drift_compensation="none")
+    for _ in range(4):
+        inputs = make_leaves([queries, passages])
+        loss = loss_fn(*inputs, query_ids=torch.arange(4))
+        loss.backward()
+        assert loss.item() == 0.0
+        assert all((x.grad == 0).all() for x in inputs)
+    assert loss_fn.last["masked"] == 1.0
+
+
+def test_a_probe_is_observed_between_micro_batches_with_a_guide():
+    queries, passages = draw_embeddings(3)
+    loss_fn = BankedInfoNCE(8)
+    loss_fn.observe_probe(queries, passages)
+    loss_fn(queries, passages, guide=draw_embeddings(3, d=5))
+    loss_fn.observe_probe(queries + 1.0, passages)
+    loss_fn(queries, passages, guide=draw_embeddings(3, d=5, seed=1))
+    assert loss_fn.bank.in_use == 6
+
+
+def make_pairs_of_ids(query_ids: Tensor, document_ids: Tensor) -> Pairs:
+    """Make pairs with ids (2, n) and (2, n, 1 + h), and no embeddings."""
+    n, width = document_ids.shape[1:]
     return Pairs(
-        queries=queries,
-        documents=documents,
-        query_ids=torch.full((2, n), NO_ID),
-        document_ids=torch.full((2, n, WIDTH), NO_ID),
-        positive_logits=(queries * documents[:, 0]).sum(1),
-        invalid=torch.zeros(n, WIDTH, dtype=torch.bool),
+        queries=torch.zeros(n, 1),
+        documents=torch.zeros(n, width, 1),
+        query_ids=query_ids,
+        document_ids=document_ids,
+        positive_logits=torch.zeros(n),
     )
 
 
-def exclude_negative(rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
-    return logits < 0
-
-
-def exclude_hard_negatives(rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
-    excluded = torch.zeros_like(logits, dtype=torch.bool)
-    excluded[:, :, 1:] = True
-    return excluded
+def draw_pairs(n: int, num_ids: int, seed: int) -> Pairs:
+    """Draw pairs with two hard negatives, whose ids are below ``num_ids``."""
+    generator = torch.Generator().manual_seed(seed)
+    texts = torch.randn(n, 4, 5, generator=generator, dtype=torch.float64)
+    ids = torch.randint(num_ids, (n, 4, 2), generator=generator)
+    pairs = make_pairs(texts, ids, temperature=0.5)
+    return pairs._replace(invalid=torch.zeros(n, 3, dtype=torch.bool))
 
 
 def test_a_document_is_masked_if_it_is_not_valid_or_if_any_rule_excludes_it():
-    rows = make_pairs(0)
-    columns = make_pairs(1, n=6)
+    rows = draw_pairs(4, num_ids=30, seed=0)
+    columns = draw_pairs(6, num_ids=30, seed=1)
     columns.invalid[2] = True
-    rules = [exclude_negative, exclude_hard_negatives]
-    logits = masked_logits(rows, columns, 0.5, rules)
-    for row in range(N):
+    settings = LossSettings(temperature=0.5, false_negative_margin=1.0)
+    logits = masked_logits(rows, columns, settings)
+    is_duplicate = find_duplicates(rows, columns)
+    num_by_rule = {"invalid": 0, "duplicate": 0, "margin": 0, "none": 0}
+    for row in range(4):
+        positive_logit = rows.queries[row] @ rows.documents[row, 0] / 0.5
         for column in range(6):
-            for k in range(WIDTH):
-                score = rows.queries[row] @ columns.documents[column, k] / 0.5
-                if column == 2 or score < 0 or k > 0:
-                    assert logits[row, column, k] == MASKED
-                else:
-                    assert logits[row, column, k].item() == pytest.approx(score.item())
-    assert (logits == MASKED).float().mean() < 0.95
+            for k in range(3):
+                logit = rows.queries[row] @ columns.documents[column, k] / 0.5
+                rule = "none"
+                if column == 2:
+                    rule = "invalid"
+                elif is_duplicate[row, column, k]:
+                    rule = "duplicate"
+                elif logit > positive_logit + 1.0 / 0.5:
+                    rule = "margin"
+                num_by_rule[rule] += 1
+                expected = logit.item() if rule == "none" else MASKED
+                assert logits[row, column, k].item() == pytest.approx(expected)
+    assert min(num_by_rule.values()) > 0
 
 
 def test_a_row_s_own_positive_is_masked_in_its_own_block_alone():
-    pairs = make_pairs(0)
-    is_own_positive = torch.zeros(N, N, WIDTH, dtype=torch.bool)
-    is_own_positive[:, :, 0] = torch.eye(N, dtype=torch.bool)
-    assert torch.equal(masked_logits(pairs, pairs, 1.0, []) == MASKED, is_own_positive)
+    pairs = draw_pairs(4, num_ids=30, seed=0)
+    settings = LossSettings(mask_duplicates=False)
+    is_own_positive = torch.zeros(4, 4, 3, dtype=torch.bool)
+    is_own_positive[:, :, 0] = torch.eye(4, dtype=torch.bool)
+    assert torch.equal(masked_logits(pairs, pairs, settings) == MASKED, is_own_positive)
     other_pairs = pairs._replace(queries=pairs.queries.clone())
-    assert (masked_logits(other_pairs, pairs, 1.0, []) != MASKED).all()
+    assert (masked_logits(other_pairs, pairs, settings) != MASKED).all()
+
+
+def test_rules_by_ids_equal_a_loop_over_all_pairs():
+    generator = torch.Generator().manual_seed(1)
+    values = torch.tensor([NO_ID, NO_ID_OF_ROW + 1, -1, 0, 1, 2**62, 2**63 - 1])
+
+    def draw(*shape: int) -> Tensor:
+        return values[torch.randint(len(values), shape, generator=generator)]
+
+    num_duplicates = 0
+    num_listed = 0
+    for _ in range(15):
+        rows = make_pairs_of_ids(draw(2, 6), draw(2, 6, 2))
+        columns = make_pairs_of_ids(draw(2, 9), draw(2, 9, 2))
+        listed_queries = draw(5)
+        listed_documents = draw(5)
+        table = PositivesTable(listed_queries, listed_documents)
+        listed_pairs = set(zip(listed_queries.tolist(), listed_documents.tolist(), strict=True))
+        is_duplicate = find_duplicates(rows, columns)
+        is_listed = table.find_listed(rows, columns)
+        for row in range(6):
+            for column in range(9):
+                for k in range(2):
+                    expected = False
+                    for id_index in range(2):
+                        positive_id = int(rows.document_ids[id_index, row, 0])
+                        query_id = int(rows.query_ids[id_index, row])
+                        if positive_id == columns.document_ids[id_index, column, k] != NO_ID:
+                            expected = True
+                        if k == 0 and query_id == columns.query_ids[id_index, column] != NO_ID:
+                            expected = True
+                    pair = (int(rows.query_ids[0, row]), int(columns.document_ids[0, column, k]))
+                    expected_listed = pair in listed_pairs and NO_ID not in pair
+                    assert bool(is_duplicate[row, column, k]) == expected
+                    assert bool(is_listed[row, column, k]) == expected_listed
+                    num_duplicates += expected
+                    num_listed += expected_listed
+    assert num_duplicates > 200
+    assert num_listed > 50
+
+
+@pytest.mark.parametrize(("num_rows", "num_columns"), [(40, 15), (15, 40)])
+def test_a_table_lists_exactly_its_pairs(num_rows, num_columns):
+    """The lookup is by queries or by passages, whichever are fewer."""
+    generator = torch.Generator().manual_seed(2)
+    listed = torch.randint(-500, 500, (2, 3000), generator=generator)
+    table = PositivesTable(listed[0], listed[1])
+    listed_pairs = set(zip(listed[0].tolist(), listed[1].tolist(), strict=True))
+    ids = torch.randint(-600, 600, (2, num_rows), generator=generator)
+    ids[0, :5] = listed[0, :5]
+    column_ids = torch.randint(-600, 600, (2, num_columns, 1), generator=generator)
+    column_ids[0, :5, 0] = listed[1, :5]
+    rows = make_pairs_of_ids(ids, torch.full((2, num_rows, 1), NO_ID))
+    columns = make_pairs_of_ids(torch.full((2, num_columns), NO_ID), column_ids)
+    is_listed = table.find_listed(rows, columns)
+    for row in range(num_rows):
+        for column in range(num_columns):
+            pair = (int(ids[0, row]), int(column_ids[0, column, 0]))
+            assert bool(is_listed[row, column, 0]) == (pair in listed_pairs)
+    assert is_listed.sum() >= 5

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 from transformers import TrainerCallback
 
 from contaccum import ContAccumLoss
-from contaccum.bank.logits import make_rules
+from contaccum.bank.logits import make_pairs, stack_ids, stack_texts
 from contaccum.bank.memory_bank import MemoryBank, score_blocks
-from contaccum.bank.micro_batch import TextIds, collect_micro_batch, make_pairs, stack_texts
 
 Features = dict[str, Tensor]
 
@@ -52,18 +52,19 @@ class BankRefresh(TrainerCallback):
         bank = info_nce.bank
         ids = self._read_ids(bank)
         bank.retire_all()
-        temperature = info_nce.settings.temperature
-        rules = make_rules(info_nce.settings, info_nce.positives, has_guide=False)
-        for columns, text_ids in zip(self._micro_batches, ids, strict=True):
+        settings = info_nce.settings
+        for columns, (query_ids, passage_ids) in zip(self._micro_batches, ids, strict=True):
             embeddings = [self._loss.model(dict(c))["sentence_embedding"].float() for c in columns]
             texts = stack_texts(embeddings)
-            batch = collect_micro_batch(texts, text_ids, info_nce.settings.similarity)
-            local = make_pairs(batch, temperature)
-            blocks = score_blocks(local, bank, temperature, rules)
+            if settings.similarity == "cos":
+                texts = normalize(texts, dim=-1)
+            text_ids = stack_ids(query_ids, passage_ids, None, texts)
+            local = make_pairs(texts, text_ids, settings.temperature)
+            blocks = score_blocks(local, bank, settings, info_nce.positives)
             bank.append(local, blocks, not_finite=torch.tensor(False))
 
-    def _read_ids(self, bank: MemoryBank) -> list[TextIds]:
-        """Read the ids of the texts of each micro-batch from the bank, oldest first.
+    def _read_ids(self, bank: MemoryBank) -> list[tuple[Tensor, Tensor]]:
+        """Read the ids of queries and passages of each micro-batch from the bank, oldest first.
 
         The bank still holds them, because `_store_texts` keeps no more pairs than the bank.
         """
@@ -74,6 +75,6 @@ class BankRefresh(TrainerCallback):
             slots = torch.arange(first, first + size) % bank.num_slots
             query_ids = bank.query_ids[:, slots].T.clone()
             passage_ids = bank.document_ids[:, slots, 0].T.clone()
-            ids.append(TextIds(query_ids, passage_ids, None))
+            ids.append((query_ids, passage_ids))
             first += size
         return ids
