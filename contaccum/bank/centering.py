@@ -27,17 +27,12 @@ from torch import Tensor
 
 from contaccum.bank.settings import CenterGradients
 
-QUERIES = 0
-"""The query tower."""
-
-PASSAGES = 1
-"""The tower of passages and hard negatives."""
-
-_TOWERS_OF_SETTING: dict[str, tuple[int, ...]] = {
-    "both": (QUERIES, PASSAGES),
-    "passages": (PASSAGES,),
-    "queries": (QUERIES,),
+_TOWERS_OF_SETTING: dict[str, tuple[str, ...]] = {
+    "both": ("queries", "passages"),
+    "passages": ("passages",),  # the tower of passages and hard negatives
+    "queries": ("queries",),
     "none": (),
+    "auto": (),  # until drift is expected, see `GradientCentering.__call__`
 }
 
 
@@ -60,7 +55,7 @@ class GradientCentering:
         self._num_remaining_pairs = 0
         if num_pairs is not None:
             self._num_remaining_pairs = num_pairs
-        self._remainders: dict[int, Tensor] = {}
+        self._remainders: dict[str, Tensor] = {}
 
     def restart(self) -> None:
         """Start an update with as many pairs as the last update."""
@@ -87,27 +82,22 @@ class GradientCentering:
             self.restart()
             self._num_remaining_pairs = max(self._num_remaining_pairs, n)
         fraction = n / self._num_remaining_pairs
-        gradients_by_tower = {QUERIES: gradient[:, :1], PASSAGES: gradient[:, 1:]}
-        for tower in self._get_centred_towers(is_drift_expected):
-            rows = gradients_by_tower[tower]
+        towers = _TOWERS_OF_SETTING[self.setting]
+        if self.setting == "auto" and (is_drift_expected or "passages" in self._remainders):
+            # Centring that has begun goes on to the end of the update, even if no aged entry is in
+            # use any more: the remainder so far is spread over the micro-batches that follow.
+            towers = ("passages",)
+        for tower in towers:
+            rows = gradient[:, :1] if tower == "queries" else gradient[:, 1:]  # (n, 1 or 1 + h, d)
             num_rows = n * rows.shape[1]
             if tower not in self._remainders:
                 if num_rows == 1 and self._num_remaining_pairs == 1:
                     continue  # the only row of the update
                 self._remainders[tower] = gradient.new_zeros(gradient.shape[2])
             old_remainder = self._remainders[tower]
-            remainder = old_remainder.add(rows.sum((0, 1)), alpha=n)
+            remainder = old_remainder.add(rows.sum((0, 1)), alpha=n)  # (d,), S
             correction = remainder * (fraction / (n * num_rows))
             rows -= correction.masked_fill(not_finite, 0)
             new_remainder = remainder * (1 - fraction)
             self._remainders[tower] = torch.where(not_finite, old_remainder, new_remainder)
         self._num_remaining_pairs -= n
-
-    def _get_centred_towers(self, is_drift_expected: bool) -> tuple[int, ...]:
-        if self.setting != "auto":
-            return _TOWERS_OF_SETTING[self.setting]
-        # Centring that has begun goes on to the end of the update, because the remainder so far is
-        # spread over the micro-batches that follow, even if no aged entry is in use any more.
-        if is_drift_expected or PASSAGES in self._remainders:
-            return (PASSAGES,)
-        return ()

@@ -63,27 +63,6 @@ class DocumentBlock(NamedTuple):
             yield DocumentBlock(self.first + start, self.documents[rows], scales)
 
 
-class SoftmaxSums(NamedTuple):
-    """Sums over the negatives of n queries.
-
-    The largest logit of each query is subtracted before the exponential, so that nothing overflows.
-    """
-
-    max_logits: Tensor  # (n,), the largest logit
-    exp_sums: Tensor  # (n,), sum of exp(logit - max_logit)
-    weighted_documents: Tensor  # (n, d), sum of exp(logit - max_logit) * document
-
-    @property
-    def log_sums(self) -> Tensor:
-        """Logsumexp (n,) of the logits of each query."""
-        return self.max_logits + self.exp_sums.log()
-
-    @property
-    def mean_documents(self) -> Tensor:
-        """Mean (n, d) of the negatives under each query's softmax."""
-        return self.weighted_documents / self.exp_sums[:, None]
-
-
 def compute_full_softmax_loss(
     queries: Tensor,
     positives: Tensor,
@@ -115,17 +94,29 @@ def compute_full_softmax_loss(
         positives = positives.to(all_queries)
         rows_of_this_rank = slice(None)
         if is_partitioned:
-            excluded = _pad_to_widest(excluded)
+            # Every rank has the queries of all ranks from here on; n is their number.
+            width = torch.tensor(excluded.shape[1], device=excluded.device)
+            num_missing = int(over_ranks("MAX", width)) - excluded.shape[1]
+            excluded = pad(excluded, (0, num_missing), value=NO_ROW)  # the widest e of all ranks
             gathered, rows_of_this_rank = gather_rows([all_queries, positives, excluded])
             all_queries, positives, excluded = gathered
-        sums = sum_over_documents(all_queries, excluded, blocks, temperature)
+        max_logits, exp_sums, weighted_documents = sum_over_documents(
+            all_queries, excluded, blocks, temperature
+        )
         if is_partitioned:
-            sums = _combine_over_ranks(sums)
+            # The sums of each rank are over its part of the documents.
+            max_logits_of_rank = max_logits
+            max_logits = over_ranks("MAX", max_logits_of_rank)
+            rescaling = (max_logits_of_rank - max_logits).exp()
+            exp_sums = over_ranks("SUM", exp_sums * rescaling)
+            weighted_documents = over_ranks("SUM", weighted_documents * rescaling[:, None])
+        log_sums = max_logits + exp_sums.log()  # (n,), over the negatives
+        mean_documents = weighted_documents / exp_sums[:, None]  # (n, d), under their softmax
         positive_logits = (all_queries * positives).sum(1) / temperature
-        differences = sums.log_sums - positive_logits
+        differences = log_sums - positive_logits  # (n,), D
         loss = softplus(differences, threshold=SOFTPLUS_THRESHOLD).mean()
         weights = differences.sigmoid() / (temperature * len(all_queries))
-        gradient = weights[:, None] * (sums.mean_documents - positives)
+        gradient = weights[:, None] * (mean_documents - positives)  # (n, d)
         if is_partitioned:
             gradient = gradient[rows_of_this_rank] * world_size()
     if not torch.is_grad_enabled():
@@ -138,19 +129,35 @@ def sum_over_documents(
     excluded: Tensor,
     blocks: Iterable[DocumentBlock],
     temperature: float,
-) -> SoftmaxSums:
-    """Compute the sums over all blocks; `compute_full_softmax_loss` describes the arguments."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute sums over the negatives of each query, from all blocks.
+
+    `compute_full_softmax_loss` describes the arguments.
+
+    Returns:
+        The largest logit of each query, (n,), which is subtracted from its logits before the
+        exponential, so that nothing overflows; the sum of the exponentials, (n,); and the sum of
+        exponential times document, (n, d).
+    """
     max_logits = queries.new_full((len(queries),), MASKED)
     exp_sums = torch.zeros_like(max_logits)
     weighted_documents = torch.zeros_like(queries)
     num_documents = max(_MIN_DOCUMENTS, _MAX_LOGITS // len(queries))
     for block in chain.from_iterable(block.split(num_documents) for block in blocks):
-        logits = multiply(queries, block.documents.T).div_(temperature)
+        logits = multiply(queries, block.documents.T).div_(temperature)  # (n, b)
         scales = None
         if block.scales is not None:
             scales = block.scales.to(queries)
             logits *= scales
-        _mask_excluded(logits, block, excluded)
+
+        # Mask the documents that are excluded for a query. Documents in other blocks (and `NO_ROW`)
+        # leave the first logit as it is. Selecting with a bool mask instead would make the host
+        # wait for the device.
+        position = excluded - block.first  # (n, e)
+        is_inside = (position >= 0) & (position < len(block.documents))
+        position = torch.where(is_inside, position, 0)
+        limits = torch.where(is_inside, MASKED, torch.inf).to(logits)
+        logits.scatter_reduce_(1, position, limits, "amin")
 
         # Sums so far are relative to the old largest logits: rescale them to the new ones. If all
         # documents so far were excluded, their sums mean nothing. MASKED is finite but very small,
@@ -164,34 +171,7 @@ def sum_over_documents(
         weighted_documents *= rescaling[:, None]
         weighted_documents += multiply(weights, block.documents)
         max_logits = new_max_logits
-    return SoftmaxSums(max_logits, exp_sums, weighted_documents)
-
-
-def _mask_excluded(logits: Tensor, block: DocumentBlock, excluded: Tensor) -> None:
-    """Replace the logits (n, b) of the documents that are excluded for a query, in place."""
-    position = excluded - block.first
-    is_inside = (position >= 0) & (position < len(block.documents))
-    # Documents in other blocks (and `NO_ROW`) leave the first logit as it is. Selecting with a bool
-    # mask instead would make the host wait for the device.
-    position = torch.where(is_inside, position, 0)
-    limits = torch.where(is_inside, MASKED, torch.inf).to(logits)
-    logits.scatter_reduce_(1, position, limits, "amin")
-
-
-def _combine_over_ranks(sums: SoftmaxSums) -> SoftmaxSums:
-    """Combine the sums of all ranks, each over its part of the documents."""
-    max_logits = over_ranks("MAX", sums.max_logits)
-    rescaling = (sums.max_logits - max_logits).exp()
-    exp_sums = over_ranks("SUM", sums.exp_sums * rescaling)
-    weighted_documents = over_ranks("SUM", sums.weighted_documents * rescaling[:, None])
-    return SoftmaxSums(max_logits, exp_sums, weighted_documents)
-
-
-def _pad_to_widest(excluded: Tensor) -> Tensor:
-    """Pad this rank's lists of documents, (n, e), to the largest e of all ranks."""
-    width = torch.tensor(excluded.shape[1], device=excluded.device)
-    num_missing = int(over_ranks("MAX", width)) - excluded.shape[1]
-    return pad(excluded, (0, num_missing), value=NO_ROW)
+    return max_logits, exp_sums, weighted_documents
 
 
 # The second of the two matrices is scaled by this factor. It holds what float16, with 11 bits, has

@@ -276,17 +276,18 @@ class BankedInfoNCE(nn.Module):
         settings = self.settings
         needs_gradient = texts.requires_grad
 
-        # The texts of all ranks that share the bank, in float32 at least.
-        tensors = [texts.detach(), ids]
-        if guide_texts is not None:
-            tensors.append(guide_texts.detach())
+        # The embeddings as they are scored. If ranks share the bank, every rank gets the texts of
+        # all ranks, and n is the number of all their pairs from here on.
+        texts = texts.detach()
         rows_of_this_rank = slice(None)
         if self._is_shared:
-            tensors, rows_of_this_rank = gather_rows(tensors)  # n counts the pairs of all ranks now
+            (texts, ids), rows_of_this_rank = gather_rows([texts, ids])
+            if guide_texts is not None:
+                [guide_texts], _ = gather_rows([guide_texts.detach()])
         guide = None
         if guide_texts is not None:
-            guide = make_guide_embeddings(to_float32_at_least(tensors[2]), settings)
-        texts = to_float32_at_least(tensors[0])
+            guide = make_guide_embeddings(to_float32_at_least(guide_texts), settings)
+        texts = to_float32_at_least(texts)
         lengths = None
         if settings.similarity == "cos":
             lengths = torch.linalg.vector_norm(texts, dim=-1, keepdim=True)  # (n, 2 + h, 1)
@@ -303,7 +304,7 @@ class BankedInfoNCE(nn.Module):
         query_mean, passage_mean = self.compensation.compute_means(
             texts[:, 0], texts[:, 1], is_training
         )
-        local = make_pairs(texts, tensors[1], settings.temperature, passage_mean, guide)
+        local = make_pairs(texts, ids, settings.temperature, passage_mean, guide)
         blocks = score_blocks(local, bank, settings, self.positives)
         banked = blocks.banked
         pairs_in_use = range(0)
