@@ -21,8 +21,7 @@ import torch
 from measuring.embeddings import make_clustered_embeddings
 
 from contaccum.files import provenance, write_json
-from contaccum.retrieval.index import build_index, recall_against_exact, search
-from contaccum.retrieval.searcher import FaissSearcher, Run
+from contaccum.retrieval.search import FaissSearcher, Run, build_index, recall_against_exact, search
 
 
 class StubModel:

@@ -36,7 +36,7 @@ from contaccum.data import Passage, RecordReport, read_passages
 from contaccum.evaluation.tables import fill_page
 from contaccum.files import provenance, read_json, write_json, write_text
 from contaccum.retrieval.encode import encode_texts, encoding_identity
-from contaccum.retrieval.index import build_index, search
+from contaccum.retrieval.search import build_index, search
 from contaccum.retrieval.store import STORED, EmbeddingStore, StoreWriter
 
 TOP_K = 100

@@ -19,8 +19,8 @@ from torch import nn
 from contaccum.data import BeirDataset
 from contaccum.encoders.adapters import has_adapter, merge_adapter
 from contaccum.encoders.dual_encoder import DualEncoder
-from contaccum.encoders.model_card import insert_card_section
-from contaccum.encoders.towers import get_tower, is_tied
+from contaccum.encoders.export import insert_card_section
+from contaccum.encoders.settings import get_tower, is_tied
 from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import atomic_folder

@@ -29,7 +29,7 @@ import torch
 
 from contaccum import DualEncoder
 from contaccum.errors import ConfigError, UserError
-from contaccum.evaluation.beir_sets import (
+from contaccum.evaluation.beir import (
     EvaluationSet,
     describe_data,
     evaluate_beir,

@@ -15,9 +15,9 @@ import torch
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
 from contaccum.data import load_beir_folder, load_training_data
 from contaccum.data.beir import shipped_scifact
-from contaccum.data.grouping import group_queries
-from contaccum.evaluation.beir_sets import evaluate_beir
-from contaccum.evaluation.significance import sign_flip_test
+from contaccum.data.near_duplicates import group_queries
+from contaccum.evaluation.beir import evaluate_beir
+from contaccum.evaluation.metrics import sign_flip_test
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from contaccum import DualEncoder
 from contaccum.errors import UserError
-from contaccum.retrieval.corpus import CorpusEncoder
+from contaccum.retrieval.encode import CorpusEncoder
 from contaccum.retrieval.store import STORED, EmbeddingStore, check_folder
 
 

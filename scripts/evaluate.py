@@ -17,11 +17,11 @@ from typing import Any
 
 from contaccum import DualEncoder
 from contaccum.data import BeirDataset
-from contaccum.data.grouping import group_queries
+from contaccum.data.near_duplicates import group_queries
 from contaccum.errors import ConfigError, DataError, UserError
-from contaccum.evaluation.beir_sets import evaluate_beir, load_data
+from contaccum.evaluation.beir import evaluate_beir, load_data
+from contaccum.evaluation.metrics import sign_flip_test
 from contaccum.evaluation.results import EvaluationResult, read_result, write_result
-from contaccum.evaluation.significance import sign_flip_test
 
 COMPARED_METRIC = "NDCG@10"
 PRINTED_METRICS = ("NDCG@10", "MRR@10", "Recall@100")

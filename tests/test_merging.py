@@ -13,7 +13,7 @@ from transformers import BertTokenizerFast
 
 from contaccum import DualEncoder
 from contaccum.encoders.adapters import add_adapter, merge_adapter
-from contaccum.encoders.query_tower import add_query_adapter, train_query_tower_alone
+from contaccum.encoders.dual_encoder import add_query_adapter, train_query_tower_alone
 from contaccum.errors import ConfigError
 from contaccum.merging import choose_weight, merge_models
 from contaccum.retrieval.encode import encoding_identity, model_fingerprint

@@ -20,21 +20,21 @@ from transformers import BertForMaskedLM, BertForSequenceClassification
 
 from contaccum import DualEncoder
 from contaccum.data import load_training_data
-from contaccum.data.labels import decode
+from contaccum.data.sampling import decode
 from contaccum.errors import DataError, UserError
 from contaccum.mining import (
     OUTPUT_FORMATS,
     MinedNegatives,
     MiningData,
     SelectionRules,
+    _group_queries,
     check_output,
     load_cross_encoder,
     load_mining_data,
     mine_hard_negatives,
+    select_candidates,
     write_mined,
 )
-from contaccum.mining.rules import select_candidates
-from contaccum.mining.search import _group_queries
 from contaccum.tuning.negatives import mine_once
 
 
@@ -588,7 +588,7 @@ def test_a_bad_record_is_named_or_left_out(tmp_path):
 
 def test_a_search_in_groups_mines_the_same_negatives(model, pairs, monkeypatch):
     expected = mine(model, pairs, num_negatives=3)
-    monkeypatch.setattr("contaccum.mining.search._RESULTS_PER_SEARCH", 80)
+    monkeypatch.setattr("contaccum.mining._RESULTS_PER_SEARCH", 80)
     grouped = mine(model, pairs, num_negatives=3)
     assert len(grouped.rows) > 2
     np.testing.assert_array_equal(grouped.rows, expected.rows)
@@ -605,7 +605,7 @@ def test_blank_passages_of_a_separate_corpus_are_not_mined(tmp_path):
 def test_a_query_with_many_positives_does_not_lengthen_the_rankings_of_all(monkeypatch):
     excluded = [[1], [1], list(range(60)), [1], [1]]
     data = SimpleNamespace(excluded=excluded, queries=range(5), pool_size=1000)
-    monkeypatch.setattr("contaccum.mining.search._RESULTS_PER_SEARCH", 80)
+    monkeypatch.setattr("contaccum.mining._RESULTS_PER_SEARCH", 80)
     groups = list(_group_queries(data, 10))
     # A ranking has the 10 passages that are asked for, and as many more as are excluded.
     assert groups == [(range(2), 11), (range(2, 3), 70), (range(3, 5), 11)]

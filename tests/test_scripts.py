@@ -13,7 +13,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from contaccum.data import load_beir_folder, load_training_data
 from contaccum.data.beir import shipped_scifact
-from contaccum.evaluation.significance import sign_flip_test
+from contaccum.evaluation.metrics import sign_flip_test
 
 
 def list_scripts() -> list[str]:

@@ -23,8 +23,7 @@ import torch
 from measuring.encoders import BACKBONES, make_encoder, make_features, make_texts, make_words
 
 from contaccum import DualEncoder
-from contaccum.retrieval.corpus import CorpusEncoder
-from contaccum.retrieval.encode import encode_texts
+from contaccum.retrieval.encode import CorpusEncoder, encode_texts
 from gpu_parts.settings import NotMeasured, Run, add_failures, collect_error
 
 PRECISIONS = ("float32", "bfloat16")

@@ -204,7 +204,7 @@ def train(
         limit: returns the context in which memory is too small; None for no limit.
     """
     recorder = WarningRecorder()
-    logger = logging.getLogger("contaccum.training.out_of_memory")
+    logger = logging.getLogger("contaccum.training.update")
     logger.addHandler(recorder)
     run.free_memory()
     try:

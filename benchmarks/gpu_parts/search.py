@@ -16,7 +16,7 @@ import faiss
 import numpy as np
 from measuring.embeddings import make_clustered_embeddings
 
-from contaccum.retrieval.index import DenseIndex, build_index, find_gpus, search
+from contaccum.retrieval.search import DenseIndex, build_index, find_gpus, search
 from gpu_parts.settings import NotMeasured, Run, add_failures, collect_error
 from gpu_parts.turns import quartiles
 

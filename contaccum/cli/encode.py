@@ -27,10 +27,8 @@ def run(argv: Sequence[str]) -> int:
 
     from contaccum.data import RecordReport
     from contaccum.distributed import RANK_TIMEOUT
-    from contaccum.retrieval.corpus import CorpusEncoder, require_texts
-    from contaccum.retrieval.encode import read_texts
-    from contaccum.retrieval.parquet import write_parquet
-    from contaccum.retrieval.store import EmbeddingStore, check_folder
+    from contaccum.retrieval.encode import CorpusEncoder, read_texts, require_texts
+    from contaccum.retrieval.store import EmbeddingStore, check_folder, write_parquet
 
     # Input and output are checked before a model is loaded.
     require_texts(args.corpus, args.kind, args.on_bad_record)

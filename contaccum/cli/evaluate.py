@@ -29,8 +29,8 @@ from contaccum.files import require_writable, write_json, write_text
 if TYPE_CHECKING:
     from contaccum.data import BeirDataset
     from contaccum.encoders.dual_encoder import DualEncoder
-    from contaccum.encoders.towers import Kind
-    from contaccum.evaluation.beir_sets import EvaluationSet
+    from contaccum.encoders.settings import Kind
+    from contaccum.evaluation.beir import EvaluationSet
     from contaccum.evaluation.endpoint import EmbeddingEndpoint
 
 
@@ -41,9 +41,10 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the arguments, the data, the model or the run cannot be used.
     """
     args = _parse_arguments(argv)
-    from contaccum.data.grouping import group_queries
+    from contaccum.data.near_duplicates import group_queries
     from contaccum.encoders.loading import require_model
-    from contaccum.evaluation import beir_sets, metrics, results, tables
+    from contaccum.evaluation import beir as beir_sets
+    from contaccum.evaluation import metrics, results, tables
     from contaccum.evaluation.endpoint import endpoint_tables
 
     if args.model is not None:
@@ -220,7 +221,8 @@ def _score_model(
     settings is used again. A single set is always scored anew, and so is a server, which may have
     changed.
     """
-    from contaccum.evaluation import beir_sets, results
+    from contaccum.evaluation import beir as beir_sets
+    from contaccum.evaluation import results
     from contaccum.evaluation.endpoint import evaluate_endpoint
 
     model = load_model(args.model, args)
@@ -263,8 +265,7 @@ def _score_model(
 
 def _connect(args: argparse.Namespace, model: DualEncoder) -> dict[Kind, EmbeddingEndpoint]:
     """Return {kind: client of the server of these texts}. Nothing is sent yet."""
-    from contaccum.encoders.settings import get_prompt
-    from contaccum.encoders.towers import is_tied
+    from contaccum.encoders.settings import get_prompt, is_tied
     from contaccum.evaluation.endpoint import EmbeddingEndpoint
 
     if args.query_endpoint is None and not is_tied(model):

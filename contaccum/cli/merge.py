@@ -39,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
     if args.output.exists():
         raise ConfigError(f"--output {args.output}: exists already; name a new folder")
     require_writable(args.output)
-    from contaccum.evaluation.beir_sets import load_data
+    from contaccum.evaluation.beir import load_data
     from contaccum.merging import write_best_merge
 
     base = load_saved_model(args.base, args)

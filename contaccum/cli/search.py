@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
     """
     args = _parse_arguments(argv)
     from contaccum.evaluation.results import trec_lines
-    from contaccum.retrieval import index as faiss_index
+    from contaccum.retrieval import search as faiss_index
     from contaccum.retrieval.store import EmbeddingStore
 
     store = EmbeddingStore.open(args.store)
@@ -247,7 +247,7 @@ def _get_hits(
     """Yield {document id: score} for each query.
 
     Args:
-        scores, rows: (n, k), as `contaccum.retrieval.index.search` returns them.
+        scores, rows: (n, k), as `contaccum.retrieval.search.search` returns them.
     """
     import numpy as np
 

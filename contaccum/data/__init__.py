@@ -4,20 +4,18 @@ Importing this package is cheap: the functions that need `datasets` import it.
 """
 # ruff: noqa: F401  # the package's public names
 
-from contaccum.data.beir import BeirDataset, load_beir_folder
+from contaccum.data.beir import (
+    CQADUPSTACK_FORUMS,
+    PUBLIC_NAMES,
+    BeirDataset,
+    get_default_split,
+    load_beir_folder,
+)
 from contaccum.data.dataset import (
     TrainingSets,
     load_training_data,
     load_training_sets,
     parse_training_sets,
 )
-from contaccum.data.fields import Record, parse_columns
-from contaccum.data.public_sets import CQADUPSTACK_FORUMS, PUBLIC_NAMES, get_default_split
-from contaccum.data.readers import (
-    DATA_FORMATS,
-    Passage,
-    read_passages,
-    read_records,
-    sniff_format,
-)
-from contaccum.data.records import RecordReport, passage_text
+from contaccum.data.readers import DATA_FORMATS, Passage, read_passages, read_records, sniff_format
+from contaccum.data.records import Record, RecordReport, parse_columns, passage_text

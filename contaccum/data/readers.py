@@ -1,8 +1,8 @@
 """Readers of training records and corpus passages, and the detection of their format.
 
 Reading has two steps. `Source.rows` yields the rows of a file as mappings: JSON objects, or table
-rows by column name. A parser then makes a `Record` or a `Passage` of each row, or raises a `Fault`
-for a bad row, which is reported.
+rows by column name. A parser then makes a `Record` or a `Passage` of each row, or raises a
+`Fault` for a bad row, which is reported.
 
 The names and values of fields are in `fields`, the counting of bad records in `records`. Which
 positives and negatives an epoch trains on is decided in `sampling`.
@@ -23,32 +23,32 @@ from contaccum.data.beir import (
     read_beir_texts,
     read_judged_pairs,
 )
-from contaccum.data.fields import (
+from contaccum.data.records import (
     FIELDS,
     TEACHER_SCORES_REMEDY,
-    Record,
-    RecordParser,
-    parse_columns,
-)
-from contaccum.data.records import (
     Fault,
     NotUtf8,
+    Record,
+    RecordParser,
     RecordReport,
     Rows,
     get_first_value,
     make_data_error,
     one_line,
+    parse_columns,
+    parse_header,
     parse_id,
     parse_nullable_text,
     parse_rows,
     parse_title,
     passage_text,
     quoted,
+    read_arrow,
+    read_csv,
     read_head,
     read_json_array,
     read_json_lines,
 )
-from contaccum.data.tables import parse_header, read_arrow, read_csv
 from contaccum.errors import ConfigError, DataError, check_choice
 from contaccum.files import AnyPath, fingerprint
 
@@ -412,7 +412,7 @@ def read_passages(
         DataError: for a corpus that cannot be read, or a bad record under "stop".
     """
     path = Path(os.path.expanduser(path))
-    parse = partial(_parse_passage, may_be_blank=may_be_blank)
+    parse = partial(_parse_passage_line, may_be_blank=may_be_blank)
     if is_beir_folder(path) or is_llama_index_file(path):
         file, rows = read_beir_texts(path, part)
         return parse_rows(file, rows, parse, report)
@@ -430,7 +430,7 @@ def read_passages(
     return parse_rows(source.path, source.rows(), parse, report)
 
 
-def _parse_passage(row: Mapping[str, Any], may_be_blank: bool) -> Passage:
+def _parse_passage_line(row: Mapping[str, Any], may_be_blank: bool) -> Passage:
     for name, expected_fields in (("text", _CORPUS_TEXT_FIELDS), ("id", _CORPUS_ID_FIELDS)):
         if set(expected_fields).isdisjoint(row):
             fields = quoted(", ".join(row), 200)

@@ -1,7 +1,12 @@
 """Batch samplers whose order is a function of seed and epoch alone, so that a run can resume.
 
-The default sampler of sentence-transformers draws all epochs from one generator: a run that resumes
-in its second epoch would repeat the order of the first. Its other samplers are used as they are.
+The default sampler of sentence-transformers draws all epochs from one generator: a run that
+resumes in its second epoch would repeat the order of the first. Its other samplers are used as
+they are.
+
+
+The generator's seed is seed * factor + epoch: it differs for any two pairs of seed and epoch with
+fewer epochs than the factor, a prime.
 """
 
 from __future__ import annotations
@@ -16,8 +21,6 @@ from sentence_transformers.base.sampler import DefaultBatchSampler, NoDuplicates
 
 from contaccum.data.sampling import first_texts, text_ids
 
-# The generator's seed is seed * factor + epoch: it differs for any two pairs of seed and epoch with
-# fewer epochs than the factor, a prime.
 _SEED_FACTOR = 1_000_003
 
 

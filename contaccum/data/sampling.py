@@ -18,18 +18,200 @@ texts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
+import torch
 
-from contaccum.data.labels import encode
-from contaccum.data.selection import Selection
-from contaccum.errors import ConfigError, DataError
+from contaccum.errors import ConfigError, DataError, check_choice
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from torch import Tensor
+
+
+# Settings by which records become training rows, and the sampling of one row's texts --------------
+
+# A record is a query with all its positives and negatives. A row is one training example: the
+# query, one positive and h negatives.
+
+
+PositivesUsed = Literal["draw", "first", "all"]
+MissingNegatives = Literal["fill", "drop"]
+POSITIVES_USED: tuple[PositivesUsed, ...] = get_args(PositivesUsed)
+MISSING_NEGATIVES: tuple[MissingNegatives, ...] = get_args(MissingNegatives)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Settings that decide which rows are made of a record.
+
+    Attributes:
+        num_hard_negatives: h, the number of negatives of each row.
+        positives: "draw": a row for each record, with one of its positives, sampled anew in each
+            epoch. "first": a row for each record, with its first positive. "all": a row for each
+            positive. None: decided by `load_training_data`.
+        negatives_from: sample the h negatives from only this many of the record's negatives, the
+            first in its list; None: from all. If it is h, each epoch has the first h.
+        missing_negatives: for a record with fewer than h negatives, "fill" adds passages of other
+            records, and "drop" leaves the record out.
+
+    Raises:
+        ConfigError: for a value out of range, or values that cannot work together.
+    """
+
+    num_hard_negatives: int = 0
+    positives: PositivesUsed | None = None
+    negatives_from: int | None = None
+    missing_negatives: MissingNegatives = "fill"
+
+    def __post_init__(self) -> None:
+        check_choice("positives", self.positives, (None, *POSITIVES_USED))
+        check_choice("missing_negatives", self.missing_negatives, MISSING_NEGATIVES)
+        h = self.num_hard_negatives
+        if self.negatives_from is not None and not 0 < h <= self.negatives_from:
+            raise ConfigError(
+                f"num_hard_negatives={h} with negatives_from={self.negatives_from}: "
+                "num_hard_negatives must be 1 or more, and negatives_from no less than it"
+            )
+
+    def assign_rows(self, used_records: np.ndarray, num_positives: np.ndarray) -> np.ndarray | None:
+        """Return the record number and the positive's index for each row, int64 (N, 2).
+
+        Row i is one line of the result. For example, with positives="all", two records with 1 and 2
+        positives give the rows [[0, 0], [1, 0], [1, 1]]. The result is None, to save memory, if row
+        i is simply record i.
+
+        Args:
+            used_records: numbers of the records that are not dropped, int64.
+            num_positives: number of positives of each of all records.
+        """
+        rows_per_record = np.ones_like(used_records)
+        if self.positives == "all":
+            rows_per_record = num_positives[used_records]
+        if len(used_records) == len(num_positives) and rows_per_record.max() <= 1:
+            return None
+        first_row_of_record = np.cumsum(rows_per_record) - rows_per_record
+        rows = np.arange(rows_per_record.sum())
+        record_numbers = np.repeat(used_records, rows_per_record)
+        positive_indices = rows - np.repeat(first_row_of_record, rows_per_record)
+        return np.column_stack([record_numbers, positive_indices])
+
+    def sample(
+        self,
+        rng: np.random.Generator,
+        positives: Sequence[str],
+        negatives: Sequence[str],
+        positive_index: int = 0,
+    ) -> tuple[str, list[str]]:
+        """Sample the texts of a row.
+
+        Args:
+            rng: the random generator of the row.
+            positives: all positives of the record.
+            negatives: all negatives of the record.
+            positive_index: index of the row's positive, unless the positive is drawn.
+
+        Returns:
+            The positive, and h negatives, or fewer if the record has fewer.
+        """
+        positive = positives[positive_index]
+        distinct_positives = list(dict.fromkeys(positives))
+        if self.positives == "draw" and len(distinct_positives) > 1:
+            positive = distinct_positives[int(rng.integers(len(distinct_positives)))]
+        distinct_negatives = list(dict.fromkeys(negatives[: self.negatives_from]))
+        if len(distinct_negatives) <= self.num_hard_negatives:
+            return positive, distinct_negatives
+        order = rng.permutation(len(distinct_negatives))[: self.num_hard_negatives]
+        return positive, [distinct_negatives[index] for index in order]
+
+
+# The wire format of the "label" column: text ids and teacher scores of a row ----------------------
+
+# sentence-transformers passes one tensor of labels to a loss, so everything that a loss needs
+# besides the texts is in one column. With c text columns (query, positive, negatives), a row's
+# label is one of these:
+#
+# | content | value of a row | shape of a batch |
+# |---|---|---|
+# | text ids | list of c ints | int64 (n, c) |
+# | teacher scores | list of c - 1 floats | float (n, c - 1) |
+# | text ids, teacher scores | list of c + (c - 1) ints | int64 (n, 2 c - 1) |
+#
+# A tensor has one dtype, so scores beside ids are stored as the 32 bits of a float32, read as an
+# integer.
+
+
+_LEAST_HASH = 1 << 48
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Decoded labels of a batch of n rows with c text columns; None for a missing part.
+
+    Attributes:
+        text_ids: ids of query, positive and negatives, int64 (n, c).
+        teacher_scores: scores of positive and negatives, (n, c - 1).
+    """
+
+    text_ids: Tensor | None = None
+    teacher_scores: Tensor | None = None
+
+
+def encode(
+    text_ids: Sequence[int] = (), teacher_scores: Sequence[float] = ()
+) -> list[int] | list[float]:
+    """Encode the label of one row in the format of this module.
+
+    Args:
+        text_ids: 64-bit ids of the query, the positive and the negatives; empty to leave them out.
+        teacher_scores: scores of the positive and the negatives; empty to leave them out.
+    """
+    if not teacher_scores:
+        return list(text_ids)
+    if not text_ids:
+        return list(teacher_scores)
+    bits = np.array(teacher_scores, dtype=np.float32).view(np.int32)
+    return [*text_ids, *bits.tolist()]
+
+
+def are_text_ids(ids: Tensor) -> bool:
+    """Return False if all ids are small integers, such as classes or row numbers.
+
+    Text ids are 64-bit hashes. Those of a single pair are all below 2^48 with a probability of
+    1e-9.
+    """
+    return bool((ids.abs() >= _LEAST_HASH).any())
+
+
+def decode(labels: Tensor | None, num_columns: int) -> Labels:
+    """Decode the text ids and teacher scores in the labels of a batch.
+
+    Labels of another shape or dtype come from a user's own data set; they decode to None.
+
+    Args:
+        labels: the labels of a batch.
+        num_columns: c, the number of text columns.
+    """
+
+    if labels is None or labels.ndim != 2:
+        return Labels()
+    width = labels.shape[1]
+    if width == num_columns - 1:
+        return Labels(teacher_scores=labels)
+    if labels.dtype != torch.int64:
+        return Labels()
+    if width == num_columns:
+        return Labels(text_ids=labels)
+    if width == 2 * num_columns - 1:
+        bits = labels[:, num_columns:].to(torch.int32)
+        scores = bits.view(torch.float32)
+        return Labels(text_ids=labels[:, :num_columns], teacher_scores=scores)
+    return Labels()
+
 
 LABELS = ("label", "labels", "score", "scores", "dataset_name")
 """Columns that sentence-transformers does not treat as texts."""
@@ -77,7 +259,7 @@ class EpochSampling:
             `collect_known_positives`.
 
     Attributes:
-        has_text_ids: True to put the texts' ids into the labels; see `contaccum.data.labels`.
+        has_text_ids: True to put the texts' ids into the labels; see `contaccum.data.sampling`.
             It is True from the start if there are known positives, which the loss finds by id.
         has_teacher_scores: True to put teacher scores into the labels.
     """
@@ -90,7 +272,6 @@ class EpochSampling:
         rows: np.ndarray | None = None,
         known_positives: np.ndarray | None = None,
     ) -> None:
-        import torch
 
         self._records = records
         self._selection = selection
@@ -180,7 +361,7 @@ class EpochSampling:
     def _make_label(
         self, row: Mapping[str, str], source: _RowSource, text_columns: Sequence[str]
     ) -> Any:
-        """Return the label of a row for its text columns, encoded as in `contaccum.data.labels`."""
+        """Return the label of a row for its text columns, encoded as described above."""
         ids: list[int] = []
         if self.has_text_ids:
             ids = text_ids(row[name] for name in text_columns).tolist()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -24,10 +25,36 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Transformer
 from sentence_transformers.util import fullname, load_dir_path
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from contaccum.errors import ConfigError, closest
-from contaccum.files import AnyPath, read_json, write_json
+from contaccum.files import AnyPath, atomic_folder, read_json, write_json
+
+# Loading of backbones with weights of 4 bits, for QLoRA (arXiv 2305.14314) ------------------------
+
+
+def make_4bit_kwargs() -> dict[str, Any]:
+    """Return ``model_kwargs`` that load weights in 4 bits (NF4, arXiv 2305.14314).
+
+    Raises:
+        ConfigError: if bitsandbytes is not installed, or there is no accelerator.
+    """
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "load_in_4bit needs bitsandbytes, which is not installed: pip install bitsandbytes"
+        )
+    if not torch.accelerator.is_available():
+        raise ConfigError(
+            "load_in_4bit needs an accelerator, and this machine has none: leave it out"
+        )
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    return {"quantization_config": config}
+
 
 logger = logging.getLogger(__name__)
 
@@ -436,3 +463,52 @@ LOADERS = {_TRANSFORMER_TYPE: TransformerLoader, _MODEL_TYPE: TransformerLoader}
 A tower with an adapter has the type SentenceTransformer in its folder; see
 `_make_towers_loadable`.
 """
+
+
+# Overwriting of a saved model that has adapters by the full model, so that neither can be lost ----
+
+# The adapters are often the only copy of the trained weights. They are removed only after the full
+# model, which may be a hundred times larger, is completely on the disk.
+
+
+MERGED_FOLDER = ".merged"
+"""Subfolder in which the full model is written before it replaces the model with adapters."""
+
+
+def replace_saved_adapter(folder: AnyPath, model: SentenceTransformer) -> None:
+    """Save a full model into a folder, in place of a model with adapters.
+
+    If the process is killed, either the model with adapters is in the folder, or the complete full
+    model is in the subfolder `MERGED_FOLDER`, which is removed at the end.
+
+    Args:
+        folder: the folder of the saved model. Files that the full model does not have, such as the
+            model card, stay.
+        model: the full model, whose adapters are merged.
+
+    Raises:
+        UserError: if the full model cannot be written. The folder is not changed then.
+    """
+    folder = Path(folder)
+    merged_folder = folder / MERGED_FOLDER
+    with atomic_folder(merged_folder) as new_folder:
+        model.save_pretrained(str(new_folder), create_model_card=False)
+    remove_stale_files(folder, is_adapted=False)
+    for path in sorted(merged_folder.rglob("*")):  # a folder comes before its files
+        target = folder / path.relative_to(merged_folder)
+        if path.is_dir():
+            target.mkdir(exist_ok=True)
+        else:
+            _replace_by_copy(path, target)
+    shutil.rmtree(merged_folder)
+
+
+def _replace_by_copy(source: Path, target: Path) -> None:
+    """Replace a file in one step by a copy of another, if possible without more disk space."""
+    new_file = target.with_name(f".new-{target.name}")
+    new_file.unlink(missing_ok=True)  # of a process that was killed
+    try:
+        os.link(source, new_file)
+    except OSError:  # the file system has no hard links
+        shutil.copyfile(source, new_file)
+    new_file.replace(target)

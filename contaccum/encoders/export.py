@@ -13,6 +13,7 @@ This module does not start servers: docs/serving.md has the commands that do.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -33,10 +34,49 @@ from torch import nn
 from contaccum.data.beir import load_beir_folder, shipped_scifact
 from contaccum.data.records import passage_text
 from contaccum.encoders import adapters
-from contaccum.encoders.settings import require_max_length
-from contaccum.encoders.towers import Kind, get_tower, is_tied
+from contaccum.encoders.settings import Kind, get_tower, is_tied, require_max_length
 from contaccum.errors import ConfigError, UserError, check_choice
-from contaccum.files import AnyPath, atomic_folder, provenance, read_json, write_json
+from contaccum.files import (
+    AnyPath,
+    atomic_folder,
+    provenance,
+    read_json,
+    redact,
+    write_json,
+    write_text,
+)
+
+# Sections of contaccum at the top of a model card, which is README.md in the model's folder -------
+
+# A section stands between two HTML comments, so that it can be found and replaced later:
+#
+#     <!-- NAME -->
+#     TEXT
+#     <!-- end of NAME -->
+
+
+def insert_card_section(model_folder: Path, name: str, text: str) -> None:
+    """Write a section at the top of a model card, below its YAML metadata.
+
+    An earlier section of this name is replaced. A missing card is created.
+
+    Args:
+        model_folder: the folder of the model.
+        name: the name of the section in the comments around it.
+        text: the section, in Markdown.
+    """
+    card = model_folder / "README.md"
+    content = ""
+    if card.is_file():
+        content = card.read_text(encoding="utf-8")
+    start_mark = f"<!-- {name} -->\n"
+    end_mark = f"<!-- end of {name} -->\n"
+    content = re.sub(f"{start_mark}.*?{end_mark}\n", "", content, flags=re.DOTALL)
+    metadata = re.match(r"---\n.*?\n---\n", content, flags=re.DOTALL)
+    position = metadata.end() if metadata else 0
+    section = redact(f"{start_mark}{text}\n{end_mark}\n")
+    write_text(card, content[:position] + section + content[position:])
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RECORD_FILE = "export.json"

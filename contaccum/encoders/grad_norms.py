@@ -19,7 +19,7 @@ from sentence_transformers import SentenceTransformer
 from torch import Tensor, nn
 
 from contaccum.distributed import over_ranks, world_size
-from contaccum.encoders.towers import get_tower, is_tied
+from contaccum.encoders.settings import get_tower, is_tied
 
 
 class TowerGradNorms:

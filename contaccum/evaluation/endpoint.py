@@ -23,14 +23,14 @@ from urllib3.util import Retry
 from contaccum.data import BeirDataset
 from contaccum.data.records import quoted
 from contaccum.encoders.export import compute_cosines
-from contaccum.encoders.towers import Kind
+from contaccum.encoders.settings import Kind
 from contaccum.errors import ConfigError, UserError
-from contaccum.evaluation.beir_sets import evaluate_beir
+from contaccum.evaluation.beir import evaluate_beir
 from contaccum.evaluation.results import EvaluationResult, JsonObject
 from contaccum.evaluation.tables import markdown_table
 from contaccum.files import redact
 from contaccum.retrieval.encode import encode_texts
-from contaccum.retrieval.searcher import get_passage_texts
+from contaccum.retrieval.search import get_passage_texts
 
 KEY_VARIABLE = "CONTACCUM_ENDPOINT_KEY"
 """Environment variable with the server's key, which is sent as a bearer token."""

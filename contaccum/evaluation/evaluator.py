@@ -22,7 +22,7 @@ from sentence_transformers.util import cos_sim, dot_score
 
 from contaccum.data import BeirDataset
 from contaccum.errors import DataError
-from contaccum.evaluation.beir_sets import describe_data
+from contaccum.evaluation.beir import describe_data
 from contaccum.evaluation.metrics import (
     DEFAULT_METRICS,
     check_metric,
@@ -135,7 +135,7 @@ class RetrievalEvaluator(SentenceEvaluator):
             ConfigError: the store of `documents` was encoded by another model.
         """
         from contaccum.retrieval.encode import check_store_fits
-        from contaccum.retrieval.searcher import FaissSearcher
+        from contaccum.retrieval.search import FaissSearcher
 
         encode_documents = None
         if self.documents is not None:
@@ -155,7 +155,7 @@ class RetrievalEvaluator(SentenceEvaluator):
 
         A warning says if it finds no relevant document for any query.
         """
-        from contaccum.retrieval.searcher import bm25_run
+        from contaccum.retrieval.search import bm25_run
 
         run = bm25_run(self.dataset.corpus, self.dataset.queries, self._k_values[-1])
         found = (

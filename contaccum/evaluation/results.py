@@ -26,7 +26,10 @@ from contaccum.data.records import (
     split_cells,
 )
 from contaccum.errors import DataError
-from contaccum.evaluation.metrics import metric_names, sort_as_trec_eval
+from contaccum.evaluation.metrics import (
+    metric_names,
+    sort_as_trec_eval,
+)
 from contaccum.files import atomic_file, provenance, read_json, redact, require_writable
 
 Run = dict[str, dict[str, float]]

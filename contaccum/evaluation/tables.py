@@ -15,9 +15,13 @@ from typing import Any
 
 from contaccum.data import CQADUPSTACK_FORUMS
 from contaccum.errors import DataError
-from contaccum.evaluation.beir_sets import EvaluationSet
+from contaccum.evaluation.beir import EvaluationSet
+from contaccum.evaluation.metrics import (
+    add_holm,
+    sign_flip_test,
+    warn_of_few_groups,
+)
 from contaccum.evaluation.results import JsonObject, read_result, result_files
-from contaccum.evaluation.significance import add_holm, sign_flip_test, warn_of_few_groups
 
 Row = Mapping[str, Any]
 Scores = Mapping[str, float]

@@ -14,17 +14,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from contaccum.data.beir import BeirDataset, load_beir_folder
-from contaccum.data.split import Split
-from contaccum.data.split_files import write_part
+from contaccum.data.split import Split, write_part
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.results import Run
 from contaccum.files import atomic_folder, read_json, write_json
 from contaccum.fitting.folder import FitFolder
-from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.documents import StoreDocuments
-from contaccum.retrieval.encode import encode_texts
+from contaccum.retrieval.encode import CorpusEncoder, encode_texts
 from contaccum.retrieval.store import SHARD_FILE, EmbeddingStore
 from contaccum.tuning.baselines import Baselines
 from contaccum.tuning.budget import Budget, format_duration, suggest_budget

@@ -18,7 +18,7 @@ import yaml
 
 from contaccum.data.beir import BeirDataset
 from contaccum.encoders.dual_encoder import DualEncoder
-from contaccum.encoders.model_card import insert_card_section
+from contaccum.encoders.export import insert_card_section
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.results import Run
 from contaccum.files import write_text

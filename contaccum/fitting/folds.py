@@ -16,8 +16,7 @@ from pathlib import Path
 import yaml
 
 from contaccum.data.beir import BeirDataset, load_beir_folder
-from contaccum.data.grouping import group_queries
-from contaccum.data.near_duplicates import normalise
+from contaccum.data.near_duplicates import group_queries, normalise
 from contaccum.data.split import CORPUS_FILE, TRAIN_FILE
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.files import read_json, write_json

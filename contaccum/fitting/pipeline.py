@@ -27,7 +27,7 @@ from contaccum.distributed import share
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import model_name, require_model
 from contaccum.errors import DataError, UserError
-from contaccum.evaluation.beir_sets import load_data
+from contaccum.evaluation.beir import load_data
 from contaccum.files import read_json, redact, write_json, write_text
 from contaccum.fitting.baselines import (
     TimeEstimates,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from contaccum.evaluation.significance import (
+from contaccum.evaluation.metrics import (
     ALPHA,
     MIN_CHANGED_GROUPS,
     sign_flip_test,

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from contaccum.bank.info_nce import BankedInfoNCE
 from contaccum.bank.logits import PositivesTable
 from contaccum.bank.settings import LossSettings
-from contaccum.data.labels import are_text_ids, decode
+from contaccum.data.sampling import are_text_ids, decode
 from contaccum.distributed import world_size
 from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
 from contaccum.errors import ConfigError, check_choice
@@ -126,7 +126,7 @@ class BankedTextLoss(ModelLoss):
                 columns of hard negatives.
             labels: None; or ids of the texts, int64 (n, columns), hashes from
                 `contaccum.data.sampling.text_ids`; or teacher scores, float; or
-                ids, then scores. See `contaccum.data.labels`. Two texts are
+                ids, then scores. See `contaccum.data.sampling`. Two texts are
                 duplicates if these ids are equal, or if the hashes of their tokens are equal.
 
         Raises:

@@ -92,7 +92,7 @@ class ContAccumLoss(BankedTextLoss):
         (anchor, positive) pairs or (anchor, positive, negative_1, ..., negative_h) tuples;
         labels: None; or ids of the texts, integers; or a teacher's scores of the positive and the
             h negatives, (micro-batch, 1 + h); or ids, then scores. See
-            `contaccum.data.labels`.
+            `contaccum.data.sampling`.
 
     Relations:
         - With ``bank_size=0`` and a batch without duplicates, the loss equals

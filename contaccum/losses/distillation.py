@@ -23,7 +23,7 @@ from sentence_transformers.sentence_transformer.losses import DistillKLDivLoss, 
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from contaccum.data.labels import decode
+from contaccum.data.sampling import decode
 from contaccum.errors import ConfigError, check_choice
 
 
@@ -78,7 +78,7 @@ class Distillation:
 
         Args:
             embeddings: queries, positives and hard negatives, (n, d) each.
-            labels: teacher scores, with or without ids; see `contaccum.data.labels`.
+            labels: teacher scores, with or without ids; see `contaccum.data.sampling`.
 
         Raises:
             ConfigError: if there are no hard negatives, or if ``labels`` contains no scores.

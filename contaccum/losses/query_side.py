@@ -34,7 +34,7 @@ from contaccum.bank.full_softmax import compute_full_softmax_loss
 from contaccum.bank.settings import DEFAULT_TEMPERATURE
 from contaccum.data.sampling import LABELS, first_texts, get_samplings, text_ids
 from contaccum.distributed import rank, world_size
-from contaccum.encoders.query_tower import train_query_tower_alone
+from contaccum.encoders.dual_encoder import train_query_tower_alone
 from contaccum.encoders.settings import get_prompt
 from contaccum.errors import ConfigError
 from contaccum.files import AnyPath
@@ -68,7 +68,7 @@ class QuerySideLoss(ModelLoss):
 
     Args:
         model: the SentenceTransformer whose document tower encoded the store. To train an adapter
-            instead of a copy, call `contaccum.encoders.query_tower.add_query_adapter` first.
+            instead of a copy, call `contaccum.encoders.dual_encoder.add_query_adapter` first.
         store: an `EmbeddingStore`, the path of its folder (``contaccum encode`` writes one)
             or `StoreDocuments`.
         scale: 1 / temperature. None: 20 for a store with cosine similarity, 1 for dot product. The

@@ -20,7 +20,7 @@ from contaccum.data.records import quoted
 from contaccum.data.sampling import text_ids
 from contaccum.errors import DataError
 from contaccum.files import fingerprint
-from contaccum.retrieval.device_blocks import DeviceEmbeddings
+from contaccum.retrieval.search import DeviceEmbeddings
 from contaccum.retrieval.store import EmbeddingStore
 
 

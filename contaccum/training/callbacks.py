@@ -1,8 +1,8 @@
 """Callbacks of the trainer: start of a run, log, evaluation with early stopping, signals.
 
-transformers decides when to evaluate, which model is best and when to save. An evaluation must not
-change the training or its measurements. So after an evaluation, the states of the random number
-generators are restored, and the clock and the measurement of peak memory start again.
+transformers decides when to evaluate, which model is best and when to save. An evaluation must
+not change the training or its measurements. So after an evaluation, the states of the random
+number generators are restored, and the clock and the measurement of peak memory start again.
 """
 
 from __future__ import annotations
@@ -30,12 +30,19 @@ from transformers.trainer_utils import IntervalStrategy
 from contaccum.distributed import over_ranks
 from contaccum.errors import ConfigError
 from contaccum.losses.contaccum import ContAccumLoss
-from contaccum.training import log
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.loss_factory import iter_bank_losses, list_losses
+from contaccum.training.log import (
+    EVAL_LOG,
+    TRAIN_LOG,
+    CollapseWatch,
+    Record,
+    append_line,
+    truncate_log,
+)
+from contaccum.training.losses import iter_bank_losses, list_losses
 from contaccum.training.random_states import RandomStates
 from contaccum.training.resources import peak_memory_mb, reset_peak_memory
-from contaccum.training.updates import Updates
+from contaccum.training.update import Updates
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +86,10 @@ class RunCallback(TrainerCallback):
         if state.is_world_process_zero:
             # A resumed run repeats the updates after its checkpoint, and logs them again.
             folder = Path(str(args.output_dir))
-            log.truncate_log(folder / log.TRAIN_LOG, state.global_step)
+            truncate_log(folder / TRAIN_LOG, state.global_step)
             # An evaluation before the first update has the number 0. A new run drops it too.
             last_evaluation = state.global_step or -1
-            log.truncate_log(folder / log.EVAL_LOG, last_evaluation)
+            truncate_log(folder / EVAL_LOG, last_evaluation)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -108,8 +115,8 @@ class UpdateLogCallback(TrainerCallback):
         self._is_loss_comparable_to_guess = len(self._bank_losses) == 1 and all(
             isinstance(part, ContAccumLoss) for part in list_losses(loss)
         )
-        self._collapse_watch = log.CollapseWatch()
-        self._last_record: log.Record = {}
+        self._collapse_watch = CollapseWatch()
+        self._last_record: Record = {}
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -127,7 +134,7 @@ class UpdateLogCallback(TrainerCallback):
             logger.warning(warning)
         self._last_record = record | self._updates.current.log_entries
         if state.is_world_process_zero:
-            log.append_line(Path(str(args.output_dir)) / log.TRAIN_LOG, self._last_record)
+            append_line(Path(str(args.output_dir)) / TRAIN_LOG, self._last_record)
         self._updates.end_update()
 
     def on_save(
@@ -135,7 +142,7 @@ class UpdateLogCallback(TrainerCallback):
     ) -> None:
         self._updates.restart_clock()  # the time of the checkpoint is not that of the next update
 
-    def _measure_update(self, args: TrainingArguments, state: TrainerState) -> log.Record:
+    def _measure_update(self, args: TrainingArguments, state: TrainerState) -> Record:
         """Return the measurements of the current update, without those of banks and losses."""
         update = self._updates.current
         num_pairs = update.num_pairs * args.world_size
@@ -298,11 +305,11 @@ class EvaluationCallback(EarlyStoppingCallback):
         if not self._is_in_train():
             return
         if state.is_world_process_zero:
-            record: log.Record = {"update": state.global_step}
+            record: Record = {"update": state.global_step}
             for key, value in (metrics or {}).items():
                 if not key.startswith(("eval_samples_", "eval_steps_")):
                     record[key] = value
-            log.append_line(Path(str(args.output_dir)) / log.EVAL_LOG, record)
+            append_line(Path(str(args.output_dir)) / EVAL_LOG, record)
         if self._has_patience and state.global_step:
             super().on_evaluate(args, state, control, metrics=metrics, **kwargs)
             is_stopping = self.early_stopping_patience_counter >= self.early_stopping_patience

@@ -4,32 +4,48 @@ transformers writes the files of a checkpoint (a folder ``checkpoint-N`` after u
 `save_banks` adds the banks. Then `write_marker` writes ``contaccum.json`` with the size of every
 file and properties of the run. A folder without this marker, or with a file of another size, is
 incomplete and is never loaded. Every run has an id, which ``run.json`` and the markers of its
-checkpoints record. `contaccum.training.resuming` chooses the checkpoint that a run resumes from.
+checkpoints record. `contaccum.training.checkpoint` chooses the checkpoint that a run resumes from.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import torch
 from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
 from torch import Tensor
+from transformers import TrainerState
 from transformers.trainer_utils import sort_checkpoints
 
 from contaccum import __version__
 from contaccum.distributed import over_ranks
-from contaccum.errors import DataError
-from contaccum.files import read_json, write_json
+from contaccum.encoders.adapters import describe_adapters, find_adapter_bases, has_adapter
+from contaccum.errors import ConfigError, DataError, UserError
+from contaccum.files import provenance, read_json, redact, write_json, write_text
 from contaccum.losses.contaccum import ContAccumLoss
-from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.retrieval.encode import (
+    hash_tensors,
+    model_fingerprint,
+    tokenisation_fingerprint,
+)
+from contaccum.training.arguments import LOSS_SETTINGS, ContAccumTrainingArguments, get_name
+from contaccum.training.data import compute_fingerprint, count_rows
+from contaccum.training.log import read_run_record
+from contaccum.training.losses import get_guide, get_store_documents
 
 logger = logging.getLogger(__name__)
 
@@ -227,3 +243,546 @@ def remove_oldest(
     num_not_removed = max(limit - num_protected, 0)
     for path in removable[num_not_removed:]:
         shutil.rmtree(path, ignore_errors=True)
+
+
+# The description of a run: ``run.json``, and the settings that a resumed run must share -----------
+
+# This module makes the records. `contaccum.training.trainer` writes them.
+
+
+class RunDescription:
+    """The description of a run, for ``run.json`` and for the markers of its checkpoints.
+
+    Args:
+        args: the arguments in use.
+        user_arguments: the arguments as the user wrote them.
+        model: the encoder. Its parameters are counted in the constructor, because they are empty
+            once ZeRO-3 has sharded them.
+        loss: the training loss, or a dictionary with one loss for each data set.
+        engine: name of the engine that shards the model; None without one.
+        train_dataset: the training set, or a dictionary of training sets.
+        data_record: properties of the data for ``run.json``; a missing ``fingerprint`` is computed
+            when needed.
+        evaluator: the evaluator of the run; None without evaluation.
+    """
+
+    def __init__(
+        self,
+        args: ContAccumTrainingArguments,
+        user_arguments: Mapping[str, Any],
+        model: SentenceTransformer,
+        loss: Any,
+        engine: str | None,
+        train_dataset: Any,
+        data_record: Mapping[str, Any],
+        evaluator: Any,
+    ) -> None:
+        self._args = args
+        self.user_arguments = user_arguments
+        self._model = model
+        self._guide = get_guide(loss)
+        self._documents = get_store_documents(loss)
+        self._engine = engine
+        self._train_dataset = train_dataset
+        self._data_record = dict(data_record)
+        self._evaluator = evaluator
+        self._num_parameters = 0
+        self._num_trained_parameters = 0
+        frozen_parameters = {}
+        for name, parameter in model.named_parameters():
+            self._num_parameters += parameter.numel()
+            if parameter.requires_grad:
+                self._num_trained_parameters += parameter.numel()
+            elif "lora_" not in name:
+                frozen_parameters[name] = parameter
+        self._base_of_adapters = None
+        if has_adapter(model):
+            self._base_of_adapters = hash_tensors(frozen_parameters)
+
+    @cached_property
+    def _tokenisation(self) -> str | None:
+        return tokenisation_fingerprint(self._model)
+
+    @cached_property
+    def _guide_fingerprint(self) -> str | None:
+        return None if self._guide is None else model_fingerprint(self._guide.model)
+
+    def get_fingerprint(self) -> str | None:
+        """Return the hash of the training texts, which is computed once; None for a stream."""
+        if "fingerprint" not in self._data_record:
+            self._data_record["fingerprint"] = compute_fingerprint(self._train_dataset)
+        return self._data_record["fingerprint"]
+
+    def make_run_record(self, run_id: str | None, max_steps: int) -> dict[str, Any]:
+        """Return the content of ``run.json``, from which the run can be repeated.
+
+        Args:
+            run_id: id of the run.
+            max_steps: number of updates of the run.
+        """
+        args = self._args
+        num_rows = count_rows(self._train_dataset)
+        data = {"fingerprint": self.get_fingerprint(), "rows": num_rows, **self._data_record}
+        model = {
+            "base": getattr(self._model.model_card_data, "base_model", None),
+            "parameters": self._num_parameters,
+            "adapters": describe_adapters(self._model),
+            "guide": None if self._guide is None else self._guide.name,
+        }
+        record = {
+            "run_id": run_id,
+            "finished": False,
+            "method": args.method,
+            "seed": args.seed,
+            "pairs_per_update": args.total_train_batch_size,
+            "micro_batch": None if args.has_auto_micro_batch else args.pairs_per_micro_batch,
+            "updates": max_steps,
+            "data": data,
+            "model": model,
+        }
+        if self._documents is not None:
+            record["documents"] = self._documents.describe()
+        if hasattr(self._evaluator, "describe"):
+            record["evaluation"] = self._evaluator.describe()
+        return {**record, "arguments": self.user_arguments, **provenance()}
+
+    def make_marker(
+        self, run_id: str | None, num_updates: int, num_trained: int, rows_fit: int | None
+    ) -> dict[str, Any]:
+        """Return the record that `checkpoint.write_marker` writes into a checkpoint.
+
+        Args:
+            run_id: id of the run.
+            num_updates: number of updates at the checkpoint.
+            num_trained: number of them that have trained; see `Update.has_trained`.
+            rows_fit: number of rows per micro-step after memory has run out; None before that.
+        """
+        return {
+            "run_id": run_id,
+            "update": num_updates,
+            "trained_updates": num_trained,
+            "resumable": not self._args.save_only_model,
+            "micro_batch": self._args.pairs_per_micro_batch,
+            "rows_fit": rows_fit,
+            "settings": self.get_resume_settings(),
+        }
+
+    def get_resume_settings(self) -> dict[str, Any]:
+        """Return the settings that a resumed run must share with its checkpoint, by name.
+
+        An error message shows the names, so those that are not arguments are in plain words.
+        """
+        args = self._args
+        settings: dict[str, Any] = {}
+        for name in RESUME_SETTINGS:
+            settings[name] = self.user_arguments.get(name)
+        # A run whose ranks share one bank may resume on another number of ranks, where this
+        # argument may have another value.
+        del settings["gather_across_devices"]
+        settings["pairs per update"] = args.total_train_batch_size
+        settings["rows"] = count_rows(self._train_dataset)
+        settings["trained parameters"] = self._num_trained_parameters
+        settings["engine"] = self._engine
+        settings["adapters"] = describe_adapters(self._model)
+        # A checkpoint holds neither the base of an adapter nor the guide, and their files may have
+        # changed. The settings of the tokenizer are read from the folder of the model, too.
+        settings["base of the adapters"] = self._base_of_adapters
+        settings["tokenizer, prompts, lengths or pooling"] = self._tokenisation
+        settings["guide"] = self._guide_fingerprint
+        settings["documents of the store"] = None
+        if self._documents is not None:
+            settings["documents of the store"] = self._documents.fingerprint
+        fingerprint = self.get_fingerprint()
+        if fingerprint is not None:
+            settings["data fingerprint"] = fingerprint
+        # With another sampler than the default, or several data sets, the order of the rows also
+        # depends on the batch size.
+        sampler = get_name(args.batch_sampler)
+        settings["batch_sampler"] = sampler
+        is_default_sampler = sampler == "batch_sampler"
+        if not is_default_sampler or isinstance(self._train_dataset, dict):
+            settings[PAIRS_PER_BATCH] = args.train_batch_size
+        return settings
+
+
+# Resuming: whether a run resumes, and from which checkpoint ---------------------------------------
+
+# `parse_resume_request` reads the user's request, and `choose_checkpoint` finds the checkpoint. A
+# run resumes from a checkpoint of another run only if the user names that folder.
+# `require_free_folder` refuses to overwrite another run. ``run.json`` in ``output_dir`` records the
+# id of the latest run there, and whether it has finished. The marker of each checkpoint (see
+# `contaccum.training.checkpoint`) records the id of the run that wrote it.
+
+
+RESUME_SETTINGS = (
+    "method",
+    "optim",
+    "seed",
+    "data_seed",
+    "batch_sampler",
+    "multi_dataset_batch_sampler",
+    *LOSS_SETTINGS,
+    "matryoshka_dims",
+    "missing",
+    "metric_for_best_model",
+)
+"""Arguments that a resumed run must not change.
+
+With other values, the saved states of bank and optimizer, or the saved position in the data, would
+not be valid.
+"""
+PAIRS_PER_BATCH = "pairs per batch of the sampler"
+"""Setting that a resumed run must not change if the order of the rows depends on it."""
+
+_LENGTH_SETTINGS = ("max_steps", "num_train_epochs", "early_stopping_patience")
+"""Arguments that decide when a run ends."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A checkpoint that a run resumes from.
+
+    Attributes:
+        folder: the checkpoint.
+        marker: the content of its marker, from `RunDescription.make_marker`.
+        state: the state of transformers' trainer, which the checkpoint contains.
+        is_newest: True if the user asked for the newest checkpoint, and no newer folder was skipped
+            as incomplete or as one of another run.
+    """
+
+    folder: Path
+    marker: Mapping[str, Any]
+    state: TrainerState
+    is_newest: bool
+
+    @property
+    def run_id(self) -> str | None:
+        """The id of the run that wrote the checkpoint."""
+        return self.marker["run_id"]
+
+    @property
+    def num_trained_updates(self) -> int:
+        """The number of updates that have trained; see `Update.has_trained`."""
+        # Markers of earlier versions have no such entry.
+        return self.marker.get("trained_updates", self.marker["update"])
+
+    def require_same_settings(self, settings: Mapping[str, Any]) -> None:
+        """Raise `UserError` if a run with these settings cannot resume from the checkpoint.
+
+        Args:
+            settings: the result of `RunDescription.get_resume_settings`.
+        """
+        saved = self.marker["settings"]
+        # The saved settings were read from JSON, so those of this run are converted in the same
+        # way.
+        current = json.loads(json.dumps(settings, default=str))
+        changed = []
+        for key, value in current.items():
+            if saved.get(key) != value:
+                changed.append(f"{key}: {saved.get(key)} -> {value}")
+        if changed:
+            raise UserError(
+                f"{self.folder}: a run cannot resume from it with changed settings "
+                f"({'; '.join(changed)}), because its bank, optimizer or position in the data "
+                "would not be valid. Set them back, or start a new run from its weights with "
+                f"--model {self.folder}"
+            )
+
+    def get_stream_position(self, batches_per_update: int) -> tuple[int, int]:
+        """Return the position in a stream: complete passes, and micro-batches of the next pass."""
+        # For a stream, transformers starts a new epoch at each pass, and counts an update as
+        # 1 / max_steps of an epoch. With max_steps=100, epoch 2.07 means: two complete passes, and
+        # 7 updates of the third. Epoch 1.0 means: no complete pass, and all 100 updates of the
+        # first, because a checkpoint is saved after an update, never at the start of a pass.
+        epoch = float(self.state.epoch or 0)
+        num_passes = max(math.ceil(epoch) - 1, 0)
+        num_updates = round((epoch - num_passes) * self.state.max_steps)
+        return num_passes, num_updates * batches_per_update
+
+    def find_final_model(
+        self, args: ContAccumTrainingArguments, user_arguments: Mapping[str, Any]
+    ) -> str | None:
+        """Return the folder of the final model if the run has ended, else None.
+
+        Without this check, transformers would train another update after the end. The final model
+        is the first of these that can be loaded: the best checkpoint (with
+        ``load_best_model_at_end``), the saved model in ``output_dir``, or this checkpoint, if it is
+        of the last update. If there is none of them, the run trains its last updates again.
+
+        Args:
+            args: the arguments of the run.
+            user_arguments: the arguments as the user wrote them.
+        """
+        output_dir = Path(str(args.output_dir))
+        record = read_run_record(output_dir)
+        has_same_length = record.get("run_id") == self.run_id and all(
+            record["arguments"].get(name) == user_arguments.get(name) for name in _LENGTH_SETTINGS
+        )
+        is_finished = self.is_newest and has_same_length and record["finished"]
+        num_updates = self.state.global_step
+        # stateful_callbacks may be a list by its type, but TrainerState makes it a dictionary.
+        callbacks = cast(dict[str, dict], self.state.stateful_callbacks)
+        attributes = callbacks.get("EvaluationCallback", {}).get("attributes", {})
+        evaluations_without_gain = attributes.get("early_stopping_patience_counter", 0)
+        patience = args.early_stopping_patience
+        # ``num_train_epochs`` may be a fraction, so a run may end in the middle of an epoch.
+        # (``state.max_steps`` may be that of an earlier, shorter start.)
+        ended_here = (
+            (patience is not None and evaluations_without_gain >= patience)
+            or 0 < args.max_steps <= num_updates
+            or (has_same_length and num_updates >= record["updates"])
+        )
+        # If only the best checkpoints are kept, a finished run may have gone on after this one.
+        if not ended_here and not is_finished:
+            return None
+        final_model = self._find_best_checkpoint(args)
+        if final_model is None and is_finished and self._holds_same_model(output_dir):
+            final_model = output_dir
+        if final_model is None and ended_here:
+            final_model = self.folder
+        if final_model is None:
+            return None
+        if not ended_here:
+            num_updates = record["updates"]
+        logger.warning(
+            f"nothing is left to train after update {num_updates}: the run has ended. Raise "
+            "max_steps, num_train_epochs or early_stopping_patience to train on"
+        )
+        return str(final_model)
+
+    def _find_best_checkpoint(self, args: ContAccumTrainingArguments) -> Path | None:
+        """Return the best checkpoint if the run loads it at its end and can use it, else None."""
+        best = self.state.best_model_checkpoint
+        if not args.load_best_model_at_end or best is None:
+            return None
+        is_usable = find_defect_for_run(Path(best), self.run_id) is None
+        return Path(best) if is_usable else None
+
+    def _holds_same_model(self, folder: Path) -> bool:
+        """Return True if a folder holds a saved model that the run's model can load."""
+        if not (folder / "modules.json").is_file():
+            return False
+        # With merge_adapter, the saved model has no adapter, but the run's model has one.
+        return bool(find_adapter_bases(folder)) == bool(find_adapter_bases(self.folder))
+
+
+def drop_unusable_best(state: TrainerState, point: ResumePoint) -> None:
+    """Remove the best checkpoint from a trainer's state if the resumed run cannot use it.
+
+    It may have been removed from the disk, or belong to another run.
+
+    Args:
+        state: the trainer's state, which is changed.
+        point: the checkpoint that the run resumes from.
+    """
+    # transformers has removed the name of a missing folder from ``state``, but not its metric.
+    best = point.state.best_model_checkpoint
+    if best is None:
+        return
+    defect = find_defect_for_run(Path(best), point.run_id)
+    if defect is not None:
+        logger.warning(
+            f"the best checkpoint so far, {best}, cannot be used: {defect}. The final model will "
+            "be the best of the later evaluations"
+        )
+        # transformers would take the folder for the best checkpoint again as long as it exists and
+        # no later evaluation is better.
+        state.best_model_checkpoint = None
+        state.best_global_step = None
+        state.best_metric = None
+
+
+def parse_resume_request(value: str | bool | None) -> str | None:
+    """Return ``"last"``, ``"auto"`` or the folder to resume from; None for a new run.
+
+    Args:
+        value: ``resume_from_checkpoint`` as the user wrote it; True means ``"last"``.
+    """
+    text = str(value or "")
+    word = text.lower()
+    if word in ("", "false", "none"):
+        return None
+    if word in ("true", "last"):
+        return "last"
+    if word == "auto":
+        return "auto"
+    return text
+
+
+def find_newest_checkpoint(folder: str | os.PathLike[str]) -> tuple[Path | None, list[str]]:
+    """Find the newest complete checkpoint of the run that ``run.json`` in a folder describes.
+
+    Returns:
+        The checkpoint (None if there is none), and a line for each newer checkpoint that explains
+        why it is skipped.
+    """
+    run_id = read_run_record(folder).get("run_id")
+    skipped: list[str] = []
+    for path in find_checkpoints(folder):
+        defect = find_defect_for_run(path, run_id)
+        if defect is None:
+            return path, skipped
+        skipped.append(f"{path}: {defect}")
+    return None, skipped
+
+
+def require_free_folder(args: ContAccumTrainingArguments) -> None:
+    """Raise `ConfigError` if a new run would overwrite another run in ``output_dir``."""
+    if args.overwrite_output_dir:
+        return
+    folder = Path(str(args.output_dir))
+    request = parse_resume_request(args.resume_from_checkpoint)
+    record = read_run_record(folder)
+    has_model = bool(record) and (folder / "modules.json").is_file()
+    if request == "last":
+        return
+    if request == "auto":
+        if find_newest_checkpoint(folder)[0] is not None:
+            return  # the run in the folder is resumed
+        # "auto" would start a new run here. That is allowed if the latest run has not finished: it
+        # was killed before its first checkpoint. If there is a model nevertheless, it is from an
+        # older run, which the user has already allowed the latest run to overwrite.
+        if not (has_model and record["finished"]):
+            return
+    elif request is not None:
+        if find_defect(Path(request)) is not None:
+            return  # `choose_checkpoint` refuses this checkpoint
+        # A run keeps its id when it resumes, so a checkpoint of another run would replace this one.
+        if not record or record["run_id"] == read_marker(Path(request))["run_id"]:
+            return
+    checkpoints = find_checkpoints(folder)
+    if has_model:
+        reason = "the folder contains a finished run, which this run would overwrite"
+    elif checkpoints:
+        reason = f"the folder contains an unfinished run with {checkpoints[0].name}"
+    else:
+        return
+    raise ConfigError(
+        f"{folder}: {reason}. Set resume_from_checkpoint=last to continue it, "
+        "overwrite_output_dir=true to replace it, or another output_dir"
+    )
+
+
+def choose_checkpoint(
+    resume_from_checkpoint: str | bool | None, args: ContAccumTrainingArguments
+) -> ResumePoint | None:
+    """Choose the checkpoint to resume from; None for a new run.
+
+    `ResumePoint.require_same_settings` then compares the settings.
+
+    Args:
+        resume_from_checkpoint: the user's request. ``"last"`` and ``"auto"`` mean the newest
+            complete checkpoint of the run that ``run.json`` in ``output_dir`` describes; for
+            ``"auto"`` without one, the run starts from the beginning.
+        args: the arguments of the run.
+
+    Raises:
+        UserError: if there is no complete checkpoint, or a run cannot resume from it.
+    """
+    request = parse_resume_request(resume_from_checkpoint)
+    if request is None:
+        return None
+    path, skipped = _find_requested(request, args)
+    for line in skipped:
+        logger.warning(f"skipped {line}")
+    if path is None:
+        return None
+    marker = read_marker(path)
+    if not marker["resumable"]:
+        raise UserError(
+            f"{path}: written with save_only_model, so a run cannot resume from it. Start a new "
+            f"run from its weights with --model {path}"
+        )
+    if args.process_index == 0:
+        print(f"resuming from         {path} (after {marker['update']:,} updates)", flush=True)
+    state = TrainerState.load_from_json(str(path / "trainer_state.json"))
+    return ResumePoint(path, marker, state, request in ("last", "auto") and not skipped)
+
+
+def _find_requested(
+    request: str, args: ContAccumTrainingArguments
+) -> tuple[Path | None, list[str]]:
+    """Return the requested checkpoint, and a line for each newer one that is skipped.
+
+    Raises:
+        UserError: if there is no complete checkpoint, unless ``"auto"`` may start a new run.
+    """
+    skipped: list[str] = []
+    path: Path | None
+    if request in ("last", "auto"):
+        path, skipped = find_newest_checkpoint(str(args.output_dir))
+    else:
+        path = Path(request)
+        defect = find_defect(path)
+        if defect is not None:
+            path = None
+            skipped = [f"{request}: {defect}"]
+    # "auto" may start a new run if the latest run was killed before its first complete checkpoint.
+    # With run.json, this is certain: the skipped checkpoints are incomplete, or of another run.
+    # Without run.json, the user may want to continue from one of the skipped checkpoints.
+    has_record = bool(read_run_record(str(args.output_dir)))
+    may_start_new = request == "auto" and (not skipped or has_record)
+    if path is None and not may_start_new:
+        reasons = "; ".join(skipped) or "there is none"
+        place = args.output_dir if request in ("last", "auto") else request
+        raise UserError(
+            f"{place}: no checkpoint to resume from ({reasons}). Set "
+            "resume_from_checkpoint to the folder of a complete checkpoint, or drop it to start a "
+            "new run"
+        )
+    return path, skipped
+
+
+# Saving and uploading of models without credentials, pickles and local paths ----------------------
+
+# A pickle could run code when it is loaded, and the other two would be published with the model.
+
+
+def clean_saved_model(folder: Path) -> None:
+    """Remove the pickled arguments from a saved model, and credentials from its card."""
+    (folder / "training_args.bin").unlink(missing_ok=True)
+    card = folder / "README.md"
+    if card.is_file():
+        write_text(card, redact(card.read_text(encoding="utf-8")))
+
+
+def upload_model(
+    model: SentenceTransformer,
+    args: ContAccumTrainingArguments,
+    save: Callable[[str], None],
+    is_writer: bool,
+    commit_message: str | None,
+    overrides: Mapping[str, Any],
+) -> Any:
+    """Upload a model and its card.
+
+    The other files of ``output_dir`` contain local paths, so they are not uploaded.
+
+    Args:
+        model: the model.
+        args: the arguments of the run, with the name and the options of the upload.
+        save: function that saves the model in a folder. All ranks must call it.
+        is_writer: whether this rank uploads.
+        commit_message: message of the commit.
+        overrides: the keys ``token``, ``revision`` and ``private``, if present, replace the values
+            of the arguments.
+
+    Returns:
+        The URL of the commit; None on other ranks.
+    """
+    name = args.hub_model_id or Path(str(args.output_dir)).resolve().name
+    model.model_card_data.set_model_id(name)
+    options: dict[str, Any] = {
+        "token": args.hub_token,
+        "revision": args.hub_revision,
+        "private": args.hub_private_repo,
+    }
+    for key in options.keys() & overrides.keys():
+        options[key] = overrides[key]
+    with tempfile.TemporaryDirectory() as folder:
+        save(folder)
+        if not is_writer:
+            return None
+        return model.push_to_hub(
+            name, exist_ok=True, commit_message=commit_message, local_model_path=folder, **options
+        )

@@ -21,14 +21,12 @@ import yaml
 from transformers import HfArgumentParser
 
 from contaccum.data import TrainingSets, load_training_sets
-from contaccum.encoders import adapters, four_bits
-from contaccum.encoders.dual_encoder import DualEncoder
+from contaccum.encoders import adapters
+from contaccum.encoders.dual_encoder import DualEncoder, add_query_adapter, untie
 from contaccum.encoders.loading import is_sentence_transformer, require_model
-from contaccum.encoders.query_tower import add_query_adapter, untie
-from contaccum.encoders.settings import configure, set_max_lengths
-from contaccum.encoders.towers import is_tied
+from contaccum.encoders.settings import configure, is_tied, set_max_lengths
 from contaccum.errors import ConfigError, closest
-from contaccum.evaluation.beir_sets import load_data as load_beir
+from contaccum.evaluation.beir import load_data as load_beir
 from contaccum.evaluation.evaluator import NanoBEIR, RetrievalEvaluator, sample
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
@@ -291,7 +289,7 @@ def load_model(
     """
     options: dict[str, Any] = {"device": device}
     if model_args.load_in_4bit:
-        options["model_kwargs"] = four_bits.make_4bit_kwargs()
+        options["model_kwargs"] = adapters.make_4bit_kwargs()
     # Two towers are loaded with separate weights. Once they have adapters, they share one base
     # model. Loading on the CPU first avoids two base models in the device's memory.
     has_two_adapters = bool(model_args.lora_r) and not model_args.tied

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from contaccum.encoders.adapters import has_adapter
-from contaccum.encoders.towers import is_tied
+from contaccum.encoders.settings import is_tied
 from contaccum.errors import ConfigError, UserError
 
 MIN_DEEPSPEED = "0.19.8"

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from contaccum.errors import DataError
 from contaccum.files import read_json, write_json, write_text
+from contaccum.training.arguments import ContAccumTrainingArguments
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
     from contaccum.training.arguments import ContAccumTrainingArguments
+
 
 TRAIN_LOG = "train_log.jsonl"
 """File with one record per update."""

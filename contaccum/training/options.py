@@ -14,7 +14,7 @@ from typing import Any
 
 from contaccum.bank.settings import LossOptions
 from contaccum.data import DATA_FORMATS, parse_columns, parse_training_sets
-from contaccum.data.selection import MISSING_NEGATIVES, POSITIVES_USED
+from contaccum.data.sampling import MISSING_NEGATIVES, POSITIVES_USED
 from contaccum.errors import ConfigError
 from contaccum.options import option
 

@@ -29,14 +29,13 @@ from contaccum.losses.query_side import (
     collect_positives,
     iterate_pairs,
 )
-from contaccum.retrieval.corpus import CorpusEncoder, require_texts
 from contaccum.retrieval.documents import StoreDocuments
-from contaccum.retrieval.encode import encode_texts, get_similarity
+from contaccum.retrieval.encode import CorpusEncoder, encode_texts, get_similarity, require_texts
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.loss_factory import get_store_documents
-from contaccum.training.resuming import parse_resume_request
-from contaccum.training.train_data import list_parts
+from contaccum.training.checkpoint import parse_resume_request
+from contaccum.training.data import list_parts
+from contaccum.training.losses import get_store_documents
 
 logger = logging.getLogger(__name__)
 

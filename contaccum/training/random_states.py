@@ -1,8 +1,8 @@
 """States of the random number generators that training uses on CPUs and CUDA devices.
 
-Evaluation, model cards and the search for a micro-batch size also use random numbers. The code that
-runs them captures the states before and restores them afterwards, so that the training stays the
-same with and without them.
+Evaluation, model cards and the search for a micro-batch size also use random numbers. The code
+that runs them captures the states before and restores them afterwards, so that the training stays
+the same with and without them.
 """
 
 from __future__ import annotations

@@ -17,18 +17,17 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import set_seed
 
 from contaccum.data import TrainingSets
-from contaccum.encoders.adapters import has_adapter, merge_adapter
+from contaccum.encoders.adapters import has_adapter, merge_adapter, replace_saved_adapter
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import require_model
-from contaccum.encoders.saved_adapters import replace_saved_adapter
 from contaccum.files import require_writable
 from contaccum.training import config
 from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.checkpoint import require_free_folder
 from contaccum.training.log import RUN_RECORD
 from contaccum.training.options import DataArguments, ModelArguments
 from contaccum.training.query_side import check_document_source
 from contaccum.training.resources import report_full_disk
-from contaccum.training.resuming import require_free_folder
 from contaccum.training.trainer import ContAccumTrainer
 
 

@@ -41,21 +41,18 @@ from contaccum.losses.text_ids import count_texts
 from contaccum.training import (
     callbacks,
     checkpoint,
+    data,
     engines,
     log,
-    loss_factory,
-    nonfinite,
-    out_of_memory,
+    losses,
     query_side,
     resources,
-    resuming,
-    saving,
-    train_data,
+    update,
 )
 from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.checkpoint import RunDescription
 from contaccum.training.random_states import RandomStates
-from contaccum.training.run_description import RunDescription
-from contaccum.training.updates import NO_BATCH, Updates
+from contaccum.training.update import NO_BATCH, Updates
 
 
 class ContAccumTrainer(SentenceTransformerTrainer):
@@ -109,14 +106,14 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 "ContAccumTrainer needs a model to make its loss: beside model_init, pass "
                 "model=model_init()"
             )
-        train_data.refuse_empty(train_dataset)
+        data.refuse_empty(train_dataset)
         args = args or ContAccumTrainingArguments(output_dir="runs/contaccum")
         user_arguments = args.to_dict()
         args = copy.copy(args)  # some settings are changed below, and the caller's must not change
         self.samplings = get_samplings(train_dataset)  # a sampling draws new texts in each epoch
         dataset = eval_dataset if train_dataset is None else train_dataset
-        columns = loss_factory.get_text_columns(dataset)
-        loss_factory.set_column_roles(args, model, columns)
+        columns = losses.get_text_columns(dataset)
+        losses.set_column_roles(args, model, columns)
         log.fill_model_card(model, args, data_record or {}, has_custom_loss=loss is not None)
         if loss is None and args.method == "query_side":
             setup = query_side.QuerySideSetup(args, model, train_dataset, eval_dataset)
@@ -125,24 +122,24 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             loss = setup.loss
             kwargs.setdefault("data_collator", setup.collator)
         if loss is None:
-            loss = loss_factory.make_loss(model, args, guide)
-        loss_factory.check_columns(args, loss, columns)
-        loss_factory.disable_unused_parameter_search(args, model, loss)
+            loss = losses.make_loss(model, args, guide)
+        losses.check_columns(args, loss, columns)
+        losses.disable_unused_parameter_search(args, model, loss)
         args.hub_strategy = HubStrategy.END  # checkpoints contain local paths; see `saving`
         self.batch_sampler: Any = None  # the sampler of the data loader; None for a stream
         self.run_id: str | None = None  # set by train(); a resumed run keeps its id
-        self._resume_point: resuming.ResumePoint | None = None
+        self._resume_point: checkpoint.ResumePoint | None = None
         super().__init__(model, args, train_dataset, eval_dataset, loss, **kwargs)
-        if loss_factory.reads_only_embeddings(loss):
-            features = train_data.collate_first_rows(
+        if losses.reads_only_embeddings(loss):
+            features = data.collate_first_rows(
                 self.train_dataset, self.data_collator, self.collect_features
             )
-            loss_factory.freeze_unused_parameters(self.args, self.model, features)
+            losses.freeze_unused_parameters(self.args, self.model, features)
         if self.is_fsdp_enabled:
             engines.refuse_two_tower_adapters(model)
         # super().__init__ has set this global config again; see engines.configure_deepspeed.
         unset_hf_deepspeed_config()
-        loss_factory.pass_known_positives(self.loss, [train_dataset, eval_dataset])
+        losses.pass_known_positives(self.loss, [train_dataset, eval_dataset])
         query_side.share_documents(self.loss, self.evaluator)
         self.description = RunDescription(
             self.args,
@@ -154,7 +151,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             data_record=data_record or {},
             evaluator=self.evaluator,
         )
-        self._make_updates(loss_factory.compute_smallest_micro_batch(self.loss, columns))
+        self._make_updates(losses.compute_smallest_micro_batch(self.loss, columns))
         self._add_callbacks()
 
     def _make_updates(self, smallest_micro_batch: int) -> None:
@@ -162,18 +159,18 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         # If memory runs out, the update is repeated in smaller micro-steps. Other ranks would have
         # to repeat it too, and DeepSpeed has already reduced a part of the gradient.
         can_halve = world_size() == 1 and not self.is_deepspeed_enabled
-        limit = out_of_memory.MicroBatchLimit(
+        limit = update.MicroBatchLimit(
             self.loss, smallest_micro_batch, self.args.process_index, can_halve
         )
         has_full_gradients = self.engine is None
         self.updates = Updates(
             self.args, self.loss, self.accelerator, limit, self._count_pairs, has_full_gradients
         )
-        self.nonfinite_updates = nonfinite.NonFiniteUpdates(
+        self.nonfinite_updates = update.NonFiniteUpdates(
             self.args.max_skipped_updates, self.accelerator, has_full_gradients
         )
-        for loss in train_data.list_parts(self.loss):
-            nonfinite.add_nan_gradient_hook(loss)
+        for loss in data.list_parts(self.loss):
+            update.add_nan_gradient_hook(loss)
 
     def _add_callbacks(self) -> None:
         # At the front of the list: UpdateLogCallback must add the measurements of an update before
@@ -192,8 +189,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self.add_callback(self.signals)  # the last one: a signal also cancels an evaluation
 
     def bank_losses(self) -> Iterator[ContAccumLoss]:
-        """Yield every ContAccumLoss in the training loss; see `loss_factory.iter_bank_losses`."""
-        return loss_factory.iter_bank_losses(self.loss)
+        """Yield every ContAccumLoss in the training loss; see `losses.iter_bank_losses`."""
+        return losses.iter_bank_losses(self.loss)
 
     @property
     def engine(self) -> str | None:
@@ -218,7 +215,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 disk, or too little memory.
         """
         args = self.args
-        point = resuming.choose_checkpoint(resume_from_checkpoint, args)
+        point = checkpoint.choose_checkpoint(resume_from_checkpoint, args)
         self._resume_point = point
         folder = None
         if point is None:
@@ -243,7 +240,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self._save_total_limit = args.save_total_limit
         args.save_total_limit = None  # transformers removes nothing; see checkpoint.remove_oldest
         try:
-            with report_full_disk, out_of_memory.report_out_of_memory(), self.signals:
+            with report_full_disk, update.report_out_of_memory(), self.signals:
                 output = super().train(folder, trial, ignore_keys_for_eval)
         finally:
             args.save_total_limit = self._save_total_limit
@@ -261,7 +258,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             # With dispatch_batches, the first rank would tokenize the rows of all ranks.
             self.accelerator.dataloader_config.dispatch_batches = False
             return super().get_train_dataloader()
-        with train_data.use_resumable_order(self.args):
+        with data.use_resumable_order(self.args):
             loader = super().get_train_dataloader()
         if len(loader) == 0:
             raise DataError(NO_BATCH)
@@ -270,7 +267,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             self.batch_sampler = self.batch_sampler.batch_sampler
         return loader
 
-    def _try_rows(self, loss: nn.Module, rows: list[train_data.Row]) -> Tensor:
+    def _try_rows(self, loss: nn.Module, rows: list[data.Row]) -> Tensor:
         inputs = self._prepare_inputs(self.data_collator(rows))
         with self.accelerator.autocast():
             return loss(*self.collect_features(inputs))
@@ -288,11 +285,11 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     def _start_run(self) -> None:
         """Load the bank of a checkpoint, write ``run.json``, remove checkpoints to be replaced."""
         if self._resume_point is not None:
-            resuming.drop_unusable_best(self.state, self._resume_point)
+            checkpoint.drop_unusable_best(self.state, self._resume_point)
             self.updates.limit.restore(self._resume_point.marker["rows_fit"])
             self.updates.num_trained = self._resume_point.num_trained_updates
             checkpoint.load_banks(self._resume_point.folder, self.bank_losses())
-        elif loss_factory.get_store_documents(self.loss) and self.is_world_process_zero():
+        elif losses.get_store_documents(self.loss) and self.is_world_process_zero():
             query_side.warn_if_documents_are_weak(self.evaluator, self.model)
         if self.args.should_save:  # on the first rank, or with save_on_each_node one rank per host
             record = self.description.make_run_record(self.run_id, self.state.max_steps)
@@ -336,14 +333,14 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         return batches, num_items
 
     def training_step(
-        self, model: nn.Module, inputs: train_data.Batch, num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: data.Batch, num_items_in_batch: Any = None
     ) -> Tensor:
         """Run forward and backward for a micro-batch; return its loss for the log."""
         assert self.optimizer is not None  # transformers has created it before the first update
         return self.updates.run_micro_batch(model, inputs, self.micro_step, self.optimizer)
 
     def micro_step(
-        self, model: nn.Module, inputs: train_data.Batch, weight: float, is_last_part: bool
+        self, model: nn.Module, inputs: data.Batch, weight: float, is_last_part: bool
     ) -> Tensor:
         """Run forward and backward for a micro-batch or a part of it; see `updates.MicroStep`."""
         num_steps = self.current_gradient_accumulation_steps
@@ -355,7 +352,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 loss = super().training_step(model, dict(inputs))
         finally:
             self.current_gradient_accumulation_steps = num_steps
-        bank_loss = loss_factory.get_batch_loss(self.loss, inputs)
+        bank_loss = losses.get_batch_loss(self.loss, inputs)
         if isinstance(bank_loss, ContAccumLoss) and bank_loss.local_loss is not None:
             # The log gets the loss of the micro-batch's own queries, without banked queries and
             # without other terms. A loss that is not finite must stay visible.
@@ -363,7 +360,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             loss = torch.where(torch.isfinite(loss), local_loss, loss)
         return loss
 
-    def _count_pairs(self, inputs: train_data.Batch) -> int:
+    def _count_pairs(self, inputs: data.Batch) -> int:
         columns, _ = self.collect_features(inputs)
         return count_texts(columns[0]) or 0
 
@@ -380,7 +377,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
     def _find_rows(self, micro_batches: list[int]) -> list[int] | None:
         loader = self._train_dataloader
-        return train_data.find_rows_of_micro_batches(
+        return data.find_rows_of_micro_batches(
             self.args, self.batch_sampler, loader, self.state.global_step, micro_batches
         )
 
@@ -403,16 +400,18 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         # A model card shows random rows of the data, and saving must not change the training.
         random_states.restore()
         if self.args.should_save:
-            saving.clean_saved_model(folder)
+            checkpoint.clean_saved_model(folder)
             copy_module_code(self.model, folder)  # also that of a plain SentenceTransformer
             if folder == Path(str(self.args.output_dir)) and not self.is_in_train:
                 log.mark_finished(folder, self.run_id)
 
     def push_to_hub(self, commit_message: str | None = "End of training", **kwargs: Any) -> Any:  # type: ignore[override]  # all but the message by keyword
-        """Upload the model and its card; see `saving.upload_model`."""
+        """Upload the model and its card; see `checkpoint.upload_model`."""
         save = partial(self.save_model, _internal_call=True)
         is_first = self.is_world_process_zero()
-        return saving.upload_model(self.model, self.args, save, is_first, commit_message, kwargs)
+        return checkpoint.upload_model(
+            self.model, self.args, save, is_first, commit_message, kwargs
+        )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # Private: transformers' method saves neither the bank nor the marker.

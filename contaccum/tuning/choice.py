@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from contaccum.errors import ConfigError
-from contaccum.evaluation.significance import sign_flip_test
+from contaccum.evaluation.metrics import sign_flip_test
 from contaccum.tuning.trial import QueryScores
 
 NEIGHBOUR_FACTOR = 10.0

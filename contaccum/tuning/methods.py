@@ -19,7 +19,7 @@ from contaccum.files import AnyPath
 from contaccum.retrieval.encode import get_similarity
 from contaccum.training import config
 from contaccum.training.arguments import QUERY_SIDE_SETTINGS, ContAccumTrainingArguments
-from contaccum.training.out_of_memory import find_largest_divisor
+from contaccum.training.update import find_largest_divisor
 from contaccum.tuning.options import Options, is_used_by, to_command_line
 from contaccum.tuning.space import METHODS, compute_start_rate
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import optuna
 from optuna.trial import TrialState
 
-from contaccum.data.grouping import group_queries
+from contaccum.data.near_duplicates import group_queries
 from contaccum.distributed import rank, share, world_size
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator

@@ -31,8 +31,8 @@ from contaccum.distributed import rank, share
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.config import parse
+from contaccum.training.data import count_rows
 from contaccum.training.run import load_encoder, load_run_data, make_trainer
-from contaccum.training.train_data import count_rows
 from contaccum.tuning.options import Options, to_command_line
 
 QueryScores = dict[str, float]

@@ -19,14 +19,13 @@ from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import AnyPath, hash_file, read_json, write_json
-from contaccum.retrieval.corpus import CorpusEncoder
-from contaccum.retrieval.encode import model_fingerprint, tokenisation_fingerprint
+from contaccum.retrieval.encode import CorpusEncoder, model_fingerprint, tokenisation_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training import config
 from contaccum.training.arguments import QUERY_SIDE_SETTINGS, ContAccumTrainingArguments
+from contaccum.training.data import count_rows
 from contaccum.training.options import DataArguments, ModelArguments
 from contaccum.training.run import load_encoder, load_guide
-from contaccum.training.train_data import count_rows
 from contaccum.tuning.baselines import TRIAL_METRIC, Baselines, score_baselines
 from contaccum.tuning.budget import TimeForTrials
 from contaccum.tuning.choice import Settings

@@ -22,7 +22,7 @@ from typing import Any
 from comparison.report import average_by_query
 
 from contaccum.errors import ConfigError, UserError
-from contaccum.evaluation.significance import add_holm, sign_flip_test
+from contaccum.evaluation.metrics import add_holm, sign_flip_test
 from contaccum.evaluation.tables import markdown_table
 from contaccum.files import provenance, read_json, write_json, write_text
 

@@ -31,6 +31,7 @@ from contaccum.data import Passage, RecordReport, read_passages
 from contaccum.data.records import (
     Fault,
     get_first_value,
+    parse_question_line,
     parse_rows,
     parse_text,
     quoted,
@@ -38,7 +39,6 @@ from contaccum.data.records import (
     read_json_lines,
     read_lines,
 )
-from contaccum.data.tables import parse_question_line
 from contaccum.errors import DataError, UserError
 from contaccum.evaluation.metrics import check_k_values, sort_as_trec_eval
 from contaccum.evaluation.results import Run, read_trec_run

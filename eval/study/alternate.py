@@ -31,10 +31,10 @@ from contaccum import DualEncoder
 from contaccum.data import load_beir_folder
 from contaccum.data.beir import BeirDataset
 from contaccum.data.records import passage_text
-from contaccum.encoders.towers import get_tower
+from contaccum.encoders.settings import get_tower
 from contaccum.files import provenance, write_json
-from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.documents import StoreDocuments
+from contaccum.retrieval.encode import CorpusEncoder
 from contaccum.retrieval.store import EmbeddingStore
 
 TEMPERATURE = 0.05

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from time_study.plan import Plan, read_plan
 from time_study.results import Record, Results, average_queries, average_runs
 
-from contaccum.evaluation.significance import add_holm, sign_flip_test
+from contaccum.evaluation.metrics import add_holm, sign_flip_test
 from contaccum.evaluation.tables import fill_page, markdown_table
 from contaccum.files import provenance, write_json, write_text
 

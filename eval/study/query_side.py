@@ -29,8 +29,8 @@ from contaccum.data import load_beir_folder
 from contaccum.data.beir import BeirDataset
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import provenance, write_json
-from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.documents import StoreDocuments
+from contaccum.retrieval.encode import CorpusEncoder
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training.log import read_log
 

@@ -10,7 +10,7 @@ from small_data import write_judged_places
 from contaccum import DualEncoder
 from contaccum.cli import main
 from contaccum.data import CQADUPSTACK_FORUMS, load_beir_folder
-from contaccum.evaluation import beir_sets
+from contaccum.evaluation import beir as beir_sets
 from contaccum.evaluation.results import read_result
 from contaccum.files import package_versions
 from contaccum.retrieval.encode import model_fingerprint

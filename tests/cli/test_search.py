@@ -11,9 +11,8 @@ from small_data import write_beir
 from contaccum import DualEncoder
 from contaccum.cli import main
 from contaccum.evaluation.results import read_trec_run
-from contaccum.retrieval import exact_search
-from contaccum.retrieval import index as index_module
-from contaccum.retrieval.index import build_index, search
+from contaccum.retrieval import search as search_module
+from contaccum.retrieval.search import build_index, search
 from contaccum.retrieval.store import EmbeddingStore
 
 QUERIES = sentences(12, 2)
@@ -56,7 +55,7 @@ def run(root: Path, output: Path, *options: object, model: str | None = "encoder
 
 def test_run_equals_the_search_of_an_array(root, tmp_path, monkeypatch):
     # The array is searched in slices like the shards, so that rounding is the same.
-    monkeypatch.setattr(exact_search, "SLICE_BYTES", 4 * 32 * 17)
+    monkeypatch.setattr(search_module, "SLICE_BYTES", 4 * 32 * 17)
     assert run(root, tmp_path / "run.trec", "--top_k", 7) == 0
     hits = read_trec_run(tmp_path / "run.trec")
     store = EmbeddingStore.open(root / "store")
@@ -120,7 +119,7 @@ def test_recall_need_not_be_measured(root, tmp_path, monkeypatch, capsys):
     def refuse_recall(*arguments):
         raise AssertionError("the recall was measured")
 
-    monkeypatch.setattr(index_module, "recall_against_exact", refuse_recall)
+    monkeypatch.setattr(search_module, "recall_against_exact", refuse_recall)
     output = tmp_path / "run.trec"
     assert run(root, output, "--index", "IVF4,Flat", "--no_recall") == 0
     assert capsys.readouterr().out.splitlines()[-2].endswith("recall not measured")

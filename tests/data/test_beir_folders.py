@@ -20,13 +20,11 @@ from contaccum.data import (
     load_beir_folder,
     load_training_data,
 )
-from contaccum.data.beir import read_split_queries, shipped_scifact
-from contaccum.data.public_sets import ARCHIVE_MD5, resolve_beir_data
+from contaccum.data.beir import ARCHIVE_MD5, read_split_queries, resolve_beir_data, shipped_scifact
 from contaccum.data.readers import Source
-from contaccum.data.split import split_data
-from contaccum.data.split_files import copy_test, write_part
+from contaccum.data.split import copy_test, split_data, write_part
 from contaccum.errors import DataError
-from contaccum.evaluation.beir_sets import describe_data, load_data, score_beir_run
+from contaccum.evaluation.beir import describe_data, load_data, score_beir_run
 from contaccum.evaluation.evaluator import sample
 from contaccum.mining import load_mining_data
 from contaccum.retrieval.encode import read_texts

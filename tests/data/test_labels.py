@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from contaccum.data.labels import Labels, decode, encode
+from contaccum.data.sampling import Labels, decode, encode
 
 IDS = [[2**63 - 1, -(2**63), 0], [1, -2, 3]]
 SCORES = [[0.1, -7.25], [3e8, -0.0]]

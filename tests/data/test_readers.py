@@ -30,9 +30,8 @@ from contaccum.data import (
     read_records,
     sniff_format,
 )
-from contaccum.data.fields import FIELDS
 from contaccum.data.readers import Passage, Source
-from contaccum.data.tables import read_csv
+from contaccum.data.records import FIELDS, read_csv
 from contaccum.errors import ConfigError, DataError
 
 

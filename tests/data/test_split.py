@@ -12,8 +12,7 @@ from small_data import read_lines, write_beir, write_lines, write_qrels
 
 from contaccum.cli import main
 from contaccum.data import load_beir_folder
-from contaccum.data.grouping import Grouping, group_queries
-from contaccum.data.near_duplicates import normalise
+from contaccum.data.near_duplicates import Grouping, group_queries, normalise
 from contaccum.data.readers import Source
 from contaccum.data.records import RecordReport
 from contaccum.data.split import SplitSettings, choose_sides, read_split, split_data

@@ -10,8 +10,7 @@ from data_files import WRITERS, put, put_lines, put_parquet, read
 
 from contaccum.data import load_training_data
 from contaccum.data.dataset import load_training_sets
-from contaccum.data.labels import decode
-from contaccum.data.sampling import text_ids
+from contaccum.data.sampling import decode, text_ids
 from contaccum.errors import ConfigError, DataError
 
 

@@ -21,14 +21,15 @@ from transformers import AutoModel
 
 from contaccum import DualEncoder
 from contaccum.encoders.adapters import (
+    MERGED_FOLDER,
     add_adapter,
     describe_adapters,
     get_backbones,
     has_adapter,
+    make_4bit_kwargs,
     merge_adapter,
+    replace_saved_adapter,
 )
-from contaccum.encoders.four_bits import make_4bit_kwargs
-from contaccum.encoders.saved_adapters import MERGED_FOLDER, replace_saved_adapter
 from contaccum.errors import ConfigError, UserError
 from contaccum.retrieval.encode import model_fingerprint
 

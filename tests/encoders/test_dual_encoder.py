@@ -21,13 +21,13 @@ from transformers import (
 )
 
 from contaccum import DualEncoder
+from contaccum.encoders.dual_encoder import untie
 from contaccum.encoders.loading import require_model
-from contaccum.encoders.query_tower import untie
 from contaccum.encoders.settings import (
     configure,
+    is_tied,
     set_max_lengths,
 )
-from contaccum.encoders.towers import is_tied
 from contaccum.errors import ConfigError, UserError
 
 # Module types that modules.json must hold, so that older and newer versions can load the folders.

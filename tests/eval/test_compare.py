@@ -22,7 +22,7 @@ from comparison.report import METRICS, build_report, render_markdown
 from comparison.tuning import apply_chosen_values, choose_value, read_ladder, tune_groups
 
 from contaccum.errors import ConfigError
-from contaccum.evaluation.significance import add_holm, sign_flip_test
+from contaccum.evaluation.metrics import add_holm, sign_flip_test
 from contaccum.files import read_json, write_json
 from contaccum.training.config import load_data
 

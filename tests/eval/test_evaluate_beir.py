@@ -13,7 +13,7 @@ from sentence_transformers import SentenceTransformer
 from small_data import write_judged_places
 
 from contaccum import DualEncoder
-from contaccum.evaluation.beir_sets import evaluate_beir, load_data
+from contaccum.evaluation.beir import evaluate_beir, load_data
 from contaccum.retrieval.encode import encode_texts
 
 PROGRAM = "eval/evaluate_beir.py"

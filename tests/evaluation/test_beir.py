@@ -12,7 +12,7 @@ from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, load_beir_folder
 from contaccum.data.beir import shipped_scifact
 from contaccum.errors import ConfigError
 from contaccum.evaluation import tables
-from contaccum.evaluation.beir_sets import (
+from contaccum.evaluation.beir import (
     EvaluationSet,
     describe_data,
     evaluate_beir,

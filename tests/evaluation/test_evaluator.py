@@ -13,11 +13,11 @@ from tiny_models import tiny_encoder
 from contaccum import DualEncoder
 from contaccum.data import BeirDataset, RecordReport, load_beir_folder
 from contaccum.errors import ConfigError
-from contaccum.evaluation.beir_sets import evaluate_beir
+from contaccum.evaluation.beir import evaluate_beir
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 from contaccum.evaluation.metrics import score_run
-from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.documents import StoreDocuments
+from contaccum.retrieval.encode import CorpusEncoder
 from contaccum.retrieval.store import EmbeddingStore
 
 NUM_DOCUMENTS = 40

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from contaccum.errors import DataError
-from contaccum.evaluation.significance import add_holm, sign_flip_test
+from contaccum.evaluation.metrics import add_holm, sign_flip_test
 from contaccum.fitting.verdict import BETTER, LEVEL, WORSE, compute_verdict
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "by_time"

@@ -7,7 +7,7 @@ import pytest
 
 from contaccum.errors import DataError
 from contaccum.evaluation import tables
-from contaccum.evaluation.significance import add_holm, sign_flip_test
+from contaccum.evaluation.metrics import add_holm, sign_flip_test
 
 
 def test_a_comparison_counts_wins_ties_and_losses_and_lists_the_greatest_changes():

@@ -26,8 +26,7 @@ from tiny_models import tiny_encoder
 import contaccum
 from contaccum.cli import main
 from contaccum.data.beir import load_beir_folder
-from contaccum.data.split import read_split
-from contaccum.data.split_files import write_part
+from contaccum.data.split import read_split, write_part
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import atomic_folder, write_json

@@ -21,7 +21,7 @@ from contaccum.data.readers import Source
 from contaccum.data.records import RecordReport
 from contaccum.data.split import SplitSettings, split_data
 from contaccum.errors import ConfigError, DataError
-from contaccum.evaluation.beir_sets import load_data
+from contaccum.evaluation.beir import load_data
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.fitting import pipeline
 from contaccum.fitting.folder import FitFolder

@@ -18,7 +18,7 @@ from tiny_models import tiny_encoder
 from torch import Tensor, nn
 
 from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
-from contaccum.data.labels import Labels, decode
+from contaccum.data.sampling import Labels, decode
 from contaccum.errors import ConfigError
 from contaccum.losses.distillation import Distillation
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import BertTokenizerFast
 
 from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
-from contaccum.encoders.towers import get_tower
+from contaccum.encoders.settings import get_tower
 from contaccum.errors import ConfigError
 
 

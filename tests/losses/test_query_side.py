@@ -20,18 +20,18 @@ from tiny_models import tiny_encoder
 from torch.nn.functional import normalize
 
 from contaccum import DualEncoder
-from contaccum.encoders.query_tower import add_query_adapter, train_query_tower_alone
+from contaccum.encoders.dual_encoder import add_query_adapter, train_query_tower_alone
 from contaccum.errors import ConfigError, DataError
 from contaccum.losses.query_side import QuerySideCollator, QuerySideLoss
-from contaccum.retrieval.corpus import CorpusEncoder
-from contaccum.retrieval.device_blocks import DeviceEmbeddings
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import (
+    CorpusEncoder,
     check_store_fits,
     encode_texts,
     model_fingerprint,
     tokenisation_fingerprint,
 )
+from contaccum.retrieval.search import DeviceEmbeddings
 from contaccum.retrieval.store import EmbeddingStore
 
 DOCUMENTS = sentences(40, 5, 9)

@@ -5,7 +5,7 @@ from pathlib import Path
 import bm25s
 import pytest
 
-from contaccum.retrieval.searcher import _split_words, bm25_run
+from contaccum.retrieval.search import _split_words, bm25_run
 
 README = Path(__file__).parents[2] / "README.md"
 

@@ -10,10 +10,14 @@ import pytest
 import torch
 
 from contaccum.errors import ConfigError, DataError, UserError
-from contaccum.retrieval import device_blocks, exact_search
-from contaccum.retrieval import index as index_module
-from contaccum.retrieval.exact_search import GpuSearch
-from contaccum.retrieval.index import build_index, open_index, recall_against_exact, search
+from contaccum.retrieval import search as search_module
+from contaccum.retrieval.search import (
+    GpuSearch,
+    build_index,
+    open_index,
+    recall_against_exact,
+    search,
+)
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter
 
 
@@ -24,7 +28,7 @@ def make_vectors(n: int, d: int = 16, seed: int = 0) -> np.ndarray:
 @pytest.fixture
 def set_slice_size(monkeypatch) -> Callable[[int], None]:
     """Return a function that sets how many rows of 16 numbers a slice has."""
-    return lambda num_rows: monkeypatch.setattr(exact_search, "SLICE_BYTES", 4 * 16 * num_rows)
+    return lambda num_rows: monkeypatch.setattr(search_module, "SLICE_BYTES", 4 * 16 * num_rows)
 
 
 @pytest.fixture(params=["faiss", "torch"])
@@ -36,12 +40,12 @@ def program(request, monkeypatch) -> str:
             assert [device.type for device in devices] == ["cuda", "cuda"]
             return GpuSearch(corpus, metric, [torch.device("cpu")] * 2)
 
-        monkeypatch.setattr(index_module, "find_gpus", lambda: [0, 1])
-        monkeypatch.setattr(index_module, "GpuSearch", use_cpu)
-        monkeypatch.setattr(exact_search, "search_slices", None)
-        monkeypatch.setattr(index_module, "search_slices", None)
-        monkeypatch.setattr(exact_search, "_MAX_SCORES_ON_GPU", 2000)
-        monkeypatch.setattr(device_blocks, "_ROWS_PER_BLOCK_ON_CPU", 30)
+        monkeypatch.setattr(search_module, "find_gpus", lambda: [0, 1])
+        monkeypatch.setattr(search_module, "GpuSearch", use_cpu)
+        monkeypatch.setattr(search_module, "search_slices", None)
+        monkeypatch.setattr(search_module, "search_slices", None)
+        monkeypatch.setattr(search_module, "_MAX_SCORES_ON_GPU", 2000)
+        monkeypatch.setattr(search_module, "_ROWS_PER_BLOCK_ON_CPU", 30)
     return request.param
 
 
@@ -63,8 +67,8 @@ def search_by_numpy(
 @pytest.mark.parametrize(("k", "num_queries"), [(1, 9), (7, 300), (65, 300), (500, 9)])
 def test_sliced_search_equals_numpy(metric, k, num_queries, set_slice_size, monkeypatch, program):
     set_slice_size(64)
-    monkeypatch.setattr(exact_search, "_MAX_QUERIES_PER_GROUP", 100)
-    monkeypatch.setattr(exact_search, "_MAX_QUERIES_PER_GROUP_ON_GPU", 100)
+    monkeypatch.setattr(search_module, "_MAX_QUERIES_PER_GROUP", 100)
+    monkeypatch.setattr(search_module, "_MAX_QUERIES_PER_GROUP_ON_GPU", 100)
     documents = make_vectors(200)
     queries = make_vectors(num_queries, seed=1)
     documents_before = documents.copy()
@@ -141,7 +145,7 @@ def test_the_cpu_searches_if_the_memory_of_a_gpu_is_full(monkeypatch, caplog):
 
     documents = make_vectors(50)
     _, expected_rows = search(build_index(documents), documents, 5)
-    monkeypatch.setattr(index_module, "find_gpus", lambda: [0])
+    monkeypatch.setattr(search_module, "find_gpus", lambda: [0])
     monkeypatch.setattr(GpuSearch, "search", fail)
     _, rows = search(build_index(documents), documents, 5)
     np.testing.assert_array_equal(rows, expected_rows)
@@ -227,7 +231,7 @@ def test_a_store_is_searched_by_its_own_similarity(tmp_path, similarity, program
 def test_an_index_is_built_once_and_read_from_its_file(store, tmp_path, factory, monkeypatch):
     path = tmp_path / "index.faiss"
     built_index = open_index(path, store, factory)
-    monkeypatch.setattr(index_module, "build_index", None)
+    monkeypatch.setattr(search_module, "build_index", None)
     read_index = open_index(path, store, factory)
     assert read_index.parameters == built_index.parameters
     queries = make_vectors(9, seed=1)

@@ -14,11 +14,10 @@ from small_data import contents, write_lines
 from contaccum import DualEncoder
 from contaccum.cli import main
 from contaccum.errors import DataError
-from contaccum.retrieval import parquet
+from contaccum.retrieval import store as store_module
 from contaccum.retrieval.encode import encode_texts
-from contaccum.retrieval.index import build_index, search
-from contaccum.retrieval.parquet import write_parquet
-from contaccum.retrieval.store import EmbeddingStore, StoreWriter
+from contaccum.retrieval.search import build_index, search
+from contaccum.retrieval.store import EmbeddingStore, StoreWriter, write_parquet
 
 ENCODING_PAGE = Path(__file__).parents[2] / "docs" / "encoding.md"
 NUM_ROWS = 25
@@ -53,7 +52,7 @@ def store(request, tmp_path) -> EmbeddingStore:
 
 
 def test_files_hold_the_rows_of_the_shards_bit_for_bit(store, monkeypatch):
-    monkeypatch.setattr(parquet, "ROWS_PER_GROUP", 4)
+    monkeypatch.setattr(store_module, "ROWS_PER_GROUP", 4)
     folder = write_parquet(store, PASSAGES)
     assert folder == store.folder / "parquet"
     paths = sorted(folder.iterdir())

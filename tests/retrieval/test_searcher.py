@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from contaccum.retrieval.searcher import FaissSearcher
+from contaccum.retrieval.search import FaissSearcher
 
 
 class StoredModel:

@@ -11,7 +11,7 @@ from sentence_transformers import SentenceTransformer
 from small_data import read_lines, write_judged_places
 
 from contaccum import DualEncoder
-from contaccum.evaluation.beir_sets import evaluate_beir, load_data
+from contaccum.evaluation.beir import evaluate_beir, load_data
 from contaccum.mining import load_mining_data
 from contaccum.retrieval.encode import encode_texts
 from contaccum.retrieval.store import EmbeddingStore

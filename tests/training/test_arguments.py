@@ -9,7 +9,7 @@ from tiny_models import tiny_encoder
 from contaccum import BankedInfoNCE, ContAccumLoss, ContAccumTrainingArguments
 from contaccum.errors import ConfigError
 from contaccum.training.arguments import LOSS_SETTINGS
-from contaccum.training.loss_factory import make_loss
+from contaccum.training.losses import make_loss
 
 AUTO = {"per_device_train_batch_size": "auto"}
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 2}

@@ -33,13 +33,14 @@ from contaccum.training.arguments import LOSS_SETTINGS
 from contaccum.training.checkpoint import (
     BANK_FILE,
     MARKER,
+    ResumePoint,
     find_checkpoints,
     find_defect,
     remove_oldest,
+    require_free_folder,
     write_marker,
 )
 from contaccum.training.resources import report_full_disk
-from contaccum.training.resuming import ResumePoint, require_free_folder
 
 OTHER_PAIRS = make_pairs(44, negatives=1).select(range(1, 44))
 """As many rows as those of `RUN_SETTINGS`."""

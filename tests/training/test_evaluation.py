@@ -26,7 +26,7 @@ from contaccum.data import BeirDataset, RecordReport
 from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.training import checkpoint
-from contaccum.training.run_description import RunDescription
+from contaccum.training.checkpoint import RunDescription
 
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 1}
 LOAD_BEST = {

@@ -13,8 +13,8 @@ from tiny_models import tiny_encoder
 
 from contaccum import DualEncoder
 from contaccum.cli import main
-from contaccum.encoders.query_tower import train_query_tower_alone
-from contaccum.encoders.towers import get_tower
+from contaccum.encoders.dual_encoder import train_query_tower_alone
+from contaccum.encoders.settings import get_tower
 
 LEARNING_RATE = 1e-5
 

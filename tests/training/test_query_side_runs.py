@@ -19,7 +19,7 @@ from tiny_runs import read_log
 from contaccum import DualEncoder
 from contaccum.cli import main
 from contaccum.errors import UserError
-from contaccum.retrieval import corpus, encode
+from contaccum.retrieval import encode
 from contaccum.retrieval.encode import encode_texts
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training.arguments import ContAccumTrainingArguments
@@ -124,7 +124,7 @@ def test_a_corpus_is_encoded_once_into_the_output_folder(root, tmp_path, monkeyp
     assert run_train(root, tmp_path / "run", corpus=root / "beir/corpus.jsonl") == 0
     stored = (tmp_path / "run" / STORE_FOLDER / "shard-00000/embeddings.npy").read_bytes()
     assert stored == (root / "store/shard-00000/embeddings.npy").read_bytes()
-    monkeypatch.setattr(corpus, "encode_texts", None)  # nothing is encoded again
+    monkeypatch.setattr(encode, "encode_texts", None)  # nothing is encoded again
     settings = {"corpus": root / "beir/corpus.jsonl", "overwrite_output_dir": "true"}
     assert run_train(root, tmp_path / "run", **settings) == 0
 
@@ -247,7 +247,7 @@ def test_evaluation_while_training_reads_documents_from_the_store(root, tmp_path
         return original(model, texts, kind, *args, **kwargs)
 
     monkeypatch.setattr(encode, "encode_texts", record_kind)
-    monkeypatch.setattr("contaccum.retrieval.searcher.encode_texts", record_kind)
+    monkeypatch.setattr("contaccum.retrieval.search.encode_texts", record_kind)
     settings = {
         "passage_store": root / "store",
         "eval_data": root / "beir",

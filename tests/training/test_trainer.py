@@ -34,7 +34,7 @@ from contaccum.errors import ConfigError, UserError
 from contaccum.retrieval.encode import model_fingerprint
 from contaccum.training.arguments import BANK_METHODS
 from contaccum.training.log import RUN_RECORD, CollapseWatch
-from contaccum.training.loss_factory import compute_smallest_micro_batch
+from contaccum.training.losses import compute_smallest_micro_batch
 from contaccum.training.options import METHODS
 
 METHODS_WITHOUT_STORE = [name for name in METHODS if name != "query_side"]

@@ -35,7 +35,7 @@ from transformers import TrainerCallback
 from contaccum import CachedContAccumLoss
 from contaccum.errors import ConfigError, UserError
 from contaccum.files import read_json
-from contaccum.training import nonfinite, out_of_memory
+from contaccum.training import update
 from contaccum.training.log import CollapseWatch
 
 EVERY_CALL = set(range(999))
@@ -257,7 +257,7 @@ def test_auto_finds_the_largest_micro_batch_without_changing_the_training(stage,
 def test_a_run_with_auto_and_a_composing_sampler_resumes(tmp_path, monkeypatch):
     """Its batches depend on the micro-batch size, which the resumed run reads from the marker."""
     settings = {"batch_sampler": "no_duplicates", **SAVE_EVERY_UPDATE}
-    monkeypatch.setattr("contaccum.training.updates.find_micro_batch", lambda *_: 4)
+    monkeypatch.setattr("contaccum.training.update.find_micro_batch", lambda *_: 4)
     straight = make_trainer(tmp_path, **AUTO, **settings)
     straight.train()
     record = read_json(tmp_path / "run.json")
@@ -312,13 +312,11 @@ def test_auto_measures_memory_in_training_mode_and_with_texts_for_missing_negati
     trainer = make_trainer(tmp_path, **AUTO)
     trainer.model.eval()
     modes = []
-    monkeypatch.setattr(
-        out_of_memory, "try_micro_batch", lambda *_: modes.append(trainer.model.training)
-    )
+    monkeypatch.setattr(update, "try_micro_batch", lambda *_: modes.append(trainer.model.training))
     trainer.get_train_dataloader()
     assert modes and all(modes)
     columns = {"query": ["a", "b c"], "positive": ["d e f", "g"], "negative_1": [None, None]}
-    rows = out_of_memory.make_longest_rows(Dataset.from_dict(columns), 1)
+    rows = update.make_longest_rows(Dataset.from_dict(columns), 1)
     assert rows == [{"query": "b c", "positive": "d e f", "negative_1": "d e f"}]
 
 
@@ -329,7 +327,7 @@ def test_the_longest_rows_have_the_longest_texts_of_all_training_sets():
         ),
         "wide": Dataset.from_dict({"query": ["i"], "positive": ["j k l"], "negative_1": ["m"]}),
     }
-    [row] = out_of_memory.make_longest_rows(sets, 1)
+    [row] = update.make_longest_rows(sets, 1)
     texts = {"query": "a b c d", "positive": "j k l", "negative_1": "m"}
     assert row == {**texts, "dataset_name": "wide"}
 
@@ -354,9 +352,9 @@ def test_auto_tries_no_size_for_which_a_host_has_too_little_memory(tmp_path, mon
     trainer.args.gradient_accumulation_steps = 12
     sizes: list[int] = []
     memory = SimpleNamespace(available=750 * 2**20)
-    monkeypatch.setattr(out_of_memory, "try_micro_batch", lambda size, *_: sizes.append(size))
-    monkeypatch.setattr(out_of_memory, "peak_memory_mb", lambda device: 100.0 * sum(sizes))
-    monkeypatch.setattr(out_of_memory.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(update, "try_micro_batch", lambda size, *_: sizes.append(size))
+    monkeypatch.setattr(update, "peak_memory_mb", lambda device: 100.0 * sum(sizes))
+    monkeypatch.setattr(update.psutil, "virtual_memory", lambda: memory)
     trainer.get_train_dataloader()
     assert sizes == [1, 2, 3, 4, 6]
     assert trainer.args.per_device_train_batch_size == 6  # 12 was not tried
@@ -527,8 +525,8 @@ def test_a_nonfinite_loss_on_another_rank_is_not_blamed_on_rows_of_this_rank(
     trainer = make_trainer(tmp_path)
     call_at_micro_step(trainer, 5, multiply_gradient(trainer, math.nan))
     # The largest number of micro-batches with a loss that is not finite, over two ranks.
-    monkeypatch.setattr(nonfinite, "over_ranks", lambda op, value: torch.ones_like(value))
-    monkeypatch.setattr(nonfinite, "world_size", lambda: 2)
+    monkeypatch.setattr(update, "over_ranks", lambda op, value: torch.ones_like(value))
+    monkeypatch.setattr(update, "world_size", lambda: 2)
     trainer.train()
     line = read_log(tmp_path)[1]
     assert (line["skipped"], line["micro_steps"], line["rows"]) == ("loss", [], [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from contaccum.encoders import four_bits
+from contaccum.encoders import adapters
 from contaccum.errors import ConfigError
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.config import parse
@@ -77,7 +77,7 @@ def test_sizes_that_the_user_has_fixed_are_those_of_query_side_training():
 )
 def test_query_side_is_left_out_if_it_lacks_a_setting(options, reason, monkeypatch):
     """Otherwise the setting would be lost if query_side was chosen."""
-    monkeypatch.setattr(four_bits, "make_4bit_kwargs", dict)
+    monkeypatch.setattr(adapters, "make_4bit_kwargs", dict)
     lines: list[str] = []
     methods = select_methods({**RUN, **options}, list(options), 1, lines.append)
     assert methods == ["contaccum", "grad_cache"]

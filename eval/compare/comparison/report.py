@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from comparison.plan import Group
-from contaccum.evaluation.significance import add_holm, sign_flip_test, warn_of_few_groups
+from contaccum.evaluation.metrics import add_holm, sign_flip_test, warn_of_few_groups
 from contaccum.evaluation.tables import markdown_table
 
 METRICS = {

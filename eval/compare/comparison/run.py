@@ -23,10 +23,10 @@ import torch
 from comparison.plan import Group
 from comparison.processes import RESULT_FILE, Job, exit_with_parent, run_jobs
 from contaccum import __version__
-from contaccum.data.grouping import group_queries
+from contaccum.data.near_duplicates import group_queries
 from contaccum.errors import ConfigError
-from contaccum.evaluation.beir_sets import describe_data, evaluate_beir
-from contaccum.evaluation.beir_sets import load_data as load_beir_data
+from contaccum.evaluation.beir import describe_data, evaluate_beir
+from contaccum.evaluation.beir import load_data as load_beir_data
 from contaccum.files import fingerprint, provenance, read_json, write_json
 from contaccum.retrieval.encode import model_fingerprint
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name

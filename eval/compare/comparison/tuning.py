@@ -16,7 +16,7 @@ from comparison.plan import Group, add_setting, is_tunable, refuse_reserved_keys
 from comparison.report import MAIN_METRIC, average_by_query
 from comparison.run import Results
 from contaccum.errors import ConfigError
-from contaccum.evaluation.significance import sign_flip_test
+from contaccum.evaluation.metrics import sign_flip_test
 from contaccum.tuning.choice import find_best_value
 from contaccum.tuning.ladder import next_values
 

@@ -18,7 +18,7 @@ from sentence_transformers import SentenceTransformer
 
 from contaccum import DualEncoder
 from contaccum.data import load_beir_folder
-from contaccum.data.grouping import group_queries
+from contaccum.data.near_duplicates import group_queries
 from contaccum.errors import ConfigError
 from contaccum.files import atomic_folder, fingerprint, provenance, read_json, write_json
 from contaccum.retrieval.encode import model_fingerprint

@@ -13,9 +13,8 @@ import numpy as np
 
 from contaccum import DualEncoder
 from contaccum.data.beir import BeirDataset
-from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.documents import StoreDocuments
-from contaccum.retrieval.encode import encoding_identity
+from contaccum.retrieval.encode import CorpusEncoder, encoding_identity
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter
 
 

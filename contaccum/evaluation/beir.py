@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, BeirDataset, get_default_split
-from contaccum.data.beir import is_beir_folder, load_beir_folder
-from contaccum.data.public_sets import get_set_name, resolve_beir_data
+from contaccum.data.beir import get_set_name, is_beir_folder, load_beir_folder, resolve_beir_data
 from contaccum.defaults import DEFAULT_K_VALUES
 from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.metrics import (
@@ -31,12 +30,13 @@ from contaccum.evaluation.metrics import (
 )
 from contaccum.evaluation.results import EvaluationResult, JsonObject, Run
 
-logger = logging.getLogger(__name__)
-
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
-    from contaccum.retrieval.searcher import Encode
+    from contaccum.retrieval.search import Encode
+
+
+logger = logging.getLogger(__name__)
 
 
 def evaluate_beir(
@@ -184,7 +184,7 @@ def search(
     Raises:
         ConfigError: see `plan_search`.
     """
-    from contaccum.retrieval.searcher import FaissSearcher
+    from contaccum.retrieval.search import FaissSearcher
 
     record_fields = plan_search(model, len(corpus), k, similarity=similarity, **settings)
     searcher = FaissSearcher(
@@ -235,7 +235,7 @@ def plan_search(
         model_fingerprint,
         tokenisation_fingerprint,
     )
-    from contaccum.retrieval.index import check_factory
+    from contaccum.retrieval.search import check_factory
 
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, not {batch_size}")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from contaccum.data.sampling import LABELS, get_samplings
 from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
-from contaccum.encoders.towers import is_tied
+from contaccum.encoders.settings import is_tied
 from contaccum.errors import ConfigError
 from contaccum.losses.contaccum import CachedContAccumLoss, ContAccumLoss
 from contaccum.losses.guide import Guide

@@ -1,0 +1,1096 @@
+"""Search for texts with a model, behind BEIR's interface, and search by BM25.
+
+`FaissSearcher` joins `encode` and `index`: `EvaluateRetrieval(FaissSearcher(model))`.
+No metric is computed here, no file is written, and beir is not imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from sentence_transformers import SentenceTransformer
+from torch import Tensor
+
+from contaccum.bank.full_softmax import DocumentBlock, multiply, without_tf32
+from contaccum.data import passage_text
+from contaccum.distributed import world_size
+from contaccum.encoders.settings import Kind
+from contaccum.errors import ConfigError, DataError, UserError
+from contaccum.files import (
+    AnyPath,
+    atomic_file,
+    read_json,
+    write_json,
+)
+from contaccum.retrieval.encode import Similarity, encode_texts, get_similarity
+from contaccum.retrieval.store import EmbeddingStore
+
+if TYPE_CHECKING:
+    import faiss
+
+
+Run = dict[str, dict[str, float]]
+"""{query id: {document id: score}}"""
+
+Corpus = Mapping[str, Mapping[str, str]]
+"""{document id: {"title": title, "text": text}}; the title may be missing."""
+
+Encode = Callable[[SentenceTransformer, Sequence[str]], np.ndarray]
+"""Function of a model and n texts that returns embeddings (n, d)."""
+
+# Parameters of BM25, with DPR's values: the saturation of the term frequency (k1) and the influence
+# of the passage's length (b).
+_BM25_K1 = 0.9
+_BM25_B = 0.4
+
+# Words of these scripts cannot be found by blanks, so their texts are cut into overlapping n-grams.
+# Bigrams of Han, kana, Bopomofo, Yi and Hangul, as in Lucene's CJK analyzer. Korean has blanks, but
+# particles are joined to its words: nDCG@10 on KorQuAD's dev set is 0.84 by words, 0.95 by bigrams.
+_CJK = (
+    r"\u1100-\u11ff\u2e80-\u2fdf\u3005-\u3007\u3031-\u3035\u3041-\u309f\u30a1-\u30fa\u30fc-\u31ff"
+    r"\u3400-\u4dbf\u4e00-\ua4cf\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff\uff66-\uffdc"
+    r"\U0001aff0-\U0001b16f\U00020000-\U0003ffff"
+)
+# Trigrams of Thai, Lao, Myanmar, Khmer and Tai, which have few letters: nDCG@10 on XQuAD in Thai is
+# 0.92 by bigrams, 0.97 by trigrams.
+_SOUTHEAST_ASIAN = (
+    r"\u0e01-\u0e3a\u0e40-\u0e4e\u0e80-\u0ecf\u1000-\u103f\u1050-\u109f\u1780-\u17d3\u1950-\u19cf"
+    r"\u1a20-\u1a7f\ua9e0-\ua9ef\uaa60-\uaadf"
+)
+# Scripts of India and Sri Lanka, Thaana and Tibetan: their vowel signs belong to a word, but not to
+# the pattern \w.
+_VOWEL_SIGNS = r"\u0780-\u07bf\u0900-\u0963\u0966-\u0dff\u0f40-\u0fbc"
+# Groups: a word of two characters or more, a run of _CJK, a run of _SOUTHEAST_ASIAN.
+_BM25_TOKENS = re.compile(
+    rf"((?:[^\W{_CJK}{_SOUTHEAST_ASIAN}]|[{_VOWEL_SIGNS}]){{2,}})|([{_CJK}]+)|([{_SOUTHEAST_ASIAN}]+)"
+)
+
+
+class FaissSearcher:
+    """Searcher that encodes a corpus and queries with one model and searches with FAISS.
+
+    Its method `search` has the arguments and the result of BEIR's search classes.
+
+    Args:
+        model: a SentenceTransformer, which stays on its device.
+        batch_size: texts per forward pass; see `encode_texts`.
+        index: FAISS factory string; see `build_index`. "Flat" is exact and gives the results of
+            BEIR's DenseRetrievalExactSearch.
+        index_parameters: FAISS search parameters; see `build_index`.
+        precision: type of autocast; see `encode_texts`.
+        show_progress_bar: show progress bars.
+        encode_queries, encode_documents: functions that return the embeddings (n, d) of the texts
+            of queries and of documents, given the model and the texts; None: `encode_texts`.
+
+    Attributes:
+        timing: seconds per stage of the last search.
+        search_details: the number of ``gpus`` of the last search and, for an approximate index, the
+            ``recall`` (see `recall_against_exact`).
+    """
+
+    def __init__(
+        self,
+        model: SentenceTransformer,
+        batch_size: int = 32,
+        index: str = "Flat",
+        index_parameters: str | None = None,
+        precision: str = "float32",
+        show_progress_bar: bool = True,
+        encode_queries: Encode | None = None,
+        encode_documents: Encode | None = None,
+    ) -> None:
+        self.model = model
+        self.batch_size = batch_size
+        self.index = index
+        self.index_parameters = index_parameters
+        self.precision = precision
+        self.show_progress_bar = show_progress_bar
+        self.encode_queries = encode_queries
+        self.encode_documents = encode_documents
+        self.timing: dict[str, float] = {}
+        self.search_details: dict[str, int | dict[str, float]] = {}
+
+    def search(
+        self,
+        corpus: Corpus,
+        queries: Mapping[str, str],
+        top_k: int,
+        score_function: str | None = None,
+        **kwargs: Any,
+    ) -> Run:
+        """Find the ``top_k`` best documents of every query.
+
+        A document with the query's id is dropped from the results, as BEIR does.
+
+        Args:
+            corpus: {document id: {"title": title, "text": text}}.
+            queries: {query id: text}.
+            top_k: number of documents per query.
+            score_function: "cos_sim" or "dot"; None: the model's own similarity.
+            kwargs: further keywords of BEIR; they are ignored.
+
+        Returns:
+            {query id: {document id: score}}, best documents first.
+
+        Raises:
+            ConfigError: the score function is unknown, or the index cannot be built.
+        """
+        metric = get_similarity(self.model, score_function)
+        self.timing = {}
+        with self._measure_time("encode_queries"):
+            query_embeddings = self._encode(list(queries.values()), "query", self.encode_queries)
+        passages = get_passage_texts(corpus)
+        with self._measure_time("encode_corpus"):
+            document_embeddings = self._encode(passages, "document", self.encode_documents)
+        with self._measure_time("index"):
+            index = build_index(
+                document_embeddings, self.index, metric, list(corpus), self.index_parameters
+            )
+        with self._measure_time("search"):
+            # One more than top_k, because the document with the query's id is dropped.
+            scores, rows = search(index, query_embeddings, top_k + 1)
+        self.search_details = {"gpus": len(index.gpus)}
+        recall = recall_against_exact(index, query_embeddings, rows[:, :top_k])
+        if recall is not None:
+            self.search_details["recall"] = recall
+        run: Run = {}
+        for query_id, query_scores, query_rows in zip(queries, scores, rows, strict=True):
+            run[query_id] = _get_hits(index, query_id, query_scores, query_rows, top_k)
+        return run
+
+    def _encode(self, texts: Sequence[str], kind: Kind, encode: Encode | None) -> np.ndarray:
+        if encode is not None:
+            return encode(self.model, texts)
+        return encode_texts(
+            self.model, texts, kind, self.batch_size, self.precision, self.show_progress_bar
+        )
+
+    @contextmanager
+    def _measure_time(self, stage: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.timing[f"{stage}_seconds"] = time.perf_counter() - started
+
+
+def _get_hits(
+    index: DenseIndex, query_id: str, scores: np.ndarray, rows: np.ndarray, top_k: int
+) -> dict[str, float]:
+    """Return {document id: score} of a query's ``top_k`` best documents, without its own document.
+
+    Args:
+        index: the index that was searched.
+        query_id: id of the query.
+        scores: (top_k + 1,), descending.
+        rows: (top_k + 1,); -1 where an approximate index found no further document.
+    """
+    found_rows = rows[rows >= 0]
+    found_scores = scores[: len(found_rows)].tolist()  # rows of -1 come last
+    hits = dict(zip(index.ids(found_rows), found_scores, strict=True))
+    has_own_document = hits.pop(query_id, None) is not None
+    if not has_own_document and len(hits) > top_k:
+        hits.popitem()
+    return hits
+
+
+def get_passage_texts(corpus: Corpus) -> list[str]:
+    """Return the texts of all documents as they are encoded: title, space, text."""
+    texts = []
+    for document in corpus.values():
+        title = document.get("title") or ""
+        texts.append(passage_text(title, document["text"]))
+    return texts
+
+
+def bm25_run(corpus: Corpus, queries: Mapping[str, str], top_k: int) -> Run:
+    """Find the ``top_k`` best documents of every query by BM25.
+
+    A document with the query's id is dropped, as BEIR does, and so are documents that share no word
+    with the query.
+
+    Raises:
+        DataError: no document has a word; see `bm25_scores`.
+    """
+    document_ids = list(corpus)
+    passages = get_passage_texts(corpus)
+    all_scores = bm25_scores(passages, list(queries.values()))
+    run: Run = {}
+    for query_id, scores in zip(queries, all_scores, strict=True):
+        best_rows = np.argsort(-scores, kind="stable")[: top_k + 1]
+        hits = {document_ids[row]: float(scores[row]) for row in best_rows if scores[row] > 0}
+        hits.pop(query_id, None)
+        run[query_id] = dict(list(hits.items())[:top_k])
+    return run
+
+
+def bm25_scores(
+    passages: list[str], queries: list[str], show_progress: bool = False
+) -> Iterator[np.ndarray]:
+    """Yield the scores of all n passages for each query, float32 (n,), by bm25s.
+
+    The variant is Lucene's, with DPR's parameters k1 and b. A passage without any word of the query
+    has a score of 0. See `_split_words` for what a word is.
+
+    Raises:
+        DataError: no passage has a word.
+    """
+    import bm25s
+
+    # bm25s logs its progress at level DEBUG and attaches a handler that prints it.
+    logging.getLogger("bm25s").setLevel(logging.WARNING)
+    passage_words = [_split_words(passage) for passage in passages]
+    if not any(passage_words):
+        raise DataError(
+            "no passage has a word of two letters or more, so BM25 can find nothing (check the "
+            "corpus file)"
+        )
+    index = bm25s.BM25(k1=_BM25_K1, b=_BM25_B)
+    index.index(passage_words, show_progress=show_progress)
+    for query in queries:
+        query_words = _split_words(query)
+        if query_words:
+            yield index.get_scores(query_words)
+        else:
+            yield np.zeros(len(passages), dtype=np.float32)
+
+
+def _split_words(text: str) -> list[str]:
+    """Return the words of a text in lower case, for BM25.
+
+    Words have two letters or more. Where a script has no blanks between words, all bigrams or
+    trigrams of characters stand for them, or the whole run if it is shorter.
+    """
+    words = []
+    for word, cjk_run, southeast_asian_run in _BM25_TOKENS.findall(text.lower()):
+        if word:
+            words.append(word)
+            continue
+        run = cjk_run or southeast_asian_run
+        length = 2 if cjk_run else 3
+        last_start = max(0, len(run) - length)
+        words.extend(run[start : start + length] for start in range(last_start + 1))
+    return words
+
+
+# Exact search in embeddings of any number, slice by slice: by FAISS on the CPU, by torch on GPUs
+
+# An array or a store is searched where it is, and no index is built. On the CPU, a slice is a
+# number of rows that fits into `SLICE_BYTES` as float32. The k best documents of each query so far
+# are held in a FAISS `ResultHeap`, to which the results of every slice are added. On GPUs, the
+# embeddings stay in their memory if they have room (see `device_blocks`). The order of documents
+# with equal scores is decided in `index`.
+
+
+# Bytes of float32 rows that are searched at a time: enough for matrix products to run at full
+# speed, and little memory compared with a corpus.
+SLICE_BYTES = 2**28
+# A thread with fewer queries costs more than it gains.
+_MIN_QUERIES_PER_THREAD = 64
+# Limits the memory for the results of a slice before they are merged.
+_MAX_QUERIES_PER_GROUP = 4096
+# The same on a GPU, and the scores that are computed at once: 512 MB in float32.
+_MAX_QUERIES_PER_GROUP_ON_GPU = 1024
+_MAX_SCORES_ON_GPU = 2**27
+
+
+def search_slices(
+    corpus: Embeddings,
+    queries: np.ndarray,
+    k: int,
+    metric: Similarity,
+    show_progress: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Find the k best documents of n queries exactly, on the CPU.
+
+    Documents with equal scores are in any order.
+
+    Args:
+        corpus: embeddings (N, d) of the documents.
+        queries: the result of `prepare_vectors`, (n, d).
+        k: number of documents per query, at most N.
+        metric: "cos" or "dot".
+        show_progress: show a progress bar over the slices.
+
+    Returns:
+        Scores, float32 (n, k), descending, and rows, int64 (n, k).
+
+    Raises:
+        UserError: a vector of the corpus holds NaN or infinity.
+    """
+    import faiss
+    from tqdm.auto import tqdm
+
+    num_rows, dimension = corpus.shape
+    # FAISS's threads wait for each other after every block of a product. One thread per group of
+    # queries needs half the CPU time, and on a busy machine a fraction of the wall time.
+    num_threads = faiss.omp_get_max_threads()
+    num_workers = max(1, min(num_threads, len(queries) // _MIN_QUERIES_PER_THREAD))
+    num_groups = max(num_workers, math.ceil(len(queries) / _MAX_QUERIES_PER_GROUP))
+    query_groups = np.array_split(queries, num_groups)
+    heaps = [faiss.ResultHeap(len(group), k, keep_max=True) for group in query_groups]
+
+    slice_size = min(compute_slice_size(dimension), num_rows)
+    buffer = None
+    if metric == "cos":
+        # Reused, because allocating memory for every slice costs more than writing to it.
+        buffer = np.empty((slice_size, dimension), dtype=np.float32)
+    workers = ThreadPoolExecutor(
+        num_workers,
+        initializer=faiss.omp_set_num_threads,
+        initargs=(num_threads // num_workers,),
+    )
+    with _use_blas(dimension), workers:
+        slices = _list_slices(corpus, slice_size)
+        for rows in tqdm(slices, desc="Searching", disable=not show_progress):
+            start = rows.start
+            documents = prepare_vectors(corpus[rows], metric, "document embedding", start, buffer)
+            add_results = partial(_add_results, documents, start, min(k, len(documents)))
+            # list() waits for all groups, and raises the error of a group that failed.
+            list(workers.map(add_results, query_groups, heaps))
+    for heap in heaps:
+        heap.finalize()
+    return np.concatenate([heap.D for heap in heaps]), np.concatenate([heap.I for heap in heaps])
+
+
+def _list_slices(corpus: Embeddings, size: int) -> list[slice]:
+    """Return the slices to search, of at most ``size`` rows.
+
+    A slice of a store never crosses the border of a shard, so that it is read from one file.
+    """
+    num_rows = len(corpus)
+    shard_size = num_rows
+    if isinstance(corpus, EmbeddingStore):
+        shard_size = corpus.shard_size
+    slices = []
+    for shard_start in range(0, num_rows, shard_size):
+        shard_end = min(shard_start + shard_size, num_rows)
+        for start in range(shard_start, shard_end, size):
+            slices.append(slice(start, min(start + size, shard_end)))
+    return slices
+
+
+@contextmanager
+def _use_blas(dimension: int) -> Iterator[None]:
+    """Make FAISS use BLAS for 8 queries or more, and restore its threshold afterwards.
+
+    By default, FAISS uses BLAS only if queries x dimensions reach 128,000. Below that, products are
+    computed one by one, which takes up to ten times as long.
+    """
+    import faiss
+
+    threshold = faiss.cvar.distance_compute_blas_threshold
+    faiss.cvar.distance_compute_blas_threshold = 8 * dimension
+    try:
+        yield
+    finally:
+        faiss.cvar.distance_compute_blas_threshold = threshold
+
+
+def _add_results(documents: np.ndarray, start: int, k: int, queries: np.ndarray, heap: Any) -> None:
+    """Search a slice of documents, float32 (b, d), that begins at row ``start``.
+
+    The results are merged into a heap.
+    """
+    import faiss
+
+    scores, rows = faiss.knn(queries, documents, k, metric=faiss.METRIC_INNER_PRODUCT)
+    heap.add_result(scores, rows + start)
+
+
+class GpuSearch:
+    """Exact search by torch. Each device searches its part of the embeddings.
+
+    Args:
+        corpus: embeddings (N, d) of the documents.
+        metric: "cos" or "dot".
+        devices: the GPUs; the same program also runs on a CPU.
+    """
+
+    def __init__(
+        self, corpus: Embeddings, metric: Similarity, devices: Sequence[torch.device]
+    ) -> None:
+        self._has_scales = metric == "cos"
+        self._is_checked = False
+        self._parts = []
+        for number, device in enumerate(devices):
+            first_row = len(corpus) * number // len(devices)
+            end_row = len(corpus) * (number + 1) // len(devices)
+            self._parts.append(DeviceEmbeddings(corpus, device, first_row, end_row))
+
+    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Find the k best documents of n queries; `search_slices` describes arguments and result.
+
+        Raises:
+            UserError: a vector of the corpus holds NaN or infinity.
+            torch.OutOfMemoryError: a GPU has no memory for the scores of a slice.
+        """
+        with torch.inference_mode(), without_tf32():
+            self._check()
+            results = [self._search_part(part, queries, k) for part in self._parts]
+            # All devices are at work before the first result is waited for.
+            scores = torch.cat([scores.cpu() for scores, _ in results], 1)
+            rows = torch.cat([rows.cpu() for _, rows in results], 1)
+            scores, rows = _select_best(scores, rows, k)
+        return scores.numpy(), rows.numpy()
+
+    def _check(self) -> None:
+        """Refuse vectors as `prepare_vectors` does, before the first search."""
+        if self._is_checked:
+            return
+        for part in self._parts:
+            is_finite = part.norms().isfinite().cpu()
+            if not is_finite.all():
+                row = part.first_row + int((~is_finite).nonzero()[0])
+                raise _make_vector_error("document embedding", row)
+        self._is_checked = True
+
+    def _search_part(
+        self, part: DeviceEmbeddings, queries: np.ndarray, k: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the scores and rows, (n, k), of the best documents of a part, on its device."""
+        all_queries = torch.from_numpy(queries).to(part.device)
+        groups = all_queries.split(_MAX_QUERIES_PER_GROUP_ON_GPU)
+        num_documents = max(1, _MAX_SCORES_ON_GPU // len(groups[0]))
+        best_scores = [queries.new_empty(len(queries), 0) for queries in groups]
+        best_rows = [scores.long() for scores in best_scores]
+        for block in part.blocks(self._has_scales):
+            for documents in block.split(num_documents):
+                for number, group in enumerate(groups):
+                    scores = multiply(group, documents.documents.T)
+                    if documents.scales is not None:
+                        scores *= documents.scales
+                    scores, rows = scores.topk(min(k, scores.shape[1]))
+                    scores = torch.cat([best_scores[number], scores], 1)
+                    rows = torch.cat([best_rows[number], rows + documents.first], 1)
+                    best_scores[number], best_rows[number] = _select_best(scores, rows, k)
+        return torch.cat(best_scores), torch.cat(best_rows)
+
+
+def _select_best(scores: Tensor, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k best of scores (n, m) and their rows, by descending score."""
+    best = scores.topk(min(k, scores.shape[1]))
+    return best.values, rows.gather(1, best.indices)
+
+
+def prepare_vectors(
+    vectors: np.ndarray,
+    metric: Similarity,
+    description: str,
+    first_row: int = 0,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """Convert vectors to contiguous float32; L2-normalise a copy if the metric is "cos".
+
+    A zero vector stays zero.
+
+    Args:
+        vectors: (n, d).
+        metric: "cos" or "dot".
+        description: name of a vector in errors, such as "query embedding".
+        first_row: number of the first vector in errors.
+        out: array for the normalised copy, at least (n, d).
+
+    Returns:
+        float32 (n, d).
+
+    Raises:
+        UserError: a vector or its squares hold NaN or infinity. FAISS would return row -1 for such
+            a vector without an error, which would look like a poor model.
+    """
+    vectors = np.ascontiguousarray(vectors, dtype=np.float32)
+    norms = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
+    is_finite = np.isfinite(norms)
+    if not is_finite.all():
+        raise _make_vector_error(description, first_row + int(np.flatnonzero(~is_finite)[0]))
+    if metric == "dot":
+        return vectors
+    divisors = np.where(norms > 0, norms, 1)[:, None]
+    if out is not None:
+        out = out[: len(vectors)]
+    return np.divide(vectors, divisors, out=out)
+
+
+def _make_vector_error(description: str, row: int) -> UserError:
+    return UserError(
+        f"{description} {row} holds NaN, infinity or numbers too large for float32 scores "
+        "(check the model's weights and precision)"
+    )
+
+
+def compute_slice_size(dimension: int) -> int:
+    """Return the number of float32 rows in a slice."""
+    return max(1, SLICE_BYTES // (4 * dimension))
+
+
+# Embeddings as blocks of tensors on a device, for products with all of them -----------------------
+
+# On a GPU, the embeddings stay in its memory if it has room. Otherwise their blocks are copied to
+# it each time they are read, and the next block is copied while the GPU works on this one. There
+# and on the way to it, they have the number type of the array or the store.
+
+
+Embeddings = np.ndarray | EmbeddingStore
+"""Types of embeddings (N, d) that can be searched; slices of them are float32."""
+
+_ROWS_PER_BLOCK_ON_CPU = 8192
+# Bytes that are copied to a GPU at once.
+_BYTES_PER_COPY = 2**26
+# Embeddings stay on a GPU if they need less than this share of its free memory.
+_MAX_SHARE_OF_FREE_MEMORY = 0.5
+
+
+class DeviceEmbeddings:
+    """Some of N embeddings, read in blocks on a device.
+
+    Args:
+        embeddings: array or store, (N, d). An array must not change.
+        device: the device.
+        first_row, end_row: range of the n rows to read; default: all.
+
+    Attributes:
+        device, first_row: as above.
+    """
+
+    def __init__(
+        self,
+        embeddings: Embeddings,
+        device: torch.device,
+        first_row: int = 0,
+        end_row: int | None = None,
+    ) -> None:
+        self._embeddings = embeddings
+        self.device = device
+        self.first_row = first_row
+        self._num_rows = (len(embeddings) if end_row is None else end_row) - first_row
+        self._dtype = np.dtype(embeddings.dtype)
+        if self._dtype != np.float16:
+            self._dtype = np.dtype(np.float32)
+        self._rows_per_block = _ROWS_PER_BLOCK_ON_CPU
+        if device.type == "cuda":
+            bytes_per_row = self._dtype.itemsize * embeddings.shape[1]
+            self._rows_per_block = min(self._num_rows, max(1, _BYTES_PER_COPY // bytes_per_row))
+        self._kept: Tensor | None = None  # all rows, in the memory of a GPU
+        self._norms: Tensor | None = None
+
+    def norms(self) -> Tensor:
+        """Return the L2 norms of the rows, float32 (n,), on the device.
+
+        The first call reads all embeddings.
+        """
+        if self._norms is None:
+            norms = [torch.empty(0, device=self.device)]
+            for _, block in self._read():
+                for part in block.split(self._rows_per_block):
+                    norms.append(part.float().norm(dim=1))
+            self._norms = torch.cat(norms)
+        return self._norms
+
+    def blocks(self, has_scales: bool) -> Iterator[DocumentBlock]:
+        """Yield the rows in blocks. On a GPU, a block is valid until the next one is asked for.
+
+        Args:
+            has_scales: add 1 / L2 norm of each row; 0 for a row of zeros.
+        """
+        norms = self.norms() if has_scales else None
+        for first_row, documents in self._read():
+            scales = None
+            if norms is not None:
+                start = first_row - self.first_row
+                scales = norms[start : start + len(documents)].reciprocal()
+                scales.nan_to_num_(nan=torch.nan, posinf=0.0)
+            yield DocumentBlock(first_row, documents, scales)
+
+    def _read(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the first row and the embeddings, (b, d), of each block on the device."""
+        if self._num_rows == 0:
+            return
+        if self._kept is None and self._fits():
+            kept = torch.empty(
+                (self._num_rows, self._embeddings.shape[1]),
+                dtype=getattr(torch, self._dtype.name),
+                device=self.device,
+            )
+            for first_row, block in self._copy():
+                start = first_row - self.first_row
+                kept[start : start + len(block)] = block
+            self._kept = kept
+        if self._kept is None:
+            yield from self._copy()
+        else:
+            yield self.first_row, self._kept
+
+    def _fits(self) -> bool:
+        """Return True if the embeddings fit into the free memory of a GPU."""
+        if self.device.type != "cuda":
+            return False
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        needed_bytes = self._dtype.itemsize * self._num_rows * self._embeddings.shape[1]
+        return needed_bytes < _MAX_SHARE_OF_FREE_MEMORY * free_bytes
+
+    def _copy(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the first row and the embeddings of each block, copied to the device."""
+        if self.device.type != "cuda":
+            for first_row, block in self._read_host():
+                yield first_row, block.to(self.device)
+            return
+        # Blocks alternate between two places in page-locked memory of the host and two in the
+        # memory of the GPU. A stream of its own copies a block while the GPU works on the last one,
+        # and a thread reads it from the file while this thread gives the GPU its work.
+        shape = (2, self._rows_per_block, self._embeddings.shape[1])
+        dtype = getattr(torch, self._dtype.name)
+        on_host = torch.empty(shape, dtype=dtype, pin_memory=True)
+        on_device = torch.empty(shape, dtype=dtype, device=self.device)
+        copied = [torch.cuda.Event(), torch.cuda.Event()]
+        used = [torch.cuda.Event(), torch.cuda.Event()]
+        copy_stream = torch.cuda.Stream(self.device)
+        # Earlier work may still use the memory that `on_device` got.
+        copy_stream.wait_stream(torch.cuda.current_stream(self.device))
+
+        def copy(place: int, block: Tensor) -> None:
+            # In another mode than that of the thread that made the tensors, writing can fail.
+            with torch.inference_mode(), torch.cuda.stream(copy_stream):
+                copied[place].synchronize()  # the block before the last one has left the host
+                source = on_host[place, : len(block)].copy_(block)
+                copy_stream.wait_event(used[place])
+                on_device[place, : len(block)].copy_(source, non_blocking=True)
+                copied[place].record()
+
+        def use(
+            copying: Future[None], place: int, first_row: int, size: int
+        ) -> Iterator[tuple[int, Tensor]]:
+            copying.result()
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(copied[place])
+            yield first_row, on_device[place, :size]
+            used[place].record(stream)
+
+        last = None
+        with ThreadPoolExecutor(1) as reader:
+            for number, (first_row, block) in enumerate(self._read_host()):
+                place = number % 2
+                copying = reader.submit(copy, place, block)
+                if last is not None:
+                    yield from use(*last)
+                last = (copying, place, first_row, len(block))
+            if last is not None:
+                yield from use(*last)
+
+    def _read_host(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the first row and the embeddings of each block, on the host."""
+        end_row = self.first_row + self._num_rows
+        for first_row, block in _list_blocks(self._embeddings, self._rows_per_block):
+            start = max(first_row, self.first_row)
+            block = block[start - first_row : max(start, end_row) - first_row]
+            if len(block) > 0:
+                # torch accepts neither a reversed array nor, without a warning, a read-only one.
+                yield start, torch.from_numpy(np.require(block, self._dtype, ("C", "W")))
+
+
+def _list_blocks(embeddings: Embeddings, size: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the first row and the embeddings, of at most ``size`` rows, of each block."""
+    if isinstance(embeddings, EmbeddingStore):
+        yield from embeddings.blocks(size)
+        return
+    for first_row in range(0, len(embeddings), size):
+        yield first_row, embeddings[first_row : first_row + size]
+
+
+# Search in embeddings: exactly, or with a FAISS index of any `index_factory` string ---------------
+
+# A factory string names the kind of index for `faiss.index_factory`, such as "Flat" (exact) or
+# "IVF1024,Flat" (an inverted file of 1,024 lists, of which a search reads only the nearest).
+#
+# Scores are inner products; higher is better. With the metric "cos", L2-normalised copies are
+# compared. The factory "Flat" builds no index: the embeddings themselves, an array or a store of
+# any size, are searched slice by slice (see `exact_search`). A document is named by its row in the
+# embeddings. Texts and models belong to `encode` and `searcher`.
+
+
+logger = logging.getLogger(__name__)
+
+# Number of results that an exact search returns beyond the k best. If the documents at positions k
+# and k + 1 have equal scores, the ids decide which of them is among the k best.
+_NUM_EXTRA_RESULTS = 32
+# FAISS warns below 39 training points per centroid.
+_TRAINING_POINTS_PER_CENTROID = 64
+# Minimum of training points, for factories with further centroids, such as those of PQ codes.
+_MIN_TRAINING_POINTS = 2**16
+_REMEDY_FOR_FILE = "name another file, or remove it to build it anew"
+
+
+@dataclass
+class DenseIndex:
+    """Index of N embeddings of d dimensions; `build_index` and `open_index` make it.
+
+    Attributes:
+        corpus: the embeddings, (N, d).
+        ids: function that returns the ids of some rows.
+        factory: FAISS factory string.
+        metric: "cos" or "dot".
+        parameters: FAISS search parameters; None if the factory has none.
+        faiss_index: the FAISS index; None for "Flat", which searches the embeddings themselves.
+        gpus: numbers of the GPUs that search a "Flat" index; the CPU searches if there are none.
+            The embeddings stay in their memory, if they have room, as long as the index lives.
+    """
+
+    corpus: Embeddings
+    ids: Callable[[np.ndarray], Sequence[str] | np.ndarray]
+    factory: str
+    metric: Similarity
+    parameters: str | None
+    faiss_index: faiss.Index | None = None
+    gpus: Sequence[int] = ()
+    _gpu_search: GpuSearch | None = field(default=None, init=False, repr=False)
+
+
+def build_index(
+    embeddings: Embeddings,
+    factory: str = "Flat",
+    metric: Similarity | None = None,
+    ids: Sequence[str] | None = None,
+    parameters: str | None = None,
+) -> DenseIndex:
+    """Index N embeddings of d dimensions.
+
+    Args:
+        embeddings: an array (N, d), or a store. "Flat" copies nothing: an array must not change
+            as long as the index is used.
+        factory: FAISS factory string. "Flat" is exact and runs on the GPUs of `find_gpus`, else
+            on the CPU. "HNSW32", "IVF1024,Flat", "SQ8", "OPQ16_64,IVF256,PQ16" and others trade
+            exactness for speed or memory and run on the CPU.
+        metric: "cos" or "dot"; None: the similarity of the store, "cos" for an array. With "cos",
+            normalised copies are compared; the array of the caller does not change.
+        ids: N document ids for an array; None: the row numbers. Documents with equal scores are
+            ordered by id, descending, as by trec_eval.
+        parameters: FAISS search parameters, such as "nprobe=32" or "efSearch=128"; None: one
+            eighth of the lists of an inverted file, FAISS's default for others.
+
+    Raises:
+        ConfigError: see `check_factory`.
+        UserError: an embedding holds NaN or infinity ("Flat" raises it during the search).
+    """
+    num_rows, dimension = embeddings.shape
+    metric = metric or _get_metric(embeddings)
+    index, parameters = check_factory(factory, dimension, num_rows, metric, parameters)
+    get_ids = _make_id_lookup(embeddings, ids)
+    if factory == "Flat":
+        return DenseIndex(embeddings, get_ids, factory, metric, parameters, gpus=find_gpus())
+    try:
+        _train_index(index, embeddings, metric)
+        slice_size = compute_slice_size(dimension)
+        for start in range(0, num_rows, slice_size):
+            vectors = embeddings[start : start + slice_size]
+            index.add(prepare_vectors(vectors, metric, "document embedding", start))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"FAISS cannot build index {factory!r} on {num_rows} vectors: {_get_reason(error)} "
+            "(choose fewer lists or smaller codes, or 'Flat')"
+        ) from error
+    return DenseIndex(embeddings, get_ids, factory, metric, parameters, index)
+
+
+def find_gpus() -> list[int]:
+    """Return the numbers of all GPUs that torch has; of several ranks, each has its own GPU."""
+    if torch.cuda.is_available() and world_size() > 1:
+        return [torch.cuda.current_device()]
+    return list(range(torch.cuda.device_count()))
+
+
+def _get_metric(embeddings: Embeddings) -> Similarity:
+    """Return the similarity of a store; "cos" for other embeddings."""
+    if isinstance(embeddings, EmbeddingStore) and embeddings.similarity == "dot":
+        return "dot"
+    return "cos"
+
+
+def _make_id_lookup(
+    embeddings: Embeddings, ids: Sequence[str] | None
+) -> Callable[[np.ndarray], Sequence[str] | np.ndarray]:
+    """Return a function from rows to ids: the store's ids, the caller's, or row numbers."""
+    if isinstance(embeddings, EmbeddingStore):
+        return embeddings.ids
+    if ids is None:
+        return np.asarray
+    return np.array(ids, dtype=object).__getitem__
+
+
+def _train_index(index: faiss.Index, embeddings: Embeddings, metric: Similarity) -> None:
+    """Train an index on a random sample of the embeddings, if it needs training."""
+    if index.is_trained:
+        return
+    num_rows = len(embeddings)
+    # Each inverted list has one centroid.
+    num_points = _TRAINING_POINTS_PER_CENTROID * _count_inverted_lists(index)
+    num_points = max(num_points, _MIN_TRAINING_POINTS)
+    num_points = min(num_points, num_rows)
+    rows = np.random.default_rng(0).choice(num_rows, num_points, replace=False)
+    sample = embeddings[np.sort(rows)]  # a store reads ascending rows fastest
+    index.train(prepare_vectors(sample, metric, "embedding of the training sample"))
+
+
+def open_index(
+    path: AnyPath,
+    store: EmbeddingStore,
+    factory: str,
+    metric: Similarity | None = None,
+    parameters: str | None = None,
+) -> DenseIndex:
+    """Open the index of a store from a file, memory-mapped; without a file, build and write it.
+
+    FAISS does not check what it reads: never open a file from an untrusted source. The file
+    PATH.json beside the index records store, factory and metric.
+
+    Args:
+        path: file of the index.
+        store: the store that is indexed.
+        factory: FAISS factory string, other than "Flat".
+        metric: "cos" or "dot"; None: the similarity of the store.
+        parameters: FAISS search parameters; see `build_index`.
+
+    Raises:
+        ConfigError: see `build_index`.
+        DataError: the file belongs to another store, factory or metric, has embeddings of another
+            number or dimension, or FAISS cannot read it.
+        UserError: the file cannot be written.
+    """
+    import faiss
+
+    path = Path(path)
+    metric = metric or _get_metric(store)
+    description_path = Path(f"{path}.json")
+    description = {"fingerprint": store.fingerprint, "factory": factory, "metric": metric}
+    if not path.exists():
+        # FAISS writes search parameters into the file, and they would stay in force when it is
+        # opened without parameters. So the index is built without them.
+        index = build_index(store, factory, metric)
+        assert index.faiss_index is not None, "a Flat index has no file"
+        # The description is written first: an index file without one would be refused.
+        origin = {"store": str(store.folder), "faiss": faiss.__version__}
+        write_json(description_path, {**description, **origin})
+        # FAISS does not notice a full disk when it closes a file of its own.
+        with atomic_file(path) as part, part.open("wb") as file:
+            writer = faiss.PyCallbackIOWriter(file.write)  # type: ignore[attr-defined]  # in C++
+            faiss.write_index(index.faiss_index, writer)
+        index.parameters = _set_parameters(index.faiss_index, factory, parameters)
+        return index
+    stored_description = read_json(description_path)
+    for name, expected in description.items():
+        stored = stored_description.get(name)
+        if stored != expected:
+            raise DataError(
+                f"{path}: is an index with {name} {stored}, but {name} {expected} is required "
+                f"({_REMEDY_FOR_FILE})"
+            )
+    try:
+        faiss_index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
+    except RuntimeError as error:
+        raise DataError(
+            f"{path}: cannot be read: {_get_reason(error)} ({_REMEDY_FOR_FILE})"
+        ) from error
+    if (faiss_index.ntotal, faiss_index.d) != store.shape:
+        raise DataError(
+            f"{path}: indexes {faiss_index.ntotal} embeddings of {faiss_index.d} dimensions, but "
+            f"{store.folder} has {len(store)} of {store.shape[1]} ({_REMEDY_FOR_FILE})"
+        )
+    parameters = _set_parameters(faiss_index, factory, parameters)
+    return DenseIndex(store, store.ids, factory, metric, parameters, faiss_index)
+
+
+def search(
+    index: DenseIndex, queries: np.ndarray, k: int, show_progress: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Find the k best documents of n queries.
+
+    An exact search on the CPU holds one slice of the corpus in memory.
+
+    Args:
+        index: an index of N documents.
+        queries: float32 (n, d).
+        k: number of documents per query.
+        show_progress: show a progress bar of an exact search on the CPU.
+
+    Returns:
+        Scores, float32 (n, min(k, N)), and rows, int64 (n, min(k, N)), of each query's documents:
+        by score, and for equal scores by id, both descending. (If more than 32 documents have the
+        score of position k, or the index is approximate, any of these may be left out.) An
+        approximate index may find fewer documents; then the last entries are row -1 with score
+        -inf.
+
+    Raises:
+        DataError: queries and documents have different dimensions.
+        UserError: a vector holds NaN or infinity.
+    """
+    num_documents, dimension = index.corpus.shape
+    if queries.shape[1] != dimension:
+        raise DataError(
+            f"queries have {queries.shape[1]} dimensions, and documents {dimension}: encode both "
+            "with the same model and settings, such as truncate_dim"
+        )
+    k = min(k, num_documents)
+    queries = prepare_vectors(queries, index.metric, "query embedding")
+    if index.faiss_index is None:
+        num_results = min(k + _NUM_EXTRA_RESULTS, num_documents)
+        scores, rows = _search_exactly(index, queries, num_results, show_progress)
+    else:
+        scores, rows = index.faiss_index.search(queries, k)
+    scores[rows < 0] = -np.inf
+    _order_ties_by_id(index.ids, scores, rows)
+    return scores[:, :k], rows[:, :k]
+
+
+def _search_exactly(
+    index: DenseIndex, queries: np.ndarray, k: int, show_progress: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Search on the GPUs of an index. The CPU searches if it has none, or they have no memory."""
+    if index.gpus and len(queries) > 0:
+        if index._gpu_search is None:
+            devices = [torch.device("cuda", number) for number in index.gpus]
+            index._gpu_search = GpuSearch(index.corpus, index.metric, devices)
+        try:
+            return index._gpu_search.search(queries, k)
+        except torch.OutOfMemoryError:
+            index._gpu_search = None
+            logger.warning("exact search: the GPU's memory is full, so the CPU searches")
+    return search_slices(index.corpus, queries, k, index.metric, show_progress)
+
+
+def _order_ties_by_id(
+    ids: Callable[[np.ndarray], Sequence[str] | np.ndarray], scores: np.ndarray, rows: np.ndarray
+) -> None:
+    """Order documents with equal scores by id, descending, in place.
+
+    This is the order of trec_eval, so metrics do not depend on how many documents are kept.
+
+    Args:
+        ids: function that returns the ids of some rows.
+        scores: (n, k), one line per query, in descending order.
+        rows: (n, k), changed in place.
+    """
+    equals_previous = (scores[:, 1:] == scores[:, :-1]) & (rows[:, 1:] >= 0)
+    for line in np.flatnonzero(equals_previous.any(axis=1)).tolist():
+        equals_next_document = np.append(equals_previous[line], False)
+        equals_previous_document = np.append(False, equals_previous[line])
+        tied = np.flatnonzero(equals_next_document | equals_previous_document)
+        # The line may have several ties, so that the documents are sorted by score and then by id.
+        tied_scores = scores[line, tied].tolist()
+        sort_keys = list(zip(tied_scores, ids(rows[line, tied]), strict=True))
+        order = sorted(range(len(sort_keys)), key=sort_keys.__getitem__, reverse=True)
+        rows[line, tied] = rows[line, tied[order]]
+
+
+def recall_against_exact(
+    index: DenseIndex, queries: np.ndarray, rows: np.ndarray, show_progress: bool = False
+) -> dict[str, float] | None:
+    """Compute the share of the exact results that an approximate index found.
+
+    Args:
+        index: the index that was searched.
+        queries: float32 (n, d), all queries. At most 100 of them, evenly spread, are compared.
+        rows: (n, k), the rows that `search` returned for them.
+        show_progress: show a progress bar of the exact search, which reads the whole corpus.
+
+    Returns:
+        {"queries": number of compared queries, "recall@k": share}; None for an exact index or no
+        query.
+    """
+    if index.faiss_index is None or len(queries) == 0:
+        return None
+    k = rows.shape[1]
+    sample = np.unique(np.linspace(0, len(queries) - 1, 100).astype(np.int64))
+    exact_index = build_index(index.corpus, metric=index.metric)
+    _, exact_rows = search(exact_index, queries[sample], k, show_progress)
+    recalls = []
+    for exact_line, line in zip(exact_rows, rows[sample], strict=True):
+        recalls.append(np.isin(exact_line, line).mean())
+    return {"queries": len(sample), f"recall@{k}": float(np.mean(recalls))}
+
+
+def check_factory(
+    factory: str,
+    dimension: int,
+    n: int,
+    metric: Similarity = "cos",
+    parameters: str | None = None,
+) -> tuple[faiss.Index, str | None]:
+    """Check index settings. Call this before a corpus is encoded, which may take hours.
+
+    Args:
+        factory: FAISS factory string.
+        dimension: d, dimension of the embeddings.
+        n: number of embeddings to index.
+        metric: "cos" or "dot"; both are searched as inner products.
+        parameters: FAISS search parameters; see `build_index`.
+
+    Returns:
+        An empty FAISS index, and its search parameters.
+
+    Raises:
+        ConfigError: FAISS does not accept the factory or the parameters, the factory does not
+            work with that dimension or inner products, or n is smaller than the number of inverted
+            lists. Only `build_index` finds that n is too small to train other parts, such as codes.
+    """
+    import faiss
+
+    try:
+        index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"FAISS cannot make index {factory!r} for {dimension} dimensions and an inner product "
+            f"({_get_reason(error)}); 'Flat' always works"
+        ) from error
+    num_lists = _count_inverted_lists(index)
+    if n < num_lists:
+        raise ConfigError(
+            f"index {factory!r} needs {num_lists} vectors to train, the corpus has {n}; use 'Flat'"
+        )
+    return index, _set_parameters(index, factory, parameters)
+
+
+def _set_parameters(index: faiss.Index, factory: str, parameters: str | None) -> str | None:
+    """Set the search parameters of an index, and return them.
+
+    Without parameters, an inverted file probes one eighth of its lists: FAISS's default of one list
+    finds few of the best documents.
+    """
+    import faiss
+
+    if not parameters:
+        num_lists = _count_inverted_lists(index)
+        if num_lists == 0:
+            return None
+        parameters = f"nprobe={math.ceil(num_lists / 8)}"
+    space: Any = faiss.ParameterSpace()  # FAISS's type stub has only one of the two overloads
+    try:
+        space.set_index_parameters(index, parameters)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"index {factory!r} does not take parameters {parameters!r} (correct or drop them)"
+        ) from error
+    return parameters
+
+
+def _count_inverted_lists(index: faiss.Index) -> int:
+    """Return the number of lists of the inverted file in an index; 0 if it has none."""
+    import faiss
+
+    inverted_file = faiss.try_extract_index_ivf(index)
+    if inverted_file is None:
+        return 0
+    return int(inverted_file.nlist)
+
+
+def _get_reason(error: Exception) -> str:
+    """Return the message of a FAISS error without FAISS's source file and line number."""
+    message = " ".join(str(error).split())
+    return re.sub(r"^Error in .*?:\d+: (Error: )?", "", message)

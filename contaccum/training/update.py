@@ -1,0 +1,871 @@
+"""The update in progress: its micro-batches, its measurements, and the order of its micro-steps.
+
+An update is one optimizer step. Its micro-batches come from the data loader. A micro-batch is
+trained in one micro-step (one forward and one backward pass). Once memory has run out, it is
+trained in several micro-steps on parts of it. An update always trains on all of its pairs: when
+memory runs out, it starts again from its first micro-batch. `ContAccumTrainer.micro_step` runs a
+micro-step.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import heapq
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import psutil
+import torch
+from accelerate import Accelerator
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from sentence_transformers.base.losses.gradcache import uses_gradient_cache
+from torch import Tensor, nn
+
+from contaccum.data.sampling import LABELS, first_texts
+from contaccum.distributed import over_ranks, rank, world_size
+from contaccum.encoders.grad_norms import TowerGradNorms
+from contaccum.errors import ConfigError, UserError
+from contaccum.losses.contaccum import ContAccumLoss
+from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.data import Batch, Row
+from contaccum.training.log import REMEDY_WITHOUT_NEGATIVES, TRAIN_LOG, Record
+from contaccum.training.losses import get_batch_loss, iter_bank_losses, list_losses
+from contaccum.training.random_states import RandomStates
+from contaccum.training.resources import peak_memory_mb, reset_peak_memory
+
+NO_BATCH = (
+    "the training data give no batch, so nothing can be trained: lower "
+    "per_device_train_batch_size, set dataloader_drop_last=false, or give more data "
+    "(batch_sampler=no_duplicates needs as many different texts as a batch has)"
+)
+"""The error for a data loader without a batch."""
+
+_MAX_REASON_LENGTH = 160  # characters of an out-of-memory error that are shown
+
+ParameterGroup = dict[str, Any]
+"""A parameter group of an optimizer: ``params``, ``lr`` and other settings."""
+
+
+class HasParameterGroups(Protocol):
+    """An optimizer, or accelerate's wrapper of one."""
+
+    param_groups: list[ParameterGroup]
+
+
+class MicroStep(Protocol):
+    """A function that runs forward and backward for a micro-batch or a part of it.
+
+    ``weight`` is the fraction of the update's pairs that ``inputs`` holds. ``is_last_part`` is True
+    for the last part of the newest micro-batch. Ranks must not reduce their gradients in any other
+    part; in this one they do so if transformers lets them, in the last micro-batch of an update.
+    The function returns the loss multiplied by ``weight``, so that the sum over an update is the
+    update's loss.
+    """
+
+    def __call__(
+        self, model: nn.Module, inputs: Batch, weight: float, is_last_part: bool
+    ) -> Tensor: ...
+
+
+def iter_parameters(optimizer: HasParameterGroups) -> Iterator[nn.Parameter]:
+    """Yield every parameter that an optimizer trains."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def drop_gradients(model: nn.Module, optimizer: HasParameterGroups) -> None:
+    """Drop the gradients of the model, and of the parameters that belong to the loss."""
+    model.zero_grad()
+    # accelerate's optimizer.zero_grad() does nothing between the micro-steps of an update.
+    for parameter in iter_parameters(optimizer):
+        parameter.grad = None
+
+
+def get_gradient_scale(accelerator: Accelerator) -> float:
+    """Return the factor by which a gradient scaler (fp16) scales gradients; 1 without a scaler."""
+    scaler = getattr(accelerator, "scaler", None)
+    return 1.0 if scaler is None else scaler.get_scale()
+
+
+@dataclass
+class Update:
+    """The micro-batches of an update on this rank, and the measurements of its micro-steps.
+
+    Attributes:
+        number: number of the update in the run, from 1.
+        started: value of ``time.perf_counter`` when the update started.
+        micro_batches: the collated micro-batches so far. The last one may still be in training.
+        losses: the loss of each micro-step, of shape (), multiplied by its share of the pairs, so
+            that the sum is the loss of the update.
+        micro_batch_of_loss: for each entry of ``losses``, its index in ``micro_batches``.
+        grad_norms: gradient norms of the towers for the log, by name.
+        grad_norm: gradient norm of the whole model, over all ranks; None if it is unknown.
+        learning_rate: learning rate of the first parameter group in this update.
+        has_learning_rate: whether the learning rate of any parameter group is not 0.
+        log_entries: further entries for the update's line in the log.
+        num_pairs: number of pairs in ``micro_batches``.
+        expected_batches: number of micro-batches of the whole update.
+        has_unknown_batches: whether the number of pairs of some of them is unknown.
+        expected_pairs: number of pairs in all micro-batches of the update, by data set.
+    """
+
+    number: int
+    started: float
+    micro_batches: list[Batch] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    micro_batch_of_loss: list[int] = field(default_factory=list)
+    grad_norms: dict[str, float] = field(default_factory=dict)
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    has_learning_rate: bool = True
+    log_entries: Record = field(default_factory=dict)
+    num_pairs: int = 0
+    expected_batches: int = 0
+    has_unknown_batches: bool = False
+    expected_pairs: Counter[str | None] = field(default_factory=Counter)
+
+    @property
+    def has_trained(self) -> bool:
+        """False if the gradient or the learning rate is 0, or the update is skipped.
+
+        Weights are not compared, because weight decay changes them without a gradient too.
+        """
+        is_skipped = "skipped" in self.log_entries
+        return self.grad_norm != 0 and self.has_learning_rate and not is_skipped
+
+
+class Updates:
+    """Runner of the updates of a training run, one micro-batch at a time.
+
+    Args:
+        args: the arguments of the run.
+        loss: the training loss, or a dictionary with one loss for each data set.
+        accelerator: the trainer's Accelerator.
+        limit: the number of rows that fit into a micro-step.
+        count_pairs: returns the number of pairs in a collated batch.
+        has_full_gradients: whether every rank has the full gradient of every parameter, which is
+            not so with FSDP or DeepSpeed.
+
+    Attributes:
+        limit: as above.
+        current: the update in progress.
+        num_trained: number of updates of the run that have trained; see `Update.has_trained`.
+    """
+
+    def __init__(
+        self,
+        args: ContAccumTrainingArguments,
+        loss: Any,
+        accelerator: Accelerator,
+        limit: MicroBatchLimit,
+        count_pairs: Callable[[Batch], int],
+        has_full_gradients: bool,
+    ) -> None:
+        self.limit = limit
+        self.current = Update(number=1, started=time.perf_counter())
+        self.num_trained = 0
+        self._args = args
+        self._loss = loss
+        self._accelerator = accelerator
+        self._count_pairs = count_pairs
+        self._has_full_gradients = has_full_gradients
+        self._tower_norms: TowerGradNorms | None = None
+
+    def end_update(self) -> None:
+        """Count the current update, and start the next one."""
+        self.num_trained += self.current.has_trained
+        self.start_update(self.current.number + 1)
+
+    def start_update(self, number: int) -> None:
+        """Start an update; ``number`` counts the updates of the run from 1."""
+        self.current = Update(number, time.perf_counter())
+
+    def restart_clock(self) -> None:
+        """Start the time of the current update now, after work that is not training."""
+        self.current.started = time.perf_counter()
+
+    def set_micro_batch_size(self, num_pairs: int) -> None:
+        """Use micro-batches of at most ``num_pairs`` pairs from now on.
+
+        The size is the largest one that divides the pairs per update of this rank. A run that is
+        resumed on more ranks has fewer of them.
+        """
+        args = self._args
+        pairs_per_update = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        num_pairs = find_largest_divisor(pairs_per_update, num_pairs)
+        args.set_micro_batch_size(num_pairs)
+        set_mini_batch_size(self._loss, num_pairs)
+
+    def find_micro_batch_size(
+        self, model: nn.Module, dataset: Any, compute_loss: Callable[[Any, list[Row]], Tensor]
+    ) -> None:
+        """Find the largest micro-batch that fits into memory, and use its size from now on.
+
+        Args:
+            model: the model in training.
+            dataset: the training set, or a dictionary of training sets.
+            compute_loss: function that returns the value of a loss for rows of the data.
+
+        Raises:
+            ConfigError: if an update has fewer pairs than the smallest micro-batch.
+            UserError: if the smallest micro-batch does not fit.
+        """
+        num_pairs = find_micro_batch(
+            self._args, model, self._loss, dataset, self.limit.smallest, compute_loss
+        )
+        self.set_micro_batch_size(num_pairs)
+
+    def require_trained(self, num_updates: int) -> None:
+        """Raise `UserError` if no update of a run has trained, of ``num_updates`` in all."""
+        if self.num_trained:
+            return
+        if num_updates == 0:
+            raise UserError(NO_BATCH)
+        raise UserError(
+            f"{self._args.output_dir}: the run has trained nothing: in each of its {num_updates} "
+            "updates the gradient or the learning rate was 0, or the update was skipped "
+            f"({TRAIN_LOG} has a line for each). Set warmup_steps below the number of updates. "
+            f"{REMEDY_WITHOUT_NEGATIVES}"
+        )
+
+    def count_expected_pairs(self, batches: list[Batch]) -> None:
+        """Count the pairs in all micro-batches of the current update, before it is trained."""
+        self.current.expected_batches = len(batches)
+        for inputs in batches:
+            name = inputs.get("dataset_name")
+            num_pairs = self._count_pairs(inputs)  # 0 if the features do not show the number
+            self.current.expected_pairs[name] += num_pairs
+            if num_pairs == 0:
+                self.current.has_unknown_batches = True
+
+    def run_micro_batch(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        micro_step: MicroStep,
+        optimizer: HasParameterGroups,
+    ) -> Tensor:
+        """Run forward and backward for the next micro-batch of the current update.
+
+        When memory runs out, the rows of a micro-step (with a gradient cache: of a mini-batch) are
+        halved for the rest of the run. The gradient is dropped, and the update starts again from
+        its first micro-batch. Pairs that this update had already added to the bank are then in the
+        bank twice.
+
+        Returns:
+            The loss of the micro-batch, multiplied by its share of the update's pairs, of shape ().
+
+        Raises:
+            UserError: if memory runs out and no smaller micro-batch is possible.
+        """
+        update = self.current
+        # Read before the micro-step, because DeepSpeed's scheduler steps within the last one.
+        update.learning_rate = optimizer.param_groups[0]["lr"]
+        update.has_learning_rate = any(group["lr"] for group in optimizer.param_groups)
+        first = len(update.micro_batches)  # index of the first micro-batch to train on
+        update.micro_batches.append(inputs)
+        update.num_pairs += self._count_pairs(inputs)
+        while True:  # until the micro-batch fits into memory
+            tower_norms = self._get_tower_norms(model)
+            try:
+                loss = self._run_micro_steps(model, micro_step, first)
+                break
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = " ".join(str(error).split())[:_MAX_REASON_LENGTH]
+            # Memory is freed outside of the handler: inside it, the error still refers to the
+            # activations.
+            clear_device_cache(garbage_collection=True)
+            self.limit.halve(self._count_rows_of_micro_step(), update.number, reason)
+            # Start the update again: drop all that its micro-steps so far have accumulated.
+            drop_gradients(model, optimizer)
+            tower_norms.close()
+            self._tower_norms = None
+            update.losses.clear()
+            update.micro_batch_of_loss.clear()
+            first = 0
+        is_update_complete = self._accelerator.sync_gradients
+        if is_update_complete:
+            # The norms are read before the gradient is clipped. DeepSpeed has already made its
+            # optimizer step, but then the norms are accumulated from gradients of embeddings.
+            update.grad_norms = tower_norms.read(get_gradient_scale(self._accelerator))
+        return loss
+
+    def _get_tower_norms(self, model: nn.Module) -> TowerGradNorms:
+        """Return the object that measures the towers' gradient norms; create it if necessary."""
+        if self._tower_norms is None:
+            encoder = self._accelerator.unwrap_model(model, keep_torch_compile=False)
+            self._tower_norms = TowerGradNorms(encoder, model, self._has_full_gradients)
+        return self._tower_norms
+
+    def _count_rows_of_micro_step(self) -> int:
+        """Return the number of rows in the largest micro-step of the current update."""
+        limit = self.limit.rows or self._args.pairs_per_micro_batch
+        largest = 0
+        for inputs in self.current.micro_batches:
+            num_rows = min(limit, self._count_pairs(inputs))
+            loss = get_batch_loss(self._loss, inputs)
+            if uses_gradient_cache(loss):  # the user's own loss may have smaller mini-batches
+                num_rows = min(num_rows, getattr(loss, "mini_batch_size", num_rows))
+            largest = max(largest, num_rows)
+        return largest
+
+    def _run_micro_steps(self, model: nn.Module, micro_step: MicroStep, first: int) -> Tensor:
+        """Run the micro-steps of all micro-batches from index ``first`` on.
+
+        Returns:
+            The loss of the newest micro-batch, as in `run_micro_batch`.
+        """
+        update = self.current
+        if first == 0:
+            self._set_pairs_of_losses()
+        batch_loss = torch.zeros((), device=self._args.device)
+        for index in range(first, len(update.micro_batches)):
+            inputs = update.micro_batches[index]
+            max_rows = self.limit.rows
+            if uses_gradient_cache(get_batch_loss(self._loss, inputs)):
+                # The whole batch is one micro-step; `MicroBatchLimit` has reduced its mini-batches.
+                max_rows = None
+            parts = split_rows(inputs, max_rows)
+            batch_weight = self._compute_weight(inputs)
+            is_newest_batch = index == len(update.micro_batches) - 1
+            batch_loss = torch.zeros((), device=self._args.device)
+            for part_number, (part, share) in enumerate(parts, start=1):
+                is_last_part = is_newest_batch and part_number == len(parts)
+                part_loss = micro_step(model, part, share * batch_weight, is_last_part)
+                update.losses.append(part_loss)
+                update.micro_batch_of_loss.append(index)
+                batch_loss = batch_loss + part_loss
+        return batch_loss
+
+    def _compute_weight(self, inputs: Batch) -> float:
+        """Return the share of the current update's pairs that a micro-batch has.
+
+        The losses are means over pairs. With these weights, each pair of the update has the same
+        weight, also if the last micro-batch of an epoch is short. If the size of a micro-batch is
+        unknown, all micro-batches have the same weight.
+        """
+        if self.current.has_unknown_batches:
+            return 1 / self.current.expected_batches
+        return self._count_pairs(inputs) / self.current.expected_pairs.total()
+
+    def _set_pairs_of_losses(self) -> None:
+        """Set in each ContAccumLoss the number of pairs that it receives in this update.
+
+        The loss needs the number to centre its gradients over the update. If ranks share a bank,
+        the number counts the pairs of all ranks.
+        """
+        pairs_by_set = self.current.expected_pairs
+        for bank_loss in iter_bank_losses(self._loss):
+            num_pairs = pairs_by_set.total()
+            if isinstance(self._loss, dict):
+                # Each loss receives only the pairs of its own data sets.
+                num_pairs = 0
+                for name, loss in self._loss.items():
+                    if bank_loss in loss.modules():
+                        num_pairs += pairs_by_set[name]
+            if bank_loss.settings.gather_across_devices:
+                total = over_ranks("SUM", torch.tensor(num_pairs, device=self._args.device))
+                num_pairs = int(total)
+            bank_loss.begin_update(num_pairs)
+
+
+# Halving of micro-batches when memory runs out, and the search for the largest that fits ----------
+
+# The search is for ``per_device_train_batch_size=auto``, before training starts. Halving is for a
+# run in which memory runs out later. In both cases the pairs of an update stay the same: a smaller
+# micro-batch means more micro-steps. `contaccum.training.update` runs the micro-steps.
+#
+# A batch of a loss with a gradient cache is never split into smaller micro-batches. What is limited
+# or searched for instead is its ``mini_batch_size``, the rows that the cache encodes at once.
+
+
+logger = logging.getLogger(__name__)
+
+REMEDIES = (
+    "set bf16=true or gradient_checkpointing=true, lower passage_max_length or bank_size, or train "
+    "a smaller model"
+)
+"""The end of error messages about memory."""
+
+_MAX_SHARE_OF_FREE_MEMORY = 0.8  # share of a host's free memory that a trial may use
+_BYTES_PER_MB = 2**20
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether an error means that an accelerator or the host is out of memory."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return should_reduce_batch_size(error)
+
+
+@contextmanager
+def report_out_of_memory() -> Iterator[None]:
+    """Raise a `UserError` with remedies, if memory runs out in a ``with`` block."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise UserError(f"out of memory outside of a micro-step: {REMEDIES}") from error
+        raise
+
+
+class MicroBatchLimit:
+    """The maximum number of rows per micro-step, which is halved when memory runs out.
+
+    Args:
+        loss: the training loss, or a dictionary with one loss for each data set. The mini-batches
+            of a gradient cache in it are limited too.
+        smallest: the smallest number of rows with which every query has a negative; the limit is
+            never set below it. The last part of an uneven batch may nevertheless have fewer rows.
+        rank: rank of this process, for messages.
+        can_halve: whether this process can repeat an update in smaller micro-steps. It cannot if
+            there are other ranks, or if an engine has already reduced a part of the gradient.
+
+    Attributes:
+        rows: the maximum number of rows; None until memory has run out.
+        smallest: as above.
+    """
+
+    def __init__(self, loss: Any, smallest: int, rank: int, can_halve: bool) -> None:
+        self.rows: int | None = None
+        self.smallest = smallest
+        self._loss = loss
+        self._rank = rank
+        self._can_halve = can_halve
+
+    def restore(self, rows: int | None) -> None:
+        """Set the limit of a checkpoint, from which the run resumes; None for no limit."""
+        self.rows = rows
+        if rows is not None:
+            set_mini_batch_size(self._loss, rows)
+
+    def halve(self, rows: int, update: int, reason: str) -> None:
+        """Set the limit to half of ``rows``, for the rest of the run.
+
+        Args:
+            rows: the number of rows with which memory ran out.
+            update: number of the update in progress, for messages.
+            reason: message of the out-of-memory error.
+
+        Raises:
+            UserError: if no smaller micro-batch is possible.
+        """
+        if not self._can_halve:
+            raise UserError(
+                f"out of memory on rank {self._rank} ({reason}), and with several ranks or "
+                "DeepSpeed the micro-batch cannot be halved during training. Lower "
+                "per_device_train_batch_size, raise gradient_accumulation_steps, and continue with "
+                "resume_from_checkpoint=last"
+            )
+        if rows <= self.smallest:
+            raise UserError(f"out of memory at a micro-batch of {rows} ({reason}): {REMEDIES}")
+        self.rows = max(rows // 2, self.smallest)
+        set_mini_batch_size(self._loss, self.rows)
+        logger.warning(
+            f"update {update}: out of memory at a micro-batch of {rows} ({reason}). From now on a "
+            f"micro-batch has {self.rows} rows, and an update more micro-steps. The pairs per "
+            "update stay the same"
+        )
+
+
+def set_mini_batch_size(loss: Any, rows: int) -> None:
+    """Set the number of rows that a gradient cache encodes at once; other losses do not change."""
+    for loss_of_set in list_losses(loss):
+        if not uses_gradient_cache(loss_of_set):
+            continue
+        for module in loss_of_set.modules():
+            if hasattr(module, "mini_batch_size"):
+                module.mini_batch_size = rows
+
+
+def split_rows(inputs: Batch, max_rows: int | None) -> list[tuple[Batch, float]]:
+    """Split a collated batch into parts of at most ``max_rows`` rows.
+
+    Args:
+        inputs: the batch.
+        max_rows: maximum number of rows in a part; None for a single part.
+
+    Returns:
+        Each part with its share of the batch's rows, a fraction.
+
+    Raises:
+        UserError: for a batch whose tensors have different lengths, which cannot be split by rows.
+    """
+    tensors: dict[str, Tensor] = {}
+    for key, value in inputs.items():
+        if isinstance(value, Tensor) and value.ndim:
+            tensors[key] = value
+    lengths = {len(tensor) for tensor in tensors.values()}
+    num_rows = max(lengths)
+    if max_rows is None or num_rows <= max_rows:
+        return [(inputs, 1.0)]
+    if len(lengths) > 1:
+        raise UserError(
+            "out of memory, and this batch cannot be split by rows, because its tensors have "
+            "different lengths. Lower per_device_train_batch_size"
+        )
+    num_parts = math.ceil(num_rows / max_rows)
+    pieces = {key: tensor.tensor_split(num_parts) for key, tensor in tensors.items()}
+    parts = []
+    for index in range(num_parts):
+        part = dict(inputs)
+        for key, tensor_pieces in pieces.items():
+            part[key] = tensor_pieces[index]
+        any_tensor = next(iter(pieces.values()))[index]
+        parts.append((part, len(any_tensor) / num_rows))
+    return parts
+
+
+def make_longest_rows(dataset: Any, num_rows: int) -> list[Row]:
+    """Make rows from the longest texts of each column, by their number of characters.
+
+    Few batches of the data can have more tokens.
+
+    Row i combines the i-th longest text of every column, so most rows are not rows of the data. Of
+    several training sets, the rows are those of the set with the most columns, with the longest
+    texts of all sets: the first column has the longest of all queries, and so on.
+
+    Args:
+        dataset: the training set, or a dictionary of training sets.
+        num_rows: number of rows to make.
+    """
+    name = None
+    parts = [dataset]
+    if isinstance(dataset, dict):
+        num_columns = {
+            key: len(set(part.column_names) - set(LABELS)) for key, part in dataset.items()
+        }
+        names = sorted(num_columns, key=lambda key: num_columns[key], reverse=True)
+        parts = [dataset[key] for key in names]
+        name = names[0]
+    longest: dict[str, list[str]] = {}
+    for part in parts:
+        for batch in first_texts(part):
+            if not longest:
+                longest = {column: [] for column in batch}
+            # Later sets have at most as many columns.
+            for column, texts in zip(longest, batch.values(), strict=False):
+                candidates = longest[column] + [str(text) for text in texts if text]
+                longest[column] = heapq.nlargest(num_rows, candidates, key=len)
+    positives = list(longest.values())[1]
+    for column, longest_texts in longest.items():
+        if not longest_texts:  # negatives that are filled in later, from positives
+            longest[column] = positives
+    rows: list[Row] = []
+    for index in range(num_rows):
+        row = {column: texts[index % len(texts)] for column, texts in longest.items()}
+        if name is not None:
+            row["dataset_name"] = name
+        rows.append(row)
+    return rows
+
+
+def find_largest_divisor(number: int, limit: int) -> int:
+    """Return the largest divisor of a number that is not above the limit; both are at least 1."""
+    divisor = min(number, limit)
+    while number % divisor:
+        divisor -= 1
+    return divisor
+
+
+def find_micro_batch(
+    args: ContAccumTrainingArguments,
+    model: nn.Module,
+    loss: Any,
+    dataset: Any,
+    smallest: int,
+    compute_loss: Callable[[Any, list[Row]], Tensor],
+) -> int:
+    """Find the largest micro-batch that fits into the memory of every rank.
+
+    The divisors of the pairs per update are tried with the longest texts of the data. The search
+    does not change weights, bank or random states.
+
+    Args:
+        args: the arguments of the run.
+        model: the model in training.
+        loss: the training loss.
+        dataset: the training set, or a dictionary of training sets.
+        smallest: the smallest number of pairs with which every query has a negative.
+        compute_loss: function that returns the value of a loss for rows of the data.
+
+    Returns:
+        The number of pairs per micro-batch.
+
+    Raises:
+        ConfigError: if an update has fewer pairs than the smallest micro-batch.
+        UserError: if the smallest micro-batch does not fit.
+    """
+    random_states = RandomStates.capture()
+    model.train()  # with dropout and gradient checkpointing, as in training
+    num_pairs = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    rows = make_longest_rows(dataset, num_pairs)
+    sizes = [size for size in range(smallest, num_pairs + 1) if num_pairs % size == 0]
+    if not sizes:
+        raise ConfigError(
+            f"per_device_train_batch_size=auto: an update has {num_pairs} pairs on each device, "
+            f"but a micro-batch needs at least {smallest}. Raise total_train_batch_size"
+        )
+
+    def try_size(size: int) -> None:
+        batch = rows[:size]
+        if uses_gradient_cache(loss):
+            # The cache gets all pairs in one batch, and encodes ``size`` of them at once.
+            batch = rows
+        try_micro_batch(size, model, loss, lambda trial_loss: compute_loss(trial_loss, batch))
+
+    largest = find_largest_micro_batch(sizes, try_size, args.device)
+    random_states.restore()
+    return largest
+
+
+def find_largest_micro_batch(
+    sizes: Sequence[int], try_size: Callable[[int], None], device: torch.device
+) -> int:
+    """Find the largest size that fits into the memory of every rank.
+
+    Sizes are tried in ascending order until memory runs out. On a CPU, the operating system would
+    kill the process when memory runs out. So the memory for a size is predicted from the memory of
+    the size before, in proportion, and a size that may need too much is not tried.
+
+    Args:
+        sizes: the sizes, ascending.
+        try_size: function that runs micro-steps of a size.
+        device: the device whose memory is measured.
+
+    Raises:
+        UserError: if the smallest size does not fit.
+    """
+    largest = 0  # the largest size that fits so far
+    memory_of_largest = 0.0  # MB
+    for size in sizes:
+        if largest and device.type == "cpu":
+            free_memory = psutil.virtual_memory().available / _BYTES_PER_MB
+            predicted_memory = memory_of_largest * size / largest
+            if predicted_memory > _MAX_SHARE_OF_FREE_MEMORY * free_memory:
+                break
+        reset_peak_memory(device)
+        memory_before = peak_memory_mb(device)
+        try:
+            try_size(size)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            break
+        memory_of_largest = peak_memory_mb(device) - memory_before
+        largest = size
+    clear_device_cache(garbage_collection=True)
+    largest = int(over_ranks("MIN", torch.tensor(largest, device=device)))
+    if not largest:
+        raise UserError(f"out of memory at a micro-batch of {sizes[0]}: {REMEDIES}")
+    return largest
+
+
+def try_micro_batch(
+    size: int, model: nn.Module, loss: Any, compute_loss: Callable[[Any], Tensor]
+) -> None:
+    """Run two micro-steps with a copy of the loss, to see whether they fit into memory.
+
+    Tensors of the size of AdamW's two states are in memory meanwhile. During the second micro-step,
+    gradients and a filled bank are in memory as well. Weights and the bank of the original loss do
+    not change, and the gradients are dropped.
+
+    Args:
+        size: pairs per micro-batch, or pairs that a gradient cache encodes at once.
+        model: the model in training.
+        loss: the training loss.
+        compute_loss: function that returns the value of a loss for the rows of the trial.
+    """
+    trial_loss = _copy_for_trial(loss, model)
+    set_mini_batch_size(trial_loss, size)
+    optimizer_states = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            optimizer_states += [torch.zeros_like(parameter), torch.zeros_like(parameter)]
+    try:
+        for _ in range(2):
+            compute_loss(trial_loss).backward()
+    finally:
+        del optimizer_states  # otherwise the traceback of an error keeps them in memory
+        model.zero_grad()
+
+
+def _copy_for_trial(loss: Any, model: nn.Module) -> Any:
+    """Return a copy of a loss that shares its model, but has a separate bank."""
+    # The memo makes deepcopy use the same model instead of a copy.
+    trial_loss = copy.deepcopy(loss, memo={id(model): model})
+    for module in trial_loss.modules():
+        if isinstance(module, ContAccumLoss):
+            # Ranks may run out of memory at different sizes, so a trial must not wait for other
+            # ranks to gather their embeddings.
+            module.settings = dataclasses.replace(module.settings, gather_across_devices=False)
+            module.distillation = None  # the rows of a trial have no teacher scores
+    return trial_loss
+
+
+# Skipping of updates whose loss or gradient is not finite, that is infinite or NaN ----------------
+
+# Such an update changes no weight, and its line in the log names the cause and the rows of the
+# training data. A run ends when more than ``max_skipped_updates`` updates were skipped. A gradient
+# scaler (fp16) multiplies the gradient, so an overflow is normal and not counted: the scaler itself
+# skips the step and lowers its scale.
+
+
+_MAX_ROWS_SHOWN = 16  # row numbers in a message
+
+FindRows = Callable[[list[int]], list[int] | None]
+"""Function from indices of micro-batches in an update to rows of the training data."""
+
+
+def add_nan_gradient_hook(loss: nn.Module) -> None:
+    """Add a hook to a loss: if its value is not finite, its gradient becomes NaN.
+
+    A loss can be infinite while its gradient is finite. With the hook, the trainer has to check
+    only the norm of the gradient over all ranks, and also detects a loss that is not finite on
+    another rank.
+    """
+    loss.register_forward_hook(_multiply_by_nan_if_nonfinite)
+
+
+def _multiply_by_nan_if_nonfinite(module: nn.Module, arguments: Any, loss: Any) -> Any:
+    if not isinstance(loss, Tensor):
+        return loss
+    factor = torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
+    return loss * factor
+
+
+def are_loss_gradients_finite(
+    model: nn.Module, optimizer: HasParameterGroups, device: torch.device
+) -> bool:
+    """Return whether the gradients of the loss's own parameters are finite on all ranks.
+
+    These are the trained parameters outside of the model. The norm that transformers computes
+    covers only the model.
+    """
+    model_parameters = {id(parameter) for parameter in model.parameters()}
+    has_loss_parameters = False
+    is_finite = True
+    for parameter in iter_parameters(optimizer):
+        if id(parameter) in model_parameters:
+            continue
+        has_loss_parameters = True
+        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+            is_finite = False
+    if not has_loss_parameters:
+        return True
+    return bool(over_ranks("MIN", torch.tensor(int(is_finite), device=device)))
+
+
+class NonFiniteUpdates:
+    """Check that skips updates that are not finite, and counts them.
+
+    Args:
+        max_skipped: number of updates that may be skipped before the run ends.
+        accelerator: the trainer's Accelerator.
+        checks_loss_parameters: whether to check the gradients of the loss's own parameters too,
+            which the norm does not cover. FSDP and DeepSpeed do not train such parameters.
+
+    Attributes:
+        num_skipped: number of updates that were skipped so far.
+    """
+
+    def __init__(
+        self, max_skipped: int, accelerator: Accelerator, checks_loss_parameters: bool
+    ) -> None:
+        self.num_skipped = 0
+        self._max_skipped = max_skipped
+        self._accelerator = accelerator
+        self._checks_loss_parameters = checks_loss_parameters
+
+    def skip_if_nonfinite(
+        self,
+        update: Update,
+        norm: float,
+        model: nn.Module,
+        optimizer: HasParameterGroups,
+        find_rows: FindRows,
+    ) -> None:
+        """Skip an update whose gradient is not finite.
+
+        Args:
+            update: the update, after its last micro-step.
+            norm: norm of the model's gradient over all ranks.
+            model: the model in its wrappers, such as DDP.
+            optimizer: the optimizer, before its step.
+            find_rows: function from indices of micro-batches in the update to their rows in the
+                training data; it returns None if the rows are unknown.
+
+        Raises:
+            UserError: if ``max_skipped`` updates were skipped before this one.
+        """
+        is_finite = math.isfinite(norm)
+        if is_finite and self._checks_loss_parameters:
+            is_finite = are_loss_gradients_finite(model, optimizer, self._accelerator.device)
+        if is_finite:
+            return
+        is_counted = self._record_skip(update, find_rows)
+        has_scaler = getattr(self._accelerator, "scaler", None) is not None
+        # An optimizer step without gradients changes nothing. A gradient scaler skips the step
+        # itself, and needs the gradients to detect the overflow.
+        if is_counted and not has_scaler:
+            drop_gradients(model, optimizer)
+
+    def _record_skip(self, update: Update, find_rows: FindRows) -> bool:
+        """Record why an update is skipped.
+
+        Returns:
+            Whether the update counts as skipped; an overflow of a gradient scaler does not.
+        """
+        scale = get_gradient_scale(self._accelerator)
+        losses = zip(update.micro_batch_of_loss, update.losses, strict=True)
+        micro_batches = sorted({index for index, loss in losses if not torch.isfinite(loss)})
+        # Ranks may have different losses, but all ranks skip the update, for the same cause.
+        num_on_this_rank = torch.tensor(len(micro_batches), device=self._accelerator.device)
+        is_loss = bool(over_ranks("MAX", num_on_this_rank) > 0)
+        if not is_loss and scale > 1:
+            # All losses are finite, so the scale was too large for the gradient.
+            update.log_entries["skipped"] = "overflow"
+            update.log_entries["scale"] = scale
+            return False
+        cause = "loss"
+        if not is_loss:
+            # All losses are finite, so it is unknown which micro-batch caused the gradient.
+            cause = "gradient"
+            micro_batches = list(range(len(update.micro_batches)))
+        rows = find_rows(micro_batches) if micro_batches else []
+        update.log_entries["skipped"] = cause
+        update.log_entries["scale"] = scale
+        update.log_entries["micro_steps"] = micro_batches
+        update.log_entries["rows"] = rows
+        self.num_skipped += 1
+        place = "on another rank"
+        if micro_batches:
+            shown = "unknown"
+            if rows is not None:
+                shown = ", ".join(map(str, rows[:_MAX_ROWS_SHOWN]))
+                shown += ", ..." if len(rows) > _MAX_ROWS_SHOWN else ""
+            place = f"rows {shown} of the training data"
+        message = f"update {update.number}: the {cause} is not finite ({place})"
+        if world_size() > 1:
+            message = f"rank {rank()}: {message}"
+        if self.num_skipped > self._max_skipped:
+            raise UserError(
+                f"{message}, and max_skipped_updates={self._max_skipped} updates were skipped "
+                "before it. The weights are those before this update. Check these rows, or lower "
+                "learning_rate"
+            )
+        logger.warning(
+            f"{message}: skipped, {self.num_skipped} of max_skipped_updates={self._max_skipped}. "
+            "The weights do not change. If more updates are skipped, check these rows or lower "
+            "learning_rate"
+        )
+        return True
