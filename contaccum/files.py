@@ -399,13 +399,22 @@ _CREDENTIAL_NAME = re.compile(
 )
 """Names of environment variables with credentials, such as HF_TOKEN or AWS_SECRET_ACCESS_KEY."""
 _MIN_CREDENTIAL_LENGTH = 8
-# User and password in a URL, as in https://user:password@host: everything up to the last @ before
-# the path. A password may hold @, quotes and blanks; a user without a password ends at a blank, so
-# that an address later in a sentence is left alone. The last form is a password with a slash, which
-# is not a port. Path() shortens "https://" to "https:/", so one slash is enough.
+# User and password in a URL, as in https://user:password@host or //user:password@host: everything up
+# to the last @ before the path. A password may hold @, quotes, blanks and ends of lines; a user
+# without a password ends at a blank, so that an address later in a sentence is left alone. The last
+# form is a password with a slash, which is not a port. Path() shortens "https://" to "https:/", so
+# one slash is enough after a scheme.
 _USER_IN_URL = re.compile(
-    r"\b([a-z][a-z0-9+.-]+:/{1,2})"
-    r"(?:[^\s/:]*:(?!\s)[^/\n]*|[^\s/]+|[^\s/:]*:(?!\d*/)[^\s@]*)@",
+    r"((?<=[a-z0-9+.-][a-z0-9+.-]:)/{1,2}|(?<![:/\w])//)"
+    r"(?:[^\s/:]*:(?!\s)[^/\n]*(?:\n[^\s/]*\r?)*|[^\s/]+"
+    r"|[^\s/:]*:(?!\s|\d*/)[^\n@]*(?:@[^\n/]*)*)@(?!\w+\{)",
+    re.I,
+)
+# A key in the query of a URL, such as ?token=..., &api_key=... or &X-Amz-Signature=..., up to the
+# next parameter. A quote belongs to the value only if the value goes on after it.
+_KEY_IN_URL = re.compile(
+    r"([?&;#](?:[\w.%-]*(?:token|key|secret|password|passwd|passphrase|signature|credentials?|jwt)"
+    r"|pwd|pass|sig|auth|authorization|bearer|code|sas)=)(?:[^&#\s\"'<>]|[\"'](?=\w))+",
     re.I,
 )
 
@@ -414,7 +423,8 @@ def redact(content: Any) -> Any:
     """Return ``content`` without credentials.
 
     If the name of an environment variable looks like that of a credential, such as HF_TOKEN, its
-    value is replaced by ``<HF_TOKEN>`` everywhere. User and password in a URL become ``***``.
+    value is replaced by ``<HF_TOKEN>`` everywhere. User and password in a URL, and the values of
+    keys in its query such as ``?token=``, become ``***``.
 
     Args:
         content: a text, or a structure of dicts, lists and tuples. All texts in it are redacted,
@@ -453,7 +463,7 @@ def _find_credentials() -> list[tuple[str, str]]:
 
 
 def _redact(content: Any, credentials: list[tuple[str, str]]) -> Any:
-    """Return ``content`` without the credentials and without users in URLs."""
+    """Return ``content`` without the credentials, and without users and keys in URLs."""
     if isinstance(content, dict):
         redacted = {}
         for key, value in content.items():
@@ -465,4 +475,5 @@ def _redact(content: Any, credentials: list[tuple[str, str]]) -> Any:
         return content
     for name, value in credentials:
         content = content.replace(value, f"<{name}>")
-    return _USER_IN_URL.sub(r"\1***@", content)
+    # Keys first: the value of a key may hold an @, and so look like a user.
+    return _USER_IN_URL.sub(r"\1***@", _KEY_IN_URL.sub(r"\1***", content))

@@ -270,12 +270,29 @@ def test_write_json_removes_credentials_at_any_depth(name, monkeypatch, tmp_path
         "me@example.com:p@planted word",
         "planted@token",
         "me:",
+        "me:pla\nnted",
+        "me:p@lanted\r\n",
+        "me:12\n34\n",
+        "me:p/lan@ted word",
+        "me:p\u2028lan\tted",
     ],
 )
 def test_a_url_is_cut_up_to_the_last_at_sign_before_the_path(user):
     text = f"https://{user}@example.org:80/a@b: no answer"
     assert redact(text) == "https://***@example.org:80/a@b: no answer"
-    assert redact(f"https://{user}@example.org") == "https://***@example.org"
+    for scheme in ("https://", "//", "https:/", "x+y://", "1s://"):
+        assert redact(f"see {scheme}{user}@example.org") == f"see {scheme}***@example.org"
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["token", "api_key", "apikey", "key", "X-Amz-Signature", "accessToken", "PASSWORD", "sig"],
+)
+@pytest.mark.parametrize("value", ["planted", "pla'nted", "pla?nted@/%0A=="])
+def test_a_key_in_the_query_of_a_url_is_cut(key, value):
+    for start in ("https://a.org/v1?", "https://a.org?a=b&", "//a.org/#", "s3://a/b?x&amp;"):
+        assert redact(f"{start}{key}={value}&n=2") == f"{start}{key}=***&n=2"
+        assert redact(f'"{start}{key}={value}", 1') == f'"{start}{key}=***", 1'
 
 
 def test_values_that_are_no_credentials_are_kept(monkeypatch, tmp_path):
@@ -286,5 +303,7 @@ def test_values_that_are_no_credentials_are_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("KEYBOARD_LAYOUT", "layout-of-keys")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "parallelism")
     text = f"the cat sat on {tmp_path}, layout-of-keys, parallelism, "
-    text += "https://example.org/a@b, mail me@example.org or https://a.org: b@c, http://a:80/b@c"
+    text += "https://example.org/a@b, mail me@example.org or https://a.org: b@c, http://a:80/b@c, "
+    text += "https://a.org/?keyword=x&tokenizer=y&page=2, C://a, a//b:c@d, // see: a@b, http://a:80"
+    text += "\n\n@misc{a, title = {b}}"
     assert redact(text) == text
