@@ -399,8 +399,8 @@ _CREDENTIAL_NAME = re.compile(
 )
 """Names of environment variables with credentials, such as HF_TOKEN or AWS_SECRET_ACCESS_KEY."""
 _MIN_CREDENTIAL_LENGTH = 8
-# User and password in a URL, as in https://user:password@host or //user:password@host: everything up
-# to the last @ before the path. A password may hold @, quotes, blanks and ends of lines; a user
+# User and password in a URL, as in https://user:password@host or //user:password@host: everything
+# up to the last @ before the path. A password may hold @, quotes, blanks and ends of lines; a user
 # without a password ends at a blank, so that an address later in a sentence is left alone. The last
 # form is a password with a slash, which is not a port. Path() shortens "https://" to "https:/", so
 # one slash is enough after a scheme.

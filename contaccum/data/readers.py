@@ -65,7 +65,7 @@ _HUB_NAME = r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?"
 _PARQUET_MAGIC = b"PAR1"
 """The first bytes of every parquet file."""
 
-_CACHE_VERSION = 12
+_CACHE_VERSION = 13
 """Version of the readers and the cache. Increase it when either changes, so that cached records of
 an older version are not used."""
 
@@ -280,7 +280,7 @@ class Source:
         self._refuse_unseen_columns(parser)
         if num_matches > 1 and parser.odd_roles:
             role, text = next(iter(parser.odd_roles.items()))
-            message = f"every {role} is a number or a list, such as {quoted(text)}"
+            message = f"every {role} is a number, a list or a label, such as {quoted(text)}"
             remedy = (
                 "name the columns of the texts with --data_columns, leave out a column of ids, "
                 "labels or scores, and write a list as JSON"

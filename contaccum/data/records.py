@@ -8,6 +8,7 @@ in `contaccum.data.records`.
 
 from __future__ import annotations
 
+from functools import lru_cache
 import csv
 import gzip
 import io
@@ -64,8 +65,37 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "scores": ("scores",),
     "positive_scores": ("positive_scores", "positive_score", "pos_scores"),
     "negative_scores": ("negative_scores", "neg_scores"),
-    # Similarity score of query and positive; it is a match if the score is at least `min_score`.
-    "score": ("score", "label"),
+    # Score or label of a pair; it is a match if the score is at least `min_score`. These names are
+    # compared without case, blanks and underscores.
+    "score": (
+        "score",
+        "label",
+        "labels",
+        "relevance",
+        "relevant",
+        "is_relevant",
+        "relevancy",
+        "rel",
+        "relevance_label",
+        "relevance_score",
+        "match",
+        "matches",
+        "matched",
+        "is_match",
+        "matching",
+        "similar",
+        "is_similar",
+        "similarity",
+        "similarity_score",
+        "is_positive",
+        "is_duplicate",
+        "duplicate",
+        "is_correct",
+        "judgement",
+        "judgment",
+        "grade",
+        "rating",
+    ),
 }
 """{role: usual names of the field}. The first name that a record has is used.
 
@@ -76,8 +106,16 @@ pairs.
 
 TEACHER_SCORES_REMEDY = "contaccum mine --cross_encoder writes scores"
 
-_WORDS_FOR_NUMBERS = {"true": 1, "yes": 1, "false": 0, "no": 0}
-"""Words that files have in place of the labels 1 and 0."""
+_MATCH = "true yes t y relevant positive pos match similar duplicate related correct entailment"
+_NO_MATCH = (
+    "false no f n irrelevant notrelevant nonrelevant unrelevant negative neg nomatch notamatch "
+    "nonmatch mismatch notmatch dissimilar notsimilar notduplicate nonduplicate unrelated "
+    "notrelated incorrect wrong neutral contradiction"
+)
+_WORDS_FOR_NUMBERS = {**dict.fromkeys(_MATCH.split(), 1), **dict.fromkeys(_NO_MATCH.split(), 0)}
+"""Words that files have in place of the labels 1 and 0, after `_fold_name`."""
+
+_LONGEST_LABEL = 30
 
 _NUMBER = re.compile(r"[-+]?[\d.,]*\d[\d.,]*(e[-+]?\d+)?%?", re.IGNORECASE)
 _LIST = re.compile(
@@ -183,8 +221,8 @@ class RecordParser:
     Attributes:
         unseen_columns: the field names of `columns` that no record has had so far.
         unused_fields: the fields of the first record that are not read.
-        odd_roles: {role: its first text} of the roles in which all texts so far are numbers or
-            lists. They are ids, labels or scores instead of queries and passages.
+        odd_roles: {role: its first text} of the roles in which all texts so far are numbers, lists
+            or labels such as "relevant", instead of queries and passages.
     """
 
     def __init__(
@@ -206,12 +244,15 @@ class RecordParser:
         # A column that `columns` gives a role is not used for another role, even if its name is a
         # usual name there.
         assigned_names = set(columns.values())
+        self._columns_of_other_roles = assigned_names - {columns.get("score")}
         self._names: dict[str, list[str]] = {}
         for role, usual_names in FIELDS.items():
             if role in columns:
                 self._names[role] = [columns[role]]
             else:
                 self._names[role] = [name for name in usual_names if name not in assigned_names]
+        score_names = [_fold_name(name) for name in self._names["score"]]
+        self._score_ranks = {name: rank for rank, name in enumerate(score_names)}
 
     def parse(self, record: Mapping[str, Any]) -> Record | None:
         """Return the texts and scores of a record; None for a pair below `min_score`.
@@ -257,11 +298,14 @@ class RecordParser:
     def _list_unused_fields(self, record: Mapping[str, Any], chosen: tuple[str, str]) -> list[str]:
         used_names = {"", *chosen, *self._find_numbered_fields(record)}
         for role, names in self._names.items():
-            is_score = role == "score" and self._min_score is None
-            if role not in ("query", "positive") and not is_score:
+            if role not in ("query", "positive", "score"):
                 used_names.update(names)
-        if _replace_word(record.get("label")) in (1, "1", "1.0"):
-            used_names.add("label")  # `_is_match` refuses a label of 0
+        score_fields = self._find_score_fields(record)
+        if self._min_score is not None:
+            used_names.update(score_fields[:1])
+        for name in score_fields:
+            if _replace_word(record[name]) in (1, "1", "1.0"):
+                used_names.add(name)  # `_is_match` refuses a label of 0
         return [name for name in record if name not in used_names]
 
     def _get_value(self, record: Mapping[str, Any], field_name: str) -> Any:
@@ -286,7 +330,7 @@ class RecordParser:
         for role, texts in texts_by_role.items():
             if role in self._roles_with_text or not texts:
                 continue
-            if all(_NUMBER.fullmatch(text) or _LIST.fullmatch(text) for text in texts):
+            if all(_is_odd(text) for text in texts):
                 self.odd_roles.setdefault(role, texts[0])
             else:
                 self._roles_with_text.add(role)
@@ -305,22 +349,39 @@ class RecordParser:
         """Return False for a pair whose score is below `min_score`.
 
         Raises:
-            Fault: with `min_score`, for a pair whose score is missing or not a number. Without it,
-                for a pair with the label 0, and for every score of a pair with a field `sentence1`.
+            Fault: for a pair with the label 0 in a field that is not compared with `min_score`.
+                With `min_score`, for a pair whose score is missing or not a number. Without it, for
+                every score of a pair with a field `sentence1`.
         """
-        score = get_first_value(record, self._names["score"])
+        fields = self._find_score_fields(record)
+        is_match = True
         if self._min_score is not None:
-            if record.keys().isdisjoint(self._names["score"]):
+            if not fields:
                 raise _make_missing_field_fault("score", record)
-            return parse_number(_replace_word(score)) >= self._min_score
+            is_match = parse_number(_replace_word(record[fields[0]])) >= self._min_score
+            fields = fields[1:]
         # `sentence1` is a field of sentence-transformers' scored pairs, in which a low score marks
         # a pair without match.
-        if score is not None and "sentence1" in chosen:
+        elif "sentence1" in chosen and any(record[name] is not None for name in fields):
             raise Fault("a pair with a score", _MIN_SCORE_REMEDY)
-        label = record.get("label")
-        if "label" in self._names["score"] and label is not None and _is_no_match(label):
-            raise Fault("a pair with label 0", _MIN_SCORE_REMEDY)
-        return True
+        for name in fields:
+            if is_match and _is_no_match(record[name]):
+                remedy = _MIN_SCORE_REMEDY
+                if self._min_score is not None:
+                    remedy = f"name the field that min_score reads: --data_columns score={name}"
+                raise Fault(f"a pair with {name} 0", remedy)
+        return is_match
+
+    def _find_score_fields(self, record: Mapping[str, Any]) -> list[str]:
+        """Return the fields that may hold a score of the pair: first those with a value."""
+        names = [
+            name
+            for name in record
+            if _fold_name(name) in self._score_ranks and name not in self._columns_of_other_roles
+        ]
+        return sorted(
+            names, key=lambda name: (record[name] is None, self._score_ranks[_fold_name(name)])
+        )
 
     def _parse_negatives(self, record: Mapping[str, Any]) -> list[_ScoredText]:
         """Return the negatives in `negative_1`, `negative_2` ..., else in the first usual field.
@@ -421,17 +482,35 @@ def _parse_passage(item: Any, field_name: str, title: str) -> _ScoredText:
     return _ScoredText(text, item.get("score"))
 
 
+@lru_cache(maxsize=4096)
+def _fold_name(name: str) -> str:
+    """Return a name in lower case, without blanks, underscores and hyphens."""
+    return re.sub(r"[\s_-]+", "", name).casefold()
+
+
+def _is_odd(text: str) -> bool:
+    """Return True for a number, a list or a label such as "relevant" in place of a text."""
+    is_label = 1 < len(text) < _LONGEST_LABEL and _fold_name(text) in _WORDS_FOR_NUMBERS
+    return is_label or bool(_NUMBER.fullmatch(text) or _LIST.fullmatch(text))
+
+
 def _replace_word(label: object) -> object:
     """Return the number for which a label such as "True" stands, or else the label itself."""
-    return _WORDS_FOR_NUMBERS.get(str(label).strip().lower(), label)
+    if isinstance(label, (str, bool)) and len(str(label)) < _LONGEST_LABEL:
+        return _WORDS_FOR_NUMBERS.get(_fold_name(str(label)), label)
+    return label
 
 
 def _is_no_match(label: object) -> bool:
-    """Return True for a label that is a number up to 0, or a word such as "False"."""
+    """Return True for a whole number up to 0, or a word such as "False".
+
+    Other negative numbers are scores, such as a cross-encoder's.
+    """
     try:
-        return float(_replace_word(label)) <= 0  # type: ignore[arg-type]  # may raise TypeError
+        number = float(_replace_word(label))  # type: ignore[arg-type]  # may raise TypeError
     except (TypeError, ValueError):
         return False
+    return number <= 0 and number.is_integer()
 
 
 # Rows of tables: csv files with a header, lines of DPR's question files, and Arrow tables ---------

@@ -235,9 +235,11 @@ def test_a_list_in_a_cell_is_refused(tmp_path, cell, column):
 @pytest.mark.parametrize(
     ("fields", "min_score", "end"),
     [
-        ({"relevance": 0, "source": "web"}, None, "no negative; not used: relevance, source"),
-        ({"label": "irrelevant", "answer": "a"}, None, "; not used: label, answer"),
+        ({"relevance": 2, "source": "web"}, None, "no negative; not used: relevance, source"),
+        ({"label": "sports", "answer": "a"}, None, "; not used: label, answer"),
         ({"score": 0.2}, None, "; not used: score"),
+        ({"score": -2.5, "Is Relevant": "yes"}, None, "; not used: score"),
+        ({"score": 3.5, "label": 1}, 1, "no negative"),
         ({"score": 2, "title": "T", "negative_1": "n"}, 1, "negative='n'"),
         ({"label": 1, "scores": [1.0]}, None, "no negative"),
     ],
@@ -407,15 +409,37 @@ def test_a_name_that_is_no_path_is_a_dataset_of_the_hub(monkeypatch, source, nam
         read(source)
 
 
-@pytest.mark.parametrize("label", [0, "0", " 0.00", -1, False, "False", "no"])
-def test_a_pair_with_label_0_is_no_match(tmp_path, label):
-    pairs = [{"query": "q1", "positive": "p1", "label": 1}]
-    pairs.append({"query": "q2", "positive": "p2", "label": label})
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        *[("label", label) for label in (0, "0", " 0.00", -1, False, "False", "no")],
+        *[("label", word) for word in ("irrelevant", "Not relevant", "non-relevant", "NEGATIVE")],
+        *[(name, 0) for name in ("relevance", "Relevant", "is_relevant", "Is Relevant", "score")],
+        *[(name, "0.0") for name in ("match", "isMatch", "Label", "similarity", "rel")],
+    ],
+)
+def test_a_pair_with_label_0_is_no_match(tmp_path, name, label):
+    pairs = [{"query": "q1", "positive": "p1", name: 1}]
+    pairs.append({"query": "q2", "positive": "p2", name: label})
     path = put(tmp_path / "a.jsonl", lines(pairs))
-    with pytest.raises(DataError, match=r':2: a pair with label 0: .*"min_score": 1'):
+    with pytest.raises(DataError, match=rf':2: a pair with {name} 0: .*"min_score": 1'):
         read(path)
     parsed_records, _ = read(path, min_score=1)
     assert [record.query for record in parsed_records] == ["q1"]
+
+
+def test_a_label_0_beside_the_score_that_min_score_reads_is_refused(tmp_path):
+    pair = {"query": "q", "positive": "p", "score": 12.5, "label": 0}
+    path = put(tmp_path / "a.jsonl", lines([pair]))
+    with pytest.raises(DataError, match=r":1: a pair with label 0: .*--data_columns score=label"):
+        read(path, min_score=1)
+    assert len(read(path, min_score=1, columns={"score": "score"})[0]) == 1
+
+
+def test_a_column_of_labels_is_not_read_as_passages(tmp_path):
+    path = put(tmp_path / "a.tsv", "query\tpassage\tnegative\nq1\tp1\trelevant\nq2\tp2\tno\n")
+    with pytest.raises(DataError, match="every negatives is a number, a list or a label"):
+        read(path)
 
 
 def test_a_label_that_holds_teacher_scores_is_not_a_match_label(tmp_path):
