@@ -165,7 +165,17 @@ class ContAccumTrainingArguments(
         refuse_without_effect(self, DISTILL_SETTINGS[1:], "distill")
 
     def _check_updates(self) -> None:
-        """Refuse settings with which an update would not have the pairs that it should have."""
+        """Refuse runs without updates, and updates without the pairs that they should have."""
+        if self.max_steps == 0:  # transformers would train for num_train_epochs
+            raise ConfigError(
+                "max_steps=0: set the number of updates, or drop it to train for num_train_epochs"
+            )
+        if self.num_train_epochs <= 0 and self.max_steps < 0:
+            raise ConfigError(
+                f"num_train_epochs={self.num_train_epochs:g}: set it above 0, or set max_steps"
+            )
+        if self.learning_rate <= 0:
+            raise ConfigError(f"learning_rate={self.learning_rate:g}: set it above 0")
         is_auto = self.has_auto_micro_batch
         if self.method == "in_batch" and (is_auto or self.gradient_accumulation_steps > 1):
             raise ConfigError(

@@ -35,7 +35,7 @@ from contaccum.errors import ConfigError, UserError
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.data import Batch, Row
-from contaccum.training.log import REMEDY_WITHOUT_NEGATIVES, TRAIN_LOG, Record
+from contaccum.training.log import REMEDY_WITHOUT_NEGATIVES, Record
 from contaccum.training.losses import get_batch_loss, iter_bank_losses, list_losses
 from contaccum.training.random_states import RandomStates
 from contaccum.training.resources import peak_memory_mb, reset_peak_memory
@@ -171,6 +171,7 @@ class Updates:
         self.limit = limit
         self.current = Update(number=1, started=time.perf_counter())
         self.num_trained = 0
+        self._num_without_learning_rate = 0
         self._args = args
         self._loss = loss
         self._accelerator = accelerator
@@ -181,6 +182,7 @@ class Updates:
     def end_update(self) -> None:
         """Count the current update, and start the next one."""
         self.num_trained += self.current.has_trained
+        self._num_without_learning_rate += not self.current.has_learning_rate
         self.start_update(self.current.number + 1)
 
     def start_update(self, number: int) -> None:
@@ -228,11 +230,15 @@ class Updates:
             return
         if num_updates == 0:
             raise UserError(NO_BATCH)
+        reason = f"the run has trained nothing: in each of its {num_updates} updates the"
+        if self._num_without_learning_rate == num_updates:
+            raise UserError(
+                f"{self._args.output_dir}: {reason} learning rate was 0. Set max_steps or "
+                "num_train_epochs to train longer, or warmup_steps=0"
+            )
         raise UserError(
-            f"{self._args.output_dir}: the run has trained nothing: in each of its {num_updates} "
-            "updates the gradient or the learning rate was 0, or the update was skipped "
-            f"({TRAIN_LOG} has a line for each). Set warmup_steps below the number of updates. "
-            f"{REMEDY_WITHOUT_NEGATIVES}"
+            f"{self._args.output_dir}: {reason} gradient or the learning rate was 0, or the update "
+            f"was skipped. Set warmup_steps below the number of updates. {REMEDY_WITHOUT_NEGATIVES}"
         )
 
     def count_expected_pairs(self, batches: list[Batch]) -> None:

@@ -559,7 +559,7 @@ EQUAL_POSITIVES = Dataset.from_dict({"query": sentences(24, 1), "positive": ["th
 
 UNTRAINED_RUNS: dict[str, tuple[dict[str, Any], str]] = {
     "no gradient": ({"data": EQUAL_POSITIVES}, "each of its 2 updates the gradient"),
-    "learning rate of 0": ({"warmup_steps": 3, "max_steps": 1}, "Set warmup_steps below"),
+    "learning rate of 0": ({"warmup_steps": 3, "max_steps": 1}, "Set max_steps .* warmup_steps=0"),
     "no batch": ({"data": 3, "dataloader_drop_last": True}, "give no batch"),
     "no batch of different texts": (
         {"data": EQUAL_POSITIVES, "dataloader_drop_last": True, "batch_sampler": "no_duplicates"},
