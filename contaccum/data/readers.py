@@ -115,10 +115,11 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
         return "dpr"
     if head.startswith(b"{"):
         return "tevatron" if b'"positive_passages"' in head else "pairs"
+    first_line = head.partition(b"\n")[0]
     try:
-        head.partition(b"\n")[0].decode()
+        first_line.decode()
     except UnicodeDecodeError:
-        raise make_data_error(path, 1, NotUtf8()) from None
+        raise make_data_error(path, 1, NotUtf8(first_line)) from None
     known_names = set(columns.values()) if columns else set()
     known_names.update(*FIELDS.values())
     if not known_names.isdisjoint(parse_header(head).names):

@@ -695,6 +695,8 @@ UNREADABLE = (OSError, EOFError, zlib.error)
 """Exceptions that reading a damaged gzip file raises."""
 
 _UTF_16 = "UTF-16 or UTF-32 text (save it as UTF-8, for example with iconv -f utf-16 -t utf-8)"
+_NO_MARK = "{0} text without a byte-order mark (save it as UTF-8: iconv -f {0} -t utf-8)"
+_PICKLE = "a pickle, not text (load it in Python, and write JSON lines)"
 _OTHER_FORMATS = {
     b"\xff\xfe": _UTF_16,
     b"\xfe\xff": _UTF_16,
@@ -705,9 +707,23 @@ _OTHER_FORMATS = {
     b"\xfd7zXZ": "an xz file (unpack it with unxz; gzip can be read as it is)",
     b"\x28\xb5\x2f\xfd": "a zstd file (unpack it with unzstd; gzip can be read as it is)",
     b"7z\xbc\xaf": "a 7z archive (unpack it)",
+    **{bytes([0x80, protocol]): _PICKLE for protocol in range(2, 6)},
 }
 """{first bytes of a file that is not text: what it is, and what to do}."""
 _TAR_MAGIC = slice(257, 262)
+
+_ASCII = r"\t-\r -~"
+# Letters of Western Europe stand alone or in pairs of small letters. In another encoding, such as
+# that of Russian or Chinese, longer runs of bytes are no ASCII.
+_CP1252_TEXT = re.compile(
+    rf"(?!.*[À-ÿ]{{3}})(?!.*[À-Þ][À-ÿ])[{_ASCII}À-ÖØ-öø-ÿŒœŠšŽžŸ‘’“”„–—…•€£¥°§«»¿¡·®©™²³½ºª\u00a0]*",
+    re.DOTALL,
+)
+_JAPANESE_TEXT = re.compile(
+    rf"(?=.*[ぁ-んァ-ヶ])[{_ASCII}\u3000-\u30ff\u4e00-\u9fff\uff01-\uff5e]*", re.DOTALL
+)
+_LIKELY_ENCODINGS = {"cp1252": _CP1252_TEXT, "cp932": _JAPANESE_TEXT, "euc_jp": _JAPANESE_TEXT}
+"""{encoding: pattern of a text that makes it likely}."""
 
 _OBJECT_OVER_LINES = re.compile(rb'\{([^\n]*[,{])?[ \t\r]*\n\s*"|\{[^\n]*\[[ \t\r]*\n')
 """The start of a JSON object that goes on in the next line."""
@@ -740,14 +756,30 @@ class Fault(Exception):
 
 
 class NotUtf8(Fault):
-    """Bytes that are not UTF-8. Leaving such records out would lose every text with an accent."""
+    """Bytes that are not UTF-8. Leaving such records out would lose every text with an accent.
 
-    def __init__(self) -> None:
-        super().__init__(
-            "not UTF-8 text",
-            "the encoding may be cp1252, Latin-1 or another one",
-            "save the file as UTF-8, for example with iconv -f cp1252 -t utf-8",
-        )
+    Args:
+        data: the bytes of the line or the cell.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        start = 0
+        try:
+            data.decode()
+        except UnicodeDecodeError as error:
+            start = error.start
+        text_before = data[:start].decode()[-20:]
+        detail = f"byte 0x{data[start]:02x} after {quoted(text_before)}"
+        remedy = "its encoding is not known, or it is not text: save it as UTF-8 text"
+        for encoding, is_likely in _LIKELY_ENCODINGS.items():
+            with suppress(UnicodeDecodeError):
+                if is_likely.fullmatch(data.decode(encoding)):
+                    detail += f"; the encoding may be {encoding}"
+                    remedy = (
+                        f"save the file as UTF-8, for example with iconv -f {encoding} -t utf-8"
+                    )
+                    break
+        super().__init__("not UTF-8 text", detail, remedy)
 
 
 @dataclass
@@ -913,7 +945,8 @@ def parse_text(value: object, field_name: str, may_be_blank: bool = False) -> st
     except UnicodeEncodeError:
         # `read_csv` reads bytes that are not UTF-8 as these characters.
         if re.search("[\udc80-\udcff]", value):
-            raise NotUtf8 from None
+            with suppress(UnicodeEncodeError):
+                raise NotUtf8(value.encode("utf-8", "surrogateescape")) from None
         # JSON ("\ud800") can hold half of a surrogate pair. Arrow fails on it much later, and does
         # not name the line.
         raise Fault(f"{field_name} is not valid Unicode", f"found {quoted(value)}") from None
@@ -1003,8 +1036,15 @@ def open_data_file(path: AnyPath) -> gzip.GzipFile | io.BufferedReader:
     with suppress(*UNREADABLE), gzip.open(path) if is_gzip else open(path, "rb") as file:
         start = file.read(_TAR_MAGIC.stop)  # damage is reported later, with its line
     other_formats = [text for magic, text in _OTHER_FORMATS.items() if start.startswith(magic)]
-    if b"\0" in start[:4]:
+    for encoding, zeros, others in (("UTF-16LE", 1, 0), ("UTF-16BE", 0, 1)):
+        # Characters of ASCII have a zero beside them.
+        has_zeros = start[zeros::2].count(0) > len(start) // 4 or start[zeros : zeros + 1] == b"\0"
+        if has_zeros and not start[others::2].count(0):
+            other_formats.append(_NO_MARK.format(encoding))
+    if start[:4].count(0) == 3:
         other_formats.append(_UTF_16)
+    if b"\0" in start[:4]:
+        other_formats.append("not text: there is a zero among its first bytes (give a text file)")
     if start[_TAR_MAGIC] == b"ustar":
         other_formats.append("a tar archive (unpack it)")
     if other_formats:
@@ -1036,7 +1076,7 @@ def read_lines(path: AnyPath) -> Rows:
                 try:
                     text = line.decode("utf-8-sig")
                 except UnicodeDecodeError:
-                    yield number, NotUtf8()
+                    yield number, NotUtf8(line)
                 else:
                     yield number, text.rstrip("\r\n")
         except UNREADABLE as error:
@@ -1099,7 +1139,9 @@ def read_json_items(path: AnyPath, prefix: str, function: str = "items", **optio
                 yield number, part
         except (ijson.JSONError, *UNREADABLE) as error:
             if "UTF8" in str(error):
-                raise make_data_error(path, number + 1, NotUtf8()) from error
+                for line_number, line in read_lines(path):
+                    if isinstance(line, NotUtf8):
+                        raise make_data_error(path, line_number, line) from error
             reason = "broken JSON, or the file breaks off"
             fault = Fault(reason, str(error), "correct the JSON, or get the file again")
             raise make_data_error(path, number + 1, fault) from error

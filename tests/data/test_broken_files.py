@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import pickle
 import random
 import tarfile
 import tempfile
@@ -227,6 +228,37 @@ def test_an_archive_is_named(tmp_path, mode):
     for read in (sniff_format, lambda path: next(read_passages(path, RecordReport()))):
         with pytest.raises(DataError, match=r"archive: is a (zip|tar) archive \(unpack it\)"):
             read(archive)
+
+
+FRENCH = '{"query": "où est l’été?", "positive": "créé à Noël – “voilà”"}\n'
+JAPANESE = '{"query": "東京はどこ？", "positive": "日本のカメラ abc"}\n'
+RUSSIAN = '{"query": "где Москва", "positive": "столица России"}\n'
+CHINESE = '{"query": "北京在哪里", "positive": "中国的首都"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (FRENCH.encode("cp1252"), r":1: not UTF-8 text: byte 0xf9 after '.*\"o'; .* cp1252"),
+        (JSONL + FRENCH.encode("cp1252"), ":[0-9]+: .* iconv -f cp1252"),
+        (f"[{FRENCH}]".encode("cp1252"), ":1: .* iconv -f cp1252"),
+        (b"query,positive\n\nq,caf\xe9\n", r":3: .* 0xe9 after 'caf'; .* cp1252"),
+        (JAPANESE.encode("cp932"), "byte 0x93 after .* iconv -f cp932"),
+        (JAPANESE.encode("euc_jp"), "iconv -f euc_jp"),
+        (RUSSIAN.encode("cp1251"), ":1: .*its encoding is not known"),
+        (RUSSIAN.encode("koi8-r"), ":1: .*its encoding is not known"),
+        (CHINESE.encode("gb18030"), ":1: .*its encoding is not known"),
+        (JAPANESE.encode("utf-16-le"), "UTF-16LE text without a byte-order mark"),
+        (b"q,p\na,b\n".decode().encode("utf-16-be"), "iconv -f UTF-16BE"),
+        (FRENCH.encode("utf-32-le"), "is UTF-16 or UTF-32"),
+        *[(pickle.dumps([{"query": "q"}], n), "a pickle") for n in (2, 3, 4, 5)],
+        (pickle.dumps({"query": "q"}, 1), "is not text"),
+        (b"\x93NUMPY\x01\x00v\x00", "byte 0x93 after ''|not text"),
+    ],
+)
+def test_only_a_likely_encoding_is_named(tmp_path, content, named):
+    with pytest.raises(DataError, match=named):
+        load_training_data(put(tmp_path / "data", content))
 
 
 def test_no_advice_to_skip_every_text_with_an_accent(tmp_path):
