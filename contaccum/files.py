@@ -249,10 +249,13 @@ def describe_failed_write(error: BaseException | None) -> str | None:
             if error.filename is not None or error.errno not in (errno.EACCES, errno.EPERM):
                 return os.strerror(error.errno)
         # The libraries in Rust and C++, such as safetensors and Arrow, raise errors of their own,
-        # with the number of the system's error in the message.
-        for number in re.findall(r"(?:os error|errno) (\d+)", text):
-            if int(number) in _WRITE_ERRORS:
-                return os.strerror(int(number))
+        # with number and description of the system's error in the message. A number alone may be
+        # part of the user's data.
+        for number in _WRITE_ERRORS:
+            reason = os.strerror(number)
+            forms = (f"{reason} (os error {number})", f"Detail: [errno {number}] {reason}")
+            if any(form in text for form in forms):
+                return reason
         if re.search(_WRITE_MESSAGES, text):
             return os.strerror(errno.ENOSPC)
         has_context = not error.__suppress_context__

@@ -72,6 +72,7 @@ WRAPPED.__cause__ = OSError(errno.ENOSPC, FULL_DISK)
         (RuntimeError("[inline_container.cc:145] PytorchStreamReader failed reading"), None),
         (SafetensorError("No such file or directory (os error 2)"), None),
         (KeyError("a defect"), None),
+        (ValueError("no vector for 'errno 13' or 'Errno 28' or os error 28"), None),
         (PermissionError(errno.EACCES, "Permission denied", "a.json"), "Permission denied"),
         (PermissionError(errno.EPERM, "Operation not permitted"), None),  # of a socket
     ],

@@ -466,7 +466,7 @@ def _compute_fingerprint(
 # A haystack is the set of documents in which the queries of dev or test are searched. Texts are
 # compared after `normalise`, so a text that differs only in case or in invisible characters is the
 # same text. A document is a copy of a passage of the records if its title and text together, or its
-# text alone, are the same text as the passage: records may hold the texts of documents without
+# text alone, have the words of the passage: records may hold the texts of documents without
 # their titles. `contaccum.data.split` decides which records are on which side.
 
 
@@ -580,13 +580,15 @@ def _get_copied_texts(document: Passage) -> set[str]:
 def _add_copies(texts: Set[str], documents: Iterable[Passage]) -> set[str]:
     """Return normalised texts together with those of the documents that are copies of them.
 
-    The texts of a document are those with its title and without it, because hard negatives may
-    have either.
+    Words alone are compared, because records may have a full stop, a colon or the end of a line
+    between title and text. The texts of a document are those with its title and without it, because
+    hard negatives may have either.
     """
     all_texts = set(texts)
+    words = {get_words(text) for text in texts}
     for document in documents:
         copied_texts = _get_copied_texts(document)
-        if not texts.isdisjoint(copied_texts):
+        if not words.isdisjoint(map(get_words, copied_texts)):
             all_texts |= copied_texts
     return all_texts
 

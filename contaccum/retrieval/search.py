@@ -10,6 +10,7 @@ import logging
 import math
 import re
 import time
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -72,6 +73,9 @@ _SOUTHEAST_ASIAN = (
 # Scripts of India and Sri Lanka, Thaana and Tibetan: their vowel signs belong to a word, but not to
 # the pattern \w.
 _VOWEL_SIGNS = r"\u0780-\u07bf\u0900-\u0963\u0966-\u0dff\u0f40-\u0fbc"
+# Letters of full width and katakana of half width. Other characters keep their form: NFKC would
+# make "cm2" of "cm²".
+_WIDE_OR_NARROW = re.compile("[\uff01-\uffef]+")
 # Groups: a word of two characters or more, a run of _CJK, a run of _SOUTHEAST_ASIAN.
 _BM25_TOKENS = re.compile(
     rf"((?:[^\W{_CJK}{_SOUTHEAST_ASIAN}]|[{_VOWEL_SIGNS}]){{2,}})|([{_CJK}]+)|([{_SOUTHEAST_ASIAN}]+)"
@@ -266,12 +270,13 @@ def bm25_scores(
 
 
 def _split_words(text: str) -> list[str]:
-    """Return the words of a text in lower case, for BM25.
+    """Return the words of a text in lower case and of normal width, for BM25.
 
     Words have two letters or more. Where a script has no blanks between words, all bigrams or
     trigrams of characters stand for them, or the whole run if it is shorter.
     """
     words = []
+    text = _WIDE_OR_NARROW.sub(lambda run: unicodedata.normalize("NFKC", run[0]), text)
     for word, cjk_run, southeast_asian_run in _BM25_TOKENS.findall(text.lower()):
         if word:
             words.append(word)

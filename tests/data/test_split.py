@@ -450,6 +450,19 @@ def test_a_document_with_its_title_and_without_it_is_on_one_side(tmp_path, separ
             )
 
 
+@pytest.mark.parametrize("separator", [". ", ": ", " ", "\n", " - "])
+def test_a_positive_is_not_a_negative_of_itself_under_another_separator(tmp_path, separator):
+    records = make_pairs(40)
+    corpus = []
+    for number, record in enumerate(records):
+        corpus.append({"_id": f"d{number}", "title": f"Page {number}", "text": record["positive"]})
+        record["positive"] = f"Page {number}{separator}{record['positive']}"
+    pairs = write_lines(tmp_path / "pairs.jsonl", records)
+    corpus_file = write_lines(tmp_path / "corpus.jsonl", corpus)
+    split = split_data(Source(pairs), tmp_path / "split", corpus=corpus_file)
+    assert split.documents["train"] == split.train
+
+
 def collect_training_negatives(folder: Path) -> list[str]:
     """Return the hard negatives in train.jsonl and the texts of corpus.jsonl."""
     texts = [row["text"] for row in read_lines(folder / "corpus.jsonl")]
@@ -486,7 +499,9 @@ def test_near_copies_of_held_out_texts_are_no_negatives(tmp_path, field, change,
             num_allowed += near_copy in negatives
         else:
             assert near_copy not in negatives
-    assert num_allowed > 0
+    # A document with the words of a training positive is the positive itself.
+    is_copy = is_in_corpus and field == "positive" and change == "{}."
+    assert (num_allowed > 0) != is_copy
 
 
 def test_a_held_out_query_is_no_passage_of_training_if_only_queries_are_held_out(tmp_path):

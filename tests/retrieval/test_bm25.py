@@ -63,3 +63,7 @@ def test_english_texts_have_the_words_of_bm25s():
 def test_a_script_without_blanks_is_cut_into_ngrams_and_the_rest_into_words():
     assert _split_words("GPU显存不足 5月 ๒๕๖๗") == ["gpu", "显存", "存不", "不足", "月", "๒๕๖๗"]
     assert _split_words("ไทย ดี") == ["ไทย", "ดี"]
+
+
+def test_characters_of_full_and_half_width_match_their_usual_forms():
+    assert _split_words("ＧＰＵ１２　ｶﾞｲﾄﾞ cm²") == _split_words("gpu12 ガイド cm²")
