@@ -101,7 +101,8 @@ class TimeBudget(TrainerCallback):
         self._run.synchronize()
         self.seconds = time.perf_counter() - self._started
         self.num_updates += 1
-        if self.seconds >= self._budget:
+        # The learning rate of the first update is 0.
+        if self.seconds >= self._budget and self.num_updates > 1:
             control.should_training_stop = True
 
 

@@ -8,7 +8,6 @@ in `contaccum.data.records`.
 
 from __future__ import annotations
 
-from functools import lru_cache
 import csv
 import gzip
 import io
@@ -23,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from contaccum.errors import ConfigError, DataError, check_choice

@@ -24,7 +24,6 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
-import torch
 
 from contaccum.errors import ConfigError, DataError, check_choice
 
@@ -196,12 +195,13 @@ def decode(labels: Tensor | None, num_columns: int) -> Labels:
         labels: the labels of a batch.
         num_columns: c, the number of text columns.
     """
-
     if labels is None or labels.ndim != 2:
         return Labels()
     width = labels.shape[1]
     if width == num_columns - 1:
         return Labels(teacher_scores=labels)
+    import torch
+
     if labels.dtype != torch.int64:
         return Labels()
     if width == num_columns:
@@ -282,6 +282,8 @@ class EpochSampling:
         self.has_text_ids = known_positives is not None
         self.has_teacher_scores = False
         # Seed and epoch are in shared memory, so that the workers of a data loader see a new epoch.
+        import torch
+
         self._seed_and_epoch = torch.zeros(2, dtype=torch.int64).share_memory_()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EpochSampling:
