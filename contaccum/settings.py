@@ -17,14 +17,27 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import inspect
 import json
 import math
+import numbers
 import os
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Concatenate,
+    Literal,
+    NoReturn,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import yaml
 
@@ -67,6 +80,7 @@ GuideMarginStrategy = Literal["absolute", "relative"]
 DataFormat = Literal["beir", "dpr", "tevatron", "pairs", "triplets", "csv", "parquet", "hub"]
 Strategy = Literal["no", "steps", "epoch"]
 
+DEFAULT_BANK_SIZE = 1024
 DEFAULT_TEMPERATURE = {"cos": 0.05, "dot": 1.0}
 """{similarity: temperature} where none is given."""
 
@@ -279,6 +293,13 @@ class MethodSettings:
         least=1,
         tries=(32, 64, 128, 256),
     )
+    gather_across_devices: bool | None = option(
+        None,
+        "Contrast the pairs of all devices. Default: true for methods with a bank.",
+        methods=WITH_PASSAGES,
+        # A run whose ranks share a bank may go on with another number of ranks.
+        on_change="continue",
+    )
     max_skipped_updates: int = option(
         10,
         "Updates that may be skipped because they are not finite; one more ends the run.",
@@ -298,16 +319,17 @@ class MethodSettings:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LossSettings:
     """The loss, its bank, and the exclusion of false negatives."""
 
     bank_size: int | None = option(
         None,
-        "Rows of each bank, for methods that have one. Default: 1024.",
+        f"Rows of each bank, for methods that have one. Default: {DEFAULT_BANK_SIZE}.",
         least=0,
         methods=WITH_BANK,
     )
+    _: KW_ONLY
     query_bank_size: int | None = option(
         None,
         "Rows of the query bank: bank_size or 0 (as pre_batch). Default: bank_size.",
@@ -339,13 +361,6 @@ class LossSettings:
         "auto",
         "Towers from whose gradients the mean is subtracted, so that they do not move as a whole.",
         methods=WITH_PASSAGES,
-    )
-    gather_across_devices: bool | None = option(
-        None,
-        "Contrast the pairs of all devices. Default: true for methods with a bank.",
-        methods=WITH_PASSAGES,
-        # A run whose ranks share a bank may go on with another number of ranks.
-        on_change="continue",
     )
     false_negative_margin: float | None = option(
         None,
@@ -424,7 +439,7 @@ class TrainerSettings:
         on_change="ignore",
         set_by_fit=True,
     )
-    learning_rate: float = option(5e-5, "Peak of the learning rate.", least=0, on_change="continue")
+    learning_rate: float = option(5e-5, "Peak of the learning rate.", above=0, on_change="continue")
     lr_scheduler_type: str = option("linear", "Course of the learning rate.", on_change="continue")
     warmup_steps: float = option(
         0,
@@ -569,7 +584,46 @@ class Settings(TrainingSettings, DataSettings, ModelSettings):
         return numbers or [self.num_hard_negatives]
 
 
+GROUPS = (
+    ModelSettings,
+    DataSettings,
+    MethodSettings,
+    LossSettings,
+    SimilaritySettings,
+    DistillationSettings,
+    TrainerSettings,
+)
+"""All groups of settings, in the order of `contaccum train --help`."""
+
 AnySettings = TypeVar("AnySettings", bound=TrainingSettings)
+
+
+@dataclass(frozen=True)
+class InfoNCESettings(LossSettings):
+    """Settings of `BankedInfoNCE`, which `contaccum.bank.info_nce` documents: none is left open.
+
+    Raises:
+        ConfigError: for a value or a combination that cannot work.
+    """
+
+    bank_size: int = DEFAULT_BANK_SIZE
+    query_bank_size: int | None = None
+    temperature: float = 1.0
+    similarity: Similarity = "dot"
+    _: KW_ONLY
+    gather_across_devices: bool = False
+    pairs_per_update: int | None = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def moves_entries(self) -> bool:
+        """True if bank entries move along with the mean of their tower's embeddings.
+
+        See `contaccum.bank.drift`.
+        """
+        return self.drift_compensation in ("auto", "mean")
 
 
 # Combinations that cannot work --------------------------------------------------------------------
@@ -577,7 +631,10 @@ AnySettings = TypeVar("AnySettings", bound=TrainingSettings)
 REFUSALS: tuple[tuple[type, Callable[[Any], object], str], ...] = (
     (
         LossSettings,
-        lambda s: s.query_bank_size not in (None, 0, 1024 if s.bank_size is None else s.bank_size),
+        lambda s: (
+            s.query_bank_size
+            and s.query_bank_size != (DEFAULT_BANK_SIZE if s.bank_size is None else s.bank_size)
+        ),
         "query_bank_size must be 0 (no query bank) or equal to bank_size ({s.bank_size}), got "
         "{s.query_bank_size}",
     ),
@@ -594,6 +651,16 @@ REFUSALS: tuple[tuple[type, Callable[[Any], object], str], ...] = (
         ),
         "method=in_batch with gradient_accumulation_steps or per_device_train_batch_size=auto: its "
         "update is a single batch. Drop them, or set method=grad_accum",
+    ),
+    (
+        TrainingSettings,
+        lambda s: s.max_steps == 0,  # transformers would train for num_train_epochs
+        "max_steps=0: set the number of updates, or drop it to train for num_train_epochs",
+    ),
+    (
+        TrainingSettings,
+        lambda s: s.num_train_epochs <= 0 and s.max_steps < 0,
+        "num_train_epochs={s.num_train_epochs:g}: set it above 0, or set max_steps",
     ),
     (
         TrainingSettings,
@@ -690,18 +757,23 @@ REFUSALS: tuple[tuple[type, Callable[[Any], object], str], ...] = (
 """(class of the settings, condition, message); ``{s.name}`` in a message is a setting's value."""
 
 
-def check(settings: LossSettings | TrainingSettings) -> None:
+def check(settings: InfoNCESettings | TrainingSettings) -> None:
     """Raise `ConfigError` for a value or a combination that cannot work."""
     method = getattr(settings, "method", None)  # the settings of a loss alone have no method
+    settings_class: Any = type(settings)
+    hints = _get_type_hints(settings_class)
     for name, value in list_changed(settings).items():
         rule = Settings.__dataclass_fields__[name].metadata
-        _check_value(name, value, rule)
+        _check_value(name, value, hints[name], rule)
         # A size of 0 means no bank, which is what the other methods have.
         is_no_bank = name in ("bank_size", "query_bank_size") and value == 0
         if method is not None and method not in rule["methods"] and not is_no_bank:
-            users = ", ".join(rule["methods"])
+            users = ""
+            if len(rule["methods"]) <= len(WITH_BANK):
+                users = f", it is one of {', '.join(rule['methods'])}"
             raise ConfigError(
-                f"method={method} with {name}={value}: it is a setting of {users}. Drop {name}"
+                f"method={method} with {name}={value}: the method has no such setting{users}. Drop "
+                f"{name}"
             )
         needed = rule["needs"]
         if needed is not None and not getattr(settings, needed, True):
@@ -713,17 +785,16 @@ def check(settings: LossSettings | TrainingSettings) -> None:
             raise ConfigError(message.format(s=settings))
 
 
-def _check_value(name: str, value: Any, rule: Any) -> None:
+def _check_value(name: str, value: Any, hint: Any, rule: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for a value of another type than the field's, or out of its limits."""
-    hint = _get_type_hints()[name]
     if not _has_type(value, hint):
-        choices = [choice for part in (hint, *get_args(hint)) for choice in _get_choices(part)]
+        choices = get_choices(name)
         if choices:
             check_choice(name, value, choices)
         type_name = getattr(hint, "__name__", str(hint))
         raise ConfigError(f"{name} must be of type {type_name}, got {value!r}")
     for number in value if isinstance(value, (list, tuple)) else [value]:
-        if not isinstance(number, (int, float)):
+        if not isinstance(number, numbers.Real):
             continue
         for limit, is_wrong, words in (
             (rule["least"], lambda x, limit: x < limit, "at least"),
@@ -731,16 +802,24 @@ def _check_value(name: str, value: Any, rule: Any) -> None:
             (rule["below"], lambda x, limit: x >= limit, "below"),
         ):
             if limit is not None and is_wrong(number, limit):
-                raise ConfigError(f"{name} must be {words} {limit}, got {value}")
+                raise ConfigError(f"{name}={value}: it must be {words} {limit}")
 
 
 @functools.cache
-def _get_type_hints() -> dict[str, Any]:
-    return get_type_hints(Settings)
+def _get_type_hints(settings_class: type) -> dict[str, Any]:
+    return get_type_hints(settings_class)
 
 
-def _get_choices(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) is Literal else ()
+def get_choices(name: str) -> tuple[str, ...]:
+    """Return the allowed values of a setting that has a fixed set of them; else an empty tuple."""
+    hint = _get_type_hints(Settings).get(name)
+    choices: tuple[str, ...] = ()
+    for part in (hint, *get_args(hint)):
+        if part is int:  # a number, or auto
+            return ()
+        if get_origin(part) is Literal:
+            choices = get_args(part)
+    return choices
 
 
 def _has_type(value: Any, hint: Any) -> bool:
@@ -753,8 +832,9 @@ def _has_type(value: Any, hint: Any) -> bool:
         [item_hint] = get_args(hint)
         return isinstance(value, list) and all(_has_type(item, item_hint) for item in value)
     if origin in (int, float):
-        is_number = isinstance(value, (int, origin)) and not isinstance(value, bool)
-        return is_number and math.isfinite(value)
+        # The numbers of numpy are of these kinds as well.
+        kind = numbers.Integral if origin is int else numbers.Real
+        return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
     return isinstance(value, origin)
 
 
@@ -847,6 +927,16 @@ def to_dict(settings: TrainingSettings) -> dict[str, Any]:
     return {**changed, **others}
 
 
+def select(settings: Any, names_of: type) -> dict[str, Any]:
+    """Return {name: value} of the settings that a dataclass, ``names_of``, has as well."""
+    names = {own_field.name for own_field in fields(settings)}
+    return {
+        setting.name: getattr(settings, setting.name)
+        for setting in fields(names_of)
+        if setting.name in names
+    }
+
+
 def find(key: str, value: Any = True) -> dict[str, Any]:
     """Return {name: default} of the settings with a value of a key of `option`.
 
@@ -875,6 +965,72 @@ def get_names_of_transformers() -> frozenset[str]:
     return frozenset(names - Settings.__dataclass_fields__.keys())
 
 
+# Keywords of a class ------------------------------------------------------------------------------
+
+P = ParamSpec("P")
+SelfT = TypeVar("SelfT")
+KeywordsT = TypeVar("KeywordsT")
+
+
+def takes_settings(
+    keywords: Callable[P, KeywordsT], unknown: str = ""
+) -> Callable[[Callable[[SelfT, KeywordsT], None]], Callable[Concatenate[SelfT, P], None]]:
+    """Give ``__init__(self, settings)`` the arguments of a dataclass instead of ``settings``.
+
+    So the arguments of a loss are the fields of its settings: for type checkers and editors, in
+    `help` and in `inspect.signature`.
+
+    Args:
+        keywords: the dataclass. It is made of the arguments, and passed as ``settings``.
+        unknown: a sentence that the error for an unknown argument ends with.
+    """
+    signature = inspect.signature(keywords)
+
+    def decorate(init: Callable[[SelfT, KeywordsT], None]) -> Any:
+        @functools.wraps(init)
+        def __init__(self: SelfT, *args: P.args, **kwargs: P.kwargs) -> None:
+            for name in kwargs:
+                if name not in signature.parameters:
+                    suggestion = closest(name, signature.parameters)
+                    raise TypeError(
+                        f"{type(self).__name__} has no argument {name!r}{suggestion}. {unknown}"
+                    )
+            init(self, keywords(*args, **kwargs))
+
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        parameters = [own, *signature.parameters.values()]
+        __init__.__signature__ = signature.replace(  # type: ignore[attr-defined]  # inspect reads it
+            parameters=parameters, return_annotation=None
+        )
+        return __init__
+
+    return decorate
+
+
+def extend_arguments(base: type, settings_class: type) -> Any:
+    """Return a dataclass with the fields of ``base`` and those settings that it does not have.
+
+    It is a class for HfArgumentParser, for which all metadata of a field are arguments of argparse,
+    so the fields have no metadata.
+
+    Args:
+        base: a class of transformers' TrainingArguments.
+        settings_class: a class of settings.
+    """
+    names_of_base = {argument.name for argument in fields(base)}
+    hints = _get_type_hints(settings_class)
+    added: list[tuple[str, Any, Any]] = []
+    for setting in fields(settings_class):
+        if setting.name in names_of_base or setting.name == "transformers":
+            continue
+        if setting.default_factory is dataclasses.MISSING:
+            plain_field = field(default=setting.default)
+        else:
+            plain_field = field(default_factory=setting.default_factory)
+        added.append((setting.name, hints[setting.name], plain_field))
+    return dataclasses.make_dataclass(base.__name__, added, bases=(base,))
+
+
 # Text: YAML files and the command line ------------------------------------------------------------
 
 
@@ -897,7 +1053,11 @@ def read(argv: Sequence[str]) -> dict[str, Any]:
     if unknown:
         key = unknown[0].lstrip("-").split("=")[0]
         raise ConfigError(f"unknown key {key!r} on the command line{closest(key, keys)}")
-    return vars(namespace)
+    given = vars(namespace)
+    for name in find("is_path").keys() & given.keys():
+        if isinstance(given[name], str):
+            given[name] = os.path.expanduser(given[name])
+    return given
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -909,21 +1069,7 @@ def _make_parser() -> argparse.ArgumentParser:
         def error(self, message: str) -> NoReturn:
             raise ConfigError(f"{message}. `contaccum train --help` lists the options")
 
-    # For the parser, all metadata of a field are arguments of argparse, so our fields go without.
-    names_of_transformers = {
-        argument.name for argument in fields(SentenceTransformerTrainingArguments)
-    }
-    own_fields = []
-    for setting in fields(Settings):
-        if setting.name not in names_of_transformers and setting.name != "transformers":
-            own_field = field(default_factory=functools.partial(get_default, setting))
-            if not isinstance(get_default(setting), list):
-                own_field = field(default=get_default(setting))
-            own_fields.append((setting.name, _get_type_hints()[setting.name], own_field))
-    # The fields of transformers come from the base class, with its own types.
-    all_options: Any = dataclasses.make_dataclass(
-        "Options", own_fields, bases=(SentenceTransformerTrainingArguments,)
-    )
+    all_options = extend_arguments(SentenceTransformerTrainingArguments, Settings)
     parser = Parser(all_options, prog="contaccum train", allow_abbrev=False)
     for action in parser._actions:
         action.default = argparse.SUPPRESS

@@ -1,20 +1,24 @@
 """Settings: each is declared once, values are typed, and what cannot work is refused by name."""
 
+import inspect
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import yaml
 from sentence_transformers import SentenceTransformerTrainingArguments
 
+from contaccum import BankedInfoNCE, CachedContAccumLoss, ContAccumLoss
 from contaccum.data import DATA_FORMATS
 from contaccum.errors import ConfigError
 from contaccum.settings import (
     METHODS,
     DataFormat,
+    InfoNCESettings,
     Settings,
     TrainerSettings,
     find,
@@ -27,7 +31,6 @@ from contaccum.settings import (
     to_yaml,
     uses,
 )
-from contaccum.training.options import GROUPS
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 AUTO = {"per_device_train_batch_size": "auto"}
@@ -44,18 +47,6 @@ def make(**given: Any) -> Settings:
 def test_settings_can_be_read_without_torch():
     code = "import sys, contaccum.settings; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_every_option_of_training_has_its_default_and_choices():
-    settings = Settings.__dataclass_fields__
-    for group in GROUPS:
-        for option in fields(group):
-            assert get_default(settings[option.name]) == get_default(option), option.name
-            choices = option.metadata.get("choices")
-            if choices:
-                with pytest.raises(ConfigError) as refused:
-                    make(**{option.name: "another"})
-                assert f"{option.name} must be one of {', '.join(choices)}, " in str(refused.value)
 
 
 def test_the_defaults_of_transformers_are_kept():
@@ -142,9 +133,9 @@ def test_text_that_cannot_be_read_is_refused(text, arguments, named, tmp_path):
         ({"method": "gradcache"}, "did you mean 'grad_cache'"),
         ({"distill": "mse"}, "margin_mse, kl"),
         ({"bank_size": "8"}, "bank_size must be of type int"),
-        ({"bank_size": -1}, "bank_size must be at least 0"),
+        ({"bank_size": -1}, "bank_size=-1: it must be at least 0"),
         ({"bank_size": 4, "query_bank_size": 2}, "query_bank_size"),
-        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"temperature": 0.0}, "temperature=0.0: it must be above 0"),
         ({"bank_weight": float("inf")}, "bank_weight"),
         ({"method": "grad_accum", "bank_size": 128}, "bank_size=128.*contaccum, pre_batch"),
         ({"method": "pre_batch", "query_bank_size": 128}, "query_bank_size=128"),
@@ -226,3 +217,49 @@ def test_fields_say_which_methods_use_a_setting_and_who_sets_it():
     assert {"train_data", "output_dir", "similarity"} < find("set_by_fit").keys()
     assert "bank_size" in find("on_change", "restart")
     assert "max_steps" in find("on_change", "continue")
+
+
+@pytest.mark.parametrize(
+    ("message", "settings"),
+    [
+        ("bank_size", {"bank_size": -1}),
+        ("bank_size must be of type int, got None", {"bank_size": None}),
+        ("query_bank_size", {"bank_size": 4, "query_bank_size": 2}),
+        ("temperature", {"temperature": 0.0}),
+        ("bank_weight", {"bank_weight": 0.0}),
+        ("similarity must be one of cos, dot", {"similarity": "euclidean"}),
+    ],
+)
+def test_a_loss_refuses_a_setting_that_cannot_work(message, settings):
+    with pytest.raises(ConfigError, match=message):
+        BankedInfoNCE(**settings)
+
+
+def test_a_loss_holds_the_settings_that_it_was_made_with():
+    settings = InfoNCESettings(bank_size=8, temperature=0.05, normalize_by="all")
+    assert BankedInfoNCE.from_settings(settings).settings == settings
+    assert BankedInfoNCE(8, None, 0.05, normalize_by="all").settings == settings
+    assert BankedInfoNCE(bank_size=np.int64(8)).settings.bank_size == 8
+    with pytest.raises(TypeError, match="BankedInfoNCE has no argument 'bank_sise'; did you mean"):
+        BankedInfoNCE(bank_sise=8)
+
+
+def test_the_arguments_of_a_loss_are_its_settings_with_their_defaults():
+    parameters = inspect.signature(BankedInfoNCE).parameters
+    assert list(parameters)[:5] == [
+        "bank_size",
+        "query_bank_size",
+        "temperature",
+        "similarity",
+        "normalize_by",
+    ]
+    assert {name: parameter.default for name, parameter in parameters.items()} == asdict(
+        BankedInfoNCE().settings
+    )
+    assert parameters["bank_size"].default == 1024
+    shared = parameters.keys() - {"temperature", "similarity"}  # scale and similarity_fct there
+    for loss_class in (ContAccumLoss, CachedContAccumLoss):
+        own = inspect.signature(loss_class).parameters
+        assert {own[name].default == parameters[name].default for name in shared} == {True}
+    names = list(inspect.signature(CachedContAccumLoss).parameters)
+    assert names[:5] == ["model", "bank_size", "scale", "similarity_fct", "mini_batch_size"]

@@ -18,8 +18,8 @@ from measuring.encoders import BACKBONES, make_encoder, use_autocast
 
 from contaccum import DualEncoder
 from contaccum.errors import ConfigError
+from contaccum.settings import Settings
 from contaccum.training.config import load_model
-from contaccum.training.options import ModelArguments
 from gpu_parts.settings import NotMeasured, Run, add_failures, collect_error, format_reason
 from gpu_parts.turns import UpdateSizes, measure_methods
 
@@ -97,8 +97,8 @@ def load_decoder(adapter: str, folder: Path, sizes: DecoderSizes, run: Run) -> D
         ConfigError: 4 bits are not possible on this machine.
     """
     is_quantized = adapter == "qlora"
-    arguments = ModelArguments(model=str(folder), lora_r=sizes.rank, load_in_4bit=is_quantized)
-    model = load_model(arguments, str(run.device))
+    settings = Settings(model=str(folder), lora_r=sizes.rank, load_in_4bit=is_quantized)
+    model = load_model(settings, str(run.device))
     model.gradient_checkpointing_enable()
     use_autocast(model, "bfloat16")
     return model.train()

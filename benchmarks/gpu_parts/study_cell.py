@@ -25,7 +25,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 import contaccum
 from contaccum.data.beir import BeirDataset, load_beir_folder
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
-from contaccum.training.config import parse
+from contaccum.settings import Settings, replace
+from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.run import load_encoder, load_run_data, make_trainer
 from gpu_parts.settings import METHOD_SECONDS, NotMeasured, Run, add_failures, collect_error
 
@@ -33,7 +34,7 @@ METHODS = ("grad_accum", "grad_cache", "contaccum", "contaccum_cached")
 SCIFACT = Path(contaccum.__file__).parent / "data" / "scifact"
 METRIC = "ndcg@10"
 SETTINGS = {
-    "train_data": SCIFACT,
+    "train_data": [str(SCIFACT)],
     "similarity": "cos",
     "temperature": 0.05,
     "learning_rate": 1.5e-4,
@@ -44,7 +45,7 @@ SETTINGS = {
     "max_steps": 10**6,  # training ends when its time is over
     "save_strategy": "no",
     "report_to": "none",
-    "disable_tqdm": "true",
+    "disable_tqdm": True,
     "logging_steps": 10**6,
 }
 
@@ -198,30 +199,31 @@ def list_frequent_words(dataset: BeirDataset, num_words: int) -> list[str]:
     return [word for word in words if word not in SPECIAL_TOKENS]
 
 
-def make_options(method: str, model: Path, folder: str, run: Run, sizes: StudySizes) -> list[str]:
-    """Return the options of `contaccum train` for a method."""
-    settings = {
+def make_settings(method: str, model: Path, folder: str, run: Run, sizes: StudySizes) -> Settings:
+    """Return the settings of `contaccum train` for a method."""
+    settings: dict[str, Any] = {
         **SETTINGS,
-        "model": model,
+        "model": str(model),
         "output_dir": folder,
         "method": method,
         "per_device_train_batch_size": sizes.local,
         "total_train_batch_size": sizes.pairs,
         "query_max_length": sizes.query_length,
         "passage_max_length": sizes.passage_length,
-        "use_cpu": str(not run.is_cuda).lower(),
-        "bf16": str(run.is_cuda).lower(),
+        "use_cpu": not run.is_cuda,
+        "bf16": run.is_cuda,
     }
     if method.startswith("contaccum"):
         settings["bank_size"] = sizes.bank_size
-    return [f"--{name}={value}" for name, value in settings.items()]
+    return replace(Settings(), **settings)
 
 
 def load_base_model(model: Path, run: Run, sizes: StudySizes) -> Any:
     """Load the model as training does, without training it."""
     with tempfile.TemporaryDirectory() as folder:
-        model_args, _, args = parse(make_options("grad_accum", model, folder, run, sizes))
-        return load_encoder(model_args, args)
+        settings = make_settings("grad_accum", model, folder, run, sizes)
+        args = ContAccumTrainingArguments.from_settings(settings)
+        return load_encoder(settings, args)
 
 
 def train(
@@ -230,11 +232,12 @@ def train(
     """Train for some seconds, at least one update; return the model and the figures."""
     run.free_memory()
     with tempfile.TemporaryDirectory() as folder:
-        model_args, data_args, args = parse(make_options(method, model, folder, run, sizes))
-        data = load_run_data(data_args, args)
-        encoder = load_encoder(model_args, args)
+        settings = make_settings(method, model, folder, run, sizes)
+        args = ContAccumTrainingArguments.from_settings(settings)
+        data = load_run_data(settings, args)
+        encoder = load_encoder(settings, args)
         clock = TimeBudget(run, budget)
-        trainer = make_trainer(encoder, model_args, args, data, callbacks=[clock])
+        trainer = make_trainer(encoder, settings, args, data, callbacks=[clock])
         run.reset_peak()
         trainer.train()
     # Without the autocast of training, because the model before training is also scored without it.

@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contaccum.bank.settings import CenterGradients
+from contaccum.settings import CenterGradients
 
 _TOWERS_OF_SETTING: dict[str, tuple[str, ...]] = {
     "both": ("queries", "passages"),

@@ -37,9 +37,9 @@ import torch
 from torch import Tensor, nn
 
 from contaccum.bank.memory_bank import PAIRS_PER_MEAN, MemoryBank
-from contaccum.bank.settings import LossSettings
 from contaccum.bank.update_clock import UpdateClock
 from contaccum.distributed import over_ranks
+from contaccum.settings import InfoNCESettings
 
 HORIZON = 128.0
 """Age in pairs at which the weight of an embedding in a running mean has fallen to 1/e."""
@@ -277,7 +277,7 @@ class DriftCompensation(nn.Module):
             bank. It never retires entries of the current update; a full bank does.
     """
 
-    def __init__(self, settings: LossSettings) -> None:
+    def __init__(self, settings: InfoNCESettings) -> None:
         super().__init__()
         self.settings = settings
         self.query_mean: RunningMean | None = None

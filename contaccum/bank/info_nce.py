@@ -47,17 +47,10 @@ from contaccum.bank.logits import (
     stack_texts,
 )
 from contaccum.bank.memory_bank import LogitBlocks, MemoryBank, is_not_finite, score_blocks
-from contaccum.bank.settings import (
-    CenterGradients,
-    DriftCompensationMode,
-    GuideMarginStrategy,
-    LossSettings,
-    NormalizeBy,
-    Similarity,
-)
 from contaccum.bank.update_clock import UpdateClock
 from contaccum.distributed import gather_rows, world_size
 from contaccum.errors import ConfigError
+from contaccum.settings import InfoNCESettings, takes_settings
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +129,7 @@ class BankedInfoNCE(nn.Module):
             with c the guide's cosine of the row's own positive (GISTEmbed, arXiv 2402.16829).
 
     Attributes:
-        settings: all of the above, as `LossSettings`.
+        settings: all of the above, as `InfoNCESettings`.
         positives: `PositivesTable` of pairs that are never negatives of each other, or None. It is
             not part of the state.
         compensation: the `DriftCompensation`.
@@ -152,41 +145,8 @@ class BankedInfoNCE(nn.Module):
     compensation are ours.
     """
 
-    def __init__(
-        self,
-        bank_size: int = 1024,
-        query_bank_size: int | None = None,
-        temperature: float = 1.0,
-        similarity: Similarity = "dot",
-        normalize_by: NormalizeBy = "local",
-        mask_duplicates: bool = True,
-        bank_hard_negatives: bool = True,
-        drift_compensation: DriftCompensationMode = "auto",
-        gather_across_devices: bool = False,
-        center_gradients: CenterGradients = "auto",
-        pairs_per_update: int | None = None,
-        bank_weight: float = 1.0,
-        false_negative_margin: float | None = None,
-        guide_margin: float = 0.0,
-        guide_margin_strategy: GuideMarginStrategy = "absolute",
-    ) -> None:
-        settings = LossSettings(
-            bank_size=bank_size,
-            query_bank_size=query_bank_size,
-            temperature=temperature,
-            similarity=similarity,
-            normalize_by=normalize_by,
-            mask_duplicates=mask_duplicates,
-            bank_hard_negatives=bank_hard_negatives,
-            drift_compensation=drift_compensation,
-            gather_across_devices=gather_across_devices,
-            center_gradients=center_gradients,
-            pairs_per_update=pairs_per_update,
-            bank_weight=bank_weight,
-            false_negative_margin=false_negative_margin,
-            guide_margin=guide_margin,
-            guide_margin_strategy=guide_margin_strategy,
-        )
+    @takes_settings(InfoNCESettings)
+    def __init__(self, settings: InfoNCESettings) -> None:
         super().__init__()
         self.settings = settings
         self.positives: PositivesTable | None = None
@@ -199,7 +159,7 @@ class BankedInfoNCE(nn.Module):
         self._last: dict[str, Any] = {}
 
     @classmethod
-    def from_settings(cls, settings: LossSettings) -> BankedInfoNCE:
+    def from_settings(cls, settings: InfoNCESettings) -> BankedInfoNCE:
         """Make a loss from its settings."""
         return cls(**dataclasses.asdict(settings))
 

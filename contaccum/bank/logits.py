@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from contaccum.bank.settings import LossSettings
+from contaccum.settings import InfoNCESettings
 
 NO_ID = torch.iinfo(torch.int64).min
 """Id of a text that came without one. Such a text is never the same as another text."""
@@ -171,7 +171,7 @@ def make_pairs(
     )
 
 
-def make_guide_embeddings(texts: Tensor, settings: LossSettings) -> GuideEmbeddings:
+def make_guide_embeddings(texts: Tensor, settings: InfoNCESettings) -> GuideEmbeddings:
     """L2-normalise guide embeddings, (n, 2 + h, g), and compute the ceiling of each row.
 
     With c the guide's cosine of a row's query and its own positive, the ceiling is
@@ -191,7 +191,7 @@ def make_guide_embeddings(texts: Tensor, settings: LossSettings) -> GuideEmbeddi
 def masked_logits(
     rows: Pairs,
     columns: Pairs,
-    settings: LossSettings,
+    settings: InfoNCESettings,
     positives: PositivesTable | None = None,
 ) -> Tensor:
     """Score the queries of ``rows`` (r pairs) against the documents of ``columns`` (c pairs).

@@ -39,7 +39,7 @@ from contaccum.bank.logits import (
     stack_ids,
     stack_texts,
 )
-from contaccum.bank.settings import LossSettings
+from contaccum.settings import InfoNCESettings
 
 MIN_BLOCKS = 32  # a bank with fewer pairs has one block per pair
 
@@ -67,7 +67,7 @@ class LogitBlocks(NamedTuple):
 def score_blocks(
     local: Pairs,
     bank: MemoryBank | None,
-    settings: LossSettings,
+    settings: InfoNCESettings,
     positives: PositivesTable | None = None,
 ) -> LogitBlocks:
     """Score three blocks of the score matrix (see `contaccum.bank.info_nce`) with `masked_logits`.
@@ -291,7 +291,7 @@ class MemoryBank(nn.Module):
         texts = stack_texts(columns).to(self.documents)  # (n, 2 + h, d)
         ids = stack_ids(query_ids, passage_ids, negative_ids, texts)
         self.ensure_shape(texts.shape[2], texts.shape[1] - 2, guide_dim=0)
-        settings = LossSettings(temperature=self.temperature)
+        settings = InfoNCESettings(temperature=self.temperature)
         local = make_pairs(texts, ids, self.temperature)
         blocks = score_blocks(local, self, settings)
         self.append(local, blocks, is_not_finite(texts.sum()))

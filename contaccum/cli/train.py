@@ -7,10 +7,19 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, Field
+from dataclasses import MISSING, Field, fields
+from typing import Any
 
 from contaccum.cli.options import Parser
-from contaccum.training.options import GROUPS, MOST_USED
+from contaccum.settings import (
+    GROUPS,
+    Settings,
+    get_choices,
+    get_names_of_transformers,
+    read,
+    replace,
+    require_complete,
+)
 
 _TYPE_NAMES = re.compile("bool|int|float|list|dict|str")
 _DEFAULTS_NOT_SHOWN = (None, False, "", MISSING)
@@ -33,23 +42,25 @@ def run(argv: Sequence[str]) -> int:
 
 def _train(argv: Sequence[str]) -> int:
     """Train and save the model, and return exit code 0."""
-    from contaccum.training import config
+    from contaccum.training.arguments import ContAccumTrainingArguments
     from contaccum.training.run import train_and_save
 
-    model_args, data_args, training_args = config.parse(argv)
-    train_and_save(model_args, data_args, training_args)
-    if training_args.process_index == 0:
-        folder = training_args.output_dir
+    settings = replace(Settings(), **read(argv))
+    require_complete(settings)
+    args = ContAccumTrainingArguments.from_settings(settings)
+    train_and_save(settings, args)
+    if args.process_index == 0:
+        folder = args.output_dir
         print(f"saved {folder}; score it with: contaccum evaluate {folder} --data DIR")
     return 0
 
 
 def make_help_parser(with_transformers_options: bool = False) -> Parser:
-    """Return a parser that shows the options in `--help`; `config.parse` parses the values.
+    """Return a parser that shows the options in `--help`; `contaccum.settings.read` parses them.
 
     Args:
-        with_transformers_options: True to also show the options of transformers'
-            TrainingArguments. Their import takes several seconds.
+        with_transformers_options: True to also show the options that only transformers'
+            TrainingArguments declare. Their import takes several seconds.
     """
     parser = Parser(
         "train",
@@ -58,40 +69,33 @@ def make_help_parser(with_transformers_options: bool = False) -> Parser:
         usage="contaccum train [CONFIG.yaml ...] [--key value ...]",
     )
     for group in GROUPS:
-        _add_options(parser, group, list(group.__dataclass_fields__))
+        title = (group.__doc__ or "").partition(".")[0]
+        _add_options(parser, title, fields(group))
     if with_transformers_options:
-        from contaccum.training.arguments import ContAccumTrainingArguments
+        from sentence_transformers import SentenceTransformerTrainingArguments
 
-        names = set(ContAccumTrainingArguments.__dataclass_fields__)
-        for group in GROUPS:
-            names.difference_update(group.__dataclass_fields__)
-        _add_options(parser, ContAccumTrainingArguments, sorted(names))
+        names = get_names_of_transformers()
+        others = [x for x in fields(SentenceTransformerTrainingArguments) if x.name in names]
+        _add_options(parser, "Other arguments of transformers", others)
     else:
         parser.epilog = (
-            f"The options of transformers' TrainingArguments can be used as well, such as "
-            f"{', '.join(MOST_USED)}. contaccum train --help all lists them."
+            "All other options of transformers' TrainingArguments can be used as well; contaccum "
+            "train --help all lists them."
         )
     return parser
 
 
-def _add_options(parser: Parser, group: type, names: Sequence[str]) -> None:
-    """Add fields of a dataclass to the help under the first sentence of its docstring.
-
-    Args:
-        group: the dataclass.
-        names: names of the fields to add.
-    """
-    title = (group.__doc__ or "").split(". ")[0].rstrip(".")
+def _add_options(parser: Parser, title: str, options: Sequence[Field[Any]]) -> None:
+    """Add fields of dataclasses to the help, under a title."""
     section = parser.add_argument_group(title)
-    for name in names:
-        field = group.__dataclass_fields__[name]  # type: ignore[attr-defined]  # a dataclass
-        choices = field.metadata.get("choices")
+    for option in options:
+        choices = get_choices(option.name)
+        type_name = _TYPE_NAMES.search(str(option.type))
         metavar = None
-        type_name = _TYPE_NAMES.search(str(field.type))
         if type_name is not None and not choices:
             metavar = type_name.group().upper()
         section.add_argument(
-            f"--{name}", metavar=metavar, choices=choices, help=_get_help_text(field)
+            f"--{option.name}", metavar=metavar, choices=choices, help=_get_help_text(option)
         )
 
 

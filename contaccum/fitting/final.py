@@ -28,7 +28,7 @@ from contaccum.retrieval.encode import model_fingerprint
 from contaccum.training import config
 from contaccum.training.log import EVAL_LOG, TRAIN_LOG, read_log, read_run_record
 from contaccum.training.run import train_and_save
-from contaccum.tuning.options import to_command_line
+from contaccum.tuning.options import parse, to_command_line
 from contaccum.tuning.result import TunedSettings, to_yaml_values
 from contaccum.tuning.trial import count_updates
 
@@ -86,8 +86,8 @@ def write_final_config(
         options["num_train_epochs"] = list(full_epochs)
     # eval_data need an evaluation strategy. Any one will do, because only updates are counted here.
     run_options = {**options, "eval_strategy": ["epoch"]}
-    _, data_args, args = config.parse(to_command_line(run_options))
-    full_updates = count_updates(config.load_data(data_args, args).dataset, args)
+    run_settings, args = parse(to_command_line(run_options))
+    full_updates = count_updates(config.load_data(run_settings).dataset, args)
     if full_updates < min_updates:
         return None
     num_updates = full_updates
@@ -167,9 +167,9 @@ def train_final(
     tokens = [str(config_file)]
     for key, value in options.items():
         tokens += [f"--{key}", value]
-    model_args, data_args, args = config.parse(tokens)
+    settings, args = parse(tokens)
     if not is_trained(model_folder):
-        train_and_save(model_args, data_args, args)
+        train_and_save(settings, args)
     # Also after a kill between the end of the training and this removal.
     if args.process_index == 0:
         for checkpoint in model_folder.glob("checkpoint-*"):

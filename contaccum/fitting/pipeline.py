@@ -59,12 +59,11 @@ from contaccum.folder_lock import lock_folder
 from contaccum.merging import write_best_merge
 from contaccum.report.fit_page import build_fit_page
 from contaccum.retrieval.encode import read_texts
-from contaccum.training import config
 from contaccum.training.run import load_encoder
 from contaccum.tuning.baselines import Baselines
 from contaccum.tuning.budget import Budget, TimeForTrials
 from contaccum.tuning.methods import make_base_options
-from contaccum.tuning.options import Options, to_command_line
+from contaccum.tuning.options import Options, parse, to_command_line
 from contaccum.tuning.result import TunedSettings, read_tuned
 from contaccum.tuning.tune import fingerprint_models, tune
 
@@ -227,10 +226,10 @@ class Fit:
             ConfigError: if an earlier start of the command had another model, also if the files in
                 the model's folder have changed.
         """
-        model_args, _, args = config.parse(to_command_line(make_base_options(options)))
-        base = load_encoder(model_args, args)
+        settings, args = parse(to_command_line(make_base_options(options)))
+        base = load_encoder(settings, args)
         if self._is_first_process:
-            self._folder.open_model(fingerprint_models(base, model_args, args))
+            self._folder.open_model(fingerprint_models(base, settings, args))
         return base
 
     def _score_baselines(self, base: DualEncoder, split: Split) -> tuple[Baselines, TimeEstimates]:

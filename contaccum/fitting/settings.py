@@ -14,39 +14,13 @@ from contaccum.encoders.loading import is_sentence_transformer
 from contaccum.errors import ConfigError
 from contaccum.files import refuse_credentials
 from contaccum.fitting.folder import FitFolder
-from contaccum.training import config
+from contaccum.settings import find
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.proposal import propose
 from contaccum.tuning.methods import make_base_options, round_up, select_methods
-from contaccum.tuning.options import Options, to_command_line
+from contaccum.tuning.options import Options, parse, to_command_line
 
-SET_BY_FIT = frozenset(
-    [
-        "train_data",
-        "split",
-        "eval_data",
-        "eval_split",
-        "eval_queries",
-        "eval_corpus_size",
-        "output_dir",
-        "overwrite_output_dir",
-        "resume_from_checkpoint",
-        "eval_strategy",
-        "eval_steps",
-        "save_strategy",
-        "save_steps",
-        "save_total_limit",
-        "load_best_model_at_end",
-        "metric_for_best_model",
-        "greater_is_better",
-        "similarity",
-        "passage_store",
-        "missing",
-        "early_stopping_patience",
-        "eval_on_start",
-        "push_to_hub",
-    ]
-)
+SET_BY_FIT = frozenset(find("set_by_fit"))
 """Options of `contaccum train` that the user cannot give, because `contaccum fit` decides them.
 
 All scores of a fit are nDCG@10 with the similarity of the model. Its final training has few
@@ -83,7 +57,7 @@ def check_settings(data: Path, model: str, settings: Options) -> ContAccumTraini
         options.pop("gradient_accumulation_steps", None)  # as in make_start_options
     if len(settings.get("method", ["any"])) != 1:
         raise ConfigError("method: give one method, or drop the option to search for the best one")
-    _, _, training_args = config.parse(to_command_line(make_base_options(options)))
+    _, training_args = parse(to_command_line(make_base_options(options)))
     # The search prints the reason if it leaves out a method.
     select_methods(options, settings, training_args.world_size, print_line=lambda line: None)
     return training_args

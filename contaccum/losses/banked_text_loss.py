@@ -39,7 +39,6 @@ from torch import Tensor, nn
 
 from contaccum.bank.info_nce import BankedInfoNCE
 from contaccum.bank.logits import PositivesTable
-from contaccum.bank.settings import LossSettings
 from contaccum.data.sampling import are_text_ids, decode
 from contaccum.distributed import world_size
 from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
@@ -50,6 +49,7 @@ from contaccum.losses.guide import Guide
 from contaccum.losses.model_loss import ModelLoss
 from contaccum.losses.probe import EncoderProbe
 from contaccum.losses.text_ids import content_ids, stack_ids
+from contaccum.settings import InfoNCESettings
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class BankedTextLoss(ModelLoss):
     def __init__(
         self,
         model: SentenceTransformer,
-        settings: LossSettings,
+        settings: InfoNCESettings,
         distillation: Distillation | None = None,
         guide: Guide | None = None,
     ) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -23,18 +24,19 @@ from sentence_transformers.base.losses.gradcache import CachedLossMixin, has_sta
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor
 
-from contaccum.bank.settings import (
-    CenterGradients,
-    DriftCompensationMode,
-    GuideMarginStrategy,
-    LossSettings,
-    NormalizeBy,
-    Similarity,
-)
 from contaccum.errors import ConfigError
 from contaccum.losses.banked_text_loss import BankedTextLoss
 from contaccum.losses.distillation import Distillation
 from contaccum.losses.guide import Guide
+from contaccum.settings import (
+    DEFAULT_BANK_SIZE,
+    DistillationSettings,
+    InfoNCESettings,
+    LossSettings,
+    Similarity,
+    select,
+    takes_settings,
+)
 
 CITATION = """@inproceedings{kim2024contaccum,
 author={Jaehee Kim and Yukyung Lee and Pilsung Kang}, year={2024},
@@ -46,6 +48,45 @@ author={Luyu Gao and Yunyi Zhang and Jiawei Han and Jamie Callan}, year={2021},
 title={Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup},
 booktitle={Proceedings of the 6th Workshop on Representation Learning for NLP},
 eprint={2101.06983}}"""
+
+
+_OF_THE_REPLACED_LOSS = (
+    "For directions, partition_mode and hardness weights, use MultipleNegativesRankingLoss"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class _Model:
+    """The first argument of a loss. Fields of the last base class come first."""
+
+    model: SentenceTransformer
+
+
+@dataclass(frozen=True, eq=False)
+class LossKeywords(DistillationSettings, LossSettings, _Model):
+    """Arguments of `ContAccumLoss`, which documents them: settings, and what only its caller has.
+
+    Those before KW_ONLY may be given by position, in the order of MultipleNegativesRankingLoss.
+    """
+
+    bank_size: int = DEFAULT_BANK_SIZE
+    scale: float = 20.0
+    similarity_fct: Callable[[Tensor, Tensor], Tensor] = cos_sim
+    gather_across_devices: bool = False
+    _: KW_ONLY
+    guide: SentenceTransformer | None = None
+    pairs_per_update: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class CachedLossKeywords(LossKeywords):
+    """Arguments of `CachedContAccumLoss`, in the order of CachedMultipleNegativesRankingLoss."""
+
+    gather_across_devices: bool = field(default=False, kw_only=True)
+    mini_batch_size: int = 32
+    mini_batch_num_tokens: int | None = None
+    _: KW_ONLY
+    show_progress_bar: bool = False
 
 
 class ContAccumLoss(BankedTextLoss):
@@ -128,69 +169,34 @@ class ContAccumLoss(BankedTextLoss):
         ```
     """
 
-    def __init__(
-        self,
-        model: SentenceTransformer,
-        bank_size: int = 1024,
-        scale: float = 20.0,
-        similarity_fct: Callable[[Tensor, Tensor], Tensor] = cos_sim,
-        gather_across_devices: bool = False,
-        distill: str | None = None,
-        distill_weight: float = 1.0,
-        distill_temperature: float = 1.0,
-        guide: SentenceTransformer | None = None,
-        query_bank_size: int | None = None,
-        normalize_by: NormalizeBy = "local",
-        mask_duplicates: bool = True,
-        bank_hard_negatives: bool = True,
-        drift_compensation: DriftCompensationMode = "auto",
-        center_gradients: CenterGradients = "auto",
-        pairs_per_update: int | None = None,
-        bank_weight: float = 1.0,
-        false_negative_margin: float | None = None,
-        guide_margin: float = 0.0,
-        guide_margin_strategy: GuideMarginStrategy = "absolute",
-        **others: Any,
-    ) -> None:
-        if others:
-            raise TypeError(
-                f"{type(self).__name__} has no argument {next(iter(others))!r}. For directions, "
-                "partition_mode and hardness weights, use MultipleNegativesRankingLoss"
-            )
+    @takes_settings(LossKeywords, _OF_THE_REPLACED_LOSS)
+    def __init__(self, keywords: LossKeywords) -> None:
         similarities: dict[object, Similarity] = {cos_sim: "cos", dot_score: "dot"}
-        if similarity_fct not in similarities:
+        if keywords.similarity_fct not in similarities:
             raise ConfigError(
-                f"similarity_fct={similarity_fct} is not supported: use cos_sim or dot_score of "
-                "sentence_transformers.util"
+                f"similarity_fct={keywords.similarity_fct} is not supported: use cos_sim or "
+                "dot_score of sentence_transformers.util"
             )
-        settings = LossSettings(
-            bank_size=bank_size,
-            query_bank_size=query_bank_size,
-            temperature=1.0 / scale,
-            similarity=similarities[similarity_fct],
-            normalize_by=normalize_by,
-            mask_duplicates=mask_duplicates,
-            bank_hard_negatives=bank_hard_negatives,
-            drift_compensation=drift_compensation,
-            gather_across_devices=gather_across_devices,
-            center_gradients=center_gradients,
-            pairs_per_update=pairs_per_update,
-            bank_weight=bank_weight,
-            false_negative_margin=false_negative_margin,
-            guide_margin=guide_margin,
-            guide_margin_strategy=guide_margin_strategy,
+        settings = InfoNCESettings(
+            temperature=1.0 / keywords.scale,
+            similarity=similarities[keywords.similarity_fct],
+            **select(keywords, InfoNCESettings),
         )
         distillation = None
-        if distill is not None:
+        if keywords.distill is not None:
             distillation = Distillation(
-                distill, distill_weight, distill_temperature, settings.similarity, scale
+                keywords.distill,
+                keywords.distill_weight,
+                keywords.distill_temperature,
+                settings.similarity,
+                keywords.scale,
             )
-        frozen_guide = None
-        if guide is not None:
-            frozen_guide = Guide(model, guide)
-        super().__init__(model, settings, distillation, frozen_guide)
-        self.scale = scale
-        self.similarity_fct = similarity_fct
+        guide = None
+        if keywords.guide is not None:
+            guide = Guide(keywords.model, keywords.guide)
+        super().__init__(keywords.model, settings, distillation, guide)
+        self.scale = keywords.scale
+        self.similarity_fct = keywords.similarity_fct
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return the settings that sentence-transformers writes into the model card."""
@@ -256,64 +262,17 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
         ```
     """
 
-    def __init__(
-        self,
-        model: SentenceTransformer,
-        bank_size: int = 1024,
-        scale: float = 20.0,
-        similarity_fct: Callable[[Tensor, Tensor], Tensor] = cos_sim,
-        mini_batch_size: int = 32,
-        mini_batch_num_tokens: int | None = None,
-        gather_across_devices: bool = False,
-        show_progress_bar: bool = False,
-        distill: str | None = None,
-        distill_weight: float = 1.0,
-        distill_temperature: float = 1.0,
-        guide: SentenceTransformer | None = None,
-        query_bank_size: int | None = None,
-        normalize_by: NormalizeBy = "local",
-        mask_duplicates: bool = True,
-        bank_hard_negatives: bool = True,
-        drift_compensation: DriftCompensationMode = "auto",
-        center_gradients: CenterGradients = "auto",
-        pairs_per_update: int | None = None,
-        bank_weight: float = 1.0,
-        false_negative_margin: float | None = None,
-        guide_margin: float = 0.0,
-        guide_margin_strategy: GuideMarginStrategy = "absolute",
-        **others: Any,
-    ) -> None:
-        super().__init__(
-            model,
-            bank_size=bank_size,
-            scale=scale,
-            similarity_fct=similarity_fct,
-            gather_across_devices=gather_across_devices,
-            distill=distill,
-            distill_weight=distill_weight,
-            distill_temperature=distill_temperature,
-            guide=guide,
-            query_bank_size=query_bank_size,
-            normalize_by=normalize_by,
-            mask_duplicates=mask_duplicates,
-            bank_hard_negatives=bank_hard_negatives,
-            drift_compensation=drift_compensation,
-            center_gradients=center_gradients,
-            pairs_per_update=pairs_per_update,
-            bank_weight=bank_weight,
-            false_negative_margin=false_negative_margin,
-            guide_margin=guide_margin,
-            guide_margin_strategy=guide_margin_strategy,
-            **others,
-        )
-        if has_static_embedding_input(model):
+    @takes_settings(CachedLossKeywords, _OF_THE_REPLACED_LOSS)
+    def __init__(self, keywords: CachedLossKeywords) -> None:
+        super().__init__(**select(keywords, LossKeywords))
+        if has_static_embedding_input(keywords.model):
             raise ConfigError(
                 "CachedContAccumLoss cannot split the texts of a StaticEmbedding into "
                 "mini-batches: use ContAccumLoss"
             )
-        self.mini_batch_size = mini_batch_size
-        self.mini_batch_num_tokens = mini_batch_num_tokens
-        self.show_progress_bar = show_progress_bar
+        self.mini_batch_size = keywords.mini_batch_size
+        self.mini_batch_num_tokens = keywords.mini_batch_num_tokens
+        self.show_progress_bar = keywords.show_progress_bar
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return the settings that sentence-transformers writes into the model card."""

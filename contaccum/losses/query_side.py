@@ -31,7 +31,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from contaccum.bank.full_softmax import compute_full_softmax_loss
-from contaccum.bank.settings import DEFAULT_TEMPERATURE
 from contaccum.data.sampling import LABELS, first_texts, get_samplings, text_ids
 from contaccum.distributed import rank, world_size
 from contaccum.encoders.dual_encoder import train_query_tower_alone
@@ -42,6 +41,7 @@ from contaccum.losses.model_loss import ModelLoss
 from contaccum.retrieval.documents import PositiveRows, StoreDocuments
 from contaccum.retrieval.encode import check_store_fits
 from contaccum.retrieval.store import EmbeddingStore
+from contaccum.settings import DEFAULT_TEMPERATURE
 
 logger = logging.getLogger(__name__)
 

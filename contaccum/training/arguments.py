@@ -1,72 +1,63 @@
-"""ContAccumTrainingArguments: the method, the bank and the batches of a run.
+"""ContAccumTrainingArguments: the arguments of `ContAccumTrainer`.
 
-Combinations that cannot work are refused here, before a model is loaded. The settings of the loss
-are passed to it by name, and the loss checks them itself. This module loads neither models nor
-data. `contaccum.training.options` declares the options, and describes the methods.
+`contaccum.settings` declares the settings and refuses combinations that cannot work. This module
+adds them to the arguments of sentence-transformers, and has what depends on a device: the machine,
+and the sizes of micro-batch and update on several devices. It loads neither models nor data.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import SaveStrategy
 
-from contaccum.bank.settings import DEFAULT_TEMPERATURE, LossOptions, LossSettings
-from contaccum.errors import ConfigError, check_choice
+from contaccum.errors import ConfigError
+from contaccum.evaluation.metrics import check_metric
 from contaccum.files import redact
-from contaccum.losses.distillation import Distillation
-from contaccum.training.engines import configure_deepspeed, require_deepspeed
-from contaccum.training.options import (
+from contaccum.settings import (
     DEFAULT_BANK_SIZE,
-    DistillationArguments,
-    LossArguments,
-    MethodArguments,
-    get_default,
-    refuse_without_effect,
+    DEFAULT_TEMPERATURE,
+    WITH_BANK,
+    WITH_CACHE,
+    DistillationSettings,
+    LossSettings,
+    MethodSettings,
+    SimilaritySettings,
+    TrainingSettings,
+    extend_arguments,
+    select,
+    to_dict,
 )
+from contaccum.training.engines import configure_deepspeed, require_deepspeed
 
-BANK_METHODS = ("contaccum", "pre_batch", "contaccum_cached")
-"""Methods with a bank of past embeddings."""
-CACHED_METHODS = ("grad_cache", "contaccum_cached")
-"""Methods with a gradient cache: the pairs of an update are one batch, which is encoded twice."""
-
-_METHODS_WITH_SETTING = {
-    "bank_size": BANK_METHODS,
-    "query_bank_size": ("contaccum", "contaccum_cached"),
-}
-"""The only methods that accept each of these settings."""
-BANK_SETTINGS = (
-    "bank_size",
-    "query_bank_size",
-    "bank_hard_negatives",
-    "bank_weight",
-    "normalize_by",
-    "drift_compensation",
-)
-"""Settings of the loss that have no effect without a bank."""
-QUERY_SIDE_SETTINGS = ("passage_store", "corpus", "missing")
-"""Settings that only query-side training has."""
-DISTILL_SETTINGS = ("distill", "distill_weight", "distill_temperature")
-"""The arguments of `Distillation`, in its order."""
+if TYPE_CHECKING:
+    # For type checkers and editors, which do not run `extend_arguments`.
+    @dataclass
+    class _Arguments(  # type: ignore[misc]  # the settings are frozen, these arguments are not
+        DistillationSettings,
+        SimilaritySettings,
+        LossSettings,
+        MethodSettings,
+        SentenceTransformerTrainingArguments,
+    ):
+        pass
+else:
+    _Arguments = extend_arguments(SentenceTransformerTrainingArguments, TrainingSettings)
 
 
-@dataclass
-class ContAccumTrainingArguments(
-    DistillationArguments, LossArguments, MethodArguments, SentenceTransformerTrainingArguments
-):
+class ContAccumTrainingArguments(_Arguments):
     """Arguments of `ContAccumTrainer`, which extend SentenceTransformerTrainingArguments.
 
     With every method, the user sets the pairs of a micro-batch with ``per_device_train_batch_size``
     and the micro-batches of an update with ``gradient_accumulation_steps``. The methods
     ``grad_cache`` and ``contaccum_cached`` join the micro-batches of an update into one batch, and
     encode it one micro-batch at a time; the two arguments are then changed to the size of the batch
-    and 1. Every setting that needs no bank can be used with every method but ``query_side``.
+    and 1. ``contaccum train --help`` describes the other arguments.
 
     Raises:
         ConfigError: for combinations that cannot work; the message names both settings.
@@ -75,17 +66,15 @@ class ContAccumTrainingArguments(
     def __post_init__(self) -> None:
         batch_size = str(self.per_device_train_batch_size).lower()
         self.has_auto_micro_batch = batch_size == "auto"
+        # This check comes before transformers' own, whose messages do not name the way out.
+        settings = self._make_settings()
+        if settings.engine == "deepspeed":
+            require_deepspeed()
         if self.has_auto_micro_batch:
             self.per_device_train_batch_size = 1  # until the trainer has found the size that fits
         if self.save_strategy == SaveStrategy.BEST and self.metric_for_best_model is None:
             # transformers does the same for load_best_model_at_end only.
             self.metric_for_best_model = "loss"
-        # These checks come before transformers' own, whose messages do not name the way out.
-        self._check_choices()
-        self._check_method()
-        self._check_updates()
-        self._check_evaluation()
-        self._check_engine()
         if not torch.accelerator.is_available():
             self.use_cpu = True  # otherwise transformers refuses bf16 without a GPU
         super().__post_init__()  # it determines the device and the number of ranks
@@ -100,151 +89,51 @@ class ContAccumTrainingArguments(
                 self.max_grad_norm,
             )
         if self.has_bank and self.bank_size is None:
-            self.bank_size = DEFAULT_BANK_SIZE
+            self.bank_size = DEFAULT_BANK_SIZE  # type: ignore[misc]  # not frozen; see _Arguments
         if self.method == "pre_batch":
-            self.query_bank_size = 0
-        # These two objects are created only because their constructors check the settings. The
-        # similarity of the model, which is not loaded yet, does not change the result.
-        settings = self.make_loss_settings("cos")
-        distill_settings = [settings.pop(name) for name in DISTILL_SETTINGS]
-        LossSettings(**settings)
-        if self.distill is not None:
-            Distillation(*distill_settings)
+            self.query_bank_size = 0  # type: ignore[misc]
 
-    def _check_choices(self) -> None:
-        """Check the value of each setting that has a fixed set of choices."""
-        for group in (MethodArguments, LossArguments, DistillationArguments):
-            for setting in fields(group):
-                choices = setting.metadata.get("choices")
-                value = getattr(self, setting.name)
-                if choices and value is not None:
-                    check_choice(setting.name, value, choices)
+    @classmethod
+    def from_settings(cls, settings: TrainingSettings) -> ContAccumTrainingArguments:
+        """Return the arguments with these settings; those of model and data are left out.
 
-    def make_loss_settings(self, model_similarity: str) -> dict[str, Any]:
-        """Return the fields of `LossSettings` and the arguments of `Distillation`, by name.
-
-        Args:
-            model_similarity: ``"cos"`` or ``"dot"``, used if the user has not set ``similarity``.
+        Raises:
+            ConfigError: for settings that cannot work on this machine.
         """
-        settings = {name: getattr(self, name) for name in LOSS_SETTINGS}
-        similarity = self.similarity or model_similarity
-        temperature = self.temperature
-        if temperature is None:
-            temperature = DEFAULT_TEMPERATURE[similarity]
-        settings["bank_size"] = self.bank_size or 0
-        settings["similarity"] = similarity
-        settings["temperature"] = temperature
-        settings["gather_across_devices"] = self.is_gathered
-        return settings
+        arguments = {}
+        for name, value in to_dict(settings).items():
+            if name in cls.__dataclass_fields__:
+                arguments[name] = value
+        metric = settings.metric_for_best_model
+        if metric not in (None, "loss"):
+            arguments["metric_for_best_model"] = f"eval_{check_metric(str(metric))}"
+        try:
+            return cls(**arguments)
+        except ConfigError:
+            raise
+        except (ValueError, ImportError) as error:  # raised by transformers
+            raise ConfigError(str(error)) from error
 
-    def _check_method(self) -> None:
-        """Refuse settings that the method does not have."""
-        for name, methods in _METHODS_WITH_SETTING.items():
-            value = getattr(self, name)
-            if value and self.method not in methods:
-                raise ConfigError(
-                    f"method={self.method} with {name}={value}: only the methods "
-                    f"{' and '.join(methods)} have it. Drop {name}"
-                )
-        refused: Iterable[str] = QUERY_SIDE_SETTINGS
-        if self.method == "query_side":
-            if (self.passage_store is None) == (self.corpus is None):
-                raise ConfigError(
-                    "method=query_side: set passage_store (written by contaccum encode) or corpus "
-                    "(a file or folder to encode), one of them"
-                )
-            loss_options = [setting.name for setting in fields(LossOptions)]
-            refused = [*loss_options, "gather_across_devices", "matryoshka_dims", "distill"]
-        for name in refused:
-            value = getattr(self, name)
-            if value != get_default(self.__dataclass_fields__[name]):
-                raise ConfigError(
-                    f"method={self.method} with {name}={value}: the method has no such setting. "
-                    f"Drop {name}"
-                )
-        refuse_without_effect(self, DISTILL_SETTINGS[1:], "distill")
-
-    def _check_updates(self) -> None:
-        """Refuse runs without updates, and updates without the pairs that they should have."""
-        if self.max_steps == 0:  # transformers would train for num_train_epochs
-            raise ConfigError(
-                "max_steps=0: set the number of updates, or drop it to train for num_train_epochs"
-            )
-        if self.num_train_epochs <= 0 and self.max_steps < 0:
-            raise ConfigError(
-                f"num_train_epochs={self.num_train_epochs:g}: set it above 0, or set max_steps"
-            )
-        if self.learning_rate <= 0:
-            raise ConfigError(f"learning_rate={self.learning_rate:g}: set it above 0")
-        is_auto = self.has_auto_micro_batch
-        if self.method == "in_batch" and (is_auto or self.gradient_accumulation_steps > 1):
-            raise ConfigError(
-                "method=in_batch with gradient_accumulation_steps or "
-                "per_device_train_batch_size=auto: its update is a single batch. Drop them, or set "
-                "method=grad_accum"
-            )
-        if self.auto_find_batch_size:
-            raise ConfigError(
-                "auto_find_batch_size: it would change the pairs per update. Set "
-                "per_device_train_batch_size=auto instead, which does not"
-            )
-        if is_auto and self.total_train_batch_size is None:
-            raise ConfigError(
-                "per_device_train_batch_size=auto: set the number of pairs per update with "
-                "total_train_batch_size"
-            )
-
-    def _check_evaluation(self) -> None:
-        """Refuse early stopping without evaluation, and a best model without a checkpoint."""
-        if self.early_stopping_patience is not None and get_name(self.eval_strategy) == "no":
-            raise ConfigError(
-                "early_stopping_patience with eval_strategy=no: set eval_strategy and eval_steps"
-            )
-        # transformers requires equal strategies, but accepts evaluations between two checkpoints.
-        eval_steps = self.eval_steps or self.logging_steps  # as in transformers
-        have_steps = get_name(self.save_strategy) == get_name(self.eval_strategy) == "steps"
-        if self.load_best_model_at_end and have_steps and self.save_steps != eval_steps:
-            raise ConfigError(
-                f"load_best_model_at_end with save_steps={self.save_steps:g} and "
-                f"eval_steps={eval_steps:g}: the best model may have no checkpoint. Set "
-                "save_strategy=best, or equal steps"
-            )
-
-    def _check_engine(self) -> None:
-        """Refuse settings that FSDP or DeepSpeed cannot work with."""
-        engine = self._get_requested_engine()
-        if engine is None:
-            return
-        if self.method == "query_side":
-            raise ConfigError(
-                f"method=query_side with {engine}: it is not supported. Drop {engine}"
-            )
+    def _make_settings(self) -> TrainingSettings:
+        """Return the settings of these arguments; their constructor checks them."""
+        values = select(self, TrainingSettings)
+        for name in ("output_dir", "resume_from_checkpoint"):  # transformers has other types
+            del values[name]
+        for name, value in values.items():
+            if hasattr(value, "value") or callable(value):  # an enum member; a sampler
+                values[name] = get_name(value)
         if self.has_auto_micro_batch:
-            raise ConfigError(
-                f"per_device_train_batch_size=auto with {engine}: set per_device_train_batch_size "
-                "to a number"
-            )
-        if engine != "deepspeed":
-            return
-        if self.method in CACHED_METHODS:
-            raise ConfigError(
-                f"method={self.method} with deepspeed: DeepSpeed allows only one backward pass per "
-                "micro-step, and a gradient cache needs several. Set fsdp=true instead"
-            )
-        if self.fp16:
-            raise ConfigError(
-                "fp16=true with deepspeed: DeepSpeed scales the loss itself, so that the logged "
-                "gradient norms would be scaled too. Set bf16=true"
-            )
-        require_deepspeed()
+            values["per_device_train_batch_size"] = "auto"
+        others = ("auto_find_batch_size", "deepspeed", "fsdp")
+        return TrainingSettings(
+            **values, transformers={name: getattr(self, name) for name in others}
+        )
 
-    def _get_requested_engine(self) -> str | None:
-        """Return "deepspeed" or "fsdp" if the arguments or `accelerate launch` have enabled it."""
-        for name in ("deepspeed", "fsdp"):
-            launcher_value = os.environ.get(f"ACCELERATE_USE_{name.upper()}", "")
-            if getattr(self, name) or launcher_value.lower() == "true":
-                return name
-        return None
+    def get_temperature(self, similarity: str) -> float:
+        """Return ``temperature``; its default depends on the similarity, ``"cos"`` or ``"dot"``."""
+        if self.temperature is None:
+            return DEFAULT_TEMPERATURE[similarity]
+        return self.temperature
 
     def _check_machine(self) -> None:
         """Refuse settings that need other hardware or packages than this machine has."""
@@ -294,7 +183,8 @@ class ContAccumTrainingArguments(
                 )
             num_steps = num_pairs // (micro_batch * num_ranks)
             self.gradient_accumulation_steps = num_steps
-        self.total_train_batch_size = micro_batch * num_steps * num_ranks
+        num_pairs = micro_batch * num_steps * num_ranks
+        self.total_train_batch_size = num_pairs  # type: ignore[misc]
         # With a gradient cache, one batch is a whole update: 16 steps of 8 pairs become one step of
         # 128 pairs, of which the cache encodes 8 at a time.
         self._pairs_encoded_at_once: int | None = None
@@ -332,12 +222,12 @@ class ContAccumTrainingArguments(
     @property
     def has_bank(self) -> bool:
         """True if the method has a bank."""
-        return self.method in BANK_METHODS
+        return self.method in WITH_BANK
 
     @property
     def has_gradient_cache(self) -> bool:
-        """True if the method has a gradient cache; see `CACHED_METHODS`."""
-        return self.method in CACHED_METHODS
+        """True if the method has a gradient cache; see `contaccum.settings.WITH_CACHE`."""
+        return self.method in WITH_CACHE
 
     @property
     def order_seed(self) -> int:
@@ -366,13 +256,6 @@ class ContAccumTrainingArguments(
         saves_best = self.save_strategy == SaveStrategy.BEST
         stops_early = self.early_stopping_patience is not None
         return self.load_best_model_at_end or saves_best or stops_early
-
-
-_LOSS_FIELDS = [setting.name for setting in fields(LossSettings)] + list(DISTILL_SETTINGS)
-LOSS_SETTINGS = tuple(
-    name for name in _LOSS_FIELDS if name in ContAccumTrainingArguments.__dataclass_fields__
-)
-"""Arguments of the trainer that are passed to the loss by the same name."""
 
 
 def get_name(value: Any) -> str:

@@ -42,7 +42,8 @@ from contaccum.retrieval.encode import (
     model_fingerprint,
     tokenisation_fingerprint,
 )
-from contaccum.training.arguments import LOSS_SETTINGS, ContAccumTrainingArguments, get_name
+from contaccum.settings import find
+from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.data import compute_fingerprint, count_rows
 from contaccum.training.log import read_run_record
 from contaccum.training.losses import get_guide, get_store_documents
@@ -374,11 +375,13 @@ class RunDescription:
         """
         args = self._args
         settings: dict[str, Any] = {}
-        for name in RESUME_SETTINGS:
-            settings[name] = self.user_arguments.get(name)
-        # A run whose ranks share one bank may resume on another number of ranks, where this
-        # argument may have another value.
-        del settings["gather_across_devices"]
+        # With another value of one of these, the saved states of bank and optimizer, or the saved
+        # position in the data, would not be valid. Files are compared by their content below, and
+        # the pairs per update as a number that is known once the ranks are.
+        by_content = {*find("is_path"), "total_train_batch_size"}
+        for name in find("on_change", "restart"):
+            if name in ContAccumTrainingArguments.__dataclass_fields__ and name not in by_content:
+                settings[name] = self.user_arguments.get(name)
         settings["pairs per update"] = args.total_train_batch_size
         settings["rows"] = count_rows(self._train_dataset)
         settings["trained parameters"] = self._num_trained_parameters
@@ -414,23 +417,6 @@ class RunDescription:
 # `contaccum.training.checkpoint`) records the id of the run that wrote it.
 
 
-RESUME_SETTINGS = (
-    "method",
-    "optim",
-    "seed",
-    "data_seed",
-    "batch_sampler",
-    "multi_dataset_batch_sampler",
-    *LOSS_SETTINGS,
-    "matryoshka_dims",
-    "missing",
-    "metric_for_best_model",
-)
-"""Arguments that a resumed run must not change.
-
-With other values, the saved states of bank and optimizer, or the saved position in the data, would
-not be valid.
-"""
 PAIRS_PER_BATCH = "pairs per batch of the sampler"
 """Setting that a resumed run must not change if the order of the rows depends on it."""
 

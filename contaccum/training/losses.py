@@ -27,11 +27,12 @@ from contaccum.data.sampling import LABELS, get_samplings
 from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
 from contaccum.encoders.settings import is_tied
 from contaccum.errors import ConfigError
-from contaccum.losses.contaccum import CachedContAccumLoss, ContAccumLoss
+from contaccum.losses.contaccum import CachedContAccumLoss, ContAccumLoss, LossKeywords
 from contaccum.losses.guide import Guide
 from contaccum.losses.probe import without_dropout
 from contaccum.losses.query_side import QuerySideLoss
 from contaccum.retrieval.documents import StoreDocuments
+from contaccum.settings import select
 from contaccum.training.arguments import ContAccumTrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -66,14 +67,18 @@ def make_loss(
     model_similarity = "cos"
     if str(getattr(model, "similarity_fn_name", "cosine")).endswith("dot"):
         model_similarity = "dot"
-    settings = args.make_loss_settings(model_similarity)
-    settings["guide"] = guide
-    settings["scale"] = 1.0 / settings.pop("temperature")
-    similarity = settings.pop("similarity")
-    settings["similarity_fct"] = cos_sim if similarity == "cos" else dot_score
+    similarity = args.similarity or model_similarity
     if args.similarity is not None:
         # The saved model must be searched with the similarity that it was trained with.
         model.similarity_fn_name = SIMILARITY_NAMES[similarity]
+    settings = {
+        **select(args, LossKeywords),
+        "bank_size": args.bank_size or 0,
+        "scale": 1.0 / args.get_temperature(similarity),
+        "similarity_fct": cos_sim if similarity == "cos" else dot_score,
+        "gather_across_devices": args.is_gathered,
+        "guide": guide,
+    }
     loss: ContAccumLoss
     if args.has_gradient_cache:
         mini_batch_size = args.pairs_per_micro_batch

@@ -85,7 +85,7 @@ class QuerySideSetup:
         store = _open_store(args, model)
         _check_similarity(args, store.similarity, f"the documents of {store.folder}")
         self.documents = StoreDocuments(store)
-        temperature = args.make_loss_settings(self.documents.similarity)["temperature"]
+        temperature = args.get_temperature(self.documents.similarity)
         self.loss = QuerySideLoss(model, self.documents, scale=1.0 / temperature)
         missing = args.missing
         self.dataset = _handle_missing(self.documents, model, train_dataset, missing)

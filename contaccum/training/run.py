@@ -1,9 +1,7 @@
-"""Setup of a training run from parsed arguments: data, encoder and trainer.
+"""Setup of a training run from its settings: data, encoder and trainer.
 
-A run has three groups of arguments: ``model_args`` (the encoder), ``data_args`` (the data) and
-``args`` (everything about the training). `contaccum.training.config` parses them.
-`contaccum train`, `tune` and `fit` all use these functions, so that the same arguments
-always give the same run.
+``args`` are the training arguments of the settings, which also know the machine. `contaccum train`,
+`tune` and `fit` all use these functions, so that the same settings always give the same run.
 """
 
 from __future__ import annotations
@@ -20,12 +18,13 @@ from contaccum.data import TrainingSets
 from contaccum.encoders.adapters import has_adapter, merge_adapter, replace_saved_adapter
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import require_model
+from contaccum.errors import ConfigError
 from contaccum.files import require_writable
+from contaccum.settings import Settings
 from contaccum.training import config
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.checkpoint import require_free_folder
+from contaccum.training.checkpoint import find_checkpoints, require_free_folder
 from contaccum.training.log import RUN_RECORD
-from contaccum.training.options import DataArguments, ModelArguments
 from contaccum.training.query_side import check_document_source
 from contaccum.training.resources import report_full_disk
 from contaccum.training.trainer import ContAccumTrainer
@@ -43,38 +42,38 @@ class RunData(NamedTuple):
     evaluator: SentenceEvaluator | None
 
 
-def load_run_data(data_args: DataArguments, args: ContAccumTrainingArguments) -> RunData:
+def load_run_data(settings: Settings, args: ContAccumTrainingArguments) -> RunData:
     """Load the data of a run; raise `UserError` for data that cannot be used.
 
     On each host, the first process reads the files and writes a cache. The other processes of the
     host wait for the first one, and then read the cache.
     """
     with args.main_process_first(desc="reading the data"):
-        training = config.load_data(data_args, args)
-        evaluator = config.load_evaluator(data_args, args)
+        training = config.load_data(settings)
+        evaluator = config.load_evaluator(settings)
     return RunData(training, evaluator)
 
 
-def load_encoder(model_args: ModelArguments, args: ContAccumTrainingArguments) -> DualEncoder:
+def load_encoder(settings: Settings, args: ContAccumTrainingArguments) -> DualEncoder:
     """Load the encoder to train; raise `UserError` if it cannot be loaded."""
     set_seed(args.seed)  # some weights may be initialised at random, such as those of an adapter
-    return config.load_model(model_args, str(args.device), args.method)
+    return config.load_model(settings, str(args.device))
 
 
-def load_guide(model_args: ModelArguments, args: ContAccumTrainingArguments) -> DualEncoder | None:
+def load_guide(settings: Settings, args: ContAccumTrainingArguments) -> DualEncoder | None:
     """Load the guide, a frozen model whose scores show which negatives are false; None without."""
-    if not model_args.guide:
+    if not settings.guide:
         return None
     return DualEncoder.from_pretrained(
-        model_args.guide,
+        settings.guide,
         device=str(args.device),
-        trust_remote_code=model_args.trust_remote_code,
+        trust_remote_code=settings.trust_remote_code,
     )
 
 
 def make_trainer(
     encoder: DualEncoder,
-    model_args: ModelArguments,
+    settings: Settings,
     args: ContAccumTrainingArguments,
     data: RunData,
     **trainer_options: Any,
@@ -84,7 +83,7 @@ def make_trainer(
     Args:
         encoder: the encoder to train, from `load_encoder`. Without an adapter, its weights become
             float32 (with ``method=query_side``, those of the query tower).
-        model_args: the model arguments, of which only those of the guide are read here.
+        settings: the settings, of which only those of the guide are read here.
         args: the training arguments.
         data: the data, from `load_run_data`.
         **trainer_options: further arguments of the trainer, such as ``callbacks``.
@@ -102,14 +101,26 @@ def make_trainer(
         data.training.dataset,
         evaluator=data.evaluator,
         data_record=data.training.record(),
-        guide=load_guide(model_args, args),
+        guide=load_guide(settings, args),
         **trainer_options,
     )
 
 
-def train_and_save(
-    model_args: ModelArguments, data_args: DataArguments, args: ContAccumTrainingArguments
-) -> None:
+def _refuse_checkpoint_as_model(settings: Settings) -> None:
+    """Raise `ConfigError` if the run would remove the checkpoint that it starts from."""
+    if not settings.overwrite_output_dir:
+        return
+    checkpoints = {path.resolve() for path in find_checkpoints(settings.output_dir)}
+    for name in ("model", "guide"):
+        path = Path(getattr(settings, name) or "").resolve()
+        if not checkpoints.isdisjoint((path, *path.parents)):
+            raise ConfigError(
+                f"overwrite_output_dir=true with {name}={path}: the run would remove that "
+                "checkpoint. Copy it to another folder, or set another output_dir"
+            )
+
+
+def train_and_save(settings: Settings, args: ContAccumTrainingArguments) -> None:
     """Train a model and save it into ``output_dir``: the work of `contaccum train`.
 
     Raises:
@@ -118,15 +129,16 @@ def train_and_save(
     output_dir = str(args.output_dir)
     # These checks are quick, and come before the data and the model are loaded.
     require_free_folder(args)
-    require_model(model_args.model)
+    _refuse_checkpoint_as_model(settings)
+    require_model(settings.model)
     check_document_source(args)
     if args.process_index == 0:
         require_writable(Path(output_dir) / RUN_RECORD)
-    data = load_run_data(data_args, args)
+    data = load_run_data(settings, args)
     if args.process_index == 0:
         print(data.training.summary())
-    encoder = load_encoder(model_args, args)
-    trainer = make_trainer(encoder, model_args, args, data)
+    encoder = load_encoder(settings, args)
+    trainer = make_trainer(encoder, settings, args, data)
     # With the redirection, log lines do not break the progress bar. The logger of transformers has
     # a handler of its own, so redirecting the root logger is not enough.
     loggers = [logging.getLogger(), logging.getLogger("transformers")]
@@ -134,9 +146,9 @@ def train_and_save(
         trainer.train(args.resume_from_checkpoint)
     with report_full_disk(output_dir):
         trainer.save_model(output_dir)
-    if model_args.merge_adapter and trainer.is_world_process_zero():
+    if settings.merge_adapter and trainer.is_world_process_zero():
         # The weights are rounded to the dtype of the base model; see `adapters.merge_adapter`.
-        trusted = model_args.trust_remote_code
+        trusted = settings.trust_remote_code
         model = DualEncoder.from_pretrained(output_dir, device="cpu", trust_remote_code=trusted)
         merge_adapter(model)
         replace_saved_adapter(output_dir, model)

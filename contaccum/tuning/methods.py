@@ -12,17 +12,17 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from contaccum.bank.settings import DEFAULT_TEMPERATURE
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
 from contaccum.files import AnyPath
 from contaccum.retrieval.encode import get_similarity
-from contaccum.training import config
-from contaccum.training.arguments import QUERY_SIDE_SETTINGS, ContAccumTrainingArguments
+from contaccum.settings import DEFAULT_TEMPERATURE, find
+from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.update import find_largest_divisor
-from contaccum.tuning.options import Options, is_used_by, to_command_line
+from contaccum.tuning.options import Options, is_used_by, parse, to_command_line
 from contaccum.tuning.space import METHODS, compute_start_rate
 
+QUERY_SIDE_SETTINGS = tuple(find("methods", ("query_side",)))
 _DEFAULT_WIDTH = 384
 _DEFAULT_QUERY_SIDE_BATCH_SIZE = 128
 _MAX_QUERY_SIDE_MICRO_BATCH = 32
@@ -117,8 +117,8 @@ def _check_method(
     run_options = adapt_options(
         options, method, store, fixed_keys=fixed_keys, num_processes=num_processes
     )
-    model_args, _, _ = config.parse(to_command_line(run_options))
-    if method == "query_side" and model_args.load_in_4bit:
+    parsed, _ = parse(to_command_line(run_options))
+    if method == "query_side" and parsed.load_in_4bit:
         raise ConfigError(
             "method=query_side with load_in_4bit: the store would not fit, because the base model "
             "encodes it without rounding to 4 bits. Drop load_in_4bit"

@@ -7,7 +7,8 @@ from typing import Any
 
 from contaccum.errors import DataError
 from contaccum.mining import load_mining_data, mine_hard_negatives, write_mined
-from contaccum.training.options import DataArguments
+from contaccum.settings import Settings
+from contaccum.training.config import list_training_sets
 
 MINED_FILE = "mined.jsonl"
 
@@ -41,19 +42,19 @@ def mine_once(train_data: list[str], corpus: str | None, file: Path, **options: 
     """
     if file.is_file():
         return file
-    data = DataArguments(train_data=train_data, **options)
-    if len(data.sets) != 1:
+    data = Settings(train_data=train_data, **options)
+    sets = list_training_sets(data)
+    if len(sets) != 1:
         return None
-    [training_set] = data.sets.values()
+    [training_set] = sets.values()
     source_options = {}
     for name in ("data_format", "split", "columns", "min_score"):
         if name in training_set:
             source_options[name] = training_set[name]
-    on_bad_record: Any = data.on_bad_record  # a str that the parser has checked
     mining_data = load_mining_data(
         training_set["path"],
         corpus,
-        on_bad_record=on_bad_record,
+        on_bad_record=data.on_bad_record,
         **source_options,
     )
     if len(mining_data.queries) * mining_data.pool_size > MAX_SCORES:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 
 from contaccum.errors import ConfigError
-from contaccum.training.arguments import BANK_METHODS, BANK_SETTINGS, ContAccumTrainingArguments
-from contaccum.training.config import read_config_options
-from contaccum.training.options import DataArguments, ModelArguments
+from contaccum.settings import (
+    WITH_BANK,
+    Settings,
+    _read_yaml,
+    find,
+    get_names_of_transformers,
+    read,
+    replace,
+    require_complete,
+)
+from contaccum.training.arguments import ContAccumTrainingArguments
 
 Options = Mapping[str, Sequence[str]]
 """{key of `contaccum train`: its values, as text}, such as {"learning_rate": ["1e-4"]}"""
 
-_KEYS = frozenset(
-    setting.name
-    for cls in (ModelArguments, DataArguments, ContAccumTrainingArguments)
-    for setting in fields(cls)
-)
 OUTPUT_SETTINGS = (
     "eval_strategy",
     "eval_steps",
@@ -45,8 +47,9 @@ def all_options(config_files: Sequence[str], command_line: Sequence[str]) -> dic
         ConfigError: for a file that cannot be read, or a token before the first ``--key``.
     """
     file_tokens: list[str] = []
+    keys = {*Settings.__dataclass_fields__, *get_names_of_transformers()}
     for path in config_files:
-        file_tokens += read_config_options(path, _KEYS)
+        file_tokens += _read_yaml(path, keys)
     return _parse_tokens(file_tokens) | _parse_tokens(command_line)
 
 
@@ -73,7 +76,8 @@ def is_used_by(method: str, key: str) -> bool:
         method: the method.
         key: the key of the setting; ``no_`` before it switches a setting off.
     """
-    return method in BANK_METHODS or key.removeprefix("no_") not in BANK_SETTINGS
+    bank_settings = {"query_bank_size", *find("methods", WITH_BANK)}
+    return method in WITH_BANK or key.removeprefix("no_") not in bank_settings
 
 
 def to_command_line(options: Options) -> list[str]:
@@ -83,3 +87,10 @@ def to_command_line(options: Options) -> list[str]:
         tokens.append(f"--{key}")
         tokens += values
     return tokens
+
+
+def parse(command_line: Sequence[str]) -> tuple[Settings, ContAccumTrainingArguments]:
+    """Return the settings of a training, and its arguments; raise `ConfigError` for wrong ones."""
+    settings = replace(Settings(), **read(command_line))
+    require_complete(settings)
+    return settings, ContAccumTrainingArguments.from_settings(settings)

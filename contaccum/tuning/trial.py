@@ -30,10 +30,9 @@ from transformers.trainer_utils import IntervalStrategy
 from contaccum.distributed import rank, share
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.config import parse
 from contaccum.training.data import count_rows
 from contaccum.training.run import load_encoder, load_run_data, make_trainer
-from contaccum.tuning.options import Options, to_command_line
+from contaccum.tuning.options import Options, parse, to_command_line
 
 QueryScores = dict[str, float]
 """{query id: its score by the evaluator's primary metric}"""
@@ -108,16 +107,16 @@ def run_trial(
     # embeddings of its own store, and in other trials the evaluator encodes the documents.
     evaluator.documents = None
     all_options = {**options, **_OPTIONS_OF_TRIAL, "output_dir": [str(folder)]}
-    model_args, data_args, args = parse(to_command_line(all_options))
-    data = load_run_data(data_args, args)._replace(evaluator=evaluator)
+    settings, args = parse(to_command_line(all_options))
+    data = load_run_data(settings, args)._replace(evaluator=evaluator)
     num_updates = count_updates(data.training.dataset, args)
     args.eval_strategy = IntervalStrategy.STEPS
     args.eval_steps = math.ceil(num_updates / 2)
     monitor = _TrialMonitor(evaluator, num_updates, max_seconds, is_hopeless)
     with _hide_progress_bars():
-        encoder = load_encoder(model_args, args)
+        encoder = load_encoder(settings, args)
     encoder.model_card_data.generate_widget_examples = False  # the model card is not kept
-    trainer = make_trainer(encoder, model_args, args, data, callbacks=[monitor])
+    trainer = make_trainer(encoder, settings, args, data, callbacks=[monitor])
     trainer.remove_callback(PrinterCallback)  # the search prints the score of the trial
     trainer.signals.saves_checkpoint = False  # the folder is removed below
     try:

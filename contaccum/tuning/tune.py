@@ -21,22 +21,23 @@ from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import AnyPath, hash_file, read_json, write_json
 from contaccum.retrieval.encode import CorpusEncoder, model_fingerprint, tokenisation_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
+from contaccum.settings import Settings as TrainSettings
 from contaccum.training import config
-from contaccum.training.arguments import QUERY_SIDE_SETTINGS, ContAccumTrainingArguments
+from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.data import count_rows
-from contaccum.training.options import DataArguments, ModelArguments
 from contaccum.training.run import load_encoder, load_guide
 from contaccum.tuning.baselines import TRIAL_METRIC, Baselines, score_baselines
 from contaccum.tuning.budget import TimeForTrials
 from contaccum.tuning.choice import Settings
 from contaccum.tuning.methods import (
+    QUERY_SIDE_SETTINGS,
     adapt_options,
     compute_starts,
     make_base_options,
     select_methods,
 )
 from contaccum.tuning.negatives import MINED_FILE, mine_once
-from contaccum.tuning.options import OUTPUT_SETTINGS, Options, to_command_line
+from contaccum.tuning.options import OUTPUT_SETTINGS, Options, parse, to_command_line
 from contaccum.tuning.result import TunedSettings, write_tuned
 from contaccum.tuning.search import Search
 from contaccum.tuning.space import Setting, make_space
@@ -80,23 +81,23 @@ def tune(
     folder = output / SEARCH_FOLDER
     run_options = _make_run_options(options, folder)
     search_options = _make_search_options(options)
-    model_args, data_args, args = config.parse(to_command_line(make_base_options(run_options)))
+    settings, args = parse(to_command_line(make_base_options(run_options)))
     methods = select_methods(run_options, fixed_keys, args.world_size, print_line)
-    evaluator = _load_evaluator(data_args, args)
-    encoder = load_encoder(model_args, args)
-    training = config.load_data(data_args, args)
-    fingerprints = fingerprint_models(encoder, model_args, args)
+    evaluator = _load_evaluator(settings)
+    encoder = load_encoder(settings, args)
+    training = config.load_data(settings)
+    fingerprints = fingerprint_models(encoder, settings, args)
     request = _make_request(search_options, fixed_keys, options, training, evaluator)
     request.update(fingerprints)
     _require_same_search(output / REQUEST_FILE, request, args.process_index == 0)
     store = _prepare_store(options, args, encoder, output)
     if baselines is None:
         baselines = score_baselines(encoder, evaluator, store)
-        print_line(baselines.format_line(model_args.model))
+        print_line(baselines.format_line(settings.model))
     starts = compute_starts(methods, search_options, args, encoder, baselines.is_base_too_weak)
     del encoder  # each trial loads the model again
     space = _make_space(training, args, fixed_keys, list(starts))
-    mined = _mine_negatives(options, space, list(starts), data_args, args, output)
+    mined = _mine_negatives(options, space, list(starts), settings, args, output)
     adapt = partial(adapt_options, store=store, mined=mined, fixed_keys=fixed_keys)
     adapt = partial(adapt, num_processes=args.world_size)
     search = Search(
@@ -154,7 +155,7 @@ def _make_request(
 
 
 def fingerprint_models(
-    encoder: DualEncoder, model_args: ModelArguments, args: ContAccumTrainingArguments
+    encoder: DualEncoder, settings: TrainSettings, args: ContAccumTrainingArguments
 ) -> dict[str, str | None]:
     """Return {name: fingerprint} of everything in the models that decides the results of runs.
 
@@ -162,13 +163,13 @@ def fingerprint_models(
 
     Args:
         encoder: the base model.
-        model_args: the arguments that name the guide.
+        settings: the settings that name the guide.
         args: the arguments of a run, for the device.
     """
     return {
         "model": model_fingerprint(encoder),
         "tokenisation (tokenizer, prompts, lengths or pooling)": tokenisation_fingerprint(encoder),
-        "guide": model_fingerprint(load_guide(model_args, args)),
+        "guide": model_fingerprint(load_guide(settings, args)),
     }
 
 
@@ -280,9 +281,7 @@ def _make_chosen_options(
     return chosen_options
 
 
-def _load_evaluator(
-    data_args: DataArguments, args: ContAccumTrainingArguments
-) -> RetrievalEvaluator:
+def _load_evaluator(settings: TrainSettings) -> RetrievalEvaluator:
     """Return the evaluator of the dev data; its primary metric is nDCG@10.
 
     The option ``metric_for_best_model`` chooses among the checkpoints of one training. Trials and
@@ -291,7 +290,7 @@ def _load_evaluator(
     Raises:
         ConfigError: if there are no dev data, or they are not a BEIR folder.
     """
-    evaluator = config.load_evaluator(data_args, args)
+    evaluator = config.load_evaluator(settings)
     if evaluator is None:
         raise ConfigError(
             "eval_data is not set: settings are chosen by scores on dev data (make some with "
@@ -299,7 +298,7 @@ def _load_evaluator(
         )
     if not isinstance(evaluator, RetrievalEvaluator):
         raise ConfigError(
-            f"eval_data={data_args.eval_data}: tune on a BEIR folder; the search needs the score "
+            f"eval_data={settings.eval_data}: tune on a BEIR folder; the search needs the score "
             "of each query"
         )
     evaluator.primary_metric = TRIAL_METRIC
@@ -336,7 +335,7 @@ def _mine_negatives(
     options: Options,
     space: dict[str, Setting],
     methods: Sequence[str],
-    data_args: DataArguments,
+    settings: TrainSettings,
     args: ContAccumTrainingArguments,
     output: Path,
 ) -> Path | None:
@@ -350,20 +349,20 @@ def _mine_negatives(
         ``num_hard_negatives``, its number is not searched, no method uses negatives, or `mine_once`
         finds none.
     """
-    if "num_hard_negatives" not in space or data_args.num_hard_negatives > 0:
+    if "num_hard_negatives" not in space or settings.num_hard_negatives > 0:
         return None
     mined = None
     if list(methods) != ["query_side"]:
         corpus = options["corpus"][0] if "corpus" in options else None
         with args.main_process_first(local=False, desc="mining hard negatives"):
             mined = mine_once(
-                data_args.train_data,
+                settings.train_data,
                 corpus,
                 output / MINED_FILE,
-                data_format=data_args.data_format,
-                data_columns=data_args.data_columns,
-                split=data_args.split,
-                on_bad_record=data_args.on_bad_record,
+                data_format=settings.data_format,
+                data_columns=settings.data_columns,
+                split=settings.split,
+                on_bad_record=settings.on_bad_record,
             )
     if mined is None:
         del space["num_hard_negatives"]

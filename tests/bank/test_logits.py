@@ -19,7 +19,7 @@ from contaccum.bank.logits import (
     make_pairs,
     masked_logits,
 )
-from contaccum.bank.settings import LossSettings
+from contaccum.settings import InfoNCESettings
 
 RULES = [
     pytest.param(
@@ -215,7 +215,7 @@ def test_a_document_is_masked_if_it_is_not_valid_or_if_any_rule_excludes_it():
     rows = draw_pairs(4, num_ids=30, seed=0)
     columns = draw_pairs(6, num_ids=30, seed=1)
     columns.invalid[2] = True
-    settings = LossSettings(temperature=0.5, false_negative_margin=1.0)
+    settings = InfoNCESettings(temperature=0.5, false_negative_margin=1.0)
     logits = masked_logits(rows, columns, settings)
     is_duplicate = find_duplicates(rows, columns)
     num_by_rule = {"invalid": 0, "duplicate": 0, "margin": 0, "none": 0}
@@ -239,7 +239,7 @@ def test_a_document_is_masked_if_it_is_not_valid_or_if_any_rule_excludes_it():
 
 def test_a_row_s_own_positive_is_masked_in_its_own_block_alone():
     pairs = draw_pairs(4, num_ids=30, seed=0)
-    settings = LossSettings(mask_duplicates=False)
+    settings = InfoNCESettings(mask_duplicates=False)
     is_own_positive = torch.zeros(4, 4, 3, dtype=torch.bool)
     is_own_positive[:, :, 0] = torch.eye(4, dtype=torch.bool)
     assert torch.equal(masked_logits(pairs, pairs, settings) == MASKED, is_own_positive)

@@ -215,12 +215,12 @@ def test_study_cell_trains_and_scores_every_method(dry_run):
 
 def test_trained_models_are_scored_without_the_autocast_of_training(part, make_run, monkeypatch):
     study_cell = part("study_cell")
-    make_options = study_cell.make_options
+    make_settings = study_cell.make_settings
 
     def make_bfloat16_options(*args: Any) -> list[str]:
-        return [*make_options(*args), "--bf16=true"]
+        return replace(make_settings(*args), bf16=True)
 
-    monkeypatch.setattr(study_cell, "make_options", make_bfloat16_options)
+    monkeypatch.setattr(study_cell, "make_settings", make_bfloat16_options)
     run = make_run()
     dataset = study_cell.load_beir_folder(study_cell.SCIFACT, "test")
     precisions = []

@@ -16,10 +16,9 @@ from tiny_models import tiny_encoder
 
 from contaccum.cli import main
 from contaccum.errors import DataError
-from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.settings import Settings, get_names_of_transformers, read, replace
 from contaccum.training.checkpoint import find_checkpoints
-from contaccum.training.config import parse
-from contaccum.training.options import GROUPS, MOST_USED
+from contaccum.training.config import list_training_sets
 
 
 def test_user_error_is_one_line_with_exit_code_2(monkeypatch, capsys):
@@ -95,17 +94,15 @@ def test_train_help_is_fast_and_lists_every_option(capsys):
     """`--help` lists the options of contaccum, `--help all` those of transformers as well."""
     command = [sys.executable, "-c", SHOW_TRAIN_HELP]
     help_text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    for group in GROUPS:
-        for name in group.__dataclass_fields__:
-            assert f"\n  --{name} " in help_text
+    own_names = Settings.__dataclass_fields__.keys() - {"transformers"}
+    for name in own_names:
+        assert f"\n  --{name} " in help_text
     assert "--weight_decay" not in help_text
     with pytest.raises(SystemExit, match="0"):
         main(["train", "--help", "all"])
     full_help_text = capsys.readouterr().out
-    all_names = set(ContAccumTrainingArguments.__dataclass_fields__)
-    for name in all_names:
+    for name in own_names | get_names_of_transformers():
         assert f"\n  --{name} " in full_help_text
-    assert set(MOST_USED) < all_names
 
 
 def test_new_writes_a_config_that_trains(places, tmp_path, monkeypatch, capsys):
@@ -141,14 +138,14 @@ def test_new_adapts_the_config_to_data_and_model(tmp_path, monkeypatch):
     argv += ["--model", "./e5-base"]
     assert main(argv) == 0
     assert "queries and passages differ" in Path("b/config.yaml").read_text()
-    model, data, args = parse(["b/config.yaml"])
-    assert model.query_prompt == "query: "
-    assert model.passage_prompt == "passage: "
-    assert data.num_hard_negatives == 1
-    assert model.query_max_length == 8
-    assert model.passage_max_length == 512
-    assert args.bank_size == 32
-    assert data.sets["long"]["columns"] == {"query": "frage"}
+    settings = replace(Settings(), **read(["b/config.yaml"]))
+    assert settings.query_prompt == "query: "
+    assert settings.passage_prompt == "passage: "
+    assert settings.num_hard_negatives == 1
+    assert settings.query_max_length == 8
+    assert settings.passage_max_length == 512
+    assert settings.bank_size == 32
+    assert list_training_sets(settings)["long"]["columns"] == {"query": "frage"}
 
 
 def test_new_counts_the_rows_of_an_epoch(tmp_path, monkeypatch):
@@ -178,9 +175,9 @@ def test_new_accepts_a_set_with_settings(tmp_path, monkeypatch):
     data = '{"path": "scored.jsonl", "min_score": 1}'
     argv = ["new", "a", "--data", data, "--data_format", "tevatron", "--model", "./missing"]
     assert main(argv) == 0
-    _, data_args, _ = parse(["a/config.yaml"])
-    assert data_args.sets["scored"]["min_score"] == 1
-    assert data_args.sets["scored"]["data_format"] == "tevatron"
+    sets = list_training_sets(replace(Settings(), **read(["a/config.yaml"])))
+    assert sets["scored"]["min_score"] == 1
+    assert sets["scored"]["data_format"] == "tevatron"
 
 
 @pytest.mark.parametrize(

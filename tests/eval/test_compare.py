@@ -54,7 +54,7 @@ def plan_runs(tokens, methods, variants=()) -> list[Group]:
 
 
 def get_training_arguments(group: Group) -> Any:
-    _, _, args = group.parse()
+    _, args = group.parse()
     return args
 
 
@@ -175,8 +175,8 @@ def test_data_order_depends_on_the_micro_batch_only_where_batches_are_composed(t
     def fingerprint_orders(*options: str) -> set[str]:
         fingerprints = set()
         for group in plan_runs([*tokens, *options], ["in_batch", "grad_accum"]):
-            _, data_args, args = group.parse()
-            training_data = load_data(data_args, args)
+            settings, args = group.parse()
+            training_data = load_data(settings)
             fingerprints.add(comparison_run.fingerprint_data_order(args, training_data))
         return fingerprints
 

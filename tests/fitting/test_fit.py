@@ -377,8 +377,8 @@ def test_other_splits_are_evaluated_among_as_many_documents_as_the_first(
     base = contaccum.DualEncoder.from_pretrained(str(root / "fresh"), device="cpu")
     evaluated_on = []
 
-    def train_and_save(model_args: Any, data_args: Any, args: Any) -> None:
-        evaluated_on.append(load_evaluator(data_args, args).dataset)
+    def train_and_save(settings: Any, args: Any) -> None:
+        evaluated_on.append(load_evaluator(settings).dataset)
         base.save_pretrained(str(args.output_dir))
 
     monkeypatch.setattr(final, "train_and_save", train_and_save)

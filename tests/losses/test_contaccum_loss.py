@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,7 @@ from tiny_models import tiny_encoder
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from contaccum import BankedInfoNCE, CachedContAccumLoss, ContAccumLoss, DualEncoder
+from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
 from contaccum.bank.logits import NO_ID
 from contaccum.errors import ConfigError
 from contaccum.losses import bank_states, banked_text_loss, probe
@@ -745,14 +744,3 @@ def test_texts_that_differ_only_in_case_are_duplicates_although_their_label_ids_
     loss_fn(second_columns, label_ids + 100)
     # Of the 7 negatives of a query, the bank's copy of its positive is masked.
     assert loss_fn.last["masked"].item() == pytest.approx(1 / 7)
-
-
-@pytest.mark.parametrize("loss_class", [ContAccumLoss, CachedContAccumLoss])
-def test_the_signature_has_every_setting_with_the_default_of_banked_info_nce(loss_class):
-    parameters = inspect.signature(loss_class).parameters
-    settings = inspect.signature(BankedInfoNCE).parameters
-    renamed = {"temperature", "similarity"}  # scale and similarity_fct here
-    shared_names = settings.keys() - renamed
-    assert shared_names <= parameters.keys()
-    for name in shared_names:
-        assert parameters[name].default == settings[name].default

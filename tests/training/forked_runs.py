@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 import contaccum.losses.probe
 from contaccum import ContAccumTrainer
-from contaccum.training.arguments import BANK_METHODS
+from contaccum.settings import WITH_BANK
 
 torch.set_num_threads(1)
 disable_progress_bars()
@@ -176,7 +176,7 @@ SETTINGS_OF_CASES = {
 def make_case(name: str, num_ranks: int) -> tuple[Any, dict[str, Any]]:
     """Return model and settings of a case with 8 pairs per micro-step, on all ranks together."""
     settings = {**SETTINGS_OF_CASES, **CASES[name], "per_device_train_batch_size": 8 // num_ranks}
-    if settings.get("method", "contaccum") not in BANK_METHODS:
+    if settings.get("method", "contaccum") not in WITH_BANK:
         settings["gather_across_devices"] = num_ranks > 1
     model = tiny_encoder(settings.pop("tied", True)).double()
     return model, settings

@@ -28,8 +28,8 @@ from transformers import TrainerState
 
 from contaccum import DualEncoder
 from contaccum.errors import ConfigError, UserError
+from contaccum.settings import LossSettings
 from contaccum.training import checkpoint
-from contaccum.training.arguments import LOSS_SETTINGS
 from contaccum.training.checkpoint import (
     BANK_FILE,
     MARKER,
@@ -377,7 +377,12 @@ def test_another_value_of_any_of_these_settings_prevents_resuming(run):
         "data_seed",
         "batch_sampler",
         "multi_dataset_batch_sampler",
-        *(set(LOSS_SETTINGS) - {"gather_across_devices"}),
+        *LossSettings.__dataclass_fields__,
+        "similarity",
+        "temperature",
+        "distill",
+        "distill_weight",
+        "distill_temperature",
         "matryoshka_dims",
         "missing",
         "metric_for_best_model",

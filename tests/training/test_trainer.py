@@ -32,10 +32,9 @@ from torch import Tensor
 from contaccum import ContAccumLoss, ContAccumTrainer, DualEncoder
 from contaccum.errors import ConfigError, UserError
 from contaccum.retrieval.encode import model_fingerprint
-from contaccum.training.arguments import BANK_METHODS
+from contaccum.settings import METHODS, WITH_BANK
 from contaccum.training.log import RUN_RECORD, CollapseWatch
 from contaccum.training.losses import compute_smallest_micro_batch
-from contaccum.training.options import METHODS
 
 METHODS_WITHOUT_STORE = [name for name in METHODS if name != "query_side"]
 """test_query_side_runs.py tests the method query_side."""
@@ -174,7 +173,7 @@ def test_every_method_trains_logs_and_masks_false_negatives(method, tied, tmp_pa
         assert line["pairs"] == 4 * num_steps
         assert line["loss"] > 0
         assert 0.01 < line["grad_norm_ratio"] < 100
-    assert log[-1]["bank_fill"] == (20 if method in BANK_METHODS else 0)
+    assert log[-1]["bank_fill"] == (20 if method in WITH_BANK else 0)
     assert list_differences(before, copy_parameters(trainer.model)) != []
 
     if tied:

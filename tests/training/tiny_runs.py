@@ -11,7 +11,7 @@ from small_data import read_lines
 from tiny_models import tiny_encoder
 
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments
-from contaccum.training.arguments import BANK_METHODS
+from contaccum.settings import WITH_BANK
 
 DEFAULTS = {
     "method": "contaccum",
@@ -43,7 +43,7 @@ def make_pairs(num_pairs: int, negatives: int = 0) -> Dataset:
 def make_arguments(folder: Path, **settings: Any) -> ContAccumTrainingArguments:
     """Return the arguments of a run: `DEFAULTS`, a bank of 20 rows, and ``settings``."""
     settings = {**DEFAULTS, **settings}
-    if settings["method"] in BANK_METHODS:
+    if settings["method"] in WITH_BANK:
         settings.setdefault("bank_size", 20)
     return ContAccumTrainingArguments(output_dir=str(folder), **settings)
 

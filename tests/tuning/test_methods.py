@@ -7,14 +7,13 @@ import pytest
 from contaccum.encoders import adapters
 from contaccum.errors import ConfigError
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.config import parse
 from contaccum.tuning.methods import (
     adapt_options,
     make_base_options,
     round_up,
     select_methods,
 )
-from contaccum.tuning.options import Options, all_options, to_command_line
+from contaccum.tuning.options import Options, all_options, parse, to_command_line
 from contaccum.tuning.space import METHODS
 
 RUN: Options = {
@@ -33,7 +32,7 @@ def parse_query_side(
     run_options = adapt_options(
         {**RUN, **options}, "query_side", "s", fixed_keys=fixed_keys, num_processes=num_processes
     )
-    return parse(to_command_line(run_options))[2]
+    return parse(to_command_line(run_options))[1]
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4, 8])
@@ -99,7 +98,7 @@ def test_base_model_has_no_adapter():
     options = all_options([], ["--lora_r", "4", "--lora_dropout=0.1", "--no_tied", "--bf16"])
     base_options = make_base_options({**RUN, **options})
     assert {"lora_r", "lora_dropout", "passage_store"}.isdisjoint(base_options)
-    model_args, _, args = parse(to_command_line(base_options))
+    model_args, args = parse(to_command_line(base_options))
     assert (model_args.lora_r, model_args.tied, args.bf16) == (None, False, True)
 
 
@@ -109,13 +108,13 @@ def test_a_plain_batch_is_the_whole_update(num_processes, monkeypatch):
     options = {**RUN, "per_device_train_batch_size": ["8"], "total_train_batch_size": ["128"]}
     del options["passage_store"]
     adapted = adapt_options(options, "in_batch", None, num_processes=num_processes)
-    args = parse(to_command_line(adapted))[2]
+    args = parse(to_command_line(adapted))[1]
     assert args.per_device_train_batch_size == 128 // num_processes
     fixed_keys = ("per_device_train_batch_size",)
     adapted = adapt_options(
         options, "in_batch", None, fixed_keys=fixed_keys, num_processes=num_processes
     )
-    args = parse(to_command_line(adapted))[2]
+    args = parse(to_command_line(adapted))[1]
     assert args.total_train_batch_size == 8 * num_processes
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import yaml
 
-from contaccum.training.config import parse
-from contaccum.tuning.options import all_options
+from contaccum.tuning.options import all_options, parse
 from contaccum.tuning.result import to_yaml_values
 
 
@@ -21,7 +20,7 @@ def test_switches_without_values_are_read_back(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(content))
     run = ["--model", "m", "--train_data", "d", "--output_dir", "o", "--use_cpu", "true"]
-    model_args, _, args = parse([str(file), *run])
+    model_args, args = parse([str(file), *run])
     assert (model_args.tied, args.bf16, args.learning_rate) == (False, True, 1e-4)
 
 

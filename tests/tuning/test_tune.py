@@ -25,9 +25,7 @@ from contaccum.cli import main
 from contaccum.data import load_beir_folder
 from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.training.arguments import BANK_METHODS
-from contaccum.training.config import parse
-from contaccum.training.options import METHODS
+from contaccum.settings import METHODS, WITH_BANK
 from contaccum.tuning import search as search_module
 from contaccum.tuning.budget import (
     Budget,
@@ -39,7 +37,7 @@ from contaccum.tuning.budget import (
 from contaccum.tuning.choice import FinishedTrial, choose_trial
 from contaccum.tuning.journal import JOURNAL, open_study, read_finished_trials
 from contaccum.tuning.methods import adapt_options
-from contaccum.tuning.options import Options
+from contaccum.tuning.options import Options, parse
 from contaccum.tuning.space import compute_start_rate, make_space
 from contaccum.tuning.trial import Outcome, QueryScores, TooSlow, count_updates, run_trial
 from contaccum.tuning.tune import tune as run_tune
@@ -561,7 +559,7 @@ def test_every_method_has_a_start_rate_and_methods_with_a_bank_keep_its_settings
     for method in METHODS:
         assert compute_start_rate(method, 384, has_adapter=False, is_base_weak=False) > 0
         adapted = adapt_options(options, method, "store")
-        assert ("bank_size" in adapted) == (method in BANK_METHODS)
+        assert ("bank_size" in adapted) == (method in WITH_BANK)
         assert adapted["temperature"] == ["0.05"]
 
 
@@ -637,7 +635,7 @@ def test_updates_of_several_sets_are_those_of_all_their_rows(root, tmp_path):
     options = ["--model", str(root / "model"), "--total_train_batch_size", "8"]
     options += ["--per_device_train_batch_size", "4", "--num_train_epochs", "2"]
     options += ["--train_data", str(root / "pairs.jsonl"), "--output_dir", str(tmp_path)]
-    _, _, args = parse([*options, "--use_cpu", "true"])
+    _, args = parse([*options, "--use_cpu", "true"])
     rows = Dataset.from_dict({"query": ["q"] * 24})
     assert count_updates(rows, args) == 6
     assert count_updates(DatasetDict(a=rows, b=rows), args) == 12

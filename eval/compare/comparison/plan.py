@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from contaccum.errors import ConfigError, check_choice
-from contaccum.training.config import parse
-from contaccum.training.options import METHODS
+from contaccum.settings import METHODS
 from contaccum.tuning.options import (
     OUTPUT_SETTINGS,
     Options,
     all_options,
     is_used_by,
+    parse,
     to_command_line,
 )
 
@@ -50,7 +50,7 @@ class Group(NamedTuple):
         return f"{self.name}_seed-{seed}"
 
     def parse(self) -> Any:
-        """Return the arguments of model, data and training, as `contaccum train` parses them.
+        """Return the settings and the training arguments, as `contaccum train` parses them.
 
         Raises:
             ConfigError: for options that `contaccum train` refuses.
@@ -121,7 +121,7 @@ def _make_group(entry: str, method: str, overrides: dict[str, str], options: Opt
     if method == "in_batch":
         # One batch has all pairs that the other methods accumulate to in an update.
         accumulated = group._replace(options={**group_options, "method": ["grad_accum"]})
-        _, _, args = accumulated.parse()
+        _, args = accumulated.parse()
         group = group._replace(
             options={
                 **group.options,

@@ -29,11 +29,12 @@ from contaccum.evaluation.beir import describe_data, evaluate_beir
 from contaccum.evaluation.beir import load_data as load_beir_data
 from contaccum.files import fingerprint, provenance, read_json, write_json
 from contaccum.retrieval.encode import model_fingerprint
+from contaccum.settings import DataSettings, select
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
-from contaccum.training.config import load_data, parse
+from contaccum.training.config import load_data
 from contaccum.training.log import TRAIN_LOG, read_log
 from contaccum.training.run import load_encoder, load_run_data, make_trainer
-from contaccum.tuning.options import Options, to_command_line
+from contaccum.tuning.options import Options, parse, to_command_line
 
 Evaluation = Mapping[str, Any]
 """``data`` (a list of BEIR folders or names), ``split`` and ``precision`` of the scores."""
@@ -109,10 +110,10 @@ def make_jobs(
     jobs = []
     for seed in seeds:
         for group in groups:
-            _, data_args, args = group.parse()
-            data_key = str(data_args)
+            settings, _ = group.parse()
+            data_key = str([select(settings, DataSettings), settings.distill])
             if data_key not in train_fingerprints:
-                train_fingerprints[data_key] = load_data(data_args, args).fingerprint
+                train_fingerprints[data_key] = load_data(settings).fingerprint
             run_folder = folder / group.run_name(seed)
             command_line = to_command_line(group.options)
             jobs.append(
@@ -183,11 +184,11 @@ def run_job(job: Job) -> dict[str, Any]:
     """Train and score the run of a job, and return the content of its result.json."""
     code_record = provenance()  # read before training, because the checkout may change meanwhile
     evaluation = job["evaluation"]
-    model_args, data_args, args = parse(job["options"])
-    data = load_run_data(data_args, args)
-    encoder = load_encoder(model_args, args)
+    settings, args = parse(job["options"])
+    data = load_run_data(settings, args)
+    encoder = load_encoder(settings, args)
     initial_weights = model_fingerprint(encoder)
-    trainer = make_trainer(encoder, model_args, args, data)
+    trainer = make_trainer(encoder, settings, args, data)
     trainer.train()
 
     log = read_log(Path(job["folder"], TRAIN_LOG))

@@ -17,9 +17,10 @@ from sentence_transformers.sentence_transformer.losses import (
 )
 
 from contaccum import DualEncoder
+from contaccum import settings as contaccum_settings
 from contaccum.data import read_records
 from contaccum.encoders.settings import configure
-from contaccum.training.config import parse
+from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.run import load_encoder, load_run_data, make_trainer
 from time_study.oracle import BankRefresh
 from time_study.plan import Settings
@@ -28,10 +29,12 @@ from time_study.plan import Settings
 def make_contaccum_trainer(settings: Settings) -> Any:
     """Return the trainer of `contaccum train` with these settings."""
     options = [f"--{key}={value}" for key, value in settings.items()]
-    model_args, data_args, args = parse(options)
-    data = load_run_data(data_args, args)
-    encoder = load_encoder(model_args, args)
-    return make_trainer(encoder, model_args, args, data)
+    given = contaccum_settings.read(options)
+    run_settings = contaccum_settings.replace(contaccum_settings.Settings(), **given)
+    args = ContAccumTrainingArguments.from_settings(run_settings)
+    data = load_run_data(run_settings, args)
+    encoder = load_encoder(run_settings, args)
+    return make_trainer(encoder, run_settings, args, data)
 
 
 def make_oracle_trainer(settings: Settings) -> Any:
