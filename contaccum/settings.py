@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
@@ -1010,8 +1011,7 @@ def takes_settings(
 def extend_arguments(base: type, settings_class: type) -> Any:
     """Return a dataclass with the fields of ``base`` and those settings that it does not have.
 
-    It is a class for HfArgumentParser, for which all metadata of a field are arguments of argparse,
-    so the fields have no metadata.
+    It is a class for HfArgumentParser, for which all metadata of a field are arguments of argparse.
 
     Args:
         base: a class of transformers' TrainingArguments.
@@ -1023,10 +1023,8 @@ def extend_arguments(base: type, settings_class: type) -> Any:
     for setting in fields(settings_class):
         if setting.name in names_of_base or setting.name == "transformers":
             continue
-        if setting.default_factory is dataclasses.MISSING:
-            plain_field = field(default=setting.default)
-        else:
-            plain_field = field(default_factory=setting.default_factory)
+        plain_field: Any = copy.copy(setting)
+        plain_field.metadata = {"help": setting.metadata["help"].replace("%", "%%")}
         added.append((setting.name, hints[setting.name], plain_field))
     return dataclasses.make_dataclass(base.__name__, added, bases=(base,))
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from contaccum.defaults import DEFAULT_GUARD_LOSS, PRECISIONS
 from contaccum.errors import ConfigError, closest
+from contaccum.settings import get_choices
 
 if TYPE_CHECKING:
     from contaccum.encoders.dual_encoder import DualEncoder
@@ -57,7 +58,9 @@ class Parser(argparse.ArgumentParser):
     def add_data_options(self) -> None:
         """Add the options that determine how training data are read."""
         self.add_argument(
-            "--data_format", metavar="FORMAT", help="format of the data; default: detected"
+            "--data_format",
+            choices=get_choices("data_format"),
+            help="format of the data; default: detected",
         )
         self.add_argument(
             "--data_columns",
@@ -213,7 +216,7 @@ SHARED_OPTIONS: dict[str, dict[str, Any]] = {
         "help": "truncate passages at this number of tokens; default: the model's setting",
     },
     "similarity": {
-        "choices": ("cos", "dot"),
+        "choices": get_choices("similarity"),
         "help": "cosine similarity or dot product; default: the model's setting",
     },
     "index": {
@@ -226,7 +229,7 @@ SHARED_OPTIONS: dict[str, dict[str, Any]] = {
         "help": "FAISS search parameters, such as nprobe=32",
     },
     "on_bad_record": {
-        "choices": ("stop", "skip"),
+        "choices": get_choices("on_bad_record"),
         "default": "stop",
         "help": "stop at a record that cannot be used, or skip and count it; default: %(default)s",
     },

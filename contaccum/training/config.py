@@ -18,36 +18,24 @@ from contaccum.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-_SET_OPTIONS = (
-    "split",
-    "num_hard_negatives",
-    "positives",
-    "negatives_from",
-    "missing_negatives",
-    "data_format",
-)
-"""Settings of the data that each training set may have values of its own for."""
-_BACKBONE_OPTIONS = (
-    "tied",
-    "pooling",
-    "normalize",
-    "query_prompt",
-    "passage_prompt",
-    "query_max_length",
-    "passage_max_length",
-    "trust_remote_code",
-)
-"""Settings that are passed to `DualEncoder.from_backbone` by the same name."""
-
 
 def list_training_sets(settings: Settings) -> dict[str, dict[str, Any]]:
     """Return the options of each training set in ``train_data``, by the name of the set.
 
+    An option that a set does not set itself has the value of the settings.
+
     Raises:
         ConfigError: for invalid options.
     """
-    common = {name: getattr(settings, name) for name in _SET_OPTIONS}
-    common["columns"] = parse_columns(settings.data_columns)
+    common = {
+        "split": settings.split,
+        "num_hard_negatives": settings.num_hard_negatives,
+        "positives": settings.positives,
+        "negatives_from": settings.negatives_from,
+        "missing_negatives": settings.missing_negatives,
+        "data_format": settings.data_format,
+        "columns": parse_columns(settings.data_columns),
+    }
     return parse_training_sets(settings.train_data, common)
 
 
@@ -118,9 +106,18 @@ def load_model(settings: Settings, device: str | None = None) -> DualEncoder:
     if is_sentence_transformer(settings.model):
         model = _load_sentence_transformer(settings, options)
     else:
-        for name in _BACKBONE_OPTIONS:
-            options[name] = getattr(settings, name)
-        model = DualEncoder.from_backbone(settings.model, **options)
+        model = DualEncoder.from_backbone(
+            settings.model,
+            tied=settings.tied,
+            pooling=settings.pooling,
+            normalize=settings.normalize,
+            query_prompt=settings.query_prompt,
+            passage_prompt=settings.passage_prompt,
+            query_max_length=settings.query_max_length,
+            passage_max_length=settings.passage_max_length,
+            trust_remote_code=settings.trust_remote_code,
+            **options,
+        )
     configure(
         model, settings.dropout, settings.freeze_word_embeddings, settings.attn_implementation
     )
