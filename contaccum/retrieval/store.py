@@ -7,11 +7,11 @@
         texts.npy         hashes of the texts, int64 (n,); training looks up positives by them
         shard.json        rows, dimension, bytes of each file, fingerprint of the corpus up to the
                           last row of this shard
-    parquet/              only after `contaccum encode --format parquet`; see `parquet`
+    parquet/              for vector databases and other programs; see `write_parquet`
+        shard-00000.parquet
 
 A shard appears as a whole or not at all. So a killed process loses only the shard that it was
-writing, and several processes may write to the same folder. No file holds a pickle. Nothing is
-encoded or searched here.
+writing, and several processes may write to the same folder. No file holds a pickle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -49,25 +49,13 @@ FORMAT = {"format": "contaccum embedding store", "version": 3}
 
 # Each shard keeps two files open, and many systems allow a process 1,024 open files.
 _MAX_MAPPED_SHARDS = 64
+# Programs read one row group of a parquet file at a time. With 768 dimensions in float32, a group
+# has 25 MB.
+_ROWS_PER_GROUP = 8192
 _REPLACE_REMEDY = (
     "name another folder, or remove this store; contaccum encode does so with --overwrite"
 )
 _CONTINUE_REMEDY = "run the same contaccum encode again, without --overwrite, to continue"
-# Keys of store.json that decide the rows of a store, in the order in which they are hashed.
-_FINGERPRINT_KEYS = (
-    "kind",
-    "model",
-    "similarity",
-    "tokenisation",
-    "precision",
-    "dtype",
-    "dimension",
-    "rows",
-)
-# Keys of store.json whose names do not say what differs.
-_DESCRIPTIONS = {
-    "tokenisation": "tokenisation (tokenizer, prompt, maximum length, pooling or dimension)",
-}
 
 
 class EmbeddingStore:
@@ -83,6 +71,7 @@ class EmbeddingStore:
         dtype: type of the embeddings on disk, one of `STORED`.
         similarity: "cos" or "dot", the similarity function of the model.
         shard_size: number of rows in a shard; the last shard may have fewer.
+        num_shards: number of shards.
     """
 
     def __init__(self, folder: Path, metadata: dict[str, Any]) -> None:
@@ -92,6 +81,7 @@ class EmbeddingStore:
         self.shape: tuple[int, int] = (metadata["rows"], metadata["dimension"])
         self.dtype: str = metadata["dtype"]
         self.shard_size: int = metadata["shard_size"]
+        self.num_shards = -(-len(self) // self.shard_size)  # rounded up
         # The most recently used shards stay mapped.
         self._get_embeddings = lru_cache(_MAX_MAPPED_SHARDS)(self._map_embeddings)
         self._get_ids = lru_cache(_MAX_MAPPED_SHARDS)(self._map_ids)
@@ -110,17 +100,8 @@ class EmbeddingStore:
                 f"{folder}: not a store of embeddings (write one with contaccum encode)"
             )
         metadata = _read_metadata(folder)
-        if not metadata.get("finished"):
+        if not metadata["finished"]:
             raise DataError(f"{folder}: the store is not finished ({_CONTINUE_REMEDY})")
-        sizes = [metadata.get(name) for name in ("rows", "dimension", "shard_size")]
-        is_valid = all(type(size) is int and 0 < size < 2**63 for size in sizes)
-        corpus = metadata.get("corpus")
-        is_valid &= isinstance(corpus, dict) and "fingerprint" in corpus
-        if not is_valid or metadata.get("dtype") not in STORED:
-            raise DataError(
-                f"{folder}/{STORE_FILE}: rows, dimension, shard_size, dtype or corpus is missing "
-                f"or wrong ({_REPLACE_REMEDY})"
-            )
         store = cls(folder, metadata)
         is_described = not (folder / get_shard_name(store.num_shards)).exists()
         for number in range(store.num_shards):
@@ -130,8 +111,7 @@ class EmbeddingStore:
                     f"{folder}: the shard from row {number * store.shard_size:,} on is missing or "
                     f"cut off ({_CONTINUE_REMEDY})"
                 )
-            shape = (shard.get("rows"), shard.get("dimension"))
-            is_described &= shape == store._get_shard_shape(number)
+            is_described &= (shard["rows"], shard["dimension"]) == store._get_shard_shape(number)
         if not is_described:
             raise DataError(
                 f"{folder}: the shards have not {len(store):,} rows of {store.shape[1]} dimensions "
@@ -145,9 +125,10 @@ class EmbeddingStore:
     @property
     def fingerprint(self) -> str:
         """sha256 in hex of what decides the rows: texts, model, tokenisation, types and number."""
-        values = [self.metadata.get(key) for key in _FINGERPRINT_KEYS]
+        keys = ["kind", "model", "similarity", "tokenisation", "precision", "dtype", "dimension"]
+        values = [self.metadata.get(key) for key in [*keys, "rows"]]
         if "query_model" in self.metadata:
-            values.append(self.metadata.get("query_model"))  # "model" is the document tower
+            values.append(self.metadata["query_model"])  # "model" is the document tower
         return files.fingerprint(self.metadata["corpus"]["fingerprint"], values)
 
     def __getitem__(self, rows: slice | Sequence[int] | np.ndarray) -> np.ndarray:
@@ -161,9 +142,9 @@ class EmbeddingStore:
         """
         if isinstance(rows, slice):
             rows = np.arange(*rows.indices(len(self)))
-        rows = self._check_rows(rows)
-        embeddings = np.empty((len(rows), self.shape[1]), dtype=np.float32)
-        for shard_number, positions, rows_in_shard in self._group_by_shard(rows):
+        num_rows, groups = self._group_by_shard(rows)
+        embeddings = np.empty((num_rows, self.shape[1]), dtype=np.float32)
+        for shard_number, positions, rows_in_shard in groups:
             embeddings[positions] = self._get_embeddings(shard_number)[rows_in_shard]
         return embeddings
 
@@ -173,19 +154,21 @@ class EmbeddingStore:
         Raises:
             IndexError: see `__getitem__`; a slice is not accepted.
         """
-        rows = self._check_rows(rows)
-        ids = np.empty(len(rows), dtype=object)
-        for shard_number, positions, rows_in_shard in self._group_by_shard(rows):
+        num_rows, groups = self._group_by_shard(rows)
+        ids = np.empty(num_rows, dtype=object)
+        for shard_number, positions, rows_in_shard in groups:
             ids[positions] = self._get_ids(shard_number).take(rows_in_shard).to_pylist()
         return ids.tolist()
 
     def text_ids(self) -> np.ndarray:
         """Return the hashes of all texts, int64 (N,); see `contaccum.data.sampling.text_ids`."""
-        parts = []
+        hashes = np.empty(len(self), dtype=np.int64)
         for shard_number in range(self.num_shards):
             num_rows, _ = self._get_shard_shape(shard_number)
-            parts.append(self._load(shard_number, TEXTS_FILE, (num_rows,), "int64"))
-        return np.concatenate(parts)
+            first_row = shard_number * self.shard_size
+            shard_hashes = self._map_array(shard_number, TEXTS_FILE, (num_rows,), "int64")
+            hashes[first_row : first_row + num_rows] = shard_hashes
+        return hashes
 
     def blocks(self, size: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yield all embeddings in consecutive blocks of at most ``size`` rows.
@@ -201,62 +184,47 @@ class EmbeddingStore:
             for first in range(0, len(embeddings), size):
                 yield shard_start + first, embeddings[first : first + size]
 
-    @property
-    def num_shards(self) -> int:
-        """Number of shards."""
-        return -(-len(self) // self.shard_size)  # rounded up
+    def _group_by_shard(
+        self, rows: Sequence[int] | np.ndarray
+    ) -> tuple[int, list[tuple[int, np.ndarray, np.ndarray]]]:
+        """Group the n rows of a request by shard.
 
-    def _check_rows(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return row numbers as int64 (n,); raise `IndexError` if they cannot be read."""
+        Returns:
+            n, and for each shard its number, the positions of its r rows in the request, int64
+            (r,), and these rows, counted from the start of the shard, int64 (r,).
+        """
         row_numbers = np.asarray(rows)
         if row_numbers.shape == (0,):
-            return row_numbers.astype(np.int64)
+            return 0, []
         # numpy would take a mask of booleans as the rows 0 and 1.
         is_list_of_integers = row_numbers.ndim == 1 and row_numbers.dtype.kind in "iu"
         if not is_list_of_integers or row_numbers.min() < 0 or row_numbers.max() >= len(self):
             raise IndexError(
                 f"{self.folder}: rows must be a list of integers from 0 to {len(self) - 1}"
             )
-        return row_numbers.astype(np.int64)
-
-    def _group_by_shard(
-        self, row_numbers: np.ndarray
-    ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Group the rows of a request, int64 (n,), by shard.
-
-        Yields:
-            The number of the shard; the positions in the request of the r rows that lie in it,
-            int64 (r,); and these rows, counted from the start of the shard, int64 (r,).
-        """
+        row_numbers = row_numbers.astype(np.int64)
         shard_numbers = row_numbers // self.shard_size
+        groups = []
         for shard_number in np.unique(shard_numbers).tolist():
             positions = np.flatnonzero(shard_numbers == shard_number)
             rows_in_shard = row_numbers[positions] - shard_number * self.shard_size
-            yield shard_number, positions, rows_in_shard
+            groups.append((shard_number, positions, rows_in_shard))
+        return len(row_numbers), groups
 
     def _get_shard_shape(self, shard_number: int) -> tuple[int, int]:
-        """Return the number of rows of a shard, and their dimension, by store.json."""
         first_row = shard_number * self.shard_size
         return min(self.shard_size, len(self) - first_row), self.shape[1]
 
     def _map_embeddings(self, shard_number: int) -> np.ndarray:
-        """Map the embeddings of a shard into memory; raise `DataError` if a file is broken."""
         shape = self._get_shard_shape(shard_number)
-        # Copy-on-write, because torch warns about read-only arrays. Nothing is written here.
-        return self._load(shard_number, EMBEDDINGS_FILE, shape, self.dtype, mmap_mode="c")
+        return self._map_array(shard_number, EMBEDDINGS_FILE, shape, self.dtype)
 
-    def _load(
-        self,
-        shard_number: int,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: str,
-        mmap_mode: Literal["c"] | None = None,
+    def _map_array(
+        self, shard_number: int, name: str, shape: tuple[int, ...], dtype: str
     ) -> np.ndarray:
-        """Load an array of a shard; raise `DataError` if it has not this shape and type."""
-        with self._refuse_broken_shard(shard_number):
-            path = self._get_file(shard_number, name)
-            array: np.ndarray = np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
+        with self._opening(shard_number, name) as path:
+            # Copy-on-write, because torch warns about read-only arrays. Nothing is written here.
+            array: np.ndarray = np.load(path, mmap_mode="c", allow_pickle=False)
             if array.shape != shape or array.dtype != dtype:
                 raise ValueError(
                     f"{name} is {array.dtype} {array.shape}, and not {dtype} {shape} as "
@@ -265,12 +233,11 @@ class EmbeddingStore:
         return array
 
     def _map_ids(self, shard_number: int) -> pa.StringArray:
-        """Map the ids of a shard into memory; raise `DataError` if the file is broken."""
         import pyarrow as pa
 
         with (
-            self._refuse_broken_shard(shard_number),
-            pa.memory_map(str(self._get_file(shard_number, IDS_FILE))) as source,
+            self._opening(shard_number, IDS_FILE) as path,
+            pa.memory_map(str(path)) as source,
             pa.ipc.open_file(source) as reader,
         ):
             ids = reader.read_all()["id"].combine_chunks()
@@ -278,24 +245,21 @@ class EmbeddingStore:
             # outside the mapped memory.
             ids.validate(full=True)
             num_rows, _ = self._get_shard_shape(shard_number)
-            if ids.type != pa.string() or len(ids) != num_rows or ids.null_count > 0:
+            if len(ids) != num_rows:
                 raise ValueError(f"{IDS_FILE} has not {num_rows} ids, as {STORE_FILE} says")
         return ids
 
-    def _get_file(self, shard_number: int, name: str) -> Path:
-        """Return the path of a file of a shard."""
-        return self.folder / get_shard_name(shard_number) / name
-
     @contextmanager
-    def _refuse_broken_shard(self, shard_number: int) -> Iterator[None]:
-        """Raise an error of reading a file of a shard as `DataError`."""
+    def _opening(self, shard_number: int, name: str) -> Iterator[Path]:
+        """Yield the path of a file of a shard, and raise errors of reading it as `DataError`."""
+        folder = self.folder / get_shard_name(shard_number)
         try:
-            yield
+            yield folder / name
         except (OSError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())
             raise DataError(
-                f"{self.folder}/{get_shard_name(shard_number)}: the shard is broken: {reason} "
-                f"(remove this folder, and {_CONTINUE_REMEDY})"
+                f"{folder}: the shard is broken: {reason} (remove this folder, and "
+                f"{_CONTINUE_REMEDY})"
             ) from error
 
 
@@ -325,14 +289,29 @@ class StoreWriter:
         self.folder = Path(folder).expanduser()
         metadata = check_folder(folder)
         if metadata is not None and overwrite:
-            _remove_store(self.folder)
+            for path in [self.folder / PARQUET_FOLDER, *self.folder.glob("shard-*/")]:
+                # Another process may remove the same folder at the same time.
+                with suppress(FileNotFoundError):
+                    shutil.rmtree(path)
+            # Removed last: without it, a partly removed folder would not be recognised as a store.
+            (self.folder / STORE_FILE).unlink(missing_ok=True)
             metadata = None
         if metadata is None:
             metadata = {**FORMAT, "finished": False, **identity}
             metadata.update(notes or {})
             metadata.update(files.provenance())
             files.write_json(self.folder / STORE_FILE, metadata)
-        _check_identity(self.folder, metadata, identity)
+        # Through JSON, because store.json holds lists where the identity may hold tuples.
+        planned = json.loads(json.dumps(identity))
+        differences = [name for name, value in planned.items() if metadata.get(name) != value]
+        if differences:
+            names = " and ".join(differences).replace(
+                "tokenisation",
+                "tokenisation (tokenizer, prompt, maximum length, pooling or dimension)",
+            )
+            raise UserError(
+                f"{self.folder}: holds embeddings of another {names} ({_REPLACE_REMEDY})"
+            )
         self.metadata = metadata
 
     def fill(
@@ -363,38 +342,50 @@ class StoreWriter:
         """
         remaining = iter(passages)
         corpus = files.Fingerprint()  # of all passages up to the current shard
-        fingerprints = []  # of the corpus up to the end of each shard
+        fingerprints: list[str] = []  # of the corpus up to the end of each shard
         num_rows = 0
-        shard_size = self.metadata["shard_size"]
-        while shard_passages := list(islice(remaining, shard_size)):
+        while shard_passages := list(islice(remaining, self.metadata["shard_size"])):
             for passage in shard_passages:
                 corpus.add(*passage)
-            fingerprint = corpus.hex()
-            fingerprints.append(fingerprint)
+            shard_number = len(fingerprints)
+            fingerprints.append(corpus.hex())
             if self.metadata["finished"] and num_rows >= self.metadata["rows"]:
                 raise self._other_corpus_error()  # a finished store gets no further shard
-            shard_number = num_rows // shard_size
-            is_missing = not self._has_shard(shard_number, fingerprint)
+            is_missing = self._read_shard(shard_number, fingerprints[-1]) is None
             if is_missing and shard_number % world_size == rank:
                 ids = [passage_id for passage_id, _, _ in shard_passages]
                 texts = [passage_text(title, text) for _, title, text in shard_passages]
-                self._write_shard(shard_number, ids, texts, encode(texts), fingerprint)
+                self._write_shard(shard_number, ids, texts, encode(texts), fingerprints[-1])
+                # If another process wrote it first, its shard must come from the same corpus.
+                self._read_shard(shard_number, fingerprints[-1])
             num_rows += len(shard_passages)
         if num_rows == 0:
             raise DataError(
                 f"{self.folder}: nothing to encode: the corpus has no usable passage (correct the "
                 "corpus file)"
             )
-        return self._finish(num_rows, fingerprints)
-
-    def _has_shard(self, shard_number: int, fingerprint: str) -> bool:
-        """Return True if a shard exists; raise `DataError` if it comes from another corpus."""
-        shard = _read_shard_file(self.folder, shard_number)
-        if shard is None:
-            return False
-        if shard["fingerprint"] != fingerprint:
+        dimension = None
+        for shard_number, fingerprint in enumerate(fingerprints):
+            shard = self._read_shard(shard_number, fingerprint)
+            if shard is None:
+                return False  # other processes still write; the last of them finishes the store
+            dimension = shard["dimension"]
+        if (self.folder / get_shard_name(len(fingerprints))).exists():
             raise self._other_corpus_error()
+        metadata = dict(self.metadata)
+        metadata["finished"] = True
+        metadata["rows"] = num_rows
+        metadata["dimension"] = dimension
+        metadata["corpus"] = {**self.metadata.get("corpus", {}), "fingerprint": fingerprints[-1]}
+        files.write_json(self.folder / STORE_FILE, metadata)
         return True
+
+    def _read_shard(self, shard_number: int, fingerprint: str) -> dict[str, Any] | None:
+        """Return shard.json, None for a missing shard; refuse a shard of another corpus."""
+        shard = _read_shard_file(self.folder, shard_number)
+        if shard is not None and shard["fingerprint"] != fingerprint:
+            raise self._other_corpus_error()
+        return shard
 
     def _write_shard(
         self,
@@ -404,21 +395,11 @@ class StoreWriter:
         embeddings: np.ndarray,
         fingerprint: str,
     ) -> None:
-        """Write a shard, unless another process has written it in the meantime.
-
-        Args:
-            shard_number: number of the shard.
-            ids: the n ids of its rows.
-            texts: the n encoded texts.
-            embeddings: float32 (n, d).
-            fingerprint: hash of the corpus up to the shard's last row.
-        """
         import pyarrow as pa
 
         values = np.ascontiguousarray(embeddings, dtype=self.metadata["dtype"])
         id_table = pa.record_batch([pa.array(ids, pa.string())], names=["id"])
-        path = self.folder / get_shard_name(shard_number)
-        with files.atomic_folder(path) as folder:
+        with files.atomic_folder(self.folder / get_shard_name(shard_number)) as folder:
             np.save(folder / EMBEDDINGS_FILE, values, allow_pickle=False)
             np.save(folder / TEXTS_FILE, text_ids(texts), allow_pickle=False)
             with pa.ipc.new_file(str(folder / IDS_FILE), id_table.schema) as writer:
@@ -430,36 +411,6 @@ class StoreWriter:
                 "bytes": {path.name: path.stat().st_size for path in folder.iterdir()},
             }
             files.write_json(folder / SHARD_FILE, description)
-        # If another process wrote this shard first, its shard must come from the same corpus.
-        self._has_shard(shard_number, fingerprint)
-
-    def _finish(self, num_rows: int, fingerprints: Sequence[str]) -> bool:
-        """Mark the store as finished if all shards exist, and return whether they do.
-
-        Args:
-            num_rows: number of passages in the corpus.
-            fingerprints: hash of the corpus up to the last row of each shard.
-
-        Raises:
-            DataError: a shard comes from another corpus.
-        """
-        num_shards = len(fingerprints)
-        shards = []
-        for shard_number in range(num_shards):
-            shard = _read_shard_file(self.folder, shard_number)
-            if shard is None:
-                return False  # other processes still write; the last of them finishes the store
-            shards.append(shard)
-        is_same_corpus = [shard["fingerprint"] for shard in shards] == list(fingerprints)
-        if not is_same_corpus or (self.folder / get_shard_name(num_shards)).exists():
-            raise self._other_corpus_error()
-        metadata = dict(self.metadata)
-        metadata["finished"] = True
-        metadata["rows"] = num_rows
-        metadata["dimension"] = shards[0]["dimension"]
-        metadata["corpus"] = {**self.metadata.get("corpus", {}), "fingerprint": fingerprints[-1]}
-        files.write_json(self.folder / STORE_FILE, metadata)
-        return True
 
     def _other_corpus_error(self) -> DataError:
         return DataError(f"{self.folder}: holds embeddings of another corpus ({_REPLACE_REMEDY})")
@@ -493,11 +444,6 @@ def get_shard_name(shard_number: int) -> str:
 
 
 def _read_metadata(folder: Path) -> dict[str, Any]:
-    """Return the content of store.json.
-
-    Raises:
-        DataError: the file is broken, is not of a store, or is of another version of the format.
-    """
     metadata: dict[str, Any] = files.read_json(folder / STORE_FILE)
     stored_format = {key: metadata.get(key) for key in FORMAT}
     if stored_format != FORMAT:
@@ -506,18 +452,6 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
             "and encode the corpus again)"
         )
     return metadata
-
-
-def _check_identity(folder: Path, metadata: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Raise `UserError` if store.json differs from the identity of the embeddings to write."""
-    differences = []
-    # Through JSON, because store.json holds lists where the identity may hold tuples.
-    for name, value in json.loads(json.dumps(identity)).items():
-        if metadata.get(name) != value:
-            differences.append(name)
-    if differences:
-        names = " and ".join(_DESCRIPTIONS.get(name, name) for name in differences)
-        raise UserError(f"{folder}: holds embeddings of another {names} ({_REPLACE_REMEDY})")
 
 
 def _read_shard_file(folder: Path, shard_number: int) -> dict[str, Any] | None:
@@ -530,38 +464,9 @@ def _read_shard_file(folder: Path, shard_number: int) -> dict[str, Any] | None:
     if SHARD_FILE not in sizes:
         return None
     shard: dict[str, Any] = files.read_json(shard_folder / SHARD_FILE)
-    expected_sizes = shard.get("bytes")
-    if not isinstance(expected_sizes, dict):
-        return None
-    if any(sizes.get(name) != size for name, size in expected_sizes.items()):
+    if any(sizes.get(name) != size for name, size in shard["bytes"].items()):
         return None
     return shard
-
-
-def _remove_store(folder: Path) -> None:
-    """Remove the shards, their parquet files and store.json from a folder."""
-    for path in [folder / PARQUET_FOLDER, *folder.glob("shard-*/")]:
-        # Another process may remove the same folder at the same time.
-        with suppress(FileNotFoundError):
-            shutil.rmtree(path)
-    # Removed last: without it, a partly removed folder would not be recognised as a store.
-    (folder / STORE_FILE).unlink(missing_ok=True)
-
-
-# Export of a store to parquet files, which vector databases and other programs read ---------------
-
-# Each shard becomes a file in the folder ``parquet`` of the store:
-#
-#     shard-00000.parquet    the rows of the store's first shard, in the order of the store
-#         id, title, text    strings
-#         embedding          fixed_size_list<float32 or float16, d>: the values of the store
-#
-# The folder appears as a whole or not at all. contaccum itself reads stores, not these files.
-
-
-# Programs read one row group of a parquet file at a time. With 768 dimensions in float32, a group
-# has 25 MB.
-ROWS_PER_GROUP = 8192
 
 
 def write_parquet(
@@ -569,8 +474,10 @@ def write_parquet(
 ) -> Path:
     """Write ids, titles, texts and embeddings of a store to its folder ``parquet``.
 
-    One shard and a hash of 8 bytes for each text are in memory. Nothing is done if the folder
-    exists: it is complete.
+    Each shard becomes a file, with its rows in the order of the store and the columns ``id``,
+    ``title`` and ``text`` (strings) and ``embedding`` (fixed_size_list<float32 or float16, d>: the
+    values of the store). One shard and a hash of 8 bytes for each text are in memory. Nothing is
+    done if the folder exists: it appears when all files are complete.
 
     Args:
         store: a finished store.
@@ -620,7 +527,7 @@ def write_parquet(
             pq.write_table(
                 pa.table(columns),
                 new_folder / f"{get_shard_name(shard_number)}.parquet",
-                row_group_size=ROWS_PER_GROUP,
+                row_group_size=_ROWS_PER_GROUP,
                 # A dictionary of repeated values would only cost time: embeddings hardly repeat.
                 use_dictionary=False,
             )

@@ -52,7 +52,7 @@ def store(request, tmp_path) -> EmbeddingStore:
 
 
 def test_files_hold_the_rows_of_the_shards_bit_for_bit(store, monkeypatch):
-    monkeypatch.setattr(store_module, "ROWS_PER_GROUP", 4)
+    monkeypatch.setattr(store_module, "_ROWS_PER_GROUP", 4)
     folder = write_parquet(store, PASSAGES)
     assert folder == store.folder / "parquet"
     paths = sorted(folder.iterdir())
