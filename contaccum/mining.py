@@ -33,8 +33,9 @@ from contaccum.data.readers import Source
 from contaccum.data.records import Fault, parse_text
 from contaccum.errors import ConfigError, DataError, UserError, check_choice
 from contaccum.files import AnyPath, Fingerprint, require_writable, write_json, write_text
+from contaccum.retrieval.bm25 import bm25_scores
 from contaccum.retrieval.encode import Similarity, encode_texts, get_similarity
-from contaccum.retrieval.search import bm25_scores, build_index, prepare_vectors, search
+from contaccum.retrieval.search import build_index, prepare_vectors, search
 
 SAMPLING = ("top", "random")
 

@@ -29,8 +29,7 @@ from contaccum.evaluation.beir import evaluate_beir
 from contaccum.evaluation.results import EvaluationResult, JsonObject
 from contaccum.evaluation.tables import markdown_table
 from contaccum.files import redact
-from contaccum.retrieval.encode import encode_texts
-from contaccum.retrieval.search import get_passage_texts
+from contaccum.retrieval.encode import encode_texts, get_passage_texts
 
 KEY_VARIABLE = "CONTACCUM_ENDPOINT_KEY"
 """Environment variable with the server's key, which is sent as a bearer token."""

@@ -155,7 +155,7 @@ class RetrievalEvaluator(SentenceEvaluator):
 
         A warning says if it finds no relevant document for any query.
         """
-        from contaccum.retrieval.search import bm25_run
+        from contaccum.retrieval.bm25 import bm25_run
 
         run = bm25_run(self.dataset.corpus, self.dataset.queries, self._k_values[-1])
         found = (

@@ -25,7 +25,7 @@ from sentence_transformers.sentence_transformer.modules import Router
 from torch import nn
 from tqdm.auto import tqdm
 
-from contaccum.data import Passage, RecordReport, read_passages
+from contaccum.data import Passage, RecordReport, passage_text, read_passages
 from contaccum.data.beir import find_beir_file
 from contaccum.data.records import parse_question_line, parse_rows, parse_text, quoted, read_lines
 from contaccum.data.sampling import text_ids
@@ -35,6 +35,9 @@ from contaccum.files import AnyPath, Fingerprint
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter
 
 Similarity = Literal["cos", "dot"]
+
+Corpus = Mapping[str, Mapping[str, str]]
+"""{document id: {"title": title, "text": text}}; the title may be missing."""
 
 # BEIR's and sentence-transformers' names of the two similarities that an inner product can compute.
 _SIMILARITIES: dict[str, Similarity] = {
@@ -99,6 +102,11 @@ def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage
 def _parse_question(line: str) -> str:
     question, _ = parse_question_line(line)
     return parse_text(question, "question")
+
+
+def get_passage_texts(corpus: Corpus) -> list[str]:
+    """Return the texts of all documents as they are encoded: title, space, text."""
+    return [passage_text(entry.get("title") or "", entry["text"]) for entry in corpus.values()]
 
 
 def encode_texts(

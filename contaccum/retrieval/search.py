@@ -1,7 +1,13 @@
-"""Search for texts with a model, behind BEIR's interface, and search by BM25.
+"""Search in embeddings: exact or with any FAISS index, and from texts behind BEIR's interface.
 
-`FaissSearcher` joins `encode` and `index`: `EvaluateRetrieval(FaissSearcher(model))`.
-No metric is computed here, no file is written, and beir is not imported.
+`FaissSearcher` encodes texts and searches: ``EvaluateRetrieval(FaissSearcher(model))``.
+`build_index`, `open_index` and `search` work on embeddings. A factory string names the index, as
+for `faiss.index_factory`: "IVF1024,Flat" is an inverted file of 1,024 lists, of which a search
+reads only the nearest. "Flat" is exact and builds no index: the embeddings themselves, an array or
+a store of any size, are searched block by block, by FAISS on the CPU and by torch on GPUs.
+
+Scores are inner products; higher is better. With the metric "cos", L2-normalised copies are
+compared. A document is named by its row in the embeddings.
 """
 
 from __future__ import annotations
@@ -10,7 +16,6 @@ import logging
 import math
 import re
 import time
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,61 +30,55 @@ from sentence_transformers import SentenceTransformer
 from torch import Tensor
 
 from contaccum.bank.full_softmax import DocumentBlock, multiply, without_tf32
-from contaccum.data import passage_text
 from contaccum.distributed import world_size
 from contaccum.encoders.settings import Kind
 from contaccum.errors import ConfigError, DataError, UserError
-from contaccum.files import (
-    AnyPath,
-    atomic_file,
-    read_json,
-    write_json,
+from contaccum.files import AnyPath, atomic_file, read_json, write_json
+from contaccum.retrieval.encode import (
+    Corpus,
+    Similarity,
+    encode_texts,
+    get_passage_texts,
+    get_similarity,
 )
-from contaccum.retrieval.encode import Similarity, encode_texts, get_similarity
 from contaccum.retrieval.store import EmbeddingStore
 
 if TYPE_CHECKING:
     import faiss
 
-
-Run = dict[str, dict[str, float]]
-"""{query id: {document id: score}}"""
-
-Corpus = Mapping[str, Mapping[str, str]]
-"""{document id: {"title": title, "text": text}}; the title may be missing."""
+Embeddings = np.ndarray | EmbeddingStore
+"""Types of embeddings (N, d) that can be searched; slices of them are float32."""
 
 Encode = Callable[[SentenceTransformer, Sequence[str]], np.ndarray]
 """Function of a model and n texts that returns embeddings (n, d)."""
 
-# Parameters of BM25, with DPR's values: the saturation of the term frequency (k1) and the influence
-# of the passage's length (b).
-_BM25_K1 = 0.9
-_BM25_B = 0.4
+# Number of results that an exact search returns beyond the k best. If the documents at positions k
+# and k + 1 have equal scores, the ids decide which of them is among the k best.
+_NUM_EXTRA_RESULTS = 32
+# FAISS warns below 39 training points per centroid.
+_TRAINING_POINTS_PER_CENTROID = 64
+# Minimum of training points, for factories with further centroids, such as those of PQ codes.
+_MIN_TRAINING_POINTS = 2**16
+_REMEDY_FOR_FILE = "name another file, or remove it to build it anew"
 
-# Words of these scripts cannot be found by blanks, so their texts are cut into overlapping n-grams.
-# Bigrams of Han, kana, Bopomofo, Yi and Hangul, as in Lucene's CJK analyzer. Korean has blanks, but
-# particles are joined to its words: nDCG@10 on KorQuAD's dev set is 0.84 by words, 0.95 by bigrams.
-_CJK = (
-    r"\u1100-\u11ff\u2e80-\u2fdf\u3005-\u3007\u3031-\u3035\u3041-\u309f\u30a1-\u30fa\u30fc-\u31ff"
-    r"\u3400-\u4dbf\u4e00-\ua4cf\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff\uff66-\uffdc"
-    r"\U0001aff0-\U0001b16f\U00020000-\U0003ffff"
-)
-# Trigrams of Thai, Lao, Myanmar, Khmer and Tai, which have few letters: nDCG@10 on XQuAD in Thai is
-# 0.92 by bigrams, 0.97 by trigrams.
-_SOUTHEAST_ASIAN = (
-    r"\u0e01-\u0e3a\u0e40-\u0e4e\u0e80-\u0ecf\u1000-\u103f\u1050-\u109f\u1780-\u17d3\u1950-\u19cf"
-    r"\u1a20-\u1a7f\ua9e0-\ua9ef\uaa60-\uaadf"
-)
-# Scripts of India and Sri Lanka, Thaana and Tibetan: their vowel signs belong to a word, but not to
-# the pattern \w.
-_VOWEL_SIGNS = r"\u0780-\u07bf\u0900-\u0963\u0966-\u0dff\u0f40-\u0fbc"
-# Letters of full width and katakana of half width. Other characters keep their form: NFKC would
-# make "cm2" of "cm²".
-_WIDE_OR_NARROW = re.compile("[\uff01-\uffef]+")
-# Groups: a word of two characters or more, a run of _CJK, a run of _SOUTHEAST_ASIAN.
-_BM25_TOKENS = re.compile(
-    rf"((?:[^\W{_CJK}{_SOUTHEAST_ASIAN}]|[{_VOWEL_SIGNS}]){{2,}})|([{_CJK}]+)|([{_SOUTHEAST_ASIAN}]+)"
-)
+# Bytes of float32 rows that the CPU searches at a time: enough for matrix products to run at full
+# speed, and little memory compared with a corpus.
+SLICE_BYTES = 2**28
+# A thread with fewer queries costs more than it gains.
+_MIN_QUERIES_PER_THREAD = 64
+# Limits the memory for the results of a slice before they are merged.
+_MAX_QUERIES_PER_GROUP = 4096
+# The same on a GPU, and the scores that are computed at once: 512 MB in float32.
+_MAX_QUERIES_PER_GROUP_ON_GPU = 1024
+_MAX_SCORES_ON_GPU = 2**27
+
+_ROWS_PER_BLOCK_ON_CPU = 8192
+# Bytes that are copied to a GPU at once.
+_BYTES_PER_COPY = 2**26
+# Embeddings stay on a GPU if they need less than this share of its free memory.
+_MAX_SHARE_OF_FREE_MEMORY = 0.5
+
+logger = logging.getLogger(__name__)
 
 
 class FaissSearcher:
@@ -133,7 +132,7 @@ class FaissSearcher:
         top_k: int,
         score_function: str | None = None,
         **kwargs: Any,
-    ) -> Run:
+    ) -> dict[str, dict[str, float]]:
         """Find the ``top_k`` best documents of every query.
 
         A document with the query's id is dropped from the results, as BEIR does.
@@ -169,9 +168,13 @@ class FaissSearcher:
         recall = recall_against_exact(index, query_embeddings, rows[:, :top_k])
         if recall is not None:
             self.search_details["recall"] = recall
-        run: Run = {}
+        run = {}
         for query_id, query_scores, query_rows in zip(queries, scores, rows, strict=True):
-            run[query_id] = _get_hits(index, query_id, query_scores, query_rows, top_k)
+            found_rows = query_rows[query_rows >= 0]  # the rows of -1 come last
+            found_scores = query_scores[: len(found_rows)].tolist()
+            hits = dict(zip(index.ids(found_rows), found_scores, strict=True))
+            hits.pop(query_id, None)
+            run[query_id] = dict(list(hits.items())[:top_k])
         return run
 
     def _encode(self, texts: Sequence[str], kind: Kind, encode: Encode | None) -> np.ndarray:
@@ -188,550 +191,7 @@ class FaissSearcher:
         self.timing[f"{stage}_seconds"] = time.perf_counter() - started
 
 
-def _get_hits(
-    index: DenseIndex, query_id: str, scores: np.ndarray, rows: np.ndarray, top_k: int
-) -> dict[str, float]:
-    """Return {document id: score} of a query's ``top_k`` best documents, without its own document.
-
-    Args:
-        index: the index that was searched.
-        query_id: id of the query.
-        scores: (top_k + 1,), descending.
-        rows: (top_k + 1,); -1 where an approximate index found no further document.
-    """
-    found_rows = rows[rows >= 0]
-    found_scores = scores[: len(found_rows)].tolist()  # rows of -1 come last
-    hits = dict(zip(index.ids(found_rows), found_scores, strict=True))
-    has_own_document = hits.pop(query_id, None) is not None
-    if not has_own_document and len(hits) > top_k:
-        hits.popitem()
-    return hits
-
-
-def get_passage_texts(corpus: Corpus) -> list[str]:
-    """Return the texts of all documents as they are encoded: title, space, text."""
-    texts = []
-    for document in corpus.values():
-        title = document.get("title") or ""
-        texts.append(passage_text(title, document["text"]))
-    return texts
-
-
-def bm25_run(corpus: Corpus, queries: Mapping[str, str], top_k: int) -> Run:
-    """Find the ``top_k`` best documents of every query by BM25.
-
-    A document with the query's id is dropped, as BEIR does, and so are documents that share no word
-    with the query.
-
-    Raises:
-        DataError: no document has a word; see `bm25_scores`.
-    """
-    document_ids = list(corpus)
-    passages = get_passage_texts(corpus)
-    all_scores = bm25_scores(passages, list(queries.values()))
-    run: Run = {}
-    for query_id, scores in zip(queries, all_scores, strict=True):
-        best_rows = np.argsort(-scores, kind="stable")[: top_k + 1]
-        hits = {document_ids[row]: float(scores[row]) for row in best_rows if scores[row] > 0}
-        hits.pop(query_id, None)
-        run[query_id] = dict(list(hits.items())[:top_k])
-    return run
-
-
-def bm25_scores(
-    passages: list[str], queries: list[str], show_progress: bool = False
-) -> Iterator[np.ndarray]:
-    """Yield the scores of all n passages for each query, float32 (n,), by bm25s.
-
-    The variant is Lucene's, with DPR's parameters k1 and b. A passage without any word of the query
-    has a score of 0. See `_split_words` for what a word is.
-
-    Raises:
-        DataError: no passage has a word.
-    """
-    import bm25s
-
-    # bm25s logs its progress at level DEBUG and attaches a handler that prints it.
-    logging.getLogger("bm25s").setLevel(logging.WARNING)
-    passage_words = [_split_words(passage) for passage in passages]
-    if not any(passage_words):
-        raise DataError(
-            "no passage has a word of two letters or more, so BM25 can find nothing (check the "
-            "corpus file)"
-        )
-    index = bm25s.BM25(k1=_BM25_K1, b=_BM25_B)
-    index.index(passage_words, show_progress=show_progress)
-    for query in queries:
-        query_words = _split_words(query)
-        if query_words:
-            yield index.get_scores(query_words)
-        else:
-            yield np.zeros(len(passages), dtype=np.float32)
-
-
-def _split_words(text: str) -> list[str]:
-    """Return the words of a text in lower case and of normal width, for BM25.
-
-    Words have two letters or more. Where a script has no blanks between words, all bigrams or
-    trigrams of characters stand for them, or the whole run if it is shorter.
-    """
-    words = []
-    text = _WIDE_OR_NARROW.sub(lambda run: unicodedata.normalize("NFKC", run[0]), text)
-    for word, cjk_run, southeast_asian_run in _BM25_TOKENS.findall(text.lower()):
-        if word:
-            words.append(word)
-            continue
-        run = cjk_run or southeast_asian_run
-        length = 2 if cjk_run else 3
-        last_start = max(0, len(run) - length)
-        words.extend(run[start : start + length] for start in range(last_start + 1))
-    return words
-
-
-# Exact search in embeddings of any number, slice by slice: by FAISS on the CPU, by torch on GPUs
-
-# An array or a store is searched where it is, and no index is built. On the CPU, a slice is a
-# number of rows that fits into `SLICE_BYTES` as float32. The k best documents of each query so far
-# are held in a FAISS `ResultHeap`, to which the results of every slice are added. On GPUs, the
-# embeddings stay in their memory if they have room (see `device_blocks`). The order of documents
-# with equal scores is decided in `index`.
-
-
-# Bytes of float32 rows that are searched at a time: enough for matrix products to run at full
-# speed, and little memory compared with a corpus.
-SLICE_BYTES = 2**28
-# A thread with fewer queries costs more than it gains.
-_MIN_QUERIES_PER_THREAD = 64
-# Limits the memory for the results of a slice before they are merged.
-_MAX_QUERIES_PER_GROUP = 4096
-# The same on a GPU, and the scores that are computed at once: 512 MB in float32.
-_MAX_QUERIES_PER_GROUP_ON_GPU = 1024
-_MAX_SCORES_ON_GPU = 2**27
-
-
-def search_slices(
-    corpus: Embeddings,
-    queries: np.ndarray,
-    k: int,
-    metric: Similarity,
-    show_progress: bool = False,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Find the k best documents of n queries exactly, on the CPU.
-
-    Documents with equal scores are in any order.
-
-    Args:
-        corpus: embeddings (N, d) of the documents.
-        queries: the result of `prepare_vectors`, (n, d).
-        k: number of documents per query, at most N.
-        metric: "cos" or "dot".
-        show_progress: show a progress bar over the slices.
-
-    Returns:
-        Scores, float32 (n, k), descending, and rows, int64 (n, k).
-
-    Raises:
-        UserError: a vector of the corpus holds NaN or infinity.
-    """
-    import faiss
-    from tqdm.auto import tqdm
-
-    num_rows, dimension = corpus.shape
-    # FAISS's threads wait for each other after every block of a product. One thread per group of
-    # queries needs half the CPU time, and on a busy machine a fraction of the wall time.
-    num_threads = faiss.omp_get_max_threads()
-    num_workers = max(1, min(num_threads, len(queries) // _MIN_QUERIES_PER_THREAD))
-    num_groups = max(num_workers, math.ceil(len(queries) / _MAX_QUERIES_PER_GROUP))
-    query_groups = np.array_split(queries, num_groups)
-    heaps = [faiss.ResultHeap(len(group), k, keep_max=True) for group in query_groups]
-
-    slice_size = min(compute_slice_size(dimension), num_rows)
-    buffer = None
-    if metric == "cos":
-        # Reused, because allocating memory for every slice costs more than writing to it.
-        buffer = np.empty((slice_size, dimension), dtype=np.float32)
-    workers = ThreadPoolExecutor(
-        num_workers,
-        initializer=faiss.omp_set_num_threads,
-        initargs=(num_threads // num_workers,),
-    )
-    with _use_blas(dimension), workers:
-        slices = _list_slices(corpus, slice_size)
-        for rows in tqdm(slices, desc="Searching", disable=not show_progress):
-            start = rows.start
-            documents = prepare_vectors(corpus[rows], metric, "document embedding", start, buffer)
-            add_results = partial(_add_results, documents, start, min(k, len(documents)))
-            # list() waits for all groups, and raises the error of a group that failed.
-            list(workers.map(add_results, query_groups, heaps))
-    for heap in heaps:
-        heap.finalize()
-    return np.concatenate([heap.D for heap in heaps]), np.concatenate([heap.I for heap in heaps])
-
-
-def _list_slices(corpus: Embeddings, size: int) -> list[slice]:
-    """Return the slices to search, of at most ``size`` rows.
-
-    A slice of a store never crosses the border of a shard, so that it is read from one file.
-    """
-    num_rows = len(corpus)
-    shard_size = num_rows
-    if isinstance(corpus, EmbeddingStore):
-        shard_size = corpus.shard_size
-    slices = []
-    for shard_start in range(0, num_rows, shard_size):
-        shard_end = min(shard_start + shard_size, num_rows)
-        for start in range(shard_start, shard_end, size):
-            slices.append(slice(start, min(start + size, shard_end)))
-    return slices
-
-
-@contextmanager
-def _use_blas(dimension: int) -> Iterator[None]:
-    """Make FAISS use BLAS for 8 queries or more, and restore its threshold afterwards.
-
-    By default, FAISS uses BLAS only if queries x dimensions reach 128,000. Below that, products are
-    computed one by one, which takes up to ten times as long.
-    """
-    import faiss
-
-    threshold = faiss.cvar.distance_compute_blas_threshold
-    faiss.cvar.distance_compute_blas_threshold = 8 * dimension
-    try:
-        yield
-    finally:
-        faiss.cvar.distance_compute_blas_threshold = threshold
-
-
-def _add_results(documents: np.ndarray, start: int, k: int, queries: np.ndarray, heap: Any) -> None:
-    """Search a slice of documents, float32 (b, d), that begins at row ``start``.
-
-    The results are merged into a heap.
-    """
-    import faiss
-
-    scores, rows = faiss.knn(queries, documents, k, metric=faiss.METRIC_INNER_PRODUCT)
-    heap.add_result(scores, rows + start)
-
-
-class GpuSearch:
-    """Exact search by torch. Each device searches its part of the embeddings.
-
-    Args:
-        corpus: embeddings (N, d) of the documents.
-        metric: "cos" or "dot".
-        devices: the GPUs; the same program also runs on a CPU.
-    """
-
-    def __init__(
-        self, corpus: Embeddings, metric: Similarity, devices: Sequence[torch.device]
-    ) -> None:
-        self._has_scales = metric == "cos"
-        self._is_checked = False
-        self._parts = []
-        for number, device in enumerate(devices):
-            first_row = len(corpus) * number // len(devices)
-            end_row = len(corpus) * (number + 1) // len(devices)
-            self._parts.append(DeviceEmbeddings(corpus, device, first_row, end_row))
-
-    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Find the k best documents of n queries; `search_slices` describes arguments and result.
-
-        Raises:
-            UserError: a vector of the corpus holds NaN or infinity.
-            torch.OutOfMemoryError: a GPU has no memory for the scores of a slice.
-        """
-        with torch.inference_mode(), without_tf32():
-            self._check()
-            results = [self._search_part(part, queries, k) for part in self._parts]
-            # All devices are at work before the first result is waited for.
-            scores = torch.cat([scores.cpu() for scores, _ in results], 1)
-            rows = torch.cat([rows.cpu() for _, rows in results], 1)
-            scores, rows = _select_best(scores, rows, k)
-        return scores.numpy(), rows.numpy()
-
-    def _check(self) -> None:
-        """Refuse vectors as `prepare_vectors` does, before the first search."""
-        if self._is_checked:
-            return
-        for part in self._parts:
-            is_finite = part.norms().isfinite().cpu()
-            if not is_finite.all():
-                row = part.first_row + int((~is_finite).nonzero()[0])
-                raise _make_vector_error("document embedding", row)
-        self._is_checked = True
-
-    def _search_part(
-        self, part: DeviceEmbeddings, queries: np.ndarray, k: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return the scores and rows, (n, k), of the best documents of a part, on its device."""
-        all_queries = torch.from_numpy(queries).to(part.device)
-        groups = all_queries.split(_MAX_QUERIES_PER_GROUP_ON_GPU)
-        num_documents = max(1, _MAX_SCORES_ON_GPU // len(groups[0]))
-        best_scores = [queries.new_empty(len(queries), 0) for queries in groups]
-        best_rows = [scores.long() for scores in best_scores]
-        for block in part.blocks(self._has_scales):
-            for documents in block.split(num_documents):
-                for number, group in enumerate(groups):
-                    scores = multiply(group, documents.documents.T)
-                    if documents.scales is not None:
-                        scores *= documents.scales
-                    scores, rows = scores.topk(min(k, scores.shape[1]))
-                    scores = torch.cat([best_scores[number], scores], 1)
-                    rows = torch.cat([best_rows[number], rows + documents.first], 1)
-                    best_scores[number], best_rows[number] = _select_best(scores, rows, k)
-        return torch.cat(best_scores), torch.cat(best_rows)
-
-
-def _select_best(scores: Tensor, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k best of scores (n, m) and their rows, by descending score."""
-    best = scores.topk(min(k, scores.shape[1]))
-    return best.values, rows.gather(1, best.indices)
-
-
-def prepare_vectors(
-    vectors: np.ndarray,
-    metric: Similarity,
-    description: str,
-    first_row: int = 0,
-    out: np.ndarray | None = None,
-) -> np.ndarray:
-    """Convert vectors to contiguous float32; L2-normalise a copy if the metric is "cos".
-
-    A zero vector stays zero.
-
-    Args:
-        vectors: (n, d).
-        metric: "cos" or "dot".
-        description: name of a vector in errors, such as "query embedding".
-        first_row: number of the first vector in errors.
-        out: array for the normalised copy, at least (n, d).
-
-    Returns:
-        float32 (n, d).
-
-    Raises:
-        UserError: a vector or its squares hold NaN or infinity. FAISS would return row -1 for such
-            a vector without an error, which would look like a poor model.
-    """
-    vectors = np.ascontiguousarray(vectors, dtype=np.float32)
-    norms = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
-    is_finite = np.isfinite(norms)
-    if not is_finite.all():
-        raise _make_vector_error(description, first_row + int(np.flatnonzero(~is_finite)[0]))
-    if metric == "dot":
-        return vectors
-    divisors = np.where(norms > 0, norms, 1)[:, None]
-    if out is not None:
-        out = out[: len(vectors)]
-    return np.divide(vectors, divisors, out=out)
-
-
-def _make_vector_error(description: str, row: int) -> UserError:
-    return UserError(
-        f"{description} {row} holds NaN, infinity or numbers too large for float32 scores "
-        "(check the model's weights and precision)"
-    )
-
-
-def compute_slice_size(dimension: int) -> int:
-    """Return the number of float32 rows in a slice."""
-    return max(1, SLICE_BYTES // (4 * dimension))
-
-
-# Embeddings as blocks of tensors on a device, for products with all of them -----------------------
-
-# On a GPU, the embeddings stay in its memory if it has room. Otherwise their blocks are copied to
-# it each time they are read, and the next block is copied while the GPU works on this one. There
-# and on the way to it, they have the number type of the array or the store.
-
-
-Embeddings = np.ndarray | EmbeddingStore
-"""Types of embeddings (N, d) that can be searched; slices of them are float32."""
-
-_ROWS_PER_BLOCK_ON_CPU = 8192
-# Bytes that are copied to a GPU at once.
-_BYTES_PER_COPY = 2**26
-# Embeddings stay on a GPU if they need less than this share of its free memory.
-_MAX_SHARE_OF_FREE_MEMORY = 0.5
-
-
-class DeviceEmbeddings:
-    """Some of N embeddings, read in blocks on a device.
-
-    Args:
-        embeddings: array or store, (N, d). An array must not change.
-        device: the device.
-        first_row, end_row: range of the n rows to read; default: all.
-
-    Attributes:
-        device, first_row: as above.
-    """
-
-    def __init__(
-        self,
-        embeddings: Embeddings,
-        device: torch.device,
-        first_row: int = 0,
-        end_row: int | None = None,
-    ) -> None:
-        self._embeddings = embeddings
-        self.device = device
-        self.first_row = first_row
-        self._num_rows = (len(embeddings) if end_row is None else end_row) - first_row
-        self._dtype = np.dtype(embeddings.dtype)
-        if self._dtype != np.float16:
-            self._dtype = np.dtype(np.float32)
-        self._rows_per_block = _ROWS_PER_BLOCK_ON_CPU
-        if device.type == "cuda":
-            bytes_per_row = self._dtype.itemsize * embeddings.shape[1]
-            self._rows_per_block = min(self._num_rows, max(1, _BYTES_PER_COPY // bytes_per_row))
-        self._kept: Tensor | None = None  # all rows, in the memory of a GPU
-        self._norms: Tensor | None = None
-
-    def norms(self) -> Tensor:
-        """Return the L2 norms of the rows, float32 (n,), on the device.
-
-        The first call reads all embeddings.
-        """
-        if self._norms is None:
-            norms = [torch.empty(0, device=self.device)]
-            for _, block in self._read():
-                for part in block.split(self._rows_per_block):
-                    norms.append(part.float().norm(dim=1))
-            self._norms = torch.cat(norms)
-        return self._norms
-
-    def blocks(self, has_scales: bool) -> Iterator[DocumentBlock]:
-        """Yield the rows in blocks. On a GPU, a block is valid until the next one is asked for.
-
-        Args:
-            has_scales: add 1 / L2 norm of each row; 0 for a row of zeros.
-        """
-        norms = self.norms() if has_scales else None
-        for first_row, documents in self._read():
-            scales = None
-            if norms is not None:
-                start = first_row - self.first_row
-                scales = norms[start : start + len(documents)].reciprocal()
-                scales.nan_to_num_(nan=torch.nan, posinf=0.0)
-            yield DocumentBlock(first_row, documents, scales)
-
-    def _read(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the first row and the embeddings, (b, d), of each block on the device."""
-        if self._num_rows == 0:
-            return
-        if self._kept is None and self._fits():
-            kept = torch.empty(
-                (self._num_rows, self._embeddings.shape[1]),
-                dtype=getattr(torch, self._dtype.name),
-                device=self.device,
-            )
-            for first_row, block in self._copy():
-                start = first_row - self.first_row
-                kept[start : start + len(block)] = block
-            self._kept = kept
-        if self._kept is None:
-            yield from self._copy()
-        else:
-            yield self.first_row, self._kept
-
-    def _fits(self) -> bool:
-        """Return True if the embeddings fit into the free memory of a GPU."""
-        if self.device.type != "cuda":
-            return False
-        free_bytes, _ = torch.cuda.mem_get_info(self.device)
-        needed_bytes = self._dtype.itemsize * self._num_rows * self._embeddings.shape[1]
-        return needed_bytes < _MAX_SHARE_OF_FREE_MEMORY * free_bytes
-
-    def _copy(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the first row and the embeddings of each block, copied to the device."""
-        if self.device.type != "cuda":
-            for first_row, block in self._read_host():
-                yield first_row, block.to(self.device)
-            return
-        # Blocks alternate between two places in page-locked memory of the host and two in the
-        # memory of the GPU. A stream of its own copies a block while the GPU works on the last one,
-        # and a thread reads it from the file while this thread gives the GPU its work.
-        shape = (2, self._rows_per_block, self._embeddings.shape[1])
-        dtype = getattr(torch, self._dtype.name)
-        on_host = torch.empty(shape, dtype=dtype, pin_memory=True)
-        on_device = torch.empty(shape, dtype=dtype, device=self.device)
-        copied = [torch.cuda.Event(), torch.cuda.Event()]
-        used = [torch.cuda.Event(), torch.cuda.Event()]
-        copy_stream = torch.cuda.Stream(self.device)
-        # Earlier work may still use the memory that `on_device` got.
-        copy_stream.wait_stream(torch.cuda.current_stream(self.device))
-
-        def copy(place: int, block: Tensor) -> None:
-            # In another mode than that of the thread that made the tensors, writing can fail.
-            with torch.inference_mode(), torch.cuda.stream(copy_stream):
-                copied[place].synchronize()  # the block before the last one has left the host
-                source = on_host[place, : len(block)].copy_(block)
-                copy_stream.wait_event(used[place])
-                on_device[place, : len(block)].copy_(source, non_blocking=True)
-                copied[place].record()
-
-        def use(
-            copying: Future[None], place: int, first_row: int, size: int
-        ) -> Iterator[tuple[int, Tensor]]:
-            copying.result()
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(copied[place])
-            yield first_row, on_device[place, :size]
-            used[place].record(stream)
-
-        last = None
-        with ThreadPoolExecutor(1) as reader:
-            for number, (first_row, block) in enumerate(self._read_host()):
-                place = number % 2
-                copying = reader.submit(copy, place, block)
-                if last is not None:
-                    yield from use(*last)
-                last = (copying, place, first_row, len(block))
-            if last is not None:
-                yield from use(*last)
-
-    def _read_host(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the first row and the embeddings of each block, on the host."""
-        end_row = self.first_row + self._num_rows
-        for first_row, block in _list_blocks(self._embeddings, self._rows_per_block):
-            start = max(first_row, self.first_row)
-            block = block[start - first_row : max(start, end_row) - first_row]
-            if len(block) > 0:
-                # torch accepts neither a reversed array nor, without a warning, a read-only one.
-                yield start, torch.from_numpy(np.require(block, self._dtype, ("C", "W")))
-
-
-def _list_blocks(embeddings: Embeddings, size: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the first row and the embeddings, of at most ``size`` rows, of each block."""
-    if isinstance(embeddings, EmbeddingStore):
-        yield from embeddings.blocks(size)
-        return
-    for first_row in range(0, len(embeddings), size):
-        yield first_row, embeddings[first_row : first_row + size]
-
-
-# Search in embeddings: exactly, or with a FAISS index of any `index_factory` string ---------------
-
-# A factory string names the kind of index for `faiss.index_factory`, such as "Flat" (exact) or
-# "IVF1024,Flat" (an inverted file of 1,024 lists, of which a search reads only the nearest).
-#
-# Scores are inner products; higher is better. With the metric "cos", L2-normalised copies are
-# compared. The factory "Flat" builds no index: the embeddings themselves, an array or a store of
-# any size, are searched slice by slice (see `exact_search`). A document is named by its row in the
-# embeddings. Texts and models belong to `encode` and `searcher`.
-
-
-logger = logging.getLogger(__name__)
-
-# Number of results that an exact search returns beyond the k best. If the documents at positions k
-# and k + 1 have equal scores, the ids decide which of them is among the k best.
-_NUM_EXTRA_RESULTS = 32
-# FAISS warns below 39 training points per centroid.
-_TRAINING_POINTS_PER_CENTROID = 64
-# Minimum of training points, for factories with further centroids, such as those of PQ codes.
-_MIN_TRAINING_POINTS = 2**16
-_REMEDY_FOR_FILE = "name another file, or remove it to build it anew"
+# Indexes of embeddings ----------------------------------------------------------------------------
 
 
 @dataclass
@@ -788,11 +248,21 @@ def build_index(
     num_rows, dimension = embeddings.shape
     metric = metric or _get_metric(embeddings)
     index, parameters = check_factory(factory, dimension, num_rows, metric, parameters)
-    get_ids = _make_id_lookup(embeddings, ids)
+    get_ids: Callable[[np.ndarray], Sequence[str] | np.ndarray] = np.asarray  # row numbers
+    if isinstance(embeddings, EmbeddingStore):
+        get_ids = embeddings.ids
+    elif ids is not None:
+        get_ids = np.array(ids, dtype=object).__getitem__
     if factory == "Flat":
         return DenseIndex(embeddings, get_ids, factory, metric, parameters, gpus=find_gpus())
     try:
-        _train_index(index, embeddings, metric)
+        if not index.is_trained:
+            # Each inverted list has one centroid.
+            num_points = _TRAINING_POINTS_PER_CENTROID * _count_inverted_lists(index)
+            num_points = min(max(num_points, _MIN_TRAINING_POINTS), num_rows)
+            sample = np.random.default_rng(0).choice(num_rows, num_points, replace=False)
+            vectors = embeddings[np.sort(sample)]  # a store reads ascending rows fastest
+            index.train(prepare_vectors(vectors, metric, "embedding of the training sample"))
         slice_size = compute_slice_size(dimension)
         for start in range(0, num_rows, slice_size):
             vectors = embeddings[start : start + slice_size]
@@ -813,35 +283,9 @@ def find_gpus() -> list[int]:
 
 
 def _get_metric(embeddings: Embeddings) -> Similarity:
-    """Return the similarity of a store; "cos" for other embeddings."""
     if isinstance(embeddings, EmbeddingStore) and embeddings.similarity == "dot":
         return "dot"
     return "cos"
-
-
-def _make_id_lookup(
-    embeddings: Embeddings, ids: Sequence[str] | None
-) -> Callable[[np.ndarray], Sequence[str] | np.ndarray]:
-    """Return a function from rows to ids: the store's ids, the caller's, or row numbers."""
-    if isinstance(embeddings, EmbeddingStore):
-        return embeddings.ids
-    if ids is None:
-        return np.asarray
-    return np.array(ids, dtype=object).__getitem__
-
-
-def _train_index(index: faiss.Index, embeddings: Embeddings, metric: Similarity) -> None:
-    """Train an index on a random sample of the embeddings, if it needs training."""
-    if index.is_trained:
-        return
-    num_rows = len(embeddings)
-    # Each inverted list has one centroid.
-    num_points = _TRAINING_POINTS_PER_CENTROID * _count_inverted_lists(index)
-    num_points = max(num_points, _MIN_TRAINING_POINTS)
-    num_points = min(num_points, num_rows)
-    rows = np.random.default_rng(0).choice(num_rows, num_points, replace=False)
-    sample = embeddings[np.sort(rows)]  # a store reads ascending rows fastest
-    index.train(prepare_vectors(sample, metric, "embedding of the training sample"))
 
 
 def open_index(
@@ -1099,3 +543,363 @@ def _get_reason(error: Exception) -> str:
     """Return the message of a FAISS error without FAISS's source file and line number."""
     message = " ".join(str(error).split())
     return re.sub(r"^Error in .*?:\d+: (Error: )?", "", message)
+
+
+# Exact search ------------------------------------------------------------------------------------
+
+
+def search_slices(
+    corpus: Embeddings,
+    queries: np.ndarray,
+    k: int,
+    metric: Similarity,
+    show_progress: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Find the k best documents of n queries exactly, on the CPU.
+
+    The corpus is searched in slices of at most `SLICE_BYTES` as float32. Documents with equal
+    scores are in any order.
+
+    Args:
+        corpus: embeddings (N, d) of the documents.
+        queries: the result of `prepare_vectors`, (n, d).
+        k: number of documents per query, at most N.
+        metric: "cos" or "dot".
+        show_progress: show a progress bar.
+
+    Returns:
+        Scores, float32 (n, k), descending, and rows, int64 (n, k).
+
+    Raises:
+        UserError: a vector of the corpus holds NaN or infinity.
+    """
+    import faiss
+    from tqdm.auto import tqdm
+
+    num_rows, dimension = corpus.shape
+    # FAISS's threads wait for each other after every block of a product. One thread per group of
+    # queries needs half the CPU time, and on a busy machine a fraction of the wall time.
+    num_threads = faiss.omp_get_max_threads()
+    num_workers = max(1, min(num_threads, len(queries) // _MIN_QUERIES_PER_THREAD))
+    num_groups = max(num_workers, math.ceil(len(queries) / _MAX_QUERIES_PER_GROUP))
+    query_groups = np.array_split(queries, num_groups)
+    # Each heap holds the k best documents so far of a group's queries.
+    heaps = [faiss.ResultHeap(len(group), k, keep_max=True) for group in query_groups]
+
+    def add_results(documents: np.ndarray, start: int, group: np.ndarray, heap: Any) -> None:
+        num_results = min(k, len(documents))
+        scores, rows = faiss.knn(group, documents, num_results, faiss.METRIC_INNER_PRODUCT)
+        heap.add_result(scores, rows + start)
+
+    slice_size = min(compute_slice_size(dimension), num_rows)
+    buffer = None
+    if metric == "cos":
+        # Reused, because allocating memory for every slice costs more than writing to it.
+        buffer = np.empty((slice_size, dimension), dtype=np.float32)
+    workers = ThreadPoolExecutor(
+        num_workers,
+        initializer=faiss.omp_set_num_threads,
+        initargs=(num_threads // num_workers,),
+    )
+    # By default, FAISS uses BLAS only if queries x dimensions reach 128,000. Below that, products
+    # are computed one by one, which takes up to ten times as long.
+    blas_threshold = faiss.cvar.distance_compute_blas_threshold
+    faiss.cvar.distance_compute_blas_threshold = 8 * dimension
+    try:
+        with workers, tqdm(total=num_rows, desc="Searching", disable=not show_progress) as progress:
+            for start, block in _list_blocks(corpus, slice_size):
+                documents = prepare_vectors(block, metric, "document embedding", start, buffer)
+                add = partial(add_results, documents, start)
+                # list() waits for all groups, and raises the error of a group that failed.
+                list(workers.map(add, query_groups, heaps))
+                progress.update(len(block))
+    finally:
+        faiss.cvar.distance_compute_blas_threshold = blas_threshold
+    for heap in heaps:
+        heap.finalize()
+    return np.concatenate([heap.D for heap in heaps]), np.concatenate([heap.I for heap in heaps])
+
+
+def prepare_vectors(
+    vectors: np.ndarray,
+    metric: Similarity,
+    description: str,
+    first_row: int = 0,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """Convert vectors to contiguous float32; L2-normalise a copy if the metric is "cos".
+
+    A zero vector stays zero.
+
+    Args:
+        vectors: (n, d).
+        metric: "cos" or "dot".
+        description: name of a vector in errors, such as "query embedding".
+        first_row: number of the first vector in errors.
+        out: array for the normalised copy, at least (n, d).
+
+    Returns:
+        float32 (n, d).
+
+    Raises:
+        UserError: a vector or its squares hold NaN or infinity. FAISS would return row -1 for such
+            a vector without an error, which would look like a poor model.
+    """
+    vectors = np.ascontiguousarray(vectors, dtype=np.float32)
+    norms = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
+    is_finite = np.isfinite(norms)
+    if not is_finite.all():
+        raise _make_vector_error(description, first_row + int(np.flatnonzero(~is_finite)[0]))
+    if metric == "dot":
+        return vectors
+    divisors = np.where(norms > 0, norms, 1)[:, None]
+    if out is not None:
+        out = out[: len(vectors)]
+    return np.divide(vectors, divisors, out=out)
+
+
+def _make_vector_error(description: str, row: int) -> UserError:
+    return UserError(
+        f"{description} {row} holds NaN, infinity or numbers too large for float32 scores "
+        "(check the model's weights and precision)"
+    )
+
+
+def compute_slice_size(dimension: int) -> int:
+    """Return the number of float32 rows in a slice."""
+    return max(1, SLICE_BYTES // (4 * dimension))
+
+
+class GpuSearch:
+    """Exact search by torch. Each device searches its part of the embeddings.
+
+    Args:
+        corpus: embeddings (N, d) of the documents.
+        metric: "cos" or "dot".
+        devices: the GPUs; the same program also runs on a CPU.
+    """
+
+    def __init__(
+        self, corpus: Embeddings, metric: Similarity, devices: Sequence[torch.device]
+    ) -> None:
+        self._has_scales = metric == "cos"
+        self._is_checked = False
+        self._parts = []
+        for number, device in enumerate(devices):
+            first_row = len(corpus) * number // len(devices)
+            end_row = len(corpus) * (number + 1) // len(devices)
+            self._parts.append(DeviceEmbeddings(corpus, device, first_row, end_row))
+
+    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Find the k best documents of n queries; `search_slices` describes arguments and result.
+
+        Raises:
+            UserError: a vector of the corpus holds NaN or infinity.
+            torch.OutOfMemoryError: a GPU has no memory for the scores of a slice.
+        """
+        with torch.inference_mode(), without_tf32():
+            self._check()
+            results = [self._search_part(part, queries, k) for part in self._parts]
+            # All devices are at work before the first result is waited for.
+            scores = torch.cat([scores.cpu() for scores, _ in results], 1)
+            rows = torch.cat([rows.cpu() for _, rows in results], 1)
+            scores, rows = _select_best(scores, rows, k)
+        return scores.numpy(), rows.numpy()
+
+    def _check(self) -> None:
+        """Refuse vectors as `prepare_vectors` does, before the first search."""
+        if self._is_checked:
+            return
+        for part in self._parts:
+            is_finite = part.norms().isfinite().cpu()
+            if not is_finite.all():
+                row = part.first_row + int((~is_finite).nonzero()[0])
+                raise _make_vector_error("document embedding", row)
+        self._is_checked = True
+
+    def _search_part(
+        self, part: DeviceEmbeddings, queries: np.ndarray, k: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the scores and rows, (n, k), of the best documents of a part, on its device."""
+        all_queries = torch.from_numpy(queries).to(part.device)
+        groups = all_queries.split(_MAX_QUERIES_PER_GROUP_ON_GPU)
+        num_documents = max(1, _MAX_SCORES_ON_GPU // len(groups[0]))
+        best_scores = [queries.new_empty(len(queries), 0) for queries in groups]
+        best_rows = [scores.long() for scores in best_scores]
+        for block in part.blocks(self._has_scales):
+            for documents in block.split(num_documents):
+                for number, group in enumerate(groups):
+                    scores = multiply(group, documents.documents.T)
+                    if documents.scales is not None:
+                        scores *= documents.scales
+                    scores, rows = scores.topk(min(k, scores.shape[1]))
+                    scores = torch.cat([best_scores[number], scores], 1)
+                    rows = torch.cat([best_rows[number], rows + documents.first], 1)
+                    best_scores[number], best_rows[number] = _select_best(scores, rows, k)
+        return torch.cat(best_scores), torch.cat(best_rows)
+
+
+def _select_best(scores: Tensor, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k best of scores (n, m) and their rows, by descending score."""
+    best = scores.topk(min(k, scores.shape[1]))
+    return best.values, rows.gather(1, best.indices)
+
+
+class DeviceEmbeddings:
+    """Some of N embeddings, read in blocks on a device, for products with all of them.
+
+    On a GPU, the embeddings stay in its memory if it has room. Otherwise their blocks are copied to
+    it each time they are read, and the next block is copied while the GPU works on this one. There
+    and on the way to it, they have the number type of the array or the store.
+
+    Args:
+        embeddings: array or store, (N, d). An array must not change.
+        device: the device.
+        first_row, end_row: range of the n rows to read; default: all.
+
+    Attributes:
+        device, first_row: as above.
+    """
+
+    def __init__(
+        self,
+        embeddings: Embeddings,
+        device: torch.device,
+        first_row: int = 0,
+        end_row: int | None = None,
+    ) -> None:
+        self._embeddings = embeddings
+        self.device = device
+        self.first_row = first_row
+        self._num_rows = (len(embeddings) if end_row is None else end_row) - first_row
+        self._dtype = np.dtype(embeddings.dtype)
+        if self._dtype != np.float16:
+            self._dtype = np.dtype(np.float32)
+        self._rows_per_block = _ROWS_PER_BLOCK_ON_CPU
+        if device.type == "cuda":
+            bytes_per_row = self._dtype.itemsize * embeddings.shape[1]
+            self._rows_per_block = min(self._num_rows, max(1, _BYTES_PER_COPY // bytes_per_row))
+        self._kept: Tensor | None = None  # all rows, in the memory of a GPU
+        self._norms: Tensor | None = None
+
+    def norms(self) -> Tensor:
+        """Return the L2 norms of the rows, float32 (n,), on the device.
+
+        The first call reads all embeddings.
+        """
+        if self._norms is None:
+            norms = [torch.empty(0, device=self.device)]
+            for _, block in self._read():
+                for part in block.split(self._rows_per_block):
+                    norms.append(part.float().norm(dim=1))
+            self._norms = torch.cat(norms)
+        return self._norms
+
+    def blocks(self, has_scales: bool) -> Iterator[DocumentBlock]:
+        """Yield the rows in blocks. On a GPU, a block is valid until the next one is asked for.
+
+        Args:
+            has_scales: add 1 / L2 norm of each row; 0 for a row of zeros.
+        """
+        norms = self.norms() if has_scales else None
+        for first_row, documents in self._read():
+            scales = None
+            if norms is not None:
+                start = first_row - self.first_row
+                scales = norms[start : start + len(documents)].reciprocal()
+                scales.nan_to_num_(nan=torch.nan, posinf=0.0)
+            yield DocumentBlock(first_row, documents, scales)
+
+    def _read(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the first row and the embeddings, (b, d), of each block on the device."""
+        if self._num_rows == 0:
+            return
+        if self._kept is None and self._fits():
+            kept = torch.empty(
+                (self._num_rows, self._embeddings.shape[1]),
+                dtype=getattr(torch, self._dtype.name),
+                device=self.device,
+            )
+            for first_row, block in self._copy():
+                start = first_row - self.first_row
+                kept[start : start + len(block)] = block
+            self._kept = kept
+        if self._kept is None:
+            yield from self._copy()
+        else:
+            yield self.first_row, self._kept
+
+    def _fits(self) -> bool:
+        """Return True if the embeddings fit into the free memory of a GPU."""
+        if self.device.type != "cuda":
+            return False
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        needed_bytes = self._dtype.itemsize * self._num_rows * self._embeddings.shape[1]
+        return needed_bytes < _MAX_SHARE_OF_FREE_MEMORY * free_bytes
+
+    def _copy(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the first row and the embeddings of each block, copied to the device."""
+        if self.device.type != "cuda":
+            for first_row, block in self._read_host():
+                yield first_row, block.to(self.device)
+            return
+        # Blocks alternate between two places in page-locked memory of the host and two in the
+        # memory of the GPU. A stream of its own copies a block while the GPU works on the last one,
+        # and a thread reads it from the file while this thread gives the GPU its work.
+        shape = (2, self._rows_per_block, self._embeddings.shape[1])
+        dtype = getattr(torch, self._dtype.name)
+        on_host = torch.empty(shape, dtype=dtype, pin_memory=True)
+        on_device = torch.empty(shape, dtype=dtype, device=self.device)
+        copied = [torch.cuda.Event(), torch.cuda.Event()]
+        used = [torch.cuda.Event(), torch.cuda.Event()]
+        copy_stream = torch.cuda.Stream(self.device)
+        # Earlier work may still use the memory that `on_device` got.
+        copy_stream.wait_stream(torch.cuda.current_stream(self.device))
+
+        def copy(place: int, block: Tensor) -> None:
+            # In another mode than that of the thread that made the tensors, writing can fail.
+            with torch.inference_mode(), torch.cuda.stream(copy_stream):
+                copied[place].synchronize()  # the block before the last one has left the host
+                source = on_host[place, : len(block)].copy_(block)
+                copy_stream.wait_event(used[place])
+                on_device[place, : len(block)].copy_(source, non_blocking=True)
+                copied[place].record()
+
+        def use(
+            copying: Future[None], place: int, first_row: int, size: int
+        ) -> Iterator[tuple[int, Tensor]]:
+            copying.result()
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(copied[place])
+            yield first_row, on_device[place, :size]
+            used[place].record(stream)
+
+        last = None
+        with ThreadPoolExecutor(1) as reader:
+            for number, (first_row, block) in enumerate(self._read_host()):
+                place = number % 2
+                copying = reader.submit(copy, place, block)
+                if last is not None:
+                    yield from use(*last)
+                last = (copying, place, first_row, len(block))
+            if last is not None:
+                yield from use(*last)
+
+    def _read_host(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the first row and the embeddings of each block, on the host."""
+        end_row = self.first_row + self._num_rows
+        for first_row, block in _list_blocks(self._embeddings, self._rows_per_block):
+            start = max(first_row, self.first_row)
+            block = block[start - first_row : max(start, end_row) - first_row]
+            if len(block) > 0:
+                # torch accepts neither a reversed array nor, without a warning, a read-only one.
+                yield start, torch.from_numpy(np.require(block, self._dtype, ("C", "W")))
+
+
+def _list_blocks(embeddings: Embeddings, size: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the first row and the embeddings, of at most ``size`` rows, of each block."""
+    if isinstance(embeddings, EmbeddingStore):
+        yield from embeddings.blocks(size)
+        return
+    for first_row in range(0, len(embeddings), size):
+        yield first_row, embeddings[first_row : first_row + size]

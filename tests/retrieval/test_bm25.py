@@ -5,7 +5,7 @@ from pathlib import Path
 import bm25s
 import pytest
 
-from contaccum.retrieval.search import _split_words, bm25_run
+from contaccum.retrieval.bm25 import bm25_run, split_words
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -57,13 +57,13 @@ def test_bm25_finds_the_document_of_each_query_first(language):
 def test_english_texts_have_the_words_of_bm25s():
     lines = [*README.read_text(encoding="utf-8").splitlines(), "Naïve café_2, 10⁻⁴ cm² of Å; I'm x"]
     words = bm25s.tokenize(lines, stopwords=[], return_ids=False, show_progress=False)
-    assert [_split_words(line) for line in lines] == words
+    assert [split_words(line) for line in lines] == words
 
 
 def test_a_script_without_blanks_is_cut_into_ngrams_and_the_rest_into_words():
-    assert _split_words("GPU显存不足 5月 ๒๕๖๗") == ["gpu", "显存", "存不", "不足", "月", "๒๕๖๗"]
-    assert _split_words("ไทย ดี") == ["ไทย", "ดี"]
+    assert split_words("GPU显存不足 5月 ๒๕๖๗") == ["gpu", "显存", "存不", "不足", "月", "๒๕๖๗"]
+    assert split_words("ไทย ดี") == ["ไทย", "ดี"]
 
 
 def test_characters_of_full_and_half_width_match_their_usual_forms():
-    assert _split_words("ＧＰＵ１２　ｶﾞｲﾄﾞ cm²") == _split_words("gpu12 ガイド cm²")
+    assert split_words("ＧＰＵ１２　ｶﾞｲﾄﾞ cm²") == split_words("gpu12 ガイド cm²")
