@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from contaccum.retrieval.store import EmbeddingStore
-
-
-_QUERIES_PER_LOOKUP = 4096  # queries whose documents' ids are read together, shard by shard
 
 
 def run(argv: Sequence[str]) -> int:
@@ -61,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
     if not args.no_recall:
         recall = faiss_index.recall_against_exact(index, queries, rows, show_progress)
 
-    hits = zip(query_ids, _get_hits(store, scores, rows), strict=True)
+    hits = zip(query_ids, faiss_index.list_hits(index, scores, rows), strict=True)
     write_text(args.output, trec_lines(hits, "contaccum"))
     record = {
         "store": {"path": str(args.store), "fingerprint": store.fingerprint, "rows": len(store)},
@@ -167,19 +164,23 @@ def _load_queries(args: argparse.Namespace, store: EmbeddingStore) -> tuple[list
     """
     from contaccum.data import RecordReport
     from contaccum.data.beir import read_split_queries
-    from contaccum.retrieval.encode import (
-        encode_texts,
-        model_fingerprint,
-        read_texts,
-        tokenisation_fingerprint,
-    )
+    from contaccum.retrieval.encode import check_store_fits, encode_texts, read_texts
     from contaccum.retrieval.store import STORE_FILE, EmbeddingStore
 
     if (args.queries / STORE_FILE).is_file():
         query_store = EmbeddingStore.open(args.queries)
-        _check_stores(
-            args, store, query_store.metadata["model"], queries_kind=query_store.metadata["kind"]
-        )
+        kinds = (store.metadata["kind"], query_store.metadata["kind"])
+        if kinds != ("document", "query"):
+            raise DataError(
+                f"--store {args.store} must hold documents and holds texts encoded as {kinds[0]}; "
+                f"--queries {args.queries} must be queries and is encoded as {kinds[1]} "
+                "(see contaccum encode --kind)"
+            )
+        if query_store.metadata["model"] != store.metadata["model"]:
+            raise DataError(
+                f"{args.store}: was encoded by another model than --queries, "
+                f"{store.metadata.get('model_name')}: encode one of them again"
+            )
         return query_store.ids(range(len(query_store))), query_store[:]
     if args.model is None:
         raise ConfigError(
@@ -196,13 +197,7 @@ def _load_queries(args: argparse.Namespace, store: EmbeddingStore) -> tuple[list
     if not texts:
         raise DataError(f"{args.queries}: has no query (correct the file, or name another one)")
     model = load_model(args.model, args)
-    _check_stores(args, store, model_fingerprint(model, "document"), queries_kind="query")
-    if store.metadata["tokenisation"] != tokenisation_fingerprint(model, "document"):
-        raise DataError(
-            f"{args.store}: was encoded with another prompt, length or pooling of documents: pass "
-            "the --passage_max_length of contaccum encode, use the same model settings, or encode "
-            "the documents again"
-        )
+    check_store_fits(model, store)
     embeddings = encode_texts(
         model,
         list(texts.values()),
@@ -212,50 +207,3 @@ def _load_queries(args: argparse.Namespace, store: EmbeddingStore) -> tuple[list
         not args.no_progress,
     )
     return list(texts), embeddings
-
-
-def _check_stores(
-    args: argparse.Namespace,
-    store: EmbeddingStore,
-    queries_model: str | None,
-    queries_kind: str,
-) -> None:
-    """Check that the store holds documents, the queries are queries, and one model encoded both.
-
-    Args:
-        queries_model: the fingerprint of the model that encodes the queries.
-        queries_kind: "query" or "document".
-    """
-    store_kind = store.metadata["kind"]
-    if store_kind != "document" or queries_kind != "query":
-        raise DataError(
-            f"--store {args.store} must hold documents and holds texts encoded as {store_kind}; "
-            f"--queries {args.queries} must be queries and is encoded as {queries_kind} "
-            "(see contaccum encode --kind)"
-        )
-    if queries_model != store.metadata["model"]:
-        model_name = store.metadata.get("model_name")
-        raise DataError(
-            f"{args.store}: was encoded by another model, {model_name}: "
-            "use that model, or encode the documents again"
-        )
-
-
-def _get_hits(
-    store: EmbeddingStore, scores: np.ndarray, rows: np.ndarray
-) -> Iterator[Mapping[str, float]]:
-    """Yield {document id: score} for each query.
-
-    Args:
-        scores, rows: (n, k), as `contaccum.retrieval.search.search` returns them.
-    """
-    import numpy as np
-
-    for start in range(0, len(rows), _QUERIES_PER_LOOKUP):
-        group = slice(start, start + _QUERIES_PER_LOOKUP)
-        # If an approximate index returns fewer than k documents, the row is filled with -1.
-        found_rows = np.unique(rows[group][rows[group] >= 0])
-        id_of_row = dict(zip(found_rows.tolist(), store.ids(found_rows), strict=True))
-        for query_scores, query_rows in zip(scores[group], rows[group], strict=True):
-            document_ids = [id_of_row[row] for row in query_rows.tolist() if row >= 0]
-            yield dict(zip(document_ids, query_scores.tolist(), strict=False))

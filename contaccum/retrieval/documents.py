@@ -191,12 +191,6 @@ class PositiveRows:
         self._sorted_query_ids = matched_query_ids[order]
         self._rows = rows[order]
 
-    def get_rows_of_query(self, query_id: int) -> set[int]:
-        """Return the rows of all known positives of the query whose text has this hash."""
-        first = np.searchsorted(self._sorted_query_ids, query_id, side="left")
-        end = np.searchsorted(self._sorted_query_ids, query_id, side="right")
-        return set(self._rows[first:end].tolist())
-
     def label_batch(self, queries: Sequence[str], positives: Sequence[str]) -> Tensor:
         """Return the rows of each query's known positives.
 
@@ -211,19 +205,21 @@ class PositiveRows:
         Raises:
             DataError: a positive is not among the documents.
         """
+        query_ids = text_ids(queries)
+        first_positions = np.searchsorted(self._sorted_query_ids, query_ids, side="left")
+        end_positions = np.searchsorted(self._sorted_query_ids, query_ids, side="right")
         row_lists = []
-        query_ids = text_ids(queries).tolist()
-        positive_ids = text_ids(positives).tolist()
-        for query_id, positive_id, positive in zip(query_ids, positive_ids, positives, strict=True):
+        for first, end, positive_id, positive in zip(
+            first_positions, end_positions, text_ids(positives).tolist(), positives, strict=True
+        ):
             copies = self.documents.find_rows(positive_id)
             if not copies:
-                folder = self.documents.store.folder
                 raise DataError(
-                    f"{folder}: lacks the positive {quoted(positive)} (add it to the corpus and "
-                    "encode the corpus again)"
+                    f"{self.documents.store.folder}: lacks the positive {quoted(positive)} (add it "
+                    "to the corpus and encode the corpus again)"
                 )
             first_copy = copies[0]
-            other_positives = self.get_rows_of_query(query_id).union(copies) - {first_copy}
+            other_positives = {*self._rows[first:end].tolist(), *copies} - {first_copy}
             row_lists.append([first_copy, *sorted(other_positives)])
         longest = max(len(rows) for rows in row_lists)
         labels = torch.full((len(row_lists), longest), NO_ROW)

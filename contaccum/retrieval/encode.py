@@ -4,8 +4,7 @@ A tower is the part of a model that encodes one kind of texts, queries or docume
 have one tower for both; a model with a `Router` may have two. A fingerprint is a hash that tells
 whether two models give the same embeddings.
 
-Equal texts are encoded once, NaN and infinity are refused, and a model in training mode stays in
-training mode. Embeddings are not normalised here (see `index`) and not written (see `store`).
+Embeddings are not normalised here (see `search`), and `store` writes them.
 """
 
 from __future__ import annotations
@@ -75,7 +74,12 @@ def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage
     if kind == "query" and path.is_dir():
         path = find_beir_file(path, "queries.jsonl")
     if kind == "query" and path.name.removesuffix(".gz").endswith(".csv"):
-        questions = parse_rows(path, read_lines(path), _parse_question, report)
+
+        def parse_question(line: str) -> str:
+            question, _ = parse_question_line(line)
+            return parse_text(question, "question")
+
+        questions = parse_rows(path, read_lines(path), parse_question, report)
         for number, question in enumerate(questions, start=1):
             yield Passage(f"question-{number}", "", question)
         return
@@ -97,11 +101,6 @@ def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage
                 f"{path}: id {repeated_id[:60]!r} occurs again (keep one record for each id)"
             )
         yield from block
-
-
-def _parse_question(line: str) -> str:
-    question, _ = parse_question_line(line)
-    return parse_text(question, "question")
 
 
 def get_passage_texts(corpus: Corpus) -> list[str]:
@@ -157,23 +156,17 @@ def encode_texts(
         # dropout from here on.
         model.train(was_training)
     embeddings = np.asarray(encoded, dtype=np.float32)
-    _check_finite(embeddings, unique_texts, kind, precision)
+    is_finite = np.isfinite(embeddings).all(axis=1)
+    if not is_finite.all():
+        text = unique_texts[int(is_finite.argmin())]
+        remedy = "check the model's weights"
+        if precision != "float32":
+            remedy = "encode with precision float32"
+        raise UserError(f"the model gives NaN or infinity for the {kind} {quoted(text)} ({remedy})")
     if len(unique_texts) == len(texts):
         return embeddings
     row_of_text = {text: row for row, text in enumerate(unique_texts)}
     return embeddings[[row_of_text[text] for text in texts]]
-
-
-def _check_finite(embeddings: np.ndarray, texts: Sequence[str], kind: Kind, precision: str) -> None:
-    """Raise `UserError` for the first text whose embedding holds NaN or infinity."""
-    is_finite = np.isfinite(embeddings).all(axis=1)
-    if is_finite.all():
-        return
-    text = texts[int(is_finite.argmin())]
-    remedy = "check the model's weights"
-    if precision != "float32":
-        remedy = "encode with precision float32"
-    raise UserError(f"the model gives NaN or infinity for the {kind} {quoted(text)} ({remedy})")
 
 
 def get_similarity(model: SentenceTransformer, score_function: str | None = None) -> Similarity:
@@ -201,8 +194,6 @@ def encoding_identity(
     fingerprint of the document tower, for a store of queries too. So a store of queries and a store
     of documents whose embeddings can be compared have the same ``model``, and a store of documents
     stays valid when only the query tower is trained.
-
-    All weights are read once to compute the fingerprints.
 
     Args:
         model: a SentenceTransformer.
@@ -243,7 +234,7 @@ def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
     if metadata["tokenisation"] != tokenisation_fingerprint(model, "document"):
         raise ConfigError(
             f"{store.folder}: was encoded with another prompt, length or pooling of documents: set "
-            f"the passage_max_length of contaccum encode, or {remedy}"
+            f"the passage_max_length of contaccum encode (--passage_max_length), or {remedy}"
         )
     similarity = get_similarity(model)
     if metadata["similarity"] != similarity:
@@ -303,33 +294,23 @@ def tokenisation_fingerprint(model: object, kind: Kind | None = None) -> str | N
     for module in get_tower(model, kind).modules():
         # Containers are skipped and their modules are hashed one by one: then a model without a
         # Router has the same fingerprint as one whose towers are tied.
-        if not isinstance(module, (SentenceTransformer, Router)):
-            _add_module_settings(fingerprint, module, kind)
+        if isinstance(module, (SentenceTransformer, Router)):
+            continue
+        if hasattr(module, "get_config_dict"):
+            config = module.get_config_dict()  # type: ignore[operator]  # torch types it as a tensor
+            lengths = {name: config.pop(name, None) for name in _LENGTH_SETTINGS}
+            max_length = lengths[f"{kind}_length"] or getattr(module, "max_seq_length", None)
+            # The length for the other kind of texts is left out: it changes nothing here.
+            fingerprint.add(type(module).__name__, config, str(max_length))
+        tokenizer = getattr(module, "tokenizer", None)
+        fast_tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        if fast_tokenizer is not None and hasattr(fast_tokenizer, "to_str"):
+            tokenizer_settings = json.loads(fast_tokenizer.to_str())
+            # Left out, because every call sets them to values of its own.
+            tokenizer_settings["padding"] = None
+            tokenizer_settings["truncation"] = None
+            fingerprint.add(tokenizer_settings)
     return fingerprint.hex()
-
-
-def _add_module_settings(fingerprint: Fingerprint, module: nn.Module, kind: Kind) -> None:
-    """Add a module's configuration, maximum length and tokeniser to a fingerprint."""
-    if hasattr(module, "get_config_dict"):
-        config = module.get_config_dict()  # type: ignore[operator]  # torch types it as a tensor
-        lengths = {name: config.pop(name, None) for name in _LENGTH_SETTINGS}
-        max_length = lengths[f"{kind}_length"] or getattr(module, "max_seq_length", None)
-        # The length for the other kind of texts was removed from `config`: it changes nothing here.
-        fingerprint.add(type(module).__name__, config, str(max_length))
-    tokenizer = getattr(module, "tokenizer", None)
-    fast_tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    if fast_tokenizer is not None and hasattr(fast_tokenizer, "to_str"):
-        tokenizer_settings = json.loads(fast_tokenizer.to_str())
-        # Left out, because every call sets them to values of its own.
-        tokenizer_settings["padding"] = None
-        tokenizer_settings["truncation"] = None
-        fingerprint.add(tokenizer_settings)
-
-
-# Encoding of a whole corpus into a store, shard by shard, for a corpus of any size ----------------
-
-
-ROWS_PER_SHARD = 50_000
 
 
 class EncodedCorpus(NamedTuple):
@@ -393,7 +374,7 @@ class CorpusEncoder:
         dtype: str = "float32",
         batch_size: int = 32,
         precision: str = "float32",
-        shard_size: int = ROWS_PER_SHARD,
+        shard_size: int = 50_000,
         overwrite: bool = False,
         on_bad_record: Literal["stop", "skip"] = "stop",
     ) -> None:

@@ -59,6 +59,7 @@ _NUM_EXTRA_RESULTS = 32
 _TRAINING_POINTS_PER_CENTROID = 64
 # Minimum of training points, for factories with further centroids, such as those of PQ codes.
 _MIN_TRAINING_POINTS = 2**16
+_QUERIES_PER_LOOKUP = 4096  # queries whose documents' ids are read together, shard by shard
 _REMEDY_FOR_FILE = "name another file, or remove it to build it anew"
 
 # Bytes of float32 rows that the CPU searches at a time: enough for matrix products to run at full
@@ -169,10 +170,7 @@ class FaissSearcher:
         if recall is not None:
             self.search_details["recall"] = recall
         run = {}
-        for query_id, query_scores, query_rows in zip(queries, scores, rows, strict=True):
-            found_rows = query_rows[query_rows >= 0]  # the rows of -1 come last
-            found_scores = query_scores[: len(found_rows)].tolist()
-            hits = dict(zip(index.ids(found_rows), found_scores, strict=True))
+        for query_id, hits in zip(queries, list_hits(index, scores, rows), strict=True):
             hits.pop(query_id, None)
             run[query_id] = dict(list(hits.items())[:top_k])
         return run
@@ -401,7 +399,6 @@ def search(
 def _search_exactly(
     index: DenseIndex, queries: np.ndarray, k: int, show_progress: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Search on the GPUs of an index. The CPU searches if it has none, or they have no memory."""
     if index.gpus and len(queries) > 0:
         if index._gpu_search is None:
             devices = [torch.device("cuda", number) for number in index.gpus]
@@ -417,14 +414,9 @@ def _search_exactly(
 def _order_ties_by_id(
     ids: Callable[[np.ndarray], Sequence[str] | np.ndarray], scores: np.ndarray, rows: np.ndarray
 ) -> None:
-    """Order documents with equal scores by id, descending, in place.
+    """Order documents with equal scores by id, descending, in place; all arrays are (n, k).
 
     This is the order of trec_eval, so metrics do not depend on how many documents are kept.
-
-    Args:
-        ids: function that returns the ids of some rows.
-        scores: (n, k), one line per query, in descending order.
-        rows: (n, k), changed in place.
     """
     equals_previous = (scores[:, 1:] == scores[:, :-1]) & (rows[:, 1:] >= 0)
     for line in np.flatnonzero(equals_previous.any(axis=1)).tolist():
@@ -434,8 +426,27 @@ def _order_ties_by_id(
         # The line may have several ties, so that the documents are sorted by score and then by id.
         tied_scores = scores[line, tied].tolist()
         sort_keys = list(zip(tied_scores, ids(rows[line, tied]), strict=True))
-        order = sorted(range(len(sort_keys)), key=sort_keys.__getitem__, reverse=True)
+        order = sorted(range(len(tied)), key=sort_keys.__getitem__, reverse=True)
         rows[line, tied] = rows[line, tied[order]]
+
+
+def list_hits(
+    index: DenseIndex, scores: np.ndarray, rows: np.ndarray
+) -> Iterator[dict[str, float]]:
+    """Yield {document id: score} of each query, best documents first.
+
+    Args:
+        index: the index that was searched.
+        scores, rows: (n, k), the result of `search`.
+    """
+    for start in range(0, len(rows), _QUERIES_PER_LOOKUP):
+        group = rows[start : start + _QUERIES_PER_LOOKUP]
+        found_rows = np.unique(group[group >= 0])
+        id_of_row = dict(zip(found_rows.tolist(), index.ids(found_rows), strict=True))
+        for query_rows, query_scores in zip(group, scores[start:], strict=False):
+            # Where an approximate index finds fewer than k documents, the last rows are -1.
+            ids = [id_of_row[row] for row in query_rows.tolist() if row >= 0]
+            yield dict(zip(ids, query_scores.tolist(), strict=False))
 
 
 def recall_against_exact(
@@ -507,17 +518,14 @@ def check_factory(
 
 
 def _set_parameters(index: faiss.Index, factory: str, parameters: str | None) -> str | None:
-    """Set the search parameters of an index, and return them.
-
-    Without parameters, an inverted file probes one eighth of its lists: FAISS's default of one list
-    finds few of the best documents.
-    """
+    """Set the search parameters of an index, and return them."""
     import faiss
 
     if not parameters:
         num_lists = _count_inverted_lists(index)
         if num_lists == 0:
             return None
+        # FAISS's default, one list, finds few of the best documents.
         parameters = f"nprobe={math.ceil(num_lists / 8)}"
     space: Any = faiss.ParameterSpace()  # FAISS's type stub has only one of the two overloads
     try:
@@ -530,13 +538,10 @@ def _set_parameters(index: faiss.Index, factory: str, parameters: str | None) ->
 
 
 def _count_inverted_lists(index: faiss.Index) -> int:
-    """Return the number of lists of the inverted file in an index; 0 if it has none."""
     import faiss
 
     inverted_file = faiss.try_extract_index_ivf(index)
-    if inverted_file is None:
-        return 0
-    return int(inverted_file.nlist)
+    return 0 if inverted_file is None else int(inverted_file.nlist)
 
 
 def _get_reason(error: Exception) -> str:
