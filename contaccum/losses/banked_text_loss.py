@@ -48,7 +48,7 @@ from contaccum.losses.distillation import Distillation
 from contaccum.losses.guide import Guide
 from contaccum.losses.model_loss import ModelLoss
 from contaccum.losses.probe import EncoderProbe
-from contaccum.losses.text_ids import content_ids, stack_ids
+from contaccum.losses.text_ids import combine_ids, content_ids
 from contaccum.settings import InfoNCESettings
 
 logger = logging.getLogger(__name__)
@@ -154,8 +154,8 @@ class BankedTextLoss(ModelLoss):
             embeddings: anchors, positives and any number of hard negatives, (n, d) each.
             labels: as in `forward`; only teacher scores are used here.
             ids: ids of the texts of each column: int64 (n, 2), a label id and a hash of the tokens,
-                from `stack_ids`; or (n,), the hashes of `content_ids` alone, by which no positives
-                of `set_known_positives` are found. Without ids no duplicates are masked.
+                from `combine_ids`; or (n,), the hashes of `content_ids` alone, by which no
+                positives of `set_known_positives` are found. Without ids no duplicates are masked.
             guide: guide embeddings of the columns, (n, g) each; required if the loss has a guide.
 
         Raises:
@@ -335,7 +335,7 @@ class BankedTextLoss(ModelLoss):
         """Check the columns, encode the drift probe if it is due, and compute the text ids.
 
         Returns:
-            For each column the ids of its texts, int64 (n, 2); see `stack_ids`.
+            For each column the ids of its texts, int64 (n, 2); see `combine_ids`.
         """
         if len(features) < 2:
             raise ValueError(
@@ -375,7 +375,7 @@ class BankedTextLoss(ModelLoss):
             column_ids = None
             if label_ids is not None:
                 column_ids = label_ids[:, index]
-            ids_of_columns.append(stack_ids(column_ids, content_ids(column)))
+            ids_of_columns.append(combine_ids(column_ids, content_ids(column)))
         return ids_of_columns
 
     def _encode_probe_if_due(self, features: list[dict[str, Any]]) -> None:

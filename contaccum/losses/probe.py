@@ -150,7 +150,8 @@ class TextProbe:
                 for part in [*own_parts, *extra_parts]:
                     outputs.append(_encode_stored_texts(model, part[index], current_features))
                 no_rows = outputs[0][:0]  # (0, d), for a rank without parts
-                embeddings.append(torch.cat([no_rows, *outputs[: len(own_parts)]]))
+                own_outputs = outputs[: len(own_parts)]  # (pairs of the part, d) each
+                embeddings.append(torch.cat([no_rows, *own_outputs]))  # (S, d)
         return embeddings
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -224,7 +225,17 @@ class EncoderProbe:
         """
         if not self.is_used:
             return False
-        is_newly_complete = self._collect(features, clock, is_shared)
+        if self.texts is None and clock is None:
+            # The first micro-batch, when there is no clock yet. If ``texts`` is None later, the
+            # texts could not be separated, or the first calls got only embeddings: the probe stays
+            # off.
+            self.texts = TextProbe(is_shared)
+        is_newly_complete = False
+        if self.texts is not None and not self.texts.is_complete:
+            if not self.texts.collect(features):
+                self.texts = None
+                return False
+            is_newly_complete = self.texts.is_complete
         if self.texts is None or not self.texts.is_complete:
             return False
         num_pairs = 0
@@ -240,22 +251,6 @@ class EncoderProbe:
         self._embeddings = self.texts.encode(self.model, features)
         self._is_inside_matryoshka = is_inside_matryoshka
         return True
-
-    def _collect(
-        self, features: list[dict[str, Any]], clock: UpdateClock | None, is_shared: bool
-    ) -> bool:
-        """Collect texts; return True for the micro-batch that completes the probe."""
-        # Collecting starts in the first micro-batch, when there is no clock yet. If ``texts`` is
-        # None later, the texts could not be separated, or the first calls got only embeddings. The
-        # probe then stays off.
-        if self.texts is None and clock is None:
-            self.texts = TextProbe(is_shared)
-        if self.texts is None or self.texts.is_complete:
-            return False
-        if not self.texts.collect(features):
-            self.texts = None
-            return False
-        return self.texts.is_complete
 
     def pass_to_loss(self, loss_fn: BankedInfoNCE, size: int) -> None:
         """Pass the probe's last embeddings to the loss for an embedding size, if there are any."""

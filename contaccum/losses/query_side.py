@@ -168,9 +168,9 @@ class QuerySideLoss(ModelLoss):
                 f"{documents.dimension}: use QuerySideLoss without MatryoshkaLoss"
             )
         if documents.similarity == "cos":
-            dtype = torch.promote_types(queries.dtype, torch.float32)
+            dtype = torch.promote_types(queries.dtype, torch.float32)  # as the loss computes
             queries = normalize(queries.to(dtype), dim=-1)
-        positives = documents.get_embeddings(labels[:, 0])
+        positives = documents.get_embeddings(labels[:, 0])  # (n, d), of the training pairs
         blocks = documents.blocks(queries.device, rank(), world_size())
         temperature = 1.0 / self.scale
         is_partitioned = world_size() > 1

@@ -67,11 +67,12 @@ def content_ids(features: dict[str, Any]) -> Tensor | None:
     else:
         hashes = torch.zeros(num_texts, dtype=torch.int64, device=media[0].device)
     for values in media:
+        # Mixing makes the order count: the same media in another order have another hash.
         hashes = mix_bits(hashes) + _hash_rows(values)
     return hashes
 
 
-def stack_ids(label_ids: Tensor | None, content_hashes: Tensor | None) -> Tensor | None:
+def combine_ids(label_ids: Tensor | None, content_hashes: Tensor | None) -> Tensor | None:
     """Stack the two ids of each text to int64 (n, 2); missing ids are `NO_ID`.
 
     Both are needed: texts that differ only in case, in white space or after truncation have
@@ -204,11 +205,12 @@ def _hash_tokens(features: dict[str, Any]) -> Tensor:
         attention_mask = features.get("attention_mask")
         if attention_mask is None:
             attention_mask = torch.ones_like(tokens)
-        mask = attention_mask.long()
-        powers = torch.pow(_BASE, mask.cumsum(1))
+        mask = attention_mask.long()  # (n, length), 0 for padding
+        powers = torch.pow(_BASE, mask.cumsum(1))  # the exponent counts the tokens, from 1
         return (coefficients * mask * powers).sum(1)
+    # One row or stream of all texts: sum over the tokens of each text.
     indices = torch.arange(tokens.numel(), device=tokens.device)
-    text_of_token = torch.searchsorted(starts, indices, right=True) - 1
+    text_of_token = torch.searchsorted(starts, indices, right=True) - 1  # (tokens,)
     powers = torch.pow(_BASE, indices - starts[text_of_token] + 1)
     terms = coefficients.flatten() * powers
     return terms.new_zeros(len(starts)).index_add(0, text_of_token, terms)
@@ -236,7 +238,7 @@ def _get_text_starts(features: dict[str, Any]) -> Tensor | None:
 
 def _hash_rows(values: Tensor) -> Tensor:
     """Hash the bytes of each row of a tensor (rows, ...), int64 (rows,)."""
-    bits = values.detach().flatten(1).view(_INT_TYPES[values.element_size()])
+    bits = values.detach().flatten(1).view(_INT_TYPES[values.element_size()])  # (rows, numbers)
     positions = torch.arange(bits.shape[1], device=values.device) * _POSITION_FACTOR
     # The hashes of a row take several times its memory, so only one row is hashed at a time.
     hashes = [mix_bits(row.long() * _VALUE_FACTOR + positions).sum() for row in bits]
