@@ -79,7 +79,7 @@ class RunningMean(nn.Module):
         mean that starts with it would be underestimated.
         """
         n = len(embeddings)
-        variances, batch_mean = torch.var_mean(embeddings, 0, correction=0)
+        variances, batch_mean = torch.var_mean(embeddings, 0, correction=0)  # (d,) each
         batch_variance = variances.sum()
         difference = batch_mean - self.mean
         squared_distance = difference @ difference
@@ -160,12 +160,12 @@ class DriftProbe(nn.Module):
             update: number of updates so far.
             pairs: number of training pairs so far.
         """
-        measurement = torch.stack([queries, passages]).to(self.embeddings)
+        measurement = torch.stack([queries, passages]).to(self.embeddings)  # (2, S, d)
         index = len(self.pairs)
         if index == 0:
             shift = torch.zeros_like(measurement[:, 0])
         else:
-            shift = (measurement - self.embeddings[index - 1]).mean(1)
+            shift = (measurement - self.embeddings[index - 1]).mean(1)  # (2, d)
         if index > 1 and self.pairs[-1] - self.pairs[-2] < self.spacing:
             # The last measurement is too close to the one before it: overwrite the last.
             index -= 1
@@ -190,9 +190,10 @@ class DriftProbe(nn.Module):
         for queries (column 0) and for passages (column 1).
         """
         measurements = self.embeddings[: len(self.pairs)]
-        latest = measurements[-1]
-        drift_variance = _compute_variance(latest - measurements[:-1])
-        variance = _compute_variance(latest).clamp_min(1e-24)
+        latest = measurements[-1]  # (2, S, d)
+        drift_variance = _compute_variance(latest - measurements[:-1])  # (measurements - 1, 2)
+        # Equal embeddings of all texts have no spread; the residual must not be NaN then.
+        variance = _compute_variance(latest).clamp_min(1e-24)  # (2,)
         return (drift_variance / variance).sqrt()
 
     def compute_age_limit(self, residuals: Tensor, bound: float = RESIDUAL_BOUND) -> float:
@@ -236,9 +237,9 @@ class DriftProbe(nn.Module):
             if age <= max(bank_age, 1):
                 old_index = index
                 break
-        old = self.embeddings[old_index]
+        old = self.embeddings[old_index]  # (2, S, d)
         new = self.embeddings[len(ages)]
-        values_by_name = {
+        values_by_name = {  # (2,) each
             "cosine": nn.functional.cosine_similarity(new, old, dim=-1).mean(-1),
             "shift": (new - old).mean(1).norm(dim=-1) / _compute_variance(new).sqrt(),
             "residual": self.compute_residuals()[old_index],

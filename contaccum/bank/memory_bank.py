@@ -15,6 +15,10 @@ the table. Nothing is ever subtracted, which would lose precision. The host neve
 The bank stores the embeddings that it is given: it normalises nothing and encodes no text. With
 drift compensation, `contaccum.bank.info_nce` passes documents minus the mean passage embedding.
 
+Letters in shapes: n pairs in the micro-batch, m slots in the bank, q slots for queries (m, or 0
+without a query bank), h hard negatives per query, d the embedding size, g the embedding size of a
+guide. A pair's documents are its passage, then its hard negatives.
+
 Source: Kim, Lee and Kang, NeurIPS 2024 (arXiv 2406.12356), section 3.2; the table is ours.
 """
 
@@ -53,7 +57,8 @@ PAIRS_PER_MEAN = 64
 class LogitBlocks(NamedTuple):
     """Logits of a micro-batch: the three blocks of the score matrix that have a gradient.
 
-    A ring block is one of the equal parts of the bank's ring buffer; see `MemoryBank`.
+    Of the bank, only the slots that are filled are scored; m is their number here. A ring block is
+    one of the equal parts of the bank's ring buffer; see `MemoryBank`.
     """
 
     banked: Pairs | None  # the bank's pairs; None without a bank
@@ -100,7 +105,7 @@ class MemoryBank(nn.Module):
 
     Pairs are numbered from the start of training, and pair i is stored in slot i % num_slots. A
     pair is in use until it retires. A document is valid (takes part in the loss) if its pair is in
-    use and its micro-batch was finite. m is the number of slots; q is m, or 0 without a query bank.
+    use and its micro-batch was finite.
 
     Args:
         bank_size: maximum number of pairs in use, at least 1.
@@ -317,12 +322,13 @@ class MemoryBank(nn.Module):
             retire_before: pairs with a smaller number retire, even if there is room for them.
             query_mean: (d,), current mean query embedding.
         """
-        num_scored_slots = self.num_filled_slots  # m of `blocks`
+        num_scored_slots = self.num_filled_slots  # m of ``blocks``
         end = self.total_enqueued + len(local.queries)
         retired_blocks = self.retire_before(max(retire_before, end - self.bank_size))
         first = max(self.total_enqueued, self.oldest_in_use)  # skip new pairs that have retired
         first = min(first, end)  # all of them may have retired
         positions = slice(first - self.total_enqueued, None)
+        # int64 (pairs to store,)
         slots = torch.arange(first, end, device=self.documents.device) % self.num_slots
         if self.has_queries:
             # Hard negatives that the bank does not store are not in its log-sums either.
@@ -330,6 +336,7 @@ class MemoryBank(nn.Module):
             in_batch = blocks.in_batch[:, :, :num_documents]  # (n, n, <= 1 + h)
             from_bank = blocks.from_bank[:, :, :num_documents]  # (scored slots, n, <= 1 + h)
             # The new queries over the old documents, without those that have just retired.
+            # (ring blocks, n)
             new_log_sums = self.block_log_sums.new_full((self.num_blocks, len(in_batch)), MASKED)
             new_log_sums[: num_scored_slots // self.block_size] = blocks.against_bank_sums.T
             for ring_block in retired_blocks:
@@ -360,6 +367,7 @@ class MemoryBank(nn.Module):
         self, local: Pairs, not_finite: Tensor, positions: slice, slots: Tensor
     ) -> None:
         """Write the pairs of the micro-batch at ``positions`` into their ``slots``, int64."""
+        # A stored NaN would reach later gradients, although its softmax is 0: 0 * NaN is NaN.
         documents = local.documents[positions].masked_fill(not_finite, 0)
         document_ids = local.document_ids[:, positions]
         is_valid = (~not_finite).expand(documents.shape[:2])
