@@ -5,9 +5,18 @@ and further queries of the loss. A micro-batch is what one call of the loss gets
 optimizer step, after one or more micro-batches whose gradients are accumulated.
 `CachedContAccumLoss` encodes a micro-batch in smaller mini-batches.
 
-This module has the constructors and the gradient cache. `contaccum.losses.banked_text_loss`
-computes the loss from texts. `contaccum.bank.info_nce` computes it from embeddings; it has the
-formula and documents the settings.
+The columns of a micro-batch are those of the data set: anchors (queries), positives, and hard
+negatives. The "features" of a column are the dict of tensors that a sentence-transformers model
+takes as input, such as ``input_ids`` and ``attention_mask``. For each micro-batch a loss
+
+1. encodes the drift probe, if it is due. The probe is a few training pairs that are encoded again
+   and again, to measure how much the encoder has changed since the bank was filled;
+2. computes the ids of the texts, by which duplicates and known positives are masked;
+3. encodes the columns, and calls `contaccum.bank.info_nce.BankedInfoNCE` for the loss, which has
+   the formula and documents the settings.
+
+Letters in shapes: n pairs in the micro-batch, h hard negatives per query, d the embedding size, g
+the embedding size of a guide.
 """
 
 from __future__ import annotations
@@ -60,6 +69,7 @@ from contaccum.settings import (
 logger = logging.getLogger(__name__)
 
 _RANK_PREFIX = "of_rank_"
+"""Prefix of the keys of a bank's state, before the rank, if each rank has a bank of its own."""
 
 CITATION = """@inproceedings{kim2024contaccum,
 author={Jaehee Kim and Yukyung Lee and Pilsung Kang}, year={2024},
@@ -71,7 +81,6 @@ author={Luyu Gao and Yunyi Zhang and Jiawei Han and Jamie Callan}, year={2021},
 title={Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup},
 booktitle={Proceedings of the 6th Workshop on Representation Learning for NLP},
 eprint={2101.06983}}"""
-
 
 _OF_THE_REPLACED_LOSS = (
     "For directions, partition_mode and hardness weights, use MultipleNegativesRankingLoss"
@@ -113,20 +122,25 @@ class CachedLossKeywords(LossKeywords):
 
 
 class ModelLoss(nn.Module):
-    """Loss that calls `start_with_model` whenever ``model`` becomes a model with other weights."""
+    """Loss that calls `start_with_model` whenever ``model`` becomes a model with other weights.
+
+    A bank belongs to a model. sentence-transformers assigns ``loss.model`` in two cases: another
+    model, in `hyperparameter_search` and with `model_init`; and a wrapper of the model in use, such
+    as DDP or a compiled model, which has the same weights.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         # nn.Module registers modules in its own __setattr__, so a property would never be set.
-        if name == "model" and not self._has_weights_of_model(value):
-            self.start_with_model(value)
+        if name == "model":
+            present = self._modules.get("model")
+            has_same_weights = (
+                present is not None
+                and isinstance(value, nn.Module)
+                and set(present.parameters()) <= set(value.parameters())
+            )
+            if not has_same_weights:
+                self.start_with_model(value)
         super().__setattr__(name, value)
-
-    def _has_weights_of_model(self, model: Any) -> bool:
-        """Return True if a model has all weights of the present one: it wraps it, or is it."""
-        present = self._modules.get("model")
-        if present is None or not isinstance(model, nn.Module):
-            return False
-        return set(present.parameters()) <= set(model.parameters())
 
     def start_with_model(self, model: Any) -> None:
         """Check a new model, and start everything anew that depends on the model."""
@@ -417,7 +431,12 @@ class ContAccumLoss(ModelLoss):
         if state:
             state.update(self._probe.state_dict())
         if world_size() > 1 and not self._is_shared:
-            state = gather_bank_states(state, next(self.model.parameters()).device)
+            device = next(self.model.parameters()).device  # on which the ranks can communicate
+            states_of_ranks = gather_states(state, device)
+            state = {}
+            for index, state_of_rank in enumerate(states_of_ranks):
+                for key, value in state_of_rank.items():
+                    state[f"{_RANK_PREFIX}{index}.{key}"] = value
         if not keep:
             return {}
         return state
@@ -426,9 +445,24 @@ class ContAccumLoss(ModelLoss):
         """Restore what `bank_state_dict` returned, on every rank.
 
         Raises:
-            ConfigError: if the state was saved with other settings or by another number of ranks.
+            ConfigError: if the state was saved with other settings; or if it holds the banks of
+                several ranks, and there is another number of ranks now, or they share one bank.
         """
-        state = select_bank_state(state, self._is_shared)
+        rank_prefixes = {key.split(".", 1)[0] for key in state if key.startswith(_RANK_PREFIX)}
+        if rank_prefixes:
+            num_saved = len(rank_prefixes)
+            if self._is_shared or num_saved != world_size():
+                raise ConfigError(
+                    f"this state holds the banks of {num_saved} ranks: resume with {num_saved} "
+                    "ranks and gather_across_devices=False, or start a new run from the saved "
+                    "weights"
+                )
+            prefix = f"{_RANK_PREFIX}{rank()}."
+            state_of_rank = {}
+            for key, value in state.items():
+                if key.startswith(prefix):
+                    state_of_rank[key.removeprefix(prefix)] = value
+            state = state_of_rank
         state = self._probe.load_state_dict(state, self._is_shared)
         # The keys are "<embedding size>.<name>".
         sizes = {int(key.split(".", 1)[0]) for key in state}
@@ -703,7 +737,7 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
     def forward(
         self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
     ) -> Tensor:
-        """Compute the loss of a batch of tokenised columns; see `BankedTextLoss.forward`."""
+        """Compute the loss of a batch of tokenised columns; see `ContAccumLoss.forward`."""
         features = list(sentence_features)
         text_ids = self._encode_probe_and_compute_ids(features, labels)
         guide_embeddings = self._compute_guide_embeddings(features, self.mini_batch_size)
@@ -761,47 +795,3 @@ def _stack_negatives(columns: Sequence[Tensor | None]) -> list[Tensor | None]:
     if negatives and len(negatives) == len(columns) - 2:
         stacked_negatives = torch.stack(negatives, dim=1)
     return [*columns[:2], stacked_negatives]
-
-
-def gather_bank_states(state: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Gather the states of all ranks into one, with the number of the rank as a prefix of the keys.
-
-    All ranks must call this function together.
-
-    Args:
-        state: this rank's state.
-        device: the device on which the ranks can communicate.
-    """
-    gathered = {}
-    for index, state_of_rank in enumerate(gather_states(state, device)):
-        for key, value in state_of_rank.items():
-            gathered[f"{_RANK_PREFIX}{index}.{key}"] = value
-    return gathered
-
-
-def select_bank_state(state: dict[str, Tensor], is_shared: bool) -> dict[str, Tensor]:
-    """Select this rank's part of a gathered state, or copy a state without ranks.
-
-    Args:
-        state: the state in the checkpoint.
-        is_shared: True if all ranks share one bank in the run that loads the checkpoint.
-
-    Raises:
-        ConfigError: if the state holds the banks of several ranks, and the run has another number
-            of ranks, or its ranks share one bank.
-    """
-    rank_prefixes = {key.split(".", 1)[0] for key in state if key.startswith(_RANK_PREFIX)}
-    if not rank_prefixes:
-        return dict(state)
-    if is_shared or len(rank_prefixes) != world_size():
-        raise ConfigError(
-            f"this state holds the banks of {len(rank_prefixes)} ranks: resume with "
-            f"{len(rank_prefixes)} ranks and gather_across_devices=False, or start a new run from "
-            "the saved weights"
-        )
-    prefix = f"{_RANK_PREFIX}{rank()}."
-    state_of_rank = {}
-    for key, value in state.items():
-        if key.startswith(prefix):
-            state_of_rank[key.removeprefix(prefix)] = value
-    return state_of_rank

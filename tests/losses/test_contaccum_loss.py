@@ -30,7 +30,8 @@ from torch.nn.functional import cross_entropy
 from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
 from contaccum.bank.logits import NO_ID
 from contaccum.errors import ConfigError
-from contaccum.losses import bank_states, banked_text_loss, probe
+from contaccum.losses import contaccum as contaccum_losses
+from contaccum.losses import probe
 from contaccum.losses.probe import MIN_PAIRS_BETWEEN_PROBES, PROBE_PAIRS, TextProbe
 from contaccum.losses.text_ids import content_ids, copy_first_texts
 
@@ -636,21 +637,20 @@ def test_a_restored_state_replaces_banks_that_it_does_not_have(model):
 
 def test_banks_that_ranks_do_not_share_are_saved_in_one_state_and_restored(model, monkeypatch):
     def set_world_size(num_ranks: int) -> None:
-        for module in (banked_text_loss, bank_states):
-            monkeypatch.setattr(module, "world_size", lambda: num_ranks)
+        monkeypatch.setattr(contaccum_losses, "world_size", lambda: num_ranks)
 
     losses_of_ranks = [ContAccumLoss(model, bank_size=8) for _ in range(2)]
     for seed, loss_fn in enumerate(losses_of_ranks):
         loss_fn(draw_columns(4, seed))
     states_of_ranks = [loss_fn.bank_state_dict() for loss_fn in losses_of_ranks]
     set_world_size(2)
-    monkeypatch.setattr(bank_states, "gather_states", lambda state, device: states_of_ranks)
+    monkeypatch.setattr(contaccum_losses, "gather_states", lambda state, device: states_of_ranks)
     gathered_state = losses_of_ranks[0].bank_state_dict()
     assert losses_of_ranks[1].bank_state_dict(keep=False) == {}
 
-    monkeypatch.setattr(bank_states, "gather_states", lambda state, device: [state])
+    monkeypatch.setattr(contaccum_losses, "gather_states", lambda state, device: [state])
     for rank in range(2):
-        monkeypatch.setattr(bank_states, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(contaccum_losses, "rank", lambda rank=rank: rank)
         restored = ContAccumLoss(model, bank_size=8)
         restored.load_bank_state_dict(gathered_state)
         restored_state = {}
