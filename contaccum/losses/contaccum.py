@@ -256,14 +256,15 @@ class ContAccumLoss(ModelLoss):
         self.settings = settings
         self.distillation = distillation
         self.guide = guide
-        # For evaluation. Without a bank, there is no bank of queries either.
+        # For evaluation, whose loss must not depend on what was trained last. Without a bank, there
+        # is no bank of queries either.
         settings_without_bank = dataclasses.replace(settings, bank_size=0, query_bank_size=None)
         self._without_bank = BankedInfoNCE.from_settings(settings_without_bank)
         self._positives: PositivesTable | None = None
         self._logged_warnings: set[str] = set()
         self.scale = keywords.scale
         self.similarity_fct = keywords.similarity_fct
-        self.model = keywords.model
+        self.model = keywords.model  # the last line, because it calls `start_with_model`
 
     def start_with_model(self, model: SentenceTransformer) -> None:
         """Make empty banks and a new probe, and let the guide read the tokens of the model.
@@ -303,9 +304,9 @@ class ContAccumLoss(ModelLoss):
             sentence_features: the features of each column: anchors, positives and any number of
                 columns of hard negatives.
             labels: None; or ids of the texts, int64 (n, columns), hashes from
-                `contaccum.data.sampling.text_ids`; or teacher scores, float; or
-                ids, then scores. See `contaccum.data.sampling`. Two texts are
-                duplicates if these ids are equal, or if the hashes of their tokens are equal.
+                `contaccum.data.sampling.text_ids`; or teacher scores, float; or ids, then scores.
+                See `contaccum.data.sampling`. Two texts are duplicates if these ids are equal, or
+                if the hashes of their tokens are equal.
 
         Raises:
             ValueError: for fewer than two columns, inside AdaptiveLayerLoss or Matryoshka2dLoss,
@@ -314,8 +315,102 @@ class ContAccumLoss(ModelLoss):
         features = list(sentence_features)
         ids = self._encode_probe_and_compute_ids(features, labels)
         guide_embeddings = self._compute_guide_embeddings(features)
-        embeddings = embed_columns(self.model, features)
+        embeddings = embed_columns(self.model, features)  # (n, d) of each column
         return self.compute_loss_from_embeddings(embeddings, labels, ids, guide_embeddings)
+
+    def _encode_probe_and_compute_ids(
+        self, features: list[dict[str, Any]], labels: Tensor | None
+    ) -> list[Tensor | None]:
+        """Check the columns, encode the drift probe if it is due, and compute the text ids.
+
+        Returns:
+            For each column the ids of its texts, int64 (n, 2); see `combine_ids`.
+        """
+        if len(features) < 2:
+            raise ValueError(
+                f"{type(self).__name__} needs (anchor, positive, ...) columns, got {len(features)}"
+            )
+        # The first module is the Transformer, or in a wrapper (DDP) the model itself.
+        first_module = next(self.model.children(), self.model)
+        if isinstance(first_module.forward, (LayerDecorator, LayerForwardDecorator)):
+            raise ConfigError(
+                f"AdaptiveLayerLoss and Matryoshka2dLoss call a loss once per layer, which would "
+                f"fill the bank of {type(self).__name__} with copies: use MatryoshkaLoss"
+            )
+        if self._is_training and self.settings.bank_size and not self._is_matryoshka_replay:
+            self._encode_probe_if_due(features)
+        decoded = decode(labels, len(features))
+        label_ids = decoded.text_ids
+        if label_ids is not None and not self._has_seen_ids:
+            # Only once, because reading the result stops a GPU's queue.
+            if not are_text_ids(label_ids):
+                raise ConfigError(
+                    f"{type(self).__name__}: the label column has small integers where ids of the "
+                    "texts are expected (contaccum.data.sampling.text_ids): remove or rename the "
+                    'column, for example with dataset.remove_columns("label")'
+                )
+            self._has_seen_ids = True
+        has_scores = decoded.teacher_scores is not None
+        is_unknown_label = labels is not None and label_ids is None and not has_scores
+        has_unused_scores = has_scores and self.distillation is None
+        if is_unknown_label or has_unused_scores:
+            name = type(self).__name__
+            self._warn_once(
+                f"{name} does not use the label or score column of the data: to learn from teacher "
+                "scores, set distill; otherwise remove the column"
+            )
+        ids_of_columns: list[Tensor | None] = []
+        for index, column in enumerate(features):
+            column_ids = None
+            if label_ids is not None:
+                column_ids = label_ids[:, index]
+            ids_of_columns.append(combine_ids(column_ids, content_ids(column)))
+        return ids_of_columns
+
+    def _encode_probe_if_due(self, features: list[dict[str, Any]]) -> None:
+        """Encode the drift probe if it is due; see `EncoderProbe.encode_if_due`."""
+        loss_fns = self._get_info_nces()
+        # The probe is due at the start of an update, and the loss counts an optimizer step only in
+        # its next call. So the step must be counted before the clock is read.
+        for loss_fn in loss_fns.values():
+            loss_fn.end_pending_update()
+        clock = None
+        if self.info_nce is not None:
+            clock = self.info_nce.clock
+        is_inside_matryoshka = self._is_inside_matryoshka
+        if self._probe.encode_if_due(features, clock, self._is_shared, is_inside_matryoshka):
+            for size, loss_fn in loss_fns.items():
+                self._probe.pass_to_loss(loss_fn, size)
+        for loss_fn in loss_fns.values():
+            self._set_expects_probe(loss_fn)
+
+    def _set_expects_probe(self, loss_fn: BankedInfoNCE) -> None:
+        """Tell a `BankedInfoNCE` whether it will get embeddings of the probe.
+
+        Without them it estimates the mean embeddings of queries and passages from micro-batches.
+        If the probe turns off while its texts are collected, the pairs so far leave the bank.
+        """
+        expects_probe = self._probe.texts is not None
+        is_probe_lost = loss_fn.compensation.expects_probe and not expects_probe
+        if is_probe_lost and loss_fn.bank is not None:
+            # Its pairs are relative to a mean of 0; the means now start at those of a micro-batch.
+            loss_fn.bank.retire_all()
+        loss_fn.compensation.expects_probe = expects_probe
+
+    def _compute_guide_embeddings(
+        self, features: list[dict[str, Any]], batch_size: int | None = None
+    ) -> list[Tensor] | None:
+        """Compute the guide embeddings of the columns, (n, g) each; return None without a guide.
+
+        Inside MatryoshkaLoss the guide runs once per micro-batch, and its embeddings are stored for
+        the other embedding sizes.
+
+        Args:
+            batch_size: number of texts to encode at once; None encodes all of them.
+        """
+        if self.guide is not None and not self._is_matryoshka_replay:
+            self._guide_embeddings = self.guide.embed(features, batch_size)
+        return self._guide_embeddings
 
     def compute_loss_from_embeddings(
         self,
@@ -354,14 +449,54 @@ class ContAccumLoss(ModelLoss):
         device = embeddings[0].device
         guide_embeddings: list[Tensor | None] = []
         if guide is not None:
+            # The guide may be on another device. (n, g), (n, g), (n, h, g)
             guide_embeddings = _stack_negatives([x.to(device) for x in guide])
         # BankedInfoNCE takes queries, positives and negatives, then the ids of each of the three.
-        columns = _stack_negatives(embeddings)
-        ids_of_columns = _stack_negatives(ids)
+        columns = _stack_negatives(embeddings)  # (n, d), (n, d), (n, h, d)
+        ids_of_columns = _stack_negatives(ids)  # (n, 2), (n, 2), (n, h, 2)
         loss = loss_fn(*columns, *ids_of_columns, guide=guide_embeddings)
         if self.distillation is not None and self._is_training:
             loss = loss + self.distillation(embeddings, labels)
         return loss
+
+    def _get_or_make_info_nce(self, size: int) -> BankedInfoNCE:
+        """Return the `BankedInfoNCE` of an embedding size; the first call makes it."""
+        loss_fn = self._get_info_nces().get(size)
+        if loss_fn is not None:
+            return loss_fn
+        loss_fn = BankedInfoNCE.from_settings(self.settings)
+        loss_fn.positives = self._positives
+        self._set_expects_probe(loss_fn)
+        if self._pairs_in_update is not None:
+            loss_fn.begin_update(self._pairs_in_update)
+        self.info_nces[str(size)] = loss_fn
+        self._probe.pass_to_loss(loss_fn, size)
+        return loss_fn
+
+    def _warn_if_texts_are_missing(self, ids: Sequence[Tensor | None]) -> None:
+        """Warn once if masks or the drift probe are off because texts or their ids are missing."""
+        if self.settings.mask_duplicates and any(x is None for x in ids):
+            self._warn_once(
+                "duplicates are not masked, because some texts or images have no id: a loss that "
+                "calls compute_loss_from_embeddings can pass "
+                "ids=[content_ids(x) for x in sentence_features]"
+            )
+        loss_fn = self.info_nce
+        if self.settings.drift_compensation != "auto" or loss_fn is None:
+            return
+        has_probe = loss_fn.compensation.probe is not None or self._probe.texts is not None
+        if loss_fn.clock.num_updates > 0 and not has_probe:
+            self._warn_once(
+                "old bank entries are not retired, because the drift probe is off: it needs single "
+                "texts, and got only embeddings, or features that cannot be split into texts. A "
+                "loss that calls compute_loss_from_embeddings can call info_nce.observe_probe "
+                "after updates (docs/drift.md)"
+            )
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._logged_warnings:
+            logger.warning(text)
+        self._logged_warnings.add(text)
 
     @property
     def info_nce(self) -> BankedInfoNCE | None:
@@ -472,6 +607,36 @@ class ContAccumLoss(ModelLoss):
             self._get_or_make_info_nce(size)
         self.info_nces.load_state_dict(state)
 
+    def get_config_dict(self) -> dict[str, Any]:
+        """Return the settings that sentence-transformers writes into the model card."""
+        config: dict[str, Any] = {
+            "scale": self.scale,
+            "similarity_fct": self.similarity_fct.__name__,
+        }
+        for name, value in dataclasses.asdict(self.settings).items():
+            if name not in ("temperature", "similarity"):
+                config[name] = value
+        if self.distillation is not None:
+            config["distill"] = self.distillation.kind
+            config["distill_weight"] = self.distillation.weight
+            config["distill_temperature"] = self.distillation.temperature
+        if self.guide is not None:
+            config["guide"] = self.guide.name
+        return config
+
+    @property
+    def citation(self) -> str:
+        """The citation of the paper, for the model card."""
+        return CITATION
+
+    def _get_info_nces(self) -> dict[int, BankedInfoNCE]:
+        """Return the `BankedInfoNCE` of each embedding size."""
+        loss_fns = {}
+        for size, loss_fn in self.info_nces.items():
+            assert isinstance(loss_fn, BankedInfoNCE)  # a ModuleDict has values of any Module
+            loss_fns[int(size)] = loss_fn
+        return loss_fns
+
     @property
     def _is_training(self) -> bool:
         # Trainers evaluate without gradients but leave the loss in training mode, so the mode alone
@@ -504,169 +669,6 @@ class ContAccumLoss(ModelLoss):
         """
         forward: object = self.model.forward
         return isinstance(forward, ForwardDecorator) and bool(forward.cache)
-
-    def _get_info_nces(self) -> dict[int, BankedInfoNCE]:
-        """Return the `BankedInfoNCE` of each embedding size."""
-        loss_fns = {}
-        for size, loss_fn in self.info_nces.items():
-            assert isinstance(loss_fn, BankedInfoNCE)  # a ModuleDict has values of any Module
-            loss_fns[int(size)] = loss_fn
-        return loss_fns
-
-    def _get_or_make_info_nce(self, size: int) -> BankedInfoNCE:
-        """Return the `BankedInfoNCE` of an embedding size; the first call makes it."""
-        loss_fn = self._get_info_nces().get(size)
-        if loss_fn is not None:
-            return loss_fn
-        loss_fn = BankedInfoNCE.from_settings(self.settings)
-        loss_fn.positives = self._positives
-        self._set_expects_probe(loss_fn)
-        if self._pairs_in_update is not None:
-            loss_fn.begin_update(self._pairs_in_update)
-        self.info_nces[str(size)] = loss_fn
-        self._probe.pass_to_loss(loss_fn, size)
-        return loss_fn
-
-    def _encode_probe_and_compute_ids(
-        self, features: list[dict[str, Any]], labels: Tensor | None
-    ) -> list[Tensor | None]:
-        """Check the columns, encode the drift probe if it is due, and compute the text ids.
-
-        Returns:
-            For each column the ids of its texts, int64 (n, 2); see `combine_ids`.
-        """
-        if len(features) < 2:
-            raise ValueError(
-                f"{type(self).__name__} needs (anchor, positive, ...) columns, got {len(features)}"
-            )
-        # The first module is the Transformer, or in a wrapper (DDP) the model itself.
-        first_module = next(self.model.children(), self.model)
-        if isinstance(first_module.forward, (LayerDecorator, LayerForwardDecorator)):
-            raise ConfigError(
-                f"AdaptiveLayerLoss and Matryoshka2dLoss call a loss once per layer, which would "
-                f"fill the bank of {type(self).__name__} with copies: use MatryoshkaLoss"
-            )
-        if self._is_training and self.settings.bank_size and not self._is_matryoshka_replay:
-            self._encode_probe_if_due(features)
-        decoded = decode(labels, len(features))
-        label_ids = decoded.text_ids
-        if label_ids is not None and not self._has_seen_ids:
-            # Only once, because reading the result stops a GPU's queue.
-            if not are_text_ids(label_ids):
-                raise ConfigError(
-                    f"{type(self).__name__}: the label column has small integers where ids of the "
-                    "texts are expected (contaccum.data.sampling.text_ids): remove or rename the "
-                    'column, for example with dataset.remove_columns("label")'
-                )
-            self._has_seen_ids = True
-        has_scores = decoded.teacher_scores is not None
-        is_unknown_label = labels is not None and label_ids is None and not has_scores
-        has_unused_scores = has_scores and self.distillation is None
-        if is_unknown_label or has_unused_scores:
-            name = type(self).__name__
-            self._warn_once(
-                f"{name} does not use the label or score column of the data: to learn from teacher "
-                "scores, set distill; otherwise remove the column"
-            )
-        ids_of_columns: list[Tensor | None] = []
-        for index, column in enumerate(features):
-            column_ids = None
-            if label_ids is not None:
-                column_ids = label_ids[:, index]
-            ids_of_columns.append(combine_ids(column_ids, content_ids(column)))
-        return ids_of_columns
-
-    def _encode_probe_if_due(self, features: list[dict[str, Any]]) -> None:
-        """Encode the drift probe if it is due; see `EncoderProbe.encode_if_due`."""
-        loss_fns = self._get_info_nces()
-        # The probe is due at the start of an update, and the loss counts an optimizer step only in
-        # its next call. So the step must be counted before the clock is read.
-        for loss_fn in loss_fns.values():
-            loss_fn.end_pending_update()
-        clock = None
-        if self.info_nce is not None:
-            clock = self.info_nce.clock
-        is_inside_matryoshka = self._is_inside_matryoshka
-        if self._probe.encode_if_due(features, clock, self._is_shared, is_inside_matryoshka):
-            for size, loss_fn in loss_fns.items():
-                self._probe.pass_to_loss(loss_fn, size)
-        for loss_fn in loss_fns.values():
-            self._set_expects_probe(loss_fn)
-
-    def _set_expects_probe(self, loss_fn: BankedInfoNCE) -> None:
-        """Tell a `BankedInfoNCE` whether it will get embeddings of the probe.
-
-        Without them it estimates the mean embeddings of queries and passages from micro-batches.
-        If the probe turns off while its texts are collected, the pairs so far leave the bank.
-        """
-        expects_probe = self._probe.texts is not None
-        is_probe_lost = loss_fn.compensation.expects_probe and not expects_probe
-        if is_probe_lost and loss_fn.bank is not None:
-            # Its pairs are relative to a mean of 0; the means now start at those of a micro-batch.
-            loss_fn.bank.retire_all()
-        loss_fn.compensation.expects_probe = expects_probe
-
-    def _compute_guide_embeddings(
-        self, features: list[dict[str, Any]], batch_size: int | None = None
-    ) -> list[Tensor] | None:
-        """Compute the guide embeddings of the columns, (n, g) each; return None without a guide.
-
-        Inside MatryoshkaLoss the guide runs once per micro-batch, and its embeddings are stored for
-        the other embedding sizes.
-
-        Args:
-            batch_size: number of texts to encode at once; None encodes all of them.
-        """
-        if self.guide is not None and not self._is_matryoshka_replay:
-            self._guide_embeddings = self.guide.embed(features, batch_size)
-        return self._guide_embeddings
-
-    def _warn_if_texts_are_missing(self, ids: Sequence[Tensor | None]) -> None:
-        """Warn once if masks or the drift probe are off because texts or their ids are missing."""
-        if self.settings.mask_duplicates and any(x is None for x in ids):
-            self._warn_once(
-                "duplicates are not masked, because some texts or images have no id: a loss that "
-                "calls compute_loss_from_embeddings can pass "
-                "ids=[content_ids(x) for x in sentence_features]"
-            )
-        loss_fn = self.info_nce
-        if self.settings.drift_compensation != "auto" or loss_fn is None:
-            return
-        has_probe = loss_fn.compensation.probe is not None or self._probe.texts is not None
-        if loss_fn.clock.num_updates > 0 and not has_probe:
-            self._warn_once(
-                "old bank entries are not retired, because the drift probe is off: it needs single "
-                "texts, and got only embeddings, or features that cannot be split into texts. A "
-                "loss that calls compute_loss_from_embeddings can call info_nce.observe_probe "
-                "after updates (docs/drift.md)"
-            )
-
-    def _warn_once(self, text: str) -> None:
-        if text not in self._logged_warnings:
-            logger.warning(text)
-        self._logged_warnings.add(text)
-
-    def get_config_dict(self) -> dict[str, Any]:
-        """Return the settings that sentence-transformers writes into the model card."""
-        config: dict[str, Any] = {
-            "scale": self.scale,
-            "similarity_fct": self.similarity_fct.__name__,
-        }
-        for name, value in dataclasses.asdict(self.settings).items():
-            if name not in ("temperature", "similarity"):
-                config[name] = value
-        if self.distillation is not None:
-            config["distill"] = self.distillation.kind
-            config["distill_weight"] = self.distillation.weight
-            config["distill_temperature"] = self.distillation.temperature
-        if self.guide is not None:
-            config["guide"] = self.guide.name
-        return config
-
-    @property
-    def citation(self) -> str:
-        """The citation of the paper, for the model card."""
-        return CITATION
 
 
 class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
@@ -769,7 +771,7 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
             labels: the tuple that `forward` passes (labels, text ids, guide embeddings), or None.
             with_backward: True to set ``grad`` of the tensors in ``reps``.
         """
-        embeddings = [torch.cat(mini_batches) for mini_batches in reps]
+        embeddings = [torch.cat(mini_batches) for mini_batches in reps]  # (n, d) of each column
         loss_inputs: tuple[Any, ...] = ()
         if labels is not None:
             loss_inputs = labels
