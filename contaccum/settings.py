@@ -538,11 +538,6 @@ class TrainingSettings(
         check(self)
 
     @property
-    def has_bank(self) -> bool:
-        """True if the method has a bank."""
-        return self.method in WITH_BANK
-
-    @property
     def has_gradient_cache(self) -> bool:
         """True if the method has a gradient cache; see `WITH_CACHE`."""
         return self.method in WITH_CACHE
