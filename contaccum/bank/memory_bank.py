@@ -45,7 +45,11 @@ from contaccum.bank.logits import (
 )
 from contaccum.settings import InfoNCESettings
 
-MIN_BLOCKS = 32  # a bank with fewer pairs has one block per pair
+MIN_BLOCKS = 32
+"""Minimum number of blocks, so that a block that retires is at most 1/32 of a full bank.
+
+A bank with fewer pairs has one block per pair.
+"""
 
 PAIRS_PER_MEAN = 64
 """Maximum length of a run: consecutive pairs that share one stored mean of the query embeddings.
@@ -147,7 +151,8 @@ class MemoryBank(nn.Module):
         self.dim = dim
         self.temperature = temperature
         max_block_size = max(bank_size // MIN_BLOCKS, 1)
-        self.block_size = 1 << (max_block_size.bit_length() - 1)  # rounded down to a power of two
+        # Rounded down to a power of two, as micro-batches usually are: they then end with a block.
+        self.block_size = 1 << (max_block_size.bit_length() - 1)
         self.num_blocks = _divide_rounding_up(bank_size, self.block_size)
         self.num_slots = self.num_blocks * self.block_size
         self.pairs_per_mean = min(self.block_size, PAIRS_PER_MEAN)

@@ -293,31 +293,22 @@ def collect_positives(documents: StoreDocuments, datasets: Sequence[Any]) -> Pos
             f"query side: the columns {', '.join(unused)} are not used, because all other "
             "documents of the store are negatives"
         )
-    hashes = [np.empty((0, 2), dtype=np.int64)]  # `concatenate` refuses an empty list
+    # Hashes of query and positive of every pair; `concatenate` refuses an empty list.
+    hashes = [np.empty((0, 2), dtype=np.int64)]
     for dataset in datasets:
-        hashes.append(hash_pairs(dataset))
+        if not hasattr(dataset, "__len__"):
+            # A streamed data set can be read only once. The other positives of its queries are not
+            # excluded, and count as negatives.
+            continue
+        rows = iterate_pairs(dataset)
+        while chunk := list(islice(rows, _ROWS_PER_CHUNK)):
+            # A row may be trained with another of its positives in each epoch: all are included.
+            num_positives = [len(positives) for _, positives in chunk]
+            query_ids = np.repeat(text_ids(query for query, _ in chunk), num_positives)
+            positive_ids = text_ids(text for _, positives in chunk for text in positives)
+            hashes.append(np.column_stack([query_ids, positive_ids]))  # (pairs of the chunk, 2)
     query_ids, positive_ids = np.concatenate(hashes).T
     return PositiveRows(documents, query_ids, positive_ids)
-
-
-def hash_pairs(dataset: Any) -> np.ndarray:
-    """Compute the hashes of query and positive for every pair of a data set, int64 (pairs, 2).
-
-    A row may be trained with another of its positives in each epoch; all of them are included. The
-    result is empty for a streamed data set, which can be read only once: the collator then excludes
-    no other positives of a query, and they count as negatives.
-    """
-    hashes = [np.empty((0, 2), dtype=np.int64)]
-    is_streamed = not hasattr(dataset, "__len__")
-    if is_streamed:
-        return hashes[0]
-    rows = iterate_pairs(dataset)
-    while chunk := list(islice(rows, _ROWS_PER_CHUNK)):
-        num_positives = [len(positives) for _, positives in chunk]
-        query_ids = np.repeat(text_ids(query for query, _ in chunk), num_positives)
-        positive_ids = text_ids(text for _, positives in chunk for text in positives)
-        hashes.append(np.column_stack([query_ids, positive_ids]))
-    return np.concatenate(hashes)
 
 
 def iterate_pairs(dataset: Any) -> Iterator[tuple[str, list[str]]]:
