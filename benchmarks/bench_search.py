@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from measuring.embeddings import make_clustered_embeddings
 
+from contaccum.evaluation.results import Run
 from contaccum.files import provenance, write_json
-from contaccum.retrieval.search import FaissSearcher, Run, build_index, recall_against_exact, search
+from contaccum.retrieval.search import FaissSearcher, build_index, recall_against_exact, search
 
 
 class StubModel:
