@@ -30,36 +30,13 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from contaccum.errors import ConfigError, closest
 from contaccum.files import AnyPath, atomic_folder, read_json, write_json
 
-# Loading of backbones with weights of 4 bits, for QLoRA (arXiv 2305.14314) ------------------------
-
-
-def make_4bit_kwargs() -> dict[str, Any]:
-    """Return ``model_kwargs`` that load weights in 4 bits (NF4, arXiv 2305.14314).
-
-    Raises:
-        ConfigError: if bitsandbytes is not installed, or there is no accelerator.
-    """
-    if find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            "load_in_4bit needs bitsandbytes, which is not installed: pip install bitsandbytes"
-        )
-    if not torch.accelerator.is_available():
-        raise ConfigError(
-            "load_in_4bit needs an accelerator, and this machine has none: leave it out"
-        )
-    config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-    return {"quantization_config": config}
-
-
 logger = logging.getLogger(__name__)
 
 _TRANSFORMER_TYPE = fullname(Transformer)
 _MODEL_TYPE = fullname(SentenceTransformer)
+MERGED_FOLDER = ".merged"
+"""Subfolder in which the full model is written before it replaces the model with adapters."""
+
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _TOWER_FOLDERS = "*_Transformer"
@@ -73,8 +50,6 @@ _BACKBONE_FILES = (
     "pytorch_model-*",
 )
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
-_DESCRIBED_ATTRIBUTES = ("base_model_name_or_path", "r", "lora_alpha", "lora_dropout")
-"""Attributes of an adapter's config in `describe_adapters`."""
 
 
 def add_adapter(
@@ -110,7 +85,14 @@ def add_adapter(
         )
     targets = list(target_modules or ())
     for backbone in get_backbones(model):
-        _require_layers(backbone, targets)
+        names = [name for name, _ in backbone.named_modules()]
+        for target in targets:
+            # peft raises an error only if none of the targets is a layer.
+            if not any(f".{name}".endswith(f".{target}") for name in names):
+                suggestion = closest(target, {name.rpartition(".")[2] for name in names})
+                raise ConfigError(
+                    f"lora_target_modules: the model has no layer {target!r}{suggestion}"
+                )
     layers: Any = targets or "all-linear"
     scale: Any = 2 * r if alpha is None else alpha  # may be a float, unlike its type in peft
     try:
@@ -118,19 +100,6 @@ def add_adapter(
         put_adapter(model, config)
     except ValueError as error:
         raise ConfigError(f"lora_target_modules={layers}: {error}") from error
-
-
-def _require_layers(backbone: PreTrainedModel, targets: Sequence[str]) -> None:
-    """Raise `ConfigError` if any of the targets is not the name of a layer.
-
-    The check is needed because peft raises an error only if none of the targets is one.
-    """
-    names = [name for name, _ in backbone.named_modules()]
-    for target in targets:
-        if any(f".{name}".endswith(f".{target}") for name in names):
-            continue
-        suggestion = closest(target, {name.rpartition(".")[2] for name in names})
-        raise ConfigError(f"lora_target_modules: the model has no layer {target!r}{suggestion}")
 
 
 def put_adapter(model: nn.Module, config: Any, name: str | None = None) -> None:
@@ -244,9 +213,10 @@ def has_adapter(model: nn.Module) -> bool:
 
 def describe_adapters(model: nn.Module) -> list[dict[str, Any]]:
     """Return base, rank, alpha, dropout and layers of each adapter, to describe a run in JSON."""
+    names = ("base_model_name_or_path", "r", "lora_alpha", "lora_dropout")
     descriptions = []
     for config in _get_adapter_configs(model):
-        description = {name: getattr(config, name, None) for name in _DESCRIBED_ATTRIBUTES}
+        description = {name: getattr(config, name, None) for name in names}
         targets = config.target_modules
         # peft also accepts a regular expression in place of names.
         description["layers"] = [targets] if isinstance(targets, str) else sorted(targets)
@@ -255,7 +225,6 @@ def describe_adapters(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _get_adapter_configs(model: nn.Module) -> list[Any]:
-    """Return the peft configs of all adapters."""
     configs: list[Any] = []
     for backbone in get_backbones(model):
         configs.extend(getattr(backbone, "peft_config", {}).values())
@@ -275,13 +244,18 @@ def share_equal_frozen_weights(backbones: Sequence[PreTrainedModel]) -> None:
 
     Weights are compared if they have the same name and are frozen in both backbones.
     """
+
+    def get_name_in_base(name: str) -> str:
+        # peft renames "layer.weight" to "layer.base_layer.weight" in every layer that it adapts.
+        return name.replace(".base_layer.", ".")
+
     first_weights = {}
     for name, weight in backbones[0].named_parameters():
-        first_weights[_get_name_in_base(name)] = weight
+        first_weights[get_name_in_base(name)] = weight
     for backbone in backbones[1:]:
         has_same_base = backbone.name_or_path == backbones[0].name_or_path
         for name, weight in list(backbone.named_parameters()):
-            first_weight = first_weights.get(_get_name_in_base(name))
+            first_weight = first_weights.get(get_name_in_base(name))
             if first_weight is None or first_weight.requires_grad or weight.requires_grad:
                 continue
             # Quantized weights are integer codes. Equal codes may stand for different numbers,
@@ -290,14 +264,6 @@ def share_equal_frozen_weights(backbones: Sequence[PreTrainedModel]) -> None:
             if is_comparable and torch.equal(first_weight, weight):
                 module_name, _, attribute = name.rpartition(".")
                 setattr(backbone.get_submodule(module_name), attribute, first_weight)
-
-
-def _get_name_in_base(name: str) -> str:
-    """Return the name that a weight has in a backbone without an adapter.
-
-    peft renames "layer.weight" to "layer.base_layer.weight" in every layer that it adapts.
-    """
-    return name.replace(".base_layer.", ".")
 
 
 def find_adapter_bases(folder: Path) -> list[str]:
@@ -374,11 +340,7 @@ def remove_stale_files(folder: Path, is_adapted: bool, base_folders: Sequence[Pa
 
 
 def _make_towers_loadable(folder: Path) -> list[Path]:
-    """Change the router's config so that each tower's adapter can be loaded.
-
-    Returns:
-        The folders of the towers' adapters.
-    """
+    """Change the router's config, and return the folders of the towers' adapters."""
     # Router would look for the tower's subfolder in the folder of the adapter's base, which has no
     # such subfolder. If the router's config names SentenceTransformer as the type of the tower, the
     # tower is loaded as a whole model from its own folder.
@@ -423,15 +385,20 @@ class TransformerLoader(Transformer):
         module = Transformer.load(model_name_or_path, **kwargs)
         adapter_file = _find_adapter_weights(model_name_or_path, kwargs)
         if adapter_file is not None and module.model.dtype != torch.float32:
-            _load_in_float32(module.model, adapter_file)
+            from peft.functional import cast_adapter_dtype, set_peft_model_state_dict
+
+            # transformers has rounded the adapter to the backbone's dtype.
+            cast_adapter_dtype(module.model, "default")
+            state = {}
+            # Files of peft have this prefix, but `set_peft_model_state_dict` expects no prefix.
+            for name, weight in load_file(adapter_file).items():
+                state[name.removeprefix("base_model.model.")] = weight
+            set_peft_model_state_dict(module.model, state)
         return module
 
 
 def _find_adapter_weights(model_name: str, hub_options: dict[str, Any]) -> Path | None:
-    """Return the file of an adapter that has just been loaded, or None if there is no adapter.
-
-    The adapter of a model on the hub is in the cache of the hub.
-    """
+    """Return the file of an adapter that has just been loaded, or None if there is no adapter."""
     if os.path.isdir(model_name):
         file = Path(model_name, _ADAPTER_WEIGHTS)
         return file if file.is_file() else None
@@ -445,18 +412,6 @@ def _find_adapter_weights(model_name: str, hub_options: dict[str, Any]) -> Path 
     return Path(cached_file) if isinstance(cached_file, str) else None
 
 
-def _load_in_float32(backbone: PreTrainedModel, adapter_file: Path) -> None:
-    """Load an adapter again in float32, because transformers rounded it to the backbone's dtype."""
-    from peft.functional import cast_adapter_dtype, set_peft_model_state_dict
-
-    cast_adapter_dtype(backbone, "default")
-    state = {}
-    # Files of peft have this prefix, but `set_peft_model_state_dict` expects names without it.
-    for name, weight in load_file(adapter_file).items():
-        state[name.removeprefix("base_model.model.")] = weight
-    set_peft_model_state_dict(backbone, state)
-
-
 LOADERS = {_TRANSFORMER_TYPE: TransformerLoader, _MODEL_TYPE: TransformerLoader}
 """Type of a module, as saved folders name it -> class that loads the module.
 
@@ -465,21 +420,13 @@ A tower with an adapter has the type SentenceTransformer in its folder; see
 """
 
 
-# Overwriting of a saved model that has adapters by the full model, so that neither can be lost ----
-
-# The adapters are often the only copy of the trained weights. They are removed only after the full
-# model, which may be a hundred times larger, is completely on the disk.
-
-
-MERGED_FOLDER = ".merged"
-"""Subfolder in which the full model is written before it replaces the model with adapters."""
-
-
 def replace_saved_adapter(folder: AnyPath, model: SentenceTransformer) -> None:
     """Save a full model into a folder, in place of a model with adapters.
 
-    If the process is killed, either the model with adapters is in the folder, or the complete full
-    model is in the subfolder `MERGED_FOLDER`, which is removed at the end.
+    The adapters are often the only copy of the trained weights. They are removed only after the
+    full model, which may be a hundred times larger, is completely on the disk. If the process is
+    killed, either the model with adapters is in the folder, or the complete full model is in the
+    subfolder `MERGED_FOLDER`, which is removed at the end.
 
     Args:
         folder: the folder of the saved model. Files that the full model does not have, such as the
@@ -498,17 +445,36 @@ def replace_saved_adapter(folder: AnyPath, model: SentenceTransformer) -> None:
         target = folder / path.relative_to(merged_folder)
         if path.is_dir():
             target.mkdir(exist_ok=True)
-        else:
-            _replace_by_copy(path, target)
+            continue
+        # Each file is replaced in one step, if possible without more disk space.
+        new_file = target.with_name(f".new-{target.name}")
+        new_file.unlink(missing_ok=True)  # of a process that was killed
+        try:
+            os.link(path, new_file)
+        except OSError:  # the file system has no hard links
+            shutil.copyfile(path, new_file)
+        new_file.replace(target)
     shutil.rmtree(merged_folder)
 
 
-def _replace_by_copy(source: Path, target: Path) -> None:
-    """Replace a file in one step by a copy of another, if possible without more disk space."""
-    new_file = target.with_name(f".new-{target.name}")
-    new_file.unlink(missing_ok=True)  # of a process that was killed
-    try:
-        os.link(source, new_file)
-    except OSError:  # the file system has no hard links
-        shutil.copyfile(source, new_file)
-    new_file.replace(target)
+def make_4bit_kwargs() -> dict[str, Any]:
+    """Return ``model_kwargs`` that load weights in 4 bits (NF4, arXiv 2305.14314).
+
+    Raises:
+        ConfigError: if bitsandbytes is not installed, or there is no accelerator.
+    """
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "load_in_4bit needs bitsandbytes, which is not installed: pip install bitsandbytes"
+        )
+    if not torch.accelerator.is_available():
+        raise ConfigError(
+            "load_in_4bit needs an accelerator, and this machine has none: leave it out"
+        )
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    return {"quantization_config": config}

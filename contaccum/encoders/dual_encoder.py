@@ -274,16 +274,8 @@ class DualEncoder(SentenceTransformer):
         return self.encode_document(texts, batch_size=batch_size, **kwargs)
 
 
-# Training of the query tower alone, with a frozen document tower ----------------------------------
-
-# The document tower does not change, so an index of its embeddings can still be used after
-# training. A tied model has one tower for queries and documents; `untie` makes a query tower by
-# copying it. Either all weights of the query tower are trained, or an adapter that is added to the
-# weights that it shares with the document tower.
-
-
 def train_query_tower_alone(model: SentenceTransformer) -> None:
-    """Freeze the document tower of a model, in place.
+    """Freeze the document tower of a model, in place: an index of its embeddings stays valid.
 
     A tied model first gets a separate query tower, a copy of its only tower. Without an adapter,
     and if it shares no weight with the document tower, the weights of the query tower become

@@ -14,7 +14,7 @@ This module does not start servers: docs/serving.md has the commands that do.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,7 +29,6 @@ from sentence_transformers.sentence_transformer.modules import (
     Pooling,
     Transformer,
 )
-from torch import nn
 
 from contaccum.data.beir import load_beir_folder, shipped_scifact
 from contaccum.data.records import passage_text
@@ -46,45 +45,18 @@ from contaccum.files import (
     write_text,
 )
 
-# Sections of contaccum at the top of a model card, which is README.md in the model's folder -------
-
-# A section stands between two HTML comments, so that it can be found and replaced later:
-#
-#     <!-- NAME -->
-#     TEXT
-#     <!-- end of NAME -->
-
-
-def insert_card_section(model_folder: Path, name: str, text: str) -> None:
-    """Write a section at the top of a model card, below its YAML metadata.
-
-    An earlier section of this name is replaced. A missing card is created.
-
-    Args:
-        model_folder: the folder of the model.
-        name: the name of the section in the comments around it.
-        text: the section, in Markdown.
-    """
-    card = model_folder / "README.md"
-    content = ""
-    if card.is_file():
-        content = card.read_text(encoding="utf-8")
-    start_mark = f"<!-- {name} -->\n"
-    end_mark = f"<!-- end of {name} -->\n"
-    content = re.sub(f"{start_mark}.*?{end_mark}\n", "", content, flags=re.DOTALL)
-    metadata = re.match(r"---\n.*?\n---\n", content, flags=re.DOTALL)
-    position = metadata.end() if metadata else 0
-    section = redact(f"{start_mark}{text}\n{end_mark}\n")
-    write_text(card, content[:position] + section + content[position:])
-
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RECORD_FILE = "export.json"
 LEAST_COSINE = 0.9999
 """Two embeddings of the same text agree if their cosine is at least this."""
 
+_TASKS: dict[str, tuple[Kind, ...]] = {
+    "query": ("query",),
+    "document": ("document",),
+    ".": ("query", "document"),
+}
+"""{subfolder of the export: tasks that its model serves}"""
 _NUM_CHECK_TEXTS = 50  # of each task
-_CHECK_BATCH = 8
 _EXPORTED_MODULES = (Transformer, Pooling, Dense, Normalize)
 _CLASSIC_TYPE_PREFIX = "sentence_transformers.models."
 """Start of a module's type in ``modules.json`` before sentence-transformers 6."""
@@ -172,25 +144,47 @@ def export_model(
             )
     plain_models = make_plain_models(model)
     for subfolder, plain_model in plain_models.items():
-        for task in get_folder_tasks(subfolder):
+        for task in _TASKS[subfolder]:
             require_max_length(plain_model, task)
-    texts = load_check_texts()
-    expected = _encode_and_merge(model, texts, dtype)
 
+    dataset = load_beir_folder(shipped_scifact(), "test")
+    documents = islice(dataset.corpus.values(), _NUM_CHECK_TEXTS)
+    texts: dict[Kind, list[str]] = {
+        "query": list(islice(dataset.queries.values(), _NUM_CHECK_TEXTS)),
+        "document": [passage_text(document["title"], document["text"]) for document in documents],
+    }
+    has_adapter = adapters.has_adapter(model)
+    if dtype == "float32" or has_adapter:
+        # A backbone in bfloat16 rounds the hidden states of every layer, so its embeddings would
+        # differ from those of the same weights in float32. It would also round the merged weights.
+        model.float()
+    # The plain models share their modules with the model. So the model encodes the texts before its
+    # adapters are merged and `write_plain_model` changes the dtype.
+    expected = {task: _encode(model, task, texts[task]) for task in texts}
+    if has_adapter:
+        adapters.merge_adapter(model)
+
+    checks: list[CosineCheck] = []
     with atomic_folder(folder) as new_folder:
-        checks: list[CosineCheck] = []
         for subfolder, plain_model in plain_models.items():
             tower_folder = new_folder / subfolder
             write_plain_model(plain_model, subfolder, tower_folder, DTYPES[dtype])
-            checks += check_folder(tower_folder, subfolder, texts, expected, trust_remote_code)
-        for check in checks:
-            # Rounding the weights to another dtype changes embeddings.
-            if dtype == "float32" and check.least < LEAST_COSINE:
-                raise UserError(
-                    f"export: the folder {check.folder!r} gives other embeddings than the model "
-                    f"(least cosine {check.least:.5f} over {check.num_texts} texts of the task "
-                    f"{check.task!r}); nothing was written"
+            loaded = SentenceTransformer(
+                str(tower_folder), device="cpu", trust_remote_code=trust_remote_code
+            )
+            for task in _TASKS[subfolder]:
+                cosines = compute_cosines(_encode(loaded, task, texts[task]), expected[task])
+                least = float(cosines.min())
+                checks.append(
+                    CosineCheck(subfolder, task, len(cosines), least, float(cosines.mean()))
                 )
+                # Rounding the weights to another dtype changes embeddings.
+                if dtype == "float32" and least < LEAST_COSINE:
+                    raise UserError(
+                        f"export: the folder {subfolder!r} gives other embeddings than the model "
+                        f"(least cosine {least:.5f} over {len(cosines)} texts of the task "
+                        f"{task!r}); nothing was written"
+                    )
         record = {
             "model": model_name,
             "dtype": dtype,
@@ -199,28 +193,6 @@ def export_model(
         }
         write_json(new_folder / RECORD_FILE, record)
     return Export(folder, checks)
-
-
-def _encode_and_merge(
-    model: SentenceTransformer, texts: Mapping[Kind, Sequence[str]], dtype: str
-) -> dict[Kind, np.ndarray]:
-    """Return the model's embeddings of the check texts, {task: (n, d)}, and merge its adapters.
-
-    The plain models of the model share its modules, so their adapters are merged too.
-    """
-    has_adapter = adapters.has_adapter(model)
-    if dtype == "float32" or has_adapter:
-        # A backbone in bfloat16 rounds the hidden states of every layer, so its embeddings would
-        # differ from those of the same weights in float32. It would also round the merged weights.
-        model.float()
-    # Merging changes the weights, and `write_plain_model` changes their dtype. So the model encodes
-    # the texts before both.
-    expected = {}
-    for task in texts:
-        expected[task] = encode_check_texts(model, task, texts[task])
-    if has_adapter:
-        adapters.merge_adapter(model)
-    return expected
 
 
 def check_new_folder(folder: Path, dtype: str) -> None:
@@ -250,43 +222,28 @@ def make_plain_models(model: SentenceTransformer) -> dict[str, SentenceTransform
             f"export again; then keep the first {num_dimensions} dimensions of each served "
             "embedding, and normalise them if the model compares by cosine"
         )
-    if is_tied(model):
-        return {".": _make_plain_model(model, get_tower(model, "document"))}
-    return {
-        "query": _make_plain_model(model, get_tower(model, "query")),
-        "document": _make_plain_model(model, get_tower(model, "document")),
-    }
-
-
-def _make_plain_model(model: SentenceTransformer, tower: nn.Module) -> SentenceTransformer:
-    """Return a SentenceTransformer of one tower's modules, with the model's prompts."""
-    modules: list[Any] = list(tower.children())
-    for child in modules:
-        if not isinstance(child, _EXPORTED_MODULES):
-            names = ", ".join(kind.__name__ for kind in _EXPORTED_MODULES)
-            raise ConfigError(
-                f"export: the model has the module {type(child).__name__}, and embedding servers "
-                f"run only {names}"
-            )
-    if model.similarity_fn_name == "cosine" and not isinstance(modules[-1], Normalize):
-        modules.append(Normalize())
     prompts = {task: prompt or "" for task, prompt in model.prompts.items()}
-    return SentenceTransformer(
-        modules=modules,
-        prompts=prompts,
-        default_prompt_name=model.default_prompt_name,
-        similarity_fn_name=model.similarity_fn_name,
-        device=str(model.device),
-    )
-
-
-def get_folder_tasks(subfolder: str) -> tuple[Kind, ...]:
-    """Return the tasks that the model in a subfolder of the export serves."""
-    if subfolder == "query":
-        return ("query",)
-    if subfolder == "document":
-        return ("document",)
-    return ("query", "document")
+    plain_models = {}
+    for subfolder in ["."] if is_tied(model) else ["query", "document"]:
+        tower = get_tower(model, _TASKS[subfolder][0])
+        modules: list[Any] = list(tower.children())
+        for child in modules:
+            if not isinstance(child, _EXPORTED_MODULES):
+                names = ", ".join(kind.__name__ for kind in _EXPORTED_MODULES)
+                raise ConfigError(
+                    f"export: the model has the module {type(child).__name__}, and embedding "
+                    f"servers run only {names}"
+                )
+        if model.similarity_fn_name == "cosine" and not isinstance(modules[-1], Normalize):
+            modules.append(Normalize())
+        plain_models[subfolder] = SentenceTransformer(
+            modules=modules,
+            prompts=prompts,
+            default_prompt_name=model.default_prompt_name,
+            similarity_fn_name=model.similarity_fn_name,
+            device=str(model.device),
+        )
+    return plain_models
 
 
 def write_plain_model(
@@ -313,12 +270,19 @@ def write_plain_model(
         module["type"] = f"{_CLASSIC_TYPE_PREFIX}{class_name}"
         if class_name == "Pooling":
             config_file = folder / module["path"] / "config.json"
-            write_json(config_file, _classic_pooling_config(read_json(config_file)))
+            config = read_json(config_file)
+            modes = config["pooling_mode"]
+            if isinstance(modes, str):
+                modes = [modes]  # several modes, whose outputs are concatenated, are a list
+            classic_config = {"word_embedding_dimension": config["embedding_dimension"]}
+            classic_config |= {key: mode in modes for mode, key in _POOLING_FLAGS.items()}
+            # vLLM reads the first key whose value is true as the mode, so this key comes last.
+            classic_config["include_prompt"] = config["include_prompt"]
+            write_json(config_file, classic_config)
     write_json(folder / "modules.json", modules)
 
     # A server has one maximum length for all texts.
-    tasks = get_folder_tasks(subfolder)
-    max_length = max(require_max_length(plain_model, task) for task in tasks)
+    max_length = max(require_max_length(plain_model, task) for task in _TASKS[subfolder])
     transformer: Any = plain_model[0]
     classic_keys = {"max_seq_length": max_length, "do_lower_case": transformer.do_lower_case}
     transformer_config = folder / "sentence_bert_config.json"
@@ -327,66 +291,10 @@ def write_plain_model(
     write_json(tokenizer_config, {**read_json(tokenizer_config), "model_max_length": max_length})
 
 
-def _classic_pooling_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of a Pooling module as earlier versions write it, with a key for each mode.
-
-    Example: "pooling_mode": "mean" becomes "pooling_mode_mean_tokens": True, and False for all
-    other modes. vLLM reads the first key whose value is true as the mode, so ``include_prompt``,
-    which is no mode, comes last.
-    """
-    modes = config["pooling_mode"]
-    if isinstance(modes, str):
-        modes = [modes]  # several modes, whose outputs are concatenated, are a list
-    flags = {key: mode in modes for mode, key in _POOLING_FLAGS.items()}
-    return {
-        "word_embedding_dimension": config["embedding_dimension"],
-        **flags,
-        "include_prompt": config["include_prompt"],
-    }
-
-
-def load_check_texts() -> dict[Kind, list[str]]:
-    """Return the check texts, {task: texts}: claims and abstracts of the shipped SciFact."""
-    dataset = load_beir_folder(shipped_scifact(), "test")
-    passages = []
-    for document in islice(dataset.corpus.values(), _NUM_CHECK_TEXTS):
-        passages.append(passage_text(document["title"], document["text"]))
-    queries = list(islice(dataset.queries.values(), _NUM_CHECK_TEXTS))
-    return {"query": queries, "document": passages}
-
-
-def encode_check_texts(model: SentenceTransformer, task: Kind, texts: Sequence[str]) -> np.ndarray:
-    """Return the embeddings, float32 (n, d), of n texts with the model's prompt for a task."""
+def _encode(model: SentenceTransformer, task: Kind, texts: Sequence[str]) -> np.ndarray:
     encode = model.encode_query if task == "query" else model.encode_document
-    embeddings = encode(list(texts), batch_size=_CHECK_BATCH, convert_to_tensor=True)
+    embeddings = encode(list(texts), batch_size=8, convert_to_tensor=True)
     return embeddings.float().cpu().numpy()
-
-
-def check_folder(
-    folder: Path,
-    subfolder: str,
-    texts: Mapping[Kind, Sequence[str]],
-    expected: Mapping[Kind, np.ndarray],
-    trust_remote_code: bool,
-) -> list[CosineCheck]:
-    """Load an exported folder, and compare its embeddings with the model's.
-
-    Args:
-        folder: path of the exported folder.
-        subfolder: its name in the export, "query", "document" or ".".
-        texts: {task: n texts}.
-        expected: {task: the trained model's embeddings of these texts, (n, d)}.
-        trust_remote_code: allow code in the folder.
-    """
-    loaded = SentenceTransformer(str(folder), device="cpu", trust_remote_code=trust_remote_code)
-    checks = []
-    for task in get_folder_tasks(subfolder):
-        embeddings = encode_check_texts(loaded, task, texts[task])
-        cosines = compute_cosines(embeddings, expected[task])
-        least = float(cosines.min())
-        mean = float(cosines.mean())
-        checks.append(CosineCheck(subfolder, task, len(cosines), least, mean))
-    return checks
 
 
 def compute_cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -398,3 +306,28 @@ def compute_cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     second = second.astype(np.float64)
     norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
     return (first * second).sum(axis=1) / np.maximum(norms, 1e-12)
+
+
+def insert_card_section(model_folder: Path, name: str, text: str) -> None:
+    """Write a section at the top of a model card, below its YAML metadata.
+
+    A model card is the README.md in a model's folder. The section stands between the comments
+    ``<!-- NAME -->`` and ``<!-- end of NAME -->``, and an earlier section of this name is replaced.
+    A missing card is created.
+
+    Args:
+        model_folder: the folder of the model.
+        name: the name of the section in the comments around it.
+        text: the section, in Markdown.
+    """
+    card = model_folder / "README.md"
+    content = ""
+    if card.is_file():
+        content = card.read_text(encoding="utf-8")
+    start_mark = f"<!-- {name} -->\n"
+    end_mark = f"<!-- end of {name} -->\n"
+    content = re.sub(f"{start_mark}.*?{end_mark}\n", "", content, flags=re.DOTALL)
+    metadata = re.match(r"---\n.*?\n---\n", content, flags=re.DOTALL)
+    position = metadata.end() if metadata else 0
+    section = redact(f"{start_mark}{text}\n{end_mark}\n")
+    write_text(card, content[:position] + section + content[position:])

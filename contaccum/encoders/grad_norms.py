@@ -80,7 +80,6 @@ class TowerGradNorms:
             self._hook.remove()
 
     def _compute_weight_norms(self) -> dict[str, Tensor]:
-        """Compute the norm of the gradients of each tower's weights."""
         norms = {}
         for name, parameters in self._parameters.items():
             gradients = [weight.grad for weight in parameters if weight.grad is not None]
@@ -104,7 +103,6 @@ class TowerGradNorms:
     def _hook_output(
         self, module: nn.Module, arguments: tuple[Any, ...], output: dict[str, Any]
     ) -> None:
-        """Let the backward pass record the norm of the gradient of the embeddings."""
         embeddings = output.get("sentence_embedding")
         if not isinstance(embeddings, Tensor) or not embeddings.requires_grad:
             return

@@ -1,7 +1,7 @@
-"""Safe loading of models, with one-line errors for models that cannot be loaded.
+"""Safe loading of models, with one-line errors, and of backbones with the pooling that suits them.
 
-transformers and sentence-transformers read the files. This module checks a folder before they read
-the folder, and turns the errors that they raise into a `UserError`.
+transformers and sentence-transformers read the files. `loading` checks a folder before they read
+it, and turns the errors that they raise into a `UserError`.
 """
 
 from __future__ import annotations
@@ -37,108 +37,8 @@ from contaccum.encoders import adapters
 from contaccum.errors import ConfigError, UserError
 from contaccum.files import AnyPath, read_json, write_json
 
-# Choice of the pooling for a backbone, and the changes to its tokenizer that pooling needs --------
-
-# Pooling makes one embedding of the states of a text's tokens: the first ("cls"), the last
-# ("lasttoken") or their mean ("mean"). In a decoder a token attends only to itself and to the
-# tokens before it, so the first token has no information about the text, and the last one is
-# pooled. The tokenizer must then append EOS (the end-of-sequence token), so that every text ends in
-# the same token.
-
-
 PoolingMode = Literal["cls", "mean", "lasttoken"]
-
-
-def fit_pooling(
-    transformer: Transformer, tokenizer: PreTrainedTokenizerBase, pooling: PoolingMode | None
-) -> PoolingMode:
-    """Return the pooling of a backbone, and change its tokenizer accordingly.
-
-    The tokenizer gets a pad token if it has none. If the last token of a decoder is pooled, the
-    tokenizer pads on the right and appends EOS.
-
-    Args:
-        pooling: the pooling that the user chose. None: ``"lasttoken"`` for a decoder, ``"cls"``
-            for an encoder.
-
-    Raises:
-        ConfigError: if the pooling does not work with the backbone or its tokenizer.
-    """
-    if tokenizer.pad_token is None:
-        # The choice of the token does not matter, because padding is masked.
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    if pooling == "mean":
-        return pooling
-    if not _is_causal(transformer):
-        return pooling or "cls"
-    if pooling == "cls":
-        class_name = type(transformer.model).__name__
-        raise ConfigError(
-            f"pooling=cls does not work with a decoder ({class_name}), whose first token attends "
-            "only to itself: set pooling=lasttoken or mean"
-        )
-    # Padding on the left would shift the positions of the text's tokens, which changes the
-    # embeddings of models with learned positions, such as GPT-2.
-    tokenizer.padding_side = "right"
-    _append_eos(tokenizer)
-    return "lasttoken"
-
-
-def _is_causal(transformer: Transformer) -> bool:
-    """Return whether the first token of a text attends only to itself.
-
-    In such a model, a decoder, the first token's state has no gradient with respect to the
-    embeddings of later tokens. The gradient is computed, because no attribute gives the answer: a
-    setting makes some decoders bidirectional, and some encoders are instances of a decoder's class.
-    The result is exact in any dtype, and costs a forward and a backward pass over a few tokens.
-    """
-    features = batch_to_device(
-        transformer.preprocess(["how do birds fly"]), transformer.model.device
-    )
-    token_ids = features["input_ids"][0]
-    weight: Any = transformer.model.get_input_embeddings().weight
-    requires_grad = weight.requires_grad
-    # The weight is frozen if the backbone has an adapter.
-    weight.requires_grad_(True)
-    # One number of the first token's state is enough, because it depends on all tokens attended to.
-    first_state = transformer(features)["token_embeddings"][0, 0, 0]
-    (gradient,) = torch.autograd.grad(first_state, weight)
-    weight.requires_grad_(requires_grad)
-    # The first token's id may occur again in the text, so its row is left out.
-    later_ids = token_ids[token_ids != token_ids[0]]
-    return not gradient[later_ids].any()
-
-
-def _append_eos(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Change a tokenizer so that it appends EOS to every text.
-
-    A tokenizer that already appends a special token is not changed. EOS is added by the tokenizer's
-    post-processor, because truncation then leaves room for it, and the post-processor is saved
-    with the tokenizer.
-    """
-    encoding = tokenizer("a", return_special_tokens_mask=True)
-    special_tokens_mask = encoding["special_tokens_mask"]
-    if special_tokens_mask[-1]:
-        return
-    eos = tokenizer.eos_token
-    if eos is None or not tokenizer.is_fast:
-        raise ConfigError(
-            "pooling=lasttoken needs a fast tokenizer with an eos_token, and this tokenizer is not "
-            "fast or has none: set pooling=mean"
-        )
-    prefix_ids = []
-    for token_id, is_special in zip(encoding["input_ids"], special_tokens_mask, strict=True):
-        if is_special:
-            prefix_ids.append(token_id)
-    prefix = tokenizer.convert_ids_to_tokens(prefix_ids)
-    special_tokens = dict(zip(prefix, prefix_ids, strict=True))
-    special_tokens[eos] = tokenizer.eos_token_id
-    # In the template, "$A" stands for the tokens of the text. The template replaces the present
-    # post-processor. It would have no effect in a chain after a post-processor that prepends BOS.
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        [*prefix, "$A", eos], special_tokens=list(special_tokens.items())
-    )
-
+"""The first token's state as the embedding of a text, the mean of all, or the last token's."""
 
 _ORGANISATION = "sentence-transformers"
 """sentence-transformers looks for a name without an organisation in its own one, too."""
@@ -147,11 +47,7 @@ _LIBRARY_PREFIX = "sentence_transformers."
 _DYNAMIC_PREFIX = "transformers_modules."
 """Start of the names of Python modules that transformers loads from the code of a model."""
 _ROUTER_CONFIGS = ("router_config.json", "config.json")
-"""Files in which a Router names the types of its modules.
-
-Old versions of sentence-transformers wrote config.json.
-"""
-
+"""Files in which a Router names the types of its modules; old versions wrote config.json."""
 
 _LOADING_ERRORS = (
     OSError,
@@ -189,10 +85,24 @@ def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
     """
     path = os.path.expanduser(os.fspath(name))
     require_model(path)
-    _require_adapter_bases(path)
+    for base in adapters.find_adapter_bases(Path(path)):
+        try:
+            require_model(base)
+        except UserError as error:
+            raise UserError(
+                f"{path}: this is an adapter, and its base cannot be loaded: {error}; "
+                "restore the base, or correct base_model_name_or_path in adapter_config.json"
+            ) from error
     try:
-        if not trust_remote_code:
-            _refuse_foreign_classes(Path(path))
+        named_types = [] if trust_remote_code else _iterate_module_types(Path(path))
+        for file, type_name in named_types:
+            # sentence-transformers would import the class, which runs the code of its package.
+            if not _is_library_module(type_name):
+                raise UserError(
+                    f"{file}: names the class {type_name!r}, which is not part of "
+                    "sentence-transformers and could run any code. "
+                    "If you trust the model, set --trust_remote_code"
+                )
         yield path
     except pickle.UnpicklingError as error:
         raise UserError(
@@ -277,32 +187,6 @@ def is_sentence_transformer(name: str) -> bool:
             if is_sentence_transformer_model(repository):
                 return True
     return False
-
-
-def _require_adapter_bases(path: str) -> None:
-    """Check that the base of each adapter in a folder is a folder or on the hub."""
-    for base in adapters.find_adapter_bases(Path(path)):
-        try:
-            require_model(base)
-        except UserError as error:
-            raise UserError(
-                f"{path}: this is an adapter, and its base cannot be loaded: {error}; "
-                "restore the base, or correct base_model_name_or_path in adapter_config.json"
-            ) from error
-
-
-def _refuse_foreign_classes(folder: Path) -> None:
-    """Raise `UserError` if a folder names a module class that is not sentence-transformers' own.
-
-    sentence-transformers would import such a class, which runs the code of its package.
-    """
-    for file, type_name in _iterate_module_types(folder):
-        if not _is_library_module(type_name):
-            raise UserError(
-                f"{file}: names the class {type_name!r}, which is not part of "
-                "sentence-transformers and could run any code. "
-                "If you trust the model, set --trust_remote_code"
-            )
 
 
 def _iterate_module_types(folder: Path) -> Iterator[tuple[Path, str]]:
@@ -411,3 +295,95 @@ def load_transformer(
         # A copy, because `fit_pooling` may change it.
         transformer.processor = copy.deepcopy(tokenizer)
     return transformer
+
+
+def fit_pooling(
+    transformer: Transformer, tokenizer: PreTrainedTokenizerBase, pooling: PoolingMode | None
+) -> PoolingMode:
+    """Return the pooling of a backbone, and change its tokenizer accordingly.
+
+    In a decoder a token attends only to itself and to the tokens before it. So its last token is
+    pooled, and the tokenizer appends EOS, so that every text ends in the same token. The tokenizer
+    gets a pad token if it has none.
+
+    Args:
+        pooling: the pooling that the user chose. None: ``"lasttoken"`` for a decoder, ``"cls"``
+            for an encoder.
+
+    Raises:
+        ConfigError: if the pooling does not work with the backbone or its tokenizer.
+    """
+    if tokenizer.pad_token is None:
+        # The choice of the token does not matter, because padding is masked.
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    if pooling == "mean":
+        return pooling
+    if not _is_causal(transformer):
+        return pooling or "cls"
+    if pooling == "cls":
+        class_name = type(transformer.model).__name__
+        raise ConfigError(
+            f"pooling=cls does not work with a decoder ({class_name}), whose first token attends "
+            "only to itself: set pooling=lasttoken or mean"
+        )
+    # Padding on the left would shift the positions of the text's tokens, which changes the
+    # embeddings of models with learned positions, such as GPT-2.
+    tokenizer.padding_side = "right"
+    _append_eos(tokenizer)
+    return "lasttoken"
+
+
+def _is_causal(transformer: Transformer) -> bool:
+    """Return whether the first token of a text attends only to itself.
+
+    In such a model, a decoder, the first token's state has no gradient with respect to the
+    embeddings of later tokens. The gradient is computed, because no attribute gives the answer: a
+    setting makes some decoders bidirectional, and some encoders are instances of a decoder's class.
+    The result is exact in any dtype, and costs a forward and a backward pass over a few tokens.
+    """
+    features = batch_to_device(
+        transformer.preprocess(["how do birds fly"]), transformer.model.device
+    )
+    token_ids = features["input_ids"][0]
+    weight: Any = transformer.model.get_input_embeddings().weight
+    requires_grad = weight.requires_grad
+    # The weight is frozen if the backbone has an adapter.
+    weight.requires_grad_(True)
+    # One number of the first token's state is enough, because it depends on all tokens attended to.
+    first_state = transformer(features)["token_embeddings"][0, 0, 0]
+    (gradient,) = torch.autograd.grad(first_state, weight)
+    weight.requires_grad_(requires_grad)
+    # The first token's id may occur again in the text, so its row is left out.
+    later_ids = token_ids[token_ids != token_ids[0]]
+    return not gradient[later_ids].any()
+
+
+def _append_eos(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Change a tokenizer so that it appends EOS to every text.
+
+    A tokenizer that already appends a special token is not changed. EOS is added by the tokenizer's
+    post-processor, because truncation then leaves room for it, and the post-processor is saved
+    with the tokenizer.
+    """
+    encoding = tokenizer("a", return_special_tokens_mask=True)
+    special_tokens_mask = encoding["special_tokens_mask"]
+    if special_tokens_mask[-1]:
+        return
+    eos = tokenizer.eos_token
+    if eos is None or not tokenizer.is_fast:
+        raise ConfigError(
+            "pooling=lasttoken needs a fast tokenizer with an eos_token, and this tokenizer is not "
+            "fast or has none: set pooling=mean"
+        )
+    prefix_ids = []
+    for token_id, is_special in zip(encoding["input_ids"], special_tokens_mask, strict=True):
+        if is_special:
+            prefix_ids.append(token_id)
+    prefix = tokenizer.convert_ids_to_tokens(prefix_ids)
+    special_tokens = dict(zip(prefix, prefix_ids, strict=True))
+    special_tokens[eos] = tokenizer.eos_token_id
+    # In the template, "$A" stands for the tokens of the text. The template replaces the present
+    # post-processor. It would have no effect in a chain after a post-processor that prepends BOS.
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        [*prefix, "$A", eos], special_tokens=list(special_tokens.items())
+    )

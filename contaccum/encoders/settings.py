@@ -1,7 +1,9 @@
-"""Settings of a loaded model: maximum lengths, dropout, frozen word embeddings, attention.
+"""The two towers of a SentenceTransformer, its maximum lengths, dropout and attention.
 
-Maximum lengths are numbers of tokens, and are set for queries and documents separately. They are
-limited by the positions of the backbone, the transformers model inside a SentenceTransformer.
+A tower is the encoder of queries or that of passages. Tied towers share every weight. Untied towers
+are two routes of a Router, the module of sentence-transformers that chooses a route by the task,
+"query" or "document". Maximum lengths are numbers of tokens, and are limited by the positions of
+the backbone, the transformers model inside a SentenceTransformer.
 """
 
 from __future__ import annotations
@@ -16,11 +18,43 @@ from transformers import PreTrainedModel
 
 from contaccum.errors import ConfigError
 
+Kind = Literal["query", "document"]
+"""Kind of texts, and name of the tower that encodes them: a task in sentence-transformers."""
+
 _MIN_TOKENS = 3
 """The special tokens at the start and end of a text, and one token between them."""
 _NO_MAX_LENGTH = 10**9  # a tokenizer without a maximum length has a larger number
 _DROPOUT_ATTRIBUTES = ("attention_dropout", "dropout_prob", "dropout_p")
 """Attributes in which attention modules store a dropout probability, without a dropout module."""
+
+
+def get_tower(model: SentenceTransformer, task: str) -> nn.Module:
+    """Return the module that encodes the texts of a task.
+
+    If the model starts with a Router, the tower consists of the modules of the task's route and the
+    modules after the Router. Otherwise the tower is the whole model.
+
+    Args:
+        task: "query" or "document".
+    """
+    first_module = model[0]
+    if not isinstance(first_module, Router):
+        return model
+    # This method is private, but the only way to get the route that `Router.forward` uses: a task
+    # without a route of its own gets the route that the Router's config maps it to, or the default.
+    route_name = first_module._resolve_route(task=task, modality="text")
+    route = first_module.sub_modules[str(route_name)]
+    modules_after_router = list(model.children())[1:]
+    if not modules_after_router:
+        return route
+    return nn.Sequential(*route.children(), *modules_after_router)
+
+
+def is_tied(model: SentenceTransformer) -> bool:
+    """Return whether the two towers share every weight."""
+    query_weights = {id(weight) for weight in get_tower(model, "query").parameters()}
+    passage_weights = {id(weight) for weight in get_tower(model, "document").parameters()}
+    return query_weights == passage_weights
 
 
 def set_max_lengths(
@@ -170,42 +204,3 @@ def configure(
                 pretrained_model.set_attn_implementation(attn_implementation)
         except (ValueError, ImportError) as error:
             raise ConfigError(f"attn_implementation={attn_implementation}: {error}") from error
-
-
-# The two towers of a SentenceTransformer: the encoder of queries and the encoder of passages ------
-
-# The towers are tied if they share every weight. Untied towers are two routes of a Router, the
-# module of sentence-transformers that chooses a route by the task, "query" or "document".
-
-
-Kind = Literal["query", "document"]
-"""Kind of texts, and name of the tower that encodes them: a task in sentence-transformers."""
-
-
-def get_tower(model: SentenceTransformer, task: str) -> nn.Module:
-    """Return the module that encodes the texts of a task.
-
-    If the model starts with a Router, the tower consists of the modules of the task's route and the
-    modules after the Router. Otherwise the tower is the whole model.
-
-    Args:
-        task: "query" or "document".
-    """
-    first_module = model[0]
-    if not isinstance(first_module, Router):
-        return model
-    # This method is private, but the only way to get the route that `Router.forward` uses: a task
-    # without a route of its own gets the route that the Router's config maps it to, or the default.
-    route_name = first_module._resolve_route(task=task, modality="text")
-    route = first_module.sub_modules[str(route_name)]
-    modules_after_router = list(model.children())[1:]
-    if not modules_after_router:
-        return route
-    return nn.Sequential(*route.children(), *modules_after_router)
-
-
-def is_tied(model: SentenceTransformer) -> bool:
-    """Return whether the two towers share every weight."""
-    query_weights = {id(weight) for weight in get_tower(model, "query").parameters()}
-    passage_weights = {id(weight) for weight in get_tower(model, "document").parameters()}
-    return query_weights == passage_weights
