@@ -1,11 +1,8 @@
 """BEIR evaluation: the data sets that a name stands for, and the scores of a model or a run on one.
 
 A run is the result of a search, {query id: {document id: score}}, of a model or of any other
-system. A record is the content of the JSON file of an evaluation (see `results`).
-
-`evaluate_beir` calls the data, the search and the metrics one after the other. Wrong settings are
-refused before the first text is encoded. Reranking, sparse and late-interaction models are out of
-scope; tables belong to `tables`.
+system. A record is the content of the JSON file of an evaluation (see `results`). Wrong settings
+are refused before the first text is encoded.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from contaccum.evaluation.metrics import (
     sort_as_trec_eval,
     warn_of_ignored_judgements,
 )
-from contaccum.evaluation.results import EvaluationResult, JsonObject, Run
+from contaccum.evaluation.results import EvaluationResult, Run
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -37,79 +34,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-
-def evaluate_beir(
-    model: SentenceTransformer,
-    dataset: BeirDataset,
-    k_values: Sequence[int] = DEFAULT_K_VALUES,
-    **settings: Any,
-) -> EvaluationResult:
-    """Encode the corpus and the queries of a data set, search, and score.
-
-    Args:
-        model: a SentenceTransformer.
-        dataset: the data set.
-        k_values: cut-offs of the metrics. As many documents as the largest are retrieved.
-        settings: settings of `search` and `plan_search`.
-
-    Raises:
-        ConfigError: a setting is out of range, or does not fit the model or the data. It is raised
-            before anything is encoded.
-    """
-    k_values = check_k_values(k_values)
-    warn_of_ignored_judgements(dataset.qrels, dataset.name)
-    run, record_fields = search(model, dataset.corpus, dataset.queries, max(k_values), **settings)
-    metrics, per_query = score_run(dataset.qrels, run, k_values)
-    data = describe_data(dataset)
-    return EvaluationResult(metrics, per_query, run, data, **record_fields)
-
-
-def score_beir_run(
-    dataset: BeirDataset, run: Mapping[str, Mapping[str, float]], k_values: Sequence[int], name: str
-) -> EvaluationResult:
-    """Score the run of any system.
-
-    Judged queries without results count as zero. Results of other queries, documents with the id of
-    their query, and results below the largest cut-off are ignored.
-
-    Args:
-        dataset: the data set.
-        run: {query id: {document id: score}}.
-        k_values: cut-offs of the metrics.
-        name: name of the system in the result.
-
-    Raises:
-        DataError: the run has results for none of the judged queries.
-    """
-    max_k = max(check_k_values(k_values))
-    best_hits: Run = {}
-    for query_id in dataset.qrels:
-        if query_id in run:
-            hits = {
-                document_id: score
-                for document_id, score in run[query_id].items()
-                if document_id != query_id
-            }
-            best_hits[query_id] = dict(sort_as_trec_eval(hits)[:max_k])
-    if not best_hits:
-        raise DataError(
-            f"{name}: has results for none of {dataset.name}'s judged queries (check that the run "
-            "and the data have the same query ids)"
-        )
-    warn_of_ignored_judgements(dataset.qrels, dataset.name)
-    most_hits = max(len(hits) for hits in best_hits.values())
-    if most_hits < min(max_k, len(dataset.corpus)):
-        logger.warning(
-            f"{name}: has at most {most_hits} results for a query of {dataset.name}: metrics at "
-            "larger cut-offs count all other documents as not found"
-        )
-    metrics, per_query = score_run(dataset.qrels, best_hits, k_values)
-    data = describe_data(dataset)
-    data["queries_without_results"] = len(dataset.qrels) - len(best_hits)
-    return EvaluationResult(
-        metrics, per_query, best_hits, data, model={"name": name}, search={"k": max_k}
-    )
 
 
 def describe_data(dataset: BeirDataset) -> dict[str, Any]:
@@ -152,41 +76,41 @@ def load_data(
     return load_beir_folder(folder, split, on_bad_record)
 
 
-def search(
+def evaluate_beir(
     model: SentenceTransformer,
-    corpus: Mapping[str, Mapping[str, str]],
-    queries: Mapping[str, str],
-    k: int,
+    dataset: BeirDataset,
+    k_values: Sequence[int] = DEFAULT_K_VALUES,
     show_progress: bool = True,
     model_name: str | None = None,
     similarity: Literal["cos", "dot"] | None = None,
     encode_queries: Encode | None = None,
     encode_documents: Encode | None = None,
     **settings: Any,
-) -> tuple[Run, JsonObject]:
-    """Encode a corpus and queries, and find the k best documents of every query.
+) -> EvaluationResult:
+    """Encode the corpus and the queries of a data set, search, and score.
 
     Args:
         model: a SentenceTransformer.
-        corpus: {document id: {"title": title, "text": text}}.
-        queries: {query id: text}.
-        k: number of documents per query.
+        dataset: the data set.
+        k_values: cut-offs of the metrics. As many documents as the largest are retrieved.
         show_progress: show progress bars.
         model_name: name of the model in the record.
         similarity: see `plan_search`.
         encode_queries, encode_documents: functions that encode in place of the model; see
             `FaissSearcher`.
-        settings: further settings of `plan_search`, which is called first.
-
-    Returns:
-        The run, and the fields of an `EvaluationResult` that describe the search.
+        settings: further settings of `plan_search`.
 
     Raises:
-        ConfigError: see `plan_search`.
+        ConfigError: a setting is out of range, or does not fit the model or the data. It is raised
+            before anything is encoded.
     """
     from contaccum.retrieval.search import FaissSearcher
 
-    record_fields = plan_search(model, len(corpus), k, similarity=similarity, **settings)
+    k_values = check_k_values(k_values)
+    warn_of_ignored_judgements(dataset.qrels, dataset.name)
+    max_k = max(k_values)
+    num_documents = len(dataset.corpus)
+    plan = plan_search(model, num_documents, max_k, similarity=similarity, **settings)
     searcher = FaissSearcher(
         model,
         show_progress_bar=show_progress,
@@ -194,11 +118,12 @@ def search(
         encode_documents=encode_documents,
         **settings,
     )
-    run = searcher.search(corpus, queries, k, similarity)
-    record_fields["model"]["name"] = model_name
-    record_fields["search"].update(searcher.search_details)
-    record_fields["timing"] = searcher.timing
-    return run, record_fields
+    run = searcher.search(dataset.corpus, dataset.queries, max_k, similarity)
+    plan["model"]["name"] = model_name
+    plan["search"].update(searcher.search_details)
+    metrics, per_query = score_run(dataset.qrels, run, k_values)
+    data = describe_data(dataset)
+    return EvaluationResult(metrics, per_query, run, data, timing=searcher.timing, **plan)
 
 
 def plan_search(
@@ -255,6 +180,53 @@ def plan_search(
     }
 
 
+def score_beir_run(
+    dataset: BeirDataset, run: Mapping[str, Mapping[str, float]], k_values: Sequence[int], name: str
+) -> EvaluationResult:
+    """Score the run of any system.
+
+    Judged queries without results count as zero. Results of other queries, documents with the id of
+    their query, and results below the largest cut-off are ignored.
+
+    Args:
+        dataset: the data set.
+        run: {query id: {document id: score}}.
+        k_values: cut-offs of the metrics.
+        name: name of the system in the result.
+
+    Raises:
+        DataError: the run has results for none of the judged queries.
+    """
+    max_k = max(check_k_values(k_values))
+    best_hits: Run = {}
+    for query_id in dataset.qrels:
+        if query_id in run:
+            hits = {
+                document_id: score
+                for document_id, score in run[query_id].items()
+                if document_id != query_id
+            }
+            best_hits[query_id] = dict(sort_as_trec_eval(hits)[:max_k])
+    if not best_hits:
+        raise DataError(
+            f"{name}: has results for none of {dataset.name}'s judged queries (check that the run "
+            "and the data have the same query ids)"
+        )
+    warn_of_ignored_judgements(dataset.qrels, dataset.name)
+    most_hits = max(len(hits) for hits in best_hits.values())
+    if most_hits < min(max_k, len(dataset.corpus)):
+        logger.warning(
+            f"{name}: has at most {most_hits} results for a query of {dataset.name}: metrics at "
+            "larger cut-offs count all other documents as not found"
+        )
+    metrics, per_query = score_run(dataset.qrels, best_hits, k_values)
+    data = describe_data(dataset)
+    data["queries_without_results"] = len(dataset.qrels) - len(best_hits)
+    return EvaluationResult(
+        metrics, per_query, best_hits, data, model={"name": name}, search={"k": max_k}
+    )
+
+
 class EvaluationSet(NamedTuple):
     """Data set to score on."""
 
@@ -268,14 +240,39 @@ def evaluation_sets(data: Sequence[str], output: Path) -> list[EvaluationSet]:
 
     Args:
         data: folders and public names. "beir" stands for all public sets; "cqadupstack", or a
-            folder with its twelve parts, stands for these parts.
+            folder with its twelve parts, stands for these parts. A label is the name of the set or
+            of its folder; if several sets have the same name, the labels of folders begin with the
+            name of the folder around them, such as "scifact/dev".
         output: file of the record of a single set. For several sets, their labels, with "-" for
             "/", are inserted before its suffix: out.json becomes out.cqadupstack-android.json.
 
     Raises:
         ConfigError: a set is named twice, or two files would have the same name.
     """
-    sources = _list_sources(data)
+    named_sources: list[tuple[str, str]] = []  # (label, folder or public name)
+    for item in data:
+        # "beir" may also be a BEIR folder.
+        is_all_of_beir = item == "beir" and not is_beir_folder(item)
+        for name in PUBLIC_NAMES if is_all_of_beir else [item]:
+            folder = os.path.expanduser(name)
+            parts = {f"cqadupstack/{forum}": forum for forum in CQADUPSTACK_FORUMS}
+            part_folders = {label: os.path.join(folder, forum) for label, forum in parts.items()}
+            if all(map(is_beir_folder, part_folders.values())):
+                named_sources.extend(part_folders.items())
+            elif name == "cqadupstack":
+                named_sources.extend((label, label) for label in parts)
+            else:
+                named_sources.append((get_set_name(folder), name))
+    counts = Counter(label for label, _ in named_sources)
+    sources: dict[str, str] = {}  # {label: folder or public name}
+    for label, source in named_sources:
+        is_public_name = source == label and not os.path.isdir(source)
+        if counts[label] > 1 and not is_public_name:
+            parent = os.path.dirname(os.path.abspath(os.path.expanduser(source)))
+            label = f"{os.path.basename(parent)}/{label}"
+        if label in sources:
+            raise ConfigError(f"--data: two sets are called {label}; name each set once")
+        sources[label] = source
     if len(sources) == 1:
         return [EvaluationSet(source, label, output) for label, source in sources.items()]
     sets = []
@@ -288,44 +285,3 @@ def evaluation_sets(data: Sequence[str], output: Path) -> list[EvaluationSet]:
         names_in_use.add(file)
         sets.append(EvaluationSet(source, label, file))
     return sets
-
-
-def _list_sources(data: Sequence[str]) -> dict[str, str]:
-    """Return {label: folder or public name} of the data sets that a command line names.
-
-    The label is the name of the set or of its folder. If several sets have the same name, the
-    labels of folders begin with the name of the folder around them, such as "scifact/dev".
-
-    Args:
-        data: folders and public names; see `evaluation_sets`.
-    """
-    named_sources: list[tuple[str, str]] = []  # (label, folder or public name)
-    for item in data:
-        # "beir" may also be a BEIR folder.
-        is_all_of_beir = item == "beir" and not is_beir_folder(item)
-        for name in PUBLIC_NAMES if is_all_of_beir else [item]:
-            named_sources.extend(_expand_cqadupstack(name).items())
-    counts = Counter(label for label, _ in named_sources)
-    sources: dict[str, str] = {}
-    for label, source in named_sources:
-        is_public_name = source == label and not os.path.isdir(source)
-        if counts[label] > 1 and not is_public_name:
-            parent = os.path.dirname(os.path.abspath(os.path.expanduser(source)))
-            label = f"{os.path.basename(parent)}/{label}"
-        if label in sources:
-            raise ConfigError(f"--data: two sets are called {label}; name each set once")
-        sources[label] = source
-    return sources
-
-
-def _expand_cqadupstack(item: str) -> dict[str, str]:
-    """Return {label: folder or public name} of one value of ``--data``."""
-    folder = os.path.expanduser(item)
-    part_folders = {}
-    for forum in CQADUPSTACK_FORUMS:
-        part_folders[f"cqadupstack/{forum}"] = os.path.join(folder, forum)
-    if all(map(is_beir_folder, part_folders.values())):
-        return part_folders
-    if item == "cqadupstack":
-        return {label: label for label in part_folders}
-    return {get_set_name(folder): item}

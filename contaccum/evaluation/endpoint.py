@@ -144,7 +144,7 @@ def evaluate_endpoint(
     """Evaluate the servers of a model's queries and documents, and compare them with the model.
 
     Args:
-        settings: settings of `search` and `plan_search` for both evaluations.
+        settings: further arguments of `evaluate_beir`, for both evaluations.
 
     Returns:
         The result of the servers. Its ``endpoint`` is the comparison with the model.

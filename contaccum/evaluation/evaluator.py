@@ -1,7 +1,7 @@
 """Evaluation during training: evaluators for sentence-transformers' trainers, and samples of data.
 
 `RetrievalEvaluator` encodes, searches exactly and scores as ``contaccum evaluate`` does, on data in
-memory. When to evaluate, and what to do with the scores, is decided by the trainer.
+memory.
 """
 
 from __future__ import annotations
@@ -293,11 +293,19 @@ def sample(
     if has_all_queries and has_all_documents:
         return dataset
     query_ids = set(sorted(dataset.queries, key=_hash_id)[:queries])
-    document_ids = _sample_documents(dataset, query_ids, corpus)
-    qrels = {}
-    for query_id, grades in dataset.qrels.items():
-        if query_id in query_ids:
-            qrels[query_id] = _select_keys(grades, document_ids)
+    kept_judgements = _select_keys(dataset.qrels, query_ids)
+    document_ids: set[str] = set()
+    for grades in kept_judgements.values():
+        relevant = {document for document, grade in grades.items() if grade > 0}
+        # Of a query without relevant documents, one that was judged is kept: the query has the
+        # score 0, and without judgements it would not count.
+        document_ids.update(relevant or sorted(grades, key=_hash_id)[:1])
+    other_ids = sorted(dataset.corpus.keys() - document_ids, key=_hash_id)
+    if corpus is not None:
+        num_others = max(0, corpus - len(document_ids & dataset.corpus.keys()))
+        other_ids = other_ids[:num_others]
+    document_ids.update(other_ids)
+    qrels = {query: _select_keys(grades, document_ids) for query, grades in kept_judgements.items()}
     description = f"{dataset.fingerprint} queries={queries} corpus={corpus}"
     return replace(
         dataset,
@@ -308,26 +316,7 @@ def sample(
     )
 
 
-def _sample_documents(dataset: BeirDataset, query_ids: set[str], corpus: int | None) -> set[str]:
-    """Return the ids of the documents to keep; see `sample`.
-
-    Of a query without relevant documents, one that was judged is kept: the query has the score 0,
-    and without judgements it would not count.
-    """
-    relevant_ids: set[str] = set()
-    for query_id, grades in dataset.qrels.items():
-        if query_id in query_ids:
-            relevant = {document for document, grade in grades.items() if grade > 0}
-            relevant_ids.update(relevant or sorted(grades, key=_hash_id)[:1])
-    other_ids = sorted(dataset.corpus.keys() - relevant_ids, key=_hash_id)
-    if corpus is not None:
-        num_others = max(0, corpus - len(relevant_ids & dataset.corpus.keys()))
-        other_ids = other_ids[:num_others]
-    return relevant_ids.union(other_ids)
-
-
 def _select_keys(mapping: dict[str, _Value], keys: set[str]) -> dict[str, _Value]:
-    """Return the entries of a dict with these keys, in the order of the dict."""
     return {key: value for key, value in mapping.items() if key in keys}
 
 

@@ -1,19 +1,18 @@
-"""Retrieval metrics of a run, computed by pytrec_eval.
+"""Retrieval metrics of a run, computed by pytrec_eval, and significance tests of two systems.
 
 A run is the result of a search, {query id: {document id: score}}. A query is judged if it has
 relevance judgements (qrels). The k best documents of a query give its Accuracy@k, which is 1 if any
 of them is relevant, else 0; the other metrics are trec_eval's.
 
 Differences from BEIR's functions: `score_run` does not change the caller's run, counts a judged
-query without results as zero for every metric, and orders tied scores as trec_eval does.
-
-Input and output are numbers; models, data sets and tables belong to other modules.
+query without results as zero for every metric, and orders tied scores as trec_eval does. The end of
+the module has the test of the difference between two systems.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,7 @@ _TREC_MEASURES = {
     "P": "P",
     "Accuracy": "success",
 }
-# pytrec_eval has no MRR@k. It is derived from the reciprocal rank, see `_rename_trec_scores`.
+# pytrec_eval has no MRR@k. It is derived from the reciprocal rank.
 _METRIC_FAMILIES = (*_TREC_MEASURES, "MRR")
 _METRIC_PATTERN = re.compile(rf"(?:eval_)?((?:{'|'.join(_METRIC_FAMILIES).lower()})@[1-9][0-9]*)")
 
@@ -94,28 +93,19 @@ def score_run(
 
     per_query = {}
     for query_id in judgements:
-        per_query[query_id] = _rename_trec_scores(trec_scores[query_id], k_values)
+        query_scores = trec_scores[query_id]
+        scores = {}
+        for name, measure in _TREC_MEASURES.items():
+            for k in k_values:
+                scores[f"{name}@{k}"] = query_scores[f"{measure}_{k}"]
+        for k in k_values:
+            # trec_eval's reciprocal rank has no cut-off, and so counts if Accuracy@k is 1.
+            scores[f"MRR@{k}"] = query_scores["recip_rank"] * scores[f"Accuracy@{k}"]
+        per_query[query_id] = scores
     means = {}
     for name in metric_names(k_values):
         means[name] = float(np.mean([scores[name] for scores in per_query.values()]))
     return means, per_query
-
-
-def _rename_trec_scores(
-    trec_scores: Mapping[str, float], k_values: Sequence[int]
-) -> dict[str, float]:
-    """Return a query's scores under BEIR's names.
-
-    trec_eval's reciprocal rank has no cut-off. MRR@k is the reciprocal rank if the first relevant
-    document is among the k best (Accuracy@k is 1), else 0.
-    """
-    scores = {}
-    for name, measure in _TREC_MEASURES.items():
-        for k in k_values:
-            scores[f"{name}@{k}"] = trec_scores[f"{measure}_{k}"]
-    for k in k_values:
-        scores[f"MRR@{k}"] = trec_scores["recip_rank"] * scores[f"Accuracy@{k}"]
-    return scores
 
 
 def ignored_judgements(qrels: Mapping[str, Mapping[str, int]]) -> list[str]:
@@ -213,11 +203,6 @@ def check_k_values(k_values: Sequence[int]) -> tuple[int, ...]:
 
 # Significance tests between two systems that answered the same queries ----------------------------
 
-# Queries about the same passage have similar differences. So the unit of a test is a group of
-# linked queries (`contaccum.data.near_duplicates.group_queries`), not a query: many queries about
-# few passages are little evidence.
-
-
 ALPHA = 0.05
 """Level of the tests: the intervals hold 95%."""
 
@@ -242,6 +227,10 @@ def sign_flip_test(
     seed: int = 0,
 ) -> dict[str, float]:
     """Compare two systems by their scores on the same queries, which are in groups.
+
+    Queries about the same passage have similar differences. So the unit of the test is a group of
+    linked queries (`contaccum.data.near_duplicates.group_queries`), not a query: many queries about
+    few passages are little evidence.
 
     If the systems do not differ, the differences of a group are as likely with the other sign. The
     p-value is the share of sign vectors, one sign for each group, with which the mean difference
@@ -276,11 +265,10 @@ def sign_flip_test(
     has_changed = np.abs(sums) > _TOLERANCE
     num_changed = int(has_changed.sum())
     flipped = _flip_all(sums, sizes, seed)
+    p_value = _compute_p_value(flipped, 0.0)
     if num_changed <= _MAX_EXACT_GROUPS:
         # A group without a difference has none with another sign either: its sign is not needed.
         p_value = _compute_p_value(_flip_all(sums[has_changed], sizes[has_changed], seed), 0.0)
-    else:
-        p_value = _compute_p_value(flipped, 0.0)
     difference = float(differences.mean())
     low, high = -1.0, 1.0
     if len(sums) >= MIN_CHANGED_GROUPS:
@@ -307,11 +295,7 @@ def sign_flip_test(
 
 
 def warn_of_few_groups(queries: str, num_groups: int) -> list[str]:
-    """Return a warning if queries are in few groups, else nothing.
-
-    Args:
-        queries: words for the queries, such as "the test queries".
-    """
+    """Return a warning if ``queries``, such as "the test queries", are in few groups."""
     if num_groups >= FEW_GROUPS:
         return []
     return [
@@ -336,28 +320,26 @@ def add_holm(tests: Sequence[dict[str, Any]]) -> None:
         test["p_holm"] = adjusted
 
 
-def _iter_signs(num_groups: int, seed: int) -> Iterator[np.ndarray]:
-    """Yield blocks (b, g) of sign vectors; the first vector of the first block has only ones."""
-    if num_groups <= _MAX_EXACT_GROUPS:
-        bits = np.arange(2**num_groups)[:, None] >> np.arange(num_groups)
-        yield 1.0 - 2.0 * (bits & 1)
-        return
-    yield np.ones((1, num_groups))
-    generator = np.random.default_rng(seed)
-    block_size = max(1, _MAX_SIGNS // num_groups)
-    for start in range(0, _NUM_FLIPS, block_size):
-        num_drawn = min(block_size, _NUM_FLIPS - start)
-        yield 1.0 - 2.0 * generator.integers(0, 2, (num_drawn, num_groups), dtype=np.int8)
-
-
 def _flip_all(sums: np.ndarray, sizes: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the totals (f,) of sums and of sizes with each of f sign vectors, the observed first.
 
     With a supposed difference s, the sums of the groups are ``sums - s * sizes``. So the totals for
     any s follow from these two.
     """
+    num_groups = len(sums)
     columns = np.stack([sums, sizes], axis=1)  # (g, 2)
-    totals = np.concatenate([signs @ columns for signs in _iter_signs(len(sums), seed)])  # (f, 2)
+    if num_groups <= _MAX_EXACT_GROUPS:
+        bits = np.arange(2**num_groups)[:, None] >> np.arange(num_groups)
+        totals = (1.0 - 2.0 * (bits & 1)) @ columns  # (f, 2)
+        return totals[:, 0], totals[:, 1]
+    parts = [np.ones((1, num_groups)) @ columns]
+    generator = np.random.default_rng(seed)
+    block_size = max(1, _MAX_SIGNS // num_groups)
+    for start in range(0, _NUM_FLIPS, block_size):
+        num_drawn = min(block_size, _NUM_FLIPS - start)
+        signs = 1.0 - 2.0 * generator.integers(0, 2, (num_drawn, num_groups), dtype=np.int8)
+        parts.append(signs @ columns)
+    totals = np.concatenate(parts)  # (f, 2)
     return totals[:, 0], totals[:, 1]
 
 

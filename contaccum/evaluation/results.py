@@ -101,7 +101,9 @@ def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> tupl
         if key != "per_query":
             record[key] = redact(value)
     content = json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False)
-    lines = trec_lines(result.run.items(), _make_run_tag(result))
+    # The tag of a run is the last part of the model's name, without white space.
+    name = Path(redact(str(result.model.get("name") or "contaccum"))).name
+    lines = trec_lines(result.run.items(), re.sub(r"\s+", "_", name) or "contaccum")
     with atomic_file(path) as new_record, atomic_file(run_path) as new_run:
         for file, parts in ((new_record, [content, "\n"]), (new_run, lines)):
             with file.open("w", encoding="utf-8", newline="") as opened:
@@ -110,13 +112,6 @@ def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> tupl
         # A kill between the two renames must not leave an older record beside the new run.
         path.unlink(missing_ok=True)
     return path, run_path
-
-
-def _make_run_tag(result: EvaluationResult) -> str:
-    """Return the last part of the model's name, without white space, for lines of a TREC run."""
-    model_name = str(result.model.get("name") or "contaccum")
-    last_part = Path(redact(model_name)).name
-    return re.sub(r"\s+", "_", last_part) or "contaccum"
 
 
 def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -224,13 +219,6 @@ def _encode_id(identifier: str) -> str:
     return _ENCODED + quote(identifier)
 
 
-def _decode_id(cell: str) -> str:
-    """Return the id that `_encode_id` wrote as this cell."""
-    if cell.startswith(_ENCODED):
-        return unquote(cell.removeprefix(_ENCODED))
-    return cell
-
-
 def read_trec_run(
     path: str | os.PathLike[str], on_bad_record: Literal["stop", "skip"] = "stop"
 ) -> Run:
@@ -252,8 +240,10 @@ def read_trec_run(
 
     def parse_line(line: str) -> tuple[str, str, float]:
         cells = split_cells(line, 6, None)
-        query = _decode_id(cells[0])
-        document = _decode_id(cells[2])
+        query, document = [
+            unquote(cell.removeprefix(_ENCODED)) if cell.startswith(_ENCODED) else cell
+            for cell in (cells[0], cells[2])
+        ]
         if document in run.get(query, {}):
             raise Fault("duplicate document", f"{quoted(document)} of query {quoted(query)}")
         return query, document, parse_number(cells[4])

@@ -61,7 +61,14 @@ def markdown_table(header: Sequence[str], cells: Sequence[Sequence[Any]]) -> str
     """Return a Markdown table whose columns are aligned; a cell of None is blank."""
     rows = [list(header)]
     for row in cells:
-        rows.append([_format_cell(cell) for cell in row])
+        texts = []
+        for cell in row:
+            if cell is None:
+                cell = ""
+            elif isinstance(cell, float):
+                cell = f"{cell:.4f}"
+            texts.append(str(cell).replace("|", r"\|"))
+        rows.append(texts)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * width for width in widths])
     lines = []
@@ -69,14 +76,6 @@ def markdown_table(header: Sequence[str], cells: Sequence[Sequence[Any]]) -> str
         padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append("| " + " | ".join(padded) + " |")
     return "\n".join(lines)
-
-
-def _format_cell(cell: Any) -> str:
-    if cell is None:
-        return ""
-    if isinstance(cell, float):
-        return f"{cell:.4f}"
-    return str(cell).replace("|", r"\|")
 
 
 def table_rows(sets: Sequence[EvaluationSet], records: Sequence[Mapping[str, Any]]) -> list[Row]:
