@@ -28,10 +28,8 @@ from contaccum.files import require_writable, write_json, write_text
 
 if TYPE_CHECKING:
     from contaccum.data import BeirDataset
-    from contaccum.encoders.dual_encoder import DualEncoder
     from contaccum.encoders.settings import Kind
     from contaccum.evaluation.beir import EvaluationSet
-    from contaccum.evaluation.endpoint import EmbeddingEndpoint
 
 
 def run(argv: Sequence[str]) -> int:
@@ -105,7 +103,19 @@ def run(argv: Sequence[str]) -> int:
     text = "\n\n".join([tables.sets_table(rows, shown_metrics), *sections])
 
     if len(sets) > 1:
-        write_json(args.output, _summarize(args, records[0], rows, shown_metrics))
+        first = records[0]  # the values that are read are equal in all records
+        summary = {
+            "model": first["model"],
+            "tokenisation": first["tokenisation"],
+            "precision": first["precision"],
+            "versions": first["versions"],
+            "git_commit": first["git_commit"],
+            "search": {"index": first["search"]["index"], "k": max(args.k_values)},
+            "shown": shown_metrics,
+            "sets": rows,
+            "mean": tables.mean_metrics(rows),
+        }
+        write_json(args.output, summary)
     if comparisons:
         write_json(args.output.with_suffix(".compare.json"), comparisons)
     title = f"# Evaluation of {args.model or args.run}"
@@ -221,9 +231,10 @@ def _score_model(
     settings is used again. A single set is always scored anew, and so is a server, which may have
     changed.
     """
+    from contaccum.encoders.settings import get_prompt, is_tied
     from contaccum.evaluation import beir as beir_sets
     from contaccum.evaluation import results
-    from contaccum.evaluation.endpoint import evaluate_endpoint
+    from contaccum.evaluation.endpoint import EmbeddingEndpoint, evaluate_endpoint
 
     model = load_model(args.model, args)
     search_settings = {
@@ -241,7 +252,26 @@ def _score_model(
         plans.append({**plan, "data": description})
     evaluate = partial(beir_sets.evaluate_beir, model)
     if args.endpoint:
-        evaluate = partial(evaluate_endpoint, model, endpoints=_connect(args, model))
+        if args.query_endpoint is None and not is_tied(model):
+            raise ConfigError(
+                "this model has two towers, which need two servers: name the server of the "
+                "documents by --endpoint, and the server of the queries by --query_endpoint"
+            )
+        urls: dict[Kind, str] = {
+            "query": args.query_endpoint or args.endpoint,
+            "document": args.endpoint,
+        }
+        endpoints = {}
+        for kind, url in urls.items():
+            endpoints[kind] = EmbeddingEndpoint(
+                url,
+                args.served_model or args.model,
+                get_prompt(model, kind),
+                plans[0]["model"]["dimension"],
+                args.batch_size,
+                not args.no_progress,
+            )
+        evaluate = partial(evaluate_endpoint, model, endpoints=endpoints)
     records = []
     for evaluation_set, plan in zip(sets, plans, strict=True):
         record = None
@@ -261,59 +291,3 @@ def _score_model(
             print(f"kept: {evaluation_set.output} (same model, data and settings)")
         records.append(record)
     return records
-
-
-def _connect(args: argparse.Namespace, model: DualEncoder) -> dict[Kind, EmbeddingEndpoint]:
-    """Return {kind: client of the server of these texts}. Nothing is sent yet."""
-    from contaccum.encoders.settings import get_prompt, is_tied
-    from contaccum.evaluation.endpoint import EmbeddingEndpoint
-
-    if args.query_endpoint is None and not is_tied(model):
-        raise ConfigError(
-            "this model has two towers, which need two servers: name the server of the documents "
-            "by --endpoint, and the server of the queries by --query_endpoint"
-        )
-    # By its type in sentence-transformers, the dimension may be None. A DualEncoder always has one.
-    dimension = model.get_embedding_dimension()
-    assert dimension is not None
-    urls: dict[Kind, str] = {
-        "query": args.query_endpoint or args.endpoint,
-        "document": args.endpoint,
-    }
-    endpoints = {}
-    for kind, url in urls.items():
-        endpoints[kind] = EmbeddingEndpoint(
-            url,
-            args.served_model or args.model,
-            get_prompt(model, kind),
-            dimension,
-            args.batch_size,
-            not args.no_progress,
-        )
-    return endpoints
-
-
-def _summarize(
-    args: argparse.Namespace,
-    record: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-    shown_metrics: Sequence[str],
-) -> dict[str, Any]:
-    """Return the JSON content of the table of several sets.
-
-    Args:
-        record: the record of any of the sets; the values that are read are equal in all of them.
-    """
-    from contaccum.evaluation import tables
-
-    return {
-        "model": record["model"],
-        "tokenisation": record["tokenisation"],
-        "precision": record["precision"],
-        "versions": record["versions"],
-        "git_commit": record["git_commit"],
-        "search": {"index": record["search"]["index"], "k": max(args.k_values)},
-        "shown": shown_metrics,
-        "sets": rows,
-        "mean": tables.mean_metrics(rows),
-    }
