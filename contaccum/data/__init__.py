@@ -17,5 +17,13 @@ from contaccum.data.dataset import (
     load_training_sets,
     parse_training_sets,
 )
-from contaccum.data.readers import DATA_FORMATS, Passage, read_passages, read_records, sniff_format
-from contaccum.data.records import Record, RecordReport, parse_columns, passage_text
+from contaccum.data.readers import (
+    DATA_FORMATS,
+    Passage,
+    Record,
+    parse_columns,
+    read_passages,
+    read_records,
+    sniff_format,
+)
+from contaccum.data.records import RecordReport, passage_text

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from contaccum.data import sampling
-from contaccum.data.readers import DataFormat, Source
-from contaccum.data.records import OnBadRecord, RecordReport, one_line, parse_columns, quoted
+from contaccum.data.readers import DataFormat, Source, parse_columns
+from contaccum.data.records import OnBadRecord, RecordReport, one_line, quoted
 from contaccum.data.sampling import (
     EpochSampling,
     MissingNegatives,

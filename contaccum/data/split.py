@@ -36,8 +36,8 @@ from contaccum.data.near_duplicates import (
     group_records,
     normalise,
 )
-from contaccum.data.readers import SPLIT_RECORD, Passage, Source, read_passages
-from contaccum.data.records import Record, RecordReport, fold_case, quoted
+from contaccum.data.readers import SPLIT_RECORD, Passage, Record, Source, read_passages
+from contaccum.data.records import RecordReport, fold_case, quoted
 from contaccum.errors import ConfigError, DataError
 from contaccum.files import (
     AnyPath,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from contaccum.data.records import parse_columns
+from contaccum.data.readers import parse_columns
 from contaccum.defaults import DEFAULT_GUARD_LOSS, DEFAULT_MODEL
 from contaccum.files import AnyPath
 from contaccum.fitting.folder import FitFolder

@@ -30,8 +30,8 @@ from contaccum.data import (
     read_records,
     sniff_format,
 )
-from contaccum.data.readers import Passage, Source
-from contaccum.data.records import FIELDS, read_csv
+from contaccum.data.readers import FIELDS, Passage, Source
+from contaccum.data.records import read_csv
 from contaccum.errors import ConfigError, DataError
 
 
