@@ -1,10 +1,12 @@
-"""Training data: a data set of rows whose texts are sampled from cached records.
+"""Training data: a data set of rows whose texts are sampled from stored records.
 
 A record is a query with all its positives and negatives, as a file holds it. The records of every
-format are read once into a cache of Arrow files, which the library `datasets` writes, locks and
-maps into memory. A row is one training example: query, one positive and h hard negatives. When a
-row is read, `contaccum.data.sampling` samples its texts from a record, so they change from epoch to
-epoch although the record is stored once.
+format are read once, and the library `datasets` stores them in an Arrow file, which is mapped into
+memory. A row is one training example: query, one positive and h hard negatives. When a row is read,
+`contaccum.data.sampling` samples its texts from a record, so they change from epoch to epoch
+although the record is stored once.
+
+`load_training_data` loads one training set, and `load_training_sets` several, which share a loss.
 """
 
 from __future__ import annotations
@@ -12,161 +14,31 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from contaccum.data import sampling
-from contaccum.data.readers import DataFormat, Source, parse_columns
+from contaccum.data.readers import DataFormat, Record, Source, parse_columns
 from contaccum.data.records import OnBadRecord, RecordReport, one_line, quoted
 from contaccum.data.sampling import (
+    TOO_FEW,
     EpochSampling,
     MissingNegatives,
     PositivesUsed,
     Selection,
     collect_known_positives,
+    make_sampled_dataset,
     text_ids,
 )
 from contaccum.errors import ConfigError, DataError, check_choice
-from contaccum.files import AnyPath, Fingerprint, cache_folder, fingerprint, read_json, write_json
+from contaccum.files import AnyPath, Fingerprint, cache_folder, fingerprint
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
-
-
-# Cache of training records: Arrow files that `datasets` writes once and maps into memory ----------
-
-# An entry of the cache holds all records of a source, the text ids (64-bit hashes) of its pairs of
-# query and positive, and a description. One process writes an entry; other processes that need it
-# at the same time wait.
-
-
-_DESCRIPTION_FILE = "about.json"
-_PAIRS_FILE = "pairs.int64"
-_MAX_SECONDS_UNUSED = 30 * 86_400  # 30 days
-
-
-@dataclass(frozen=True)
-class CachedRecords:
-    """The records of a source.
-
-    Attributes:
-        records: the records, with the fields of a `Record`.
-        pairs: int64 (n, 2), text ids of query and positive for every pair, mapped from a file.
-        texts_fingerprint: sha256, in hex, of queries and positives.
-        negatives_fingerprint: sha256, in hex, of negatives.
-        scores_fingerprint: sha256, in hex, of teacher scores.
-    """
-
-    records: Dataset
-    pairs: np.ndarray
-    texts_fingerprint: str
-    negatives_fingerprint: str
-    scores_fingerprint: str
-
-    @property
-    def has_scores(self) -> bool:
-        """True if any record has teacher scores."""
-        fingerprint_of_nothing = fingerprint()
-        return self.scores_fingerprint != fingerprint_of_nothing
-
-
-def cache_records(source: Source, report: RecordReport) -> CachedRecords:
-    """Open the records of a source in the cache, and read the source first if it is not there.
-
-    Args:
-        source: the source.
-        report: receives the counts of records, also if they were read by an earlier run.
-
-    Raises:
-        DataError: for a source or a record that cannot be used, or a cache that cannot be written.
-    """
-    from datasets import Dataset, Features, List, Value, disable_progress_bars
-    from datasets.exceptions import DatasetGenerationError
-
-    key = source.key(report.on_bad_record)[:32]
-    folder = cache_folder("datasets", key)
-    texts = List(Value("string"))
-    features = Features(
-        query=Value("string"), positives=texts, negatives=texts, scores=List(Value("float32"))
-    )
-
-    def generate() -> Iterator[dict[str, Any]]:
-        return _write_entry(folder, source, report)
-
-    if not sys.stderr.isatty():  # progress bars would fill a log file
-        disable_progress_bars()
-    try:
-        records = Dataset.from_generator(generate, features, str(folder), fingerprint=key)
-        # The file's time is the time of the last use, see `_remove_unused_entries`.
-        os.utime(folder / _DESCRIPTION_FILE)
-    except (DatasetGenerationError, OSError) as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, OSError):  # such as a full disk
-            raise DataError(
-                one_line(f"{folder}: the data cannot be stored: {cause} (set CONTACCUM_CACHE)")
-            ) from error
-        # `datasets` wraps the errors of the reader. The reader's own error names file and line.
-        raise cause from None
-    pairs = np.memmap(folder / _PAIRS_FILE, dtype=np.int64, mode="r").reshape(-1, 2)
-    description = read_json(folder / _DESCRIPTION_FILE)
-    report.restore(description["report"])
-    return CachedRecords(
-        records, pairs, description["texts"], description["negatives"], description["scores"]
-    )
-
-
-def _write_entry(folder: Path, source: Source, report: RecordReport) -> Iterator[dict[str, Any]]:
-    """Yield the records of a source as dicts, and write the files beside them.
-
-    At the end, the entries that were not opened for 30 days are removed.
-    """
-    texts_content = Fingerprint()
-    negatives_content = Fingerprint()
-    scores_content = Fingerprint()
-    num_records = 0
-    with open(folder / _PAIRS_FILE, "wb") as pairs_file:
-        for record in source.records(report):
-            num_records += 1
-            query_id, *positive_ids = text_ids([record.query, *record.positives]).tolist()
-            pairs = [(query_id, positive_id) for positive_id in positive_ids]
-            pairs_file.write(np.array(pairs, dtype=np.int64).tobytes())
-            texts_content.add(record.query, *record.positives, "")
-            negatives_content.add(*record.negatives, "")
-            if record.scores is not None:
-                scores_content.add(record.scores)
-            yield record._asdict()
-    report.refuse_if_nothing_left(source.path, num_records, "training pairs")
-    description = {
-        "texts": texts_content.hex(),
-        "negatives": negatives_content.hex(),
-        "scores": scores_content.hex(),
-        "report": vars(report),
-    }
-    write_json(folder / _DESCRIPTION_FILE, description)
-    _remove_unused_entries(folder)
-
-
-def _remove_unused_entries(new_entry: Path) -> None:
-    """Remove the entries beside a new one that were not opened for 30 days."""
-    oldest_used = time.time() - _MAX_SECONDS_UNUSED
-    for entry in new_entry.parent.iterdir():
-        if entry == new_entry:
-            continue
-        with suppress(OSError):  # another process may remove the entry at the same time
-            last_used = entry.stat().st_mtime
-            if (entry / _DESCRIPTION_FILE).exists():
-                last_used = max(last_used, (entry / _DESCRIPTION_FILE).stat().st_mtime)
-            if last_used < oldest_used:
-                shutil.rmtree(entry, ignore_errors=True)
-
 
 SET_KEYS = {
     "path": "path",
@@ -180,6 +52,76 @@ SET_KEYS = {
 
 The arguments are those of `load_training_data`, and "name", the name of the set.
 """
+
+
+def store_records(
+    source: Source, report: RecordReport, records: Sequence[Record] | None = None
+) -> tuple[Dataset, dict[str, str]]:
+    """Return the records of a source, which is read only if `datasets` has not stored it yet.
+
+    The cache of `datasets` is used as it is: an entry is written by one process, while others that
+    need it wait, and it becomes visible when it is complete. Its last row is no record. It holds,
+    as JSON, what was counted and hashed while the records were read.
+
+    Args:
+        source: the source.
+        report: receives the counts of records, also if they were read by an earlier run.
+        records: the records of the source if they are in memory; None: they are read.
+
+    Returns:
+        A data set with the fields of a `Record`, "query_id" and "positive_ids" (see `text_ids`);
+        and the sha256, in hex, of queries and positives ("texts"), of "negatives" and of "scores".
+
+    Raises:
+        DataError: for a source or a record that cannot be used, or a cache that cannot be written.
+    """
+    from datasets import Dataset, Features, List, Value, disable_progress_bars
+    from datasets.exceptions import DatasetGenerationError
+
+    features = Features(
+        query=Value("string"),
+        positives=List(Value("string")),
+        negatives=List(Value("string")),
+        scores=List(Value("float32")),
+        query_id=Value("int64"),
+        positive_ids=List(Value("int64")),
+    )
+
+    def generate() -> Iterator[dict[str, Any]]:
+        contents = {name: Fingerprint() for name in ("texts", "negatives", "scores")}
+        num_records = 0
+        for record in source.records(report) if records is None else records:
+            num_records += 1
+            contents["texts"].add(record.query, *record.positives, "")
+            contents["negatives"].add(*record.negatives, "")
+            if record.scores is not None:
+                contents["scores"].add(record.scores)
+            query_id, *positive_ids = text_ids([record.query, *record.positives]).tolist()
+            yield {**record._asdict(), "query_id": query_id, "positive_ids": positive_ids}
+        if records is not None:
+            report.seen = num_records
+        report.refuse_if_nothing_left(source.path, num_records, "training pairs")
+        hashes = {name: content.hex() for name, content in contents.items()}
+        last_row = dict.fromkeys(features)
+        yield {**last_row, "query": json.dumps({"report": vars(report), "hashes": hashes})}
+
+    if not sys.stderr.isatty():  # progress bars would fill a log file
+        disable_progress_bars()
+    folder = cache_folder("datasets")
+    try:
+        key = source.key(report.on_bad_record)
+        stored = Dataset.from_generator(generate, features, str(folder), fingerprint=key[:32])
+    except (DatasetGenerationError, OSError) as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, OSError):  # such as a full disk
+            raise DataError(
+                one_line(f"{folder}: the data cannot be stored: {cause} (set CONTACCUM_CACHE)")
+            ) from error
+        # `datasets` wraps the errors of the reader. The reader's own error names file and line.
+        raise cause from None
+    last_row = json.loads(stored[-1]["query"])
+    report.restore(last_row["report"])
+    return stored.select(range(len(stored) - 1)), last_row["hashes"]
 
 
 @dataclass(frozen=True)
@@ -197,8 +139,7 @@ class TrainingData:
         report: counts of used and bad records.
         fingerprint: sha256, in hex, of the texts in order and of everything that is sampled from.
         transform: the transform of `dataset`, which samples the texts of the rows.
-        pairs: text ids of query and positive for every positive of every record, int64 (n, 2),
-            mapped from a file.
+        pairs: text ids of query and positive for every positive of every record, int64 (n, 2).
         unused_scores: True if the records have teacher scores that are not used; False for "dpr",
             whose published scores are those of BM25.
         unused_negatives: True if the records have hard negatives, and the rows have none.
@@ -246,10 +187,11 @@ def load_training_data(
     may_lack_negatives: bool = False,
     teacher_scores: bool = False,
     min_score: float | None = None,
+    records: Sequence[Record] | None = None,
 ) -> TrainingData:
     """Load the rows of a training set, with `num_hard_negatives` (h) hard negatives each.
 
-    The records are read once and cached. A row holds the texts of the current epoch, which starts
+    The records are read once and stored. A row holds the texts of the current epoch, which starts
     at 0 and is set with ``transform.set_epoch``.
 
     Args:
@@ -261,11 +203,14 @@ def load_training_data(
         may_lack_negatives: True to accept a source without any hard negative.
         teacher_scores: True to give rows the teacher scores of their positive and negatives; a
             record without scores is then a bad record.
+        records: the records of `path` if they are in memory, which are not read again then.
 
     Raises:
         ConfigError: for an unknown format, or settings that cannot work together.
         DataError: for data or a cache that cannot be used, or if no row or no negative is left.
     """
+    import pyarrow.compute as pc
+
     report = RecordReport(on_bad_record)
     source = Source(
         path, data_format, split, columns, needs_scores=teacher_scores, min_score=min_score
@@ -274,9 +219,14 @@ def load_training_data(
         # A record of a BEIR folder has all judgements of a query, and each is a training pair.
         positives = "all" if source.data_format == "beir" else "draw"
     selection = Selection(num_hard_negatives, positives, negatives_from, missing_negatives)
-    cached = cache_records(source, report)
-    num_positives = _list_lengths(cached.records, "positives")
-    num_negatives = _list_lengths(cached.records, "negatives")
+    stored, hashes = store_records(source, report, records)
+    column = stored.data.column
+    num_positives = pc.list_value_length(column("positives")).to_numpy()
+    num_negatives = pc.list_value_length(column("negatives")).to_numpy()
+    has_scores = column("scores").null_count < len(stored)
+    query_ids = np.repeat(column("query_id").to_numpy(), num_positives)
+    pairs = np.column_stack([query_ids, pc.list_flatten(column("positive_ids")).to_numpy()])
+
     if num_hard_negatives and not may_lack_negatives and not num_negatives.any():
         message = (
             f"{path}: num_hard_negatives={num_hard_negatives}, but no record has a negative "
@@ -294,63 +244,44 @@ def load_training_data(
             "score (set missing_negatives=drop, or lower num_hard_negatives)"
         )
         raise DataError(one_line(message))
-    report.leave_out(path, sampling.TOO_FEW, len(num_negatives) - len(used_records))
+    report.leave_out(path, TOO_FEW, len(num_negatives) - len(used_records))
     report.refuse_if_nothing_left(path, len(used_records), "training pairs")
+
+    # The fingerprint of the texts, and of the settings that change the sampled texts. A setting
+    # without effect on these data is left out: runs that train on the same texts have the same
+    # fingerprint. For example, `positives` has no effect if no record has several positives.
+    parts: list[object] = [hashes["texts"]]
+    parts.append(positives if num_positives.max() > 1 else "one")
+    if num_hard_negatives:
+        most_negatives = num_negatives.max()
+        sampled_from = min(negatives_from or most_negatives, most_negatives)
+        parts += [hashes["negatives"], num_hard_negatives, int(sampled_from)]
+        parts.append(missing_negatives if has_too_few.any() else None)
+    if teacher_scores:
+        parts.append(hashes["scores"])
+
     negative_columns = [f"negative_{number}" for number in range(1, num_hard_negatives + 1)]
     transform = EpochSampling(
-        cached.records,
+        stored.select_columns(["query", "positives", "negatives", "scores"]),
         ["query", "positive", *negative_columns],
         selection,
         selection.assign_rows(used_records, num_positives),
-        collect_known_positives(cached.pairs),
+        collect_known_positives(pairs),
     )
     transform.has_teacher_scores = teacher_scores
     # The scores in published files of DPR are BM25 scores, not those of a teacher.
-    may_distill = cached.has_scores and source.data_format != "dpr"
+    may_distill = has_scores and source.data_format != "dpr"
     return TrainingData(
-        sampling.make_sampled_dataset(transform),
+        make_sampled_dataset(transform),
         str(path),
         source.data_format,
         report,
-        _compute_fingerprint(cached, selection, num_positives, num_negatives, teacher_scores),
+        fingerprint(*parts),
         transform,
-        cached.pairs,
+        pairs,
         unused_scores=may_distill and not teacher_scores,
         unused_negatives=num_hard_negatives == 0 and bool(num_negatives.any()),
     )
-
-
-def _list_lengths(records: Dataset, column: str) -> np.ndarray:
-    """Return the number of texts in a list column for each record, without reading the texts."""
-    import pyarrow.compute as pc
-
-    return pc.list_value_length(records.data.column(column)).to_numpy()
-
-
-def _compute_fingerprint(
-    cached: CachedRecords,
-    selection: Selection,
-    num_positives: np.ndarray,
-    num_negatives: np.ndarray,
-    teacher_scores: bool,
-) -> str:
-    """Return the fingerprint of the texts, and of the settings that change the sampled texts.
-
-    A setting without effect on these data is left out: runs that train on the same texts have the
-    same fingerprint. For example, `positives` has no effect if no record has several positives.
-    """
-    parts: list[object] = [cached.texts_fingerprint]
-    has_several_positives = num_positives.max() > 1
-    parts.append(selection.positives if has_several_positives else "one")
-    if selection.num_hard_negatives:
-        most_negatives = num_negatives.max()
-        sampled_from = min(selection.negatives_from or most_negatives, most_negatives)
-        parts += [cached.negatives_fingerprint, selection.num_hard_negatives, int(sampled_from)]
-        has_missing = num_negatives.min() < selection.num_hard_negatives
-        parts.append(selection.missing_negatives if has_missing else None)
-    if teacher_scores:
-        parts.append(cached.scores_fingerprint)
-    return fingerprint(*parts)
 
 
 @dataclass(frozen=True)
@@ -406,26 +337,20 @@ def load_training_sets(sets: Mapping[str, Mapping[str, Any]], **common: Any) -> 
     Raises:
         ConfigError, DataError: see `load_training_data`.
     """
-    parts = {}
-    for name, arguments in sets.items():
-        parts[name] = load_training_data(**{**common, **arguments})
+    parts = {name: load_training_data(**{**common, **given}) for name, given in sets.items()}
     fingerprints = [part.fingerprint for part in parts.values()]
     if len(parts) == 1:
         return TrainingSets(parts, fingerprints[0])
     if parts:
-        _share_known_positives(list(parts.values()))
+        all_pairs = np.concatenate([part.pairs for part in parts.values()])
+        known_positives = collect_known_positives(all_pairs)
+        for part in parts.values():
+            part.transform.known_positives = known_positives
+            # The memory bank of the loss holds passages of earlier batches of every set. With text
+            # ids in the labels of all sets, equal texts have equal ids, whatever set they come
+            # from.
+            part.transform.has_text_ids = True
     return TrainingSets(parts, fingerprint(*fingerprints))
-
-
-def _share_known_positives(parts: Sequence[TrainingData]) -> None:
-    """Set the known positives of each set to those of all sets."""
-    all_pairs = np.concatenate([part.pairs for part in parts])
-    known_positives = collect_known_positives(all_pairs)
-    for part in parts:
-        part.transform.known_positives = known_positives
-        # The memory bank of the loss holds passages of earlier batches of every set. With text ids
-        # in the labels of all sets, equal texts have equal ids, whatever set they come from.
-        part.transform.has_text_ids = True
 
 
 def parse_training_sets(
@@ -444,8 +369,7 @@ def parse_training_sets(
     arguments_by_name: dict[str, dict[str, Any]] = {}
     for item in sets:
         try:
-            arguments = {**(common or {}), **_parse_set(item)}
-            _check_set(arguments)
+            arguments = _parse_set(item, common or {})
         except ValueError as error:  # ConfigError is a ValueError too
             raise ConfigError(one_line(f"train_data: {quoted(item)}: {error}")) from error
         # The file or folder without extension: "train" for "x/train.jsonl.gz"
@@ -460,8 +384,12 @@ def parse_training_sets(
     return arguments_by_name
 
 
-def _parse_set(item: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `load_training_data` that the settings of one set contain."""
+def _parse_set(item: str | Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `load_training_data` for one set, and its name if it has one.
+
+    Raises:
+        ConfigError: for a setting that cannot be used.
+    """
     settings: Mapping[str, Any]
     if isinstance(item, Mapping):
         settings = item
@@ -474,25 +402,16 @@ def _parse_set(item: str | Mapping[str, Any]) -> dict[str, Any]:
             ) from error
     else:
         settings = {"path": os.fspath(item)}
-    arguments = {}
+    arguments = dict(common)
     for key, value in settings.items():
         check_choice("a key of a set", key, SET_KEYS)
         if value is not None:
             arguments[SET_KEYS[key]] = value
-    return arguments
-
-
-def _check_set(arguments: dict[str, Any]) -> None:
-    """Check the arguments of a set, and replace its columns by parsed ones.
-
-    Raises:
-        ConfigError: for a setting that cannot be used.
-    """
     if not isinstance(arguments.get("path"), str):
         raise ConfigError('a set has a path, as {"path": FILE}')
     if not isinstance(arguments.get("min_score"), float | int | None):
         raise ConfigError(f"min_score must be a number, got {arguments['min_score']!r}")
     arguments["columns"] = parse_columns(arguments.get("columns"))
     selection_fields = [setting.name for setting in fields(Selection)]
-    selection_settings = {name: arguments[name] for name in selection_fields if name in arguments}
-    Selection(**selection_settings)  # raises ConfigError for a value out of range
+    Selection(**{name: arguments[name] for name in selection_fields if name in arguments})
+    return arguments

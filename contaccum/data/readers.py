@@ -547,7 +547,7 @@ _HUB_NAME = r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?"
 _PARQUET_MAGIC = b"PAR1"
 """The first bytes of every parquet file."""
 
-_CACHE_VERSION = 13
+_CACHE_VERSION = 14
 """Version of the readers and the cache. Increase it when either changes, so that cached records of
 an older version are not used."""
 

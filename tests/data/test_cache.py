@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from data_files import put_lines
 
-from contaccum.data import load_training_data
+from contaccum.data import RecordReport, load_training_data
 from contaccum.data.readers import Source
 from contaccum.errors import DataError
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """Set an empty cache, and return its folder of data sets, in which each entry is a folder."""
+    """Set an empty cache, and return its folder of data sets."""
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "datasets"
 
@@ -50,7 +50,7 @@ ROWS = make_rows()
 
 
 def count_entries(folder: Path) -> int:
-    return len(list(folder.iterdir()))
+    return len(list(folder.rglob("*.arrow")))
 
 
 def test_a_second_run_opens_what_the_first_one_stored(tmp_path, folder, reads):
@@ -99,35 +99,21 @@ def test_a_source_that_changed_is_read_again(tmp_path, folder):
         assert load_training_data(path).dataset[0]["query"] == str(number)
 
 
-def set_days_since_use(entry: Path, days: float) -> None:
-    """Set the times of a cache entry as if it had last been opened so many days ago."""
-    time_of_use = time.time() - days * 86_400
-    for file in (entry, entry / "about.json"):
-        os.utime(file, (time_of_use, time_of_use))
-
-
-def store_new_entry(path: Path, folder: Path) -> Path:
-    """Load a file that is not in the cache, and return its new entry."""
-    entries_before = set(folder.iterdir()) if folder.exists() else set()
-    load_training_data(path)
-    (entry,) = set(folder.iterdir()) - entries_before
-    return entry
-
-
-def test_entries_unused_for_thirty_days_are_removed(tmp_path, folder):
-    """An entry that was not opened for 30 days is removed when another one is stored."""
-    paths = [put_lines(tmp_path / f"{i}.jsonl", *ROWS[i:]) for i in range(4)]
-    old_entry = store_new_entry(paths[0], folder)
-    entry = store_new_entry(paths[1], folder)
-    set_days_since_use(old_entry, 31)
-    set_days_since_use(entry, 29)
-    load_training_data(paths[2])
-    assert not old_entry.exists()
-    assert entry.exists()
-    set_days_since_use(entry, 31)
-    load_training_data(paths[1])  # opening an entry marks it as used
-    load_training_data(paths[3])
-    assert entry.exists()
+def test_records_in_memory_are_stored_as_those_of_their_file(tmp_path, folder, reads):
+    path = put_lines(tmp_path / "a.jsonl", *ROWS)
+    records = list(Source(path).records(RecordReport()))
+    reads.clear()
+    first = load_training_data(path, num_hard_negatives=2, records=records)
+    second = load_training_data(path, num_hard_negatives=2)
+    assert reads == []
+    assert second.fingerprint == first.fingerprint
+    assert second.report == first.report
+    assert first.report.seen == 9
+    os.utime(path, (0, 0))
+    from_file = load_training_data(path, num_hard_negatives=2)
+    assert len(reads) == 9
+    assert from_file.fingerprint == first.fingerprint
+    assert list(from_file.dataset) == list(first.dataset)
 
 
 # argv: the data, a folder for the marks, the number of the process. Each process waits until both
@@ -177,7 +163,6 @@ def test_an_unfinished_entry_is_not_used(tmp_path, folder):
         with pytest.raises(DataError, match=r"a\.jsonl:10: broken JSON"):
             load_training_data(path)
     assert list(folder.rglob("*.arrow")) == []
-    assert list(folder.rglob("about.json")) == []
 
 
 def test_a_cache_that_cannot_be_written_is_one_clear_line(tmp_path, monkeypatch):
