@@ -219,6 +219,8 @@ def load_training_data(
         # A record of a BEIR folder has all judgements of a query, and each is a training pair.
         positives = "all" if source.data_format == "beir" else "draw"
     selection = Selection(num_hard_negatives, positives, negatives_from, missing_negatives)
+    if teacher_scores:
+        records = None  # the reader refuses records without scores
     stored, hashes = store_records(source, report, records)
     column = stored.data.column
     num_positives = pc.list_value_length(column("positives")).to_numpy()

@@ -13,7 +13,11 @@ A split is written as a folder:
     dev/, test/    BEIR folders with queries, haystack and judgements; in both folders the
                    judgements are in qrels/test.tsv
 
-The same data, sizes and seed give the same split, whatever the order of the records.
+The same data, sizes and seed give the same split, whatever the order of the records. Texts are
+compared after `normalise`, so a text that differs only in case or in invisible characters is the
+same text. A document is a copy of a passage of the records if its title and text together, or its
+text alone, have the words of the passage: records may hold the texts of documents without their
+titles.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.data.beir import QRELS_HEADER, BeirDataset, get_positives, load_beir_folder
+from contaccum.data.dataset import TrainingData, load_training_data
 from contaccum.data.near_duplicates import (
     Grouping,
     choose_held_out_by,
@@ -210,13 +215,59 @@ def split_data(
         ConfigError: for settings that do not fit the data, or an ``output`` that exists.
         DataError: for data that cannot be read, or with too few queries outside of large groups.
     """
+    split, _ = _write_split(data, output, settings, corpus, report, show_progress)
+    return split
+
+
+def split_and_load(
+    data: Source,
+    output: AnyPath,
+    settings: SplitSettings | None = None,
+    corpus: AnyPath | None = None,
+    report: RecordReport | None = None,
+    show_progress: bool = False,
+    **selection: Any,
+) -> tuple[Split, TrainingData]:
+    """Write a split as `split_data` does, and return it with its training set.
+
+    The training records go from memory into the cache of `load_training_data`. Every later
+    `load_training_data` of the file train.jsonl opens them there, also in another process.
+
+    Args:
+        selection: arguments of `load_training_data` that decide which rows are made of a record,
+            such as ``num_hard_negatives``.
+
+    Raises:
+        ConfigError, DataError: see `split_data` and `load_training_data`.
+    """
+    split, records = _write_split(data, output, settings, corpus, report, show_progress)
+    return split, load_training_data(Path(output) / TRAIN_FILE, records=records, **selection)
+
+
+def _write_split(
+    data: Source,
+    output: AnyPath,
+    settings: SplitSettings | None,
+    corpus: AnyPath | None,
+    report: RecordReport | None,
+    show_progress: bool,
+) -> tuple[Split, list[Record]]:
+    """Write a split, and return it with its training records; see `split_data`."""
     output = Path(output)
     if output.exists():
         raise ConfigError(f"{output}: exists already; name another folder, or remove it")
     settings = settings or SplitSettings()
     report = report or RecordReport()
-    records = read_training_records(data, report)
-    published_test = load_published_test(data, report)
+    records = list(data.records(report))
+    if data.data_format == "dpr":  # their scores are those of BM25
+        records = [record._replace(scores=None) for record in records]
+    published_test = None
+    if data.data_format == "beir" and any(data.path.glob("qrels/test.tsv*")):
+        # `report` has counted documents and queries with the training records already.
+        texts_report = RecordReport(report.on_bad_record)
+        published_test = load_beir_folder(
+            data.path, "test", report=report, texts_report=texts_report
+        )
     corpus_documents = _read_corpus(data, corpus, published_test, settings, report)
 
     held_out_by = choose_held_out_by(records, published_test)
@@ -229,14 +280,23 @@ def split_data(
     for record, group in zip(records, grouping.group_of_record, strict=True):
         parts[sides.get(group, "left out")].append(record)
 
+    documents_given = corpus_documents or ()
+    held_out = find_held_out(parts, documents_given, published_test, show_progress)
+    training_records = [_remove_negatives(record, held_out) for record in parts["train"]]
+    negatives_left_out = 0
+    for before, after in zip(parts["train"], training_records, strict=True):
+        negatives_left_out += len(before.negatives) - len(after.negatives)
+
+    content = Fingerprint()
+    for line in sorted(_format_record(record) for record in records):
+        content.add(line)
+    content.add(str(settings), "" if corpus is None else Path(corpus).name)
+
     with atomic_folder(output) as folder:
-        documents_given = corpus_documents or ()
-        held_out = find_held_out(parts, documents_given, published_test, show_progress)
-        negatives_left_out = write_train(folder / TRAIN_FILE, parts["train"], held_out)
-        num_documents = write_training_corpus(
-            folder / CORPUS_FILE, parts["train"], documents_given, held_out
-        )
-        documents = {"train": num_documents}
+        write_text(folder / TRAIN_FILE, map(_format_record, training_records))
+        training_corpus = collect_training_corpus(parts["train"], documents_given, held_out)
+        write_text(folder / CORPUS_FILE, map(_format_document, training_corpus))
+        documents = {"train": len(training_corpus)}
         positives_added = 0
         for side in ("dev", "test"):
             if side == "test" and published_test is not None:
@@ -247,11 +307,12 @@ def split_data(
                 haystack = sample_haystack(side, parts, settings.haystack, settings.seed)
             documents[side], num_added = write_beir(folder / side, parts[side], haystack)
             positives_added += num_added
+        small_groups = _list_small_groups(grouping, sizes, settings)
         split = Split(
             train=_count_queries(parts["train"]),
             dev=_count_queries(parts["dev"]),
             test=len(published_test.qrels) if published_test else _count_queries(parts["test"]),
-            records=len(parts["train"]),
+            records=len(training_records),
             documents=documents,
             groups=len(grouping.queries_of_group),
             largest_group=max(grouping.queries_of_group.values()),
@@ -260,35 +321,13 @@ def split_data(
             left_out=len(parts["left out"]),
             negatives_left_out=negatives_left_out,
             settings=asdict(settings),
-            fingerprint=_compute_fingerprint(records, settings, corpus),
-            available=_count_available(grouping, _list_small_groups(grouping, sizes, settings)),
+            fingerprint=content.hex(),
+            available=sum(grouping.queries_of_group[group] for group in small_groups),
             positives_added=positives_added,
             has_own_test=published_test is not None,
         )
         write_json(folder / SPLIT_RECORD, {**asdict(split), **provenance()})
-    return split
-
-
-def _read_corpus(
-    data: Source,
-    corpus: AnyPath | None,
-    published_test: BeirDataset | None,
-    settings: SplitSettings,
-    report: RecordReport,
-) -> list[Passage] | None:
-    """Return the documents of `corpus`, or else those of a BEIR folder; None without both."""
-    if published_test is not None:
-        if corpus is not None or settings.test is not None or settings.fold:
-            raise ConfigError(
-                f"{data.path}: its own test set and corpus stay as they are: drop corpus, test "
-                "and fold"
-            )
-        return get_haystack(published_test)
-    if corpus is None and data.data_format == "beir":
-        # The training records have counted its documents already. Published sets have blank ones.
-        own_report = RecordReport(report.on_bad_record)
-        return read_haystack(data.path, own_report, may_be_blank=True)
-    return None if corpus is None else read_haystack(corpus, report)
+    return split, training_records
 
 
 def read_split(folder: AnyPath) -> Split:
@@ -299,6 +338,86 @@ def read_split(folder: AnyPath) -> Split:
         return Split(**{count.name: content[count.name] for count in fields(Split)})
     except KeyError as error:
         raise DataError(f"{file}: {error} is missing; split the data again") from error
+
+
+def _read_corpus(
+    data: Source,
+    corpus: AnyPath | None,
+    published_test: BeirDataset | None,
+    settings: SplitSettings,
+    report: RecordReport,
+) -> list[Passage] | None:
+    """Return the documents of `corpus`, or else those of a BEIR folder; None without both.
+
+    Raises:
+        ConfigError: for settings that a test set which came with the data does not allow.
+        DataError: for an id that occurs twice, or that a file of judgements cannot contain.
+    """
+    if published_test is not None:
+        if corpus is not None or settings.test is not None or settings.fold:
+            raise ConfigError(
+                f"{data.path}: its own test set and corpus stay as they are: drop corpus, test "
+                "and fold"
+            )
+        return [Passage(name, **document) for name, document in published_test.corpus.items()]
+    if corpus is not None:
+        passages = read_passages(corpus, report)
+    elif data.data_format == "beir":
+        corpus = data.path
+        # The training records have counted its documents already. Published sets have blank ones.
+        own_report = RecordReport(report.on_bad_record)
+        passages = read_passages(corpus, own_report, may_be_blank=True)
+    else:
+        return None
+    documents: dict[str, Passage] = {}
+    for document in passages:
+        if re.search(r"[\t\r\n]", document.id):
+            raise DataError(
+                f"{corpus}: the id {quoted(document.id)} has a tab or a line break; remove it"
+            )
+        if document.id in documents:
+            raise DataError(
+                f"{corpus}: has the id {quoted(document.id)} twice; keep one of the two"
+            )
+        documents[document.id] = document
+    return list(documents.values())
+
+
+def _choose_sizes(
+    source: AnyPath, grouping: Grouping, settings: SplitSettings, published_test: BeirDataset | None
+) -> dict[str, int]:
+    """Return the number of queries to hold out: {"dev": number, "test": number}.
+
+    The number of test queries is 0 if the data came with a test set, which is used as it is.
+    """
+    num_queries = 0
+    for group, num_queries_of_group in grouping.queries_of_group.items():
+        if group not in grouping.groups_of_test:
+            num_queries += num_queries_of_group
+    if num_queries < LEAST_QUERIES:
+        raise DataError(
+            f"{source}: has {num_queries} distinct queries; it takes at least {LEAST_QUERIES} "
+            "to hold some of them out"
+        )
+    sizes = {}
+    for side, given, share, largest in (
+        ("dev", settings.dev, DEV_SHARE, LARGEST_DEV),
+        ("test", settings.test, TEST_SHARE, LARGEST_TEST),
+    ):
+        if given is None:
+            sizes[side] = max(1, round(min(largest, share * num_queries)))
+        elif given < 1:
+            sizes[side] = max(1, round(given * num_queries))
+        else:
+            sizes[side] = int(given)
+    if published_test is not None:
+        sizes["test"] = 0
+    if sum(sizes.values()) >= num_queries:
+        raise ConfigError(
+            f"{source}: {sizes['dev']:,} dev and {sizes['test']:,} test queries of "
+            f"{num_queries:,} leave none to train on"
+        )
+    return sizes
 
 
 def choose_sides(
@@ -329,7 +448,7 @@ def choose_sides(
         ConfigError: for a fold number that is too large.
     """
     small_groups = _list_small_groups(grouping, sizes, settings)
-    num_available = _count_available(grouping, small_groups)
+    num_available = sum(grouping.queries_of_group[group] for group in small_groups)
     num_held_out = sizes["dev"] + sizes["test"]
     if num_available < num_held_out:
         raise DataError(
@@ -394,88 +513,8 @@ def _list_small_groups(
     return small_groups
 
 
-def _count_available(grouping: Grouping, small_groups: Sequence[int]) -> int:
-    """Return the number of queries that may be held out."""
-    return sum(grouping.queries_of_group[group] for group in small_groups)
-
-
-def _choose_sizes(
-    source: AnyPath, grouping: Grouping, settings: SplitSettings, published_test: BeirDataset | None
-) -> dict[str, int]:
-    """Return the number of queries to hold out: {"dev": number, "test": number}.
-
-    The number of test queries is 0 if the data came with a test set, which is used as it is.
-    """
-    num_queries = 0
-    for group, num_queries_of_group in grouping.queries_of_group.items():
-        if group not in grouping.groups_of_test:
-            num_queries += num_queries_of_group
-    if num_queries < LEAST_QUERIES:
-        raise DataError(
-            f"{source}: has {num_queries} distinct queries; it takes at least {LEAST_QUERIES} "
-            "to hold some of them out"
-        )
-    default_dev = min(LARGEST_DEV, DEV_SHARE * num_queries)
-    default_test = min(LARGEST_TEST, TEST_SHARE * num_queries)
-    sizes = {
-        "dev": _compute_size(settings.dev, num_queries, default_dev),
-        "test": _compute_size(settings.test, num_queries, default_test),
-    }
-    if published_test is not None:
-        sizes["test"] = 0
-    if sum(sizes.values()) >= num_queries:
-        raise ConfigError(
-            f"{source}: {sizes['dev']:,} dev and {sizes['test']:,} test queries of "
-            f"{num_queries:,} leave none to train on"
-        )
-    return sizes
-
-
-def _compute_size(share_or_number: float | None, num_queries: int, default: float) -> int:
-    """Return the number of queries to hold out.
-
-    Args:
-        share_or_number: a share of all queries if below 1, else a number of queries; None: the
-            default.
-        num_queries: number of all queries.
-        default: the default number, which is rounded.
-    """
-    if share_or_number is None:
-        return max(1, round(default))
-    if share_or_number < 1:
-        return max(1, round(share_or_number * num_queries))
-    return int(share_or_number)
-
-
 def _count_queries(records: Iterable[Record]) -> int:
     return len({normalise(record.query) for record in records})
-
-
-def _compute_fingerprint(
-    records: Iterable[Record], settings: SplitSettings, corpus: AnyPath | None
-) -> str:
-    content = Fingerprint()
-    for line in sorted(json_line(record) for record in records):
-        content.add(line)
-    content.add(str(settings), "" if corpus is None else Path(corpus).name)
-    return content.hex()
-
-
-# Files of a split: ``train.jsonl``, ``corpus.jsonl``, and the BEIR folders of dev and test --------
-
-# A haystack is the set of documents in which the queries of dev or test are searched. Texts are
-# compared after `normalise`, so a text that differs only in case or in invisible characters is the
-# same text. A document is a copy of a passage of the records if its title and text together, or its
-# text alone, have the words of the passage: records may hold the texts of documents without
-# their titles. `contaccum.data.split` decides which records are on which side.
-
-
-def read_training_records(data: Source, report: RecordReport) -> list[Record]:
-    """Read all training records; those of a DPR file without their scores, which are BM25's."""
-    records = list(data.records(report))
-    if data.data_format == "dpr":
-        records = [record._replace(scores=None) for record in records]
-    return records
 
 
 def find_held_out(
@@ -513,57 +552,34 @@ def find_held_out(
     return _add_copies(held_out, documents) - training_positives
 
 
-def write_train(path: Path, records: Iterable[Record], held_out: Set[str]) -> int:
-    """Write the training records, without hard negatives that are held out.
-
-    Args:
-        path: the file to write.
-        records: the training records.
-        held_out: normalised texts; see `find_held_out`.
-
-    Returns:
-        The number of hard negatives that were left out.
-    """
-    num_left_out = 0
-    lines = []
-    for record in records:
-        allowed_record = _remove_negatives(record, held_out)
-        num_left_out += len(record.negatives) - len(allowed_record.negatives)
-        lines.append(json_line(allowed_record))
-    write_text(path, lines)
-    return num_left_out
-
-
-def write_training_corpus(
-    path: Path, records: Iterable[Record], documents: Sequence[Passage], held_out: Set[str]
-) -> int:
-    """Write the documents that training may use as negatives; return their number.
+def collect_training_corpus(
+    records: Iterable[Record], documents: Sequence[Passage], held_out: Set[str]
+) -> list[Passage]:
+    """Return the documents that training may use as negatives.
 
     These documents are the positives and hard negatives of the training records, and all
     ``documents``, except for held-out texts. Of documents that are equal after `normalise`, only
-    one is written. Copies of a passage of the training records are not written beside it.
+    one is returned, and none that is a copy of a passage of the training records.
 
     Args:
-        path: the file to write.
         records: the training records.
         documents: the corpus; empty if there is none.
         held_out: normalised texts; see `find_held_out`.
     """
     training_passages = {}
-    written = {}  # {normalised text: document}
+    collected = {}  # {normalised text: document}
     for text, passage in _collect_passages(records).items():
         if text not in held_out:
             training_passages[text] = passage
-            written[text] = Passage(_make_document_id(text), "", passage)
-    copies_of_written = _add_copies(training_passages.keys(), documents)
+            collected[text] = Passage(_make_document_id(text), "", passage)
+    copies_of_passages = _add_copies(training_passages.keys(), documents)
     for document in documents:
         text = normalise(document.passage)
         if text in training_passages and document.passage == training_passages[text]:
-            written[text] = document  # replaces the training passage, to keep the corpus's id
-        elif text and text not in held_out and text not in copies_of_written:
-            written.setdefault(text, document)
-    write_text(path, map(_format_document, written.values()))
-    return len(written)
+            collected[text] = document  # replaces the training passage, to keep the corpus's id
+        elif text and text not in held_out and text not in copies_of_passages:
+            collected.setdefault(text, document)
+    return list(collected.values())
 
 
 def _get_copied_texts(document: Passage) -> set[str]:
@@ -616,7 +632,7 @@ def _remove_negatives(record: Record, passages: Set[str]) -> Record:
     return record._replace(negatives=negatives, scores=scores)
 
 
-def json_line(record: Record) -> str:
+def _format_record(record: Record) -> str:
     """Return a training record as a line of JSON that `contaccum.data.read_records` reads."""
     positives = record.positives
     content: dict[str, object] = {"query": record.query}
@@ -629,47 +645,6 @@ def json_line(record: Record) -> str:
     if record.scores is not None:
         content["scores"] = record.scores
     return json.dumps(content, ensure_ascii=False) + "\n"
-
-
-def load_published_test(data: Source, report: RecordReport) -> BeirDataset | None:
-    """Load the test set that came with the data: the split ``test`` of a BEIR folder, or None.
-
-    Args:
-        data: the source of the training records.
-        report: counts of the training records, to which the judgements of the test set are added.
-    """
-    if data.data_format != "beir" or not any(data.path.glob("qrels/test.tsv*")):
-        return None
-    # `report` has counted documents and queries with the training records already.
-    texts_report = RecordReport(report.on_bad_record)
-    return load_beir_folder(data.path, "test", report=report, texts_report=texts_report)
-
-
-def read_haystack(
-    corpus: AnyPath, report: RecordReport, may_be_blank: bool = False
-) -> list[Passage]:
-    """Read the documents of a corpus, as `read_passages` does.
-
-    Raises:
-        DataError: for an id that occurs twice, or that a file of judgements cannot contain.
-    """
-    documents: dict[str, Passage] = {}
-    for document in read_passages(corpus, report, may_be_blank):
-        if re.search(r"[\t\r\n]", document.id):
-            raise DataError(
-                f"{corpus}: the id {quoted(document.id)} has a tab or a line break; remove it"
-            )
-        if document.id in documents:
-            raise DataError(
-                f"{corpus}: has the id {quoted(document.id)} twice; keep one of the two"
-            )
-        documents[document.id] = document
-    return list(documents.values())
-
-
-def get_haystack(test: BeirDataset) -> list[Passage]:
-    """Return all documents of a BEIR folder."""
-    return [Passage(name, **document) for name, document in test.corpus.items()]
 
 
 def sample_haystack(
@@ -826,7 +801,10 @@ def write_part(dataset: BeirDataset, document_ids: Container[str], folder: Path)
             are left out.
         folder: a folder that does not exist.
     """
-    documents = [document for document in get_haystack(dataset) if document.id in document_ids]
+    documents = []
+    for name, texts in dataset.corpus.items():
+        if name in document_ids:
+            documents.append(Passage(name, **texts))
     qrels_lines = []
     for query_id, judgements in dataset.qrels.items():
         for document_id, grade in judgements.items():
