@@ -222,10 +222,10 @@ def load_mining_data(
             passages = {name: Passage(name, **texts) for name, texts in dataset.corpus.items()}
             pool = list(passages.values())
             queries = []
-            for query_id, grades in dataset.qrels.items():
-                relevant_ids = [name for name in grades if grades[name] > 0 and name in passages]
-                positives = [passages[name] for name in relevant_ids]
-                queries.append((query_id, dataset.queries[query_id], positives))
+            for name, grades in dataset.qrels.items():
+                relevant_ids = [document for document, grade in grades.items() if grade > 0]
+                judged = [passages[document] for document in relevant_ids if document in passages]
+                queries.append((name, dataset.queries[name], judged))
         else:
             queries = (
                 (None, row.query, _make_passages(row.positives))

@@ -15,7 +15,10 @@ one split. Wherever a BEIR folder is read, such a file is read too:
 The dictionaries are those of BEIR's own loader, and a record that cannot be used is reported with
 its file and line. Some sets, such as ArguAna, judge documents that their corpus lacks. As in BEIR,
 these judgements stay in the qrels, so that a relevant document that cannot be found lowers the
-scores. Public sets by name are in `contaccum.data.beir`.
+scores.
+
+A public BEIR set, by its name, is downloaded once into the cache, or converted from the hub
+(`resolve_beir_data`). Its checksum is compared with the one that BEIR publishes.
 """
 
 from __future__ import annotations
@@ -54,11 +57,13 @@ from contaccum.data.records import (
 from contaccum.errors import DataError, UserError, closest
 from contaccum.files import AnyPath, Fingerprint, atomic_folder, cache_folder, read_json, write_text
 
-# Public BEIR sets by name: downloaded, or converted from the hub, into the cache ------------------
-
-# A public BEIR set is downloaded once, and its checksum is compared with the one that BEIR
-# publishes. The result is a BEIR folder, which `contaccum.data.beir` reads.
-
+QRELS_HEADER = "query-id\tcorpus-id\tscore\n"
+OUTSIDE_CORPUS = "relevant document outside the corpus"
+"""The reason by which reports count pairs that training leaves out."""
+_LLAMA_INDEX_START = re.compile(
+    rb'\{\s*("mode"\s*:\s*"\w*"\s*,\s*)?"(queries|corpus|relevant_docs)"\s*:\s*\{'
+)
+_QRELS_HEADERS = ("query-id\t", "query_id\t", "queryid\t", "qid\t")
 
 _URL = "https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets/{name}.zip"
 
@@ -71,6 +76,268 @@ CQADUPSTACK_FORUMS: list[str] = _PUBLIC_SETS["cqadupstack"]
 """The twelve sets whose mean score is the score of CQADupStack."""
 
 _HUB_TIMEOUT = 5  # seconds; `datasets` itself waits half a minute without a network
+
+
+@dataclass(frozen=True)
+class BeirDataset:
+    """One split of a BEIR folder.
+
+    Attributes:
+        name: name of the folder.
+        corpus: {document id: {"title", "text"}}, in the order of the file.
+        queries: {query id: text} of the queries with judgements in the split, in their order.
+        qrels: {query id: {document id: grade}}. Some of the documents may be missing in the corpus.
+        split: name of the split.
+        fingerprint: sha256, in hex, of corpus, queries and qrels. Compression and line ends do not
+            change it.
+        path: the folder.
+        report: counts of used and bad records.
+    """
+
+    name: str
+    corpus: dict[str, dict[str, str]]
+    queries: dict[str, str]
+    qrels: dict[str, dict[str, int]]
+    split: str
+    fingerprint: str
+    path: Path
+    report: RecordReport = field(repr=False, compare=False)
+
+    def list_missing_documents(self) -> list[str]:
+        """Return the ids of relevant documents that the corpus lacks, one for each judgement."""
+        missing_ids = []
+        for judgements in self.qrels.values():
+            for document_id, grade in judgements.items():
+                if grade > 0 and document_id not in self.corpus:
+                    missing_ids.append(document_id)
+        return missing_ids
+
+
+def load_beir_folder(
+    path: AnyPath,
+    split: str = "test",
+    on_bad_record: OnBadRecord = "stop",
+    report: RecordReport | None = None,
+    texts_report: RecordReport | None = None,
+) -> BeirDataset:
+    """Load one split of a BEIR folder, or a file of LlamaIndex.
+
+    The header of `qrels/SPLIT.tsv` may be missing. An integer `_id` becomes a text. Documents
+    without title and text are kept, because published sets have some and are scored with them.
+
+    Args:
+        path: the folder or file.
+        split: name of the split; a file has only one, whose name does not matter.
+        on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
+        report: receives the counts, and its `on_bad_record` replaces the argument `on_bad_record`;
+            None: a new report.
+        texts_report: receives the counts of documents and queries in place of `report`, for a
+            folder whose texts `report` has counted already; None: `report`.
+
+    Raises:
+        DataError: for a missing file or split, a bad record under "stop", a file without any usable
+            record, or judgements of none of the documents.
+    """
+    folder = Path(path)
+    if report is None:
+        report = RecordReport(on_bad_record)
+    if texts_report is None:
+        texts_report = report
+    corpus_source = read_beir_texts(folder, "corpus")
+    queries_source = read_beir_texts(folder, "queries")
+    qrels_file, judgements = _read_judgements(folder, split)
+    corpus = _read_texts_by_id(*corpus_source, texts_report, may_be_blank=True)
+    all_queries = _read_texts_by_id(*queries_source, texts_report)
+    qrels = _read_qrels(qrels_file, judgements, report, all_queries)
+    queries = {query_id: all_queries[query_id]["text"] for query_id in qrels}
+    content = Fingerprint()
+    for document_id, document in corpus.items():
+        content.add("d", document_id, document["title"], document["text"])
+    for query_id, grades in qrels.items():
+        content.add("q", query_id, queries[query_id])
+        for document_id, grade in grades.items():
+            content.add("j", document_id, str(grade))
+    dataset = BeirDataset(
+        name=folder.resolve().name,  # resolve() gives "." a name too
+        corpus=corpus,
+        queries=queries,
+        qrels=qrels,
+        split=split,
+        fingerprint=content.hex(),
+        path=folder,
+        report=report,
+    )
+    missing_ids = dataset.list_missing_documents()
+    if missing_ids:
+        example = quoted(missing_ids[0])
+        if not any(get_positives(dataset, query_id) for query_id in qrels):
+            message = f"no relevant document is in the corpus, which lacks {example}, for example"
+            remedy = "check that the judgements and the corpus have the same ids"
+            raise DataError(one_line(f"{qrels_file}: {message} ({remedy})"))
+        message = (
+            f"{len(missing_ids)} judgements above 0 name documents that are not in the corpus, "
+            f"such as {example}. As in BEIR, they count as not found and lower the scores. "
+            "Training leaves these pairs out"
+        )
+        warn_once(one_line(f"{qrels_file}: {message}"))
+    return dataset
+
+
+def read_split_queries(folder: Path, split: str, report: RecordReport) -> dict[str, str]:
+    """Return {query id: text} of the queries with judgements in a split; no corpus is read.
+
+    Raises:
+        DataError: as `load_beir_folder` does.
+    """
+    all_queries = _read_texts_by_id(*read_beir_texts(folder, "queries"), report)
+    qrels = _read_qrels(*_read_judgements(folder, split), report, all_queries)
+    return {query_id: all_queries[query_id]["text"] for query_id in qrels}
+
+
+def read_judged_pairs(
+    folder: Path, split: str, report: RecordReport
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield the text and the positives of each query with a positive: a document of grade above 0.
+
+    Empty documents, and those that the corpus lacks, are left out and counted in the report.
+    """
+    dataset = load_beir_folder(folder, split, report=report)
+    report.leave_out(folder, OUTSIDE_CORPUS, len(dataset.list_missing_documents()))
+    for query_id in dataset.qrels:
+        positives = get_positives(dataset, query_id)
+        report.leave_out(folder, "empty document", positives.count(""))
+        if any(positives):
+            yield dataset.queries[query_id], [positive for positive in positives if positive]
+
+
+def get_positives(dataset: BeirDataset, query_id: str) -> list[str]:
+    """Return the texts of the documents of the corpus that are relevant to a query."""
+    positives = []
+    for document_id, grade in dataset.qrels[query_id].items():
+        if grade > 0 and document_id in dataset.corpus:
+            positives.append(passage_text(**dataset.corpus[document_id]))
+    return positives
+
+
+def is_beir_folder(path: AnyPath) -> bool:
+    """Return True if a path is a folder with a file corpus.jsonl, plain or gzip."""
+    names = ("corpus.jsonl", "corpus.jsonl.gz")
+    return any(os.path.isfile(os.path.join(path, name)) for name in names)
+
+
+def is_llama_index_file(path: AnyPath) -> bool:
+    """Return True if a path is a JSON file of LlamaIndex with queries, corpus and judgements."""
+    return os.path.isfile(path) and _LLAMA_INDEX_START.match(read_head(path)) is not None
+
+
+def read_beir_texts(source: Path, part: Literal["corpus", "queries"]) -> tuple[Path, Rows]:
+    """Return the file of the corpus or of the queries, and its rows: {"_id", "title", "text"}.
+
+    Args:
+        source: a BEIR folder or a file of LlamaIndex.
+    """
+    if is_llama_index_file(source):
+        members = read_json_items(source, part, "kvitems")
+        rows = ((number, {"_id": name, "text": text}) for number, (name, text) in members)
+        return source, rows
+    file = find_beir_file(source, f"{part}.jsonl")
+    return file, read_json_lines(file)
+
+
+def _read_judgements(source: Path, split: str) -> tuple[Path, Rows]:
+    """Return the file of a split's judgements, and its lines without the header."""
+    if is_llama_index_file(source):
+        return source, _format_llama_index_judgements(source)
+    file = find_qrels_file(source, split)
+    # BEIR's own loader always drops the first line, and with it the first judgement of a file
+    # without a header.
+    rows = (
+        (line, row)
+        for line, row in read_lines(file)
+        if line > 1 or not str(row).lower().startswith(_QRELS_HEADERS)
+    )
+    return file, rows
+
+
+def _format_llama_index_judgements(file: Path) -> Rows:
+    """Yield the judgements of a file of LlamaIndex as lines of a qrels file."""
+    for number, (query_id, document_ids) in read_json_items(file, "relevant_docs", "kvitems"):
+        if not isinstance(document_ids, list):
+            yield number, Fault("relevant_docs is not a list", f"found {quoted(document_ids)}")
+            continue
+        for document_id in document_ids:
+            yield number, f"{query_id}\t{document_id}\t1"
+
+
+def find_beir_file(folder: Path, name: str) -> Path:
+    """Return the path of a file of a folder, plain or gzip; raises `DataError` if there is none."""
+    for path in (folder / name, folder / f"{name}.gz"):
+        if path.exists():
+            return path
+    if folder.is_dir():
+        message = f"{folder / name}: no such file"
+    elif folder.is_file():
+        message = f"{folder}: a file in place of a BEIR folder; unpack an archive"
+    else:
+        message = f"{folder}: no such folder"
+    raise DataError(one_line(f"{message} (see docs/data.md)"))
+
+
+def find_qrels_file(folder: Path, split: str) -> Path:
+    """Return the path of a split's judgements; raises `DataError`, which lists the splits."""
+    # In reversed order a plain file comes after its gzip copy, and replaces it.
+    paths = sorted(folder.glob("qrels/*.tsv*"), reverse=True)
+    path_by_split = {path.name.split(".tsv")[0]: path for path in paths}
+    if split not in path_by_split:
+        splits = ", ".join(sorted(path_by_split)) or "none"
+        raise DataError(one_line(f"{folder / 'qrels'}: no split {quoted(split)}; it has: {splits}"))
+    return path_by_split[split]
+
+
+def _read_texts_by_id(
+    path: Path, rows: Rows, report: RecordReport, may_be_blank: bool = False
+) -> dict[str, dict[str, str]]:
+    """Return {_id: {"title", "text"}} of the rows of a file; a repeated id is a bad record."""
+    text_by_id: dict[str, dict[str, str]] = {}
+
+    def parse_record(record: dict[str, Any]) -> tuple[str, dict[str, str]]:
+        identifier = parse_id(record.get("_id"), "_id")
+        if identifier in text_by_id:
+            raise Fault("duplicate _id", quoted(identifier))
+        if may_be_blank:
+            text = parse_nullable_text(record, ["text"], "text")
+        else:
+            text = parse_text(record.get("text"), "text")
+        return identifier, {"title": parse_title(record), "text": text}
+
+    for identifier, texts in parse_rows(path, rows, parse_record, report):
+        text_by_id[identifier] = texts
+    return text_by_id
+
+
+def _read_qrels(
+    path: Path, lines: Rows, report: RecordReport, queries: Mapping[str, dict[str, str]]
+) -> dict[str, dict[str, int]]:
+    """Parse the judgements of a split. Their documents may be missing in the corpus."""
+    qrels: dict[str, dict[str, int]] = {}
+
+    def parse_judgement(line: str) -> tuple[str, str, int]:
+        query_id, document_id, grade_text = split_cells(line, 3)
+        if query_id not in queries:
+            raise Fault("unknown query", quoted(query_id))
+        if document_id in qrels.get(query_id, {}):
+            raise Fault(
+                "duplicate judgement", f"query {quoted(query_id)}, document {quoted(document_id)}"
+            )
+        try:
+            grade = int(grade_text)
+        except ValueError:
+            raise Fault("score is not an integer", f"found {quoted(grade_text)}") from None
+        return query_id, document_id, grade
+
+    for query_id, document_id, grade in parse_rows(path, lines, parse_judgement, report):
+        qrels.setdefault(query_id, {})[document_id] = grade
+    return qrels
 
 
 def get_set_name(name_or_path: str) -> str:
@@ -218,301 +485,6 @@ def _download_archive(name: str) -> Path:
             path.rename(part / path.name)
         (part / name).rmdir()
     return folder
-
-
-QRELS_HEADER = "query-id\tcorpus-id\tscore\n"
-OUTSIDE_CORPUS = "relevant document outside the corpus"
-"""The reason by which reports count pairs that training leaves out."""
-_LLAMA_INDEX_START = re.compile(
-    rb'\{\s*("mode"\s*:\s*"\w*"\s*,\s*)?"(queries|corpus|relevant_docs)"\s*:\s*\{'
-)
-_QRELS_HEADERS = ("query-id\t", "query_id\t", "queryid\t", "qid\t")
-
-
-@dataclass(frozen=True)
-class BeirDataset:
-    """One split of a BEIR folder.
-
-    Attributes:
-        name: name of the folder.
-        corpus: {document id: {"title", "text"}}, in the order of the file.
-        queries: {query id: text} of the queries with judgements in the split, in their order.
-        qrels: {query id: {document id: grade}}. Some of the documents may be missing in the corpus.
-        split: name of the split.
-        fingerprint: sha256, in hex, of corpus, queries and qrels. Compression and line ends do not
-            change it.
-        path: the folder.
-        report: counts of used and bad records.
-    """
-
-    name: str
-    corpus: dict[str, dict[str, str]]
-    queries: dict[str, str]
-    qrels: dict[str, dict[str, int]]
-    split: str
-    fingerprint: str
-    path: Path
-    report: RecordReport = field(repr=False, compare=False)
-
-    def list_missing_documents(self) -> list[str]:
-        """Return the ids of relevant documents that the corpus lacks, one for each judgement."""
-        missing_ids = []
-        for judgements in self.qrels.values():
-            for document_id, grade in judgements.items():
-                if grade > 0 and document_id not in self.corpus:
-                    missing_ids.append(document_id)
-        return missing_ids
-
-
-def load_beir_folder(
-    path: AnyPath,
-    split: str = "test",
-    on_bad_record: OnBadRecord = "stop",
-    report: RecordReport | None = None,
-    texts_report: RecordReport | None = None,
-) -> BeirDataset:
-    """Load one split of a BEIR folder, or a file of LlamaIndex.
-
-    The header of `qrels/SPLIT.tsv` may be missing. An integer `_id` becomes a text. Documents
-    without title and text are kept, because published sets have some and are scored with them.
-
-    Args:
-        path: the folder or file.
-        split: name of the split; a file has only one, whose name does not matter.
-        on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
-        report: receives the counts, and its `on_bad_record` replaces the argument `on_bad_record`;
-            None: a new report.
-        texts_report: receives the counts of documents and queries in place of `report`, for a
-            folder whose texts `report` has counted already; None: `report`.
-
-    Raises:
-        DataError: for a missing file or split, a bad record under "stop", a file without any usable
-            record, or judgements of none of the documents.
-    """
-    folder = Path(path)
-    if report is None:
-        report = RecordReport(on_bad_record)
-    if texts_report is None:
-        texts_report = report
-    corpus_source = read_beir_texts(folder, "corpus")
-    queries_source = read_beir_texts(folder, "queries")
-    qrels_file, judgements = _read_judgements(folder, split)
-    corpus = _read_texts_by_id(*corpus_source, texts_report, may_be_blank=True)
-    all_queries = _read_texts_by_id(*queries_source, texts_report)
-    qrels = _read_qrels(qrels_file, judgements, report, all_queries)
-    queries = {query_id: all_queries[query_id]["text"] for query_id in qrels}
-    dataset = BeirDataset(
-        name=folder.resolve().name,  # resolve() gives "." a name too
-        corpus=corpus,
-        queries=queries,
-        qrels=qrels,
-        split=split,
-        fingerprint=_compute_fingerprint(corpus, queries, qrels),
-        path=folder,
-        report=report,
-    )
-    _check_judged_documents(dataset, qrels_file)
-    return dataset
-
-
-def read_split_queries(folder: Path, split: str, report: RecordReport) -> dict[str, str]:
-    """Return {query id: text} of the queries with judgements in a split; no corpus is read.
-
-    Raises:
-        DataError: as `load_beir_folder` does.
-    """
-    all_queries = _read_texts_by_id(*read_beir_texts(folder, "queries"), report)
-    qrels = _read_qrels(*_read_judgements(folder, split), report, all_queries)
-    return {query_id: all_queries[query_id]["text"] for query_id in qrels}
-
-
-def _check_judged_documents(dataset: BeirDataset, qrels_file: Path) -> None:
-    """Warn once about relevant documents that the corpus lacks; raise `DataError` if it has none.
-
-    Args:
-        qrels_file: file of the judgements, for messages.
-    """
-    missing_ids = dataset.list_missing_documents()
-    if not missing_ids:
-        return
-    example = quoted(missing_ids[0])
-    if not any(get_positives(dataset, query_id) for query_id in dataset.qrels):
-        message = f"no relevant document is in the corpus, which lacks {example}, for example"
-        remedy = "check that the judgements and the corpus have the same ids"
-        raise DataError(one_line(f"{qrels_file}: {message} ({remedy})"))
-    warn_once(
-        one_line(
-            f"{qrels_file}: {len(missing_ids)} judgements above 0 name documents that are not in "
-            f"the corpus, such as {example}. As in BEIR, they count as not found and lower the "
-            "scores. Training leaves these pairs out"
-        )
-    )
-
-
-def _compute_fingerprint(
-    corpus: Mapping[str, dict[str, str]],
-    queries: Mapping[str, str],
-    qrels: Mapping[str, dict[str, int]],
-) -> str:
-    content = Fingerprint()
-    for document_id, document in corpus.items():
-        content.add("d", document_id, document["title"], document["text"])
-    for query_id, judgements in qrels.items():
-        content.add("q", query_id, queries[query_id])
-        for document_id, grade in judgements.items():
-            content.add("j", document_id, str(grade))
-    return content.hex()
-
-
-def read_judged_pairs(
-    folder: Path, split: str, report: RecordReport
-) -> Iterator[tuple[str, list[str]]]:
-    """Yield the text and the positives of each query with a positive: a document of grade above 0.
-
-    Empty documents, and those that the corpus lacks, are left out and counted in the report.
-    """
-    dataset = load_beir_folder(folder, split, report=report)
-    report.leave_out(folder, OUTSIDE_CORPUS, len(dataset.list_missing_documents()))
-    for query_id in dataset.qrels:
-        positives = get_positives(dataset, query_id)
-        report.leave_out(folder, "empty document", positives.count(""))
-        if any(positives):
-            yield dataset.queries[query_id], [positive for positive in positives if positive]
-
-
-def get_positives(dataset: BeirDataset, query_id: str) -> list[str]:
-    """Return the texts of the documents of the corpus that are relevant to a query."""
-    positives = []
-    for document_id, grade in dataset.qrels[query_id].items():
-        if grade > 0 and document_id in dataset.corpus:
-            positives.append(passage_text(**dataset.corpus[document_id]))
-    return positives
-
-
-def is_beir_folder(path: AnyPath) -> bool:
-    """Return True if a path is a folder with a file corpus.jsonl, plain or gzip."""
-    names = ("corpus.jsonl", "corpus.jsonl.gz")
-    return any(os.path.isfile(os.path.join(path, name)) for name in names)
-
-
-def is_llama_index_file(path: AnyPath) -> bool:
-    """Return True if a path is a JSON file of LlamaIndex with queries, corpus and judgements."""
-    return os.path.isfile(path) and _LLAMA_INDEX_START.match(read_head(path)) is not None
-
-
-def read_beir_texts(source: Path, part: Literal["corpus", "queries"]) -> tuple[Path, Rows]:
-    """Return the file of the corpus or of the queries, and its rows: {"_id", "title", "text"}.
-
-    Args:
-        source: a BEIR folder or a file of LlamaIndex.
-    """
-    if is_llama_index_file(source):
-        members = read_json_items(source, part, "kvitems")
-        rows = ((number, {"_id": name, "text": text}) for number, (name, text) in members)
-        return source, rows
-    file = find_beir_file(source, f"{part}.jsonl")
-    return file, read_json_lines(file)
-
-
-def _read_judgements(source: Path, split: str) -> tuple[Path, Rows]:
-    """Return the file of a split's judgements, and its lines without the header."""
-    if is_llama_index_file(source):
-        return source, _format_llama_index_judgements(source)
-    file = find_qrels_file(source, split)
-    return file, _skip_header(read_lines(file))
-
-
-def _format_llama_index_judgements(file: Path) -> Rows:
-    """Yield the judgements of a file of LlamaIndex as lines of a qrels file."""
-    for number, (query_id, document_ids) in read_json_items(file, "relevant_docs", "kvitems"):
-        if not isinstance(document_ids, list):
-            yield number, Fault("relevant_docs is not a list", f"found {quoted(document_ids)}")
-            continue
-        for document_id in document_ids:
-            yield number, f"{query_id}\t{document_id}\t1"
-
-
-def find_beir_file(folder: Path, name: str) -> Path:
-    """Return the path of a file of a folder, plain or gzip; raises `DataError` if there is none."""
-    for path in (folder / name, folder / f"{name}.gz"):
-        if path.exists():
-            return path
-    if folder.is_dir():
-        message = f"{folder / name}: no such file"
-    elif folder.is_file():
-        message = f"{folder}: a file in place of a BEIR folder; unpack an archive"
-    else:
-        message = f"{folder}: no such folder"
-    raise DataError(one_line(f"{message} (see docs/data.md)"))
-
-
-def find_qrels_file(folder: Path, split: str) -> Path:
-    """Return the path of a split's judgements; raises `DataError`, which lists the splits."""
-    # In reversed order a plain file comes after its gzip copy, and replaces it.
-    paths = sorted(folder.glob("qrels/*.tsv*"), reverse=True)
-    path_by_split = {path.name.split(".tsv")[0]: path for path in paths}
-    if split not in path_by_split:
-        splits = ", ".join(sorted(path_by_split)) or "none"
-        raise DataError(one_line(f"{folder / 'qrels'}: no split {quoted(split)}; it has: {splits}"))
-    return path_by_split[split]
-
-
-def _read_texts_by_id(
-    path: Path, rows: Rows, report: RecordReport, may_be_blank: bool = False
-) -> dict[str, dict[str, str]]:
-    """Return {_id: {"title", "text"}} of the rows of a file; a repeated id is a bad record."""
-    text_by_id: dict[str, dict[str, str]] = {}
-
-    def parse_record(record: dict[str, Any]) -> tuple[str, dict[str, str]]:
-        identifier = parse_id(record.get("_id"), "_id")
-        if identifier in text_by_id:
-            raise Fault("duplicate _id", quoted(identifier))
-        if may_be_blank:
-            text = parse_nullable_text(record, ["text"], "text")
-        else:
-            text = parse_text(record.get("text"), "text")
-        return identifier, {"title": parse_title(record), "text": text}
-
-    for identifier, texts in parse_rows(path, rows, parse_record, report):
-        text_by_id[identifier] = texts
-    return text_by_id
-
-
-def _read_qrels(
-    path: Path, lines: Rows, report: RecordReport, queries: Mapping[str, dict[str, str]]
-) -> dict[str, dict[str, int]]:
-    """Parse the judgements of a split. Their documents may be missing in the corpus."""
-    qrels: dict[str, dict[str, int]] = {}
-
-    def parse_judgement(line: str) -> tuple[str, str, int]:
-        query_id, document_id, grade_text = split_cells(line, 3)
-        if query_id not in queries:
-            raise Fault("unknown query", quoted(query_id))
-        if document_id in qrels.get(query_id, {}):
-            raise Fault(
-                "duplicate judgement", f"query {quoted(query_id)}, document {quoted(document_id)}"
-            )
-        try:
-            grade = int(grade_text)
-        except ValueError:
-            raise Fault("score is not an integer", f"found {quoted(grade_text)}") from None
-        return query_id, document_id, grade
-
-    for query_id, document_id, grade in parse_rows(path, lines, parse_judgement, report):
-        qrels.setdefault(query_id, {})[document_id] = grade
-    return qrels
-
-
-def _skip_header(rows: Rows) -> Rows:
-    """Yield the rows of a qrels file without its header, if it has one.
-
-    BEIR's own loader always drops the first line, and with it the first judgement of a file without
-    a header.
-    """
-    for line, row in rows:
-        is_header = line == 1 and str(row).lower().startswith(_QRELS_HEADERS)
-        if not is_header:
-            yield line, row
 
 
 def shipped_scifact() -> Path:

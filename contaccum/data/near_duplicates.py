@@ -1,4 +1,4 @@
-"""Comparison of texts: the same text, and near-duplicates.
+"""Comparison of texts: the same text, near-duplicates, and groups of records that share texts.
 
 Every comparison that keeps held-out texts out of training uses these functions. They change the
 compared copies only: a model reads the texts as they are in the data.
@@ -13,6 +13,11 @@ The similarity is computed from the `_SKETCH_SIZE` smallest hashes of the 5-gram
 exact for texts with fewer 5-grams, and has an error of about 0.04 for longer ones. No pair is
 missed: pairs that are not compared cannot have the similarity.
 
+Two records are linked if they share a text (a query or a positive passage), have nearly the same
+text, or have the same document of the corpus, one of them without its title. A group is a connected
+component of the graph of linked records: all records that are linked directly or through other
+records. A split keeps a group on one side.
+
 Sources: Beyer et al., "On synopses for distinct-value estimation under multiset operations", 2007
 (similarity by the smallest hashes); Xiao et al., "Efficient similarity joins for near duplicate
 detection", 2008 (pairs that need no comparison).
@@ -24,7 +29,7 @@ import html
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -37,6 +42,16 @@ from contaccum.data.records import fold_case
 
 LEAST_OVERLAP = 0.7
 """Least Jaccard similarity of near-duplicates."""
+
+HeldOutBy = Literal["passage", "query"]
+"""Texts that link records: queries and passages ("passage"), or queries alone ("query").
+
+With "passage", no passage of a held-out query is in training. With "query", it may be.
+"""
+
+_MAX_SHARED_QUERIES = 0.2
+"""Largest share of test queries that may have a positive in common with the training records, if
+the test set is to count as held out by passage."""
 
 _GRAM_LENGTH = 5
 _SKETCH_SIZE = 128
@@ -344,25 +359,6 @@ def _make_sketches(texts: Sequence[str]) -> np.ndarray:
     return sketches
 
 
-# Groups of training records that a split must keep on one side ------------------------------------
-
-# Two records are linked if they share a text (a query or a positive passage), have nearly the same
-# text, or have the same document of the corpus, one of them without its title
-# (`contaccum.data.near_duplicates`). A group is a connected component of the graph of linked
-# records: all records that are linked directly or through other records.
-
-
-HeldOutBy = Literal["passage", "query"]
-"""Texts that link records: queries and passages ("passage"), or queries alone ("query").
-
-With "passage", no passage of a held-out query is in training. With "query", it may be.
-"""
-
-_MAX_SHARED_QUERIES = 0.2
-"""Largest share of test queries that may have a positive in common with the training records, if
-the test set is to count as held out by passage."""
-
-
 class Grouping(NamedTuple):
     """The groups of the records. A group is named by a number.
 
@@ -413,8 +409,12 @@ def group_records(
                 links.append((query, passage))
     test_texts = set()
     if test is not None:
-        for text in _iter_test_texts(test, held_out_by):
-            test_texts.add(text_numbers.setdefault(normalise(text), len(text_numbers)))
+        for query_id, query_text in test.queries.items():
+            texts = [query_text]
+            if held_out_by == "passage":
+                texts += get_positives(test, query_id)
+            for text in texts:
+                test_texts.add(text_numbers.setdefault(normalise(text), len(text_numbers)))
 
     if held_out_by == "query":
         passages = [positive for record in records for positive in record.positives]
@@ -488,11 +488,3 @@ def choose_held_out_by(records: Sequence[Record], test: BeirDataset | None) -> H
         if not test_positives.isdisjoint(training_positives):
             num_shared += 1
     return "query" if num_shared > _MAX_SHARED_QUERIES * len(test.queries) else "passage"
-
-
-def _iter_test_texts(test: BeirDataset, held_out_by: HeldOutBy) -> Iterator[str]:
-    """Yield the texts of a test set that link records."""
-    for query_id, text in test.queries.items():
-        yield text
-        if held_out_by == "passage":
-            yield from get_positives(test, query_id)

@@ -1,11 +1,11 @@
 """Readers of training records and corpus passages, and the detection of their format.
 
-Reading has two steps. `Source.rows` yields the rows of a file as mappings: JSON objects, or table
-rows by column name. A parser then makes a `Record` or a `Passage` of each row, or raises a
-`Fault` for a bad row, which is reported.
+`Source` has two steps. `Source.rows` yields the rows of a file as mappings: JSON objects, or table
+rows by column name. `RecordParser` makes a `Record` of each row, or raises a `Fault` for a bad row,
+which is reported. Passages of a corpus are read from the same rows (`read_passages`).
 
-The names and values of fields are in `fields`, the counting of bad records in `records`. Which
-positives and negatives an epoch trains on is decided in `sampling`.
+Rows and reports of bad records are in `contaccum.data.records`. Which positives and negatives an
+epoch trains on is decided in `contaccum.data.sampling`.
 """
 
 from __future__ import annotations
@@ -49,11 +49,26 @@ from contaccum.data.records import (
 )
 from contaccum.errors import ConfigError, DataError, check_choice
 from contaccum.files import AnyPath, fingerprint
+from contaccum.settings import DataFormat
 
-# Fields of a training record: their names, the choice of them, and the parsing of their values ----
+DATA_FORMATS: tuple[DataFormat, ...] = get_args(DataFormat)
 
-# A field holds a text, a passage object, or a list of these. Files are read in `readers`.
+_TABLE_FORMATS: tuple[DataFormat, ...] = ("csv", "parquet", "hub")
+"""Formats in which every row has all columns."""
 
+SPLIT_RECORD = "split.json"
+"""The file that marks a folder of `contaccum split`, and has its counts."""
+
+_SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
+"""Files that `save_to_disk` of `datasets` writes, for a dataset and for a dict of splits."""
+
+_HUB_NAME = r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?"
+_PARQUET_MAGIC = b"PAR1"
+"""The first bytes of every parquet file."""
+
+_CACHE_VERSION = 14
+"""Version of the readers and the stored records. Increase it when either changes, so that records
+of an older version are not used."""
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "query": ("query", "anchor", "question", "query_text", "sentence1"),
@@ -151,46 +166,9 @@ _MIN_SCORE_REMEDY = (
     "--min_score 1"
 )
 
-
-def parse_columns(columns: Mapping[str, str] | Sequence[str] | str | None) -> dict[str, str]:
-    """Return column names by role.
-
-    Args:
-        columns: a mapping, a word ``ROLE=NAME``, a JSON object such as
-            ``'{"query": "user_text"}'``, or a list of words or of one JSON object; None: no
-            columns.
-
-    Raises:
-        ConfigError: for a role that `FIELDS` does not have, a role with several columns, or words
-            of another form.
-    """
-    if columns is None:
-        return {}
-    if isinstance(columns, str):
-        columns = [columns]
-    pairs: list[Any]
-    try:
-        if isinstance(columns, Mapping):
-            pairs = list(columns.items())
-        elif len(columns) == 1 and columns[0].startswith("{"):
-            pairs = json.loads(columns[0], object_pairs_hook=list)
-        else:
-            pairs = [word.split("=", 1) for word in columns]
-        name_by_role = dict(pairs)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"data_columns: neither ROLE=NAME nor one JSON object: {quoted(columns)} "
-            '(for example query=user_text, or {"query": "user_text"})'
-        ) from error
-    for role in name_by_role:
-        check_choice("data_columns: a role", role, FIELDS)
-    has_names_only = all(isinstance(name, str) for name in name_by_role.values())
-    if len(pairs) > len(name_by_role) or not has_names_only:
-        raise ConfigError(
-            f"data_columns: {quoted(columns)}: a role has the name of one column (rename several "
-            "columns of negatives to negative_1, negative_2, ...)"
-        )
-    return name_by_role
+# Field names of a corpus, the usual one first.
+_CORPUS_ID_FIELDS = ("_id", "id", "docid", "doc_id", "pid", "passage_id")
+_CORPUS_TEXT_FIELDS = ("text", "passage", "contents")
 
 
 class Record(NamedTuple):
@@ -218,345 +196,23 @@ class Record(NamedTuple):
         return ", ".join(parts)
 
 
-class _ScoredText(NamedTuple):
-    """The text of a passage, and the unparsed value of its field "score", or None."""
-
-    text: str
-    score: Any
-
-
-class RecordParser:
-    """Parser for the records of one file.
-
-    The first record with a query and a positive decides which fields hold them in all records. If
-    the fields were chosen for each record, a record that lacks "positive" but has a field "text"
-    could silently get a wrong positive.
-
-    Args:
-        columns: {role: field name} for roles whose fields have unusual names.
-        min_score: least score of a pair that is a match; None: scores of pairs are not read.
-        needs_scores: True if a record without teacher scores cannot be used.
-        has_cells: True for a table whose cells are texts, in which a list can only be a text that
-            looks like one.
+class Passage(NamedTuple):
+    """A passage of a corpus.
 
     Attributes:
-        unseen_columns: the field names of `columns` that no record has had so far.
-        unused_fields: the fields of the first record that are not read.
-        odd_roles: {role: its first text} of the roles in which all texts so far are numbers, lists
-            or labels such as "relevant", instead of queries and passages.
+        id: its id.
+        title: its title; empty if it has none, or if title and text are one text in the data.
+        text: its text.
     """
 
-    def __init__(
-        self,
-        columns: Mapping[str, str],
-        min_score: float | None = None,
-        needs_scores: bool = False,
-        has_cells: bool = False,
-    ) -> None:
-        self._has_cells = has_cells
-        self.unused_fields: list[str] = []
-        self.odd_roles: dict[str, str] = {}
-        self._roles_with_text: set[str] = set()
-        self._min_score = min_score
-        self._needs_scores = needs_scores
-        self._has_negatives_column = "negatives" in columns
-        self.unseen_columns = set(columns.values())
-        self._chosen: tuple[str, str] | None = None  # names of the query's and positive's fields
-        # A column that `columns` gives a role is not used for another role, even if its name is a
-        # usual name there.
-        assigned_names = set(columns.values())
-        self._columns_of_other_roles = assigned_names - {columns.get("score")}
-        self._names: dict[str, list[str]] = {}
-        for role, usual_names in FIELDS.items():
-            if role in columns:
-                self._names[role] = [columns[role]]
-            else:
-                self._names[role] = [name for name in usual_names if name not in assigned_names]
-        score_names = [_fold_name(name) for name in self._names["score"]]
-        self._score_ranks = {name: rank for rank, name in enumerate(score_names)}
+    id: str
+    title: str
+    text: str
 
-    def parse(self, record: Mapping[str, Any]) -> Record | None:
-        """Return the texts and scores of a record; None for a pair below `min_score`.
-
-        Raises:
-            Fault: for a field that is missing, empty or of another type.
-        """
-        if self.unseen_columns:
-            self.unseen_columns.difference_update(record)
-        chosen = self._chosen or (
-            self._choose_field("query", record),
-            self._choose_field("positive", record),
-        )
-        query_field, positive_field = chosen
-        query = parse_text(self._get_value(record, query_field), query_field)
-        if not self._is_match(record, chosen):
-            return None
-        # There is no name if `columns` gives the column "title" another role.
-        title_names = self._names["title"]
-        title = parse_title(record, title_names[0]) if title_names else ""
-        positives = _parse_passages(self._get_value(record, positive_field), positive_field, title)
-        if not positives:
-            raise Fault(f"empty {positive_field}")
-        negatives = self._parse_negatives(record)
-        scores = self._parse_teacher_scores(record, positives, negatives)
-        if scores is None and self._needs_scores:
-            raise Fault(
-                "no teacher scores",
-                f"distill needs a number for each of its passages; {TEACHER_SCORES_REMEDY}",
-            )
-        if self._chosen is None:
-            self._chosen = chosen  # the first usable record decides for all others
-            self.unused_fields = self._list_unused_fields(record, chosen)
-        parsed_record = Record(
-            query,
-            positives=[positive.text for positive in positives],
-            negatives=[negative.text for negative in negatives],
-            scores=scores,
-        )
-        self._find_odd_roles(parsed_record)
-        return _remove_repeated_negatives(parsed_record)
-
-    def _list_unused_fields(self, record: Mapping[str, Any], chosen: tuple[str, str]) -> list[str]:
-        used_names = {"", *chosen, *self._find_numbered_fields(record)}
-        for role, names in self._names.items():
-            if role not in ("query", "positive", "score"):
-                used_names.update(names)
-        score_fields = self._find_score_fields(record)
-        if self._min_score is not None:
-            used_names.update(score_fields[:1])
-        for name in score_fields:
-            if _replace_word(record[name]) in (1, "1", "1.0"):
-                used_names.add(name)  # `_is_match` refuses a label of 0
-        return [name for name in record if name not in used_names]
-
-    def _get_value(self, record: Mapping[str, Any], field_name: str) -> Any:
-        """Return the value of a field of passages; raises `Fault` for a list in a cell."""
-        value = record.get(field_name)
-        if self._has_cells and value is not None and _LIST.fullmatch(value.strip()):
-            raise Fault(
-                f"a list in the cell of {field_name}",
-                f"found {quoted(value)}",
-                "write a row for each positive and the columns negative_1, negative_2, ..., or "
-                f'JSON lines with lists: {{"{field_name}": ["one", "two"], ...}}',
-            )
-        return value
-
-    def _find_odd_roles(self, record: Record) -> None:
-        """Update `odd_roles`."""
-        texts_by_role = {
-            "query": [record.query],
-            "positive": record.positives,
-            "negatives": record.negatives,
-        }
-        for role, texts in texts_by_role.items():
-            if role in self._roles_with_text or not texts:
-                continue
-            if all(_is_odd(text) for text in texts):
-                self.odd_roles.setdefault(role, texts[0])
-            else:
-                self._roles_with_text.add(role)
-                self.odd_roles.pop(role, None)
-
-    def _choose_field(self, role: str, record: Mapping[str, Any]) -> str:
-        present_names = [name for name in self._names[role] if name in record]
-        for name in present_names:
-            if record[name] is not None:
-                return name
-        if present_names:
-            return present_names[0]
-        raise _make_missing_field_fault(role, record)
-
-    def _is_match(self, record: Mapping[str, Any], chosen: tuple[str, str]) -> bool:
-        """Return False for a pair whose score is below `min_score`.
-
-        Raises:
-            Fault: for a pair with the label 0 in a field that is not compared with `min_score`.
-                With `min_score`, for a pair whose score is missing or not a number. Without it, for
-                every score of a pair with a field `sentence1`.
-        """
-        fields = self._find_score_fields(record)
-        is_match = True
-        if self._min_score is not None:
-            if not fields:
-                raise _make_missing_field_fault("score", record)
-            is_match = parse_number(_replace_word(record[fields[0]])) >= self._min_score
-            fields = fields[1:]
-        # `sentence1` is a field of sentence-transformers' scored pairs, in which a low score marks
-        # a pair without match.
-        elif "sentence1" in chosen and any(record[name] is not None for name in fields):
-            raise Fault("a pair with a score", _MIN_SCORE_REMEDY)
-        for name in fields:
-            if is_match and _is_no_match(record[name]):
-                remedy = _MIN_SCORE_REMEDY
-                if self._min_score is not None:
-                    remedy = f"name the field that min_score reads: --data_columns score={name}"
-                raise Fault(f"a pair with {name} 0", remedy)
-        return is_match
-
-    def _find_score_fields(self, record: Mapping[str, Any]) -> list[str]:
-        """Return the fields that may hold a score of the pair: first those with a value."""
-        names = [
-            name
-            for name in record
-            if _fold_name(name) in self._score_ranks and name not in self._columns_of_other_roles
-        ]
-        return sorted(
-            names, key=lambda name: (record[name] is None, self._score_ranks[_fold_name(name)])
-        )
-
-    def _parse_negatives(self, record: Mapping[str, Any]) -> list[_ScoredText]:
-        """Return the negatives in `negative_1`, `negative_2` ..., else in the first usual field.
-
-        Fields without any passage are skipped.
-        """
-        field_groups = [self._find_numbered_fields(record)]
-        field_groups += [[name] for name in self._names["negatives"]]
-        for fields in field_groups:
-            negatives: list[_ScoredText] = []
-            for name in fields:
-                if record.get(name) is not None:
-                    negatives += _parse_passages(self._get_value(record, name), name)
-            if negatives:
-                return negatives
-        return []
-
-    def _find_numbered_fields(self, record: Mapping[str, Any]) -> list[str]:
-        """Return the names of `negative_1`, `negative_2` ..., ordered by number."""
-        if self._has_negatives_column:
-            return []
-        names = [name for name in record if re.fullmatch("negative_[0-9]+", name)]
-        # By length first, so that negative_10 comes after negative_9.
-        return sorted(names, key=lambda name: (len(name), name))
-
-    def _parse_teacher_scores(
-        self,
-        record: Mapping[str, Any],
-        positives: list[_ScoredText],
-        negatives: list[_ScoredText],
-    ) -> list[float] | None:
-        """Return the scores of positives and then negatives; None unless all are numbers."""
-        values = get_first_value(record, self._names["scores"])
-        if not isinstance(values, list) or len(values) != len(positives) + len(negatives):
-            values = [
-                *self._get_scores_of_role(record, "positive_scores", positives),
-                *self._get_scores_of_role(record, "negative_scores", negatives),
-            ]
-        try:
-            return [parse_number(value) for value in values]
-        except Fault:
-            return None
-
-    def _get_scores_of_role(
-        self, record: Mapping[str, Any], role: str, passages: list[_ScoredText]
-    ) -> list[Any]:
-        """Return the values in the score field of a role, else in the passage objects.
-
-        A field with a wrong number of values gives [None], so that the record has no scores.
-        """
-        values = get_first_value(record, self._names[role])
-        if values is None:
-            return [passage.score for passage in passages]
-        if not isinstance(values, list):
-            values = [values]
-        return values if len(values) == len(passages) else [None]
-
-
-def _make_missing_field_fault(role: str, record: Mapping[str, Any]) -> Fault:
-    fields = quoted(", ".join(record), 200)
-    return Fault(f"missing {role}", f"its fields are {fields}; set --data_columns {role}=NAME")
-
-
-def _remove_repeated_negatives(record: Record) -> Record:
-    """Return a record with each negative once, with its first score."""
-    first_positions: dict[str, int] = {}
-    for position, negative in enumerate(record.negatives, start=len(record.positives)):
-        first_positions.setdefault(negative, position)
-    scores = record.scores
-    if scores is not None:
-        negative_scores = [scores[position] for position in first_positions.values()]
-        scores = scores[: len(record.positives)] + negative_scores
-    return record._replace(negatives=list(first_positions), scores=scores)
-
-
-def _parse_passages(value: Any, field_name: str, title: str = "") -> list[_ScoredText]:
-    """Return the passages of one field.
-
-    Args:
-        value: a text, an object {"title", "text"}, or a list of these.
-        field_name: name of the field.
-        title: title of a passage that is a text.
-
-    Raises:
-        Fault: for a value of another form.
-    """
-    items = value if isinstance(value, list) else [value]
-    return [_parse_passage(item, field_name, title) for item in items]
-
-
-def _parse_passage(item: Any, field_name: str, title: str) -> _ScoredText:
-    if not isinstance(item, dict):
-        return _ScoredText(passage_text(title, parse_text(item, field_name)), None)
-    text = parse_nullable_text(item, ["text"], f"{field_name} text")
-    text = passage_text(parse_title(item), text)
-    if not text:
-        raise Fault(f"empty {field_name} text")
-    return _ScoredText(text, item.get("score"))
-
-
-@lru_cache(maxsize=4096)
-def _fold_name(name: str) -> str:
-    """Return a name in lower case, without blanks, underscores and hyphens."""
-    return re.sub(r"[\s_-]+", "", name).casefold()
-
-
-def _is_odd(text: str) -> bool:
-    """Return True for a number, a list or a label such as "relevant" in place of a text."""
-    is_label = 1 < len(text) < _LONGEST_LABEL and _fold_name(text) in _WORDS_FOR_NUMBERS
-    return is_label or bool(_NUMBER.fullmatch(text) or _LIST.fullmatch(text))
-
-
-def _replace_word(label: object) -> object:
-    """Return the number for which a label such as "True" stands, or else the label itself."""
-    if isinstance(label, (str, bool)) and len(str(label)) < _LONGEST_LABEL:
-        return _WORDS_FOR_NUMBERS.get(_fold_name(str(label)), label)
-    return label
-
-
-def _is_no_match(label: object) -> bool:
-    """Return True for a whole number up to 0, or a word such as "False".
-
-    Other negative numbers are scores, such as a cross-encoder's.
-    """
-    try:
-        number = float(_replace_word(label))  # type: ignore[arg-type]  # may raise TypeError
-    except (TypeError, ValueError):
-        return False
-    return number <= 0 and number.is_integer()
-
-
-DataFormat = Literal["beir", "dpr", "tevatron", "pairs", "triplets", "csv", "parquet", "hub"]
-DATA_FORMATS: tuple[DataFormat, ...] = get_args(DataFormat)
-
-SPLIT_RECORD = "split.json"
-"""The file that marks a folder of `contaccum split`, and has its counts."""
-
-_SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
-"""Files that `save_to_disk` of `datasets` writes, for a dataset and for a dict of splits."""
-
-_HUB_NAME = r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?"
-_PARQUET_MAGIC = b"PAR1"
-"""The first bytes of every parquet file."""
-
-_CACHE_VERSION = 14
-"""Version of the readers and the cache. Increase it when either changes, so that cached records of
-an older version are not used."""
-
-_TABLE_FORMATS: tuple[DataFormat, ...] = ("csv", "parquet", "hub")
-"""Formats in which every row has all columns."""
-
-# Field names of a corpus, the usual one first.
-_CORPUS_ID_FIELDS = ("_id", "id", "docid", "doc_id", "pid", "passage_id")
-_CORPUS_TEXT_FIELDS = ("text", "passage", "contents")
+    @property
+    def passage(self) -> str:
+        """The title, a space and the text in one string, which the model encodes."""
+        return passage_text(self.title, self.text)
 
 
 def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> DataFormat:
@@ -604,7 +260,8 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
         raise make_data_error(path, 1, NotUtf8(first_line)) from None
     known_names = set(columns.values()) if columns else set()
     known_names.update(*FIELDS.values())
-    if not known_names.isdisjoint(parse_header(head).names):
+    _, names, _ = parse_header(head)
+    if not known_names.isdisjoint(names):
         return "csv"
     message = (
         "neither JSON nor a table with a header of known column names; "
@@ -622,25 +279,6 @@ def is_hub_name(source: AnyPath) -> bool:
 
 def _is_saved_dataset(path: Path) -> bool:
     return any((path / name).exists() for name in _SAVED_DATASET_FILES)
-
-
-class Passage(NamedTuple):
-    """A passage of a corpus.
-
-    Attributes:
-        id: its id.
-        title: its title; empty if it has none, or if title and text are one text in the data.
-        text: its text.
-    """
-
-    id: str
-    title: str
-    text: str
-
-    @property
-    def passage(self) -> str:
-        """The title, a space and the text in one string, which the model encodes."""
-        return passage_text(self.title, self.text)
 
 
 def read_records(
@@ -826,19 +464,14 @@ class Source:
             raise DataError(one_line(f"{source}: {message}")) from error
         if not isinstance(loaded, dict):
             return loaded
-        return loaded[self._choose_split(list(loaded))]
-
-    def _choose_split(self, splits: list[str]) -> str:
-        """Return the split to read of a dataset that has several, or a corpus with its only one."""
+        splits = list(loaded)
         if self._is_corpus and len(splits) == 1:
-            return splits[0]
+            return loaded[splits[0]]
         if self.split in splits:
-            return self.split
-        names = ", ".join(splits)
+            return loaded[self.split]
         remedy = "save the split of the passages by itself" if self._is_corpus else "set split"
-        raise DataError(
-            one_line(f"{self.path}: no split {quoted(self.split)}; it has {names} ({remedy})")
-        )
+        message = f"no split {quoted(self.split)}; it has {', '.join(splits)}"
+        raise DataError(one_line(f"{self.path}: {message} ({remedy})"))
 
     def key(self, *settings: Any) -> str:
         """Return the key of the records in the cache: a sha256, in hex.
@@ -869,6 +502,323 @@ class Source:
             self.needs_scores,
             self.min_score,
         )
+
+
+ScoredText = tuple[str, Any]
+"""The text of a passage, and the unparsed value of its field "score", or None."""
+
+
+class RecordParser:
+    """Parser for the records of one file.
+
+    The first record with a query and a positive decides which fields hold them in all records. If
+    the fields were chosen for each record, a record that lacks "positive" but has a field "text"
+    could silently get a wrong positive.
+
+    Args:
+        columns: {role: field name} for roles whose fields have unusual names.
+        min_score: least score of a pair that is a match; None: scores of pairs are not read.
+        needs_scores: True if a record without teacher scores cannot be used.
+        has_cells: True for a table whose cells are texts, in which a list can only be a text that
+            looks like one.
+
+    Attributes:
+        unseen_columns: the field names of `columns` that no record has had so far.
+        unused_fields: the fields of the first record that are not read.
+        odd_roles: {role: its first text} of the roles in which all texts so far are numbers, lists
+            or labels such as "relevant", instead of queries and passages.
+    """
+
+    def __init__(
+        self,
+        columns: Mapping[str, str],
+        min_score: float | None = None,
+        needs_scores: bool = False,
+        has_cells: bool = False,
+    ) -> None:
+        self._has_cells = has_cells
+        self._min_score = min_score
+        self._needs_scores = needs_scores
+        self._has_negatives_column = "negatives" in columns
+        self._chosen: tuple[str, str] | None = None  # names of the query's and positive's fields
+        self._roles_with_text: set[str] = set()
+        self.unused_fields: list[str] = []
+        self.odd_roles: dict[str, str] = {}
+        self.unseen_columns = set(columns.values())
+        # A column that `columns` gives a role is not used for another role, even if its name is a
+        # usual name there.
+        assigned_names = set(columns.values())
+        self._columns_of_other_roles = assigned_names - {columns.get("score")}
+        self._names: dict[str, list[str]] = {}
+        for role, usual_names in FIELDS.items():
+            if role in columns:
+                self._names[role] = [columns[role]]
+            else:
+                self._names[role] = [name for name in usual_names if name not in assigned_names]
+        score_names = [_fold_name(name) for name in self._names["score"]]
+        self._score_ranks = {name: rank for rank, name in enumerate(score_names)}
+
+    def parse(self, record: Mapping[str, Any]) -> Record | None:
+        """Return the texts and scores of a record; None for a pair below `min_score`.
+
+        Raises:
+            Fault: for a field that is missing, empty or of another type.
+        """
+        if self.unseen_columns:
+            self.unseen_columns.difference_update(record)
+        chosen = self._chosen or (
+            self._choose_field("query", record),
+            self._choose_field("positive", record),
+        )
+        query_field, positive_field = chosen
+        query = parse_text(self._get_value(record, query_field), query_field)
+        if not self._is_match(record, chosen):
+            return None
+        # There is no name if `columns` gives the column "title" another role.
+        title_names = self._names["title"]
+        title = parse_title(record, title_names[0]) if title_names else ""
+        positives = _parse_passages(self._get_value(record, positive_field), positive_field, title)
+        if not positives:
+            raise Fault(f"empty {positive_field}")
+
+        # Negatives are in `negative_1`, `negative_2` ..., or else in the first usual field that has
+        # any passage.
+        negatives: list[ScoredText] = []
+        numbered_fields = self._find_numbered_fields(record)
+        for fields in (numbered_fields, *([name] for name in self._names["negatives"])):
+            for name in fields:
+                if record.get(name) is not None:
+                    negatives += _parse_passages(self._get_value(record, name), name)
+            if negatives:
+                break
+
+        scores = self._parse_teacher_scores(record, positives, negatives)
+        if scores is None and self._needs_scores:
+            raise Fault(
+                "no teacher scores",
+                f"distill needs a number for each of its passages; {TEACHER_SCORES_REMEDY}",
+            )
+        # A negative that is listed twice counts once, with its first score.
+        first_positions: dict[str, int] = {}
+        for position, (text, _) in enumerate(negatives, start=len(positives)):
+            first_positions.setdefault(text, position)
+        if scores is not None:
+            negative_scores = [scores[position] for position in first_positions.values()]
+            scores = scores[: len(positives)] + negative_scores
+        texts = [text for text, _ in positives]
+        parsed = Record(query, texts, list(first_positions), scores)
+        self._find_odd_roles(parsed)
+        if self._chosen is None:
+            self._chosen = chosen  # the first usable record decides for all others
+            self.unused_fields = self._list_unused_fields(record, chosen)
+        return parsed
+
+    def _choose_field(self, role: str, record: Mapping[str, Any]) -> str:
+        present_names = [name for name in self._names[role] if name in record]
+        if not present_names:
+            raise _make_missing_field_fault(role, record)
+        names_with_value = [name for name in present_names if record[name] is not None]
+        return (names_with_value or present_names)[0]
+
+    def _get_value(self, record: Mapping[str, Any], field_name: str) -> Any:
+        """Return the value of a field of passages; raises `Fault` for a list in a cell."""
+        value = record.get(field_name)
+        if self._has_cells and value is not None and _LIST.fullmatch(value.strip()):
+            raise Fault(
+                f"a list in the cell of {field_name}",
+                f"found {quoted(value)}",
+                "write a row for each positive and the columns negative_1, negative_2, ..., or "
+                f'JSON lines with lists: {{"{field_name}": ["one", "two"], ...}}',
+            )
+        return value
+
+    def _is_match(self, record: Mapping[str, Any], chosen: tuple[str, str]) -> bool:
+        """Return False for a pair whose score is below `min_score`.
+
+        Raises:
+            Fault: for a pair with the label 0 in a field that is not compared with `min_score`.
+                With `min_score`, for a pair whose score is missing or not a number. Without it, for
+                every score of a pair with a field `sentence1`.
+        """
+        fields = self._find_score_fields(record)
+        if self._min_score is not None:
+            if not fields:
+                raise _make_missing_field_fault("score", record)
+            if parse_number(_replace_word(record[fields[0]])) < self._min_score:
+                return False
+            fields = fields[1:]
+        # `sentence1` is a field of sentence-transformers' scored pairs, in which a low score marks
+        # a pair without match.
+        elif "sentence1" in chosen and any(record[name] is not None for name in fields):
+            raise Fault("a pair with a score", _MIN_SCORE_REMEDY)
+        for name in fields:
+            try:
+                label = float(_replace_word(record[name]))  # type: ignore[arg-type]
+            except (TypeError, ValueError):
+                continue
+            # Other negative numbers are scores, such as a cross-encoder's.
+            if label <= 0 and label.is_integer():
+                remedy = _MIN_SCORE_REMEDY
+                if self._min_score is not None:
+                    remedy = f"name the field that min_score reads: --data_columns score={name}"
+                raise Fault(f"a pair with {name} 0", remedy)
+        return True
+
+    def _find_score_fields(self, record: Mapping[str, Any]) -> list[str]:
+        """Return the fields that may hold a score of the pair: first those with a value."""
+        names = []
+        for name in record:
+            if _fold_name(name) in self._score_ranks and name not in self._columns_of_other_roles:
+                names.append(name)
+        ranks = self._score_ranks
+        return sorted(names, key=lambda name: (record[name] is None, ranks[_fold_name(name)]))
+
+    def _find_numbered_fields(self, record: Mapping[str, Any]) -> list[str]:
+        """Return the names of `negative_1`, `negative_2` ..., ordered by number."""
+        if self._has_negatives_column:
+            return []
+        names = [name for name in record if re.fullmatch("negative_[0-9]+", name)]
+        # By length first, so that negative_10 comes after negative_9.
+        return sorted(names, key=lambda name: (len(name), name))
+
+    def _parse_teacher_scores(
+        self, record: Mapping[str, Any], positives: list[ScoredText], negatives: list[ScoredText]
+    ) -> list[float] | None:
+        """Return the scores of positives and then negatives; None unless all are numbers."""
+        values = get_first_value(record, self._names["scores"])
+        if not isinstance(values, list) or len(values) != len(positives) + len(negatives):
+            values = []
+            for role, passages in (("positive_scores", positives), ("negative_scores", negatives)):
+                scores = get_first_value(record, self._names[role])
+                if scores is None:  # the passages may be objects with a score
+                    scores = [score for _, score in passages]
+                elif not isinstance(scores, list):
+                    scores = [scores]
+                if len(scores) != len(passages):
+                    return None
+                values += scores
+        try:
+            return [parse_number(value) for value in values]
+        except Fault:
+            return None
+
+    def _find_odd_roles(self, record: Record) -> None:
+        """Update `odd_roles`."""
+        texts_by_role = {
+            "query": [record.query],
+            "positive": record.positives,
+            "negatives": record.negatives,
+        }
+        for role, texts in texts_by_role.items():
+            if role in self._roles_with_text or not texts:
+                continue
+            if all(_is_odd(text) for text in texts):
+                self.odd_roles.setdefault(role, texts[0])
+            else:
+                self._roles_with_text.add(role)
+                self.odd_roles.pop(role, None)
+
+    def _list_unused_fields(self, record: Mapping[str, Any], chosen: tuple[str, str]) -> list[str]:
+        used_names = {"", *chosen, *self._find_numbered_fields(record)}
+        for role, names in self._names.items():
+            if role not in ("query", "positive", "score"):
+                used_names.update(names)
+        score_fields = self._find_score_fields(record)
+        if self._min_score is not None:
+            used_names.update(score_fields[:1])
+        for name in score_fields:
+            if _replace_word(record[name]) in (1, "1", "1.0"):
+                used_names.add(name)  # `_is_match` refuses a label of 0
+        return [name for name in record if name not in used_names]
+
+
+def _make_missing_field_fault(role: str, record: Mapping[str, Any]) -> Fault:
+    fields = quoted(", ".join(record), 200)
+    return Fault(f"missing {role}", f"its fields are {fields}; set --data_columns {role}=NAME")
+
+
+def _parse_passages(value: Any, field_name: str, title: str = "") -> list[ScoredText]:
+    """Return the passages of one field.
+
+    Args:
+        value: a text, an object {"title", "text"}, or a list of these.
+        field_name: name of the field.
+        title: title of a passage that is a text.
+
+    Raises:
+        Fault: for a value of another form.
+    """
+    passages: list[ScoredText] = []
+    for item in value if isinstance(value, list) else [value]:
+        if not isinstance(item, dict):
+            passages.append((passage_text(title, parse_text(item, field_name)), None))
+            continue
+        text = parse_nullable_text(item, ["text"], f"{field_name} text")
+        text = passage_text(parse_title(item), text)
+        if not text:
+            raise Fault(f"empty {field_name} text")
+        passages.append((text, item.get("score")))
+    return passages
+
+
+@lru_cache(maxsize=4096)
+def _fold_name(name: str) -> str:
+    """Return a name in lower case, without blanks, underscores and hyphens."""
+    return re.sub(r"[\s_-]+", "", name).casefold()
+
+
+def _replace_word(label: object) -> object:
+    """Return the number for which a label such as "True" stands, or else the label itself."""
+    if isinstance(label, (str, bool)) and len(str(label)) < _LONGEST_LABEL:
+        return _WORDS_FOR_NUMBERS.get(_fold_name(str(label)), label)
+    return label
+
+
+def _is_odd(text: str) -> bool:
+    """Return True for a number, a list or a label such as "relevant" in place of a text."""
+    is_label = 1 < len(text) < _LONGEST_LABEL and _fold_name(text) in _WORDS_FOR_NUMBERS
+    return is_label or bool(_NUMBER.fullmatch(text) or _LIST.fullmatch(text))
+
+
+def parse_columns(columns: Mapping[str, str] | Sequence[str] | str | None) -> dict[str, str]:
+    """Return column names by role.
+
+    Args:
+        columns: a mapping, a word ``ROLE=NAME``, a JSON object such as
+            ``'{"query": "user_text"}'``, or a list of words or of one JSON object; None: no
+            columns.
+
+    Raises:
+        ConfigError: for a role that `FIELDS` does not have, a role with several columns, or words
+            of another form.
+    """
+    if columns is None:
+        return {}
+    if isinstance(columns, str):
+        columns = [columns]
+    pairs: list[Any]
+    try:
+        if isinstance(columns, Mapping):
+            pairs = list(columns.items())
+        elif len(columns) == 1 and columns[0].startswith("{"):
+            pairs = json.loads(columns[0], object_pairs_hook=list)
+        else:
+            pairs = [word.split("=", 1) for word in columns]
+        name_by_role = dict(pairs)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"data_columns: neither ROLE=NAME nor one JSON object: {quoted(columns)} "
+            '(for example query=user_text, or {"query": "user_text"})'
+        ) from error
+    for role in name_by_role:
+        check_choice("data_columns: a role", role, FIELDS)
+    has_names_only = all(isinstance(name, str) for name in name_by_role.values())
+    if len(pairs) > len(name_by_role) or not has_names_only:
+        raise ConfigError(
+            f"data_columns: {quoted(columns)}: a role has the name of one column (rename several "
+            "columns of negatives to negative_1, negative_2, ...)"
+        )
+    return name_by_role
 
 
 def read_passages(

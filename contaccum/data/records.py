@@ -1,9 +1,11 @@
-"""Records of data files: reading lines and JSON, checking fields, counting bad records.
+"""Rows of data files, and reports of records that cannot be used.
 
 Text files may be plain or gzip, in UTF-8 with or without a byte-order mark. A record that cannot be
 used is a `Fault`. It either stops the run with one error line that names file and line, or it is
-left out and counted in a `RecordReport`. No record is lost without being counted. Tables are read
-in `contaccum.data.records`.
+left out and counted in a `RecordReport`. No record is lost without being counted.
+
+First come faults and reports, then the parsing of single values, then the readers of files: lines,
+JSON, tables and Arrow.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 from contaccum.errors import DataError, check_choice
 from contaccum.files import AnyPath
@@ -77,6 +79,11 @@ _LIKELY_ENCODINGS = {"cp1252": _CP1252_TEXT, "cp932": _JAPANESE_TEXT, "euc_jp": 
 
 _OBJECT_OVER_LINES = re.compile(rb'\{([^\n]*[,{])?[ \t\r]*\n\s*"|\{[^\n]*\[[ \t\r]*\n')
 """The start of a JSON object that goes on in the next line."""
+
+_DELIMITERS = ("\t", ",", ";")
+_QUOTED_CELL = re.compile(r'(^|[\t,;]) *"(?:[^"]|"")*"')
+_SEPARATOR_LINE = re.compile(r'"?sep=(.)"?[ \r]*\n', re.IGNORECASE)
+"""The line before the header in files that Excel writes or reads."""
 
 _HEAD_SIZE = 1 << 16
 _FLOAT32_MAX = 3.4028235e38
@@ -497,31 +504,6 @@ def read_json_items(path: AnyPath, prefix: str, function: str = "items", **optio
             raise make_data_error(path, number + 1, fault) from error
 
 
-# Rows of tables: csv files with a header, lines of DPR's question files, and Arrow tables ---------
-
-
-_DELIMITERS = ("\t", ",", ";")
-_QUOTED_CELL = re.compile(r'(^|[\t,;]) *"(?:[^"]|"")*"')
-_SEPARATOR_LINE = re.compile(r'"?sep=(.)"?[ \r]*\n', re.IGNORECASE)
-"""The line before the header in files that Excel writes or reads."""
-_CELL_SIZE_LIMIT = 2**31 - 1
-
-
-class Header(NamedTuple):
-    """The header of a table.
-
-    Attributes:
-        delimiter: the text between two cells.
-        names: names of the columns.
-        has_blanks_before_quotes: True if blanks stand before quoted cells. The rows are then
-            expected to have them too.
-    """
-
-    delimiter: str
-    names: list[str]
-    has_blanks_before_quotes: bool
-
-
 def read_csv(path: AnyPath) -> Rows:
     """Yield the rows of a table with a header, as {column name: cell}; a blank cell is None.
 
@@ -533,8 +515,8 @@ def read_csv(path: AnyPath) -> Rows:
             that is not UTF-8, and for a column name that occurs twice.
     """
     # The csv module's own limit of 128 KB per cell would refuse long documents.
-    csv.field_size_limit(_CELL_SIZE_LIMIT)
-    header = parse_header(read_head(path))
+    csv.field_size_limit(2**31 - 1)
+    delimiter, _, has_blanks_before_quotes = parse_header(read_head(path))
     names: list[str] = []
     line = 1
     with open_data_file(path) as file:
@@ -543,21 +525,21 @@ def read_csv(path: AnyPath) -> Rows:
         try:
             reader = csv.reader(
                 text_file,
-                delimiter=header.delimiter,
+                delimiter=delimiter,
                 strict=True,
-                skipinitialspace=header.has_blanks_before_quotes,
+                skipinitialspace=has_blanks_before_quotes,
             )
             for cells in reader:
                 is_blank = not any(cell.strip() for cell in cells)
-                if not names:
-                    is_separator_line = not is_blank and cells[0].lower().startswith("sep=")
-                    if not is_blank and not is_separator_line:
-                        names = _parse_column_names(cells)
-                    _check_column_names(path, line, names)
-                elif is_blank:
+                if is_blank:
                     pass
+                elif not names:
+                    if not cells[0].lower().startswith("sep="):
+                        names = _parse_column_names(cells)
+                        _check_column_names(path, line, names)
                 elif len(cells) == len(names):
-                    yield line, _make_row(names, cells)
+                    cells_or_none = [cell if cell.strip() else None for cell in cells]
+                    yield line, dict(zip(names, cells_or_none, strict=True))
                 else:
                     detail = f"found {len(cells)} where the header has {len(names)}"
                     yield line, Fault("wrong number of columns", detail)
@@ -570,35 +552,30 @@ def read_csv(path: AnyPath) -> Rows:
             yield line, Fault("the file breaks off", str(error))
 
 
-def _make_row(names: list[str], cells: list[str]) -> dict[str, str | None]:
-    row: dict[str, str | None] = {}
-    for name, cell in zip(names, cells, strict=True):
-        row[name] = cell if cell.strip() else None
-    return row
-
-
-def parse_header(head: bytes) -> Header:
+def parse_header(head: bytes) -> tuple[str, list[str], bool]:
     """Parse the header of a table.
 
     Args:
-        head: the first bytes of the file. The header is their first row; if they are not a table,
-            the names are empty.
+        head: the first bytes of the file. The header is their first row.
+
+    Returns:
+        The delimiter, the names of the columns (none if the bytes are not a table), and whether
+        blanks stand before quoted cells. The rows are then expected to have them too.
     """
     text = head.decode("utf-8", "replace")
     separator_line = _SEPARATOR_LINE.match(text)
     if separator_line:
         text = text[separator_line.end() :]
-    text_outside_quotes = _QUOTED_CELL.sub(r"\1", text)
-    first_line = text_outside_quotes.partition("\n")[0]
-    delimiter = max(_DELIMITERS, key=first_line.count)
-    if separator_line:
         delimiter = separator_line[1]
+    else:
+        first_line = _QUOTED_CELL.sub(r"\1", text).partition("\n")[0]
+        delimiter = max(_DELIMITERS, key=first_line.count)
     try:
         cells = next(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), [])
     except csv.Error:
         cells = []
     has_blanks_before_quotes = any(re.match(' +"', cell) for cell in cells)
-    return Header(delimiter, _parse_column_names(cells), has_blanks_before_quotes)
+    return delimiter, _parse_column_names(cells), has_blanks_before_quotes
 
 
 def _parse_column_names(cells: list[str]) -> list[str]:

@@ -21,10 +21,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
+from contaccum.data.readers import Record
 from contaccum.errors import ConfigError, DataError, check_choice
 
 if TYPE_CHECKING:
@@ -32,16 +33,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Settings by which records become training rows, and the sampling of one row's texts --------------
-
-# A record is a query with all its positives and negatives. A row is one training example: the
-# query, one positive and h negatives.
-
-
 PositivesUsed = Literal["draw", "first", "all"]
 MissingNegatives = Literal["fill", "drop"]
-POSITIVES_USED: tuple[PositivesUsed, ...] = get_args(PositivesUsed)
-MISSING_NEGATIVES: tuple[MissingNegatives, ...] = get_args(MissingNegatives)
+
+LABELS = ("label", "labels", "score", "scores", "dataset_name")
+"""Columns that sentence-transformers does not treat as texts."""
+
+TOO_FEW = "too few hard negatives"
+"""Reason that a `RecordReport` gives for the records that missing_negatives="drop" leaves out."""
+
+_MAX_FILL_TRIES = 256
+"""Number of passages that are sampled to fill a row's missing negatives before the search stops.
+
+The search fails for a sampled passage that is a known positive of the query, or that the row has.
+"""
+_BATCH_SIZE = 1000
+_UINT64_MASK = 2**64 - 1
+_LEAST_HASH = 1 << 48
 
 
 @dataclass(frozen=True)
@@ -68,8 +76,8 @@ class Selection:
     missing_negatives: MissingNegatives = "fill"
 
     def __post_init__(self) -> None:
-        check_choice("positives", self.positives, (None, *POSITIVES_USED))
-        check_choice("missing_negatives", self.missing_negatives, MISSING_NEGATIVES)
+        check_choice("positives", self.positives, (None, *get_args(PositivesUsed)))
+        check_choice("missing_negatives", self.missing_negatives, get_args(MissingNegatives))
         h = self.num_hard_negatives
         if self.negatives_from is not None and not 0 < h <= self.negatives_from:
             raise ConfigError(
@@ -126,124 +134,6 @@ class Selection:
             return positive, distinct_negatives
         order = rng.permutation(len(distinct_negatives))[: self.num_hard_negatives]
         return positive, [distinct_negatives[index] for index in order]
-
-
-# The wire format of the "label" column: text ids and teacher scores of a row ----------------------
-
-# sentence-transformers passes one tensor of labels to a loss, so everything that a loss needs
-# besides the texts is in one column. With c text columns (query, positive, negatives), a row's
-# label is one of these:
-#
-# | content | value of a row | shape of a batch |
-# |---|---|---|
-# | text ids | list of c ints | int64 (n, c) |
-# | teacher scores | list of c - 1 floats | float (n, c - 1) |
-# | text ids, teacher scores | list of c + (c - 1) ints | int64 (n, 2 c - 1) |
-#
-# A tensor has one dtype, so scores beside ids are stored as the 32 bits of a float32, read as an
-# integer.
-
-
-_LEAST_HASH = 1 << 48
-
-
-@dataclass(frozen=True)
-class Labels:
-    """Decoded labels of a batch of n rows with c text columns; None for a missing part.
-
-    Attributes:
-        text_ids: ids of query, positive and negatives, int64 (n, c).
-        teacher_scores: scores of positive and negatives, (n, c - 1).
-    """
-
-    text_ids: Tensor | None = None
-    teacher_scores: Tensor | None = None
-
-
-def encode(
-    text_ids: Sequence[int] = (), teacher_scores: Sequence[float] = ()
-) -> list[int] | list[float]:
-    """Encode the label of one row in the format of this module.
-
-    Args:
-        text_ids: 64-bit ids of the query, the positive and the negatives; empty to leave them out.
-        teacher_scores: scores of the positive and the negatives; empty to leave them out.
-    """
-    if not teacher_scores:
-        return list(text_ids)
-    if not text_ids:
-        return list(teacher_scores)
-    bits = np.array(teacher_scores, dtype=np.float32).view(np.int32)
-    return [*text_ids, *bits.tolist()]
-
-
-def are_text_ids(ids: Tensor) -> bool:
-    """Return False if all ids are small integers, such as classes or row numbers.
-
-    Text ids are 64-bit hashes. Those of a single pair are all below 2^48 with a probability of
-    1e-9.
-    """
-    return bool((ids.abs() >= _LEAST_HASH).any())
-
-
-def decode(labels: Tensor | None, num_columns: int) -> Labels:
-    """Decode the text ids and teacher scores in the labels of a batch.
-
-    Labels of another shape or dtype come from a user's own data set; they decode to None.
-
-    Args:
-        labels: the labels of a batch.
-        num_columns: c, the number of text columns.
-    """
-    if labels is None or labels.ndim != 2:
-        return Labels()
-    width = labels.shape[1]
-    if width == num_columns - 1:
-        return Labels(teacher_scores=labels)
-    import torch
-
-    if labels.dtype != torch.int64:
-        return Labels()
-    if width == num_columns:
-        return Labels(text_ids=labels)
-    if width == 2 * num_columns - 1:
-        bits = labels[:, num_columns:].to(torch.int32)
-        scores = bits.view(torch.float32)
-        return Labels(text_ids=labels[:, :num_columns], teacher_scores=scores)
-    return Labels()
-
-
-LABELS = ("label", "labels", "score", "scores", "dataset_name")
-"""Columns that sentence-transformers does not treat as texts."""
-
-TOO_FEW = "too few hard negatives"
-"""Reason that a `RecordReport` gives for the records that missing_negatives="drop" leaves out."""
-
-_MAX_FILL_TRIES = 256
-"""Number of passages that are sampled to fill a row's missing negatives before the search stops.
-
-The search fails for a sampled passage that is a known positive of the query, or that the row has.
-"""
-_BATCH_SIZE = 1000
-_UINT64_MASK = 2**64 - 1
-
-
-class _RowSource(NamedTuple):
-    """The record that a row is sampled from.
-
-    Attributes:
-        query: text of the query.
-        positives, negatives: texts of all positives and all negatives of the record.
-        scores: teacher scores of the positives and then the negatives; None without scores.
-        positive_index: index of the row's positive in `positives`. It is not used if the positive
-            is sampled (`Selection.positives` is "draw").
-    """
-
-    query: str
-    positives: list[str]
-    negatives: list[str]
-    scores: list[float] | None
-    positive_index: int
 
 
 class EpochSampling:
@@ -340,38 +230,29 @@ class EpochSampling:
             numbers = [int(number) for number in batch[text_columns[0]]]
         sampled: dict[str, list[Any]] = {name: [] for name in text_columns}
         labels = []
+        seed = int(self._seed_and_epoch[0]) & _UINT64_MASK
         for number, source in zip(numbers, self._read_sources(numbers), strict=True):
-            row = self._sample_row(number, source)
+            record, positive_index = source
+            rng = np.random.default_rng([seed, self.epoch, number])
+            positive, negatives = self._selection.sample(
+                rng, record.positives, record.negatives, positive_index
+            )
+            if len(negatives) < self._num_negatives:
+                negatives = self._fill_negatives(rng, record.query, positive, negatives)
+            texts = (record.query, positive, *negatives)
+            row = dict(zip(self.columns, texts, strict=True))
             for name in text_columns:
                 sampled[name].append(row[name])
-            labels.append(self._make_label(row, source, text_columns))
+            ids: list[int] = []
+            if self.has_text_ids:
+                ids = text_ids(row[name] for name in text_columns).tolist()
+            scores: list[float] = []
+            if self.has_teacher_scores:
+                scores = _get_scores({name: row[name] for name in text_columns}, record)
+            labels.append(encode(ids, scores))
         if has_pair and (self.has_text_ids or self.has_teacher_scores):
             sampled["label"] = labels
         return {**sampled, **other_columns}
-
-    def _sample_row(self, number: int, source: _RowSource) -> dict[str, str]:
-        """Return the texts of a row by column."""
-        seed = int(self._seed_and_epoch[0]) & _UINT64_MASK
-        rng = np.random.default_rng([seed, self.epoch, number])
-        positive, negatives = self._selection.sample(
-            rng, source.positives, source.negatives, source.positive_index
-        )
-        if len(negatives) < self._num_negatives:
-            negatives = self._fill_negatives(rng, source.query, positive, negatives)
-        return dict(zip(self.columns, (source.query, positive, *negatives), strict=True))
-
-    def _make_label(
-        self, row: Mapping[str, str], source: _RowSource, text_columns: Sequence[str]
-    ) -> Any:
-        """Return the label of a row for its text columns, encoded as described above."""
-        ids: list[int] = []
-        if self.has_text_ids:
-            ids = text_ids(row[name] for name in text_columns).tolist()
-        if self.has_teacher_scores and source.scores is not None:
-            score_by_column = _get_scores_by_column(row, source, source.scores)
-            scores = [score_by_column[name] for name in text_columns if name in score_by_column]
-            return encode(ids, scores)
-        return encode(ids)
 
     def first_texts(self, numbers: list[int]) -> dict[str, list[str | None]]:
         """Return the same texts of rows in every epoch: the first ones of their records.
@@ -384,10 +265,10 @@ class EpochSampling:
             positive has a row of its own), and the first h negatives; None for a missing negative.
         """
         texts: dict[str, list[str | None]] = {name: [] for name in self.columns}
-        for source in self._read_sources(numbers):
-            negatives: list[str | None] = [*source.negatives[: self._num_negatives]]
+        for record, positive_index in self._read_sources(numbers):
+            negatives: list[str | None] = [*record.negatives[: self._num_negatives]]
             negatives += [None] * (self._num_negatives - len(negatives))
-            row = (source.query, source.positives[source.positive_index], *negatives)
+            row = (record.query, record.positives[positive_index], *negatives)
             for name, text in zip(self.columns, row, strict=True):
                 texts[name].append(text)
         return texts
@@ -404,31 +285,27 @@ class EpochSampling:
         if numbers is None:
             numbers = range(len(self))
         for start in range(0, len(numbers), _BATCH_SIZE):
-            for source in self._read_sources(list(numbers[start : start + _BATCH_SIZE])):
-                positives = [source.positives[source.positive_index]]
+            rows = self._read_sources(list(numbers[start : start + _BATCH_SIZE]))
+            for record, positive_index in rows:
+                positives = [record.positives[positive_index]]
                 if self._selection.positives == "draw":
-                    positives += source.positives
-                yield {"query": source.query, "positive": positives}
+                    positives += record.positives
+                yield {"query": record.query, "positive": positives}
 
-    def _read_sources(self, numbers: list[int]) -> list[_RowSource]:
-        """Return the record of each row; `numbers` are row numbers."""
+    def _read_sources(self, numbers: list[int]) -> list[tuple[Record, int]]:
+        """Return the record of each row, and the index of the row's positive in it.
+
+        The index is not used if the positive is sampled (`Selection.positives` is "draw").
+        """
         record_numbers = np.array(numbers, dtype=np.int64)
         positive_indices = [0] * len(numbers)
         if self._rows is not None:
             record_numbers = self._rows[numbers, 0]
             positive_indices = self._rows[numbers, 1].tolist()
         columns = self._records[record_numbers.tolist()]
-        return [
-            _RowSource(*source)
-            for source in zip(
-                columns["query"],
-                columns["positives"],
-                columns["negatives"],
-                columns["scores"],
-                positive_indices,
-                strict=True,
-            )
-        ]
+        values = zip(*(columns[name] for name in Record._fields), strict=True)
+        records = [Record(*value) for value in values]
+        return list(zip(records, positive_indices, strict=True))
 
     def _fill_negatives(
         self, rng: np.random.Generator, query: str, positive: str, negatives: list[str]
@@ -447,8 +324,8 @@ class EpochSampling:
         for _ in range(_MAX_FILL_TRIES):
             if len(filled) == self._num_negatives:
                 return filled
-            (source,) = self._read_sources([int(rng.integers(len(self)))])
-            passage = source.positives[source.positive_index]
+            [(record, positive_index)] = self._read_sources([int(rng.integers(len(self)))])
+            passage = record.positives[positive_index]
             passage_id = int(text_ids([passage])[0])
             if passage_id not in forbidden_ids:
                 forbidden_ids.add(passage_id)
@@ -470,10 +347,8 @@ class EpochSampling:
         return self.known_positives[start:end, 1].tolist()
 
 
-def _get_scores_by_column(
-    row: Mapping[str, str], source: _RowSource, scores: list[float]
-) -> dict[str, float]:
-    """Return the teacher scores of a row's passages, by column.
+def _get_scores(row: Mapping[str, str], record: Record) -> list[float]:
+    """Return the teacher scores of a row's passages; none for a record without scores.
 
     A record may list one text both as positive and as negative. The column "positive" then gets the
     score of the positive, and a negative column the score of the negative. If a text is twice among
@@ -481,23 +356,23 @@ def _get_scores_by_column(
 
     Args:
         row: texts of the row by column.
-        source: the record of the row.
-        scores: teacher scores of the record's positives and then its negatives.
+        record: the record of the row.
     """
-    num_positives = len(source.positives)
-    score_of_positive: dict[str, float] = {}
-    score_of_negative: dict[str, float] = {}
-    for text, score in zip(source.positives, scores[:num_positives], strict=True):
-        score_of_positive.setdefault(text, score)
-    for text, score in zip(source.negatives, scores[num_positives:], strict=True):
-        score_of_negative.setdefault(text, score)
-    score_by_column = {}
+    if record.scores is None:
+        return []
+    num_positives = len(record.positives)
+    positive_scores = record.scores[:num_positives]
+    negative_scores = record.scores[num_positives:]
+    # In reversed order, the first score of a text replaces a later one.
+    score_of_positive = dict(zip(record.positives[::-1], positive_scores[::-1], strict=True))
+    score_of_negative = dict(zip(record.negatives[::-1], negative_scores[::-1], strict=True))
+    scores = []
     for name, text in row.items():
         if name == "positive":
-            score_by_column[name] = score_of_positive[text]
+            scores.append(score_of_positive[text])
         elif name != "query":
-            score_by_column[name] = score_of_negative[text]
-    return score_by_column
+            scores.append(score_of_negative[text])
+    return scores
 
 
 def make_sampled_dataset(sampling: EpochSampling) -> Dataset:
@@ -573,3 +448,85 @@ def collect_known_positives(pairs: np.ndarray) -> np.ndarray | None:
     same_query_as_next = np.flatnonzero(distinct_pairs[1:, 0] == distinct_pairs[:-1, 0])
     rows = np.union1d(same_query_as_next, same_query_as_next + 1)
     return distinct_pairs[rows] if len(rows) else None
+
+
+# The "label" column holds text ids and teacher scores of a row.
+#
+# sentence-transformers passes one tensor of labels to a loss, so everything that a loss needs
+# besides the texts is in one column. With c text columns (query, positive, negatives), a row's
+# label is one of these:
+#
+# | content | value of a row | shape of a batch |
+# |---|---|---|
+# | text ids | list of c ints | int64 (n, c) |
+# | teacher scores | list of c - 1 floats | float (n, c - 1) |
+# | text ids, teacher scores | list of c + (c - 1) ints | int64 (n, 2 c - 1) |
+#
+# A tensor has one dtype, so scores beside ids are stored as the 32 bits of a float32, read as an
+# integer.
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Decoded labels of a batch of n rows with c text columns; None for a missing part.
+
+    Attributes:
+        text_ids: ids of query, positive and negatives, int64 (n, c).
+        teacher_scores: scores of positive and negatives, (n, c - 1).
+    """
+
+    text_ids: Tensor | None = None
+    teacher_scores: Tensor | None = None
+
+
+def encode(
+    text_ids: Sequence[int] = (), teacher_scores: Sequence[float] = ()
+) -> list[int] | list[float]:
+    """Encode the label of one row in the format of this module.
+
+    Args:
+        text_ids: 64-bit ids of the query, the positive and the negatives; empty to leave them out.
+        teacher_scores: scores of the positive and the negatives; empty to leave them out.
+    """
+    if not teacher_scores:
+        return list(text_ids)
+    if not text_ids:
+        return list(teacher_scores)
+    bits = np.array(teacher_scores, dtype=np.float32).view(np.int32)
+    return [*text_ids, *bits.tolist()]
+
+
+def are_text_ids(ids: Tensor) -> bool:
+    """Return False if all ids are small integers, such as classes or row numbers.
+
+    Text ids are 64-bit hashes. Those of a single pair are all below 2^48 with a probability of
+    1e-9.
+    """
+    return bool((ids.abs() >= _LEAST_HASH).any())
+
+
+def decode(labels: Tensor | None, num_columns: int) -> Labels:
+    """Decode the text ids and teacher scores in the labels of a batch.
+
+    Labels of another shape or dtype come from a user's own data set; they decode to None.
+
+    Args:
+        labels: the labels of a batch.
+        num_columns: c, the number of text columns.
+    """
+    if labels is None or labels.ndim != 2:
+        return Labels()
+    width = labels.shape[1]
+    if width == num_columns - 1:
+        return Labels(teacher_scores=labels)
+    import torch
+
+    if labels.dtype != torch.int64:
+        return Labels()
+    if width == num_columns:
+        return Labels(text_ids=labels)
+    if width == 2 * num_columns - 1:
+        bits = labels[:, num_columns:].to(torch.int32)
+        scores = bits.view(torch.float32)
+        return Labels(text_ids=labels[:, :num_columns], teacher_scores=scores)
+    return Labels()
