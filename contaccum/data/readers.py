@@ -70,69 +70,28 @@ _CACHE_VERSION = 14
 """Version of the readers and the stored records. Increase it when either changes, so that records
 of an older version are not used."""
 
-FIELDS: dict[str, tuple[str, ...]] = {
-    "query": ("query", "anchor", "question", "query_text", "sentence1"),
-    "positive": (
-        "positive",
-        "positives",
-        "positive_passages",
-        "positive_ctxs",
-        "passage",
-        "answer",
-        "text",
-        "document",
-        "pos",
-        "sentence2",
-    ),
-    "negatives": (
-        "negatives",
-        "negative",
-        "negative_passages",
-        "hard_negatives",
-        "hard_negative_ctxs",
-        "neg",
-        # Random negatives of DPR, which its own trainer uses where a record has no hard ones.
-        "negative_ctxs",
-    ),
+_USUAL_NAMES = {
+    "query": "query anchor question query_text sentence1",
+    "positive": "positive positives positive_passages positive_ctxs passage answer text document "
+    "pos sentence2",
+    # DPR's own trainer uses `negative_ctxs`, random negatives, where a record has no hard ones.
+    "negatives": "negatives negative negative_passages hard_negatives hard_negative_ctxs neg "
+    "negative_ctxs",
     # Title of the positives that are plain texts. A passage object has its own "title".
-    "title": ("title",),
+    "title": "title",
     # Teacher scores, in one list for all positives and then all negatives, or in one list for the
     # positives and another for the negatives. A passage object may have its own "score" instead.
-    "scores": ("scores",),
-    "positive_scores": ("positive_scores", "positive_score", "pos_scores"),
-    "negative_scores": ("negative_scores", "neg_scores"),
+    "scores": "scores",
+    "positive_scores": "positive_scores positive_score pos_scores",
+    "negative_scores": "negative_scores neg_scores",
     # Score or label of a pair; it is a match if the score is at least `min_score`. These names are
     # compared without case, blanks and underscores.
-    "score": (
-        "score",
-        "label",
-        "labels",
-        "relevance",
-        "relevant",
-        "is_relevant",
-        "relevancy",
-        "rel",
-        "relevance_label",
-        "relevance_score",
-        "match",
-        "matches",
-        "matched",
-        "is_match",
-        "matching",
-        "similar",
-        "is_similar",
-        "similarity",
-        "similarity_score",
-        "is_positive",
-        "is_duplicate",
-        "duplicate",
-        "is_correct",
-        "judgement",
-        "judgment",
-        "grade",
-        "rating",
-    ),
+    "score": "score label labels relevance relevant is_relevant relevancy rel relevance_label "
+    "relevance_score match matches matched is_match matching similar is_similar similarity "
+    "similarity_score is_positive is_duplicate duplicate is_correct judgement judgment grade "
+    "rating",
 }
+FIELDS = {role: tuple(names.split()) for role, names in _USUAL_NAMES.items()}
 """{role: usual names of the field}. The first name that a record has is used.
 
 The fields `negative_1`, `negative_2` ... hold negatives too. The names include those of

@@ -300,7 +300,8 @@ def _write_split(
         positives_added = 0
         for side in ("dev", "test"):
             if side == "test" and published_test is not None:
-                documents[side] = copy_test(published_test, folder / side)
+                copy_test(published_test, folder / side)
+                documents[side] = len(published_test.corpus)
                 continue
             haystack = corpus_documents
             if haystack is None:
@@ -496,12 +497,7 @@ def _list_small_groups(
     """Return the groups that may be held out, in a random order that depends on the seed.
 
     A group with more than a quarter of the queries of dev or test, whichever has more, would decide
-    the score.
-
-    Args:
-        grouping: the groups. Those that are linked with the published test set are left out.
-        sizes: number of queries of "dev" and "test".
-        settings: the order is that of a hash of their seed and the group.
+    the score. Groups that are linked with the published test set are left out.
     """
     largest_small_group = max(1, max(sizes.values()) // _SMALL_GROUPS_PER_SET)
     small_groups = []
@@ -509,7 +505,7 @@ def _list_small_groups(
         if group not in grouping.groups_of_test and num_queries <= largest_small_group:
             small_groups.append(group)
     seed = settings.seed
-    small_groups.sort(key=lambda group: hash_text(f"{seed}:{grouping.key_of_group[group]}"))
+    small_groups.sort(key=lambda group: _hash_text(f"{seed}:{grouping.key_of_group[group]}"))
     return small_groups
 
 
@@ -529,11 +525,7 @@ def find_held_out(
     and the documents that are copies or near-duplicates of them. Positives of training records are
     never among them: dev and test may have some of these too (`Split.held_out_by`).
 
-    Args:
-        parts: the records of "train", "dev" and "test".
-        documents: the corpus; empty if there is none.
-        test: the test set that the data came with; None: there is none.
-        show_progress: True for a progress bar.
+    `documents` is the corpus, and `test` the test set that the data came with.
     """
     held_out_records = [*parts["dev"], *parts["test"]]
     if test is not None:
@@ -560,11 +552,6 @@ def collect_training_corpus(
     These documents are the positives and hard negatives of the training records, and all
     ``documents``, except for held-out texts. Of documents that are equal after `normalise`, only
     one is returned, and none that is a copy of a passage of the training records.
-
-    Args:
-        records: the training records.
-        documents: the corpus; empty if there is none.
-        held_out: normalised texts; see `find_held_out`.
     """
     training_passages = {}
     collected = {}  # {normalised text: document}
@@ -636,10 +623,7 @@ def _format_record(record: Record) -> str:
     """Return a training record as a line of JSON that `contaccum.data.read_records` reads."""
     positives = record.positives
     content: dict[str, object] = {"query": record.query}
-    if len(positives) == 1:
-        content["positive"] = positives[0]
-    else:
-        content["positive"] = positives
+    content["positive"] = positives[0] if len(positives) == 1 else positives
     if record.negatives:
         content["negatives"] = record.negatives
     if record.scores is not None:
@@ -650,20 +634,15 @@ def _format_record(record: Record) -> str:
 def sample_haystack(
     side: str, parts: Mapping[str, Sequence[Record]], size: int, seed: int
 ) -> list[Passage]:
-    """Return the passages of a side's records, and a sample of other passages.
-
-    Args:
-        side: "dev" or "test".
-        parts: the records of every side.
-        size: least number of passages; other passages are added up to it, if there are enough.
-        seed: seed of the sample.
-    """
+    """Return the passages of a side's records, and a sample of others up to `size` in all."""
     haystack = _collect_passages(parts[side])
     all_passages: dict[str, str] = {}
     for records in parts.values():
         all_passages.update(_collect_passages(records))
     other_texts = all_passages.keys() - haystack.keys()
-    sort_keys = {text: hash_text(f"{seed}:{fold_case(all_passages[text])}") for text in other_texts}
+    sort_keys = {
+        text: _hash_text(f"{seed}:{fold_case(all_passages[text])}") for text in other_texts
+    }
     for text in sorted(other_texts, key=sort_keys.__getitem__):
         if len(haystack) >= size:
             break
@@ -763,19 +742,18 @@ def _write_beir_files(
     write_text(folder / "qrels" / "test.tsv", [QRELS_HEADER, *qrels_lines])
 
 
-def copy_test(test: BeirDataset, folder: Path) -> int:
-    """Copy corpus, queries and test split of a BEIR folder; return the number of documents.
+def copy_test(test: BeirDataset, folder: Path) -> None:
+    """Copy corpus, queries and test split of a BEIR folder.
 
     If records were left out, only the others are written, so that the copy has no bad record.
     """
     if test.report.reported:
         write_part(test, test.corpus, folder)
-        return len(test.corpus)
+        return
     (folder / "qrels").mkdir(parents=True)
     for pattern in ("corpus.jsonl*", "queries.jsonl*", "qrels/test.tsv*"):
         for file in test.path.glob(pattern):
             shutil.copyfile(file, folder / file.relative_to(test.path))
-    return len(test.corpus)
 
 
 def _format_document(document: Passage) -> str:
@@ -784,11 +762,10 @@ def _format_document(document: Passage) -> str:
 
 
 def _make_document_id(normalised_text: str) -> str:
-    return hash_text(normalised_text)[:16]
+    return _hash_text(normalised_text)[:16]
 
 
-def hash_text(text: str) -> str:
-    """Return the sha256 of a text, in hex."""
+def _hash_text(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
@@ -801,13 +778,11 @@ def write_part(dataset: BeirDataset, document_ids: Container[str], folder: Path)
             are left out.
         folder: a folder that does not exist.
     """
-    documents = []
-    for name, texts in dataset.corpus.items():
-        if name in document_ids:
-            documents.append(Passage(name, **texts))
+    corpus = dataset.corpus
+    documents = [Passage(name, **corpus[name]) for name in corpus if name in document_ids]
     qrels_lines = []
     for query_id, judgements in dataset.qrels.items():
         for document_id, grade in judgements.items():
-            if document_id in document_ids or document_id not in dataset.corpus:
+            if document_id in document_ids or document_id not in corpus:
                 qrels_lines.append(f"{query_id}\t{document_id}\t{grade}\n")
     _write_beir_files(folder, documents, dataset.queries, qrels_lines)
