@@ -145,6 +145,9 @@ def own_code_path(tmp_path, monkeypatch) -> Path:
     """Return the folder of a model whose last module is a class in the folder's own code."""
     # transformers copies the code into a package of its cache, and imports it from there.
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    # In front of the caches of other tests, which transformers has added to the path.
+    (tmp_path / "hf").mkdir()
+    monkeypatch.syspath_prepend(tmp_path / "hf")
     monkeypatch.setattr(sys, "path", [*sys.path])
     for name in list(sys.modules):
         if name.startswith("transformers_modules"):  # of another test's cache
