@@ -588,13 +588,7 @@ def select_candidates(
 def _rescore(
     predict: Any, candidates: list[tuple[str, str]], highest: float, num_negatives: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Score the candidates of a query by a cross-encoder until enough of them score low.
-
-    Args:
-        predict: the function of the cross-encoder that returns the logits of text pairs.
-        candidates: query and passage, in the order of preference.
-        highest: the highest logit of a negative.
-        num_negatives: number of candidates that are needed, and that are scored at once.
+    """Score pairs of query and passage by a cross-encoder until enough of them score low.
 
     Returns:
         The positions of at least `num_negatives` candidates with a logit up to `highest`, or of all

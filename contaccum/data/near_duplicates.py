@@ -175,20 +175,14 @@ def get_words(text: str) -> str:
 def join_near_duplicates(
     texts: Sequence[str], groups: DisjointSet, show_progress: bool = False
 ) -> int:
-    """Merge the groups of texts that are near-duplicates.
+    """Merge the groups of texts that are near-duplicates; return the number of merges.
 
     Texts of one group are not compared with each other, and only texts that share one of their
     rarest 5-grams are, so that the time is about linear in the number of texts that are made from
     one template. It grows faster only if most of their similarities are close to the bound. Memory
     holds about 5 KB for each text.
 
-    Args:
-        texts: the texts.
-        groups: disjoint sets of the texts' indices, which are merged in place.
-        show_progress: True for a progress bar.
-
-    Returns:
-        The number of merges, each of two groups.
+    ``groups`` are disjoint sets of the texts' indices, which are merged in place.
     """
     num_groups = groups.n_subsets
     sketches = _make_sketches(texts)
@@ -335,13 +329,9 @@ class _GramIndex:
 
 
 def _make_sketches(texts: Sequence[str]) -> np.ndarray:
-    """Return the smallest hashes of the 5-grams of each text, in ascending order.
+    """Return the smallest hashes of the 5-grams of n texts, in ascending order.
 
-    Args:
-        texts: n texts.
-
-    Returns:
-        uint64 (n, `_SKETCH_SIZE`), filled with `_PADDING`.
+    The result is uint64 (n, `_SKETCH_SIZE`), filled with `_PADDING`.
     """
     sketches = np.full((len(texts), _SKETCH_SIZE), _PADDING)
     for sketch, text in zip(sketches, texts, strict=True):
@@ -391,13 +381,11 @@ def group_records(
     in the group of its query.
 
     Args:
-        records: the training records.
         test: a test set that the data came with; None: there is none.
         held_out_by: "query" to link records by queries alone. A passage that is a query too, or
             nearly so, counts as a query.
         documents: the corpus. Passages that are one of its documents, with its title or without
             it, are linked.
-        show_progress: True for a progress bar.
     """
     text_numbers: dict[str, int] = {}
     links = []

@@ -697,15 +697,9 @@ def _make_missing_field_fault(role: str, record: Mapping[str, Any]) -> Fault:
 
 
 def _parse_passages(value: Any, field_name: str, title: str = "") -> list[ScoredText]:
-    """Return the passages of one field.
+    """Return the passages of a field: a text, an object {"title", "text"}, or a list of these.
 
-    Args:
-        value: a text, an object {"title", "text"}, or a list of these.
-        field_name: name of the field.
-        title: title of a passage that is a text.
-
-    Raises:
-        Fault: for a value of another form.
+    ``title`` is the title of the passages that are texts. Raises `Fault` for other values.
     """
     passages: list[ScoredText] = []
     for item in value if isinstance(value, list) else [value]:

@@ -113,10 +113,9 @@ class Fault(Exception):
 
 
 class NotUtf8(Fault):
-    """Bytes that are not UTF-8. Leaving such records out would lose every text with an accent.
+    """Bytes of a line or a cell that are not UTF-8.
 
-    Args:
-        data: the bytes of the line or the cell.
+    Leaving such records out would lose every text with an accent.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -169,13 +168,7 @@ class RecordReport:
         return self.seen - self.reported
 
     def leave_out(self, where: AnyPath, reason: str, count: int = 1) -> None:
-        """Count records, which `seen` includes already, as left out.
-
-        Args:
-            where: file and, if known, line of the first of them.
-            reason: the reason to count them by.
-            count: number of records.
-        """
+        """Count records, which `seen` includes, as left out; the first of them is at `where`."""
         if count:
             self.reported += count
             self.by_reason[reason] += count
@@ -197,12 +190,9 @@ class RecordReport:
         return one_line(text)
 
     def refuse_if_nothing_left(self, where: AnyPath, left: int, what: str) -> None:
-        """Raise `DataError` if nothing usable is left, so that no run starts without data.
+        """Raise `DataError` if the number of usable items is 0, so that no run starts without data.
 
-        Args:
-            where: the file.
-            left: number of usable items.
-            what: plural noun for the items, such as "records".
+        ``what`` is the plural noun for the items, such as "records".
         """
         if left == 0:
             raise DataError(
@@ -281,15 +271,10 @@ def passage_text(title: str, text: str) -> str:
 
 
 def parse_text(value: object, field_name: str, may_be_blank: bool = False) -> str:
-    """Return `value` if it is a text.
-
-    Args:
-        value: the content of a field; None for a missing field.
-        field_name: name of the field, for messages.
-        may_be_blank: True to allow texts without a visible character.
+    """Return the content of a field if it is a text.
 
     Raises:
-        Fault: if the value is missing, not a string, blank, or not valid Unicode.
+        Fault: if the value is missing (None), not a string, blank, or not valid Unicode.
     """
     if value is None:
         raise Fault(f"missing {field_name}")
@@ -328,12 +313,7 @@ def parse_title(record: Mapping[str, Any], field_name: str = "title") -> str:
 def parse_nullable_text(record: Mapping[str, Any], names: Sequence[str], field_name: str) -> str:
     """Return the text in the first of some fields that is not null; "" if all of them are null.
 
-    A blank cell of a table is null.
-
-    Args:
-        record: the record.
-        names: names of the fields.
-        field_name: name of the text, for messages.
+    A blank cell of a table is null. Messages call the text `field_name`.
 
     Raises:
         Fault: if the record has none of the fields, or for a value that is not a text.
@@ -367,10 +347,7 @@ def parse_number(value: object) -> float:
 def split_cells(line: str, num_cells: int, separator: str | None = "\t") -> list[str]:
     """Return the cells of a line; raises `Fault` if their number differs from `num_cells`.
 
-    Args:
-        line: a line without its end.
-        num_cells: number of expected cells.
-        separator: text between cells; None: any white space.
+    Cells are separated by `separator`, or by any white space if it is None.
     """
     cells = line.split(separator)
     if len(cells) != num_cells:
@@ -617,15 +594,7 @@ def parse_question_line(line: str) -> list[str]:
 
 
 def read_arrow(source: AnyPath, tables: Iterable[Any]) -> Rows:
-    """Yield the rows of Arrow tables, with their numbers.
-
-    Args:
-        source: file or data set, for messages.
-        tables: `pyarrow.Table` objects.
-
-    Raises:
-        DataError: if a table cannot be read.
-    """
+    """Yield the rows of `pyarrow.Table` objects; raises `DataError` for a table that is damaged."""
     number = 0
     try:
         for table in tables:

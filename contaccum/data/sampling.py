@@ -114,16 +114,10 @@ class Selection:
         negatives: Sequence[str],
         positive_index: int = 0,
     ) -> tuple[str, list[str]]:
-        """Sample the texts of a row.
+        """Return the positive of a row, and h negatives, or fewer if the record has fewer.
 
-        Args:
-            rng: the random generator of the row.
-            positives: all positives of the record.
-            negatives: all negatives of the record.
-            positive_index: index of the row's positive, unless the positive is drawn.
-
-        Returns:
-            The positive, and h negatives, or fewer if the record has fewer.
+        ``positives`` and ``negatives`` are those of the record, and `positive_index` is that of the
+        row's positive, which is not used if the positive is drawn.
         """
         positive = positives[positive_index]
         distinct_positives = list(dict.fromkeys(positives))
@@ -353,10 +347,6 @@ def _get_scores(row: Mapping[str, str], record: Record) -> list[float]:
     A record may list one text both as positive and as negative. The column "positive" then gets the
     score of the positive, and a negative column the score of the negative. If a text is twice among
     the positives, or among the negatives, its first score is used.
-
-    Args:
-        row: texts of the row by column.
-        record: the record of the row.
     """
     if record.scores is None:
         return []
