@@ -6,14 +6,11 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model
 from contaccum.errors import ConfigError
 from contaccum.files import provenance
-
-if TYPE_CHECKING:
-    from contaccum.mining import MiningData
 
 
 def run(argv: Sequence[str]) -> int:
@@ -24,12 +21,17 @@ def run(argv: Sequence[str]) -> int:
     """
     args = _parse_arguments(argv)
     from contaccum import mining
+    from contaccum.data import parse_training_sets
     from contaccum.retrieval.encode import model_fingerprint, tokenisation_fingerprint
 
     rules = {rule.name: getattr(args, rule.name) for rule in fields(mining.SelectionRules)}
     mining.SelectionRules(**rules).check(args.cross_encoder is not None)
     mining.check_output(args.output, args.output_format)
-    data = _load_data(args)
+    defaults = {"data_format": args.data_format, "split": args.split, "columns": args.data_columns}
+    # A list with one set, because --data names a single set.
+    [source] = parse_training_sets([args.data], defaults).values()
+    settings: dict[str, Any] = {"on_bad_record": args.on_bad_record, **source}
+    data = mining.load_mining_data(settings.pop("path"), args.corpus, **settings)
     print(f"{args.data}: {data.record['records']}", flush=True)
     model = None
     if args.model is not None:
@@ -133,20 +135,3 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     if args.method == "bm25" and args.model is not None:
         raise ConfigError("--method bm25 uses no MODEL: leave it out")
     return args
-
-
-def _load_data(args: argparse.Namespace) -> MiningData:
-    """Load the queries, their known positives, and the passages to mine in."""
-    from contaccum.data import parse_training_sets
-    from contaccum.mining import load_mining_data
-
-    defaults = {
-        "data_format": args.data_format,
-        "split": args.split,
-        "columns": args.data_columns,
-    }
-    # A list with one set, because --data names a single set.
-    [source] = parse_training_sets([args.data], defaults).values()
-    settings: dict[str, Any] = {"on_bad_record": args.on_bad_record, **source}
-    path = settings.pop("path")
-    return load_mining_data(path, args.corpus, **settings)

@@ -53,6 +53,9 @@ class RetrievalEvaluator(SentenceEvaluator):
             before `sample`.
 
     Attributes:
+        documents: documents whose stored embeddings are used, because only the query tower is
+            trained; each search checks that the document tower of its model has encoded the store.
+            None (the default): the model encodes the documents in each call.
         query_scores: {query id: score by the primary metric} of the last scoring.
 
     Raises:
@@ -86,23 +89,9 @@ class RetrievalEvaluator(SentenceEvaluator):
         # Typed as Any, because the base class declares it as None.
         self.primary_metric: Any = check_metric(primary_metric or self.metrics[0])
         self.notes = notes or {}
-        self.documents = None
+        self.documents: StoreDocuments | None = None
+        self._fixed_embeddings: tuple[StoreDocuments, np.ndarray] | None = None
         self.query_scores: dict[str, float] = {}
-
-    @property
-    def documents(self) -> StoreDocuments | None:
-        """Documents whose stored embeddings are used, because only the query tower is trained.
-
-        None (the default): the model encodes the documents in each call. Each search checks that
-        the document tower of its model has encoded the store.
-        """
-        return self._documents
-
-    @documents.setter
-    def documents(self, documents: StoreDocuments | None) -> None:
-        self._documents = documents
-        # The embeddings of the corpus are read from these documents in the next call.
-        self._fixed_embeddings: np.ndarray | None = None
 
     def __call__(
         self, model: Any, output_path: str | None = None, epoch: float = -1, steps: int = -1
@@ -192,19 +181,20 @@ class RetrievalEvaluator(SentenceEvaluator):
         """
         from contaccum.retrieval.encode import encode_texts
 
-        if self._fixed_embeddings is None:
-            assert self.documents is not None
-            embeddings = np.empty((len(texts), self.documents.dimension), dtype=np.float32)
-            stored_indices, stored_embeddings = self.documents.find_embeddings(texts)
+        documents = self.documents
+        assert documents is not None
+        if self._fixed_embeddings is None or self._fixed_embeddings[0] is not documents:
+            embeddings = np.empty((len(texts), documents.dimension), dtype=np.float32)
+            stored_indices, stored_embeddings = documents.find_embeddings(texts)
             embeddings[stored_indices] = stored_embeddings
             missing_indices = np.setdiff1d(np.arange(len(texts)), stored_indices)
-            if len(missing_indices) > 0:
-                missing_texts = [texts[index] for index in missing_indices]
+            missing_texts = [texts[index] for index in missing_indices]
+            if missing_texts:
                 embeddings[missing_indices] = encode_texts(
                     model, missing_texts, batch_size=self.batch_size
                 )
-            self._fixed_embeddings = embeddings
-        return self._fixed_embeddings
+            self._fixed_embeddings = (documents, embeddings)
+        return self._fixed_embeddings[1]
 
     def describe(self) -> dict[str, Any]:
         """Return name, split, path and counts of the data set, and ``notes``, for records."""

@@ -129,26 +129,6 @@ def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
     return record
 
 
-def result_files(path: Path) -> list[Path]:
-    """Return the records of a results file.
-
-    Args:
-        path: a record, or a table of several sets, which lists the records that lie beside it.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    content = read_json(path)
-    if "sets" not in content:
-        return [path]
-    records = []
-    for row in content["sets"]:
-        for part in row.get("parts", [row]):
-            # Only the name is used, so that a table cannot point to files elsewhere.
-            records.append(path.parent / Path(part["file"]).name)
-    return records
-
-
 def agrees(record: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
     """Return True if a record has all entries of a plan, in nested dicts too.
 

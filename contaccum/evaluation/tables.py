@@ -16,12 +16,9 @@ from typing import Any
 from contaccum.data import CQADUPSTACK_FORUMS
 from contaccum.errors import DataError
 from contaccum.evaluation.beir import EvaluationSet
-from contaccum.evaluation.metrics import (
-    add_holm,
-    sign_flip_test,
-    warn_of_few_groups,
-)
-from contaccum.evaluation.results import JsonObject, read_result, result_files
+from contaccum.evaluation.metrics import add_holm, sign_flip_test, warn_of_few_groups
+from contaccum.evaluation.results import JsonObject, read_result
+from contaccum.files import read_json
 
 Row = Mapping[str, Any]
 Scores = Mapping[str, float]
@@ -135,7 +132,8 @@ def read_previous(path: Path, labels: Mapping[str, str], metric: str) -> dict[st
     """Read the scores per query of an earlier result, for the data sets of this evaluation.
 
     Args:
-        path: an earlier record, or an earlier table of several sets.
+        path: an earlier record, or an earlier table of several sets, which lists the records that
+            lie beside it.
         labels: {fingerprint of the data: label} of this evaluation's sets.
         metric: name of the metric to read.
 
@@ -145,8 +143,14 @@ def read_previous(path: Path, labels: Mapping[str, str], metric: str) -> dict[st
     Raises:
         DataError: the file is not a result, has none of these data sets, or lacks the metric.
     """
+    content = read_json(path)
+    files = [path]
+    if "sets" in content:
+        parts = [part for row in content["sets"] for part in row.get("parts", [row])]
+        # Only the name is used, so that a table cannot point to files elsewhere.
+        files = [path.parent / Path(part["file"]).name for part in parts]
     previous: dict[str, Scores] = {}
-    for file in result_files(path):
+    for file in files:
         record = read_result(file)
         label = labels.get(record["data"].get("fingerprint"))
         if label is None:

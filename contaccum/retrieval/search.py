@@ -307,8 +307,7 @@ def open_index(
 
     Raises:
         ConfigError: see `build_index`.
-        DataError: the file belongs to another store, factory or metric, has embeddings of another
-            number or dimension, or FAISS cannot read it.
+        DataError: the file belongs to another store, factory or metric, or FAISS cannot read it.
         UserError: the file cannot be written.
     """
     import faiss
@@ -345,11 +344,6 @@ def open_index(
         raise DataError(
             f"{path}: cannot be read: {_get_reason(error)} ({_REMEDY_FOR_FILE})"
         ) from error
-    if (faiss_index.ntotal, faiss_index.d) != store.shape:
-        raise DataError(
-            f"{path}: indexes {faiss_index.ntotal} embeddings of {faiss_index.d} dimensions, but "
-            f"{store.folder} has {len(store)} of {store.shape[1]} ({_REMEDY_FOR_FILE})"
-        )
     parameters = _set_parameters(faiss_index, factory, parameters)
     return DenseIndex(store, store.ids, factory, metric, parameters, faiss_index)
 

@@ -1,7 +1,6 @@
 """Files of results: written results are read back; broken files are refused with their line."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ from contaccum.evaluation.results import (
     EvaluationResult,
     read_result,
     read_trec_run,
-    result_files,
     trec_lines,
     write_result,
 )
@@ -156,11 +154,3 @@ def test_a_file_that_is_not_a_result_is_refused(tmp_path, content, message):
     path.write_text(content)
     with pytest.raises(DataError, match=message):
         read_result(path)
-
-
-def test_a_table_lists_only_records_that_lie_beside_it(tmp_path):
-    path = tmp_path / "r.json"
-    parts = [{"file": "/b.json"}, {"file": "../c.json"}]
-    sets = [{"file": "a.json"}, {"parts": parts}]
-    path.write_text(json.dumps({"sets": sets}))
-    assert result_files(path) == [tmp_path / "a.json", tmp_path / "b.json", tmp_path / "c.json"]

@@ -50,13 +50,13 @@ def write_record(folder: Path, name: str) -> None:
 def test_sets_of_the_same_data_are_compared_with_holms_correction(tmp_path):
     for name in ("x", "y", "old"):
         write_record(tmp_path, name)
-    parts = [{"file": "s.y.json"}, {"file": "s.old.json"}]
+    parts = [{"file": "/s.y.json"}, {"file": "../s.old.json"}]
     sets = [{"file": "s.x.json"}, {"parts": parts}]
     path = tmp_path / "s.json"
     path.write_text(json.dumps({"sets": sets}))
     labels = {"of x": "x", "of y": "y", "of z": "z"}
     previous = tables.read_previous(path, labels, "NDCG@10")
-    # The set "old" has no label, so it is not compared.
+    # Only names of files are read. The set "old" has no label, so it is not compared.
     assert previous == {"x": {"q": 0.5, "r": 0.5}, "y": {"q": 0.5, "r": 0.5}}
     ours = {"x": {"q": 0.25, "r": 0.5}, "y": {"q": 1.0, "r": 0.75}}
     groups = {label: {"q": 0, "r": 1} for label in ours}

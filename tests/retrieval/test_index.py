@@ -271,8 +271,6 @@ def test_a_foreign_or_broken_index_file_is_refused_in_one_line(store, tmp_path):
     description_path.write_text(description)
     path.write_bytes(path.read_bytes()[:-100])
     assert_refused("cannot be read")
-    faiss.write_index(faiss.IndexFlatIP(7), str(path))
-    assert_refused("indexes 0 embeddings of 7 dimensions")
     # A process that is killed while it writes the index leaves the description alone.
     path.unlink()
     assert open_index(path, store, "HNSW8").faiss_index.ntotal == 600
