@@ -63,10 +63,20 @@ class TowerGradNorms:
             ``grad_norm_query``, ``grad_norm_passage`` and ``grad_norm_ratio``. A tower without
             gradients is left out.
         """
+        norms: dict[str, Tensor] = {}
         if self._hook is None:
-            norms = self._compute_weight_norms()
-        else:
-            norms = self._compute_embedding_norms()
+            for name, parameters in self._parameters.items():
+                gradients = [weight.grad for weight in parameters if weight.grad is not None]
+                if gradients:
+                    norms[name] = nn.utils.get_total_norm(gradients)
+        # Every rank must call the collective for the towers in the same order.
+        for name, norms_of_tower in sorted(self._norms_of_micro_steps.items(), reverse=True):
+            squared_norm = torch.stack(norms_of_tower).square().sum()
+            # The loss of an update is the mean over the ranks. Each rank has the gradients of its
+            # own loss, or, with a shared bank, of the common loss times the number of ranks. Both
+            # are too large by the number of ranks.
+            norms[name] = over_ranks("SUM", squared_norm).sqrt() / world_size()
+        self._norms_of_micro_steps = {}
         values = {}
         for name, norm in norms.items():
             values[f"grad_norm_{name}"] = norm.item() / scale
@@ -78,27 +88,6 @@ class TowerGradNorms:
         """Remove the hook from the model."""
         if self._hook is not None:
             self._hook.remove()
-
-    def _compute_weight_norms(self) -> dict[str, Tensor]:
-        norms = {}
-        for name, parameters in self._parameters.items():
-            gradients = [weight.grad for weight in parameters if weight.grad is not None]
-            if gradients:
-                norms[name] = nn.utils.get_total_norm(gradients)
-        return norms
-
-    def _compute_embedding_norms(self) -> dict[str, Tensor]:
-        """Compute the norm of the gradients of each tower's embeddings, over all ranks."""
-        norms = {}
-        # Every rank must call the collective for the towers in the same order.
-        for name, norms_of_tower in sorted(self._norms_of_micro_steps.items(), reverse=True):
-            squared_norm = torch.stack(norms_of_tower).square().sum()
-            # The loss of an update is the mean over the ranks. Each rank has the gradients of its
-            # own loss, or, with a shared bank, of the common loss times the number of ranks. Both
-            # are too large by the number of ranks.
-            norms[name] = over_ranks("SUM", squared_norm).sqrt() / world_size()
-        self._norms_of_micro_steps = {}
-        return norms
 
     def _hook_output(
         self, module: nn.Module, arguments: tuple[Any, ...], output: dict[str, Any]

@@ -29,6 +29,23 @@ _METRICS = ("NDCG@10", "MRR@10", "Recall@100")
 _CURVES = ((EVAL_LOG, "eval_ndcg@10"), (TRAIN_LOG, "loss"), (TRAIN_LOG, "learning_rate"))
 """Logs of the final training, each with a key that is plotted."""
 
+_INK = "#010203"  # placeholder colour, which to_svg replaces by the page's text colour
+_STYLE: Any = {  # Any, because matplotlib's type for the keys is a literal of all of them
+    "svg.fonttype": "none",  # keep texts as texts, not as paths
+    "text.parse_math": False,  # a dollar sign in a name does not start a formula
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "text.color": _INK,
+    "axes.edgecolor": _INK,
+    "axes.labelcolor": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+}
+_FEW_POINTS = 40  # lines with fewer points have a marker at each point
+
 
 def build_fit_page(folder: Path) -> str:
     """Return the page of a fit.
@@ -53,6 +70,9 @@ def build_fit_page(folder: Path) -> str:
         autoescape=True,
         finalize=redact,
     )
+    setting_names: dict[str, None] = {}  # a set that keeps the order
+    for trial in record["trials"]:
+        setting_names.update(dict.fromkeys(trial["settings"]))
     picture_numbers = itertools.count(1)
 
     def render_svg(panel: Panel) -> str:
@@ -69,7 +89,7 @@ def build_fit_page(folder: Path) -> str:
         short_text=_SHORT_TEXT,
         join_title_and_text=join_title_and_text,
         trials_panel=make_trials_panel(record),
-        setting_names=_get_setting_names(record["trials"]),
+        setting_names=setting_names,
         # With a guard, "model" is a merge of the trained model and the base model.
         curves=_make_curves(folder / ("trained" if (folder / "trained").is_dir() else "model")),
         config=yaml.safe_dump(record["settings"], sort_keys=False, allow_unicode=True),
@@ -119,14 +139,6 @@ def make_trials_panel(record: Mapping[str, Any]) -> Panel | None:
     return Panel("nDCG@10 on dev by learning rate", lines, "learning rate", log_x=True)
 
 
-def _get_setting_names(trials: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of all settings of trials, in their order."""
-    names: dict[str, None] = {}
-    for trial in trials:
-        names.update(dict.fromkeys(trial["settings"]))
-    return list(names)
-
-
 def _make_curves(model_folder: Path) -> list[Panel]:
     """Return plots of the final training; an empty list if there are no logs."""
     panels = []
@@ -145,29 +157,6 @@ def _make_curves(model_folder: Path) -> list[Panel]:
     return panels
 
 
-# Plots of lines as SVG elements for an HTML page --------------------------------------------------
-
-
-_INK = "#010203"  # placeholder colour, which to_svg replaces by the page's text colour
-_STYLE: Any = {  # Any, because matplotlib's type for the keys is a literal of all of them
-    "svg.fonttype": "none",  # keep texts as texts, not as paths
-    "text.parse_math": False,  # a dollar sign in a name does not start a formula
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "text.color": _INK,
-    "axes.edgecolor": _INK,
-    "axes.labelcolor": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-}
-_FEW_POINTS = 40  # lines with fewer points have a marker at each point
-
-Points = Sequence[tuple[float, float]]
-
-
 class Panel(NamedTuple):
     """A plot of lines.
 
@@ -179,7 +168,7 @@ class Panel(NamedTuple):
     """
 
     title: str
-    lines: Mapping[str, Points]
+    lines: Mapping[str, Sequence[tuple[float, float]]]
     unit: str = "update"
     log_x: bool = False
 
@@ -197,7 +186,21 @@ class Panel(NamedTuple):
         output = io.StringIO()
         with matplotlib.rc_context({**_STYLE, "svg.hashsalt": salt}):
             figure = Figure(figsize=(4.4, 2.5), layout="constrained")
-            self._draw(figure.subplots())
+            axes: Any = figure.subplots()
+            for position, points in enumerate(self.lines.values()):
+                x_values, y_values = zip(*points, strict=True)
+                marker = "." if len(points) < _FEW_POINTS else ""
+                colour = f"C{position % 10}"
+                axes.plot(x_values, y_values, color=colour, marker=marker, linewidth=1.4)
+            axes.set_xlabel(self.unit)
+            if self.unit == "update":
+                axes.xaxis.get_major_locator().set_params(integer=True)
+            if self.log_x:
+                # matplotlib's own labels are formulas, which parse_math=False would show as text.
+                ticks = sorted({x for points in self.lines.values() for x, _ in points})
+                axes.set_xscale("log")
+                axes.set_xticks(ticks, [f"{x:g}" for x in ticks], rotation=45)
+                axes.minorticks_off()
             figure.savefig(output, format="svg", transparent=True)
         _, view_box, body = re.split(r'<svg [^>]*(viewBox="[^"]*")[^>]*>', output.getvalue())
         # Removed, because the page has its own metadata, styles and fonts.
@@ -208,20 +211,3 @@ class Panel(NamedTuple):
         body = re.sub(r' id="[\w.]+_\d+"', "", body)
         body = body.replace(_INK, "currentColor")
         return f'<svg role="img" aria-label="{escape(self.title)}" {view_box}>{body}'
-
-    def _draw(self, axes: Any) -> None:
-        """Draw the lines onto axes of matplotlib."""
-        for position, points in enumerate(self.lines.values()):
-            x_values, y_values = zip(*points, strict=True)
-            marker = "." if len(points) < _FEW_POINTS else ""
-            colour = f"C{position % 10}"
-            axes.plot(x_values, y_values, color=colour, marker=marker, linewidth=1.4)
-        axes.set_xlabel(self.unit)
-        if self.unit == "update":
-            axes.xaxis.get_major_locator().set_params(integer=True)
-        if self.log_x:
-            # matplotlib's own tick labels are formulas, which parse_math=False would show as text.
-            ticks = sorted({x for points in self.lines.values() for x, _ in points})
-            axes.set_xscale("log")
-            axes.set_xticks(ticks, [f"{x:g}" for x in ticks], rotation=45)
-            axes.minorticks_off()
