@@ -233,20 +233,21 @@ def load_mining_data(
             )
 
     content = Fingerprint()
-    records_of_query: dict[tuple[str | None, str], list[list[Passage]]] = defaultdict(list)
-    positives_of_text: dict[bytes, list[Passage]] = defaultdict(list)
+    # The text keys of the positives of each record, by the query's id and text.
+    records_of_query: dict[tuple[str | None, str], list[list[bytes]]] = defaultdict(list)
+    # The positives of all queries with the same text key, with their own text keys.
+    positives_of_text: dict[bytes, list[tuple[bytes, Passage]]] = defaultdict(list)
     for query_id, text, judged in queries:
         # Published sets have passages without title and text, and some judge them as relevant.
         positives = [passage for passage in judged if passage.passage]
         if not positives:
             continue
+        keys = [_compute_text_key(passage.passage) for passage in positives]
         # By default, training makes a row of each judgement of a BEIR folder, and a row of each
         # record of other formats. Training on mined data makes the same rows.
-        records = [positives]
-        if record["format"] == "beir":
-            records = [[passage] for passage in positives]
+        records = [[key] for key in keys] if record["format"] == "beir" else [keys]
         records_of_query[query_id, text] += records
-        positives_of_text[_compute_text_key(text)] += positives
+        positives_of_text[_compute_text_key(text)] += zip(keys, positives, strict=True)
         content.add(text, *(passage.passage for passage in positives))
     if corpus is not None:
         pool = list(read_passages(corpus, report, may_be_blank=True))
@@ -281,25 +282,27 @@ def _make_passages(texts: Iterable[str]) -> list[Passage]:
 
 
 def _number_passages(
-    records_of_query: Mapping[tuple[str | None, str], list[list[Passage]]],
-    positives_of_text: Mapping[bytes, list[Passage]],
+    records_of_query: Mapping[tuple[str | None, str], list[list[bytes]]],
+    positives_of_text: Mapping[bytes, list[tuple[bytes, Passage]]],
     pool: list[Passage] | None,
     record: JsonObject,
 ) -> MiningData:
-    """Give each distinct passage a row, and find the excluded rows of each query.
-
-    Args:
-        records_of_query: the positives of each record of a query, by the query's id and text.
-        positives_of_text: all positives of the queries with the same text key.
-        pool: passages to search; None: the known positives.
-        record: a description of the data, to which counts are added.
+    """Give each distinct passage a row, find the excluded rows of each query, and add the counts.
 
     Raises:
         DataError: if there is no query with a positive, or no passage to search.
     """
-    known_positives = list(chain.from_iterable(positives_of_text.values()))
-    documents: dict[bytes, Passage] = {}
-    for passage in known_positives if pool is None else pool:
+    known_positives: dict[bytes, Passage] = {}
+    # A copy of a positive has its id, its text with title, or its text alone. A copy of the query
+    # has its text.
+    copies_of_text: dict[bytes, set[bytes | str]] = {}
+    for text_key, positives in positives_of_text.items():
+        copies_of_text[text_key] = {text_key}
+        for key, passage in positives:
+            known_positives.setdefault(key, passage)
+            copies_of_text[text_key].update(_compute_copy_keys(passage))
+    documents = {} if pool is not None else dict(known_positives)
+    for passage in pool or ():
         documents.setdefault(_compute_text_key(passage.passage), passage)
     pool_size = len(documents)
     if pool_size == 0:
@@ -307,43 +310,36 @@ def _number_passages(
     if not records_of_query:
         raise DataError(f"{record['path']}: no query has a positive (correct the data)")
 
-    # A copy of a positive has its id, its text with title, or its text alone. A copy of the query
-    # has its text.
-    copies_of_text: dict[bytes, set[bytes | str]] = {}
-    for text_key, positives in positives_of_text.items():
-        copies_of_text[text_key] = {text_key}
-        for passage in positives:
-            copies_of_text[text_key].update(_compute_copy_keys(passage))
     # A table of the keys of all passages would take much memory for a large corpus. Only the keys
     # of queries and known positives are needed.
     needed_keys = set().union(*copies_of_text.values())
     rows_by_key: dict[bytes | str, list[int]] = defaultdict(list)
     for row, passage in enumerate(documents.values()):
-        for key in needed_keys.intersection(_compute_copy_keys(passage)):
-            rows_by_key[key].append(row)
+        for copy_key in needed_keys.intersection(_compute_copy_keys(passage)):
+            rows_by_key[copy_key].append(row)
 
-    for passage in known_positives:  # those that are not in the pool get the rows after it
-        documents.setdefault(_compute_text_key(passage.passage), passage)
-    row_by_text = {text_key: row for row, text_key in enumerate(documents)}
-
-    def find_rows(passages: Iterable[Passage]) -> list[int]:
-        rows = [row_by_text[_compute_text_key(passage.passage)] for passage in passages]
-        return list(dict.fromkeys(rows))
-
+    for key, passage in known_positives.items():  # those outside the pool get the rows after it
+        documents.setdefault(key, passage)
+    row_of_key = {key: row for row, key in enumerate(documents)}
     data = MiningData([], [], list(documents.values()), pool_size, [], [], [], record)
     num_pairs = 0
     for number, ((query_id, text), records) in enumerate(records_of_query.items()):
         text_key = _compute_text_key(text)
-        own_positives = list(chain.from_iterable(records))
-        num_pairs += len(find_rows(own_positives))
-        rows_of_records = {tuple(find_rows(positives)): None for positives in records}
+        # Dictionaries without values hold distinct rows, and distinct records, in their order.
+        rows_of_records: dict[tuple[int, ...], None] = {}
+        for keys in records:
+            rows = dict.fromkeys(row_of_key[key] for key in keys)
+            rows_of_records[tuple(rows)] = None
+        known_rows = dict.fromkeys(chain.from_iterable(rows_of_records))
+        num_pairs += len(known_rows)
+        known_rows |= dict.fromkeys(row_of_key[key] for key, _ in positives_of_text[text_key])
         excluded: set[int] = set()
-        for key in copies_of_text[text_key]:
-            excluded.update(rows_by_key[key])
+        for copy_key in copies_of_text[text_key]:
+            excluded.update(rows_by_key[copy_key])
         data.query_ids.append(query_id or f"query-{number}")
         data.queries.append(text)
-        data.positives.append(find_rows([*own_positives, *positives_of_text[text_key]]))
-        data.record_positives.append([list(rows) for rows in rows_of_records])
+        data.positives.append(list(known_rows))
+        data.record_positives.append(list(map(list, rows_of_records)))
         data.excluded.append(sorted(excluded))
     record["queries"] = len(data.queries)
     record["pairs"] = num_pairs
