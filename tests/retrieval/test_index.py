@@ -43,7 +43,6 @@ def program(request, monkeypatch) -> str:
         monkeypatch.setattr(search_module, "find_gpus", lambda: [0, 1])
         monkeypatch.setattr(search_module, "GpuSearch", use_cpu)
         monkeypatch.setattr(search_module, "search_slices", None)
-        monkeypatch.setattr(search_module, "search_slices", None)
         monkeypatch.setattr(search_module, "_MAX_SCORES_ON_GPU", 2000)
         monkeypatch.setattr(search_module, "_ROWS_PER_BLOCK_ON_CPU", 30)
     return request.param
@@ -299,5 +298,5 @@ def test_an_index_that_cannot_be_written_is_reported_in_one_line(missing_bytes, 
 
 
 def test_the_threshold_of_blas_is_a_number_of_queries_times_dimensions():
-    """Before FAISS 1.14 it is a number of queries, 20. `exact_search` sets it."""
+    """Before FAISS 1.14 it is a number of queries, 20. `search_slices` sets it."""
     assert faiss.cvar.distance_compute_blas_threshold == 128_000
