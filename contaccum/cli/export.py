@@ -55,7 +55,4 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         default="float32",
         help="the dtype of the weights; default: %(default)s",
     )
-    # `load_model` reads these settings, which are no options of this command. With None, the model
-    # keeps the maximum lengths that it was trained with.
-    parser.set_defaults(query_max_length=None, passage_max_length=None)
     return parser.parse(argv)

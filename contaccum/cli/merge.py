@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from contaccum.cli.options import Parser, load_saved_model
+from contaccum.cli.options import Parser, load_model
 from contaccum.defaults import DEFAULT_WEIGHTS
 from contaccum.errors import ConfigError
 from contaccum.files import require_writable
@@ -42,8 +42,8 @@ def run(argv: Sequence[str]) -> int:
     from contaccum.evaluation.beir import load_data
     from contaccum.merging import write_best_merge
 
-    base = load_saved_model(args.base, args)
-    trained = load_saved_model(args.trained, args)
+    base = load_model(args.base, args)
+    trained = load_model(args.trained, args)
     # All sets are read before the first one is scored, so that a bad one is refused at once.
     data_sets = [("dev", load_data(args.data, args.split))]
     data_sets += [(source, load_data(source)) for source in args.guard]

@@ -251,20 +251,7 @@ ENCODING_OPTIONS = (
 def load_model(name: str, args: argparse.Namespace) -> DualEncoder:
     """Load a model with the device, maximum lengths and code trust that the command line sets.
 
-    Raises:
-        UserError: if the device or the model cannot be used.
-    """
-    from contaccum.encoders.settings import set_max_lengths
-
-    model = load_saved_model(name, args)
-    set_max_lengths(model, args.query_max_length, args.passage_max_length)
-    return model
-
-
-def load_saved_model(name: str, args: argparse.Namespace) -> DualEncoder:
-    """Load a model with the device and code trust that the command line sets.
-
-    Its maximum lengths are those that were saved with it.
+    A maximum length for which the command has no option stays as it was saved.
 
     Raises:
         UserError: if the device or the model cannot be used.
@@ -272,6 +259,7 @@ def load_saved_model(name: str, args: argparse.Namespace) -> DualEncoder:
     import torch
 
     from contaccum.encoders.dual_encoder import DualEncoder
+    from contaccum.encoders.settings import set_max_lengths
 
     # The device is checked before a large model is read from disk.
     try:
@@ -281,6 +269,9 @@ def load_saved_model(name: str, args: argparse.Namespace) -> DualEncoder:
         raise ConfigError(
             f"--device {args.device!r} cannot be used on this machine: {reason}"
         ) from error
-    return DualEncoder.from_pretrained(
+    model = DualEncoder.from_pretrained(
         name, device=args.device, trust_remote_code=args.trust_remote_code
     )
+    query_max_length = getattr(args, "query_max_length", None)
+    set_max_lengths(model, query_max_length, getattr(args, "passage_max_length", None))
+    return model
