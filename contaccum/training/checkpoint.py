@@ -35,7 +35,14 @@ from contaccum import __version__
 from contaccum.distributed import over_ranks
 from contaccum.encoders.adapters import describe_adapters, find_adapter_bases, has_adapter
 from contaccum.errors import ConfigError, DataError, UserError
-from contaccum.files import provenance, read_json, redact, write_json, write_text
+from contaccum.files import (
+    describe_failed_write,
+    provenance,
+    read_json,
+    redact,
+    write_json,
+    write_text,
+)
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.retrieval.encode import (
     hash_tensors,
@@ -133,6 +140,25 @@ def remove_on_failure(folder: Path, is_writer: bool) -> Iterator[None]:
         if is_writer:
             shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+@contextmanager
+def report_full_disk(folder: str) -> Iterator[None]:
+    """Raise a `UserError` that names the file or the run's folder, if a block cannot write."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = describe_failed_write(error)
+        if reason is None:
+            raise
+        # A callback may use files elsewhere.
+        file = getattr(error, "filename", None) or folder
+        raise UserError(
+            f"{file}: cannot be read or written ({reason}). Free some space, then start the "
+            "command again; contaccum train goes on with resume_from_checkpoint=last"
+        ) from error
 
 
 # Banks --------------------------------------------------------------------------------------------

@@ -23,10 +23,9 @@ from contaccum.files import require_writable
 from contaccum.settings import Settings
 from contaccum.training import config
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.checkpoint import find_checkpoints, require_free_folder
+from contaccum.training.checkpoint import find_checkpoints, report_full_disk, require_free_folder
 from contaccum.training.log import RUN_RECORD
 from contaccum.training.query_side import check_document_source
-from contaccum.training.resources import report_full_disk
 from contaccum.training.trainer import ContAccumTrainer
 
 

@@ -39,20 +39,17 @@ from contaccum.files import write_json
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.losses.text_ids import count_texts
 from contaccum.training import (
-    callbacks,
     checkpoint,
     data,
     engines,
     log,
     losses,
     query_side,
-    resources,
     update,
 )
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.checkpoint import RunDescription
-from contaccum.training.random_states import RandomStates
-from contaccum.training.update import NO_BATCH, Updates
+from contaccum.training.update import NO_BATCH, RandomStates, Updates
 
 
 class ContAccumTrainer(SentenceTransformerTrainer):
@@ -176,16 +173,16 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         # At the front of the list: UpdateLogCallback must add the measurements of an update before
         # the callbacks of transformers print them and send them to trackers.
         self.callback_handler.callbacks[:0] = [
-            callbacks.RunCallback(self._start_run, self._set_epoch),
-            callbacks.UpdateLogCallback(self.updates, self.loss),
+            log.RunCallback(self._start_run, self._set_epoch),
+            log.UpdateLogCallback(self.updates, self.loss),
         ]
         if self.args.eval_strategy != "no":
-            callbacks.choose_metric(self.args, self.evaluator, self.eval_dataset is not None)
-            evaluation = callbacks.EvaluationCallback(
+            log.choose_metric(self.args, self.evaluator, self.eval_dataset is not None)
+            evaluation = log.EvaluationCallback(
                 self.args.early_stopping_patience, self.updates, lambda: self.is_in_train
             )
             self.add_callback(evaluation)
-        self.signals = callbacks.SignalCallback()
+        self.signals = log.SignalCallback()
         self.add_callback(self.signals)  # the last one: a signal also cancels an evaluation
 
     def bank_losses(self) -> Iterator[ContAccumLoss]:
@@ -236,7 +233,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 return TrainOutput(self.state.global_step, 0.0, {})
             if self.is_deepspeed_enabled:
                 engines.refuse_unsafe_files(point.folder)
-        report_full_disk = resources.report_full_disk(str(args.output_dir))
+        report_full_disk = checkpoint.report_full_disk(str(args.output_dir))
         self._save_total_limit = args.save_total_limit
         args.save_total_limit = None  # transformers removes nothing; see checkpoint.remove_oldest
         try:

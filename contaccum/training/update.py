@@ -14,13 +14,16 @@ import dataclasses
 import heapq
 import logging
 import math
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import psutil
 import torch
 from accelerate import Accelerator
@@ -35,11 +38,15 @@ from contaccum.errors import ConfigError, UserError
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.data import Batch, Row
-from contaccum.training.log import REMEDY_WITHOUT_NEGATIVES, Record
 from contaccum.training.losses import get_batch_loss, iter_bank_losses, list_losses
-from contaccum.training.random_states import RandomStates
-from contaccum.training.resources import peak_memory_mb, reset_peak_memory
 
+Record = dict[str, Any]
+"""A line of a log: numbers and texts by name."""
+REMEDY_WITHOUT_NEGATIVES = (
+    "Check that texts differ after they are cut to the maximum length, and that prompts, query ids "
+    "or a guide do not mask every negative"
+)
+"""What to do if queries have no negatives to learn from."""
 NO_BATCH = (
     "the training data give no batch, so nothing can be trained: lower "
     "per_device_train_batch_size, set dataloader_drop_last=false, or give more data "
@@ -403,7 +410,6 @@ REMEDIES = (
 """The end of error messages about memory."""
 
 _MAX_SHARE_OF_FREE_MEMORY = 0.8  # share of a host's free memory that a trial may use
-_BYTES_PER_MB = 2**20
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -875,3 +881,65 @@ class NonFiniteUpdates:
             "learning_rate"
         )
         return True
+
+
+# Peak memory, and states of the random number generators ------------------------------------------
+
+
+_BYTES_PER_MB = 2**20
+
+
+def peak_memory_mb(device: torch.device | str | None = None) -> float:
+    """Return the peak memory since `reset_peak_memory` in MB (2^20 bytes).
+
+    For a CUDA device, it is the memory that torch has allocated there, otherwise the resident
+    memory of this process. On systems without /proc, no peak is available, and the current memory
+    is returned.
+    """
+    if device is not None and torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / _BYTES_PER_MB
+    with suppress(OSError):
+        # resource.getrusage is not used, because there a child process starts with the peak of its
+        # parent. VmHWM is the peak of the resident memory, in kB.
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) / 2**10
+    return psutil.Process().memory_info().rss / _BYTES_PER_MB
+
+
+def reset_peak_memory(device: torch.device | str) -> None:
+    """Reset the peak to the current memory; without /proc, the peak stays as it is."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        # 5 is Linux's code for setting VmHWM to the current resident memory.
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+@dataclass(frozen=True)
+class RandomStates:
+    """The states of the generators of Python, numpy and torch (CPU and every CUDA device).
+
+    `capture` creates an object of this class, and `restore` uses it.
+    """
+
+    python: tuple[object, ...]
+    numpy: object
+    torch_cpu: Tensor
+    torch_cuda: list[Tensor]
+
+    @classmethod
+    def capture(cls) -> RandomStates:
+        """Return the current states of all generators."""
+        cuda = []
+        if torch.cuda.is_available():
+            cuda = torch.cuda.get_rng_state_all()
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
+
+    def restore(self) -> None:
+        """Set every generator to these states."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)  # type: ignore[arg-type]  # numpy's type of it is private
+        torch.set_rng_state(self.torch_cpu)
+        torch.cuda.set_rng_state_all(self.torch_cuda)

@@ -37,7 +37,7 @@ from contaccum.fitting.result import FitResult
 from contaccum.fitting.settings import check_settings, make_start_options
 from contaccum.fitting.source import DataSource
 from contaccum.folder_lock import lock_folder
-from contaccum.training import callbacks
+from contaccum.training import log
 from contaccum.training.config import load_evaluator
 from contaccum.tuning import search
 from contaccum.tuning.budget import Budget
@@ -614,7 +614,7 @@ def test_stopped_final_training_says_how_to_continue(root, tmp_path, monkeypatch
     def stop(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(callbacks.RunCallback, "on_step_begin", stop)
+    monkeypatch.setattr(log.RunCallback, "on_step_begin", stop)
     with pytest.raises(SystemExit):
         final.train_final(tmp_path / "config.yaml", tmp_path / "model")
     line = f"stopped; saved {tmp_path}/model/checkpoint-1. Start the same command again to continue"

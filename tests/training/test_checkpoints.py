@@ -37,10 +37,10 @@ from contaccum.training.checkpoint import (
     find_checkpoints,
     find_defect,
     remove_oldest,
+    report_full_disk,
     require_free_folder,
     write_marker,
 )
-from contaccum.training.resources import report_full_disk
 
 OTHER_PAIRS = make_pairs(44, negatives=1).select(range(1, 44))
 """As many rows as those of `RUN_SETTINGS`."""
