@@ -219,7 +219,7 @@ def train(
             log_lines = Path(folder, "train_log.jsonl").read_text(encoding="utf-8").splitlines()
     finally:
         logger.removeHandler(recorder)
-    rows = trainer.updates.limit.rows
+    rows = trainer.updates.max_rows
     if rows is None:
         rows = trainer.args.per_device_train_batch_size
     pairs_per_update = [json.loads(line)["pairs"] for line in log_lines]

@@ -32,10 +32,12 @@ from transformers import TrainerState
 from transformers.trainer_utils import sort_checkpoints
 
 from contaccum import __version__
+from contaccum.data.sampling import first_texts
 from contaccum.distributed import over_ranks
 from contaccum.encoders.adapters import describe_adapters, find_adapter_bases, has_adapter
 from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.files import (
+    Fingerprint,
     describe_failed_write,
     provenance,
     read_json,
@@ -51,9 +53,8 @@ from contaccum.retrieval.encode import (
 )
 from contaccum.settings import find
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
-from contaccum.training.data import compute_fingerprint, count_rows
 from contaccum.training.log import read_run_record
-from contaccum.training.losses import get_guide, get_store_documents
+from contaccum.training.losses import get_store_documents, iter_bank_losses, list_parts
 
 logger = logging.getLogger(__name__)
 
@@ -277,6 +278,16 @@ def remove_oldest(
 # This module makes the records. `contaccum.training.trainer` writes them.
 
 
+def count_rows(dataset: Any) -> int | None:
+    """Return the number of rows in all parts of a training set; None for a stream."""
+    total = 0
+    for part in list_parts(dataset):
+        if not hasattr(part, "__len__"):
+            return None
+        total += len(part)
+    return total
+
+
 class RunDescription:
     """The description of a run, for ``run.json`` and for the markers of its checkpoints.
 
@@ -307,7 +318,8 @@ class RunDescription:
         self._args = args
         self.user_arguments = user_arguments
         self._model = model
-        self._guide = get_guide(loss)
+        guides = [bank_loss.guide for bank_loss in iter_bank_losses(loss) if bank_loss.guide]
+        self._guide = guides[0] if guides else None
         self._documents = get_store_documents(loss)
         self._engine = engine
         self._train_dataset = train_dataset
@@ -337,7 +349,15 @@ class RunDescription:
     def get_fingerprint(self) -> str | None:
         """Return the hash of the training texts, which is computed once; None for a stream."""
         if "fingerprint" not in self._data_record:
-            self._data_record["fingerprint"] = compute_fingerprint(self._train_dataset)
+            fingerprint = None
+            if count_rows(self._train_dataset) is not None:
+                hashed = Fingerprint()
+                for part in list_parts(self._train_dataset):
+                    for batch in first_texts(part):
+                        for row in zip(*batch.values(), strict=True):
+                            hashed.add(*row)
+                fingerprint = hashed.hex()
+            self._data_record["fingerprint"] = fingerprint
         return self._data_record["fingerprint"]
 
     def make_run_record(self, run_id: str | None, max_steps: int) -> dict[str, Any]:

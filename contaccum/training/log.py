@@ -39,9 +39,8 @@ from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.losses import iter_bank_losses, list_losses
 from contaccum.training.update import (
     REMEDY_WITHOUT_NEGATIVES,
-    RandomStates,
-    Record,
     Updates,
+    capture_random_states,
     peak_memory_mb,
     reset_peak_memory,
 )
@@ -54,6 +53,8 @@ EVAL_LOG = "eval_log.jsonl"
 """File with one record per evaluation during training."""
 RUN_RECORD = "run.json"
 """File with the description of the run: its id, settings, data and versions."""
+Record = dict[str, Any]
+"""A line of a log: numbers and texts by name."""
 
 # Thresholds of `CollapseWatch`. Losses are fractions of the loss of a random guess.
 _SYMPTOM_UPDATES = {"loss": 3, "spread": 3, "bank": 3, "masked": 1, "gradient": 1}
@@ -354,12 +355,13 @@ class UpdateLogCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._updates.restart_clock()  # the time of the checkpoint is not that of the next update
+        # The time of the checkpoint is not that of the next update.
+        self._updates.current.started = time.perf_counter()
 
     def _measure_update(self, args: TrainingArguments, state: TrainerState) -> Record:
         """Return the measurements of the current update, without those of banks and losses."""
         update = self._updates.current
-        num_pairs = update.num_pairs * args.world_size
+        num_pairs = sum(update.pairs) * args.world_size
         seconds = time.perf_counter() - update.started
         loss = over_ranks("SUM", torch.stack(update.losses).sum())
         return {
@@ -475,7 +477,7 @@ class EvaluationCallback(EarlyStoppingCallback):
         self._has_patience = patience is not None
         self._updates = updates
         self._is_in_train = is_in_train
-        self._random_states: RandomStates | None = None
+        self._restore_random_states: Callable[[], None] = lambda: None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -493,7 +495,7 @@ class EvaluationCallback(EarlyStoppingCallback):
         # transformers needs the entry when it saves a checkpoint. That of a run without evaluation,
         # which may be resumed with it, has none.
         callback_states[name] = self.state()
-        self._random_states = RandomStates.capture()
+        self._restore_random_states = capture_random_states()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -501,12 +503,12 @@ class EvaluationCallback(EarlyStoppingCallback):
         is_last = state.global_step >= state.max_steps
         if is_last and args.eval_strategy == IntervalStrategy.STEPS:
             control.should_evaluate = True
-        self._random_states = RandomStates.capture()
+        self._restore_random_states = capture_random_states()
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._random_states = RandomStates.capture()
+        self._restore_random_states = capture_random_states()
 
     def on_evaluate(
         self,
@@ -534,9 +536,8 @@ class EvaluationCallback(EarlyStoppingCallback):
                     f"{state.best_global_step}. To train on, raise early_stopping_patience and "
                     "resume"
                 )
-        if self._random_states is not None:
-            self._random_states.restore()
-        self._updates.restart_clock()
+        self._restore_random_states()
+        self._updates.current.started = time.perf_counter()
         reset_peak_memory(args.device)
 
 

@@ -8,7 +8,8 @@ second their positives, and further columns hard negatives.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,6 @@ from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
 from contaccum.encoders.settings import is_tied
 from contaccum.errors import ConfigError
 from contaccum.losses.contaccum import CachedContAccumLoss, ContAccumLoss, LossKeywords
-from contaccum.losses.guide import Guide
 from contaccum.losses.probe import without_dropout
 from contaccum.losses.query_side import QuerySideLoss
 from contaccum.retrieval.documents import StoreDocuments
@@ -37,6 +37,10 @@ from contaccum.training.arguments import ContAccumTrainingArguments
 
 logger = logging.getLogger(__name__)
 
+Row = dict[str, Any]
+"""A row of a training set: texts by column, and a label if the set has labels."""
+Batch = dict[str, Any]
+"""A collated batch: the features of all columns by name, and the labels."""
 Columns = dict[str | None, list[str]]
 """Text columns of each data set, in order, by the set's name; None is the name of a single set."""
 
@@ -90,6 +94,13 @@ def make_loss(
     return loss
 
 
+def list_parts(value: Any) -> list[Any]:
+    """Return the values of a dictionary by data set, or a single value as a list."""
+    if isinstance(value, dict):
+        return list(value.values())
+    return [value]
+
+
 def unwrap_matryoshka(loss: Any) -> Any:
     """Return the loss inside a MatryoshkaLoss; any other loss is returned unchanged."""
     return loss.loss if isinstance(loss, MatryoshkaLoss) else loss
@@ -101,11 +112,10 @@ def list_losses(loss: Any) -> list[Any]:
     Args:
         loss: the training loss, or a dictionary with one loss for each data set.
     """
-    losses = list(loss.values()) if isinstance(loss, dict) else [loss]
-    return [unwrap_matryoshka(loss_of_set) for loss_of_set in losses]
+    return [unwrap_matryoshka(loss_of_set) for loss_of_set in list_parts(loss)]
 
 
-def get_batch_loss(loss: Any, batch: Mapping[str, Any]) -> Any:
+def get_batch_loss(loss: Any, batch: Batch) -> Any:
     """Return the loss that a batch is trained with, without a MatryoshkaLoss around it.
 
     Args:
@@ -132,17 +142,23 @@ def iter_bank_losses(loss: Any) -> Iterator[ContAccumLoss]:
     yield from bank_losses
 
 
-def get_guide(loss: Any) -> Guide | None:
-    """Return the guide of a training loss: of several losses, the first guide; None without one."""
-    for bank_loss in iter_bank_losses(loss):
-        if bank_loss.guide is not None:
-            return bank_loss.guide
-    return None
-
-
 def get_store_documents(loss: Any) -> StoreDocuments | None:
     """Return the stored document embeddings of a query-side loss; None for any other loss."""
     return loss.documents if isinstance(loss, QuerySideLoss) else None
+
+
+def refuse_empty(dataset: Any) -> None:
+    """Raise `ConfigError` if a training set, or a part of it, has no rows; None is no training set.
+
+    The first row of a stream is read.
+    """
+    if dataset is None:
+        return
+    parts = dataset if isinstance(dataset, dict) else {None: dataset}
+    for name, part in parts.items() or [(None, ())]:
+        if not any(True for _ in islice(part, 1)):
+            place = "train_dataset" if name is None else f"train_dataset: the part {name!r}"
+            raise ConfigError(f"{place} has no rows (check how it is loaded and filtered)")
 
 
 def get_text_columns(dataset: Any) -> Columns:

@@ -34,8 +34,7 @@ from contaccum.retrieval.encode import CorpusEncoder, encode_texts, get_similari
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.checkpoint import parse_resume_request
-from contaccum.training.data import list_parts
-from contaccum.training.losses import get_store_documents
+from contaccum.training.losses import get_store_documents, list_parts
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,11 @@ transformers is overridden.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +31,27 @@ from torch.utils.data import DataLoader
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint, unset_hf_deepspeed_config
 from transformers.trainer_utils import HubStrategy, TrainOutput
 
+from contaccum.data.samplers import RESUMABLE_SAMPLERS
 from contaccum.data.sampling import get_samplings
-from contaccum.distributed import world_size
 from contaccum.encoders.adapters import has_adapter
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import copy_module_code, loading
-from contaccum.errors import ConfigError, DataError
+from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.files import write_json
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.losses.text_ids import count_texts
 from contaccum.training import (
     checkpoint,
-    data,
     engines,
     log,
     losses,
     query_side,
     update,
 )
-from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.checkpoint import RunDescription
-from contaccum.training.update import NO_BATCH, RandomStates, Updates
+from contaccum.training.losses import Batch, Row
+from contaccum.training.update import MEMORY_REMEDIES, NO_BATCH, Update, Updates
 
 
 class ContAccumTrainer(SentenceTransformerTrainer):
@@ -103,7 +105,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 "ContAccumTrainer needs a model to make its loss: beside model_init, pass "
                 "model=model_init()"
             )
-        data.refuse_empty(train_dataset)
+        losses.refuse_empty(train_dataset)
         args = args or ContAccumTrainingArguments(output_dir="runs/contaccum")
         user_arguments = args.to_dict()
         args = copy.copy(args)  # some settings are changed below, and the caller's must not change
@@ -128,9 +130,11 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self._resume_point: checkpoint.ResumePoint | None = None
         super().__init__(model, args, train_dataset, eval_dataset, loss, **kwargs)
         if losses.reads_only_embeddings(loss):
-            features = data.collate_first_rows(
-                self.train_dataset, self.data_collator, self.collect_features
-            )
+            features: list[Batch] = []  # of each column in the first row of each data set
+            for part in losses.list_parts(self.train_dataset):
+                for row in islice(part or (), 1):
+                    column_features, _ = self.collect_features(self.data_collator([row]))
+                    features += column_features
             losses.freeze_unused_parameters(self.args, self.model, features)
         if self.is_fsdp_enabled:
             engines.refuse_two_tower_adapters(model)
@@ -148,28 +152,14 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             data_record=data_record or {},
             evaluator=self.evaluator,
         )
-        self._make_updates(losses.compute_smallest_micro_batch(self.loss, columns))
-        self._add_callbacks()
-
-    def _make_updates(self, smallest_micro_batch: int) -> None:
-        """Create the objects that run, split and skip updates."""
-        # If memory runs out, the update is repeated in smaller micro-steps. Other ranks would have
-        # to repeat it too, and DeepSpeed has already reduced a part of the gradient.
-        can_halve = world_size() == 1 and not self.is_deepspeed_enabled
-        limit = update.MicroBatchLimit(
-            self.loss, smallest_micro_batch, self.args.process_index, can_halve
-        )
-        has_full_gradients = self.engine is None
         self.updates = Updates(
-            self.args, self.loss, self.accelerator, limit, self._count_pairs, has_full_gradients
+            self.args,
+            self.loss,
+            self.accelerator,
+            self._count_pairs,
+            smallest=losses.compute_smallest_micro_batch(self.loss, columns),
+            has_full_gradients=self.engine is None,
         )
-        self.nonfinite_updates = update.NonFiniteUpdates(
-            self.args.max_skipped_updates, self.accelerator, has_full_gradients
-        )
-        for loss in data.list_parts(self.loss):
-            update.add_nan_gradient_hook(loss)
-
-    def _add_callbacks(self) -> None:
         # At the front of the list: UpdateLogCallback must add the measurements of an update before
         # the callbacks of transformers print them and send them to trackers.
         self.callback_handler.callbacks[:0] = [
@@ -237,8 +227,14 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self._save_total_limit = args.save_total_limit
         args.save_total_limit = None  # transformers removes nothing; see checkpoint.remove_oldest
         try:
-            with report_full_disk, update.report_out_of_memory(), self.signals:
+            with report_full_disk, self.signals:
                 output = super().train(folder, trial, ignore_keys_for_eval)
+        except Exception as error:
+            if update.is_out_of_memory(error):
+                raise UserError(
+                    f"out of memory outside of a micro-step: {MEMORY_REMEDIES}"
+                ) from error
+            raise
         finally:
             args.save_total_limit = self._save_total_limit
         self.updates.require_trained(self.state.global_step)
@@ -250,13 +246,31 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         """Return a loader whose order depends only on seed and epoch, so that runs can resume."""
         if self.args.has_auto_micro_batch:
             # Only now: gradient checkpointing is on, and transformers has not read the batch size.
-            self.updates.find_micro_batch_size(self.model, self.train_dataset, self._try_rows)
+            num_pairs = update.find_micro_batch(
+                self.args,
+                self.model,
+                self.loss,
+                self.train_dataset,
+                self.updates.smallest,
+                self._try_rows,
+            )
+            self.updates.set_micro_batch_size(num_pairs)
         if isinstance(self.train_dataset, IterableDataset):
             # With dispatch_batches, the first rank would tokenize the rows of all ranks.
             self.accelerator.dataloader_config.dispatch_batches = False
             return super().get_train_dataloader()
-        with data.use_resumable_order(self.args):
+        # transformers reads both settings when it makes the loader, so they are replaced meanwhile.
+        # A sampler without a resumable version stays.
+        args = self.args
+        batch_sampler = args.batch_sampler
+        seed = args.seed
+        args.batch_sampler = RESUMABLE_SAMPLERS.get(get_name(batch_sampler), batch_sampler)
+        args.seed = args.order_seed  # data_seed, if it is set
+        try:
             loader = super().get_train_dataloader()
+        finally:
+            args.batch_sampler = batch_sampler
+            args.seed = seed
         if len(loader) == 0:
             raise DataError(NO_BATCH)
         self.batch_sampler = loader
@@ -264,7 +278,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             self.batch_sampler = self.batch_sampler.batch_sampler
         return loader
 
-    def _try_rows(self, loss: nn.Module, rows: list[data.Row]) -> Tensor:
+    def _try_rows(self, loss: nn.Module, rows: list[Row]) -> Tensor:
         inputs = self._prepare_inputs(self.data_collator(rows))
         with self.accelerator.autocast():
             return loss(*self.collect_features(inputs))
@@ -283,7 +297,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         """Load the bank of a checkpoint, write ``run.json``, remove checkpoints to be replaced."""
         if self._resume_point is not None:
             checkpoint.drop_unusable_best(self.state, self._resume_point)
-            self.updates.limit.restore(self._resume_point.marker["rows_fit"])
+            self.updates.set_max_rows(self._resume_point.marker["rows_fit"])
             self.updates.num_trained = self._resume_point.num_trained_updates
             checkpoint.load_banks(self._resume_point.folder, self.bank_losses())
         elif losses.get_store_documents(self.loss) and self.is_world_process_zero():
@@ -294,7 +308,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             # their ids show that they belong to another run.
             write_json(Path(str(self.args.output_dir)) / log.RUN_RECORD, record)
             checkpoint.remove_replaced(self.args, self.run_id, self.state.global_step)
-        self.updates.start_update(self.state.global_step + 1)
+        self.updates.current = Update(self.state.global_step + 1)
 
     def _set_epoch(self, epoch: int) -> None:
         # transformers calls set_epoch too, but it removes only one wrapper of the batch sampler,
@@ -330,16 +344,28 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         return batches, num_items
 
     def training_step(
-        self, model: nn.Module, inputs: data.Batch, num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None
     ) -> Tensor:
         """Run forward and backward for a micro-batch; return its loss for the log."""
         assert self.optimizer is not None  # transformers has created it before the first update
         return self.updates.run_micro_batch(model, inputs, self.micro_step, self.optimizer)
 
     def micro_step(
-        self, model: nn.Module, inputs: data.Batch, weight: float, is_last_part: bool
+        self, model: nn.Module, inputs: Batch, weight: float, is_last_part: bool
     ) -> Tensor:
-        """Run forward and backward for a micro-batch or a part of it; see `updates.MicroStep`."""
+        """Run forward and backward for a micro-batch or a part of it.
+
+        Args:
+            model: the model in its wrappers, such as DDP.
+            inputs: the collated micro-batch, or a part of its rows.
+            weight: the fraction of the update's pairs that ``inputs`` holds.
+            is_last_part: whether this is the last part of the newest micro-batch. Ranks must not
+                reduce their gradients in any other part; in this one they do so if transformers
+                lets them, in the last micro-batch of an update.
+
+        Returns:
+            The loss multiplied by ``weight``, so that the sum over an update is the update's loss.
+        """
         num_steps = self.current_gradient_accumulation_steps
         # transformers divides the loss by this number, so this multiplies the loss by ``weight``.
         self.current_gradient_accumulation_steps = 1 / weight  # type: ignore[assignment]  # int
@@ -357,7 +383,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             loss = torch.where(torch.isfinite(loss), local_loss, loss)
         return loss
 
-    def _count_pairs(self, inputs: data.Batch) -> int:
+    def _count_pairs(self, inputs: Batch) -> int:
         columns, _ = self.collect_features(inputs)
         return count_texts(columns[0]) or 0
 
@@ -366,24 +392,41 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None:
             assert self.optimizer is not None
-            self.updates.current.grad_norm = float(norm)
-            self.nonfinite_updates.skip_if_nonfinite(
-                self.updates.current, float(norm), model, self.optimizer, self._find_rows
-            )
+            self.updates.skip_if_nonfinite(float(norm), model, self.optimizer, self._find_rows)
         return norm
 
     def _find_rows(self, micro_batches: list[int]) -> list[int] | None:
-        loader = self._train_dataloader
-        return data.find_rows_of_micro_batches(
-            self.args, self.batch_sampler, loader, self.state.global_step, micro_batches
-        )
+        """Return the rows of the training data in some micro-batches of the update on this rank.
+
+        The sampler computes the batches of the current epoch again. This is possible only if they
+        depend on nothing but seed and epoch; otherwise the result is None. The ranks take the
+        batches of the sampler in turn: with 2 ranks, batch 0 is the first of rank 0, and batch 1 of
+        rank 1.
+        """
+        args = self.args
+        has_resumable_sampler = get_name(args.batch_sampler) in RESUMABLE_SAMPLERS
+        has_custom_order = callable(args.multi_dataset_batch_sampler)
+        if self.batch_sampler is None or not has_resumable_sampler or has_custom_order:
+            return None
+        num_steps = args.gradient_accumulation_steps
+        updates_per_epoch = max(math.ceil(len(self._train_dataloader) / num_steps), 1)
+        first_of_update = self.state.global_step % updates_per_epoch * num_steps
+        positions = set()  # of the micro-batches, among the batches of the sampler
+        for index in micro_batches:
+            positions.add((first_of_update + index) * args.world_size + args.process_index)
+        rows: list[int] = []
+        # islice stops the sampler after the last batch that is needed.
+        for position, batch in enumerate(islice(self.batch_sampler, max(positions) + 1)):
+            if position in positions:
+                rows += batch
+        return rows
 
     # Checkpoints ---------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as transformers does, without its pickled arguments and credentials."""
         folder = Path(str(output_dir or self.args.output_dir))
-        random_states = RandomStates.capture()
+        restore_random_states = update.capture_random_states()
         if self.engine is not None:
             weights = None
             # Until DeepSpeed's engine exists, the model itself has the full weights.
@@ -395,7 +438,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         elif self.args.should_save:  # sentence-transformers would write on every rank
             super().save_model(str(folder), _internal_call)  # also uploads
         # A model card shows random rows of the data, and saving must not change the training.
-        random_states.restore()
+        restore_random_states()
         if self.args.should_save:
             checkpoint.clean_saved_model(folder)
             copy_module_code(self.model, folder)  # also that of a plain SentenceTransformer
@@ -418,13 +461,13 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         with checkpoint.remove_on_failure(folder, args.should_save):
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
-            losses = [] if args.save_only_model else self.bank_losses()
-            banks = checkpoint.collect_banks(losses, keep=args.should_save)
+            bank_losses = [] if args.save_only_model else self.bank_losses()
+            banks = checkpoint.collect_banks(bank_losses, keep=args.should_save)
             self.accelerator.wait_for_everyone()
             if args.should_save:
                 checkpoint.save_banks(folder, banks)
                 marker = self.description.make_marker(
-                    self.run_id, num_updates, self.updates.num_trained, self.updates.limit.rows
+                    self.run_id, num_updates, self.updates.num_trained, self.updates.max_rows
                 )
                 checkpoint.write_marker(folder, marker)
                 # The marker makes this checkpoint complete. Only now may older ones be removed.

@@ -1,10 +1,12 @@
-"""The update in progress: its micro-batches, its measurements, and the order of its micro-steps.
+"""An update (one optimizer step) on all of its pairs, if memory runs out too, or none of it.
 
-An update is one optimizer step. Its micro-batches come from the data loader. A micro-batch is
-trained in one micro-step (one forward and one backward pass). Once memory has run out, it is
-trained in several micro-steps on parts of it. An update always trains on all of its pairs: when
-memory runs out, it starts again from its first micro-batch. `ContAccumTrainer.micro_step` runs a
-micro-step.
+An update trains on micro-batches from the data loader. A micro-batch is trained in one micro-step
+(one forward and one backward pass). Once memory has run out, it is trained in several micro-steps
+on parts of it, and the update starts again from its first micro-batch. An update whose loss or
+gradient is not finite changes no weight. At the end of the module is the search for the largest
+micro-batch that fits (``per_device_train_batch_size=auto``), which runs before the first update.
+
+`contaccum.training.trainer` runs a micro-step, and `contaccum.training.log` writes the log.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import psutil
@@ -35,70 +37,42 @@ from contaccum.data.sampling import LABELS, first_texts
 from contaccum.distributed import over_ranks, rank, world_size
 from contaccum.encoders.grad_norms import TowerGradNorms
 from contaccum.errors import ConfigError, UserError
-from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.data import Batch, Row
-from contaccum.training.losses import get_batch_loss, iter_bank_losses, list_losses
-
-Record = dict[str, Any]
-"""A line of a log: numbers and texts by name."""
-REMEDY_WITHOUT_NEGATIVES = (
-    "Check that texts differ after they are cut to the maximum length, and that prompts, query ids "
-    "or a guide do not mask every negative"
+from contaccum.training.losses import (
+    Batch,
+    Row,
+    get_batch_loss,
+    iter_bank_losses,
+    list_losses,
+    list_parts,
 )
-"""What to do if queries have no negatives to learn from."""
+
+logger = logging.getLogger(__name__)
+
 NO_BATCH = (
     "the training data give no batch, so nothing can be trained: lower "
     "per_device_train_batch_size, set dataloader_drop_last=false, or give more data "
     "(batch_sampler=no_duplicates needs as many different texts as a batch has)"
 )
 """The error for a data loader without a batch."""
+REMEDY_WITHOUT_NEGATIVES = (
+    "Check that texts differ after they are cut to the maximum length, and that prompts, query ids "
+    "or a guide do not mask every negative"
+)
+"""What to do if queries have no negatives to learn from."""
+MEMORY_REMEDIES = (
+    "set bf16=true or gradient_checkpointing=true, lower passage_max_length or bank_size, or train "
+    "a smaller model"
+)
+"""The end of error messages about memory."""
 
 _MAX_REASON_LENGTH = 160  # characters of an out-of-memory error that are shown
+_MAX_ROWS_SHOWN = 16  # row numbers in a message
+_MAX_SHARE_OF_FREE_MEMORY = 0.8  # share of a host's free memory that a trial may use
+_BYTES_PER_MB = 2**20
 
-ParameterGroup = dict[str, Any]
-"""A parameter group of an optimizer: ``params``, ``lr`` and other settings."""
-
-
-class HasParameterGroups(Protocol):
-    """An optimizer, or accelerate's wrapper of one."""
-
-    param_groups: list[ParameterGroup]
-
-
-class MicroStep(Protocol):
-    """A function that runs forward and backward for a micro-batch or a part of it.
-
-    ``weight`` is the fraction of the update's pairs that ``inputs`` holds. ``is_last_part`` is True
-    for the last part of the newest micro-batch. Ranks must not reduce their gradients in any other
-    part; in this one they do so if transformers lets them, in the last micro-batch of an update.
-    The function returns the loss multiplied by ``weight``, so that the sum over an update is the
-    update's loss.
-    """
-
-    def __call__(
-        self, model: nn.Module, inputs: Batch, weight: float, is_last_part: bool
-    ) -> Tensor: ...
-
-
-def iter_parameters(optimizer: HasParameterGroups) -> Iterator[nn.Parameter]:
-    """Yield every parameter that an optimizer trains."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def drop_gradients(model: nn.Module, optimizer: HasParameterGroups) -> None:
-    """Drop the gradients of the model, and of the parameters that belong to the loss."""
-    model.zero_grad()
-    # accelerate's optimizer.zero_grad() does nothing between the micro-steps of an update.
-    for parameter in iter_parameters(optimizer):
-        parameter.grad = None
-
-
-def get_gradient_scale(accelerator: Accelerator) -> float:
-    """Return the factor by which a gradient scaler (fp16) scales gradients; 1 without a scaler."""
-    scaler = getattr(accelerator, "scaler", None)
-    return 1.0 if scaler is None else scaler.get_scale()
+MicroStep = Callable[[nn.Module, Batch, float, bool], Tensor]
+"""`ContAccumTrainer.micro_step`: forward and backward for a micro-batch or a part of it."""
 
 
 @dataclass
@@ -108,6 +82,8 @@ class Update:
     Attributes:
         number: number of the update in the run, from 1.
         started: value of ``time.perf_counter`` when the update started.
+        pairs: number of pairs in each micro-batch, also in those to come; 0 if it is unknown.
+        pairs_of_sets: number of pairs of the whole update, by data set.
         micro_batches: the collated micro-batches so far. The last one may still be in training.
         losses: the loss of each micro-step, of shape (), multiplied by its share of the pairs, so
             that the sum is the loss of the update.
@@ -117,14 +93,12 @@ class Update:
         learning_rate: learning rate of the first parameter group in this update.
         has_learning_rate: whether the learning rate of any parameter group is not 0.
         log_entries: further entries for the update's line in the log.
-        num_pairs: number of pairs in ``micro_batches``.
-        expected_batches: number of micro-batches of the whole update.
-        has_unknown_batches: whether the number of pairs of some of them is unknown.
-        expected_pairs: number of pairs in all micro-batches of the update, by data set.
     """
 
     number: int
-    started: float
+    started: float = field(default_factory=time.perf_counter)
+    pairs: list[int] = field(default_factory=list)
+    pairs_of_sets: Counter[str | None] = field(default_factory=Counter)
     micro_batches: list[Batch] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     micro_batch_of_loss: list[int] = field(default_factory=list)
@@ -132,20 +106,7 @@ class Update:
     grad_norm: float | None = None
     learning_rate: float | None = None
     has_learning_rate: bool = True
-    log_entries: Record = field(default_factory=dict)
-    num_pairs: int = 0
-    expected_batches: int = 0
-    has_unknown_batches: bool = False
-    expected_pairs: Counter[str | None] = field(default_factory=Counter)
-
-    @property
-    def has_trained(self) -> bool:
-        """False if the gradient or the learning rate is 0, or the update is skipped.
-
-        Weights are not compared, because weight decay changes them without a gradient too.
-        """
-        is_skipped = "skipped" in self.log_entries
-        return self.grad_norm != 0 and self.has_learning_rate and not is_skipped
+    log_entries: dict[str, Any] = field(default_factory=dict)
 
 
 class Updates:
@@ -155,15 +116,20 @@ class Updates:
         args: the arguments of the run.
         loss: the training loss, or a dictionary with one loss for each data set.
         accelerator: the trainer's Accelerator.
-        limit: the number of rows that fit into a micro-step.
-        count_pairs: returns the number of pairs in a collated batch.
+        count_pairs: returns the number of pairs in a collated batch; 0 if it is unknown.
+        smallest: the smallest number of rows with which every query has a negative. Micro-steps
+            are never made smaller. The last part of an uneven batch may have fewer rows.
         has_full_gradients: whether every rank has the full gradient of every parameter, which is
             not so with FSDP or DeepSpeed.
 
     Attributes:
-        limit: as above.
         current: the update in progress.
-        num_trained: number of updates of the run that have trained; see `Update.has_trained`.
+        max_rows: the maximum number of rows per micro-step; None until memory has run out.
+        smallest: as above.
+        num_trained: number of updates of the run that have trained: their gradient and learning
+            rate were not 0, and they were not skipped. Weights are not compared, because weight
+            decay changes them without a gradient too.
+        num_skipped: number of updates that were skipped, because they were not finite.
     """
 
     def __init__(
@@ -171,99 +137,38 @@ class Updates:
         args: ContAccumTrainingArguments,
         loss: Any,
         accelerator: Accelerator,
-        limit: MicroBatchLimit,
         count_pairs: Callable[[Batch], int],
+        smallest: int,
         has_full_gradients: bool,
     ) -> None:
-        self.limit = limit
-        self.current = Update(number=1, started=time.perf_counter())
+        self.current = Update(number=1)
+        self.max_rows: int | None = None
         self.num_trained = 0
+        self.num_skipped = 0
         self._num_without_learning_rate = 0
         self._args = args
         self._loss = loss
         self._accelerator = accelerator
         self._count_pairs = count_pairs
+        self.smallest = smallest
         self._has_full_gradients = has_full_gradients
         self._tower_norms: TowerGradNorms | None = None
-
-    def end_update(self) -> None:
-        """Count the current update, and start the next one."""
-        self.num_trained += self.current.has_trained
-        self._num_without_learning_rate += not self.current.has_learning_rate
-        self.start_update(self.current.number + 1)
-
-    def start_update(self, number: int) -> None:
-        """Start an update; ``number`` counts the updates of the run from 1."""
-        self.current = Update(number, time.perf_counter())
-
-    def restart_clock(self) -> None:
-        """Start the time of the current update now, after work that is not training."""
-        self.current.started = time.perf_counter()
-
-    def set_micro_batch_size(self, num_pairs: int) -> None:
-        """Use micro-batches of at most ``num_pairs`` pairs from now on.
-
-        The size is the largest one that divides the pairs per update of this rank. A run that is
-        resumed on more ranks has fewer of them.
-        """
-        args = self._args
-        pairs_per_update = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        num_pairs = find_largest_divisor(pairs_per_update, num_pairs)
-        args.set_micro_batch_size(num_pairs)
-        set_mini_batch_size(self._loss, num_pairs)
-
-    def find_micro_batch_size(
-        self, model: nn.Module, dataset: Any, compute_loss: Callable[[Any, list[Row]], Tensor]
-    ) -> None:
-        """Find the largest micro-batch that fits into memory, and use its size from now on.
-
-        Args:
-            model: the model in training.
-            dataset: the training set, or a dictionary of training sets.
-            compute_loss: function that returns the value of a loss for rows of the data.
-
-        Raises:
-            ConfigError: if an update has fewer pairs than the smallest micro-batch.
-            UserError: if the smallest micro-batch does not fit.
-        """
-        num_pairs = find_micro_batch(
-            self._args, model, self._loss, dataset, self.limit.smallest, compute_loss
-        )
-        self.set_micro_batch_size(num_pairs)
-
-    def require_trained(self, num_updates: int) -> None:
-        """Raise `UserError` if no update of a run has trained, of ``num_updates`` in all."""
-        if self.num_trained:
-            return
-        if num_updates == 0:
-            raise UserError(NO_BATCH)
-        reason = f"the run has trained nothing: in each of its {num_updates} updates the"
-        if self._num_without_learning_rate == num_updates:
-            raise UserError(
-                f"{self._args.output_dir}: {reason} learning rate was 0. Set max_steps or "
-                "num_train_epochs to train longer, or warmup_steps=0"
-            )
-        raise UserError(
-            f"{self._args.output_dir}: {reason} gradient or the learning rate was 0, or the update "
-            f"was skipped. Set warmup_steps below the number of updates. {REMEDY_WITHOUT_NEGATIVES}"
-        )
+        for loss_of_set in list_parts(loss):
+            loss_of_set.register_forward_hook(_multiply_by_nan_if_nonfinite)
 
     def count_expected_pairs(self, batches: list[Batch]) -> None:
         """Count the pairs in all micro-batches of the current update, before it is trained."""
-        self.current.expected_batches = len(batches)
+        update = self.current
         for inputs in batches:
-            name = inputs.get("dataset_name")
-            num_pairs = self._count_pairs(inputs)  # 0 if the features do not show the number
-            self.current.expected_pairs[name] += num_pairs
-            if num_pairs == 0:
-                self.current.has_unknown_batches = True
+            update.pairs.append(self._count_pairs(inputs))
+            update.pairs_of_sets[inputs.get("dataset_name")] += update.pairs[-1]
 
     def run_micro_batch(
         self,
         model: nn.Module,
         inputs: Batch,
         micro_step: MicroStep,
-        optimizer: HasParameterGroups,
+        optimizer: torch.optim.Optimizer,
     ) -> Tensor:
         """Run forward and backward for the next micro-batch of the current update.
 
@@ -284,9 +189,10 @@ class Updates:
         update.has_learning_rate = any(group["lr"] for group in optimizer.param_groups)
         first = len(update.micro_batches)  # index of the first micro-batch to train on
         update.micro_batches.append(inputs)
-        update.num_pairs += self._count_pairs(inputs)
         while True:  # until the micro-batch fits into memory
-            tower_norms = self._get_tower_norms(model)
+            if self._tower_norms is None:
+                encoder = self._accelerator.unwrap_model(model, keep_torch_compile=False)
+                self._tower_norms = TowerGradNorms(encoder, model, self._has_full_gradients)
             try:
                 loss = self._run_micro_steps(model, micro_step, first)
                 break
@@ -297,10 +203,10 @@ class Updates:
             # Memory is freed outside of the handler: inside it, the error still refers to the
             # activations.
             clear_device_cache(garbage_collection=True)
-            self.limit.halve(self._count_rows_of_micro_step(), update.number, reason)
+            self._halve_rows(reason)
             # Start the update again: drop all that its micro-steps so far have accumulated.
             drop_gradients(model, optimizer)
-            tower_norms.close()
+            self._tower_norms.close()
             self._tower_norms = None
             update.losses.clear()
             update.micro_batch_of_loss.clear()
@@ -309,27 +215,8 @@ class Updates:
         if is_update_complete:
             # The norms are read before the gradient is clipped. DeepSpeed has already made its
             # optimizer step, but then the norms are accumulated from gradients of embeddings.
-            update.grad_norms = tower_norms.read(get_gradient_scale(self._accelerator))
+            update.grad_norms = self._tower_norms.read(get_gradient_scale(self._accelerator))
         return loss
-
-    def _get_tower_norms(self, model: nn.Module) -> TowerGradNorms:
-        """Return the object that measures the towers' gradient norms; create it if necessary."""
-        if self._tower_norms is None:
-            encoder = self._accelerator.unwrap_model(model, keep_torch_compile=False)
-            self._tower_norms = TowerGradNorms(encoder, model, self._has_full_gradients)
-        return self._tower_norms
-
-    def _count_rows_of_micro_step(self) -> int:
-        """Return the number of rows in the largest micro-step of the current update."""
-        limit = self.limit.rows or self._args.pairs_per_micro_batch
-        largest = 0
-        for inputs in self.current.micro_batches:
-            num_rows = min(limit, self._count_pairs(inputs))
-            loss = get_batch_loss(self._loss, inputs)
-            if uses_gradient_cache(loss):  # the user's own loss may have smaller mini-batches
-                num_rows = min(num_rows, getattr(loss, "mini_batch_size", num_rows))
-            largest = max(largest, num_rows)
-        return largest
 
     def _run_micro_steps(self, model: nn.Module, micro_step: MicroStep, first: int) -> Tensor:
         """Run the micro-steps of all micro-batches from index ``first`` on.
@@ -343,12 +230,17 @@ class Updates:
         batch_loss = torch.zeros((), device=self._args.device)
         for index in range(first, len(update.micro_batches)):
             inputs = update.micro_batches[index]
-            max_rows = self.limit.rows
+            max_rows = self.max_rows
             if uses_gradient_cache(get_batch_loss(self._loss, inputs)):
-                # The whole batch is one micro-step; `MicroBatchLimit` has reduced its mini-batches.
+                # The whole batch is one micro-step, with smaller mini-batches.
                 max_rows = None
             parts = split_rows(inputs, max_rows)
-            batch_weight = self._compute_weight(inputs)
+            # The losses are means over pairs. With these weights, each pair of the update has the
+            # same weight, also if the last micro-batch of an epoch is short. If the size of a
+            # micro-batch is unknown, all micro-batches have the same weight.
+            batch_weight = 1 / len(update.pairs)
+            if all(update.pairs):
+                batch_weight = update.pairs[index] / sum(update.pairs)
             is_newest_batch = index == len(update.micro_batches) - 1
             batch_loss = torch.zeros((), device=self._args.device)
             for part_number, (part, share) in enumerate(parts, start=1):
@@ -359,57 +251,208 @@ class Updates:
                 batch_loss = batch_loss + part_loss
         return batch_loss
 
-    def _compute_weight(self, inputs: Batch) -> float:
-        """Return the share of the current update's pairs that a micro-batch has.
-
-        The losses are means over pairs. With these weights, each pair of the update has the same
-        weight, also if the last micro-batch of an epoch is short. If the size of a micro-batch is
-        unknown, all micro-batches have the same weight.
-        """
-        if self.current.has_unknown_batches:
-            return 1 / self.current.expected_batches
-        return self._count_pairs(inputs) / self.current.expected_pairs.total()
-
     def _set_pairs_of_losses(self) -> None:
         """Set in each ContAccumLoss the number of pairs that it receives in this update.
 
         The loss needs the number to centre its gradients over the update. If ranks share a bank,
         the number counts the pairs of all ranks.
         """
-        pairs_by_set = self.current.expected_pairs
+        pairs_of_sets = self.current.pairs_of_sets
         for bank_loss in iter_bank_losses(self._loss):
-            num_pairs = pairs_by_set.total()
+            num_pairs = pairs_of_sets.total()
             if isinstance(self._loss, dict):
                 # Each loss receives only the pairs of its own data sets.
                 num_pairs = 0
                 for name, loss in self._loss.items():
                     if bank_loss in loss.modules():
-                        num_pairs += pairs_by_set[name]
+                        num_pairs += pairs_of_sets[name]
             if bank_loss.settings.gather_across_devices:
                 total = over_ranks("SUM", torch.tensor(num_pairs, device=self._args.device))
                 num_pairs = int(total)
             bank_loss.begin_update(num_pairs)
 
+    def _halve_rows(self, reason: str) -> None:
+        """Halve the rows of a micro-step for the rest of the run, after memory has run out.
 
-# Halving of micro-batches when memory runs out, and the search for the largest that fits ----------
+        Args:
+            reason: message of the out-of-memory error.
 
-# The search is for ``per_device_train_batch_size=auto``, before training starts. Halving is for a
-# run in which memory runs out later. In both cases the pairs of an update stay the same: a smaller
-# micro-batch means more micro-steps. `contaccum.training.update` runs the micro-steps.
-#
-# A batch of a loss with a gradient cache is never split into smaller micro-batches. What is limited
-# or searched for instead is its ``mini_batch_size``, the rows that the cache encodes at once.
+        Raises:
+            UserError: if no smaller micro-batch is possible.
+        """
+        # Other ranks would have to repeat the update too, and DeepSpeed has already reduced a part
+        # of the gradient.
+        is_deepspeed = getattr(self._accelerator.state, "deepspeed_plugin", None) is not None
+        if world_size() > 1 or is_deepspeed:
+            raise UserError(
+                f"out of memory on rank {self._args.process_index} ({reason}), and with several "
+                "ranks or DeepSpeed the micro-batch cannot be halved during training. Lower "
+                "per_device_train_batch_size, raise gradient_accumulation_steps, and continue with "
+                "resume_from_checkpoint=last"
+            )
+        rows = 0  # in the largest micro-step of the update
+        limit = self.max_rows or self._args.pairs_per_micro_batch
+        for inputs, num_pairs in zip(self.current.micro_batches, self.current.pairs, strict=False):
+            rows_of_step = min(limit, num_pairs)
+            loss = get_batch_loss(self._loss, inputs)
+            if uses_gradient_cache(loss):  # the user's own loss may have smaller mini-batches
+                rows_of_step = min(rows_of_step, getattr(loss, "mini_batch_size", rows_of_step))
+            rows = max(rows, rows_of_step)
+        if rows <= self.smallest:
+            raise UserError(
+                f"out of memory at a micro-batch of {rows} ({reason}): {MEMORY_REMEDIES}"
+            )
+        self.set_max_rows(max(rows // 2, self.smallest))
+        logger.warning(
+            f"update {self.current.number}: out of memory at a micro-batch of {rows} ({reason}). "
+            f"From now on a micro-batch has {self.max_rows} rows, and an update more micro-steps. "
+            "The pairs per update stay the same"
+        )
+
+    def set_max_rows(self, rows: int | None) -> None:
+        """Limit the rows of a micro-step, or those of a gradient cache's mini-batch; None: no limit."""
+        self.max_rows = rows
+        if rows is not None:
+            set_mini_batch_size(self._loss, rows)
+
+    def set_micro_batch_size(self, num_pairs: int) -> None:
+        """Use micro-batches of at most ``num_pairs`` pairs from now on.
+
+        The size is the largest one that divides the pairs per update of this rank. A run that is
+        resumed on more ranks has fewer of them.
+        """
+        args = self._args
+        pairs_per_update = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        num_pairs = find_largest_divisor(pairs_per_update, num_pairs)
+        args.set_micro_batch_size(num_pairs)
+        set_mini_batch_size(self._loss, num_pairs)
+
+    def skip_if_nonfinite(
+        self,
+        norm: float,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        find_rows: Callable[[list[int]], list[int] | None],
+    ) -> None:
+        """Skip the current update if its loss or gradient is infinite or NaN.
+
+        Its line in the log names the cause and the rows of the training data. A gradient scaler
+        (fp16) multiplies the gradient, so an overflow is normal and not counted: the scaler itself
+        skips the step and lowers its scale.
+
+        Args:
+            norm: norm of the model's gradient over all ranks, after the last micro-step.
+            model: the model in its wrappers, such as DDP.
+            optimizer: the optimizer, before its step.
+            find_rows: function from indices of micro-batches in the update to their rows in the
+                training data; it returns None if the rows are unknown.
+
+        Raises:
+            UserError: if ``max_skipped_updates`` updates were skipped before this one.
+        """
+        update = self.current
+        update.grad_norm = norm
+        device = self._accelerator.device
+        is_finite = math.isfinite(norm)
+        # The norm covers only the model. FSDP and DeepSpeed do not train parameters of a loss.
+        loss_parameters = []
+        if is_finite and self._has_full_gradients:
+            model_parameters = {id(parameter) for parameter in model.parameters()}
+            for parameter in iter_parameters(optimizer):
+                if id(parameter) not in model_parameters:
+                    loss_parameters.append(parameter)
+        if loss_parameters:
+            for parameter in loss_parameters:
+                if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+                    is_finite = False
+            is_finite = bool(over_ranks("MIN", torch.tensor(int(is_finite), device=device)))
+        if is_finite:
+            return
+        scale = get_gradient_scale(self._accelerator)
+        losses = zip(update.micro_batch_of_loss, update.losses, strict=True)
+        micro_batches = sorted({index for index, loss in losses if not torch.isfinite(loss)})
+        # Ranks may have different losses, but all ranks skip the update, for the same cause.
+        cause = "gradient"
+        if over_ranks("MAX", torch.tensor(len(micro_batches), device=device)) > 0:
+            cause = "loss"
+        update.log_entries["skipped"] = cause
+        update.log_entries["scale"] = scale
+        if cause == "gradient" and scale > 1:
+            # All losses are finite, so the scale was too large for the gradient.
+            update.log_entries["skipped"] = "overflow"
+            return
+        if cause == "gradient":
+            # All losses are finite, so it is unknown which micro-batch caused the gradient.
+            micro_batches = list(range(len(update.micro_batches)))
+        rows = find_rows(micro_batches) if micro_batches else []
+        update.log_entries["micro_steps"] = micro_batches
+        update.log_entries["rows"] = rows
+        self.num_skipped += 1
+        place = "on another rank"
+        if micro_batches:
+            shown = "unknown"
+            if rows is not None:
+                shown = ", ".join(map(str, rows[:_MAX_ROWS_SHOWN]))
+                shown += ", ..." if len(rows) > _MAX_ROWS_SHOWN else ""
+            place = f"rows {shown} of the training data"
+        message = f"update {update.number}: the {cause} is not finite ({place})"
+        if world_size() > 1:
+            message = f"rank {rank()}: {message}"
+        max_skipped = self._args.max_skipped_updates
+        if self.num_skipped > max_skipped:
+            raise UserError(
+                f"{message}, and max_skipped_updates={max_skipped} updates were skipped before it. "
+                "The weights are those before this update. Check these rows, or lower learning_rate"
+            )
+        logger.warning(
+            f"{message}: skipped, {self.num_skipped} of max_skipped_updates={max_skipped}. The "
+            "weights do not change. If more updates are skipped, check these rows or lower "
+            "learning_rate"
+        )
+        # An optimizer step without gradients changes nothing. A gradient scaler skips the step
+        # itself, and needs the gradients to detect the overflow.
+        if getattr(self._accelerator, "scaler", None) is None:
+            drop_gradients(model, optimizer)
+
+    def end_update(self) -> None:
+        """Count the current update, and start the next one."""
+        update = self.current
+        is_skipped = "skipped" in update.log_entries
+        if update.grad_norm != 0 and update.has_learning_rate and not is_skipped:
+            self.num_trained += 1
+        if not update.has_learning_rate:
+            self._num_without_learning_rate += 1
+        self.current = Update(update.number + 1)
+
+    def require_trained(self, num_updates: int) -> None:
+        """Raise `UserError` if no update of a run has trained, of ``num_updates`` in all."""
+        if self.num_trained:
+            return
+        if num_updates == 0:
+            raise UserError(NO_BATCH)
+        reason = f"the run has trained nothing: in each of its {num_updates} updates the"
+        if self._num_without_learning_rate == num_updates:
+            raise UserError(
+                f"{self._args.output_dir}: {reason} learning rate was 0. Set max_steps or "
+                "num_train_epochs to train longer, or warmup_steps=0"
+            )
+        raise UserError(
+            f"{self._args.output_dir}: {reason} gradient or the learning rate was 0, or the update "
+            f"was skipped. Set warmup_steps below the number of updates. {REMEDY_WITHOUT_NEGATIVES}"
+        )
 
 
-logger = logging.getLogger(__name__)
+def _multiply_by_nan_if_nonfinite(module: nn.Module, arguments: Any, loss: Any) -> Any:
+    """Make the gradient of a loss NaN if its value is not finite; a forward hook of the loss.
 
-REMEDIES = (
-    "set bf16=true or gradient_checkpointing=true, lower passage_max_length or bank_size, or train "
-    "a smaller model"
-)
-"""The end of error messages about memory."""
-
-_MAX_SHARE_OF_FREE_MEMORY = 0.8  # share of a host's free memory that a trial may use
+    A loss can be infinite while its gradient is finite. With the hook, the trainer has to check
+    only the norm of the gradient over all ranks, and also detects a loss that is not finite on
+    another rank.
+    """
+    if not isinstance(loss, Tensor):
+        return loss
+    factor = torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
+    return loss * factor
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -419,74 +462,24 @@ def is_out_of_memory(error: Exception) -> bool:
     return should_reduce_batch_size(error)
 
 
-@contextmanager
-def report_out_of_memory() -> Iterator[None]:
-    """Raise a `UserError` with remedies, if memory runs out in a ``with`` block."""
-    try:
-        yield
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise UserError(f"out of memory outside of a micro-step: {REMEDIES}") from error
-        raise
+def iter_parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    """Yield every parameter that an optimizer trains."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
-class MicroBatchLimit:
-    """The maximum number of rows per micro-step, which is halved when memory runs out.
+def drop_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Drop the gradients of the model, and of the parameters that belong to the loss."""
+    model.zero_grad()
+    # accelerate's optimizer.zero_grad() does nothing between the micro-steps of an update.
+    for parameter in iter_parameters(optimizer):
+        parameter.grad = None
 
-    Args:
-        loss: the training loss, or a dictionary with one loss for each data set. The mini-batches
-            of a gradient cache in it are limited too.
-        smallest: the smallest number of rows with which every query has a negative; the limit is
-            never set below it. The last part of an uneven batch may nevertheless have fewer rows.
-        rank: rank of this process, for messages.
-        can_halve: whether this process can repeat an update in smaller micro-steps. It cannot if
-            there are other ranks, or if an engine has already reduced a part of the gradient.
 
-    Attributes:
-        rows: the maximum number of rows; None until memory has run out.
-        smallest: as above.
-    """
-
-    def __init__(self, loss: Any, smallest: int, rank: int, can_halve: bool) -> None:
-        self.rows: int | None = None
-        self.smallest = smallest
-        self._loss = loss
-        self._rank = rank
-        self._can_halve = can_halve
-
-    def restore(self, rows: int | None) -> None:
-        """Set the limit of a checkpoint, from which the run resumes; None for no limit."""
-        self.rows = rows
-        if rows is not None:
-            set_mini_batch_size(self._loss, rows)
-
-    def halve(self, rows: int, update: int, reason: str) -> None:
-        """Set the limit to half of ``rows``, for the rest of the run.
-
-        Args:
-            rows: the number of rows with which memory ran out.
-            update: number of the update in progress, for messages.
-            reason: message of the out-of-memory error.
-
-        Raises:
-            UserError: if no smaller micro-batch is possible.
-        """
-        if not self._can_halve:
-            raise UserError(
-                f"out of memory on rank {self._rank} ({reason}), and with several ranks or "
-                "DeepSpeed the micro-batch cannot be halved during training. Lower "
-                "per_device_train_batch_size, raise gradient_accumulation_steps, and continue with "
-                "resume_from_checkpoint=last"
-            )
-        if rows <= self.smallest:
-            raise UserError(f"out of memory at a micro-batch of {rows} ({reason}): {REMEDIES}")
-        self.rows = max(rows // 2, self.smallest)
-        set_mini_batch_size(self._loss, self.rows)
-        logger.warning(
-            f"update {update}: out of memory at a micro-batch of {rows} ({reason}). From now on a "
-            f"micro-batch has {self.rows} rows, and an update more micro-steps. The pairs per "
-            "update stay the same"
-        )
+def get_gradient_scale(accelerator: Accelerator) -> float:
+    """Return the factor by which a gradient scaler (fp16) scales gradients; 1 without a scaler."""
+    scaler = getattr(accelerator, "scaler", None)
+    return 1.0 if scaler is None else scaler.get_scale()
 
 
 def set_mini_batch_size(loss: Any, rows: int) -> None:
@@ -535,6 +528,121 @@ def split_rows(inputs: Batch, max_rows: int | None) -> list[tuple[Batch, float]]
         any_tensor = next(iter(pieces.values()))[index]
         parts.append((part, len(any_tensor) / num_rows))
     return parts
+
+
+# The search for the largest micro-batch that fits into memory -------------------------------------
+
+# A batch of a loss with a gradient cache is never split. Its ``mini_batch_size`` is searched for
+# instead, the rows that the cache encodes at once.
+
+
+def find_micro_batch(
+    args: ContAccumTrainingArguments,
+    model: nn.Module,
+    loss: Any,
+    dataset: Any,
+    smallest: int,
+    compute_loss: Callable[[Any, list[Row]], Tensor],
+) -> int:
+    """Find the largest micro-batch that fits into the memory of every rank.
+
+    The divisors of the pairs per update are tried with the longest texts of the data, in ascending
+    order until memory runs out. On a CPU, the operating system would kill the process when memory
+    runs out. So the memory for a size is predicted from the memory of the size before, in
+    proportion, and a size that may need too much is not tried. The search does not change weights,
+    bank or random states.
+
+    Args:
+        args: the arguments of the run.
+        model: the model in training.
+        loss: the training loss.
+        dataset: the training set, or a dictionary of training sets.
+        smallest: the smallest number of pairs with which every query has a negative.
+        compute_loss: function that returns the value of a loss for rows of the data.
+
+    Returns:
+        The number of pairs per micro-batch.
+
+    Raises:
+        ConfigError: if an update has fewer pairs than the smallest micro-batch.
+        UserError: if the smallest micro-batch does not fit.
+    """
+    restore_random_states = capture_random_states()
+    model.train()  # with dropout and gradient checkpointing, as in training
+    num_pairs = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    rows = make_longest_rows(dataset, num_pairs)
+    sizes = [size for size in range(smallest, num_pairs + 1) if num_pairs % size == 0]
+    if not sizes:
+        raise ConfigError(
+            f"per_device_train_batch_size=auto: an update has {num_pairs} pairs on each device, "
+            f"but a micro-batch needs at least {smallest}. Raise total_train_batch_size"
+        )
+    largest = 0  # the largest size that fits so far
+    memory_of_largest = 0.0  # MB
+    for size in sizes:
+        if largest and args.device.type == "cpu":
+            free_memory = psutil.virtual_memory().available / _BYTES_PER_MB
+            predicted_memory = memory_of_largest * size / largest
+            if predicted_memory > _MAX_SHARE_OF_FREE_MEMORY * free_memory:
+                break
+        reset_peak_memory(args.device)
+        memory_before = peak_memory_mb(args.device)
+        # A gradient cache gets all pairs in one batch, and encodes ``size`` of them at once.
+        batch = rows if uses_gradient_cache(loss) else rows[:size]
+        try:
+            try_micro_batch(size, model, loss, batch, compute_loss)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            break
+        memory_of_largest = peak_memory_mb(args.device) - memory_before
+        largest = size
+    clear_device_cache(garbage_collection=True)
+    largest = int(over_ranks("MIN", torch.tensor(largest, device=args.device)))
+    if not largest:
+        raise UserError(f"out of memory at a micro-batch of {sizes[0]}: {MEMORY_REMEDIES}")
+    restore_random_states()
+    return largest
+
+
+def try_micro_batch(
+    size: int,
+    model: nn.Module,
+    loss: Any,
+    rows: list[Row],
+    compute_loss: Callable[[Any, list[Row]], Tensor],
+) -> None:
+    """Run two micro-steps with a copy of the loss, to see whether they fit into memory.
+
+    Tensors of the size of AdamW's two states are in memory meanwhile. During the second micro-step,
+    gradients and a filled bank are in memory as well. Weights and the bank of the original loss do
+    not change, and the gradients are dropped.
+
+    Args:
+        size: pairs per micro-batch, or pairs that a gradient cache encodes at once.
+        model: the model in training.
+        loss: the training loss.
+        rows: the rows of the trial.
+        compute_loss: function that returns the value of a loss for rows of the data.
+    """
+    # The memo makes deepcopy use the same model instead of a copy.
+    trial_loss = copy.deepcopy(loss, memo={id(model): model})
+    for module in iter_bank_losses(trial_loss):
+        # Ranks may run out of memory at different sizes, so a trial must not wait for other ranks
+        # to gather their embeddings.
+        module.settings = dataclasses.replace(module.settings, gather_across_devices=False)
+        module.distillation = None  # the rows of a trial have no teacher scores
+    set_mini_batch_size(trial_loss, size)
+    optimizer_states = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            optimizer_states += [torch.zeros_like(parameter), torch.zeros_like(parameter)]
+    try:
+        for _ in range(2):
+            compute_loss(trial_loss, rows).backward()
+    finally:
+        del optimizer_states  # otherwise the traceback of an error keeps them in memory
+        model.zero_grad()
 
 
 def make_longest_rows(dataset: Any, num_rows: int) -> list[Row]:
@@ -589,306 +697,6 @@ def find_largest_divisor(number: int, limit: int) -> int:
     return divisor
 
 
-def find_micro_batch(
-    args: ContAccumTrainingArguments,
-    model: nn.Module,
-    loss: Any,
-    dataset: Any,
-    smallest: int,
-    compute_loss: Callable[[Any, list[Row]], Tensor],
-) -> int:
-    """Find the largest micro-batch that fits into the memory of every rank.
-
-    The divisors of the pairs per update are tried with the longest texts of the data. The search
-    does not change weights, bank or random states.
-
-    Args:
-        args: the arguments of the run.
-        model: the model in training.
-        loss: the training loss.
-        dataset: the training set, or a dictionary of training sets.
-        smallest: the smallest number of pairs with which every query has a negative.
-        compute_loss: function that returns the value of a loss for rows of the data.
-
-    Returns:
-        The number of pairs per micro-batch.
-
-    Raises:
-        ConfigError: if an update has fewer pairs than the smallest micro-batch.
-        UserError: if the smallest micro-batch does not fit.
-    """
-    random_states = RandomStates.capture()
-    model.train()  # with dropout and gradient checkpointing, as in training
-    num_pairs = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    rows = make_longest_rows(dataset, num_pairs)
-    sizes = [size for size in range(smallest, num_pairs + 1) if num_pairs % size == 0]
-    if not sizes:
-        raise ConfigError(
-            f"per_device_train_batch_size=auto: an update has {num_pairs} pairs on each device, "
-            f"but a micro-batch needs at least {smallest}. Raise total_train_batch_size"
-        )
-
-    def try_size(size: int) -> None:
-        batch = rows[:size]
-        if uses_gradient_cache(loss):
-            # The cache gets all pairs in one batch, and encodes ``size`` of them at once.
-            batch = rows
-        try_micro_batch(size, model, loss, lambda trial_loss: compute_loss(trial_loss, batch))
-
-    largest = find_largest_micro_batch(sizes, try_size, args.device)
-    random_states.restore()
-    return largest
-
-
-def find_largest_micro_batch(
-    sizes: Sequence[int], try_size: Callable[[int], None], device: torch.device
-) -> int:
-    """Find the largest size that fits into the memory of every rank.
-
-    Sizes are tried in ascending order until memory runs out. On a CPU, the operating system would
-    kill the process when memory runs out. So the memory for a size is predicted from the memory of
-    the size before, in proportion, and a size that may need too much is not tried.
-
-    Args:
-        sizes: the sizes, ascending.
-        try_size: function that runs micro-steps of a size.
-        device: the device whose memory is measured.
-
-    Raises:
-        UserError: if the smallest size does not fit.
-    """
-    largest = 0  # the largest size that fits so far
-    memory_of_largest = 0.0  # MB
-    for size in sizes:
-        if largest and device.type == "cpu":
-            free_memory = psutil.virtual_memory().available / _BYTES_PER_MB
-            predicted_memory = memory_of_largest * size / largest
-            if predicted_memory > _MAX_SHARE_OF_FREE_MEMORY * free_memory:
-                break
-        reset_peak_memory(device)
-        memory_before = peak_memory_mb(device)
-        try:
-            try_size(size)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            break
-        memory_of_largest = peak_memory_mb(device) - memory_before
-        largest = size
-    clear_device_cache(garbage_collection=True)
-    largest = int(over_ranks("MIN", torch.tensor(largest, device=device)))
-    if not largest:
-        raise UserError(f"out of memory at a micro-batch of {sizes[0]}: {REMEDIES}")
-    return largest
-
-
-def try_micro_batch(
-    size: int, model: nn.Module, loss: Any, compute_loss: Callable[[Any], Tensor]
-) -> None:
-    """Run two micro-steps with a copy of the loss, to see whether they fit into memory.
-
-    Tensors of the size of AdamW's two states are in memory meanwhile. During the second micro-step,
-    gradients and a filled bank are in memory as well. Weights and the bank of the original loss do
-    not change, and the gradients are dropped.
-
-    Args:
-        size: pairs per micro-batch, or pairs that a gradient cache encodes at once.
-        model: the model in training.
-        loss: the training loss.
-        compute_loss: function that returns the value of a loss for the rows of the trial.
-    """
-    trial_loss = _copy_for_trial(loss, model)
-    set_mini_batch_size(trial_loss, size)
-    optimizer_states = []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            optimizer_states += [torch.zeros_like(parameter), torch.zeros_like(parameter)]
-    try:
-        for _ in range(2):
-            compute_loss(trial_loss).backward()
-    finally:
-        del optimizer_states  # otherwise the traceback of an error keeps them in memory
-        model.zero_grad()
-
-
-def _copy_for_trial(loss: Any, model: nn.Module) -> Any:
-    """Return a copy of a loss that shares its model, but has a separate bank."""
-    # The memo makes deepcopy use the same model instead of a copy.
-    trial_loss = copy.deepcopy(loss, memo={id(model): model})
-    for module in trial_loss.modules():
-        if isinstance(module, ContAccumLoss):
-            # Ranks may run out of memory at different sizes, so a trial must not wait for other
-            # ranks to gather their embeddings.
-            module.settings = dataclasses.replace(module.settings, gather_across_devices=False)
-            module.distillation = None  # the rows of a trial have no teacher scores
-    return trial_loss
-
-
-# Skipping of updates whose loss or gradient is not finite, that is infinite or NaN ----------------
-
-# Such an update changes no weight, and its line in the log names the cause and the rows of the
-# training data. A run ends when more than ``max_skipped_updates`` updates were skipped. A gradient
-# scaler (fp16) multiplies the gradient, so an overflow is normal and not counted: the scaler itself
-# skips the step and lowers its scale.
-
-
-_MAX_ROWS_SHOWN = 16  # row numbers in a message
-
-FindRows = Callable[[list[int]], list[int] | None]
-"""Function from indices of micro-batches in an update to rows of the training data."""
-
-
-def add_nan_gradient_hook(loss: nn.Module) -> None:
-    """Add a hook to a loss: if its value is not finite, its gradient becomes NaN.
-
-    A loss can be infinite while its gradient is finite. With the hook, the trainer has to check
-    only the norm of the gradient over all ranks, and also detects a loss that is not finite on
-    another rank.
-    """
-    loss.register_forward_hook(_multiply_by_nan_if_nonfinite)
-
-
-def _multiply_by_nan_if_nonfinite(module: nn.Module, arguments: Any, loss: Any) -> Any:
-    if not isinstance(loss, Tensor):
-        return loss
-    factor = torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
-    return loss * factor
-
-
-def are_loss_gradients_finite(
-    model: nn.Module, optimizer: HasParameterGroups, device: torch.device
-) -> bool:
-    """Return whether the gradients of the loss's own parameters are finite on all ranks.
-
-    These are the trained parameters outside of the model. The norm that transformers computes
-    covers only the model.
-    """
-    model_parameters = {id(parameter) for parameter in model.parameters()}
-    has_loss_parameters = False
-    is_finite = True
-    for parameter in iter_parameters(optimizer):
-        if id(parameter) in model_parameters:
-            continue
-        has_loss_parameters = True
-        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
-            is_finite = False
-    if not has_loss_parameters:
-        return True
-    return bool(over_ranks("MIN", torch.tensor(int(is_finite), device=device)))
-
-
-class NonFiniteUpdates:
-    """Check that skips updates that are not finite, and counts them.
-
-    Args:
-        max_skipped: number of updates that may be skipped before the run ends.
-        accelerator: the trainer's Accelerator.
-        checks_loss_parameters: whether to check the gradients of the loss's own parameters too,
-            which the norm does not cover. FSDP and DeepSpeed do not train such parameters.
-
-    Attributes:
-        num_skipped: number of updates that were skipped so far.
-    """
-
-    def __init__(
-        self, max_skipped: int, accelerator: Accelerator, checks_loss_parameters: bool
-    ) -> None:
-        self.num_skipped = 0
-        self._max_skipped = max_skipped
-        self._accelerator = accelerator
-        self._checks_loss_parameters = checks_loss_parameters
-
-    def skip_if_nonfinite(
-        self,
-        update: Update,
-        norm: float,
-        model: nn.Module,
-        optimizer: HasParameterGroups,
-        find_rows: FindRows,
-    ) -> None:
-        """Skip an update whose gradient is not finite.
-
-        Args:
-            update: the update, after its last micro-step.
-            norm: norm of the model's gradient over all ranks.
-            model: the model in its wrappers, such as DDP.
-            optimizer: the optimizer, before its step.
-            find_rows: function from indices of micro-batches in the update to their rows in the
-                training data; it returns None if the rows are unknown.
-
-        Raises:
-            UserError: if ``max_skipped`` updates were skipped before this one.
-        """
-        is_finite = math.isfinite(norm)
-        if is_finite and self._checks_loss_parameters:
-            is_finite = are_loss_gradients_finite(model, optimizer, self._accelerator.device)
-        if is_finite:
-            return
-        is_counted = self._record_skip(update, find_rows)
-        has_scaler = getattr(self._accelerator, "scaler", None) is not None
-        # An optimizer step without gradients changes nothing. A gradient scaler skips the step
-        # itself, and needs the gradients to detect the overflow.
-        if is_counted and not has_scaler:
-            drop_gradients(model, optimizer)
-
-    def _record_skip(self, update: Update, find_rows: FindRows) -> bool:
-        """Record why an update is skipped.
-
-        Returns:
-            Whether the update counts as skipped; an overflow of a gradient scaler does not.
-        """
-        scale = get_gradient_scale(self._accelerator)
-        losses = zip(update.micro_batch_of_loss, update.losses, strict=True)
-        micro_batches = sorted({index for index, loss in losses if not torch.isfinite(loss)})
-        # Ranks may have different losses, but all ranks skip the update, for the same cause.
-        num_on_this_rank = torch.tensor(len(micro_batches), device=self._accelerator.device)
-        is_loss = bool(over_ranks("MAX", num_on_this_rank) > 0)
-        if not is_loss and scale > 1:
-            # All losses are finite, so the scale was too large for the gradient.
-            update.log_entries["skipped"] = "overflow"
-            update.log_entries["scale"] = scale
-            return False
-        cause = "loss"
-        if not is_loss:
-            # All losses are finite, so it is unknown which micro-batch caused the gradient.
-            cause = "gradient"
-            micro_batches = list(range(len(update.micro_batches)))
-        rows = find_rows(micro_batches) if micro_batches else []
-        update.log_entries["skipped"] = cause
-        update.log_entries["scale"] = scale
-        update.log_entries["micro_steps"] = micro_batches
-        update.log_entries["rows"] = rows
-        self.num_skipped += 1
-        place = "on another rank"
-        if micro_batches:
-            shown = "unknown"
-            if rows is not None:
-                shown = ", ".join(map(str, rows[:_MAX_ROWS_SHOWN]))
-                shown += ", ..." if len(rows) > _MAX_ROWS_SHOWN else ""
-            place = f"rows {shown} of the training data"
-        message = f"update {update.number}: the {cause} is not finite ({place})"
-        if world_size() > 1:
-            message = f"rank {rank()}: {message}"
-        if self.num_skipped > self._max_skipped:
-            raise UserError(
-                f"{message}, and max_skipped_updates={self._max_skipped} updates were skipped "
-                "before it. The weights are those before this update. Check these rows, or lower "
-                "learning_rate"
-            )
-        logger.warning(
-            f"{message}: skipped, {self.num_skipped} of max_skipped_updates={self._max_skipped}. "
-            "The weights do not change. If more updates are skipped, check these rows or lower "
-            "learning_rate"
-        )
-        return True
-
-
-# Peak memory, and states of the random number generators ------------------------------------------
-
-
-_BYTES_PER_MB = 2**20
-
-
 def peak_memory_mb(device: torch.device | str | None = None) -> float:
     """Return the peak memory since `reset_peak_memory` in MB (2^20 bytes).
 
@@ -917,29 +725,22 @@ def reset_peak_memory(device: torch.device | str) -> None:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
-@dataclass(frozen=True)
-class RandomStates:
-    """The states of the generators of Python, numpy and torch (CPU and every CUDA device).
+def capture_random_states() -> Callable[[], None]:
+    """Return a function that restores the present states of the random number generators.
 
-    `capture` creates an object of this class, and `restore` uses it.
+    Evaluation, model cards and the search for a micro-batch size also use random numbers. The
+    training stays the same with and without them, if the states are restored afterwards. They are
+    those of Python, numpy and torch (CPU and every CUDA device).
     """
+    python = random.getstate()
+    numpy = np.random.get_state()
+    torch_cpu = torch.get_rng_state()
+    torch_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
-    python: tuple[object, ...]
-    numpy: object
-    torch_cpu: Tensor
-    torch_cuda: list[Tensor]
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(torch_cpu)
+        torch.cuda.set_rng_state_all(torch_cuda)
 
-    @classmethod
-    def capture(cls) -> RandomStates:
-        """Return the current states of all generators."""
-        cuda = []
-        if torch.cuda.is_available():
-            cuda = torch.cuda.get_rng_state_all()
-        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
-
-    def restore(self) -> None:
-        """Set every generator to these states."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)  # type: ignore[arg-type]  # numpy's type of it is private
-        torch.set_rng_state(self.torch_cpu)
-        torch.cuda.set_rng_state_all(self.torch_cuda)
+    return restore

@@ -30,7 +30,7 @@ from transformers.trainer_utils import IntervalStrategy
 from contaccum.distributed import rank, share
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.data import count_rows
+from contaccum.training.checkpoint import count_rows
 from contaccum.training.run import load_encoder, load_run_data, make_trainer
 from contaccum.tuning.options import Options, parse, to_command_line
 

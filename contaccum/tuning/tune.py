@@ -24,7 +24,7 @@ from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings as TrainSettings
 from contaccum.training import config
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.data import count_rows
+from contaccum.training.checkpoint import count_rows
 from contaccum.training.run import load_encoder, load_guide
 from contaccum.tuning.baselines import TRIAL_METRIC, Baselines, score_baselines
 from contaccum.tuning.budget import TimeForTrials

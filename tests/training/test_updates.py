@@ -172,7 +172,7 @@ def test_the_bank_gets_every_pair_and_a_resumed_run_keeps_the_smaller_micro_batc
         return trainer
 
     trainer = assert_resumes(make, tmp_path, 2)
-    assert trainer.updates.limit.rows == 2
+    assert trainer.updates.max_rows == 2
     # The update started again, so the four pairs of its first micro-batch are in the bank twice.
     assert trainer.loss.info_nce.bank.total_enqueued == 36 + 4
 
@@ -212,7 +212,7 @@ def test_a_resumed_run_with_a_gradient_cache_keeps_its_limit(tmp_path):
     trainer.train()
     resumed = make_trainer(tmp_path, method="grad_cache", **SAVE_EVERY_UPDATE)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert resumed.loss.mini_batch_size == resumed.updates.limit.rows == 2
+    assert resumed.loss.mini_batch_size == resumed.updates.max_rows == 2
 
 
 def test_if_the_smallest_micro_batch_does_not_fit_the_error_names_remedies(tmp_path):
@@ -286,7 +286,7 @@ def test_several_losses_with_a_gradient_cache_encode_fewer_rows_of_whole_batches
     texts = record_texts(trainer)
     simulate_out_of_memory(trainer, "passages", {1}, max_rows=2)
     trainer.train()
-    assert trainer.updates.limit.rows == 2
+    assert trainer.updates.max_rows == 2
     assert {loss.mini_batch_size for loss in losses.values()} == {2}
     assert {len(rows) for rows in texts} == {4}
 
@@ -514,7 +514,7 @@ def test_a_nonfinite_gradient_skips_the_update_and_names_all_of_its_rows(tmp_pat
     assert line["micro_steps"] == [0, 1, 2]
     assert len(set(line["rows"])) == 12
     assert line["loss"] is not None
-    assert trainer.nonfinite_updates.num_skipped == 1
+    assert trainer.updates.num_skipped == 1
     # Its embeddings were finite, so they are in the bank.
     assert trainer.loss.info_nce.bank.total_enqueued == 36
 
@@ -540,7 +540,7 @@ def test_a_nonfinite_gradient_on_a_stream_skips_the_update_without_row_numbers(t
     line = read_log(tmp_path)[1]
     assert line["skipped"] == "gradient"
     assert line["rows"] is None
-    assert trainer.nonfinite_updates.num_skipped == 1
+    assert trainer.updates.num_skipped == 1
 
 
 def test_a_run_ends_after_too_many_skipped_updates_with_the_weights_before(tmp_path):
@@ -646,7 +646,7 @@ def test_an_overflow_of_the_scaler_skips_the_update_but_is_not_counted(tmp_path)
     call_at_micro_step(trainer, 5, multiply_gradient(trainer, math.inf))
     trainer.train()
     assert torch.equal(weights[0], weights[1])
-    assert trainer.nonfinite_updates.num_skipped == 0
+    assert trainer.updates.num_skipped == 0
     assert scaled.scaler.get_scale() == 2.0**9
     assert scaled.scaler.state_dict()["_growth_tracker"] == 1
     line = read_log(tmp_path)[1]
