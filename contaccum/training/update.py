@@ -310,7 +310,7 @@ class Updates:
         )
 
     def set_max_rows(self, rows: int | None) -> None:
-        """Limit the rows of a micro-step, or those of a gradient cache's mini-batch; None: no limit."""
+        """Limit the rows of a micro-step, or of a gradient cache's mini-batch (None: no limit)."""
         self.max_rows = rows
         if rows is not None:
             set_mini_batch_size(self._loss, rows)
