@@ -1,4 +1,4 @@
-"""Collectives over the ranks of a distributed run: rows, named tensors and JSON values.
+"""Collectives over the ranks of a distributed run: rows, named tensors and values.
 
 `gather_rows` concatenates the micro-batches of all ranks, so that every rank computes the same
 loss. The rows of rank 0 come first, then the rows of rank 1, and so on, as in one process with the
@@ -11,14 +11,11 @@ of the single process; `gather_rows` and `gather_states` need a group.
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
-from safetensors.torch import load, save
 from torch import Tensor
 
 LAYOUT_LENGTH = 16
@@ -100,41 +97,24 @@ def gather_rows(tensors: list[Tensor]) -> tuple[list[Tensor], slice]:
     return gathered, slice(start, start + num_rows)
 
 
-def gather_states(state: dict[str, Tensor], device: torch.device) -> list[dict[str, Tensor]]:
+def gather_states(state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     """Return every rank's named tensors in rank order, on the CPU.
 
-    Names, shapes and dtypes may differ between ranks. The tensors are exchanged as safetensors
-    bytes and not as pickles, so that no code is run.
-
-    Args:
-        state: this rank's named tensors.
-        device: the device on which the process group can communicate.
+    Names, shapes and dtypes may differ between ranks.
     """
-    content = save({name: value.cpu().contiguous() for name, value in state.items()})
-    content_bytes = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
-    length = torch.tensor([[len(content)]], device=device)
-    lengths = _all_gather(length, [1] * world_size())[:, 0].tolist()
-    parts = _all_gather(content_bytes, lengths).split(lengths)
-    return [load(part.cpu().numpy().tobytes()) for part in parts]
+    states: list[dict[str, Tensor]] = [{} for _ in range(world_size())]
+    # A clone, because a pickle of a slice holds all of the tensor that it is a slice of.
+    on_cpu = {name: value.cpu().clone() for name, value in state.items()}
+    dist.all_gather_object(states, on_cpu)
+    return states
 
 
 def share(content: Any) -> Any:
-    """Return rank 0's ``content`` on every rank.
-
-    The value is exchanged as JSON and not as a pickle, so that no code is run. With
-    several ranks, tuples become lists.
-
-    Args:
-        content: a value that JSON can represent. The values of other ranks are ignored.
-    """
-    if world_size() == 1:
-        return content
-    text = b""
-    if rank() == 0:
-        text = json.dumps(content).encode()
-    text_bytes = torch.tensor(list(text), dtype=torch.uint8)
-    state_of_rank_0 = gather_states({"json": text_bytes}, PartialState().device)[0]
-    return json.loads(state_of_rank_0["json"].numpy().tobytes())
+    """Return rank 0's ``content`` on every rank; the values of other ranks are ignored."""
+    contents = [content]
+    if world_size() > 1:
+        dist.broadcast_object_list(contents)
+    return contents[0]
 
 
 def _all_gather(rows: Tensor, lengths: list[int]) -> Tensor:

@@ -566,8 +566,7 @@ class ContAccumLoss(ModelLoss):
         if state:
             state.update(self._probe.state_dict())
         if world_size() > 1 and not self._is_shared:
-            device = next(self.model.parameters()).device  # on which the ranks can communicate
-            states_of_ranks = gather_states(state, device)
+            states_of_ranks = gather_states(state)
             state = {}
             for index, state_of_rank in enumerate(states_of_ranks):
                 for key, value in state_of_rank.items():

@@ -110,10 +110,8 @@ class TextProbe:
         passages = copy_first_texts(features[1], pairs_per_rank) or {}
         new_parts = [[queries, passages]]
         if self.is_shared:
-            values = (value for column in features for value in column.values())
-            device = next(value.device for value in values if isinstance(value, Tensor))
-            queries_of_ranks = gather_states(queries, device)
-            passages_of_ranks = gather_states(passages, device)
+            queries_of_ranks = gather_states(queries)
+            passages_of_ranks = gather_states(passages)
             pairs_of_ranks = zip(queries_of_ranks, passages_of_ranks, strict=True)
             new_parts = [list(part) for part in pairs_of_ranks]
         self.parts += new_parts

@@ -1,10 +1,13 @@
-"""Checkpoints: completeness, saving and removing.
+"""Checkpoints: which are complete, which a run resumes from, and which are removed.
 
-transformers writes the files of a checkpoint (a folder ``checkpoint-N`` after update N), and
-`save_banks` adds the banks. Then `write_marker` writes ``contaccum.json`` with the size of every
-file and properties of the run. A folder without this marker, or with a file of another size, is
-incomplete and is never loaded. Every run has an id, which ``run.json`` and the markers of its
-checkpoints record. `contaccum.training.checkpoint` chooses the checkpoint that a run resumes from.
+transformers writes the files of a checkpoint (a folder ``checkpoint-N`` after update N), and the
+trainer adds the banks. Then `write_marker` writes ``contaccum.json`` with the size of every file
+and properties of the run. A folder without this marker, or with a file of another size, is
+incomplete and is never loaded.
+
+Every run has an id, which the markers of its checkpoints record. ``run.json`` in ``output_dir``
+records the id of the latest run there, and whether it has finished. A run resumes from a checkpoint
+of another run only if the user names that folder.
 """
 
 from __future__ import annotations
@@ -15,17 +18,14 @@ import math
 import os
 import re
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
-from uuid import uuid4
 
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
 from transformers import TrainerState
@@ -33,7 +33,6 @@ from transformers.trainer_utils import sort_checkpoints
 
 from contaccum import __version__
 from contaccum.data.sampling import first_texts
-from contaccum.distributed import over_ranks
 from contaccum.encoders.adapters import describe_adapters, find_adapter_bases, has_adapter
 from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.files import (
@@ -41,9 +40,7 @@ from contaccum.files import (
     describe_failed_write,
     provenance,
     read_json,
-    redact,
     write_json,
-    write_text,
 )
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.retrieval.encode import (
@@ -116,33 +113,6 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     return [path for path in paths if re.fullmatch(r"checkpoint-\d+", path.name)]
 
 
-def new_run_id(device: torch.device) -> str:
-    """Return a random id that is the same on every rank.
-
-    It does not use the random number generators of training, whose seed may be the same in many
-    runs.
-    """
-    # Every rank proposes a number, and all use the largest. 62 bits fit into a signed integer.
-    number = torch.tensor(uuid4().int >> 66, device=device)
-    return f"{int(over_ranks('MAX', number)):016x}"
-
-
-@contextmanager
-def remove_on_failure(folder: Path, is_writer: bool) -> Iterator[None]:
-    """Remove a folder that a ``with`` block writes: before the block, and if the block fails.
-
-    The folder may exist before the block if an earlier start of the run was killed while it wrote.
-    """
-    if is_writer:
-        shutil.rmtree(folder, ignore_errors=True)
-    try:
-        yield
-    except BaseException:
-        if is_writer:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
 @contextmanager
 def report_full_disk(folder: str) -> Iterator[None]:
     """Raise a `UserError` that names the file or the run's folder, if a block cannot write."""
@@ -162,11 +132,8 @@ def report_full_disk(folder: str) -> Iterator[None]:
         ) from error
 
 
-# Banks --------------------------------------------------------------------------------------------
-
-
 def collect_banks(losses: Iterable[ContAccumLoss], keep: bool) -> dict[str, Tensor]:
-    """Return the states of the banks of all losses, by name.
+    """Return the states of the banks of all losses, by name, on the CPU.
 
     Every rank must call this function, because a loss may gather its bank from all ranks.
 
@@ -177,20 +144,12 @@ def collect_banks(losses: Iterable[ContAccumLoss], keep: bool) -> dict[str, Tens
     states = {}
     for index, loss in enumerate(losses):
         for key, value in loss.bank_state_dict(keep=keep).items():
-            states[f"{index}.{key}"] = value
+            states[f"{index}.{key}"] = value.detach().cpu().clone().contiguous()
     return states
 
 
-def save_banks(folder: Path, states: Mapping[str, Tensor]) -> None:
-    """Write the result of `collect_banks` into a checkpoint."""
-    on_cpu = {}
-    for key, value in states.items():
-        on_cpu[key] = value.detach().cpu().clone().contiguous()
-    save_file(on_cpu, folder / BANK_FILE)
-
-
 def load_banks(folder: Path, losses: Iterable[ContAccumLoss]) -> None:
-    """Load the banks that `save_banks` wrote."""
+    """Load the banks of a checkpoint."""
     states = load_file(folder / BANK_FILE)
     for index, loss in enumerate(losses):
         prefix = f"{index}."
@@ -275,8 +234,6 @@ def remove_oldest(
 
 # The description of a run: ``run.json``, and the settings that a resumed run must share -----------
 
-# This module makes the records. `contaccum.training.trainer` writes them.
-
 
 def count_rows(dataset: Any) -> int | None:
     """Return the number of rows in all parts of a training set; None for a stream."""
@@ -323,7 +280,7 @@ class RunDescription:
         self._documents = get_store_documents(loss)
         self._engine = engine
         self._train_dataset = train_dataset
-        self._data_record = dict(data_record)
+        self._data_record = data_record
         self._evaluator = evaluator
         self._num_parameters = 0
         self._num_trained_parameters = 0
@@ -339,26 +296,18 @@ class RunDescription:
             self._base_of_adapters = hash_tensors(frozen_parameters)
 
     @cached_property
-    def _tokenisation(self) -> str | None:
-        return tokenisation_fingerprint(self._model)
-
-    @cached_property
-    def _guide_fingerprint(self) -> str | None:
-        return None if self._guide is None else model_fingerprint(self._guide.model)
-
-    def get_fingerprint(self) -> str | None:
-        """Return the hash of the training texts, which is computed once; None for a stream."""
-        if "fingerprint" not in self._data_record:
-            fingerprint = None
-            if count_rows(self._train_dataset) is not None:
-                hashed = Fingerprint()
-                for part in list_parts(self._train_dataset):
-                    for batch in first_texts(part):
-                        for row in zip(*batch.values(), strict=True):
-                            hashed.add(*row)
-                fingerprint = hashed.hex()
-            self._data_record["fingerprint"] = fingerprint
-        return self._data_record["fingerprint"]
+    def _fingerprint(self) -> str | None:
+        """The hash of the training texts; None for a stream."""
+        if "fingerprint" in self._data_record:
+            return self._data_record["fingerprint"]
+        if count_rows(self._train_dataset) is None:
+            return None
+        fingerprint = Fingerprint()
+        for part in list_parts(self._train_dataset):
+            for batch in first_texts(part):
+                for row in zip(*batch.values(), strict=True):
+                    fingerprint.add(*row)
+        return fingerprint.hex()
 
     def make_run_record(self, run_id: str | None, max_steps: int) -> dict[str, Any]:
         """Return the content of ``run.json``, from which the run can be repeated.
@@ -369,7 +318,7 @@ class RunDescription:
         """
         args = self._args
         num_rows = count_rows(self._train_dataset)
-        data = {"fingerprint": self.get_fingerprint(), "rows": num_rows, **self._data_record}
+        data = {"fingerprint": self._fingerprint, "rows": num_rows, **self._data_record}
         model = {
             "base": getattr(self._model.model_card_data, "base_model", None),
             "parameters": self._num_parameters,
@@ -393,29 +342,9 @@ class RunDescription:
             record["evaluation"] = self._evaluator.describe()
         return {**record, "arguments": self.user_arguments, **provenance()}
 
-    def make_marker(
-        self, run_id: str | None, num_updates: int, num_trained: int, rows_fit: int | None
-    ) -> dict[str, Any]:
-        """Return the record that `checkpoint.write_marker` writes into a checkpoint.
-
-        Args:
-            run_id: id of the run.
-            num_updates: number of updates at the checkpoint.
-            num_trained: number of them that have trained; see `Update.has_trained`.
-            rows_fit: number of rows per micro-step after memory has run out; None before that.
-        """
-        return {
-            "run_id": run_id,
-            "update": num_updates,
-            "trained_updates": num_trained,
-            "resumable": not self._args.save_only_model,
-            "micro_batch": self._args.pairs_per_micro_batch,
-            "rows_fit": rows_fit,
-            "settings": self.get_resume_settings(),
-        }
-
-    def get_resume_settings(self) -> dict[str, Any]:
-        """Return the settings that a resumed run must share with its checkpoint, by name.
+    @cached_property
+    def resume_settings(self) -> dict[str, Any]:
+        """The settings that a resumed run must share with its checkpoint, by name.
 
         An error message shows the names, so those that are not arguments are in plain words.
         """
@@ -436,35 +365,26 @@ class RunDescription:
         # A checkpoint holds neither the base of an adapter nor the guide, and their files may have
         # changed. The settings of the tokenizer are read from the folder of the model, too.
         settings["base of the adapters"] = self._base_of_adapters
-        settings["tokenizer, prompts, lengths or pooling"] = self._tokenisation
-        settings["guide"] = self._guide_fingerprint
+        settings["tokenizer, prompts, lengths or pooling"] = tokenisation_fingerprint(self._model)
+        settings["guide"] = None
+        if self._guide is not None:
+            settings["guide"] = model_fingerprint(self._guide.model)
         settings["documents of the store"] = None
         if self._documents is not None:
             settings["documents of the store"] = self._documents.fingerprint
-        fingerprint = self.get_fingerprint()
-        if fingerprint is not None:
-            settings["data fingerprint"] = fingerprint
+        if self._fingerprint is not None:
+            settings["data fingerprint"] = self._fingerprint
         # With another sampler than the default, or several data sets, the order of the rows also
         # depends on the batch size.
         sampler = get_name(args.batch_sampler)
         settings["batch_sampler"] = sampler
         is_default_sampler = sampler == "batch_sampler"
         if not is_default_sampler or isinstance(self._train_dataset, dict):
-            settings[PAIRS_PER_BATCH] = args.train_batch_size
+            settings["pairs per batch of the sampler"] = args.train_batch_size
         return settings
 
 
 # Resuming: whether a run resumes, and from which checkpoint ---------------------------------------
-
-# `parse_resume_request` reads the user's request, and `choose_checkpoint` finds the checkpoint. A
-# run resumes from a checkpoint of another run only if the user names that folder.
-# `require_free_folder` refuses to overwrite another run. ``run.json`` in ``output_dir`` records the
-# id of the latest run there, and whether it has finished. The marker of each checkpoint (see
-# `contaccum.training.checkpoint`) records the id of the run that wrote it.
-
-
-PAIRS_PER_BATCH = "pairs per batch of the sampler"
-"""Setting that a resumed run must not change if the order of the rows depends on it."""
 
 _LENGTH_SETTINGS = ("max_steps", "num_train_epochs", "early_stopping_patience")
 """Arguments that decide when a run ends."""
@@ -476,7 +396,7 @@ class ResumePoint:
 
     Attributes:
         folder: the checkpoint.
-        marker: the content of its marker, from `RunDescription.make_marker`.
+        marker: the content of its marker, as `write_marker` wrote it.
         state: the state of transformers' trainer, which the checkpoint contains.
         is_newest: True if the user asked for the newest checkpoint, and no newer folder was skipped
             as incomplete or as one of another run.
@@ -488,13 +408,8 @@ class ResumePoint:
     is_newest: bool
 
     @property
-    def run_id(self) -> str | None:
-        """The id of the run that wrote the checkpoint."""
-        return self.marker["run_id"]
-
-    @property
     def num_trained_updates(self) -> int:
-        """The number of updates that have trained; see `Update.has_trained`."""
+        """The number of updates that have trained; see `contaccum.training.update.Updates`."""
         # Markers of earlier versions have no such entry.
         return self.marker.get("trained_updates", self.marker["update"])
 
@@ -502,7 +417,7 @@ class ResumePoint:
         """Raise `UserError` if a run with these settings cannot resume from the checkpoint.
 
         Args:
-            settings: the result of `RunDescription.get_resume_settings`.
+            settings: `RunDescription.resume_settings`.
         """
         saved = self.marker["settings"]
         # The saved settings were read from JSON, so those of this run are converted in the same
@@ -547,7 +462,7 @@ class ResumePoint:
         """
         output_dir = Path(str(args.output_dir))
         record = read_run_record(output_dir)
-        has_same_length = record.get("run_id") == self.run_id and all(
+        has_same_length = record.get("run_id") == self.marker["run_id"] and all(
             record["arguments"].get(name) == user_arguments.get(name) for name in _LENGTH_SETTINGS
         )
         is_finished = self.is_newest and has_same_length and record["finished"]
@@ -567,10 +482,19 @@ class ResumePoint:
         # If only the best checkpoints are kept, a finished run may have gone on after this one.
         if not ended_here and not is_finished:
             return None
-        final_model = self._find_best_checkpoint(args)
-        if final_model is None and is_finished and self._holds_same_model(output_dir):
+        run_id = self.marker["run_id"]
+        best = self.state.best_model_checkpoint if args.load_best_model_at_end else None
+        final_model = None
+        if best is not None and find_defect_for_run(Path(best), run_id) is None:
+            final_model = Path(best)
+        elif (
+            is_finished
+            and (output_dir / "modules.json").is_file()
+            # With merge_adapter, the saved model has no adapter, but the run's model has one.
+            and bool(find_adapter_bases(output_dir)) == bool(find_adapter_bases(self.folder))
+        ):
             final_model = output_dir
-        if final_model is None and ended_here:
+        elif ended_here:
             final_model = self.folder
         if final_model is None:
             return None
@@ -581,21 +505,6 @@ class ResumePoint:
             "max_steps, num_train_epochs or early_stopping_patience to train on"
         )
         return str(final_model)
-
-    def _find_best_checkpoint(self, args: ContAccumTrainingArguments) -> Path | None:
-        """Return the best checkpoint if the run loads it at its end and can use it, else None."""
-        best = self.state.best_model_checkpoint
-        if not args.load_best_model_at_end or best is None:
-            return None
-        is_usable = find_defect_for_run(Path(best), self.run_id) is None
-        return Path(best) if is_usable else None
-
-    def _holds_same_model(self, folder: Path) -> bool:
-        """Return True if a folder holds a saved model that the run's model can load."""
-        if not (folder / "modules.json").is_file():
-            return False
-        # With merge_adapter, the saved model has no adapter, but the run's model has one.
-        return bool(find_adapter_bases(folder)) == bool(find_adapter_bases(self.folder))
 
 
 def drop_unusable_best(state: TrainerState, point: ResumePoint) -> None:
@@ -611,7 +520,7 @@ def drop_unusable_best(state: TrainerState, point: ResumePoint) -> None:
     best = point.state.best_model_checkpoint
     if best is None:
         return
-    defect = find_defect_for_run(Path(best), point.run_id)
+    defect = find_defect_for_run(Path(best), point.marker["run_id"])
     if defect is not None:
         logger.warning(
             f"the best checkpoint so far, {best}, cannot be used: {defect}. The final model will "
@@ -714,7 +623,29 @@ def choose_checkpoint(
     request = parse_resume_request(resume_from_checkpoint)
     if request is None:
         return None
-    path, skipped = _find_requested(request, args)
+    path: Path | None = None
+    skipped: list[str] = []
+    if request in ("last", "auto"):
+        path, skipped = find_newest_checkpoint(str(args.output_dir))
+    else:
+        defect = find_defect(Path(request))
+        if defect is None:
+            path = Path(request)
+        else:
+            skipped = [f"{request}: {defect}"]
+    if path is None:
+        # "auto" may start a new run if the latest run was killed before its first complete
+        # checkpoint. With run.json, this is certain: the skipped checkpoints are incomplete, or of
+        # another run. Without run.json, the user may want to continue from one of them.
+        has_record = bool(read_run_record(str(args.output_dir)))
+        may_start_new = request == "auto" and (not skipped or has_record)
+        if not may_start_new:
+            reasons = "; ".join(skipped) or "there is none"
+            place = args.output_dir if request in ("last", "auto") else request
+            raise UserError(
+                f"{place}: no checkpoint to resume from ({reasons}). Set resume_from_checkpoint "
+                "to the folder of a complete checkpoint, or drop it to start a new run"
+            )
     for line in skipped:
         logger.warning(f"skipped {line}")
     if path is None:
@@ -729,92 +660,3 @@ def choose_checkpoint(
         print(f"resuming from         {path} (after {marker['update']:,} updates)", flush=True)
     state = TrainerState.load_from_json(str(path / "trainer_state.json"))
     return ResumePoint(path, marker, state, request in ("last", "auto") and not skipped)
-
-
-def _find_requested(
-    request: str, args: ContAccumTrainingArguments
-) -> tuple[Path | None, list[str]]:
-    """Return the requested checkpoint, and a line for each newer one that is skipped.
-
-    Raises:
-        UserError: if there is no complete checkpoint, unless ``"auto"`` may start a new run.
-    """
-    skipped: list[str] = []
-    path: Path | None
-    if request in ("last", "auto"):
-        path, skipped = find_newest_checkpoint(str(args.output_dir))
-    else:
-        path = Path(request)
-        defect = find_defect(path)
-        if defect is not None:
-            path = None
-            skipped = [f"{request}: {defect}"]
-    # "auto" may start a new run if the latest run was killed before its first complete checkpoint.
-    # With run.json, this is certain: the skipped checkpoints are incomplete, or of another run.
-    # Without run.json, the user may want to continue from one of the skipped checkpoints.
-    has_record = bool(read_run_record(str(args.output_dir)))
-    may_start_new = request == "auto" and (not skipped or has_record)
-    if path is None and not may_start_new:
-        reasons = "; ".join(skipped) or "there is none"
-        place = args.output_dir if request in ("last", "auto") else request
-        raise UserError(
-            f"{place}: no checkpoint to resume from ({reasons}). Set "
-            "resume_from_checkpoint to the folder of a complete checkpoint, or drop it to start a "
-            "new run"
-        )
-    return path, skipped
-
-
-# Saving and uploading of models without credentials, pickles and local paths ----------------------
-
-# A pickle could run code when it is loaded, and the other two would be published with the model.
-
-
-def clean_saved_model(folder: Path) -> None:
-    """Remove the pickled arguments from a saved model, and credentials from its card."""
-    (folder / "training_args.bin").unlink(missing_ok=True)
-    card = folder / "README.md"
-    if card.is_file():
-        write_text(card, redact(card.read_text(encoding="utf-8")))
-
-
-def upload_model(
-    model: SentenceTransformer,
-    args: ContAccumTrainingArguments,
-    save: Callable[[str], None],
-    is_writer: bool,
-    commit_message: str | None,
-    overrides: Mapping[str, Any],
-) -> Any:
-    """Upload a model and its card.
-
-    The other files of ``output_dir`` contain local paths, so they are not uploaded.
-
-    Args:
-        model: the model.
-        args: the arguments of the run, with the name and the options of the upload.
-        save: function that saves the model in a folder. All ranks must call it.
-        is_writer: whether this rank uploads.
-        commit_message: message of the commit.
-        overrides: the keys ``token``, ``revision`` and ``private``, if present, replace the values
-            of the arguments.
-
-    Returns:
-        The URL of the commit; None on other ranks.
-    """
-    name = args.hub_model_id or Path(str(args.output_dir)).resolve().name
-    model.model_card_data.set_model_id(name)
-    options: dict[str, Any] = {
-        "token": args.hub_token,
-        "revision": args.hub_revision,
-        "private": args.hub_private_repo,
-    }
-    for key in options.keys() & overrides.keys():
-        options[key] = overrides[key]
-    with tempfile.TemporaryDirectory() as folder:
-        save(folder)
-        if not is_writer:
-            return None
-        return model.push_to_hub(
-            name, exist_ok=True, commit_message=commit_message, local_model_path=folder, **options
-        )

@@ -16,15 +16,19 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
+import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from datasets import IterableDataset
+from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -33,11 +37,12 @@ from transformers.trainer_utils import HubStrategy, TrainOutput
 
 from contaccum.data.samplers import RESUMABLE_SAMPLERS
 from contaccum.data.sampling import get_samplings
+from contaccum.distributed import share
 from contaccum.encoders.adapters import has_adapter
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import copy_module_code, loading
 from contaccum.errors import ConfigError, DataError, UserError
-from contaccum.files import write_json
+from contaccum.files import redact, write_json, write_text
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.losses.text_ids import count_texts
 from contaccum.training import (
@@ -206,14 +211,15 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self._resume_point = point
         folder = None
         if point is None:
-            self.run_id = checkpoint.new_run_id(args.device)
+            # Not from the generators of training, whose seed may be the same in many runs.
+            self.run_id = share(uuid4().hex[:16])
         else:
             folder = str(point.folder)
-            self.run_id = point.run_id
+            self.run_id = point.marker["run_id"]
             if args.has_auto_micro_batch:
                 # The result depends on the micro-batch size, so a run searches for it only once.
                 self.updates.set_micro_batch_size(point.marker["micro_batch"])
-            point.require_same_settings(self.description.get_resume_settings())
+            point.require_same_settings(self.description.resume_settings)
             final_model = point.find_final_model(args, self.description.user_arguments)
             if final_model is not None:  # the run had ended, and there is nothing left to train
                 self.state = point.state
@@ -308,7 +314,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             # their ids show that they belong to another run.
             write_json(Path(str(self.args.output_dir)) / log.RUN_RECORD, record)
             checkpoint.remove_replaced(self.args, self.run_id, self.state.global_step)
-        self.updates.current = Update(self.state.global_step + 1)
+        self.updates.current = Update(self.state.global_step + 1, time.perf_counter())
 
     def _set_epoch(self, epoch: int) -> None:
         # transformers calls set_epoch too, but it removes only one wrapper of the batch sampler,
@@ -440,38 +446,80 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         # A model card shows random rows of the data, and saving must not change the training.
         restore_random_states()
         if self.args.should_save:
-            checkpoint.clean_saved_model(folder)
+            # Pickled arguments could run code when they are loaded. Credentials and local paths
+            # would be published with the model.
+            (folder / "training_args.bin").unlink(missing_ok=True)
+            card = folder / "README.md"
+            if card.is_file():
+                write_text(card, redact(card.read_text(encoding="utf-8")))
             copy_module_code(self.model, folder)  # also that of a plain SentenceTransformer
             if folder == Path(str(self.args.output_dir)) and not self.is_in_train:
                 log.mark_finished(folder, self.run_id)
 
     def push_to_hub(self, commit_message: str | None = "End of training", **kwargs: Any) -> Any:  # type: ignore[override]  # all but the message by keyword
-        """Upload the model and its card; see `checkpoint.upload_model`."""
-        save = partial(self.save_model, _internal_call=True)
-        is_first = self.is_world_process_zero()
-        return checkpoint.upload_model(
-            self.model, self.args, save, is_first, commit_message, kwargs
-        )
+        """Upload the model and its card, but no other file, because those contain local paths.
+
+        Args:
+            commit_message: message of the commit.
+            **kwargs: ``token``, ``revision`` and ``private`` replace the values of the arguments.
+
+        Returns:
+            The URL of the commit; None on other ranks than the first.
+        """
+        args = self.args
+        name = args.hub_model_id or Path(str(args.output_dir)).resolve().name
+        self.model.model_card_data.set_model_id(name)
+        options: dict[str, Any] = {
+            "token": args.hub_token,
+            "revision": args.hub_revision,
+            "private": args.hub_private_repo,
+        }
+        for key in options.keys() & kwargs.keys():
+            options[key] = kwargs[key]
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_model(folder, _internal_call=True)
+            if not self.is_world_process_zero():
+                return None
+            return self.model.push_to_hub(
+                name,
+                exist_ok=True,
+                commit_message=commit_message,
+                local_model_path=folder,
+                **options,
+            )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # Private: transformers' method saves neither the bank nor the marker.
         args = self.args
         num_updates = self.state.global_step
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{num_updates}"
-        with checkpoint.remove_on_failure(folder, args.should_save):
+        if args.should_save:
+            # An earlier start of the run may have been killed while it wrote the folder.
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
             bank_losses = [] if args.save_only_model else self.bank_losses()
             banks = checkpoint.collect_banks(bank_losses, keep=args.should_save)
             self.accelerator.wait_for_everyone()
             if args.should_save:
-                checkpoint.save_banks(folder, banks)
-                marker = self.description.make_marker(
-                    self.run_id, num_updates, self.updates.num_trained, self.updates.max_rows
-                )
+                save_file(banks, folder / checkpoint.BANK_FILE)
+                marker = {
+                    "run_id": self.run_id,
+                    "update": num_updates,
+                    "trained_updates": self.updates.num_trained,
+                    "resumable": not args.save_only_model,
+                    "micro_batch": args.pairs_per_micro_batch,
+                    "rows_fit": self.updates.max_rows,
+                    "settings": self.description.resume_settings,
+                }
                 checkpoint.write_marker(folder, marker)
                 # The marker makes this checkpoint complete. Only now may older ones be removed.
                 self._remove_oldest_checkpoints(trial)
+        except BaseException:
+            if args.should_save:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
         self.accelerator.wait_for_everyone()
 
     def _remove_oldest_checkpoints(self, trial: Any, has_ended: bool = False) -> None:

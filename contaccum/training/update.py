@@ -96,7 +96,7 @@ class Update:
     """
 
     number: int
-    started: float = field(default_factory=time.perf_counter)
+    started: float
     pairs: list[int] = field(default_factory=list)
     pairs_of_sets: Counter[str | None] = field(default_factory=Counter)
     micro_batches: list[Batch] = field(default_factory=list)
@@ -141,7 +141,7 @@ class Updates:
         smallest: int,
         has_full_gradients: bool,
     ) -> None:
-        self.current = Update(number=1)
+        self.current = Update(1, time.perf_counter())
         self.max_rows: int | None = None
         self.num_trained = 0
         self.num_skipped = 0
@@ -422,7 +422,7 @@ class Updates:
             self.num_trained += 1
         if not update.has_learning_rate:
             self._num_without_learning_rate += 1
-        self.current = Update(update.number + 1)
+        self.current = Update(update.number + 1, time.perf_counter())
 
     def require_trained(self, num_updates: int) -> None:
         """Raise `UserError` if no update of a run has trained, of ``num_updates`` in all."""

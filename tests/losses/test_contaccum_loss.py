@@ -576,7 +576,7 @@ def test_ranks_that_share_a_bank_encode_parts_of_the_same_probe(model, monkeypat
     gathered_passages = [copy_first_texts(passages, 3) for _, passages in columns_of_ranks]
     gathered_states = iter([gathered_queries, gathered_passages])
     monkeypatch.setattr(probe, "world_size", lambda: 3)
-    monkeypatch.setattr(probe, "gather_states", lambda state, device: next(gathered_states))
+    monkeypatch.setattr(probe, "gather_states", lambda state: next(gathered_states))
     shared_probe = TextProbe(is_shared=True)
     assert shared_probe.collect(columns_of_ranks[1])
     assert not shared_probe.is_complete
@@ -644,11 +644,11 @@ def test_banks_that_ranks_do_not_share_are_saved_in_one_state_and_restored(model
         loss_fn(draw_columns(4, seed))
     states_of_ranks = [loss_fn.bank_state_dict() for loss_fn in losses_of_ranks]
     set_world_size(2)
-    monkeypatch.setattr(contaccum_losses, "gather_states", lambda state, device: states_of_ranks)
+    monkeypatch.setattr(contaccum_losses, "gather_states", lambda state: states_of_ranks)
     gathered_state = losses_of_ranks[0].bank_state_dict()
     assert losses_of_ranks[1].bank_state_dict(keep=False) == {}
 
-    monkeypatch.setattr(contaccum_losses, "gather_states", lambda state, device: [state])
+    monkeypatch.setattr(contaccum_losses, "gather_states", lambda state: [state])
     for rank in range(2):
         monkeypatch.setattr(contaccum_losses, "rank", lambda rank=rank: rank)
         restored = ContAccumLoss(model, bank_size=8)

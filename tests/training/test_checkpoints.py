@@ -30,6 +30,7 @@ from contaccum import DualEncoder
 from contaccum.errors import ConfigError, UserError
 from contaccum.settings import LossSettings
 from contaccum.training import checkpoint
+from contaccum.training import trainer as trainer_module
 from contaccum.training.checkpoint import (
     BANK_FILE,
     MARKER,
@@ -456,7 +457,7 @@ TORCH_ERROR = "[enforce fail at inline_container.cc:603] PytorchStreamWriter fai
 @pytest.mark.parametrize(
     ("module", "function", "error"),
     [
-        (checkpoint, "save_file", OSError(errno.ENOSPC, "No space left on device")),
+        (trainer_module, "save_file", OSError(errno.ENOSPC, "No space left on device")),
         (torch, "save", RuntimeError(TORCH_ERROR)),
     ],
     ids=["bank", "optimizer"],
