@@ -6,8 +6,6 @@ full weights. With ZeRO-1 and ZeRO-2, only gradients and optimizer states are sh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from contaccum.encoders.adapters import has_adapter
-from contaccum.encoders.settings import is_tied
 from contaccum.errors import ConfigError, UserError
 
 MIN_DEEPSPEED = "0.19.8"
@@ -83,15 +79,6 @@ def describe_engine(accelerator: Accelerator) -> str | None:
     return f"ZeRO-{deepspeed_plugin.zero_stage} on {accelerator.num_processes} ranks"
 
 
-def refuse_two_tower_adapters(model: SentenceTransformer) -> None:
-    """Raise `ConfigError` for a model with two towers and adapters, which FSDP cannot shard."""
-    if has_adapter(model) and not is_tied(model):
-        raise ConfigError(
-            "fsdp with adapters of two towers: FSDP cannot shard the base model that both towers "
-            "share. Train without fsdp (DDP)"
-        )
-
-
 def refuse_unsafe_files(folder: Path) -> None:
     """Raise `UserError` if a DeepSpeed file in a checkpoint could run code when it is loaded.
 
@@ -113,27 +100,6 @@ def refuse_unsafe_files(folder: Path) -> None:
                 ) from error
 
 
-@contextmanager
-def use_full_parameters(model: nn.Module, state: dict[str, Tensor]) -> Iterator[None]:
-    """Use the full weights in ``state`` as a model's parameters within a ``with`` block."""
-    shards: dict[str, nn.Parameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in state:
-            shards[name] = parameter
-    try:
-        for name in shards:
-            _set_parameter(model, name, nn.Parameter(state[name], requires_grad=False))
-        yield
-    finally:
-        for name, parameter in shards.items():
-            _set_parameter(model, name, parameter)
-
-
-def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    module_name, _, parameter_name = name.rpartition(".")
-    model.get_submodule(module_name)._parameters[parameter_name] = parameter
-
-
 def save_full_model(
     model: SentenceTransformer, weights: dict[str, Tensor] | None, folder: Path, is_writer: bool
 ) -> None:
@@ -148,9 +114,24 @@ def save_full_model(
         folder: the folder to save the model in.
         is_writer: whether this rank writes.
     """
-    with use_full_parameters(model, weights or {}):
+    shards: dict[str, nn.Parameter] = {}
+    full_parameters: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if weights is not None and name in weights:
+            shards[name] = parameter
+            full_parameters[name] = nn.Parameter(weights[name], requires_grad=False)
+    _set_parameters(model, full_parameters)
+    try:
         if is_writer:
             model.save_pretrained(str(folder), create_model_card=False)
+    finally:
+        _set_parameters(model, shards)
+
+
+def _set_parameters(model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        module_name, _, parameter_name = name.rpartition(".")
+        model.get_submodule(module_name)._parameters[parameter_name] = parameter
 
 
 def load_full_weights(

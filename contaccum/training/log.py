@@ -33,7 +33,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from contaccum.distributed import over_ranks
 from contaccum.errors import ConfigError, DataError
-from contaccum.files import read_json, write_json, write_text
+from contaccum.files import read_json, write_text
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.losses import iter_bank_losses, list_losses
@@ -122,16 +122,6 @@ def read_run_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(folder) / RUN_RECORD
     return read_json(path) if path.is_file() else {}
-
-
-def mark_finished(folder: str | os.PathLike[str], run_id: str | None) -> None:
-    """Record in ``run.json`` that the run ``run_id`` has finished and saved its model there.
-
-    A ``run.json`` that describes another run is not changed.
-    """
-    record = read_run_record(folder)
-    if record and record["run_id"] == run_id:
-        write_json(Path(folder) / RUN_RECORD, record | {"finished": True})
 
 
 def fill_model_card(
@@ -275,11 +265,8 @@ _TRACKED_PREFIXES = (
     "peak_mem",
 )
 # Entries of ContAccumLoss.last (the measurements of its last micro-step) that an update's record
-# contains, if the loss has them.
+# contains as decimals, if the loss has them.
 _LOSS_ENTRIES = ("masked", "embedding_spread", "distill_loss")
-
-SignalHandler = Callable[[int, FrameType | None], Any] | int | None
-"""A signal handler, as `signal.signal` returns it."""
 
 
 class RunCallback(TrainerCallback):
@@ -336,18 +323,39 @@ class UpdateLogCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        record = self._measure_update(args, state)
+        update = self._updates.current
+        num_pairs = sum(update.pairs) * args.world_size
+        seconds = time.perf_counter() - update.started
+        loss_of_ranks = over_ranks("SUM", torch.stack(update.losses).sum())
+        record: Record = {
+            "update": state.global_step,
+            "epoch": round(float(state.epoch or 0), 6),
+            "loss": float(loss_of_ranks) / args.world_size,
+            "learning_rate": update.learning_rate,
+            **update.grad_norms,
+            "bank_fill": 0,  # its place in the line; it is computed below
+            "pairs": num_pairs,
+            "seconds": seconds,
+            "pairs_per_second": num_pairs / seconds,
+            "peak_memory_mb": peak_memory_mb(args.device),
+        }
         # With several data sets, some losses have not been called yet, and have no measurements.
         losses = [loss for loss in self._bank_losses if loss.last]
         record["bank_fill"] = sum(int(loss.last.get("bank_fill", 0)) for loss in losses)
         if losses:
             # Of several losses, the first one's: its last micro-step may be of an earlier update.
-            record |= _measure_loss(losses[0])
+            loss = losses[0]
+            for key in loss.last:
+                if key in _LOSS_ENTRIES:
+                    record[key] = float(loss.last[key])
+            record["columns"] = int(loss.last["columns"])
+            if loss.info_nce is not None:
+                record |= loss.info_nce.drift_record()
             if not self._is_loss_comparable_to_guess:
                 record["loss_has_other_terms"] = True
         for warning in self._collapse_watch.observe(record):
             logger.warning(warning)
-        self._last_record = record | self._updates.current.log_entries
+        self._last_record = record | update.log_entries
         if state.is_world_process_zero:
             append_line(Path(str(args.output_dir)) / TRAIN_LOG, self._last_record)
         self._updates.end_update()
@@ -357,25 +365,6 @@ class UpdateLogCallback(TrainerCallback):
     ) -> None:
         # The time of the checkpoint is not that of the next update.
         self._updates.current.started = time.perf_counter()
-
-    def _measure_update(self, args: TrainingArguments, state: TrainerState) -> Record:
-        """Return the measurements of the current update, without those of banks and losses."""
-        update = self._updates.current
-        num_pairs = sum(update.pairs) * args.world_size
-        seconds = time.perf_counter() - update.started
-        loss = over_ranks("SUM", torch.stack(update.losses).sum())
-        return {
-            "update": state.global_step,
-            "epoch": round(float(state.epoch or 0), 6),
-            "loss": float(loss) / args.world_size,
-            "learning_rate": update.learning_rate,
-            **update.grad_norms,
-            "bank_fill": 0,  # its place in the line; `on_step_end` sets it
-            "pairs": num_pairs,
-            "seconds": seconds,
-            "pairs_per_second": num_pairs / seconds,
-            "peak_memory_mb": peak_memory_mb(args.device),
-        }
 
     def on_log(
         self,
@@ -394,18 +383,6 @@ class UpdateLogCallback(TrainerCallback):
         # The callbacks of trackers and of the terminal output run later, with the same ``logs``.
         logs.update(tracked)
         state.log_history[-1].update(tracked)
-
-
-def _measure_loss(loss: ContAccumLoss) -> dict[str, float]:
-    """Return the measurements of a loss and its bank in its last micro-step."""
-    measurements: dict[str, float] = {}
-    for key, value in loss.last.items():
-        if key in _LOSS_ENTRIES:
-            measurements[key] = float(value)
-    measurements["columns"] = int(loss.last["columns"])
-    if loss.info_nce is not None:
-        measurements |= loss.info_nce.drift_record()
-    return measurements
 
 
 def choose_metric(args: ContAccumTrainingArguments, evaluator: Any, has_eval_dataset: bool) -> None:
@@ -561,7 +538,7 @@ class SignalCallback(TrainerCallback):
     def __init__(self) -> None:
         self.received = 0
         self.saves_checkpoint = True
-        self._previous_handlers: dict[int, SignalHandler] = {}
+        self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> SignalCallback:
         self.received = 0

@@ -309,17 +309,14 @@ def compute_smallest_micro_batch(loss: Any, columns: Columns) -> int:
     It is 1 if all data sets have hard negatives, or all losses have a bank, a document store, or a
     gradient cache (which contrasts the pairs of the whole batch). Otherwise it is 2.
     """
-    have_hard_negatives = bool(columns) and all(len(names) > 2 for names in columns.values())
-    if have_hard_negatives or all(map(_has_negatives_for_one_pair, list_losses(loss))):
+    if columns and all(len(names) > 2 for names in columns.values()):
         return 1
-    return 2
-
-
-def _has_negatives_for_one_pair(loss: Any) -> bool:
-    """Return whether a loss has negatives for a micro-batch of one pair without hard negatives."""
-    if isinstance(loss, ContAccumLoss) and loss.settings.bank_size:
-        return True
-    return isinstance(loss, QuerySideLoss) or uses_gradient_cache(loss)
+    for loss_of_set in list_losses(loss):
+        has_bank = isinstance(loss_of_set, ContAccumLoss) and loss_of_set.settings.bank_size
+        has_store = isinstance(loss_of_set, QuerySideLoss)
+        if not (has_bank or has_store or uses_gradient_cache(loss_of_set)):
+            return 2
+    return 1
 
 
 def freeze_unused_parameters(

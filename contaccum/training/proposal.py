@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
@@ -128,14 +128,19 @@ def propose(
     rows = np.random.default_rng(0).permutation(num_rows)[:_MAX_SAMPLED_ROWS]
     texts = loaded.transform.first_texts(sorted(rows.tolist()))
     query_prompt, passage_prompt = find_prompts(model)
-    tokenizer = _load_tokenizer(model)
-    query_length = _compute_max_length(texts["query"], query_prompt, tokenizer)
-    passage_length = _compute_max_length(texts["positive"], passage_prompt, tokenizer)
+    count_tokens, max_tokens, lengths_measured_by = _load_tokenizer(model)
+    query_lengths = [count_tokens(f"{query_prompt}{text}") for text in texts["query"]]
+    passage_lengths = [count_tokens(f"{passage_prompt}{text}") for text in texts["positive"]]
+    query_length = _compute_max_length(query_lengths, max_tokens)
+    passage_length = _compute_max_length(passage_lengths, max_tokens)
     shared_texts = np.isin(query_ids, passage_ids).mean()
     is_similar_length = passage_length <= _MAX_LENGTH_RATIO * query_length
     are_alike = bool(shared_texts > _MAX_SHARED_TEXTS or is_similar_length)
     has_prompts = bool(query_prompt or passage_prompt)
     num_pairs = len(loaded.pairs)
+    # The largest power of two that is at most half of the passages, from 8 to 1024.
+    bank_rows = min(_MAX_BANK_SIZE, max(8, len(passage_ids) // 2))
+    bank_size = 2 ** int(np.log2(bank_rows))
     max_steps = MAX_PAIRS_PER_UPDATE // MICRO_BATCH
     max_steps_of_data = num_rows // (_MIN_UPDATES_PER_EPOCH * MICRO_BATCH)
     return Proposal(
@@ -147,7 +152,7 @@ def propose(
         num_passages=len(passage_ids),
         query_max_length=query_length,
         passage_max_length=passage_length,
-        lengths_measured_by=tokenizer.description,
+        lengths_measured_by=lengths_measured_by,
         query_prompt=query_prompt,
         passage_prompt=passage_prompt,
         are_alike=are_alike,
@@ -155,7 +160,7 @@ def propose(
         has_negatives=any(texts["negative_1"]),
         micro_batch=MICRO_BATCH,
         accumulation_steps=max(1, min(max_steps, max_steps_of_data)),
-        bank_size=_propose_bank_size(len(passage_ids)),
+        bank_size=bank_size,
         learning_rate="1.0e-4" if "minilm" in model.lower() else "2.0e-5",
         temperature=0.05,
     )
@@ -170,28 +175,13 @@ def find_prompts(model: str) -> tuple[str, str]:
     return "", ""
 
 
-def _propose_bank_size(num_passages: int) -> int:
-    """Return the largest power of two that is at most half of the passages, from 8 to 1024."""
-    rows = min(_MAX_BANK_SIZE, max(8, num_passages // 2))
-    return 2 ** int(np.log2(rows))
+def _load_tokenizer(model: str) -> tuple[Callable[[str], float], int, str]:
+    """Load the model's tokenizer; if it cannot be loaded, return an estimate: 4 bytes per token.
 
-
-class _Tokenizer(NamedTuple):
-    """A tokenizer, or an estimate of one, that measures the lengths of texts.
-
-    Attributes:
-        count_tokens: returns the number of tokens in a text.
-        max_tokens: maximum number of tokens that the model encodes, at most 512.
-        description: a phrase that says how lengths are measured.
+    Returns:
+        A function that returns the number of tokens in a text; the maximum number of tokens that
+        the model encodes, at most 512; and a phrase that says how lengths are measured.
     """
-
-    count_tokens: Callable[[str], float]
-    max_tokens: int
-    description: str
-
-
-def _load_tokenizer(model: str) -> _Tokenizer:
-    """Load the model's tokenizer; if it cannot be loaded, return an estimate: 4 bytes per token."""
     from sentence_transformers.util import load_file_path
     from transformers import AutoTokenizer
 
@@ -203,7 +193,7 @@ def _load_tokenizer(model: str) -> _Tokenizer:
         settings_file = load_file_path(model, "sentence_bert_config.json")
     except (UserError, OSError, ValueError):
         description = "estimated from their bytes, without the tokenizer"
-        return _Tokenizer(lambda text: len(text.encode()) / 4, _MAX_TOKENS, description)
+        return lambda text: len(text.encode()) / 4, _MAX_TOKENS, description
     max_seq_length = None
     if settings_file:
         max_seq_length = read_json(settings_file).get("max_seq_length")
@@ -212,16 +202,15 @@ def _load_tokenizer(model: str) -> _Tokenizer:
     def count_tokens(text: str) -> float:
         return len(tokenizer(text, verbose=False)["input_ids"])
 
-    return _Tokenizer(count_tokens, max_tokens, "by the tokenizer")
+    return count_tokens, max_tokens, "by the tokenizer"
 
 
-def _compute_max_length(texts: Sequence[str | None], prompt: str, tokenizer: _Tokenizer) -> int:
-    """Return a maximum length in tokens that 95% of the texts do not exceed.
+def _compute_max_length(lengths: Sequence[float], max_tokens: int) -> int:
+    """Return a maximum length in tokens that 95% of the lengths do not exceed.
 
     It is rounded up to the next multiple of 8, because accelerators are fastest with such lengths.
-    It is at most 512 and the model's maximum.
+    It is at most ``max_tokens``.
     """
-    lengths = [tokenizer.count_tokens(f"{prompt}{text}") for text in texts]
     length = np.quantile(lengths, _LENGTH_QUANTILE)
     rounded_up = math.ceil(length / 8) * 8
-    return min(tokenizer.max_tokens, rounded_up)
+    return min(max_tokens, rounded_up)

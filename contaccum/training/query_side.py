@@ -34,7 +34,7 @@ from contaccum.retrieval.encode import CorpusEncoder, encode_texts, get_similari
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.checkpoint import parse_resume_request
-from contaccum.training.losses import get_store_documents, list_parts
+from contaccum.training.losses import list_parts
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,13 @@ A query tower cannot learn to retrieve with such document embeddings.
 _MAX_TEXTS_SHOWN = 3  # missing passages in a message
 
 
-class QuerySideSetup:
-    """Loss, collator and data of a run with ``method=query_side``.
+def set_up(
+    args: ContAccumTrainingArguments,
+    model: SentenceTransformer,
+    train_dataset: Any,
+    eval_dataset: Any = None,
+) -> tuple[QuerySideLoss, QuerySideCollator, Any, Any]:
+    """Set up a run with ``method=query_side``.
 
     Args:
         args: the arguments of the run, with ``passage_store`` or ``corpus``.
@@ -59,51 +64,41 @@ class QuerySideSetup:
         train_dataset: the training set, or a dictionary of training sets.
         eval_dataset: pairs whose loss is computed during training, in the same form.
 
-    Attributes:
-        dataset: the training data, without the rows that ``missing=drop`` drops.
-        eval_dataset: the evaluation pairs, also without such rows.
-        documents: the documents of the store, and the passages that ``missing=add`` adds.
-        loss: the `QuerySideLoss`.
-        collator: the data collator for the trainer.
+    Returns:
+        The loss, the data collator for the trainer, and the training and evaluation data without
+        the rows that ``missing=drop`` drops.
 
     Raises:
         ConfigError: for a store that another model wrote.
         DataError: for an incomplete store, or, with ``missing=stop``, a store that lacks passages
             of the data.
     """
-
-    def __init__(
-        self,
-        args: ContAccumTrainingArguments,
-        model: SentenceTransformer,
-        train_dataset: Any,
-        eval_dataset: Any = None,
-    ) -> None:
-        if args.corpus is not None:  # the store is written with the similarity of the model
-            _check_similarity(args, get_similarity(model), f"the documents of {args.corpus}")
-        store = _open_store(args, model)
-        _check_similarity(args, store.similarity, f"the documents of {store.folder}")
-        self.documents = StoreDocuments(store)
-        temperature = args.get_temperature(self.documents.similarity)
-        self.loss = QuerySideLoss(model, self.documents, scale=1.0 / temperature)
-        missing = args.missing
-        self.dataset = _handle_missing(self.documents, model, train_dataset, missing)
-        self.eval_dataset = _handle_missing(self.documents, model, eval_dataset, missing)
-        datasets = [part for part in list_parts(self.dataset) if part is not None]
-        datasets += [part for part in list_parts(self.eval_dataset) if part is not None]
-        roles: Any = args.router_mapping  # a dictionary; its declared type also allows JSON text
-        self.collator = QuerySideCollator(
-            preprocess_fn=model.preprocess,
-            router_mapping=roles,
-            prompts=args.prompts,
-            positives=collect_positives(self.documents, datasets),
+    if args.corpus is not None:  # the store is written with the similarity of the model
+        _check_similarity(args, get_similarity(model), f"the documents of {args.corpus}")
+    store = _open_store(args, model)
+    _check_similarity(args, store.similarity, f"the documents of {store.folder}")
+    documents = StoreDocuments(store)
+    scale = 1.0 / args.get_temperature(documents.similarity)
+    loss = QuerySideLoss(model, documents, scale=scale)
+    train_dataset = _handle_missing(documents, model, train_dataset, args.missing)
+    eval_dataset = _handle_missing(documents, model, eval_dataset, args.missing)
+    datasets = []
+    for part in list_parts(train_dataset) + list_parts(eval_dataset):
+        if part is not None:
+            datasets.append(part)
+    roles: Any = args.router_mapping  # a dictionary; its declared type also allows JSON text
+    collator = QuerySideCollator(
+        preprocess_fn=model.preprocess,
+        router_mapping=roles,
+        prompts=args.prompts,
+        positives=collect_positives(documents, datasets),
+    )
+    if rank() == 0:
+        logger.info(
+            f"query side: every query is contrasted with all {len(documents):,} documents of "
+            f"{store.folder}, including documents that are relevant only to dev or test queries"
         )
-        if rank() == 0:
-            logger.info(
-                f"query side: every query is contrasted with all {len(self.documents):,} "
-                f"documents of {store.folder}, including documents that are relevant only to dev "
-                "or test queries"
-            )
+    return loss, collator, train_dataset, eval_dataset
 
 
 def check_document_source(args: ContAccumTrainingArguments) -> None:
@@ -127,28 +122,13 @@ def _open_store(args: ContAccumTrainingArguments, model: SentenceTransformer) ->
     """Open the store of a run; with ``args.corpus``, encode the corpus into a store first.
 
     If an earlier start of the same run has encoded documents already, they are not encoded again.
+    If a new run overwrites its folder, a store of another corpus or model there is replaced.
     """
     if args.passage_store is not None:
         return EmbeddingStore.open(args.passage_store)
     folder = Path(str(args.output_dir)) / STORE_FOLDER
-    # The first process creates the store. Then all of them encode, each its own shards.
-    with args.main_process_first(local=False, desc="creating the store"):
-        encoder = _make_corpus_encoder(args, model, folder)
-    show_progress = not args.disable_tqdm and args.process_index == 0
-    encoder.encode(args.process_index, args.world_size, show_progress)
-    PartialState().wait_for_everyone()
-    return EmbeddingStore.open(folder)
-
-
-def _make_corpus_encoder(
-    args: ContAccumTrainingArguments, model: SentenceTransformer, folder: Path
-) -> CorpusEncoder:
-    """Return the encoder of ``args.corpus``, whose constructor creates or opens the store.
-
-    If a new run overwrites its folder, a store of another corpus or model there is replaced.
-    """
     base_model = getattr(model.model_card_data, "base_model", None)
-    make = partial(
+    make_encoder = partial(
         CorpusEncoder,
         model,
         str(base_model or "the model of this run"),
@@ -158,18 +138,27 @@ def _make_corpus_encoder(
     )
     is_new_run = parse_resume_request(args.resume_from_checkpoint) is None
     overwrites = args.overwrite_output_dir and is_new_run and args.process_index == 0
-    if not overwrites or not folder.is_dir():
-        return make()
-    try:
-        encoder = make()
-        # As rank -1 it encodes no shard, but compares the shards of the store with the corpus.
-        encoder.encode(rank=-1, show_progress=False)
-    except UserError:
-        logger.warning(
-            f"{folder}: overwrite_output_dir=true replaces this store of another corpus or model"
-        )
-        encoder = make(overwrite=True)
-    return encoder
+    may_replace = overwrites and folder.is_dir()
+    # The first process creates the store. Then all of them encode, each its own shards.
+    with args.main_process_first(local=False, desc="creating the store"):
+        try:
+            encoder = make_encoder()
+            if may_replace:
+                # As rank -1 it encodes no shard, but compares the shards of the store with the
+                # corpus.
+                encoder.encode(rank=-1, show_progress=False)
+        except UserError:
+            if not may_replace:
+                raise
+            logger.warning(
+                f"{folder}: overwrite_output_dir=true replaces this store of another corpus or "
+                "model"
+            )
+            encoder = make_encoder(overwrite=True)
+    show_progress = not args.disable_tqdm and args.process_index == 0
+    encoder.encode(args.process_index, args.world_size, show_progress)
+    PartialState().wait_for_everyone()
+    return EmbeddingStore.open(folder)
 
 
 def _handle_missing(
@@ -227,16 +216,6 @@ def _handle_missing(
     num_dropped = len(dataset) - len(complete_rows)
     logger.warning(f"{problem}: {num_dropped:,} of {len(dataset):,} rows are dropped")
     return dataset.select(complete_rows)
-
-
-def share_documents(loss: Any, evaluator: Any) -> None:
-    """Let a RetrievalEvaluator read the documents of a query-side loss from its store.
-
-    The document tower is frozen, so its embeddings need not be computed at each evaluation.
-    """
-    documents = get_store_documents(loss)
-    if documents is not None and isinstance(evaluator, RetrievalEvaluator):
-        evaluator.documents = documents
 
 
 def warn_if_documents_are_weak(evaluator: Any, model: SentenceTransformer) -> None:

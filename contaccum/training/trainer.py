@@ -41,7 +41,9 @@ from contaccum.distributed import share
 from contaccum.encoders.adapters import has_adapter
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import copy_module_code, loading
+from contaccum.encoders.settings import is_tied
 from contaccum.errors import ConfigError, DataError, UserError
+from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import redact, write_json, write_text
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.losses.text_ids import count_texts
@@ -120,11 +122,10 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         losses.set_column_roles(args, model, columns)
         log.fill_model_card(model, args, data_record or {}, has_custom_loss=loss is not None)
         if loss is None and args.method == "query_side":
-            setup = query_side.QuerySideSetup(args, model, train_dataset, eval_dataset)
-            train_dataset = setup.dataset
-            eval_dataset = setup.eval_dataset
-            loss = setup.loss
-            kwargs.setdefault("data_collator", setup.collator)
+            loss, collator, train_dataset, eval_dataset = query_side.set_up(
+                args, model, train_dataset, eval_dataset
+            )
+            kwargs.setdefault("data_collator", collator)
         if loss is None:
             loss = losses.make_loss(model, args, guide)
         losses.check_columns(args, loss, columns)
@@ -141,12 +142,18 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                     column_features, _ = self.collect_features(self.data_collator([row]))
                     features += column_features
             losses.freeze_unused_parameters(self.args, self.model, features)
-        if self.is_fsdp_enabled:
-            engines.refuse_two_tower_adapters(model)
+        if self.is_fsdp_enabled and has_adapter(model) and not is_tied(model):
+            raise ConfigError(
+                "fsdp with adapters of two towers: FSDP cannot shard the base model that both "
+                "towers share. Train without fsdp (DDP)"
+            )
         # super().__init__ has set this global config again; see engines.configure_deepspeed.
         unset_hf_deepspeed_config()
         losses.pass_known_positives(self.loss, [train_dataset, eval_dataset])
-        query_side.share_documents(self.loss, self.evaluator)
+        documents = losses.get_store_documents(self.loss)
+        if documents is not None and isinstance(self.evaluator, RetrievalEvaluator):
+            # The document tower is frozen, so its embeddings are read from the store.
+            self.evaluator.documents = documents
         self.description = RunDescription(
             self.args,
             user_arguments,
@@ -454,7 +461,9 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 write_text(card, redact(card.read_text(encoding="utf-8")))
             copy_module_code(self.model, folder)  # also that of a plain SentenceTransformer
             if folder == Path(str(self.args.output_dir)) and not self.is_in_train:
-                log.mark_finished(folder, self.run_id)
+                record = log.read_run_record(folder)
+                if record and record["run_id"] == self.run_id:  # not the record of another run
+                    write_json(folder / log.RUN_RECORD, record | {"finished": True})
 
     def push_to_hub(self, commit_message: str | None = "End of training", **kwargs: Any) -> Any:  # type: ignore[override]  # all but the message by keyword
         """Upload the model and its card, but no other file, because those contain local paths.

@@ -144,8 +144,7 @@ class Search:
             trial_plan = share(trial_plan)
             if trial_plan is None:
                 break
-            # `share` exchanges JSON, which turns the plan into a list.
-            result = self._run_trial(TrialPlan(*trial_plan))
+            result = self._run_trial(trial_plan)
             if self._is_first_process:
                 self._record(result)
         choice = None
