@@ -11,8 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from contaccum.cli.options import Parser
-from contaccum.files import refuse_credentials
-from contaccum.folder_lock import lock_folder
+from contaccum.files import lock_folder, refuse_credentials
 
 
 def run(argv: Sequence[str]) -> int:

@@ -28,7 +28,7 @@ from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import model_name, require_model
 from contaccum.errors import DataError, UserError
 from contaccum.evaluation.beir import load_data
-from contaccum.files import read_json, redact, write_json, write_text
+from contaccum.files import lock_folder, read_json, redact, write_json, write_text
 from contaccum.fitting.baselines import (
     TimeEstimates,
     count_encoded_documents,
@@ -55,7 +55,6 @@ from contaccum.fitting.result import FitResult, make_record, read_result
 from contaccum.fitting.settings import check_settings, make_start_options
 from contaccum.fitting.source import DataSource
 from contaccum.fitting.verdict import Verdict, compute_verdict
-from contaccum.folder_lock import lock_folder
 from contaccum.merging import write_best_merge
 from contaccum.report.fit_page import build_fit_page
 from contaccum.retrieval.encode import read_texts

@@ -130,7 +130,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             loss = losses.make_loss(model, args, guide)
         losses.check_columns(args, loss, columns)
         losses.disable_unused_parameter_search(args, model, loss)
-        args.hub_strategy = HubStrategy.END  # checkpoints contain local paths; see `saving`
+        args.hub_strategy = HubStrategy.END  # checkpoints contain local paths
         self.batch_sampler: Any = None  # the sampler of the data loader; None for a stream
         self.run_id: str | None = None  # set by train(); a resumed run keeps its id
         self._resume_point: checkpoint.ResumePoint | None = None

@@ -29,14 +29,13 @@ from contaccum.data.beir import load_beir_folder
 from contaccum.data.split import read_split, write_part
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.files import atomic_folder, write_json
+from contaccum.files import atomic_folder, lock_folder, write_json
 from contaccum.fitting import final, folds, pipeline
 from contaccum.fitting.baselines import pool_documents
 from contaccum.fitting.folder import FitFolder
 from contaccum.fitting.result import FitResult
 from contaccum.fitting.settings import check_settings, make_start_options
 from contaccum.fitting.source import DataSource
-from contaccum.folder_lock import lock_folder
 from contaccum.training import log
 from contaccum.training.config import load_evaluator
 from contaccum.tuning import search
