@@ -42,7 +42,16 @@ def merge_models(base: DualEncoder, trained: DualEncoder, weight: float) -> Dual
     """
     base = _merge_adapters(base)
     trained = _merge_adapters(trained)
-    _require_equal_architecture(base, trained)
+    if is_tied(trained) and not is_tied(base):
+        raise ConfigError("the models cannot be merged: only the base model has two towers")
+    for task in ("query", "document"):
+        base_description = _describe_architecture(get_tower(base, task))
+        trained_description = _describe_architecture(get_tower(trained, task))
+        for name in [*trained_description, *base_description]:
+            if base_description.get(name) != trained_description.get(name):
+                raise ConfigError(f"the models cannot be merged: {name} is not the same in both")
+    if not all(parameter.is_floating_point() for parameter in trained.parameters()):
+        raise ConfigError("quantized models cannot be merged: save them in float32 or bfloat16")
     if weight == 0:
         return base
     if weight == 1:
@@ -67,20 +76,6 @@ def _merge_adapters(model: DualEncoder) -> DualEncoder:
     merged = copy.deepcopy(model)
     merge_adapter(merged)
     return merged
-
-
-def _require_equal_architecture(base: DualEncoder, trained: DualEncoder) -> None:
-    """Raise `ConfigError` with the first difference; only ``trained`` may have two towers."""
-    if is_tied(trained) and not is_tied(base):
-        raise ConfigError("the models cannot be merged: only the base model has two towers")
-    for task in ("query", "document"):
-        base_description = _describe_architecture(get_tower(base, task))
-        trained_description = _describe_architecture(get_tower(trained, task))
-        for name in [*trained_description, *base_description]:
-            if base_description.get(name) != trained_description.get(name):
-                raise ConfigError(f"the models cannot be merged: {name} is not the same in both")
-    if not all(parameter.is_floating_point() for parameter in trained.parameters()):
-        raise ConfigError("quantized models cannot be merged: save them in float32 or bfloat16")
 
 
 def _describe_architecture(tower: nn.Module) -> dict[str, Any]:
