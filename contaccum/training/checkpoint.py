@@ -65,7 +65,7 @@ def write_marker(folder: Path, record: Mapping[str, Any]) -> None:
 
     Args:
         folder: the checkpoint.
-        record: properties of the run for the marker, from `RunDescription.make_marker`. The version
+        record: properties of the run for the marker. The version
             and the file sizes are added.
     """
     sizes = {}
