@@ -25,9 +25,8 @@ from contaccum.files import write_text
 from contaccum.fitting.folder import FitFolder
 from contaccum.fitting.verdict import Verdict
 from contaccum.retrieval.encode import model_fingerprint
-from contaccum.training import config
 from contaccum.training.log import EVAL_LOG, TRAIN_LOG, read_log, read_run_record
-from contaccum.training.run import train_and_save
+from contaccum.training.run import load_data, train_and_save
 from contaccum.tuning.options import parse, to_command_line
 from contaccum.tuning.result import TunedSettings, to_yaml_values
 from contaccum.tuning.trial import count_updates
@@ -87,7 +86,7 @@ def write_final_config(
     # eval_data need an evaluation strategy. Any one will do, because only updates are counted here.
     run_options = {**options, "eval_strategy": ["epoch"]}
     run_settings, args = parse(to_command_line(run_options))
-    full_updates = count_updates(config.load_data(run_settings).dataset, args)
+    full_updates = count_updates(load_data(run_settings).dataset, args)
     if full_updates < min_updates:
         return None
     num_updates = full_updates

@@ -65,8 +65,8 @@ def write_marker(folder: Path, record: Mapping[str, Any]) -> None:
 
     Args:
         folder: the checkpoint.
-        record: properties of the run for the marker. The version
-            and the file sizes are added.
+        record: properties of the run for the marker, to which the version and the file sizes are
+            added.
     """
     sizes = {}
     for path in sorted(folder.rglob("*")):

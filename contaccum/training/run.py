@@ -14,19 +14,174 @@ from sentence_transformers.sentence_transformer.evaluation import SentenceEvalua
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import set_seed
 
-from contaccum.data import TrainingSets
-from contaccum.encoders.adapters import has_adapter, merge_adapter, replace_saved_adapter
-from contaccum.encoders.dual_encoder import DualEncoder
-from contaccum.encoders.loading import require_model
+from contaccum.data import TrainingSets, load_training_sets, parse_columns, parse_training_sets
+from contaccum.encoders import adapters
+from contaccum.encoders.dual_encoder import DualEncoder, add_query_adapter, untie
+from contaccum.encoders.loading import is_sentence_transformer, require_model
+from contaccum.encoders.settings import configure, is_tied, set_max_lengths
 from contaccum.errors import ConfigError
+from contaccum.evaluation.beir import load_data as load_beir
+from contaccum.evaluation.evaluator import NanoBEIR, RetrievalEvaluator, sample
+from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
 from contaccum.files import require_writable
 from contaccum.settings import Settings
-from contaccum.training import config
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.checkpoint import find_checkpoints, report_full_disk, require_free_folder
 from contaccum.training.log import RUN_RECORD
 from contaccum.training.query_side import check_document_source
 from contaccum.training.trainer import ContAccumTrainer
+
+logger = logging.getLogger(__name__)
+
+
+def list_training_sets(settings: Settings) -> dict[str, dict[str, Any]]:
+    """Return the options of each training set in ``train_data``, by the name of the set.
+
+    An option that a set does not set itself has the value of the settings.
+
+    Raises:
+        ConfigError: for invalid options.
+    """
+    common = {
+        "split": settings.split,
+        "num_hard_negatives": settings.num_hard_negatives,
+        "positives": settings.positives,
+        "negatives_from": settings.negatives_from,
+        "missing_negatives": settings.missing_negatives,
+        "data_format": settings.data_format,
+        "columns": parse_columns(settings.data_columns),
+    }
+    return parse_training_sets(settings.train_data, common)
+
+
+def load_data(settings: Settings) -> TrainingSets:
+    """Load the training data; raise `DataError` for data that cannot be used."""
+    return load_training_sets(
+        list_training_sets(settings),
+        on_bad_record=settings.on_bad_record,
+        teacher_scores=settings.distill is not None,
+    )
+
+
+def load_evaluator(settings: Settings) -> RetrievalEvaluator | NanoBEIR | None:
+    """Load the evaluator for ``eval_data``; return None if it is not set.
+
+    ``eval_data`` is a BEIR folder, the name of a public set, or ``nanobeir`` or
+    ``nanobeir/SET,SET``.
+
+    Raises:
+        DataError: for data that cannot be used.
+    """
+    if settings.eval_data is None:
+        return None
+    batch_size = settings.per_device_eval_batch_size
+    similarity = settings.similarity
+    name, *parts = settings.eval_data.split("/")
+    if name == "nanobeir":
+        set_names = parts[0].split(",") if parts else []
+        return NanoBEIR(set_names, batch_size=batch_size, similarity=similarity)
+    full_set = load_beir(settings.eval_data, settings.eval_split, settings.on_bad_record)
+    dataset = sample(full_set, settings.eval_queries, settings.eval_corpus_size)
+    full_size = {"of_queries": len(full_set.queries), "of_documents": len(full_set.corpus)}
+    metrics = list(DEFAULT_METRICS)
+    primary_metric = None
+    if settings.metric_for_best_model not in (None, "loss"):
+        primary_metric = check_metric(str(settings.metric_for_best_model))
+        metrics.append(primary_metric)
+    return RetrievalEvaluator(
+        dataset,
+        metrics,
+        primary_metric=primary_metric,
+        batch_size=batch_size,
+        similarity=similarity,
+        notes=full_size,
+    )
+
+
+def load_model(settings: Settings, device: str | None = None) -> DualEncoder:
+    """Load the encoder to train: a SentenceTransformer, or a backbone with pooling added to it.
+
+    Args:
+        settings: the settings. With ``method="query_side"``, only the query tower gets the adapter.
+        device: the device to load the model on. Default: chosen by sentence-transformers.
+
+    Raises:
+        UserError: for a model that cannot be loaded.
+    """
+    options: dict[str, Any] = {"device": device}
+    if settings.load_in_4bit:
+        options["model_kwargs"] = adapters.make_4bit_kwargs()
+    # Two towers are loaded with separate weights. Once they have adapters, they share one base
+    # model. Loading on the CPU first avoids two base models in the device's memory.
+    has_two_adapters = bool(settings.lora_r) and not settings.tied
+    is_moved_later = has_two_adapters and bool(device) and not settings.load_in_4bit
+    if is_moved_later:
+        options["device"] = "cpu"
+    require_model(settings.model)
+    if is_sentence_transformer(settings.model):
+        model = _load_sentence_transformer(settings, options)
+    else:
+        model = DualEncoder.from_backbone(
+            settings.model,
+            tied=settings.tied,
+            pooling=settings.pooling,
+            normalize=settings.normalize,
+            query_prompt=settings.query_prompt,
+            passage_prompt=settings.passage_prompt,
+            query_max_length=settings.query_max_length,
+            passage_max_length=settings.passage_max_length,
+            trust_remote_code=settings.trust_remote_code,
+            **options,
+        )
+    configure(
+        model, settings.dropout, settings.freeze_word_embeddings, settings.attn_implementation
+    )
+    if settings.lora_r is not None:
+        add_adapter: Any = adapters.add_adapter
+        if settings.method == "query_side":
+            add_adapter = add_query_adapter
+        add_adapter(
+            model,
+            settings.lora_r,
+            settings.lora_alpha,
+            settings.lora_dropout,
+            settings.lora_target_modules,
+        )
+    elif adapters.has_adapter(model):
+        adapters.make_adapter_trainable(model)
+    else:
+        # Only now is it certain that the saved model has no adapter either.
+        for name in ("load_in_4bit", "merge_adapter"):
+            if getattr(settings, name):
+                raise ConfigError(
+                    f"{name}=True without lora_r: it has no effect. Set lora_r, or drop {name}"
+                )
+    if is_moved_later:
+        model = model.to(device)
+    return model
+
+
+def _load_sentence_transformer(settings: Settings, options: dict[str, Any]) -> DualEncoder:
+    """Load a SentenceTransformer, with two towers if ``tied`` is False."""
+    for name in ("pooling", "normalize"):
+        value = getattr(settings, name)
+        if value:
+            logger.warning(
+                f"{name}={value} has no effect: {settings.model} is a SentenceTransformer, which "
+                f"keeps its own modules. Drop {name}"
+            )
+    trusted = settings.trust_remote_code
+    model = DualEncoder.from_pretrained(settings.model, trust_remote_code=trusted, **options)
+    if not settings.tied and is_tied(model):
+        untie(model)
+    elif settings.tied and not is_tied(model):
+        logger.info(f"{settings.model} has two encoders, and keeps both: tied has no effect")
+    set_max_lengths(model, settings.query_max_length, settings.passage_max_length)
+    if settings.query_prompt is not None:
+        model.prompts["query"] = settings.query_prompt
+    if settings.passage_prompt is not None:
+        model.prompts["document"] = settings.passage_prompt
+    return model
 
 
 class RunData(NamedTuple):
@@ -48,15 +203,15 @@ def load_run_data(settings: Settings, args: ContAccumTrainingArguments) -> RunDa
     host wait for the first one, and then read the cache.
     """
     with args.main_process_first(desc="reading the data"):
-        training = config.load_data(settings)
-        evaluator = config.load_evaluator(settings)
+        training = load_data(settings)
+        evaluator = load_evaluator(settings)
     return RunData(training, evaluator)
 
 
 def load_encoder(settings: Settings, args: ContAccumTrainingArguments) -> DualEncoder:
     """Load the encoder to train; raise `UserError` if it cannot be loaded."""
     set_seed(args.seed)  # some weights may be initialised at random, such as those of an adapter
-    return config.load_model(settings, str(args.device))
+    return load_model(settings, str(args.device))
 
 
 def load_guide(settings: Settings, args: ContAccumTrainingArguments) -> DualEncoder | None:
@@ -90,7 +245,7 @@ def make_trainer(
     Raises:
         UserError: for a model that cannot be trained on the data or with the arguments.
     """
-    if args.method != "query_side" and not has_adapter(encoder):
+    if args.method != "query_side" and not adapters.has_adapter(encoder):
         # A SentenceTransformer is loaded in the dtype in which it was saved. In bfloat16 or float16
         # most of an update would be lost to rounding.
         encoder = encoder.float()
@@ -149,5 +304,5 @@ def train_and_save(settings: Settings, args: ContAccumTrainingArguments) -> None
         # The weights are rounded to the dtype of the base model; see `adapters.merge_adapter`.
         trusted = settings.trust_remote_code
         model = DualEncoder.from_pretrained(output_dir, device="cpu", trust_remote_code=trusted)
-        merge_adapter(model)
-        replace_saved_adapter(output_dir, model)
+        adapters.merge_adapter(model)
+        adapters.replace_saved_adapter(output_dir, model)

@@ -8,7 +8,7 @@ from typing import Any
 from contaccum.errors import DataError
 from contaccum.mining import load_mining_data, mine_hard_negatives, write_mined
 from contaccum.settings import Settings
-from contaccum.training.config import list_training_sets
+from contaccum.training.run import list_training_sets
 
 MINED_FILE = "mined.jsonl"
 

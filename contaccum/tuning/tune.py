@@ -22,10 +22,9 @@ from contaccum.files import AnyPath, hash_file, read_json, write_json
 from contaccum.retrieval.encode import CorpusEncoder, model_fingerprint, tokenisation_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings as TrainSettings
-from contaccum.training import config
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.checkpoint import count_rows
-from contaccum.training.run import load_encoder, load_guide
+from contaccum.training.run import load_data, load_encoder, load_evaluator, load_guide
 from contaccum.tuning.baselines import TRIAL_METRIC, Baselines, score_baselines
 from contaccum.tuning.budget import TimeForTrials
 from contaccum.tuning.choice import Settings
@@ -85,7 +84,7 @@ def tune(
     methods = select_methods(run_options, fixed_keys, args.world_size, print_line)
     evaluator = _load_evaluator(settings)
     encoder = load_encoder(settings, args)
-    training = config.load_data(settings)
+    training = load_data(settings)
     fingerprints = fingerprint_models(encoder, settings, args)
     request = _make_request(search_options, fixed_keys, options, training, evaluator)
     request.update(fingerprints)
@@ -290,7 +289,7 @@ def _load_evaluator(settings: TrainSettings) -> RetrievalEvaluator:
     Raises:
         ConfigError: if there are no dev data, or they are not a BEIR folder.
     """
-    evaluator = config.load_evaluator(settings)
+    evaluator = load_evaluator(settings)
     if evaluator is None:
         raise ConfigError(
             "eval_data is not set: settings are chosen by scores on dev data (make some with "

@@ -24,7 +24,7 @@ from comparison.tuning import apply_chosen_values, choose_value, read_ladder, tu
 from contaccum.errors import ConfigError
 from contaccum.evaluation.metrics import add_holm, sign_flip_test
 from contaccum.files import read_json, write_json
-from contaccum.training.config import load_data
+from contaccum.training.run import load_data
 
 
 @pytest.fixture(scope="module")

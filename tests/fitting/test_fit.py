@@ -37,7 +37,7 @@ from contaccum.fitting.result import FitResult
 from contaccum.fitting.settings import check_settings, make_start_options
 from contaccum.fitting.source import DataSource
 from contaccum.training import log
-from contaccum.training.config import load_evaluator
+from contaccum.training.run import load_evaluator
 from contaccum.tuning import search
 from contaccum.tuning.budget import Budget
 from contaccum.tuning.choice import Choice

@@ -529,7 +529,7 @@ def test_a_trial_that_had_ended_before_a_kill_keeps_its_score(tmp_path):
     ],
 )
 def test_wrong_options_give_one_line(root, tmp_path, options, message, capsys, monkeypatch):
-    monkeypatch.setattr("contaccum.training.config.NanoBEIR", lambda *_, **__: object())
+    monkeypatch.setattr("contaccum.training.run.NanoBEIR", lambda *_, **__: object())
     assert tune(root, tmp_path / "out", *options) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert message in error

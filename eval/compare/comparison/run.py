@@ -31,9 +31,8 @@ from contaccum.files import fingerprint, provenance, read_json, write_json
 from contaccum.retrieval.encode import model_fingerprint
 from contaccum.settings import DataSettings, select
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
-from contaccum.training.config import load_data
 from contaccum.training.log import TRAIN_LOG, read_log
-from contaccum.training.run import load_encoder, load_run_data, make_trainer
+from contaccum.training.run import load_data, load_encoder, load_run_data, make_trainer
 from contaccum.tuning.options import Options, parse, to_command_line
 
 Evaluation = Mapping[str, Any]
