@@ -260,20 +260,6 @@ def make_trainer(
     )
 
 
-def _refuse_checkpoint_as_model(settings: Settings) -> None:
-    """Raise `ConfigError` if the run would remove the checkpoint that it starts from."""
-    if not settings.overwrite_output_dir:
-        return
-    checkpoints = {path.resolve() for path in find_checkpoints(settings.output_dir)}
-    for name in ("model", "guide"):
-        path = Path(getattr(settings, name) or "").resolve()
-        if not checkpoints.isdisjoint((path, *path.parents)):
-            raise ConfigError(
-                f"overwrite_output_dir=true with {name}={path}: the run would remove that "
-                "checkpoint. Copy it to another folder, or set another output_dir"
-            )
-
-
 def train_and_save(settings: Settings, args: ContAccumTrainingArguments) -> None:
     """Train a model and save it into ``output_dir``: the work of `contaccum train`.
 
@@ -283,7 +269,15 @@ def train_and_save(settings: Settings, args: ContAccumTrainingArguments) -> None
     output_dir = str(args.output_dir)
     # These checks are quick, and come before the data and the model are loaded.
     require_free_folder(args)
-    _refuse_checkpoint_as_model(settings)
+    if settings.overwrite_output_dir:
+        checkpoints = {path.resolve() for path in find_checkpoints(settings.output_dir)}
+        for name in ("model", "guide"):
+            path = Path(getattr(settings, name) or "").resolve()
+            if not checkpoints.isdisjoint((path, *path.parents)):
+                raise ConfigError(
+                    f"overwrite_output_dir=true with {name}={path}: the run would remove that "
+                    "checkpoint. Copy it to another folder, or set another output_dir"
+                )
     require_model(settings.model)
     check_document_source(args)
     if args.process_index == 0:
