@@ -21,8 +21,8 @@ LOWEST_TESTS := tests/losses/test_contaccum_loss.py tests/encoders/test_dual_enc
 	tests/training/test_forked_runs.py::test_two_and_four_ranks_end_with_the_weights_of_one_process \
 	tests/training/test_forked_runs.py::test_ranks_stop_together_and_resume_on_two_ranks_or_on_one \
 	tests/training/test_engines.py \
-	tests/fitting/test_fit.py::test_model_that_learns_is_better \
-	tests/fitting/test_fit.py::test_config_trains_the_same_model_again \
+	tests/experiments/test_fit.py::test_model_that_learns_is_better \
+	tests/experiments/test_fit.py::test_config_trains_the_same_model_again \
 	tests/training/test_query_side_runs.py tests/cli/test_evaluate.py tests/cli/test_encode.py \
 	tests/encoders/test_export.py
 

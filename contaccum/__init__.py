@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from contaccum.bank.info_nce import BankedInfoNCE as BankedInfoNCE
     from contaccum.bank.memory_bank import MemoryBank as MemoryBank
     from contaccum.encoders.dual_encoder import DualEncoder as DualEncoder
-    from contaccum.fitting.call import fit as fit
+    from contaccum.experiments.fit import fit as fit
     from contaccum.losses.contaccum import CachedContAccumLoss as CachedContAccumLoss
     from contaccum.losses.contaccum import ContAccumLoss as ContAccumLoss
     from contaccum.losses.query_side import QuerySideCollator as QuerySideCollator
@@ -33,7 +33,7 @@ _MODULES = {
     "QuerySideCollator": "contaccum.losses.query_side",
     "DualEncoder": "contaccum.encoders.dual_encoder",
     "ContAccumTrainer": "contaccum.training.trainer",
-    "fit": "contaccum.fitting.call",
+    "fit": "contaccum.experiments.fit",
     "ContAccumTrainingArguments": "contaccum.training.arguments",
 }
 __all__ = ["__version__", *_MODULES]

@@ -22,6 +22,7 @@ from contaccum import DualEncoder
 from contaccum.data import load_training_data
 from contaccum.data.sampling import decode
 from contaccum.errors import DataError, UserError
+from contaccum.experiments.tune import mine_once
 from contaccum.mining import (
     OUTPUT_FORMATS,
     MinedNegatives,
@@ -35,7 +36,7 @@ from contaccum.mining import (
     select_candidates,
     write_mined,
 )
-from contaccum.tuning.negatives import mine_once
+from contaccum.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -425,7 +426,7 @@ def test_training_on_mined_pairs_has_the_rows_and_known_positives_of_the_source(
     path, _ = write_mined(mined, tmp_path / "mined.jsonl")
     # A record with one positive has a list too, so that the column has one type.
     assert {type(line["positive"]) for line in read_lines(path)} == {list}
-    mined_once = mine_once([str(source)], None, tmp_path / "once.jsonl")
+    mined_once = mine_once(Settings(train_data=[str(source)]), None, tmp_path / "once.jsonl")
     before = load_training_data(source)
     for file in (path, mined_once):
         after = load_training_data(file, num_hard_negatives=1)

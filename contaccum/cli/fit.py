@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from contaccum.cli.options import Parser
+from contaccum.cli.options import Parser, print_at_once
 from contaccum.defaults import DEFAULT_MODEL
 
 EXIT_CODE_NOT_BETTER = 1
@@ -23,9 +23,9 @@ def run(argv: Sequence[str]) -> int:
     """
     args, training_arguments = _make_parser().parse_known(argv)
 
-    from contaccum.fitting.call import fit
-    from contaccum.fitting.verdict import BETTER
-    from contaccum.tuning.options import all_options
+    from contaccum.experiments.fit import fit
+    from contaccum.experiments.verdict import BETTER
+    from contaccum.settings import read
 
     result = fit(
         args.data,
@@ -41,8 +41,8 @@ def run(argv: Sequence[str]) -> int:
         test=args.test,
         guard=args.guard,
         guard_loss=args.guard_loss,
-        print_line=_print_line,
-        **all_options([], training_arguments),
+        print_line=print_at_once,
+        **read(training_arguments),
     )
     if args.require is not None and result.verdict.word != BETTER:
         return EXIT_CODE_NOT_BETTER
@@ -93,8 +93,3 @@ def _make_parser() -> Parser:
         help="end with exit code 1 unless the verdict is BETTER",
     )
     return parser
-
-
-def _print_line(line: str) -> None:
-    """Print a line at once, so that a log file shows the progress of a long run."""
-    print(line, flush=True)

@@ -171,6 +171,11 @@ def complete_command(commands: Collection[str]) -> str:
     raise AssertionError("unreachable: argcomplete has ended the process")
 
 
+def print_at_once(line: str) -> None:
+    """Print a line at once, so that a log file shows the progress of a long run."""
+    print(line, flush=True)
+
+
 def parse_positive_int(text: str) -> int:
     """Return the value of an option that must be an integer of at least 1."""
     try:

@@ -1,19 +1,27 @@
-"""A budget of wall time that is shared by all starts of the same command."""
+"""A budget of wall time, shared by all starts of the same command, and the time to encode texts."""
 
 from __future__ import annotations
 
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
+from contaccum.distributed import rank, share
+from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
 from contaccum.files import read_json, write_json
+from contaccum.retrieval.encode import encode_texts
 
 _MAX_SHARE_OF_FULL_LENGTH = 0.5  # of the time at the start of a search, for a final training
 _MARGIN_OF_FULL_LENGTH = 0.75  # relative to the margin of a final training as long as a trial
+_NUM_MEASURED_DOCUMENTS = 64  # documents on which the time of encoding is measured
+_WARM_UP_DOCUMENTS = 4
+_MAX_SHARE_OF_BUDGET = 0.75  # of the time left, for encoding before and after the search
 _UNIT_SECONDS = {"h": 3600, "m": 60, "s": 1}
 
 
@@ -58,21 +66,27 @@ class Budget:
 
     Args:
         seconds: the whole budget.
-        file: the file of the used time. `save` writes it, and the next start of the command reads
-            it.
+        file: the file of the time that was used so far, and of the time of each stage. The next
+            start of the command reads it.
     """
 
     def __init__(self, seconds: float, file: Path) -> None:
         self.seconds = seconds
+        self.stage_seconds: dict[str, float] = {}
         self._file = file
         self._started = time.monotonic()
         self._used_before = 0.0
         if file.is_file():
-            self._used_before = float(read_json(file)["used_seconds"])
+            record = read_json(file)
+            self._used_before = float(record["used_seconds"])
+            self.stage_seconds = record["stages"]
 
     def used(self) -> float:
-        """Return the seconds that were used so far."""
-        return self._used_before + time.monotonic() - self._started
+        """Return the seconds that were used so far, by the clock of the first process.
+
+        All processes must call it, so that they make the same decisions.
+        """
+        return share(self.used_here())
 
     def left(self) -> float:
         """Return the seconds that are left; negative if the budget is exceeded."""
@@ -80,7 +94,24 @@ class Budget:
 
     def save(self) -> None:
         """Write the time that was used so far."""
-        write_json(self._file, {"used_seconds": round(self.used(), 1)})
+        if rank() == 0:
+            record = {"used_seconds": round(self.used_here(), 1), "stages": self.stage_seconds}
+            write_json(self._file, record)
+
+    @contextmanager
+    def measure(self, stage: str) -> Iterator[None]:
+        """Add the time of a ``with`` block to that of a stage, and save it."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = self.stage_seconds.get(stage, 0.0) + time.monotonic() - started
+            self.stage_seconds[stage] = round(seconds, 1)
+            self.save()
+
+    def used_here(self) -> float:
+        """Return the seconds that were used so far, by the clock of this process."""
+        return self._used_before + time.monotonic() - self._started
 
 
 @dataclass
@@ -127,3 +158,52 @@ class TimeForTrials:
     def longest_trial(self, num_trials: int = 1) -> float:
         """Return the seconds of a trial of which so many, and the final training, have time."""
         return (self.budget.left() - self.reserve) / (num_trials + self.final_training_factor)
+
+
+def measure_seconds_per_document(
+    encoder: DualEncoder, documents: Iterable[str], num_documents: int, batch_size: int
+) -> float:
+    """Return the seconds to encode one document, as a mean over a sample of a corpus.
+
+    The sample is evenly spread, because training passages come first, and may be shorter than the
+    others.
+
+    Args:
+        num_documents: number of documents in the corpus.
+    """
+    step = max(1, num_documents // _NUM_MEASURED_DOCUMENTS)
+    sample = list(islice(documents, 0, step * _NUM_MEASURED_DOCUMENTS, step))
+    # The first batch is slower than all others, because it allocates memory.
+    encode_texts(encoder, sample[:_WARM_UP_DOCUMENTS], "document", batch_size)
+    started = time.perf_counter()
+    encode_texts(encoder, sample, "document", batch_size)
+    return (time.perf_counter() - started) / len(sample)
+
+
+def require_encoding_time(
+    budget: Budget,
+    num_documents: int,
+    seconds_per_document: float,
+    guard_seconds: float = 0.0,
+) -> None:
+    """Check before the encoding that the encoding of all documents leaves time for the search.
+
+    Args:
+        num_documents: number of documents that the base model and the trained model encode.
+        guard_seconds: the seconds that the scores on the guard sets take.
+
+    Raises:
+        ConfigError: if the budget is too short.
+    """
+    needed = num_documents * seconds_per_document + guard_seconds
+    if needed > _MAX_SHARE_OF_BUDGET * budget.left():
+        budget.save()
+        documents = f"{num_documents:,} documents"
+        if guard_seconds > 0:
+            documents += " and the guard sets"
+        sufficient = budget.used() + needed / _MAX_SHARE_OF_BUDGET
+        raise ConfigError(
+            f"the budget of {format_duration(budget.seconds)} is too short: encoding "
+            f"{documents} takes {format_duration(needed)} (give --budget "
+            f"{suggest_budget(sufficient)} or more, or fewer documents)"
+        )

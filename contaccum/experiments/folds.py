@@ -1,6 +1,7 @@
-"""Folds: further splits of a small data set, whose single test set would have too few queries.
+"""The user's pairs, and their splits into train, dev and test: one, or several folds of few pairs.
 
-As in cross-validation, each fold has other test queries, and the test queries of all folds together
+A small data set has several splits, because a single test set would have too few queries. As in
+cross-validation, each fold has other test queries, and the test queries of all folds together
 decide the verdict. Fold 0 is the first split. The settings are chosen on its dev set, and the user
 gets its model. On each further fold a model is trained with the same settings, tested and removed.
 Dev queries of fold 0 may be test queries of another fold. They are left out there, because the
@@ -9,138 +10,240 @@ settings were chosen by them.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-
-import yaml
+from typing import Any, Literal
 
 from contaccum.data.beir import BeirDataset, load_beir_folder
 from contaccum.data.near_duplicates import group_queries, normalise
-from contaccum.data.split import CORPUS_FILE, TRAIN_FILE
+from contaccum.data.readers import SPLIT_RECORD, Source
+from contaccum.data.records import RecordReport
+from contaccum.data.split import (
+    CORPUS_FILE,
+    FEW_TEST_QUERIES,
+    TRAIN_FILE,
+    Split,
+    SplitSettings,
+    read_split,
+    split_data,
+)
 from contaccum.encoders.dual_encoder import DualEncoder
-from contaccum.files import read_json, write_json
-from contaccum.fitting.baselines import encode_corpus, get_trial_dev_set, load_evaluator
-from contaccum.fitting.final import SystemResult, load_trained, search_test_set, train_final
-from contaccum.fitting.folder import FitFolder
-from contaccum.fitting.source import DataSource
+from contaccum.errors import ConfigError
+from contaccum.evaluation.evaluator import RetrievalEvaluator
+from contaccum.experiments.run import (
+    IDENTITY_FILE,
+    RESULT_FILE,
+    describe_settings,
+    hash_path,
+    on_first_rank,
+    once,
+    run_and_keep,
+)
+from contaccum.experiments.tune import MINED_FILE, mine_once
+from contaccum.experiments.verdict import SystemResult, load_trained, search_test_set
+from contaccum.files import atomic_folder
 from contaccum.merging import merge_models
-from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.tuning.negatives import MINED_FILE, mine_once
+from contaccum.retrieval.documents import StoreDocuments
+from contaccum.retrieval.encode import CorpusEncoder
+from contaccum.retrieval.store import EmbeddingStore
+from contaccum.settings import Settings, replace
 
+MAX_FOLDS = 5
+"""The largest number of splits of a small data set; each split needs a training."""
 SYSTEMS = ("bm25", "base", "trained")
 
 FoldScores = dict[str, dict[str, float]]
 """{system: {query: nDCG@10}} of each of `SYSTEMS`, and {"group": {query: number of its group}}"""
 
+_ROWS_PER_SHARD = 2000  # a killed process loses at most one shard
 
-class Fold:
-    """A further split of the same data, its training and its test.
+
+@dataclass(frozen=True)
+class Pairs:
+    """Question-passage pairs, or a folder in which the pairs are split already.
+
+    Attributes:
+        path: pairs in any format of docs/data.md, or a folder that `contaccum split` wrote.
+        corpus: the documents in which dev and test queries are searched; None: the held-out
+            passages and a sample of the others.
+        data_format, columns, on_bad_record: how the pairs are read, as in `contaccum train`.
+        dev, test: the sizes of the held-out sets; see `SplitSettings`.
+        min_score: the least score or label of a pair that is a match; see `read_records`.
+
+    Raises:
+        ConfigError: for sizes out of range.
+    """
+
+    path: Path
+    corpus: Path | None = None
+    data_format: str | None = None
+    columns: dict[str, str] | None = None
+    on_bad_record: Literal["stop", "skip"] = "stop"
+    dev: float | None = None
+    test: float | None = None
+    min_score: float | None = None
+
+    def __post_init__(self) -> None:
+        SplitSettings(self.dev, self.test)
+
+    def describe(self, output: Path) -> dict[str, Any]:
+        """Return everything that decides the split, with hashes of the files.
+
+        Args:
+            output: the output folder of the fit, which is not hashed.
+
+        Raises:
+            ConfigError: for a file that does not exist or cannot be read.
+        """
+        description = asdict(self)
+        for name, path in (("data", self.path), ("corpus", self.corpus)):
+            description[name] = None
+            if path is not None:
+                if not path.exists():
+                    raise ConfigError(f"{path}: cannot be read (no such file or folder)")
+                description[name] = hash_path(str(path), left_out=output)
+        del description["path"]
+        return description
+
+    @property
+    def is_split(self) -> bool:
+        """True if the data are a folder that `contaccum split` wrote."""
+        return (self.path / SPLIT_RECORD).is_file()
+
+    def hold_out(self, folder: Path, fold: int = 0, show_progress: bool = False) -> list[str]:
+        """Split the pairs into train, dev and test in a folder, unless the folder exists.
+
+        Args:
+            fold: the number of the split, from 0. The test sets of two folds have no query in
+                common.
+            show_progress: True for a progress bar.
+
+        Returns:
+            Lines for the user: the first record as it was read, and the number of records that were
+            bad or left out, if there are any. No lines if nothing was read.
+
+        Raises:
+            UserError: for data that cannot be read or split.
+        """
+        if folder.exists():
+            return []
+        if self.is_split:
+            self._copy_split(folder)
+            return []
+        report = RecordReport(self.on_bad_record)
+        pairs = Source(self.path, self.data_format, columns=self.columns, min_score=self.min_score)
+        settings = SplitSettings(self.dev, self.test, fold=fold)
+        split_data(pairs, folder, settings, self.corpus, report, show_progress)
+        lines = [f"{self.path}: {pairs.describe_first_record()}"]
+        if report.reported:
+            lines.append(f"{self.path}: {report.summary()}")
+        return lines
+
+    def _copy_split(self, folder: Path) -> None:
+        """Copy a folder that `contaccum split` wrote.
+
+        Raises:
+            ConfigError: if options are set that only apply to data which are not split yet.
+            DataError: if the record of the split cannot be read.
+        """
+        for name in ("corpus", "dev", "test", "data_format", "columns", "min_score"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name} is set, but {self.path} is a split already: drop it, or give the pairs"
+                )
+        read_split(self.path)
+        with atomic_folder(folder) as new_folder:
+            for name in (TRAIN_FILE, CORPUS_FILE, "dev", "test", SPLIT_RECORD):
+                part = self.path / name
+                if part.is_dir():
+                    shutil.copytree(part, new_folder / name)
+                else:
+                    shutil.copyfile(part, new_folder / name)
+
+    def count_folds(self, split: Split) -> int:
+        """Return the number of folds that together have enough test queries, at most `MAX_FOLDS`.
+
+        It is 1 if the first split has enough test queries, or if the data allow only one split.
+
+        Args:
+            split: the first split.
+        """
+        # A BEIR folder may have a test set of its own, which is then used.
+        has_test_set = any(self.path.glob("qrels/test.tsv*"))
+        is_fixed = self.is_split or split.test == 0 or split.held_out_by == "query" or has_test_set
+        if split.test >= FEW_TEST_QUERIES or is_fixed:
+            return 1
+        needed = math.ceil(FEW_TEST_QUERIES / split.test)
+        possible = split.available // split.test
+        return max(1, min(MAX_FOLDS, needed, possible))
+
+
+def encode_corpus(
+    encoder: DualEncoder, model_name: str, corpus: Path, store: Path, batch_size: int
+) -> None:
+    """Write the embeddings of a corpus to a store; a complete store is not changed."""
+    corpus_encoder = CorpusEncoder(
+        encoder, model_name, corpus, store, batch_size=batch_size, shard_size=_ROWS_PER_SHARD
+    )
+    corpus_encoder.encode()
+
+
+def load_evaluator(data: Path, store: Path, batch_size: int) -> RetrievalEvaluator:
+    """Return the evaluator of the split ``test`` of a BEIR folder.
 
     Args:
-        source: the user's pairs.
-        folder: the output folder of the fit.
+        store: a store with the embeddings of the documents; they are not encoded again.
+    """
+    evaluator = RetrievalEvaluator(load_beir_folder(data, "test"), batch_size=batch_size)
+    evaluator.documents = StoreDocuments(EmbeddingStore.open(store))
+    return evaluator
+
+
+def score_fold(
+    number: int,
+    folder: Path,
+    pairs: Pairs,
+    final: Settings,
+    weight: float | None,
+    base: DualEncoder,
+    first_dev: BeirDataset,
+    batch_size: int,
+) -> FoldScores:
+    """Train and test on a further fold, and return the scores of its test queries.
+
+    The split and the trained model are removed afterwards.
+
+    Args:
         number: the number of the fold, from 1.
-        method: the chosen training method.
+        folder: the folder of the fold.
+        pairs: the user's pairs.
+        final: the settings of the final training on fold 0.
         weight: the weight at which the trained model is merged with the base model, which the
             guard of the fit has chosen. None: there is no guard, so nothing is merged. With 0, the
             base model itself is tested, and no model is trained.
+        base: the base model.
+        first_dev: the dev set of fold 0, by which the settings were chosen.
+        batch_size: texts per forward pass.
     """
+    data = folder / "data"
+    store = folder / "store"
 
-    def __init__(
-        self,
-        source: DataSource,
-        folder: FitFolder,
-        number: int,
-        method: str,
-        weight: float | None = None,
-    ) -> None:
-        self._source = source
-        self._fit_folder = folder
-        self._number = number
-        self._weight = weight
-        self._is_query_side = method == "query_side"
-        self._folder = folder.folds / str(number)
-        self._scores_file = folder.folds / f"{number}.json"
+    def hold_out() -> None:
+        pairs.hold_out(data, number)
+        encode_corpus(base, "base", data / CORPUS_FILE, store, batch_size)
 
-    @property
-    def is_done(self) -> bool:
-        """True if an earlier start of the command has scored this fold."""
-        return self._scores_file.is_file()
-
-    def score(self, base: DualEncoder, args: ContAccumTrainingArguments) -> FoldScores:
-        """Train and test on the fold, and return the scores of its test queries.
-
-        The split and the trained model are removed afterwards.
-
-        Args:
-            base: the base model.
-            args: the arguments of a run, for the device, the process index and the batch sizes.
-        """
-        if not self.is_done:
-            self._hold_out(base, args)
-            if self._weight != 0:
-                self._train(args)
-            with args.main_process_first(local=False, desc="testing a split"):
-                if args.process_index == 0:
-                    write_json(self._scores_file, self._test(base, args))
-        if args.process_index == 0:  # also if an earlier start was killed before it removed them
-            shutil.rmtree(self._folder, ignore_errors=True)
-        scores: FoldScores = read_json(self._scores_file)
-        return scores
-
-    def _hold_out(self, base: DualEncoder, args: ContAccumTrainingArguments) -> None:
-        """Split the data, and encode the corpus."""
-        data = self._folder / "data"
-        store = self._folder / "store"
-        with args.main_process_first(local=False, desc="holding out another split"):
-            if args.process_index == 0:
-                self._source.hold_out(data, self._number)
-                corpus = data / CORPUS_FILE
-                encode_corpus(base, "base", corpus, store, args.per_device_eval_batch_size)
-
-    def _train(self, args: ContAccumTrainingArguments) -> None:
-        """Train at the chosen settings."""
-        data = self._folder / "data"
-        # The config of the final training names data of fold 0, which this fold replaces. The dev
-        # set of fold 0 may be reduced, so a sample of the same size is used here.
-        dev_set = load_beir_folder(get_trial_dev_set(self._fit_folder), "test")
-        overrides = {
-            "train_data": str(data / TRAIN_FILE),
-            "eval_data": str(data / "dev"),
-            "eval_corpus_size": str(len(dev_set.corpus)),
-        }
-        if self._is_query_side:
-            overrides["passage_store"] = str(self._folder / "store")
-        if self._uses_mined_negatives():
-            corpus = str(data / CORPUS_FILE)
-            with args.main_process_first(local=False, desc="mining hard negatives"):
-                mined = mine_once([overrides["train_data"]], corpus, self._folder / MINED_FILE)
-            if mined is None:
-                overrides["num_hard_negatives"] = "0"
-            else:
-                overrides["train_data"] = str(mined)
-        train_final(self._fit_folder.config_file, self._folder / "model", overrides)
-
-    def _uses_mined_negatives(self) -> bool:
-        """Return True if the chosen settings use hard negatives that BM25 has mined."""
-        settings = yaml.safe_load(self._fit_folder.config_file.read_text(encoding="utf-8"))
-        return Path(settings["train_data"]).name == MINED_FILE
-
-    def _test(self, base: DualEncoder, args: ContAccumTrainingArguments) -> FoldScores:
-        """Return the scores of the test queries that are not dev queries of fold 0."""
-        test_set = self._folder / "data" / "test"
-        store = self._folder / "store"
-        evaluator = load_evaluator(test_set, store, args.per_device_eval_batch_size)
+    def test() -> FoldScores:
+        evaluator = load_evaluator(data / "test", store, batch_size)
         trained = base
-        if self._weight != 0:
-            trained = load_trained(self._folder / "model", base)
-            if self._weight is not None:
-                trained = merge_models(base, trained, self._weight)
+        if weight != 0:
+            trained = load_trained(folder / "model", base)
+            if weight is not None:
+                trained = merge_models(base, trained, weight)
         results = search_test_set(evaluator, base, trained)
-        # The folder dev has a single BEIR split, which is called "test".
-        dev = load_beir_folder(self._fit_folder.data / "dev", "test")
-        dev_queries = {normalise(query) for query in dev.queries.values()}
+        dev_queries = {normalise(query) for query in first_dev.queries.values()}
         columns: FoldScores = {"group": dict(group_queries(evaluator.dataset))}
         columns |= {system: results[system].query_scores for system in SYSTEMS}
         scores: FoldScores = {}
@@ -149,8 +252,50 @@ class Fold:
             for query_id, value in values.items():
                 if normalise(evaluator.dataset.queries[query_id]) not in dev_queries:
                     # Folds may use the same query ids, so the fold's number is added.
-                    scores[name][f"{self._number}/{query_id}"] = value
+                    scores[name][f"{number}/{query_id}"] = value
         return scores
+
+    def work() -> FoldScores:
+        on_first_rank(hold_out)
+        if weight != 0:
+            run_and_keep(_make_fold_settings(final, folder), folder / "model")
+        return on_first_rank(test)
+
+    identity = {**describe_settings(final), "fold": number, "weight": weight}
+    scores = once(folder, identity, work, all_ranks=True)
+
+    def remove_files() -> None:
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name not in (IDENTITY_FILE, RESULT_FILE):
+                path.unlink()
+
+    on_first_rank(remove_files)  # also those of a start that was killed
+    return scores
+
+
+def _make_fold_settings(final: Settings, folder: Path) -> Settings:
+    """Return the settings of the final training, with the data of another fold."""
+    data = folder / "data"
+    corpus = str(data / CORPUS_FILE)
+    # The dev set of fold 0 may be reduced, so a sample of the same size is used here.
+    first_dev = load_beir_folder(Path(str(final.eval_data)), final.eval_split)
+    changes: dict[str, Any] = {
+        "train_data": [str(data / TRAIN_FILE)],
+        "eval_data": str(data / "dev"),
+        "eval_corpus_size": len(first_dev.corpus),
+    }
+    if final.method == "query_side":
+        changes["passage_store"] = str(folder / "store")
+    if Path(final.train_data[0]).name == MINED_FILE:
+        settings = replace(final, **changes)
+        mined = on_first_rank(lambda: mine_once(settings, corpus, folder / MINED_FILE))
+        if mined is None:
+            changes["num_hard_negatives"] = 0
+        else:
+            changes["train_data"] = [mined]
+    return replace(final, **changes)
 
 
 def pool_scores(

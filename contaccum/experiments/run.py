@@ -1,20 +1,26 @@
-"""One trial of a search: a training with some settings, scored on dev halfway and at its end.
+"""One training in a folder, and the question whether a folder has the result of the same work.
 
-A trial is given up after two updates if it would take too long, and halfway if its scores are bad.
-Only the scores of a trial are used; its model is not saved.
+`run` is all that tuning and `contaccum fit` know about trainings. `once` does a piece of work in a
+folder, unless the folder has its result already. This is the only place where an identity, which is
+everything that decides a result, is compared with that of an earlier start. With several processes,
+the first one compares and writes, and all processes get the same result.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import gc
+import json
 import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -27,126 +33,373 @@ from transformers import (
 )
 from transformers.trainer_utils import IntervalStrategy
 
-from contaccum.distributed import rank, share
+from contaccum import __version__
+from contaccum.distributed import RANK_TIMEOUT, rank, share
+from contaccum.encoders.dual_encoder import DualEncoder
+from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
+from contaccum.files import fingerprint, hash_file, lock_folder, read_json, redact, write_json
+from contaccum.retrieval.encode import model_fingerprint, tokenisation_fingerprint
+from contaccum.retrieval.store import EmbeddingStore
+from contaccum.settings import Settings, find, replace, to_dict
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.checkpoint import count_rows
-from contaccum.training.run import load_encoder, load_run_data, make_trainer
-from contaccum.tuning.options import Options, parse, to_command_line
+from contaccum.training.log import EVAL_LOG, TRAIN_LOG, read_log, read_run_record
+from contaccum.training.run import (
+    load_encoder,
+    load_guide,
+    load_run_data,
+    make_trainer,
+    train_and_save,
+)
 
 QueryScores = dict[str, float]
 """{query id: its score by the evaluator's primary metric}"""
 
-_OPTIONS_OF_TRIAL: Options = {
-    "save_strategy": ["no"],
-    "disable_tqdm": ["true"],
-    "overwrite_output_dir": ["true"],
-    "logging_strategy": ["no"],
-}
+Identity = Mapping[str, Any]
+"""{name: JSON value} of everything that decides the result of some work."""
+
+IDENTITY_FILE = "identity.json"
+RESULT_FILE = "result.json"
 
 _MEASURED_UPDATES = 2  # the time of all updates is estimated from the time of the first ones
+_MAX_SHOWN_VALUE = 60  # characters; hashes are longer
 
 
-class TooSlow(Exception):
-    """The error of a trial that would take longer than ``max_seconds`` of `run_trial`.
-
-    Attributes:
-        updates: the number of updates that are possible in ``max_seconds``; may be 0.
-        seconds: the estimated time of all updates.
-        seconds_per_update: the measured time of an update.
-    """
-
-    def __init__(self, updates: int, seconds: float, seconds_per_update: float) -> None:
-        super().__init__(f"it would take {seconds:.0f} seconds")
-        self.updates = updates
-        self.seconds = seconds
-        self.seconds_per_update = seconds_per_update
+# A piece of work in a folder ----------------------------------------------------------------------
 
 
-class Outcome(NamedTuple):
-    """The result of a trial.
-
-    Attributes:
-        query_scores: the scores at the end of training; None if the trial was stopped halfway.
-        score: the mean of ``query_scores``; None if the trial was stopped halfway.
-        seconds: the time of the whole trial: loading, training and scoring.
-        updates: the number of updates that the trial has if it is not stopped.
-        seconds_per_update: the time of an update near the end of the trial, without evaluations.
-    """
-
-    query_scores: QueryScores | None
-    score: float | None
-    seconds: float
-    updates: int
-    seconds_per_update: float
-
-
-def run_trial(
-    options: Options,
-    evaluator: RetrievalEvaluator,
+def once(
     folder: Path,
-    max_seconds: float,
-    is_hopeless: Callable[[QueryScores], bool],
-) -> Outcome:
-    """Train and score a model.
+    identity: Identity,
+    work: Callable[[], dict[str, Any]],
+    *,
+    all_ranks: bool = False,
+) -> dict[str, Any]:
+    """Return the result of some work in a folder, which is done unless it is done already.
+
+    The folder has ``identity.json`` from the start of the work on, and ``result.json`` from its end
+    on. Work that a kill has interrupted goes on with the files that it left. If the identity has
+    changed, the folder is emptied first.
 
     Args:
-        options: the options of the run, without ``output_dir``.
-        evaluator: scores the model halfway and at the end.
-        folder: the output folder of the run, which is removed afterwards.
-        max_seconds: the time that the updates may take.
-        is_hopeless: is called with the scores halfway; the trial is stopped if it returns True. In
-            distributed training every process calls it, and it must return the same on all.
+        identity: everything that decides the result.
+        work: does the work in the folder, and returns its result as a JSON object.
+        all_ranks: True if all processes do the work together. Otherwise the first one does it, and
+            the others wait.
 
     Raises:
-        TooSlow: after a few updates, if the trial would take longer than ``max_seconds``.
-        UserError: for settings, data or a model that cannot be used.
+        UserError: if another process works in the folder, and for the errors of the work.
     """
-    started = time.perf_counter()
-    # An earlier trial may have left document embeddings here. A query-side trainer sets the
-    # embeddings of its own store, and in other trials the evaluator encodes the documents.
-    evaluator.documents = None
-    all_options = {**options, **_OPTIONS_OF_TRIAL, "output_dir": [str(folder)]}
-    settings, args = parse(to_command_line(all_options))
-    data = load_run_data(settings, args)._replace(evaluator=evaluator)
-    num_updates = count_updates(data.training.dataset, args)
-    args.eval_strategy = IntervalStrategy.STEPS
-    args.eval_steps = math.ceil(num_updates / 2)
-    monitor = _TrialMonitor(evaluator, num_updates, max_seconds, is_hopeless)
-    with _hide_progress_bars():
-        encoder = load_encoder(settings, args)
-    encoder.model_card_data.generate_widget_examples = False  # the model card is not kept
-    trainer = make_trainer(encoder, settings, args, data, callbacks=[monitor])
-    trainer.remove_callback(PrinterCallback)  # the search prints the score of the trial
-    trainer.signals.saves_checkpoint = False  # the folder is removed below
-    try:
-        trainer.train()
-    finally:
-        del trainer, encoder
-        gc.collect()  # a trainer and its model refer to each other
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    finished = on_first_rank(lambda: find_result(folder, identity, may_restart=True))
+    if finished is not None:
+        return finished
+    with begin(folder, identity, "run", may_restart=True):
+        result = work() if all_ranks or rank() == 0 else None
+        result = share(json.loads(json.dumps(result)))  # as it will be read, without tuples
         if rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-    seconds = time.perf_counter() - started
-    seconds_per_update = monitor.get_latest_speed()
-    if monitor.was_stopped:
-        return Outcome(None, None, seconds, num_updates, seconds_per_update)
-    query_scores = share(evaluator.query_scores)  # only the first process has scores
-    score = statistics.fmean(query_scores.values())
-    return Outcome(query_scores, score, seconds, num_updates, seconds_per_update)
+            write_json(folder / RESULT_FILE, result)
+    return result
+
+
+def find_result(folder: Path, identity: Identity, may_restart: bool) -> dict[str, Any] | None:
+    """Return the result of the same work in a folder; None if there is none.
+
+    Raises:
+        ConfigError: for the result of other work, unless the work may restart.
+    """
+    if not (folder / RESULT_FILE).is_file():
+        return None
+    if may_restart and _list_changes(folder / IDENTITY_FILE, identity):
+        return None
+    require_same_work(folder, identity)
+    return read_json(folder / RESULT_FILE)
 
 
 @contextmanager
-def _hide_progress_bars() -> Iterator[None]:
-    """Hide the progress bars of transformers, which would appear between the lines of a search."""
-    was_enabled = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
+def begin(folder: Path, identity: Identity, command: str, may_restart: bool) -> Iterator[None]:
+    """Hold the lock of a folder in a ``with`` block, and write the identity of the work.
+
+    Args:
+        command: the name of the command in the error if another process works in the folder.
+        may_restart: True: a folder with another identity is emptied. False: it is refused.
+
+    Raises:
+        ConfigError: if the folder has other work, or another process works in it.
+    """
+    with lock_folder(folder, command) if rank() == 0 else nullcontext():
+        if rank() == 0 and may_restart and _list_changes(folder / IDENTITY_FILE, identity):
+            for path in folder.iterdir():  # not the folder itself, which is locked
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        require_same_work(folder, identity)
+        if rank() == 0:
+            (folder / RESULT_FILE).unlink(missing_ok=True)
+        share(None)  # the other processes wait for the first one
+        try:
+            yield
+        except UserError:
+            # Nothing was done: the user corrects the mistake, and may use the folder.
+            if rank() == 0 and [path.name for path in folder.iterdir()] == [IDENTITY_FILE]:
+                (folder / IDENTITY_FILE).unlink()
+            raise
+
+
+def require_same_work(folder: Path, identity: Identity, file_name: str = IDENTITY_FILE) -> None:
+    """Write an identity to a file of a folder, or check that it is that of an earlier start.
+
+    Raises:
+        ConfigError: if the identity differs.
+    """
+    if rank() != 0:
+        return
+    changes = _list_changes(folder / file_name, identity)
+    if changes:
+        raise ConfigError(
+            f"{folder}: this folder has work with another {', '.join(changes)}; name another "
+            "output folder, or remove this one"
+        )
+    write_json(folder / file_name, identity)
+
+
+def _list_changes(file: Path, identity: Identity) -> list[str]:
+    """Return what differs from the identity in a file: names, with short values; [] without it."""
+    if not file.is_file():
+        return []
+    earlier = read_json(file)
+    current = json.loads(json.dumps(redact(dict(identity))))  # as it is in the file
+    changes = []
+    for name in {**earlier, **current}:
+        values = [str(content.get(name, "default")) for content in (earlier, current)]
+        if values[0] == values[1]:
+            continue
+        if max(len(value) for value in values) <= _MAX_SHOWN_VALUE:
+            changes.append(f"{name} ({values[0]}, now {values[1]})")
+        else:
+            changes.append(name)
+    return changes
+
+
+def on_first_rank(work: Callable[[], Any]) -> Any:
+    """Return on all processes what the first one computes, as JSON; the others wait for it."""
+    return share(work() if rank() == 0 else None)
+
+
+def only_first_rank(print_line: Callable[[str], None]) -> Callable[[str], None]:
+    """Return a function that prints lines on the first process only."""
+    return print_line if rank() == 0 else lambda line: None
+
+
+# Identities ---------------------------------------------------------------------------------------
+
+
+def describe_settings(settings: Settings) -> dict[str, Any]:
+    """Return {name: value} of the settings that decide the result of a run, and the version.
+
+    A file or folder is described by its content, so that it may be moved.
+    """
+    ignored = find("on_change", "ignore")
+    paths = find("is_path")
+    identity: dict[str, Any] = {"version": __version__}
+    for name, value in to_dict(settings).items():
+        if name in ignored:
+            continue
+        if name == "passage_store":  # its embeddings are large, and have a hash already
+            value = EmbeddingStore.open(value).fingerprint
+        elif name in paths:
+            items = value if isinstance(value, list) else [value]
+            value = [hash_path(item) for item in items]
+        identity[name] = value
+    return identity
+
+
+def describe_models(
+    encoder: DualEncoder, settings: Settings, args: ContAccumTrainingArguments
+) -> dict[str, str | None]:
+    """Return hashes of the base model, its tokenisation and the guide, by name."""
+    return {
+        "model": model_fingerprint(encoder),
+        "tokenisation (tokenizer, prompts, lengths or pooling)": tokenisation_fingerprint(encoder),
+        "guide": model_fingerprint(load_guide(settings, args)),
+    }
+
+
+def hash_path(name: str, left_out: Path | None = None) -> str:
+    """Return a hash of a file or folder; the name itself of anything else, as on the hub.
+
+    Args:
+        name: the path or name, or a JSON object with a ``path``, as in ``train_data``.
+        left_out: a folder whose files do not count.
+
+    Raises:
+        ConfigError: if a file cannot be read.
+    """
+    if name.lstrip().startswith("{"):
+        options = json.loads(name)
+        return json.dumps({**options, "path": hash_path(str(options.get("path")))})
+    path = Path(name).expanduser()
+    contents = []
     try:
-        yield
+        for file in sorted([path, *path.rglob("*")] if path.is_dir() else [path]):
+            if left_out is not None and file.resolve().is_relative_to(left_out.resolve()):
+                continue
+            if file.is_file():
+                state = file.stat()
+                content = _hash_file(file, state.st_size, state.st_mtime_ns)
+                contents += ["" if file == path else str(file.relative_to(path)), content]
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read ({error.strerror})") from error
+    return fingerprint(*contents) if contents else name
+
+
+@functools.cache  # all runs of a search have the same model, which may be large
+def _hash_file(file: Path, size: int, time_changed: int) -> str:
+    return hash_file(file)
+
+
+# Runs ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a run.
+
+    Attributes:
+        score: the mean of the evaluator's primary metric; None if the run was stopped or failed.
+        query_scores: the scores at the end of the training.
+        halfway_scores: the scores after half of the updates.
+        updates: the number of updates of the whole training.
+        seconds: the time of loading, training and scoring.
+        seconds_per_update: the time of an update near the end of the run, without evaluations.
+        possible_updates: the number of updates that had time, if the whole training had none.
+        note: the reason if there is no score.
+    """
+
+    score: float | None = None
+    query_scores: QueryScores = field(default_factory=dict)
+    halfway_scores: QueryScores = field(default_factory=dict)
+    updates: int = 0
+    seconds: float = 0.0
+    seconds_per_update: float = 0.0
+    possible_updates: int | None = None
+    note: str = ""
+
+
+def run(
+    settings: Settings,
+    evaluator: RetrievalEvaluator,
+    folder: Path,
+    *,
+    max_seconds: float = math.inf,
+    is_hopeless: Callable[[QueryScores], bool] | None = None,
+    keeps_error: bool = False,
+) -> Result:
+    """Train by the settings in a folder, and score the model, which is not saved.
+
+    A finished run is not repeated.
+
+    Args:
+        settings: the settings; ``output_dir`` and ``eval_data`` are not used here.
+        evaluator: scores the model halfway and at the end.
+        max_seconds: the time that the updates may take. If the first updates show that it is not
+            enough, the result has ``possible_updates`` and no score.
+        is_hopeless: is called with the scores halfway; the run is stopped if it returns True.
+        keeps_error: True: an error of the user is the result, in ``note``.
+
+    Raises:
+        UserError: for settings, data or a model that cannot be used.
+    """
+
+    def work() -> dict[str, Any]:
+        try:
+            return asdict(_train_and_score(settings, evaluator, folder, max_seconds, is_hopeless))
+        except UserError as error:
+            if not keeps_error:
+                raise
+            return asdict(Result(note=str(error)))
+
+    evaluation = [evaluator.dataset.fingerprint, evaluator.primary_metric]
+    identity = {**describe_settings(replace(settings, eval_data=None)), "evaluation": evaluation}
+    return Result(**once(folder, identity, work, all_ranks=True))
+
+
+def run_and_keep(settings: Settings, folder: Path) -> Result:
+    """Train as `contaccum train` does in a folder, which then has the model.
+
+    A finished run is not repeated. A run that was killed goes on from its last checkpoint; if the
+    settings have changed, it starts anew. The checkpoints are removed at the end.
+
+    Args:
+        settings: the settings; ``eval_data`` decides the best checkpoint.
+
+    Returns:
+        The best score on ``eval_data``, and the times.
+
+    Raises:
+        UserError: for settings, data or a model that cannot be used.
+    """
+
+    def work() -> dict[str, Any]:
+        changes = {"output_dir": str(folder), "resume_from_checkpoint": "auto"}
+        kept = replace(settings, **changes)
+        if not read_run_record(folder).get("finished"):
+            train_and_save(kept, ContAccumTrainingArguments.from_settings(kept))
+        times = [line["seconds"] for line in read_log(folder / TRAIN_LOG)]
+        scores = []
+        for record in read_log(folder / EVAL_LOG):
+            scores += [value for name, value in record.items() if name == "eval_ndcg@10"]
+        result = Result(
+            score=max(scores),
+            updates=len(times),
+            seconds=sum(times),
+            seconds_per_update=statistics.median(times[len(times) // 2 :]),
+        )
+        return asdict(result)
+
+    result = Result(**once(folder, describe_settings(settings), work, all_ranks=True))
+    if rank() == 0:
+        for checkpoint in folder.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
+    return result
+
+
+def measure_speed(settings: Settings, evaluator: RetrievalEvaluator, folder: Path) -> float | None:
+    """Return the present seconds per update of a run, which ends after two updates.
+
+    The result is None if the run fails. The folder is removed.
+    """
+    try:
+        return _train_and_score(settings, evaluator, folder, 0.0, None).seconds_per_update
+    except UserError:
+        return None
     finally:
-        if was_enabled:
-            transformers.utils.logging.enable_progress_bar()
+        if rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_results(folder: Path) -> list[tuple[dict[str, Any], Result]]:
+    """Return the identities and results of the finished runs in ``folder``/0, 1, 2, ..."""
+
+    def read() -> list[Any]:
+        contents: list[Any] = []
+        while (folder / str(len(contents)) / RESULT_FILE).is_file():
+            run_folder = folder / str(len(contents))
+            files = (run_folder / IDENTITY_FILE, run_folder / RESULT_FILE)
+            contents.append([read_json(file) for file in files])
+        return contents
+
+    return [(identity, Result(**result)) for identity, result in on_first_rank(read)]
+
+
+def start_ranks(settings: Settings) -> ContAccumTrainingArguments:
+    """Return the arguments of a training; with several processes, they can communicate from now on.
+
+    One process may have much more work than the others, so they wait for it for a long time.
+
+    Raises:
+        ConfigError: for settings that cannot work on this machine.
+    """
+    settings = replace(settings, ddp_timeout=int(RANK_TIMEOUT.total_seconds()))
+    return ContAccumTrainingArguments.from_settings(settings)
 
 
 def count_updates(dataset: Any, args: ContAccumTrainingArguments) -> int:
@@ -160,17 +413,87 @@ def count_updates(dataset: Any, args: ContAccumTrainingArguments) -> int:
     return max(1, math.ceil(updates_per_epoch * args.num_train_epochs))
 
 
-class _TrialMonitor(TrainerCallback):
-    """A callback that measures the time of updates, and stops a slow or hopeless trial."""
+def _train_and_score(
+    settings: Settings,
+    evaluator: RetrievalEvaluator,
+    folder: Path,
+    max_seconds: float,
+    is_hopeless: Callable[[QueryScores], bool] | None,
+) -> Result:
+    """Train, and score the model halfway and at the end; see `run`."""
+    started = time.perf_counter()
+    # An earlier run may have left document embeddings here. A query-side trainer sets the
+    # embeddings of its own store, and in other runs the evaluator encodes the documents.
+    evaluator.documents = None
+    settings = replace(
+        settings,
+        output_dir=str(folder),
+        eval_data=None,
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        overwrite_output_dir=True,
+    )
+    args = ContAccumTrainingArguments.from_settings(settings)
+    data = load_run_data(settings, args)._replace(evaluator=evaluator)
+    num_updates = count_updates(data.training.dataset, args)
+    args.eval_strategy = IntervalStrategy.STEPS
+    args.eval_steps = math.ceil(num_updates / 2)
+    monitor = _Monitor(evaluator, num_updates, max_seconds, is_hopeless)
+    bars_were_shown = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()  # it would appear between the lines printed
+    try:
+        encoder = load_encoder(settings, args)
+    finally:
+        if bars_were_shown:
+            transformers.utils.logging.enable_progress_bar()
+    encoder.model_card_data.generate_widget_examples = False  # the model card is not kept
+    trainer = make_trainer(encoder, settings, args, data, callbacks=[monitor])
+    trainer.remove_callback(PrinterCallback)  # the caller prints the score
+    trainer.signals.saves_checkpoint = False
+    try:
+        trainer.train()
+    except _TooSlow:
+        pass  # the monitor has the measured time
+    finally:
+        del trainer, encoder
+        gc.collect()  # a trainer and its model refer to each other
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    result = Result(
+        halfway_scores=monitor.halfway_scores,
+        updates=num_updates,
+        seconds=round(time.perf_counter() - started, 1),
+        seconds_per_update=monitor.get_latest_speed(),
+        possible_updates=monitor.possible_updates,
+    )
+    if monitor.possible_updates is not None:
+        return dataclasses.replace(result, note="too slow for the budget")
+    if monitor.was_stopped:
+        return dataclasses.replace(result, note="stopped halfway")
+    query_scores = share(evaluator.query_scores)  # only the first process has scores
+    return dataclasses.replace(
+        result, query_scores=query_scores, score=statistics.fmean(query_scores.values())
+    )
+
+
+class _TooSlow(Exception):
+    """Ends a training that would take longer than its time."""
+
+
+class _Monitor(TrainerCallback):
+    """A callback that measures the time of updates, and stops a slow or hopeless run."""
 
     def __init__(
         self,
         evaluator: RetrievalEvaluator,
         num_updates: int,
         max_seconds: float,
-        is_hopeless: Callable[[QueryScores], bool],
+        is_hopeless: Callable[[QueryScores], bool] | None,
     ) -> None:
         self.was_stopped = False
+        self.possible_updates: int | None = None
+        self.halfway_scores: QueryScores = {}
         self._evaluator = evaluator
         self._num_updates = num_updates
         self._max_seconds = max_seconds
@@ -196,19 +519,19 @@ class _TrialMonitor(TrainerCallback):
         self._last_end = now
         if state.global_step != _MEASURED_UPDATES:
             return
-        elapsed = now - self._started
         # All processes use the time of the first process, so that they make the same decision.
-        seconds_per_update = share(elapsed / state.global_step)
-        seconds = seconds_per_update * self._num_updates
-        if seconds > self._max_seconds:
-            possible_updates = int(self._max_seconds / seconds_per_update)
-            raise TooSlow(possible_updates, seconds, seconds_per_update)
+        seconds_per_update = share((now - self._started) / state.global_step)
+        if seconds_per_update * self._num_updates > self._max_seconds:
+            self.possible_updates = int(self._max_seconds / seconds_per_update)
+            self._update_seconds = [seconds_per_update]
+            raise _TooSlow
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        is_last = state.global_step >= state.max_steps
-        if not is_last and self._is_hopeless(dict(self._evaluator.query_scores)):
-            self.was_stopped = True
-            control.should_training_stop = True
+        if state.global_step < state.max_steps:
+            self.halfway_scores = share(dict(self._evaluator.query_scores))
+            if self._is_hopeless is not None and self._is_hopeless(self.halfway_scores):
+                self.was_stopped = True
+                control.should_training_stop = True
         self._last_end = time.perf_counter()

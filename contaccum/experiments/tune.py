@@ -1,134 +1,574 @@
-"""The search: trials of settings within a budget of time, and the choice of the best settings.
+"""Tuning: the settings to try next follow from the results so far, until the time is used.
 
 A trial is one training with some settings, scored on dev data. First each method is tried at a few
-learning rates, which are called the rungs of its ladder. Then Optuna's TPE sampler searches all
-settings together. Trials are stored in a journal, so that a search can continue after a kill.
+learning rates, which form its ladder, because a wrong learning rate costs most. Then the other
+settings that a field of `contaccum.settings` names values for (``tries``) are varied around the
+best ones so far. No state is kept besides the folders of the trials, so a search goes on after a
+kill.
 
 A trial may be too slow for the budget. The trials of its method are then cut to fewer updates, or
-the method is left out. The number of updates becomes the setting ``max_steps`` of these trials.
-The final training of `contaccum fit` is longer than they are if there is time. A trial that is
-significantly worse than the best one is stopped halfway.
+the method is left out. The number of updates becomes ``max_steps`` of these trials. The final
+training of `contaccum fit` is longer than they are if there is time. A trial that is significantly
+worse than the best one is stopped halfway.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import optuna
-from optuna.trial import TrialState
+import yaml
 
+from contaccum.data.beir import find_beir_file
 from contaccum.data.near_duplicates import group_queries
-from contaccum.distributed import rank, share, world_size
-from contaccum.errors import ConfigError, UserError
+from contaccum.distributed import world_size
+from contaccum.encoders.dual_encoder import DualEncoder
+from contaccum.encoders.loading import model_name
+from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.files import redact
-from contaccum.tuning.budget import TimeForTrials, format_duration, suggest_budget
-from contaccum.tuning.choice import Choice, FinishedTrial, Settings, choose_trial
-from contaccum.tuning.journal import open_study, read_finished_trials
-from contaccum.tuning.ladder import format_value
-from contaccum.tuning.options import Options
-from contaccum.tuning.rates import Rung, find_next_rung, find_untried_method
-from contaccum.tuning.space import Setting, name_method_parameter, name_span_parameter, suggest
-from contaccum.tuning.trial import Outcome, QueryScores, TooSlow, run_trial
+from contaccum.evaluation.metrics import sign_flip_test
+from contaccum.experiments.budget import TimeForTrials, format_duration, suggest_budget
+from contaccum.experiments.ladder import find_best_value, next_values, round_value, smooth
+from contaccum.experiments.run import (
+    QueryScores,
+    Result,
+    begin,
+    describe_models,
+    describe_settings,
+    hash_path,
+    measure_speed,
+    on_first_rank,
+    only_first_rank,
+    read_results,
+    run,
+    start_ranks,
+)
+from contaccum.files import provenance, redact, refuse_credentials, write_json, write_text
+from contaccum.mining import load_mining_data, mine_hard_negatives, write_mined
+from contaccum.retrieval.documents import StoreDocuments
+from contaccum.retrieval.encode import CorpusEncoder, get_similarity
+from contaccum.retrieval.store import EmbeddingStore
+from contaccum.settings import (
+    DEFAULT_TEMPERATURE,
+    WITH_BANK,
+    WITH_QUERY_BANK,
+    Settings,
+    find,
+    for_method,
+    get_default,
+    replace,
+    to_dict,
+    uses,
+)
+from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.checkpoint import count_rows
+from contaccum.training.query_side import USELESS_SHARE_OF_BM25
+from contaccum.training.run import list_training_sets, load_data, load_encoder, load_evaluator
+from contaccum.training.update import find_largest_divisor
 
+TRIAL_METRIC = "ndcg@10"
+"""The metric by which a search scores its trials, the base model and BM25."""
 MAX_TRIALS = 40
 """More trials would mainly choose the noise of the dev set."""
 MIN_UPDATES = 8
 """The smallest number of updates of a trial; the score of a shorter trial says nothing."""
+RATE_FACTOR = 3.0
+"""The factor between two learning rates of a ladder."""
+MAX_RATES = 5
+"""The largest number of learning rates that are tried with a method."""
+QUERY_SIDE_START_RATE = 1.6e-4
+START_RATE = 1e-4
+"""The learning rate at which the ladder of a method starts, except query_side.
 
-# The settings that decide the time of an update.
-_COST_KEYS = ("method", "total_train_batch_size", "num_hard_negatives")
-_LADDER_KEYS = {"method", "learning_rate"}  # the settings that the ladders vary
-_NO_TIME = "no time is left for this trial"
-_TOO_SLOW = "too slow for the budget"  # start of the journal's note on a method that is left out
+Both rates are for full training of a pretrained retriever with 384 hidden dimensions.
+`compute_start_rate` adapts them to other encoders.
+"""
+TUNED_CONFIG = "tuned.yaml"
+TUNED_RECORD = "tuned.json"
+MINED_FILE = "mined.jsonl"
+MAX_MINING_SCORES = 2e9
+"""The largest number of query-document scores that BM25 computes; some minutes on a CPU."""
+
+Point = dict[str, Any]
+"""{setting: value} of what the search has chosen: method, learning rate, and what is varied."""
+
+_START_RATE_WIDTH = 384  # a wider encoder needs a smaller rate, about in proportion
+_ADAPTER_FACTOR = 10.0  # LoRA adapters need larger rates
+_WEAK_BASE_FACTOR = 5.0  # an encoder that cannot retrieve yet needs larger rates
+_DEFAULT_QUERY_SIDE_BATCH_SIZE = 128
+_MAX_QUERY_SIDE_MICRO_BATCH = 32  # pairs of query-side training, in which only queries are encoded
+_QUERY_SIDE_BATCH_UNIT = 8  # the batch of a process is a multiple, so micro-batches are not tiny
+# A document that scores more than 95% of the positive is no negative: it may be relevant as well.
+_RELATIVE_MARGIN = 0.05
+_HOPELESS_P_VALUE = 0.01  # a trial that is worse than the best one by this test is stopped halfway
 _LOADING_MARGIN = 1.2  # time of a trial with loading and scoring, relative to its updates
 # Once another method has a score, a method whose trials would be cut to less than this is left out.
 _MIN_SHARE_OF_UPDATES = 0.25
 _NUM_PLANNED_TRIALS = 6  # the first trial of a method may be so long that six have time
+_COST_NAMES = ("method", "total_train_batch_size", "num_hard_negatives")  # they cost time
+_MORE_DEV_QUERIES = (
+    "take more dev queries, about other passages (--dev of contaccum fit or contaccum split)"
+)
 
 
-class TrialPlan(NamedTuple):
-    """A trial that all processes run next.
+# Settings of a method -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """The settings that all trials share, and what a method needs in addition.
 
     Attributes:
-        options: the options of the run.
-        max_seconds: the time that its updates may take.
+        settings: the settings from which the search starts, of method contaccum, which has all
+            settings but those of the documents.
+        fixed: names of the settings that the search does not vary.
+        store: the folder of document embeddings for query-side training; None: there is none.
+        mined: the training data with hard negatives that BM25 mined; None: the data have negatives,
+            or need none.
     """
 
-    options: Options
-    max_seconds: float
+    settings: Settings
+    fixed: Collection[str]
+    store: str | None = None
+    mined: str | None = None
+
+    def make_settings(self, method: str, **changes: Any) -> Settings:
+        """Return the settings of a run by a method.
+
+        Settings of the bank are dropped without a bank. Other settings that the method does not
+        have are refused, because they would be lost if the method was chosen.
+
+        Raises:
+            ConfigError: if the method cannot have the settings.
+        """
+        values: dict[str, Any] = {}
+        if method not in WITH_BANK:
+            values = {**find("methods", WITH_BANK), **find("methods", WITH_QUERY_BANK)}
+        settings = replace(self.settings, **changes)
+        if self.mined is not None and settings.num_hard_negatives and method != "query_side":
+            values["train_data"] = [self.mined]
+            for name in ("data_columns", "data_format", "split"):  # those of the user's file
+                values[name] = get_default(Settings.__dataclass_fields__[name])
+        if method == "in_batch":
+            values |= self._make_in_batch_sizes(settings)
+        if method == "query_side":
+            if settings.load_in_4bit:
+                raise ConfigError(
+                    "method=query_side with load_in_4bit: the store would not fit, because the "
+                    "base model encodes it without rounding to 4 bits. Drop load_in_4bit"
+                )
+            # All documents of the store are negatives; passages that it lacks are added.
+            values |= {"passage_store": self.store, "missing": "add", "num_hard_negatives": 0}
+            values |= self._make_query_side_sizes(settings)
+        return replace(settings, **{**values, "method": method})
+
+    def _make_in_batch_sizes(self, settings: Settings) -> dict[str, Any]:
+        """Make the micro-batch of each process its share of the update.
+
+        If the user has fixed the size of the micro-batch alone, it decides the size of the update.
+        """
+        if "per_device_train_batch_size" not in self.fixed:
+            total = settings.total_train_batch_size
+            return {} if total is None else {"per_device_train_batch_size": total // world_size()}
+        return {} if "total_train_batch_size" in self.fixed else {"total_train_batch_size": None}
+
+    def _make_query_side_sizes(self, settings: Settings) -> dict[str, Any]:
+        """Return sizes of micro-batch and update, which are larger if the user has not fixed them.
+
+        Raises:
+            ConfigError: if the pairs of an update cannot be divided among the processes.
+        """
+        if "gradient_accumulation_steps" in self.fixed:
+            return {}
+        num_ranks = world_size()
+        micro_batch = None
+        if "per_device_train_batch_size" in self.fixed:
+            micro_batch = settings.per_device_train_batch_size
+        total = settings.total_train_batch_size
+        if total is None:
+            unit = micro_batch if isinstance(micro_batch, int) else _QUERY_SIDE_BATCH_UNIT
+            total = round_up(_DEFAULT_QUERY_SIDE_BATCH_SIZE, unit * num_ranks)
+        if total % num_ranks:
+            raise ConfigError(
+                f"total_train_batch_size={total}: give a multiple of {num_ranks}, the number of "
+                "processes"
+            )
+        if micro_batch is None:
+            micro_batch = find_largest_divisor(total // num_ranks, _MAX_QUERY_SIDE_MICRO_BATCH)
+        return {
+            "total_train_batch_size": total,
+            "per_device_train_batch_size": micro_batch,
+            "gradient_accumulation_steps": 1,
+        }
 
 
-class Search:
-    """Trials of settings on dev data.
+def round_up(number: int, divisor: int) -> int:
+    """Return the smallest multiple of the divisor that is not below the number."""
+    return math.ceil(number / divisor) * divisor
 
-    In distributed training the first process decides what is tried, and all processes train.
+
+def make_base_settings(settings: Settings) -> Settings:
+    """Return the settings that load the base model: the simplest method, and no adapter.
+
+    The base model encodes the store for query-side training. A query-side training has no adapter
+    in its document tower, and it refuses a store that another document tower has encoded.
+    """
+    without_adapter = {"lora_r": None, "load_in_4bit": False, "merge_adapter": False}
+    return for_method(settings, "grad_accum", **find("needs", "lora_r"), **without_adapter)
+
+
+def list_methods(
+    source: Source, config_method: str | None, print_line: Callable[[str], None] = print
+) -> list[str]:
+    """Return the methods that are possible with the settings; that of the config comes first.
+
+    The settings of each method are checked, so that a wrong value is refused before anything is
+    trained. query_side is left out if it lacks one of the settings, or there are no documents.
 
     Args:
-        options: the options that all trials have; each trial adds its settings to them.
-        starts: {method: {key: value}}. The methods are those to try. The values are those at which
-            the search of a learning rate or temperature starts; see `Span`.
-        space: {key: setting} of the settings to search.
-        adapt_options: is called with options and a method, and returns the options of a run by the
-            method: it adds what the method needs and drops what the method does not use.
+        config_method: the method that the user has given; if it is fixed, it is the only one.
+        print_line: is called with the reason if query_side or the user's method is left out.
+
+    Raises:
+        ConfigError: for settings that `contaccum train` refuses, or if only query_side is to be
+            tried, and there are no documents.
+    """
+    methods = list(Settings.__dataclass_fields__["method"].metadata["tries"])
+    is_fixed = "method" in source.fixed
+    if is_fixed:
+        methods = [str(config_method)]
+        if methods == ["query_side"] and source.store is None:
+            raise ConfigError("method=query_side needs documents: set corpus or passage_store")
+    elif source.store is None:
+        methods.remove("query_side")
+    for method in list(methods):
+        try:
+            ContAccumTrainingArguments.from_settings(source.make_settings(method))
+        except ConfigError as error:
+            if method != "query_side" or is_fixed:
+                raise
+            methods.remove(method)
+            print_line(f"query_side is not tried: {error}")
+    if config_method in methods:
+        methods.remove(config_method)
+        methods.insert(0, config_method)
+    elif config_method is not None:
+        print_line(
+            f"method={config_method} of the config is not tried, only {', '.join(methods)}; "
+            f"--method {config_method} searches its settings"
+        )
+    return methods
+
+
+def compute_start_rate(method: str, width: int, has_adapter: bool, is_base_weak: bool) -> float:
+    """Return the learning rate at which the ladder of a method starts.
+
+    Args:
+        width: the number of dimensions of the encoder's hidden states.
+        has_adapter: True if a LoRA adapter is trained.
+        is_base_weak: True if the encoder scores far below BM25 before training.
+    """
+    rate = QUERY_SIDE_START_RATE if method == "query_side" else START_RATE
+    rate *= _START_RATE_WIDTH / width
+    if has_adapter:
+        rate *= _ADAPTER_FACTOR
+    if is_base_weak:
+        rate *= _WEAK_BASE_FACTOR
+    return round_value(rate)
+
+
+def mine_once(settings: Settings, corpus: str | None, file: Path) -> str | None:
+    """Mine one hard negative per query with BM25, and write the training data with them to a file.
+
+    The file has the records of the training data with all their positives, so training on it masks
+    the same known positives. If an earlier start has written the file, it is not written again.
+
+    Args:
+        corpus: the documents to search for negatives; None: the positives of the training data.
+
+    Returns:
+        The file. None if there are several training sets, if BM25 would have to compute more than
+        `MAX_MINING_SCORES` scores, or if it finds no negatives.
+
+    Raises:
+        DataError: for data that cannot be read.
+    """
+    if file.is_file():
+        return str(file)
+    sets = list(list_training_sets(settings).values())
+    if len(sets) != 1:
+        return None
+    options = {}
+    for name in ("data_format", "split", "columns", "min_score"):
+        if name in sets[0]:
+            options[name] = sets[0][name]
+    data = load_mining_data(
+        sets[0]["path"], corpus, on_bad_record=settings.on_bad_record, **options
+    )
+    if len(data.queries) * data.pool_size > MAX_MINING_SCORES:
+        return None
+    try:
+        mined = mine_hard_negatives(
+            data, relative_margin=_RELATIVE_MARGIN, num_negatives=1, show_progress=False
+        )
+    except DataError:  # queries and passages have no words in common
+        return None
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_mined(mined, file)
+    return str(file)
+
+
+# What to try next, and what to choose -------------------------------------------------------------
+
+
+class Trial(NamedTuple):
+    """A trial that was scored, was stopped, or failed.
+
+    Attributes:
+        number: its number in the search, which is also the name of its folder.
+        point: what was searched.
+        result: the result; its ``score`` is None if the trial was stopped or failed.
+    """
+
+    number: int
+    point: Point
+    result: Result
+
+    @property
+    def method(self) -> str:
+        """The method of the trial."""
+        return str(self.point["method"])
+
+    @property
+    def is_on_ladder(self) -> bool:
+        """True if nothing but the learning rate was varied."""
+        return self.point.keys() <= {"method", "learning_rate", "max_steps"}
+
+    @property
+    def rate(self) -> float:
+        """The learning rate; 1 if the user has fixed it."""
+        return float(self.point.get("learning_rate", 1.0))
+
+
+def choose_next(
+    starts: Mapping[str, Point],
+    tries: Mapping[str, Sequence[tuple[str, Any]]],
+    trials: Sequence[Trial],
+    groups: Mapping[str, int],
+) -> Point | None:
+    """Return what to try next; None if everything was tried. It depends on the arguments only.
+
+    First every method is tried at its start rate. Then the ladder of the method with the best score
+    is completed, then the ladder of the second best method, and so on. Then one other setting at a
+    time is changed in the best settings, and after that in the settings of the other trials.
+
+    Args:
+        starts: {method: the point at which its ladder starts}.
+        tries: {method: (setting, value) to try, in their order}.
+        trials: the trials so far.
+        groups: {dev query id: its group}.
+    """
+    ladders: dict[str, dict[float, float | None]] = {}
+    for method, start in starts.items():
+        ladders[method] = {}
+        for trial in trials:
+            if {**trial.point, "learning_rate": None} == {**start, "learning_rate": None}:
+                ladders[method][trial.rate] = trial.result.score
+        if not ladders[method]:
+            return start
+
+    def get_best_score(method: str) -> float:
+        return max((score for score in ladders[method].values() if score is not None), default=0.0)
+
+    for method in sorted(starts, key=lambda name: -get_best_score(name)):
+        start = starts[method]
+        if "learning_rate" in start:
+            rate = start["learning_rate"]
+            rates = [rate, round_value(rate * RATE_FACTOR), round_value(rate / RATE_FACTOR)]
+            further = next_values(rates, RATE_FACTOR, MAX_RATES, ladders[method])
+            if further:
+                return {**start, "learning_rate": further[0]}
+
+    comparable = []
+    for trial in trials:
+        start = starts.get(trial.method, {})
+        has_present_length = trial.point.get("max_steps") == start.get("max_steps")
+        if trial.result.score is not None and start and has_present_length:
+            comparable.append(trial)
+    if not comparable:
+        return None
+    best = choose_best(comparable, groups)
+    others = sorted(comparable, key=lambda trial: -(trial.result.score or 0.0))
+    tried = [trial.point for trial in trials]
+    for trial in [best, *others]:
+        for name, value in tries[trial.method]:
+            candidate = {**trial.point, name: value}
+            # The number of epochs has no effect if the trials are cut.
+            has_effect = name != "num_train_epochs" or "max_steps" not in candidate
+            if candidate not in tried and has_effect:
+                return candidate
+    return None
+
+
+def choose_best(trials: Sequence[Trial], groups: Mapping[str, int]) -> Trial:
+    """Return the best of the trials, all of which have a score.
+
+    Trials that differ only by the learning rate form a curve, score against learning rate, and
+    `find_best_value` chooses the best trial of each curve. Of these candidates, the highest one
+    from the ladders of learning rates is preferred. Another candidate, one of the many with other
+    settings, replaces it only if the 95% interval of the difference between the two lies above 0
+    (`sign_flip_test`). With fewer than six groups of queries, no interval does.
+    """
+    curves: dict[str, list[Trial]] = {}
+    for trial in trials:
+        others = {name: value for name, value in trial.point.items() if name != "learning_rate"}
+        curves.setdefault(str(sorted(others.items())), []).append(trial)
+    candidates = []
+    for curve in curves.values():
+        trials_by_rate = {trial.rate: trial for trial in curve}
+        scores = {rate: trial.result.score or 0.0 for rate, trial in trials_by_rate.items()}
+        best_rate = find_best_value(scores)
+        best = trials_by_rate[best_rate]
+        candidates.append((not best.is_on_ladder, -smooth(scores)[best_rate], best.number, best))
+    candidates.sort(key=lambda candidate: candidate[:3])
+    chosen = candidates[0][-1]
+    for *_, candidate in candidates[1:]:
+        test = sign_flip_test(candidate.result.query_scores, chosen.result.query_scores, groups)
+        if test["low"] > 0.0:
+            chosen = candidate
+    return chosen
+
+
+class Choice(NamedTuple):
+    """The settings that were chosen.
+
+    Attributes:
+        settings: {name: value} of what was searched.
+        trial: the number of the trial with these settings.
+        score: its mean score on dev.
+        against_base: the comparison with the base model, as `sign_flip_test` returns it.
+        warnings: lines for the user about weak evidence for the choice.
+    """
+
+    settings: Point
+    trial: int
+    score: float
+    against_base: dict[str, float]
+    warnings: list[str]
+
+
+def choose_trial(
+    trials: Sequence[Trial], base_scores: QueryScores, groups: Mapping[str, int]
+) -> Choice:
+    """Choose the settings of the best trial (`choose_best`), and collect warnings about them.
+
+    Args:
+        base_scores: {query id: score of the base model}.
+        groups: {query id: its group}; queries about the same passage are in one group.
+
+    Raises:
+        ConfigError: if no trial has a score.
+    """
+    scored = [trial for trial in trials if trial.result.score is not None]
+    if not scored:
+        raise ConfigError(
+            "no trial has a score: give a larger --budget, or see above why the trials failed"
+        )
+    best = choose_best(scored, groups)
+    against_base = sign_flip_test(best.result.query_scores, base_scores, groups)
+    interval = (
+        f"({against_base['difference']:+.3f}, 95% {against_base['low']:+.3f} to "
+        f"{against_base['high']:+.3f})"
+    )
+    warnings = []
+    if against_base["high"] < 0.0:
+        warnings.append(
+            "on the dev data the chosen settings are significantly worse than the base model "
+            f"{interval}; try smaller learning rates, or keep the base model"
+        )
+    elif against_base["low"] <= 0.0:
+        warnings.append(
+            "on the dev data the chosen settings are not significantly better than the base model "
+            f"{interval}; {_MORE_DEV_QUERIES}"
+        )
+    others = [trial for trial in scored if trial is not best]
+    if others:
+        worst = min(others, key=lambda trial: trial.result.score or 0.0)
+        test = sign_flip_test(best.result.query_scores, worst.result.query_scores, groups)
+        if test["low"] <= 0.0:
+            warnings.append(
+                "on the dev data the chosen settings are not significantly better than the worst "
+                "ones that were trained to the end, so the choice says little; "
+                f"{_MORE_DEV_QUERIES}"
+            )
+    score = float(best.result.score or 0.0)
+    return Choice(dict(best.point), best.number, score, against_base, warnings)
+
+
+# The search ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Search:
+    """Trials of settings on dev data within a budget of time.
+
+    With several processes, all of them train, and take the same decisions.
+
+    Attributes:
+        source: the settings that all trials have.
+        starts: {method: the point at which its ladder starts}.
+        tries: {method: (setting, value) to try after the ladders}.
         evaluator: the evaluator of the dev data.
         base_scores: {query id: score of the base model}.
         time: the time that trials may take.
-        folder: the folder of the journal.
-        seed: the seed of the sampler.
+        folder: the folder of the trials.
         print_line: is called with each line for the user.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        starts: Mapping[str, Mapping[str, float]],
-        space: Mapping[str, Setting],
-        adapt_options: Callable[[Options, str], Options],
-        evaluator: RetrievalEvaluator,
-        base_scores: QueryScores,
-        time: TimeForTrials,
-        folder: Path,
-        seed: int,
-        print_line: Callable[[str], None],
-    ) -> None:
-        self._options = options
-        self._starts = starts
-        self._space = space
-        self._adapt_options = adapt_options
-        self._evaluator = evaluator
-        self._base_scores = base_scores
-        self._time = time
-        self._folder = folder
-        self._seed = seed
-        self._print_line = print_line
-        # {method: updates} of methods whose trials had to be cut: of the cut trials, and of a trial
-        # at full length
-        self._max_updates: dict[str, int] = {}
-        self._full_updates: dict[str, int] = {}
-        self._running_trial: optuna.Trial | None = None
-        # The speed that was measured again, as settings and seconds per update, and the number of
-        # trials that had ended then
-        self._measured_speed: tuple[Settings, float] | None = None
+    source: Source
+    starts: Mapping[str, Point]
+    tries: Mapping[str, Sequence[tuple[str, Any]]]
+    evaluator: RetrievalEvaluator
+    base_scores: QueryScores
+    time: TimeForTrials
+    folder: Path
+    print_line: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self._groups = group_queries(self.evaluator.dataset)
+        self._attempts: list[Trial] = []  # also those that were too slow and are cut
+        # Point and seconds per update of all measurements in their order, and the number of trials
+        # before the last one that was not a trial.
+        self._speeds: list[tuple[Point, float]] = []
         self._measured_after = 0
-        self._is_first_process = rank() == 0
-        if not self._is_first_process:
-            return  # the other processes have no journal
-        self._groups = group_queries(evaluator.dataset)
-        self._study, self._interrupted = open_study(folder)
-        for earlier_trial in self._study.trials:
-            settings = earlier_trial.user_attrs.get("settings", {})
-            if "max_steps" in settings:
-                self._max_updates[settings["method"]] = settings["max_steps"]
-            else:
-                self._max_updates.pop(settings.get("method"), None)
-            if "full_updates" in earlier_trial.user_attrs:
-                full_updates = earlier_trial.user_attrs["full_updates"]
-                self._full_updates[settings["method"]] = full_updates
+        for identity, result in read_results(self.folder):
+            self._add(self._read_point(identity), result)
+        self._read_lengths()
+
+    def _add(self, point: Point, result: Result) -> None:
+        self._attempts.append(Trial(len(self._attempts), point, result))
+        if result.possible_updates is None and result.seconds_per_update:
+            self._speeds.append((point, result.seconds_per_update))
+
+    def _read_point(self, identity: Mapping[str, Any]) -> Point:
+        """Return what was searched in a trial, from the identity of its run."""
+        defaults = Settings()
+        method = identity.get("method", defaults.method)
+        start = self.starts[method]
+        settings = self.source.make_settings(**start)
+        point = {"method": method}
+        if "learning_rate" in start:
+            point["learning_rate"] = identity.get("learning_rate", defaults.learning_rate)
+        for name in ("max_steps", *dict(self.tries[method])):
+            value = identity.get(name, getattr(defaults, name))
+            if value != getattr(settings, name):
+                point[name] = value
+        return point
 
     def run(self) -> Choice:
         """Run trials until the time is used, and choose the best settings.
@@ -137,317 +577,217 @@ class Search:
             ConfigError: if the budget is too short for one trial.
             UserError: for a mistake that every trial would fail with.
         """
-        while True:
-            trial_plan = None
-            if self._is_first_process:
-                trial_plan = self._plan_next_trial()
-            trial_plan = share(trial_plan)
-            if trial_plan is None:
-                break
-            result = self._run_trial(trial_plan)
-            if self._is_first_process:
-                self._record(result)
-        choice = None
-        if self._is_first_process:
-            choice = choose_trial(self._finished_trials(), self._base_scores, self._groups)
-        return Choice(*share(choice))
+        while (point := self._plan_next()) is not None:
+            max_seconds = self._time_for_trial()
+            if "max_steps" not in point and self._estimate_seconds(point["method"]) is None:
+                # Until a trial of the method has a score, its trials may be cut.
+                max_seconds = min(max_seconds, self.time.longest_trial(_NUM_PLANNED_TRIALS))
+            result = run(
+                self.source.make_settings(**point),
+                self.evaluator,
+                self.folder / str(len(self._attempts)),
+                max_seconds=max_seconds,
+                is_hopeless=self._is_hopeless,
+                # With several processes, only one of them may have the error, such as too little
+                # memory, and the others would wait for it.
+                keeps_error=self._find_best() is not None and world_size() == 1,
+            )
+            self._add(point, result)
+            self._read_lengths()
+            self._print_progress(self._attempts[-1])
+            self.time.budget.save()
+        return choose_trial(self.trials, self.base_scores, self._groups)
+
+    @property
+    def trials(self) -> list[Trial]:
+        """The trials that were scored, were stopped or failed, without those that were cut."""
+        return [trial for trial in self._attempts if trial.number not in self._cut_trials]
 
     def make_records(self) -> list[dict[str, Any]]:
-        """Return a JSON record of each finished trial, on every process."""
+        """Return a JSON record of each trial."""
         records = []
-        if self._is_first_process:
-            for trial in self._finished_trials():
-                records.append(
-                    {
-                        "trial": trial.number,
-                        "settings": trial.settings,
-                        "score": trial.score,
-                        "seconds": trial.seconds,
-                        "updates": trial.updates,
-                        "seconds_per_update": trial.seconds_per_update,
-                        "latest_seconds_per_update": self._find_latest_speed(trial.settings),
-                        "note": trial.note,
-                    }
-                )
-        shared: list[dict[str, Any]] = share(records)
-        return shared
+        for trial in self.trials:
+            result = trial.result
+            records.append(
+                {
+                    "trial": trial.number,
+                    "settings": trial.point,
+                    "score": result.score,
+                    "seconds": result.seconds,
+                    "updates": result.updates,
+                    "seconds_per_update": result.seconds_per_update,
+                    "latest_seconds_per_update": self._find_latest_speed(trial.point),
+                    "note": redact(self._notes.get(trial.number, result.note)),
+                }
+            )
+        return records
 
-    def _finished_trials(self) -> list[FinishedTrial]:
-        """Return the trials that have ended, in their order."""
-        return read_finished_trials(self._study)
-
-    def _plan_next_trial(self) -> TrialPlan | None:
-        """Return the trial to run next; None if the search has ended."""
-        # After a trial was cut, it is still the running trial and is planned again, with fewer
-        # updates. Otherwise a new trial is created.
-        if self._running_trial is None:
-            reason = "all settings have been tried"
-            if len(self._finished_trials()) >= MAX_TRIALS:
-                reason = f"more than {MAX_TRIALS} trials would mainly choose the noise of dev"
-            elif not self._has_time():
-                measurement = self._plan_measurement()
-                if measurement is not None:
-                    return measurement
-                left = format_duration(max(0.0, self._time.budget.left()))
-                reason = f"the {left} that are left are not enough for another trial"
-                if self._time.final_training_factor:
-                    reason += " beside the final training and the test"
+    def _read_lengths(self) -> None:
+        """Read from the results which methods are cut to fewer updates, and which are left out."""
+        self._cuts: dict[str, int] = {}  # {method: updates of its trials}
+        self._full_updates: dict[str, int] = {}  # {method that was cut: updates at full length}
+        self._left_out: set[str] = set()  # methods that are too slow
+        self._cut_trials: set[int] = set()  # they are repeated with fewer updates
+        self._notes: dict[int, str] = {}
+        scored = set()  # method and length
+        for trial in self._attempts:
+            method, result = trial.method, trial.result
+            length = trial.point.get("max_steps")
+            if result.score is not None:
+                scored.add((method, length))
+                if length != self._cuts.get(method):
+                    self._cuts.pop(method, None)  # the machine has become faster
+            if result.possible_updates is None:
+                continue
+            if (method, length) in scored:
+                # The score of a shorter trial could not be compared with the earlier scores.
+                self._notes[trial.number] = "no time is left for this trial"
+                continue
+            min_updates = MIN_UPDATES
+            if scored and method not in self._full_updates:
+                # The score after a small part of the training does not show how good a method is.
+                # But a method whose trials were cut before is not left out.
+                min_updates = max(MIN_UPDATES, math.ceil(_MIN_SHARE_OF_UPDATES * result.updates))
+            if result.possible_updates >= min_updates:
+                self._cuts[method] = result.possible_updates
+                self._full_updates.setdefault(method, result.updates)
+                self._cut_trials.add(trial.number)
             else:
-                self._running_trial = self._create_trial()
-            if self._running_trial is None:
-                self._print_line(f"the search ends: {reason}")
-                return None
+                self._left_out.add(method)
+                seconds = format_duration(result.updates * result.seconds_per_update)
+                self._notes[trial.number] = f"{result.note}: a trial of {method} takes {seconds}"
 
-        settings = self._running_trial.user_attrs["settings"]
-        max_seconds = self._time_for_trial()
-        if "max_steps" not in settings and self._estimate_seconds(settings["method"]) is None:
-            # Until a trial of the method has a score, its trials may be cut.
-            max_seconds = min(max_seconds, self._time.longest_trial(_NUM_PLANNED_TRIALS))
-        return TrialPlan(self._make_run_options(settings), max_seconds)
+    def _plan_next(self) -> Point | None:
+        """Return the point to try next; None if the search has ended.
 
-    def _make_run_options(self, settings: Settings) -> Options:
-        """Return the options of a run with the settings of a trial."""
-        options = dict(self._options)
-        for key, value in settings.items():
-            options[key] = [str(value)]
-        return dict(self._adapt_options(options, settings["method"]))
+        Raises:
+            ConfigError: if there is no time for the first trial.
+        """
+        if len(self.trials) >= MAX_TRIALS:
+            reason = f"more than {MAX_TRIALS} trials would mainly choose the noise of dev"
+        elif self._has_time() or (self._measure_again() and self._has_time()):
+            self._lengthen_trials()
+            starts = {}
+            for method, start in self.starts.items():
+                expected_seconds = self._estimate_seconds(method) or 0.0
+                if expected_seconds <= self._time_for_trial() and method not in self._left_out:
+                    cut = {"max_steps": self._cuts[method]} if method in self._cuts else {}
+                    starts[method] = {**start, **cut}
+            point = choose_next(starts, self.tries, self.trials, self._groups)
+            if point is not None:
+                return point
+            reason = "all settings have been tried"
+        else:
+            left = format_duration(max(0.0, self.time.budget.left()))
+            reason = f"the {left} that are left are not enough for another trial"
+            if self.time.final_training_factor:
+                reason += " beside the final training and the test"
+            if self._find_best() is None:
+                needed = self.time.budget.used() + self.time.reserve
+                self._refuse_budget(
+                    f"the steps before and after the search take {format_duration(needed)}, which "
+                    f"leaves no time for a trial (give more than --budget {suggest_budget(needed)})"
+                )
+        self.print_line(f"the search ends: {reason}")
+        return None
 
-    def _plan_measurement(self) -> TrialPlan | None:
-        """Return a trial that ends after two updates and measures the speed of the machine.
+    def _measure_again(self) -> bool:
+        """Measure the speed of the machine, unless it was measured since the last trial.
 
         The machine may be faster than in the last trial, which leaves time for further trials and a
-        longer final training. Return None if the speed was measured since the last trial.
+        longer final training.
         """
-        finished = self._finished_trials()
-        best = _find_best(finished)
-        is_needed = self._time.final_training_factor > 0 and self._measured_after < len(finished)
-        if best is None or not is_needed:
-            return None
-        self._time.measure_again()
-        self._measured_speed = (best.settings, best.seconds_per_update)
-        self._measured_after = len(finished)
-        return TrialPlan(self._make_run_options(best.settings), max_seconds=0.0)
-
-    def _create_trial(self) -> optuna.Trial | None:
-        """Create the next trial in the study; None if nothing is left to search."""
-        finished = self._finished_trials()
-        # Each trial has a seed of its own, so that a search after a kill makes the same proposals.
-        # The sampler needs no random trials at the start, because the ladders come first.
-        self._study.sampler = optuna.samplers.TPESampler(
-            seed=self._seed + len(finished), n_startup_trials=0
-        )
-        self._lengthen_trials()
-        starts = {}
-        for method, start in self._starts.items():
-            expected_seconds = self._estimate_seconds(method) or 0.0
-            has_time = expected_seconds <= self._time_for_trial()
-            if has_time and not _is_too_slow(method, finished):
-                starts[method] = start
-        if not starts:
-            return None
-        space = self._space
-        rung = self._find_next_rung(list(starts), finished)
-        if rung is not None:
-            # The study's next trial gets these values of Optuna's parameters.
-            parameters = {
-                name_method_parameter(starts): rung.method,
-                name_span_parameter("learning_rate", rung.method): rung.multiple,
-            }
-            self._study.enqueue_trial(parameters)
-            space = {key: setting for key, setting in self._space.items() if key in _LADDER_KEYS}
-        elif set(self._space) <= _LADDER_KEYS:
-            return None  # the ladders have tried everything
-        elif self._interrupted:
-            self._study.enqueue_trial(self._interrupted.pop(0))
-        trial = self._study.ask()
-        if rung is not None:
-            trial.set_user_attr("rung", format_value(rung.multiple))
-        trial.set_user_attr("settings", suggest(trial, starts, space, self._max_updates))
-        return trial
-
-    def _find_next_rung(
-        self, methods: Sequence[str], finished: Sequence[FinishedTrial]
-    ) -> Rung | None:
-        """Return the method and the learning rate to try next; None if all ladders are complete."""
-        comparable = [trial for trial in finished if self._has_present_length(trial)]
-        if "learning_rate" in self._space:
-            return find_next_rung(methods, comparable)
-        return find_untried_method(methods, comparable)
+        best = self._find_best()
+        is_needed = self.time.final_training_factor > 0
+        if best is None or not is_needed or self._measured_after == len(self._attempts):
+            return False
+        self.time.measure_again()
+        settings = self.source.make_settings(**best.point)
+        speed = measure_speed(settings, self.evaluator, self.folder / "speed")
+        self._speeds.append((best.point, speed or best.result.seconds_per_update))
+        self._measured_after = len(self._attempts)
+        return True
 
     def _lengthen_trials(self) -> None:
         """Cut the trials of a method no longer if several trials at full length have time now."""
-        for method in list(self._max_updates):
-            latest_speed = 0.0
-            for settings, seconds_per_update in self._list_speeds():
-                if settings["method"] == method:
-                    latest_speed = seconds_per_update
+        if self._attempts and self._attempts[-1].number in self._cut_trials:
+            return  # this cut was just measured
+        for method in list(self._cuts):
+            latest_speed = self._find_latest_speed(self.starts[method])
             full_seconds = _LOADING_MARGIN * self._full_updates[method] * latest_speed
-            if 0.0 < full_seconds <= self._time.longest_trial(_NUM_PLANNED_TRIALS):
-                self._print_line(
+            if 0.0 < full_seconds <= self.time.longest_trial(_NUM_PLANNED_TRIALS):
+                self.print_line(
                     f"{method}: the machine is faster now, and trials are not cut any longer"
                 )
-                del self._max_updates[method]
-
-    def _has_present_length(self, trial: FinishedTrial) -> bool:
-        """Return False for a trial that is shorter or longer than its method's trials are now."""
-        return trial.settings.get("max_steps") == self._max_updates.get(trial.settings["method"])
-
-    def _run_trial(self, trial_plan: TrialPlan) -> Outcome | TooSlow | UserError:
-        """Train and score on every process; return an error that may concern only this trial.
-
-        Raises:
-            UserError: with several processes. Only one of them may have the error, such as too
-                little memory, and the others would wait for it.
-        """
-        try:
-            return run_trial(
-                trial_plan.options,
-                self._evaluator,
-                self._folder / "running",
-                trial_plan.max_seconds,
-                self._is_hopeless,
-            )
-        except TooSlow as error:
-            return error  # all processes have it
-        except UserError as error:
-            if world_size() > 1:
-                raise
-            return error
+                del self._cuts[method]
 
     def _is_hopeless(self, scores: QueryScores) -> bool:
-        """Return True if the running trial is significantly worse than the best one was halfway.
+        """Return True if a trial is significantly worse than the best one was halfway."""
+        best = self._find_best()
+        if best is None or not best.result.halfway_scores:
+            return False
+        test = sign_flip_test(scores, best.result.halfway_scores, self._groups)
+        return test["difference"] < 0 and test["p_value"] < _HOPELESS_P_VALUE
 
-        Args:
-            scores: the scores of the running trial halfway.
-        """
-        is_hopeless = False
-        if self._is_first_process:
-            assert self._running_trial is not None
-            # The pruner compares two trials step by step, and takes the steps for independent. So
-            # each group of queries has a step of its own.
-            scores_by_group: dict[int, list[float]] = {}
-            for query in sorted(self._base_scores):
-                scores_by_group.setdefault(self._groups[query], []).append(scores[query])
-            for step, group_scores in enumerate(scores_by_group.values()):
-                self._running_trial.report(statistics.fmean(group_scores), step)
-            is_hopeless = self._running_trial.should_prune()
-        return bool(share(is_hopeless))
-
-    def _record(self, result: Outcome | TooSlow | UserError) -> None:
-        """Write the result of the running trial to the journal, and print it.
-
-        Raises:
-            UserError: if the trial failed and no trial was scored before.
-        """
-        trial = self._running_trial
-        if trial is None:  # the trial of `_plan_measurement`
-            assert self._measured_speed is not None
-            if not isinstance(result, UserError):
-                self._measured_speed = (self._measured_speed[0], result.seconds_per_update)
-            return
-        if isinstance(result, TooSlow):
-            self._record_too_slow(result)
-            return
-        if isinstance(result, UserError):
-            if not self._has_score():
-                raise result
-            self._fail_trial(str(result))
-            return
-        trial.set_user_attr("seconds", round(result.seconds, 1))
-        trial.set_user_attr("updates", result.updates)
-        trial.set_user_attr("seconds_per_update", result.seconds_per_update)
-        if result.score is None:
-            trial.set_user_attr("note", "stopped halfway")
-            self._study.tell(trial, state=TrialState.PRUNED)
-        else:
-            trial.set_user_attr("query_scores", result.query_scores)
-            self._study.tell(trial, result.score)
-        self._running_trial = None
-        self._print_progress(trial.user_attrs["settings"], result.score)
-        self._time.budget.save()
-
-    def _record_too_slow(self, slow: TooSlow) -> None:
-        """Cut the running trial to fewer updates, or leave out its method.
+    def _print_progress(self, trial: Trial) -> None:
+        """Print the result of the last trial, the best score, and the time that is left.
 
         Raises:
             ConfigError: if the time is not enough for any trial.
         """
-        assert self._running_trial is not None
-        method = self._running_trial.user_attrs["settings"]["method"]
-        if self._estimate_seconds(method) is not None:
-            # The score of a shorter trial could not be compared with the scores of earlier trials.
-            self._fail_trial(_NO_TIME)
-            return
-        min_updates = MIN_UPDATES
-        num_updates = round(slow.seconds / slow.seconds_per_update)
-        if self._has_score() and method not in self._full_updates:
-            # The score after a small part of the training does not show how good a method is. But a
-            # method whose trials were cut before is not left out.
-            min_updates = max(MIN_UPDATES, math.ceil(_MIN_SHARE_OF_UPDATES * num_updates))
-        if slow.updates >= min_updates:
-            final_length = ""
-            if self._time.final_training_factor:
-                final_length = "; the final training is longer, if time allows it"
-            self._print_line(
-                f"{method}: trials are cut to {slow.updates} updates, so that there is time for "
-                f"several{final_length}"
+        result = trial.result
+        best = self._find_best()
+        settings = ", ".join(f"{name} {value}" for name, value in trial.point.items())
+        text = "stopped halfway, clearly worse than the best"
+        if trial.number in self._cut_trials:
+            line = (
+                f"{trial.method}: trials are cut to {result.possible_updates} updates, so that "
+                "there is time for several"
             )
-            self._max_updates[method] = slow.updates
-            full_updates = self._full_updates.setdefault(method, num_updates)
-            self._running_trial.set_user_attr("full_updates", full_updates)
-            settings = dict(self._running_trial.user_attrs["settings"])
-            settings.pop("num_train_epochs", None)  # max_steps replaces it
-            settings["max_steps"] = slow.updates
-            # In the journal, so that a search after a kill cuts its trials as well.
-            self._running_trial.set_user_attr("settings", settings)
+            if self.time.final_training_factor:
+                line += "; the final training is longer, if time allows it"
+            self.print_line(line)
             return
-        if self._has_score():
-            self._fail_trial(
-                f"{_TOO_SLOW}: a trial of {method} takes {format_duration(slow.seconds)}"
+        if best is None:
+            # A start with a larger budget tries it again.
+            on_first_rank(lambda: shutil.rmtree(self.folder / str(trial.number)))
+            min_seconds = result.seconds_per_update * MIN_UPDATES
+            num_trials = _NUM_PLANNED_TRIALS + self.time.final_training_factor
+            seconds_of_search = _LOADING_MARGIN * min_seconds * num_trials
+            needed = self.time.budget.used() + self.time.reserve + seconds_of_search
+            self._refuse_budget(
+                f"{MIN_UPDATES} updates of {trial.method} take {format_duration(min_seconds)}, and "
+                f"a choice needs several trials (give --budget {suggest_budget(needed)} or more)"
             )
             return
-        min_seconds = slow.seconds_per_update * MIN_UPDATES
-        num_trials = _NUM_PLANNED_TRIALS + self._time.final_training_factor
-        seconds_of_search = _LOADING_MARGIN * min_seconds * num_trials
-        budget = self._time.budget
-        needed = budget.used() + self._time.reserve + seconds_of_search
-        budget.save()
-        raise ConfigError(
-            f"the budget of {format_duration(budget.seconds)} is too short: {MIN_UPDATES} updates "
-            f"of {method} take {format_duration(min_seconds)}, and a choice needs several trials "
-            f"(give --budget {suggest_budget(needed)} or more)"
-        )
-
-    def _fail_trial(self, note: str) -> None:
-        """Write to the journal that the running trial has failed, and print the reason."""
-        trial = self._running_trial
-        assert trial is not None
-        trial.set_user_attr("seconds", 0.0)
-        note = redact(note)
-        trial.set_user_attr("note", note)
-        self._study.tell(trial, state=TrialState.FAIL)
-        self._running_trial = None
-        self._print_line(f"{_format_settings(trial.user_attrs['settings'])}: {note}")
-
-    def _print_progress(self, settings: Settings, score: float | None) -> None:
-        """Print the score of the last trial, the best score, and the time that is left."""
-        finished = self._finished_trials()
+        if result.score is not None:
+            text = f"{result.score:.3f}"
+        elif not result.halfway_scores:
+            self.print_line(f"{settings}: {redact(self._notes.get(trial.number, result.note))}")
+            return
         seconds_left = max(0.0, self._time_left())
-        trial_seconds = self._estimate_seconds(settings["method"])
-        expected_trials = len(finished)
+        expected_trials = len(self.trials)
+        trial_seconds = self._estimate_seconds(trial.method)
         if trial_seconds:
             expected_trials += int(seconds_left / trial_seconds)
-        expected_trials = min(expected_trials, MAX_TRIALS)
-        result = "stopped halfway, clearly worse than the best" if score is None else f"{score:.3f}"
-        best = _find_best(finished)
-        best_result = ""
-        if best is not None:
-            rate = best.settings.get("learning_rate", "the given rate")
-            best_result = f" (best {best.score:.3f} by {best.settings['method']} at {rate})"
-        self._print_line(
-            f"trial {len(finished)} of about {expected_trials}: {_format_settings(settings)}: "
-            f"{result}{best_result}, {format_duration(seconds_left)} left to search"
+        rate = best.point.get("learning_rate", "the given rate")
+        self.print_line(
+            f"trial {len(self.trials)} of about {min(expected_trials, MAX_TRIALS)}: {settings}: "
+            f"{text} (best {best.result.score:.3f} by {best.method} at {rate}), "
+            f"{format_duration(seconds_left)} left to search"
         )
+
+    def _refuse_budget(self, reason: str) -> None:
+        budget = self.time.budget
+        budget.save()
+        raise ConfigError(f"the budget of {format_duration(budget.seconds)} is too short: {reason}")
+
+    # Times
+
+    def _find_best(self) -> Trial | None:
+        """Return the trial with the highest score; None if no trial was scored."""
+        scored = [trial for trial in self._attempts if trial.result.score is not None]
+        return max(scored, key=lambda trial: trial.result.score or 0.0, default=None)
 
     def _time_left(self) -> float:
         """Return the seconds left for trials, without the time of the final training.
@@ -455,73 +795,24 @@ class Search:
         The final training is expected to take as long as the best trial so far. If trials are cut,
         it may be longer.
         """
-        best = _find_best(self._finished_trials())
+        best = self._find_best()
         if best is None:
-            return self._time.left(0.0)
-        full_updates = self._full_updates.get(best.settings["method"], best.updates)
-        return self._time.left(
-            self._estimate_seconds_now(best, best.updates),
+            return self.time.left(0.0)
+        full_updates = self._full_updates.get(best.method, best.result.updates)
+        return self.time.left(
+            self._estimate_seconds_now(best, best.result.updates),
             self._estimate_seconds_now(best, full_updates),
         )
 
-    def _estimate_seconds_now(self, trial: FinishedTrial, num_updates: int) -> float:
-        """Return the seconds that a scored trial would take at the latest speed of the machine.
-
-        Args:
-            num_updates: the number of updates that it would have.
-        """
-        latest_speed = self._find_latest_speed(trial.settings)
-        seconds = trial.seconds * latest_speed / trial.seconds_per_update
-        return seconds + (num_updates - trial.updates) * latest_speed
-
-    def _find_latest_speed(self, settings: Settings) -> float:
-        """Return the last seconds per update that were measured in trials with updates as large.
-
-        Args:
-            settings: the settings of a trial that was scored or stopped.
-        """
-        latest_speed = 0.0
-        for other, seconds_per_update in self._list_speeds():
-            if all(other.get(key) == settings.get(key) for key in _COST_KEYS):
-                latest_speed = seconds_per_update
-        return latest_speed
-
-    def _list_speeds(self) -> list[tuple[Settings, float]]:
-        """Return settings and seconds per update of all measurements in their order."""
-        finished = self._finished_trials()
-        speeds = [(trial.settings, trial.seconds_per_update) for trial in finished]
-        if self._measured_speed is not None:
-            speeds.insert(self._measured_after, self._measured_speed)
-        return [(settings, speed) for settings, speed in speeds if speed]
-
     def _time_for_trial(self) -> float:
         """Return the seconds that a trial may take, so that its final training has time as well."""
-        return min(self._time_left(), self._time.longest_trial())
+        return min(self._time_left(), self.time.longest_trial())
 
     def _has_time(self) -> bool:
-        """Return True if there is time for one more trial.
-
-        Raises:
-            ConfigError: if there is no time for the first trial.
-        """
-        estimates = []
-        for method in self._starts:
-            seconds = self._estimate_seconds(method)
-            if seconds is not None:
-                estimates.append(seconds)
-        if estimates:
-            return self._time_for_trial() > min(estimates)
-        has_time = self._time_left() > 0.0
-        if not has_time and not self._has_score():
-            budget = self._time.budget
-            needed = budget.used() + self._time.reserve
-            budget.save()
-            raise ConfigError(
-                f"the budget of {format_duration(budget.seconds)} is too short: the steps before "
-                f"and after the search take {format_duration(needed)}, which leaves no time for a "
-                f"trial (give more than --budget {suggest_budget(needed)})"
-            )
-        return has_time
+        """Return True if there is time for one more trial of the fastest method."""
+        estimates = [self._estimate_seconds(method) for method in self.starts]
+        needed = min((seconds for seconds in estimates if seconds is not None), default=0.0)
+        return self._time_for_trial() > needed
 
     def _estimate_seconds(self, method: str) -> float | None:
         """Return the largest time of a method's last three scored trials; None without any.
@@ -530,31 +821,305 @@ class Search:
         another length than the method's trials have now do not count.
         """
         seconds = []
-        for trial in self._finished_trials():
-            is_of_method = trial.settings["method"] == method and self._has_present_length(trial)
-            if trial.score is not None and is_of_method:
-                seconds.append(self._estimate_seconds_now(trial, trial.updates))
+        for trial in self._attempts:
+            is_like_next = trial.point.get("max_steps") == self._cuts.get(method)
+            if trial.method == method and is_like_next and trial.result.score is not None:
+                seconds.append(self._estimate_seconds_now(trial, trial.result.updates))
         return max(seconds[-3:], default=None)
 
-    def _has_score(self) -> bool:
-        """Return True if a trial was scored."""
-        return _find_best(self._finished_trials()) is not None
+    def _estimate_seconds_now(self, trial: Trial, num_updates: int) -> float:
+        """Return the seconds of a scored trial with so many updates at the latest speed."""
+        latest_speed = self._find_latest_speed(trial.point)
+        seconds = trial.result.seconds * latest_speed / trial.result.seconds_per_update
+        return seconds + (num_updates - trial.result.updates) * latest_speed
+
+    def _find_latest_speed(self, point: Point) -> float:
+        """Return the last seconds per update that were measured with updates as large."""
+        latest_speed = 0.0
+        for other, seconds_per_update in self._speeds:
+            if all(other.get(name) == point.get(name) for name in _COST_NAMES):
+                latest_speed = seconds_per_update
+        return latest_speed
 
 
-def _find_best(finished: Sequence[FinishedTrial]) -> FinishedTrial | None:
-    """Return the trial with the highest score; None if no trial was scored."""
-    scored = [trial for trial in finished if trial.score is not None]
-    return max(scored, key=lambda trial: trial.score or 0.0, default=None)
+# Tuning -------------------------------------------------------------------------------------------
 
 
-def _is_too_slow(method: str, finished: Sequence[FinishedTrial]) -> bool:
-    """Return True if a trial of a method was too slow for the budget."""
-    for trial in finished:
-        if trial.settings["method"] == method and trial.note.startswith(_TOO_SLOW):
-            return True
-    return False
+class Baselines(NamedTuple):
+    """The scores on dev before training, nDCG@10.
+
+    Attributes:
+        base: the mean score of the base model, which is the model before training.
+        query_scores: {query id: score of the base model}.
+        bm25: the mean score of BM25.
+    """
+
+    base: float
+    query_scores: QueryScores
+    bm25: float
+
+    def format_line(self, model: str) -> str:
+        """Return the scores as a line for the user; ``model`` is a folder or hub name."""
+        return f"BM25 {self.bm25:.3f}   {model_name(model)} {self.base:.3f}   (nDCG@10 on dev)"
+
+    @property
+    def is_base_too_weak(self) -> bool:
+        """True if the base model's document embeddings are too bad to train a query encoder."""
+        return self.base < USELESS_SHARE_OF_BM25 * self.bm25
 
 
-def _format_settings(settings: Settings) -> str:
-    """Return settings as text, such as "method contaccum, learning_rate 0.0001"."""
-    return ", ".join(f"{key} {value}" for key, value in settings.items())
+class Tuned(NamedTuple):
+    """The result of a search, as in its JSON record.
+
+    Attributes:
+        choice: the chosen settings and their scores.
+        options: all settings of a run with them; ``replace(Settings(), **options)``.
+        base: nDCG@10 of the base model on dev.
+        bm25: nDCG@10 of BM25 on dev.
+        trials: the JSON record of each trial; see `Search.make_records`.
+    """
+
+    choice: Choice
+    options: dict[str, Any]
+    base: float
+    bm25: float
+    trials: list[dict[str, Any]]
+
+    @property
+    def chosen_trial(self) -> dict[str, Any]:
+        """The record of the trial whose settings were chosen."""
+        [record] = [record for record in self.trials if record["trial"] == self.choice.trial]
+        return record
+
+
+def search_settings(
+    source: Source,
+    methods: Sequence[str],
+    config_method: str | None,
+    given: Collection[str],
+    corpus: str | None,
+    encoder: DualEncoder,
+    evaluator: RetrievalEvaluator,
+    baselines: Baselines,
+    time: TimeForTrials,
+    folder: Path,
+    print_line: Callable[[str], None],
+) -> Tuned:
+    """Search settings by their scores on dev.
+
+    Args:
+        source: the settings from which the search starts.
+        methods: the methods to try.
+        config_method: the method that the user has given, whose ladder starts at the learning rate
+            that the user has given.
+        given: names of the settings that the user has given, fixed or not.
+        corpus: the documents in which BM25 mines hard negatives; None: the positives.
+        encoder: the base model.
+        evaluator: the evaluator of the dev data.
+        baselines: the scores on dev before training.
+        time: the time that the search may take, over all starts.
+        folder: the folder of the trials and the mined negatives.
+        print_line: is called with each line for the user.
+    """
+    settings = source.settings
+    fixed = set(source.fixed)
+    if settings.max_steps > 0:
+        fixed.add("num_train_epochs")  # it has no effect
+    if "gradient_accumulation_steps" in fixed:
+        fixed.add("total_train_batch_size")  # both decide the same
+    if methods == ["in_batch"] and "per_device_train_batch_size" in fixed:
+        fixed.add("total_train_batch_size")  # the whole update is one micro-batch
+    needs_mining = "num_hard_negatives" not in fixed and settings.num_hard_negatives == 0
+    if needs_mining:
+        mined = None
+        if list(methods) != ["query_side"]:
+            mined = on_first_rank(lambda: mine_once(settings, corpus, folder / MINED_FILE))
+        if mined is None:
+            fixed.add("num_hard_negatives")
+        source = Source(settings, source.fixed, source.store, mined)
+
+    transformer = getattr(encoder.transformers_model, "config", None)
+    width = getattr(transformer, "hidden_size", None) or encoder.get_embedding_dimension() or 384
+    temperature = settings.temperature
+    if temperature is None:
+        temperature = DEFAULT_TEMPERATURE[get_similarity(encoder, settings.similarity)]
+    max_batch_size = (count_rows(load_data(settings).dataset) or 0) / 2
+    starts: dict[str, Point] = {}
+    tries: dict[str, list[tuple[str, Any]]] = {}
+    for method in methods:
+        if method == "query_side" and baselines.is_base_too_weak and len(methods) > 1:
+            continue
+        starts[method] = {"method": method}
+        if "learning_rate" not in fixed:
+            rate = settings.learning_rate
+            if "learning_rate" not in given or method != config_method:
+                has_adapter = settings.lora_r is not None
+                rate = compute_start_rate(method, width, has_adapter, baselines.is_base_too_weak)
+            starts[method]["learning_rate"] = rate
+        start = source.make_settings(**starts[method])
+        tries[method] = []
+        for name, setting in Settings.__dataclass_fields__.items():
+            if name in {*fixed, "method"} or not uses(method, name):
+                continue
+            for value in setting.metadata["tries"]:
+                start_value = getattr(start, name)
+                if name == "temperature":  # the field has those for cosine
+                    value = round_value(value * temperature / DEFAULT_TEMPERATURE["cos"])
+                    start_value = temperature
+                is_too_large = name == "total_train_batch_size" and value > max_batch_size
+                with suppress(ConfigError):  # a value that cannot work with the others
+                    candidate = source.make_settings(**{**starts[method], name: value})
+                    ContAccumTrainingArguments.from_settings(candidate)
+                    if value != start_value and not is_too_large:
+                        tries[method].append((name, value))
+
+    trials = folder / "trials"
+    search = Search(
+        source, starts, tries, evaluator, baselines.query_scores, time, trials, print_line
+    )
+    choice = search.run()
+    chosen = {**choice.settings}
+    if "max_steps" in chosen:
+        if {"max_steps", "num_train_epochs"} & set(source.fixed):
+            del chosen["max_steps"]  # the user has fixed the length
+        else:
+            # The scores say nothing about a longer training, and the epochs had no effect.
+            chosen["num_train_epochs"] = Settings().num_train_epochs
+    final = source.make_settings(**chosen)
+    # The settings that were given or chosen are shown in the config even if they are the defaults.
+    options = {}
+    for name in ("method", *given, *chosen):
+        if name in Settings.__dataclass_fields__ and uses(final.method, name):
+            options[name] = getattr(final, name)
+    options |= to_dict(final)
+    if "max_steps" in chosen:
+        options.pop("num_train_epochs", None)
+    return Tuned(choice, options, baselines.base, baselines.bm25, search.make_records())
+
+
+def tune(
+    given: Mapping[str, Any],
+    fixed: Collection[str],
+    time: TimeForTrials,
+    output: Path,
+    print_line: Callable[[str], None] = print,
+) -> Tuned:
+    """Search settings by their scores on ``eval_data``, and write the best ones to a config.
+
+    A call with the same arguments continues a search that was killed.
+
+    Args:
+        given: settings of `contaccum train`, with ``model``, ``train_data`` and ``eval_data``. The
+            search starts from them.
+        fixed: the names of those that the search does not vary.
+        time: the time that the search may take, over all calls.
+        output: the folder for the config `TUNED_CONFIG`, the record `TUNED_RECORD` and the trials.
+        print_line: is called with each line for the user.
+
+    Raises:
+        UserError: for settings, data or a model that cannot be used, or a budget that is too short.
+    """
+    refuse_credentials(given)
+    given = dict(given)
+    config_method = given.pop("method", None)
+    store = given.pop("passage_store", None)
+    corpus = given.pop("corpus", None)
+    for name in ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "missing"):
+        given.pop(name, None)  # they name the files of the config's own run
+    if given.get("total_train_batch_size") is not None:
+        given.pop("gradient_accumulation_steps", None)  # it follows from the pairs per update
+    settings = replace(Settings(), **given)
+    for name in ("model", "train_data"):
+        if not getattr(settings, name):
+            raise ConfigError(f"{name} is not set: add it to the config, or --{name}")
+    # The documents are encoded below if the user gives a corpus.
+    source = Source(settings, fixed, store or (corpus and str(output / "passage_store")))
+    args = start_ranks(make_base_settings(settings))
+    print_line = only_first_rank(print_line)
+    methods = list_methods(source, config_method, print_line)
+    evaluator = load_evaluator(settings)
+    if evaluator is None:
+        raise ConfigError(
+            "eval_data is not set: settings are chosen by scores on dev data (make some with "
+            "contaccum split)"
+        )
+    if not isinstance(evaluator, RetrievalEvaluator):
+        raise ConfigError(
+            f"eval_data={settings.eval_data}: tune on a BEIR folder; the search needs the score "
+            "of each query"
+        )
+    # ``metric_for_best_model`` is for the checkpoints of one training; trials have none.
+    evaluator.primary_metric = TRIAL_METRIC
+    encoder = load_encoder(make_base_settings(settings), args)
+    corpus_file = None
+    if corpus is not None:
+        corpus_file = Path(corpus).expanduser()
+        if corpus_file.is_dir():
+            corpus_file = find_beir_file(corpus_file, "corpus.jsonl")
+    identity = {
+        **describe_settings(replace(settings, eval_data=None)),
+        "method": config_method,
+        "fixed settings": sorted(fixed),
+        "training data": load_data(settings).fingerprint,
+        "dev data": evaluator.dataset.fingerprint,
+        "passage store": store and EmbeddingStore.open(store).fingerprint,
+        "corpus": corpus_file and hash_path(str(corpus_file)),
+        **describe_models(encoder, settings, args),
+    }
+    with begin(output, identity, "contaccum tune", may_restart=False):
+        if source.store is not None:
+            if store is None:
+                batch_size = args.per_device_eval_batch_size
+                corpus_encoder = CorpusEncoder(
+                    encoder, "base", Path(corpus), source.store, batch_size=batch_size
+                )
+                on_first_rank(lambda: corpus_encoder.encode() and None)
+            evaluator.documents = StoreDocuments(EmbeddingStore.open(source.store))
+        base = evaluator.score(encoder)[TRIAL_METRIC]
+        base_scores = evaluator.query_scores
+        baselines = Baselines(base, base_scores, evaluator.score_bm25()[TRIAL_METRIC])
+        print_line(baselines.format_line(settings.model))
+        tuned = search_settings(
+            source,
+            methods,
+            config_method,
+            given,
+            corpus,
+            encoder,
+            evaluator,
+            baselines,
+            time,
+            output,
+            print_line,
+        )
+        options = {"eval_strategy": "epoch", **tuned.options}  # eval_data need a strategy
+        options["output_dir"] = str(output / "model")
+        tuned = tuned._replace(options=options)
+        on_first_rank(lambda: write_tuned(tuned, output, len(base_scores)))
+    return tuned
+
+
+def write_tuned(tuned: Tuned, output: Path, num_queries: int) -> None:
+    """Write `TUNED_CONFIG` and `TUNED_RECORD` into a folder.
+
+    Args:
+        num_queries: the number of dev queries, for a comment in the config.
+    """
+    difference = tuned.choice.against_base
+    comment = (
+        f"# Chosen by contaccum tune: nDCG@10 {tuned.choice.score:.4f} on {num_queries} dev "
+        f"queries; the base model has {tuned.base:.4f}\n"
+        f"# (difference {difference['difference']:+.4f}, 95% {difference['low']:+.4f} to "
+        f"{difference['high']:+.4f}). It is the best of {len(tuned.trials)} trials, so the score "
+        "is too optimistic.\n"
+    )
+    length_of_trials = tuned.choice.settings.get("max_steps")
+    if length_of_trials is not None and tuned.options.get("max_steps") == length_of_trials:
+        comment += (
+            "# max_steps is the length of the trials, which were cut to fit the budget; the length "
+            "was not searched.\n# With a larger --budget and another --output, trials are longer.\n"
+        )
+    text = yaml.safe_dump(tuned.options, sort_keys=False, allow_unicode=True)
+    write_text(output / TUNED_CONFIG, comment + text)
+    record = {**tuned._asdict(), "choice": tuned.choice._asdict(), **provenance()}
+    write_json(output / TUNED_RECORD, record)

@@ -8,19 +8,32 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from contaccum.data.beir import BeirDataset
+from contaccum.encoders.dual_encoder import DualEncoder
+from contaccum.encoders.export import insert_card_section
+from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.metrics import (
     ALPHA,
     MIN_CHANGED_GROUPS,
     sign_flip_test,
     warn_of_few_groups,
 )
-from contaccum.tuning.choice import Choice
+from contaccum.evaluation.results import Run
+from contaccum.experiments.tune import Choice
+from contaccum.retrieval.encode import model_fingerprint
 
 BETTER = "BETTER"
 WORSE = "WORSE"
 LEVEL = "LEVEL"
+
+MAX_SHOWN_QUERIES = 10
+"""The record shows so many queries with the largest gains, and as many with the largest losses."""
+
+_SHOWN_METRICS = ("NDCG@10", "MRR@10", "Recall@100")
+_NUM_TOP_DOCUMENTS = 3  # retrieved documents that the record shows for a query
 
 _ADVICE = {
     BETTER: "",
@@ -158,3 +171,135 @@ def warn_of_test(verdict: Verdict) -> list[str]:
             "combine both"
         )
     return warnings
+
+
+# The test -----------------------------------------------------------------------------------------
+
+
+def load_trained(folder: Path, base: DualEncoder) -> DualEncoder:
+    """Load a model that was trained from the base model, on the same device.
+
+    Code that comes with the model is trusted if that of the base model is.
+    """
+    return DualEncoder.from_pretrained(
+        str(folder), device=str(base.device), trust_remote_code=base.trust_remote_code
+    )
+
+
+class SystemResult(NamedTuple):
+    """The results of one system on the test set.
+
+    Attributes:
+        means: {metric: mean over the queries}.
+        query_scores: {query id: nDCG@10}.
+        run: {query id: {document id: score}} of the retrieved documents.
+    """
+
+    means: dict[str, float]
+    query_scores: dict[str, float]
+    run: Run
+
+
+def search_test_set(
+    evaluator: RetrievalEvaluator, base: DualEncoder, trained: DualEncoder
+) -> dict[str, SystemResult]:
+    """Search the test set with BM25, with the base model and with the trained model.
+
+    The trained model encodes the documents, unless its document tower is that of the base model, as
+    after query-side training.
+
+    Args:
+        evaluator: the evaluator of the test set. Its ``documents`` are the document embeddings by
+            the base model.
+
+    Returns:
+        {system: result} with the systems "bm25", "base" and "trained".
+    """
+    runs = {"bm25": evaluator.search_bm25(), "base": evaluator.search(base)}
+    is_encoded_anew = model_fingerprint(trained, "document") != model_fingerprint(base, "document")
+    if is_encoded_anew:
+        evaluator.documents = None  # the search then encodes the documents with its model
+    runs["trained"] = evaluator.search(trained, show_progress=is_encoded_anew)
+    results = {}
+    for system, run in runs.items():
+        means = evaluator.score_run(run)
+        results[system] = SystemResult(means, evaluator.query_scores, run)
+    return results
+
+
+def select_shown_metrics(means: Mapping[str, float]) -> dict[str, float]:
+    """Return {name in a report, such as "NDCG@10": mean} of the metrics that a report shows."""
+    return {name: means[name.lower()] for name in _SHOWN_METRICS}
+
+
+def compare_queries(
+    dataset: BeirDataset, base: SystemResult, trained: SystemResult
+) -> dict[str, Any]:
+    """Return the queries with the largest gains and losses, and the number of gains and losses.
+
+    Args:
+        dataset: the test set.
+        base, trained: the results of the base model and of the trained model.
+    """
+    gains = {}
+    for query_id, base_score in base.query_scores.items():
+        gains[query_id] = trained.query_scores[query_id] - base_score
+    ascending = sorted(gains, key=lambda query_id: gains[query_id])
+    descending = sorted(gains, key=lambda query_id: -gains[query_id])
+    gained = [query_id for query_id in descending if gains[query_id] > 0]
+    lost = [query_id for query_id in ascending if gains[query_id] < 0]
+
+    def describe(query_ids: list[str]) -> list[dict[str, Any]]:
+        shown = query_ids[:MAX_SHOWN_QUERIES]
+        return [_describe_query(dataset, query_id, base, trained) for query_id in shown]
+
+    return {
+        "gained": describe(gained),
+        "lost": describe(lost),
+        "num_gained": len(gained),
+        "num_lost": len(lost),
+        "num_same": len(gains) - len(gained) - len(lost),
+    }
+
+
+def _describe_query(
+    dataset: BeirDataset, query_id: str, base: SystemResult, trained: SystemResult
+) -> dict[str, Any]:
+    """Return the texts of a query, its relevant documents and its top documents, with scores."""
+    relevant_documents = []
+    for document_id, grade in dataset.qrels[query_id].items():
+        if grade > 0 and document_id in dataset.corpus:
+            relevant_documents.append(dict(dataset.corpus[document_id]))
+    return {
+        "query": dataset.queries[query_id],
+        "before": base.query_scores[query_id],
+        "after": trained.query_scores[query_id],
+        "gold": relevant_documents,
+        "top_before": _get_top_documents(dataset, query_id, base.run),
+        "top_after": _get_top_documents(dataset, query_id, trained.run),
+    }
+
+
+def _get_top_documents(dataset: BeirDataset, query_id: str, run: Run) -> list[dict[str, Any]]:
+    """Return the texts of a query's top documents, each with a mark whether it is relevant."""
+    scores = run.get(query_id, {})
+    ranking = sorted(scores, key=lambda document_id: -scores[document_id])
+    top_documents = []
+    for document_id in ranking[:_NUM_TOP_DOCUMENTS]:
+        is_relevant = dataset.qrels[query_id].get(document_id, 0) > 0
+        top_documents.append({**dataset.corpus[document_id], "is_gold": is_relevant})
+    return top_documents
+
+
+def write_verdict_to_card(model_folder: Path, verdict: Verdict, base_name: str) -> None:
+    """Write the verdict at the top of the model card, below its metadata.
+
+    The verdict of an earlier start is replaced.
+
+    Args:
+        base_name: the name of the base model.
+    """
+    text = f"**{verdict}**\n\nCompared with {base_name} as it is, by contaccum fit."
+    if verdict.advice:
+        text += f"\n\n{verdict.advice}"
+    insert_card_section(model_folder, "verdict of contaccum fit", text)

@@ -112,7 +112,7 @@ def main() -> int:
     context = {
         "command": shlex.join(["python", *sys.argv]),
         "settings": {
-            "options": {key: " ".join(values) for key, values in options.items()},
+            "options": {key: str(value) for key, value in options.items()},
             "evaluation": evaluation,
         },
         "data": {"evaluation": sets, "train": train_data},

@@ -24,6 +24,7 @@ from comparison.tuning import apply_chosen_values, choose_value, read_ladder, tu
 from contaccum.errors import ConfigError
 from contaccum.evaluation.metrics import add_holm, sign_flip_test
 from contaccum.files import read_json, write_json
+from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.run import load_data
 
 
@@ -54,8 +55,7 @@ def plan_runs(tokens, methods, variants=()) -> list[Group]:
 
 
 def get_training_arguments(group: Group) -> Any:
-    _, args = group.parse()
-    return args
+    return ContAccumTrainingArguments.from_settings(group.settings)
 
 
 # The plan
@@ -105,13 +105,13 @@ def test_command_line_overrides_config_files(tmp_path):
     settings = {"model": "m", "bank_size": 8, "train_data": ["a", "b"], **settings_of_comparison}
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(settings))
-    options = read_options([str(path)], ["--bank-size", "16", "--no_bank_hard_negatives", "--bf16"])
+    options = read_options([str(path)], ["--bank_size", "16", "--no_bank_hard_negatives", "--bf16"])
     assert options == {
-        "model": ["m"],
-        "bank_size": ["16"],
+        "model": "m",
+        "bank_size": 16,
         "train_data": ["a", "b"],
-        "no_bank_hard_negatives": [],
-        "bf16": [],
+        "bank_hard_negatives": False,
+        "bf16": True,
     }
 
 
@@ -175,8 +175,8 @@ def test_data_order_depends_on_the_micro_batch_only_where_batches_are_composed(t
     def fingerprint_orders(*options: str) -> set[str]:
         fingerprints = set()
         for group in plan_runs([*tokens, *options], ["in_batch", "grad_accum"]):
-            settings, args = group.parse()
-            training_data = load_data(settings)
+            args = get_training_arguments(group)
+            training_data = load_data(group.settings)
             fingerprints.add(comparison_run.fingerprint_data_order(args, training_data))
         return fingerprints
 
@@ -508,7 +508,9 @@ def compare(tokens, data_folder, monkeypatch):
 def run_jobs_in_this_process(jobs: Any, *args: Any) -> dict[str, str]:
     """Replace `run_jobs`, whose processes each take some seconds to start."""
     for job in jobs:
-        write_json(Path(job["folder"], "result.json"), comparison_run.run_job(job))
+        Path(job["folder"]).mkdir(parents=True)
+        write_json(Path(job["folder"], "job.json"), job)
+        comparison_run.do_job(str(Path(job["folder"], "job.json")))
     return {}
 
 
@@ -545,7 +547,7 @@ def test_two_methods_are_trained_and_a_second_call_trains_missing_runs_only(
     assert compare(tmp_path, *options) == 0
     assert started == [[]]
     assert compare(tmp_path, *options, "--bank_size=16") == 2
-    assert "other settings: bank_size" in capsys.readouterr().err
+    assert "another bank_size (20, now 16)" in capsys.readouterr().err
     assert compare(tmp_path, "--seeds", "3", "4", "--methods", "grad_accum") == 1
     assert started[1:] == [["grad_accum_seed-4"]]
     assert "too bad" in (tmp_path / "report.md").read_text()

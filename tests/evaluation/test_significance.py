@@ -10,7 +10,7 @@ import pytest
 
 from contaccum.errors import DataError
 from contaccum.evaluation.metrics import add_holm, sign_flip_test
-from contaccum.fitting.verdict import BETTER, LEVEL, WORSE, compute_verdict
+from contaccum.experiments.verdict import BETTER, LEVEL, WORSE, compute_verdict
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "by_time"
 REAL_RUNS = (

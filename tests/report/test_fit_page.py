@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from contaccum.fitting.verdict import collect_warnings, compute_verdict
+from contaccum.experiments.tune import Choice
+from contaccum.experiments.verdict import collect_warnings, compute_verdict
 from contaccum.report.fit_page import build_fit_page, join_title_and_text, make_trials_panel
-from contaccum.tuning.choice import Choice
 
 SCRIPT = "<script>alert(1)</script>"
 

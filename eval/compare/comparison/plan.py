@@ -6,26 +6,26 @@ and no data are read here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from contaccum.errors import ConfigError, check_choice
-from contaccum.settings import METHODS
-from contaccum.tuning.options import (
-    OUTPUT_SETTINGS,
-    Options,
-    all_options,
-    is_used_by,
-    parse,
-    to_command_line,
+from contaccum.settings import (
+    METHODS,
+    WITH_BANK,
+    WITH_QUERY_BANK,
+    Settings,
+    find,
+    read,
+    replace,
+    uses,
 )
-
-COMMON_OPTIONS: Options = {"save_strategy": ["no"], "disable_tqdm": ["true"]}
-"""Options of every run: its model is scored in the same process, and its output goes to files."""
+from contaccum.training.arguments import ContAccumTrainingArguments
 
 SET_BY_COMPARE = ("method", "seed", "output_dir", "resume_from_checkpoint", "eval_strategy")
-_CHECKPOINT_CHOICE = ("metric_for_best_model", "greater_is_better")
+_KEPT = ("train_data", "split", "passage_store", "missing", "similarity")
+"""Settings that only `contaccum fit` decides itself; a comparison takes them from the config."""
 
 
 class Group(NamedTuple):
@@ -35,53 +35,56 @@ class Group(NamedTuple):
         name: the entry, with its tuned setting if there is one: "contaccum_learning_rate-3e-4".
         entry: the name of the method or variant.
         method: the training method.
-        overrides: the settings of a variant; empty for a plain method.
-        options: all options of `contaccum train` except the seed and the output folder.
+        overrides: the settings of a variant, as text; empty for a plain method.
+        settings: all settings except the seed and the output folder.
     """
 
     name: str
     entry: str
     method: str
     overrides: dict[str, str]
-    options: Options
+    settings: Settings
 
     def run_name(self, seed: int) -> str:
         """Return the name of the run with a seed, which is also the name of its folder."""
         return f"{self.name}_seed-{seed}"
 
-    def parse(self) -> Any:
-        """Return the settings and the training arguments, as `contaccum train` parses them.
+    def change(self, **changes: Any) -> Group:
+        """Return the group with other settings.
 
         Raises:
-            ConfigError: for options that `contaccum train` refuses.
+            ConfigError: for settings that `contaccum train` refuses.
         """
         try:
-            return parse([*to_command_line(self.options), "--output_dir=unused"])
+            settings = replace(self.settings, **changes)
+            ContAccumTrainingArguments.from_settings(settings)
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {error}") from error
+        return self._replace(settings=settings)
 
 
-def read_options(config_files: Sequence[str], command_line: Sequence[str]) -> dict[str, list[str]]:
-    """Read the options that all runs share: config files, overridden by ``--key value ...``.
+def read_options(config_files: Sequence[str], command_line: Sequence[str]) -> dict[str, Any]:
+    """Read the settings that all runs share: config files, overridden by ``--key value ...``.
 
     The method, seed and output folder of the config files are dropped, because the program sets
-    them itself, and so are the settings of evaluation, saving and early stopping.
+    them itself, and so are the settings of evaluation, saving, logging and early stopping.
     """
-    dropped = {*SET_BY_COMPARE, *OUTPUT_SETTINGS, *_CHECKPOINT_CHOICE}
+    dropped = {*find("set_by_fit"), *SET_BY_COMPARE} - {*_KEPT}
+    dropped |= {"disable_tqdm", "logging_strategy", "logging_steps"}
     options = {}
-    for key, values in all_options(config_files, []).items():
-        if key not in dropped and not key.startswith("eval_"):
-            options[key] = values
-    return options | all_options([], command_line)
+    for name, value in read(config_files).items():
+        if name not in dropped:
+            options[name] = value
+    return options | read(command_line)
 
 
 def make_groups(
-    options: Options, methods: Sequence[str], variants: Sequence[Sequence[str]]
+    options: Mapping[str, Any], methods: Sequence[str], variants: Sequence[Sequence[str]]
 ) -> list[Group]:
     """Return the group of each method and variant, and check the arguments of their runs.
 
     Args:
-        options: the options of all runs, as `read_options` returns them.
+        options: the settings of all runs, as `read_options` returns them.
         methods: names of training methods.
         variants: lists ``[NAME, key=value, ...]``; their default ``method`` is contaccum.
 
@@ -111,31 +114,31 @@ def refuse_reserved_keys(keys: Iterable[str]) -> None:
             raise ConfigError(f"{key}: use --methods, --seeds and --output_dir")
 
 
-def _make_group(entry: str, method: str, overrides: dict[str, str], options: Options) -> Group:
+def _make_group(
+    entry: str, method: str, overrides: dict[str, str], options: Mapping[str, Any]
+) -> Group:
     """Return the group of an entry. Settings of the bank are dropped if the method has none."""
-    group_options = {key: values for key, values in options.items() if is_used_by(method, key)}
-    for key, value in overrides.items():
-        group_options[key] = [value]
-    group_options.update(COMMON_OPTIONS)
-    group = Group(quote(entry), entry, method, overrides, {**group_options, "method": [method]})
+    of_bank = {*find("methods", WITH_BANK), *find("methods", WITH_QUERY_BANK)}
+    values = {}
+    for name, value in options.items():
+        if method in WITH_BANK or name not in of_bank:
+            values[name] = value
+    values |= read([f"--{name}={value}" for name, value in overrides.items()])
+    # The model of a run is scored in the same process, and its output goes to files.
+    values |= {"save_strategy": "no", "disable_tqdm": True}
+    group = Group(quote(entry), entry, method, overrides, Settings())
     if method == "in_batch":
         # One batch has all pairs that the other methods accumulate to in an update.
-        accumulated = group._replace(options={**group_options, "method": ["grad_accum"]})
-        _, args = accumulated.parse()
-        group = group._replace(
-            options={
-                **group.options,
-                "per_device_train_batch_size": [str(args.total_train_batch_size)],
-                "gradient_accumulation_steps": ["1"],
-            }
-        )
-    group.parse()
-    return group
+        accumulated = group.change(**values, method="grad_accum").settings
+        args = ContAccumTrainingArguments.from_settings(accumulated)
+        values["per_device_train_batch_size"] = args.total_train_batch_size
+        values["gradient_accumulation_steps"] = 1
+    return group.change(**values, method=method)
 
 
 def is_tunable(group: Group, key: str) -> bool:
     """Return True if the method of a group uses a setting and its entry has no value for it."""
-    return key not in group.overrides and is_used_by(group.method, key)
+    return key not in group.overrides and uses(group.method, key)
 
 
 def add_setting(group: Group, key: str, value: str) -> Group:
@@ -145,6 +148,4 @@ def add_setting(group: Group, key: str, value: str) -> Group:
         ConfigError: if `contaccum train` refuses the value.
     """
     name = f"{group.name}_{key}-{quote(value, safe='+')}"
-    group = group._replace(name=name, options={**group.options, key: [value]})
-    group.parse()
-    return group
+    return group._replace(name=name).change(**read([f"--{key}={value}"]))

@@ -19,10 +19,9 @@ import torch
 from contaccum.files import write_json
 
 JOB_FILE = "job.json"
-RESULT_FILE = "result.json"
 
 Job = dict[str, Any]
-"""A run as JSON: name, folder, options, evaluation settings and identity; see `make_jobs`."""
+"""A run as JSON: name, folder, settings, evaluation and identity; see `make_jobs`."""
 
 _POLL_SECONDS = 0.1
 _MAX_ERROR_LENGTH = 300

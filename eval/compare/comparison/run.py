@@ -21,19 +21,18 @@ from typing import Any
 import torch
 
 from comparison.plan import Group
-from comparison.processes import RESULT_FILE, Job, exit_with_parent, run_jobs
-from contaccum import __version__
+from comparison.processes import Job, exit_with_parent, run_jobs
 from contaccum.data.near_duplicates import group_queries
 from contaccum.errors import ConfigError
 from contaccum.evaluation.beir import describe_data, evaluate_beir
 from contaccum.evaluation.beir import load_data as load_beir_data
-from contaccum.files import fingerprint, provenance, read_json, write_json
+from contaccum.experiments.run import describe_settings, find_result, once
+from contaccum.files import fingerprint, provenance, read_json
 from contaccum.retrieval.encode import model_fingerprint
-from contaccum.settings import DataSettings, select
+from contaccum.settings import DataSettings, Settings, replace, select, to_dict
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.log import TRAIN_LOG, read_log
 from contaccum.training.run import load_data, load_encoder, load_run_data, make_trainer
-from contaccum.tuning.options import Options, parse, to_command_line
 
 Evaluation = Mapping[str, Any]
 """``data`` (a list of BEIR folders or names), ``split`` and ``precision`` of the scores."""
@@ -42,8 +41,6 @@ Results = Mapping[str, Mapping[str, Any]]
 """{name of the run: content of its result.json}"""
 
 _K_VALUES = (10, 20, 100)
-_PATH_OPTIONS = ("model", "guide", "passage_store", "corpus")
-"""Options that may name local files, besides those of data sets, which have fingerprints."""
 
 
 def describe_evaluation_sets(evaluation: Evaluation) -> list[dict[str, Any]]:
@@ -109,51 +106,27 @@ def make_jobs(
     jobs = []
     for seed in seeds:
         for group in groups:
-            settings, _ = group.parse()
+            run_folder = folder / group.run_name(seed)
+            settings = replace(group.settings, seed=seed, output_dir=str(run_folder))
             data_key = str([select(settings, DataSettings), settings.distill])
             if data_key not in train_fingerprints:
                 train_fingerprints[data_key] = load_data(settings).fingerprint
-            run_folder = folder / group.run_name(seed)
-            command_line = to_command_line(group.options)
             jobs.append(
                 {
                     "name": group.run_name(seed),
                     "entry": group.entry,
                     "seed": seed,
                     "folder": str(run_folder),
-                    "options": [*command_line, f"--seed={seed}", f"--output_dir={run_folder}"],
+                    "settings": to_dict(settings),
                     "evaluation": dict(evaluation),
                     "identity": {
-                        "contaccum": __version__,
+                        **describe_settings(settings),
                         "train_data": train_fingerprints[data_key],
-                        **{key: " ".join(values) for key, values in group.options.items()},
-                        **_describe_local_paths(group.options),
                         **evaluation_identity,
                     },
                 }
             )
     return jobs
-
-
-def _describe_local_paths(options: Options) -> dict[str, str]:
-    """Return a fingerprint of the files of each model, store and corpus that is a local path.
-
-    The fingerprint covers names, sizes and times of the files, and not their content, because large
-    models take long to read.
-    """
-    descriptions = {}
-    for key in _PATH_OPTIONS:
-        for value in options.get(key, ()):
-            path = Path(value)
-            files = sorted(path.rglob("*")) if path.is_dir() else [path]
-            content = []
-            for file in files:
-                if file.is_file():
-                    state = file.stat()
-                    content.append((str(file), state.st_size, state.st_mtime_ns))
-            if content:
-                descriptions[f"files of {key}"] = fingerprint(str(content))
-    return descriptions
 
 
 def read_results(jobs: Sequence[Job]) -> dict[str, dict[str, Any]]:
@@ -164,18 +137,9 @@ def read_results(jobs: Sequence[Job]) -> dict[str, dict[str, Any]]:
     """
     results = {}
     for job in jobs:
-        path = Path(job["folder"], RESULT_FILE)
-        if not path.is_file():
-            continue
-        result = read_json(path)
-        old, new = result["identity"], job["identity"]
-        changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-        if changed:
-            raise ConfigError(
-                f"{job['folder']} was run with other settings: {', '.join(changed)}. "
-                "Remove this folder, or name another --output_dir"
-            )
-        results[job["name"]] = result
+        result = find_result(Path(job["folder"]), job["identity"], may_restart=False)
+        if result is not None:
+            results[job["name"]] = result
     return results
 
 
@@ -183,7 +147,8 @@ def run_job(job: Job) -> dict[str, Any]:
     """Train and score the run of a job, and return the content of its result.json."""
     code_record = provenance()  # read before training, because the checkout may change meanwhile
     evaluation = job["evaluation"]
-    settings, args = parse(job["options"])
+    settings = replace(Settings(), **job["settings"])
+    args = ContAccumTrainingArguments.from_settings(settings)
     data = load_run_data(settings, args)
     encoder = load_encoder(settings, args)
     initial_weights = model_fingerprint(encoder)
@@ -252,12 +217,12 @@ def fingerprint_data_order(args: ContAccumTrainingArguments, training_data: Any)
     return fingerprint(training_data.fingerprint, args.order_seed, batch_size)
 
 
-def main(job_file: str) -> None:
+def do_job(job_file: str) -> None:
     """Do the run of a job file, and write its result."""
-    threading.Thread(target=exit_with_parent, daemon=True).start()
     job = read_json(job_file)
-    write_json(Path(job["folder"], RESULT_FILE), run_job(job))
+    once(Path(job["folder"]), job["identity"], lambda: run_job(job))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    do_job(sys.argv[1])

@@ -1,9 +1,9 @@
 """Tuning of one setting: the best value for each group, on dev data.
 
 Every group starts with the same values. While the best value of a group is the smallest or the
-largest one that was tried, one more value is tried beyond it (see `contaccum.tuning.ladder`). The
-next values depend only on the scores, so the same command tries the same values again. The data on
-which the final runs are scored are not used here.
+largest one that was tried, one more value is tried beyond it; see `contaccum.experiments.ladder`.
+The next values depend only on the scores, so the same command tries the same values again. The data
+on which the final runs are scored are not used here.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from comparison.report import MAIN_METRIC, average_by_query
 from comparison.run import Results
 from contaccum.errors import ConfigError
 from contaccum.evaluation.metrics import sign_flip_test
-from contaccum.tuning.choice import find_best_value
-from contaccum.tuning.ladder import next_values
+from contaccum.experiments.ladder import find_best_value, next_values
 
 
 class Ladder(NamedTuple):
@@ -81,7 +80,7 @@ def tune_groups(
     while True:
         candidates = []
         for name, tried in scores.items():
-            for value in next_values(ladder.values, ladder.factor, ladder.max_values, tried):
+            for value in next_texts(ladder.values, ladder.factor, ladder.max_values, tried):
                 tried[value] = None
                 try:
                     candidate = add_setting(groups_by_name[name], ladder.key, value)
@@ -122,6 +121,16 @@ def tune_groups(
             "worst": _compare_with_worst(chosen, tried, query_scores[name], query_groups),
         }
     return tunings, all_failed
+
+
+def next_texts(
+    values: Sequence[str], factor: float, max_values: int, scores: Mapping[str, float | None]
+) -> list[str]:
+    """Return the values that `next_values` returns, as text: those of the user as they are."""
+    texts = {float(text): text for text in (*values, *scores)}
+    scores_by_value = {float(text): score for text, score in scores.items()}
+    numbers = next_values([float(text) for text in values], factor, max_values, scores_by_value)
+    return [texts.get(number, f"{number:.6g}".replace("e-0", "e-")) for number in numbers]
 
 
 def choose_value(scores: Mapping[str, float | None]) -> str | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from comparison.processes import JOB_FILE, run_jobs
+from comparison.tuning import next_texts
 from sentence_transformers import SentenceTransformer
 
 from contaccum import DualEncoder
@@ -23,7 +24,6 @@ from contaccum.errors import ConfigError
 from contaccum.files import atomic_folder, fingerprint, provenance, read_json, write_json
 from contaccum.retrieval.encode import model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
-from contaccum.tuning.ladder import next_values
 from time_study.mining import MINING_RULES, mine_negatives
 from time_study.plan import Entry, Plan, Settings
 from time_study.results import Results
@@ -266,7 +266,7 @@ class Study:
     def _next_rates(self, name: str) -> list[str]:
         scores = self.results.get_dev_scores(name)
         plan = self.plan
-        return next_values(plan.learning_rates, plan.rate_factor, plan.max_rates, scores)
+        return next_texts(plan.learning_rates, plan.rate_factor, plan.max_rates, scores)
 
     def count_updates(self, name: str) -> int:
         """Return the number of updates of an entry's runs, in their first stage."""

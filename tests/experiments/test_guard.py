@@ -23,8 +23,8 @@ from contaccum.data.split import SplitSettings, split_data
 from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.beir import load_data
 from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.fitting import pipeline
-from contaccum.fitting.folder import FitFolder
+from contaccum.experiments import fit as fit_module
+from contaccum.experiments.fit import FitResult
 from contaccum.merging import merge_models
 from contaccum.retrieval.encode import model_fingerprint
 
@@ -82,7 +82,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def fit(root: Path, output: Path, **options: Any) -> pipeline.FitResult:
+def fit(root: Path, output: Path, **options: Any) -> FitResult:
     settings: dict[str, Any] = {**SETTINGS, "guard": [root / "other"], "test": 100, **options}
     return contaccum.fit(
         root / "pairs.jsonl",
@@ -94,14 +94,14 @@ def fit(root: Path, output: Path, **options: Any) -> pipeline.FitResult:
 
 
 @pytest.fixture(scope="module")
-def guarded(root: Path) -> pipeline.FitResult:
+def guarded(root: Path) -> FitResult:
     return fit(root, root / "out", guard_loss=0.07)
 
 
 @pytest.mark.slow
 def test_model_of_the_chosen_weight_is_kept_and_judged(root, guarded):
     folder = guarded.folder
-    record = json.loads(folder.record_file.read_text())
+    record = json.loads((folder / "fit.json").read_text())
     merge_record = record["guard"]
     weight = merge_record["weight"]
     assert merge_record["data_sets"] == ["dev", str(root / "other")]
@@ -112,17 +112,17 @@ def test_model_of_the_chosen_weight_is_kept_and_judged(root, guarded):
     assert 0 < weight < 1
     assert other[weight] >= other[0.0] - 0.07 > other[1.0]
     base = contaccum.DualEncoder.from_pretrained(root / "fresh", device="cpu")
-    trained = contaccum.DualEncoder.from_pretrained(folder.trained_model, device="cpu")
+    trained = contaccum.DualEncoder.from_pretrained(folder / "trained", device="cpu")
     expected = merge_models(base, trained, weight)
     assert model_fingerprint(guarded.model) == model_fingerprint(expected)
     # The verdict is about this model.
     output = root / "evaluated.json"
-    arguments = ["--data", str(folder.data / "test"), "--output", str(output)]
-    assert main(["evaluate", str(folder.model), *arguments]) == 0
+    arguments = ["--data", str(folder / "data" / "test"), "--output", str(output)]
+    assert main(["evaluate", str(folder / "model"), *arguments]) == 0
     score = json.loads(output.read_text())["metrics"]["NDCG@10"]
     assert score == pytest.approx(guarded.verdict.trained, abs=1e-9)
     assert record["scores"][2]["dev"] == dev[weight]
-    assert merge_record["line"] in (folder.model / "README.md").read_text()
+    assert merge_record["line"] in (folder / "model" / "README.md").read_text()
     page = guarded.report.read_text()
     assert "What it keeps" in page
     assert f"{weight:g} (chosen)" in page
@@ -133,12 +133,13 @@ class Killed(BaseException):
     """An exception in place of SIGKILL: nothing catches it."""
 
 
-def copy_as_trained(folder: FitFolder, copy: Path) -> None:
+def copy_as_trained(folder: Path, copy: Path) -> None:
     """Copy a finished fit as it was after the final training."""
-    ignored = shutil.ignore_patterns("model", "guard.json", "report.html")
-    shutil.copytree(folder.path, copy, ignore=ignored)
-    request = json.loads(folder.record_file.read_text())["request"]
-    FitFolder(copy).record_file.write_text(json.dumps({"request": request}))
+    shutil.copytree(folder, copy)
+    for name in ("model", "guard"):
+        shutil.rmtree(copy / name)
+    for name in ("fit.json", "report.html"):
+        (copy / name).unlink()
 
 
 @pytest.mark.slow
@@ -160,7 +161,7 @@ def test_fit_that_was_killed_while_it_chose_a_weight_continues(
     with pytest.raises(Killed):
         fit(root, tmp_path / "out", guard_loss=0.07)
     assert not (tmp_path / "out" / "model").exists()
-    with pytest.raises(ConfigError, match="this folder has an unfinished fit with guard="):
+    with pytest.raises(ConfigError, match="this folder has work with another guard;"):
         fit(root, tmp_path / "out", guard_loss=0.3)
     continued = fit(root, tmp_path / "out", guard_loss=0.07)
     assert continued.verdict == guarded.verdict
@@ -178,7 +179,13 @@ def test_guard_that_cannot_be_read_is_refused_first(root, tmp_path, capsys):
 
 
 def test_time_of_the_guard_is_part_of_the_budget(root, tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline.Fit, "_estimate_guard_seconds", lambda *args: 10_000.0)
+    measure = fit_module.measure_seconds_per_document
+
+    def measure_slow_guard(encoder: Any, documents: Any, number: int, batch_size: int) -> float:
+        is_guard = number == 60
+        return 10_000 / 5 / 60 if is_guard else measure(encoder, documents, number, batch_size)
+
+    monkeypatch.setattr(fit_module, "measure_seconds_per_document", measure_slow_guard)
     with pytest.raises(ConfigError, match=r"documents and the guard sets takes 2\.8 hours"):
         fit(root, tmp_path / "out")
 
@@ -201,8 +208,8 @@ def test_guard_with_queries_of_the_test_set_is_refused(root, tmp_path, query, is
     write_beir(other, {"d": ("", "a text")}, {"x": query}, [("x", "d", 1)], "test")
     test_queries = read_split_queries(fitted, "test", RecordReport()).values()
     with pytest.raises(DataError, match=r"1 queries of the test set.*such as"):
-        pipeline._refuse_test_queries({"other": load_data(other)}, test_queries)
-    pipeline._refuse_test_queries({"other": load_data(root / "other")}, test_queries)
+        fit_module.refuse_test_queries({"other": load_data(other)}, test_queries)
+    fit_module.refuse_test_queries({"other": load_data(root / "other")}, test_queries)
 
 
 def test_guard_with_test_queries_of_other_splits_is_refused(root, tmp_path):

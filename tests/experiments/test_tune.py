@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,6 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset, DatasetDict
-from optuna.trial import TrialState
 from sample_texts import sentences
 from small_data import write_beir, write_lines
 from tiny_models import tiny_encoder
@@ -25,26 +25,31 @@ from contaccum.cli import main
 from contaccum.data import load_beir_folder
 from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.settings import METHODS, WITH_BANK
-from contaccum.tuning import search as search_module
-from contaccum.tuning.budget import (
+from contaccum.experiments import run as run_module
+from contaccum.experiments import tune as tune_module
+from contaccum.experiments.budget import (
     Budget,
     TimeForTrials,
     format_duration,
     parse_duration,
     suggest_budget,
 )
-from contaccum.tuning.choice import FinishedTrial, choose_trial
-from contaccum.tuning.journal import JOURNAL, open_study, read_finished_trials
-from contaccum.tuning.methods import adapt_options
-from contaccum.tuning.options import Options, parse
-from contaccum.tuning.space import compute_start_rate, make_space
-from contaccum.tuning.trial import Outcome, QueryScores, TooSlow, count_updates, run_trial
-from contaccum.tuning.tune import tune as run_tune
+from contaccum.experiments.run import QueryScores, Result, count_updates, run
+from contaccum.experiments.tune import (
+    Source,
+    Trial,
+    choose_trial,
+    compute_start_rate,
+    list_methods,
+    make_base_settings,
+    round_up,
+)
+from contaccum.settings import METHODS, WITH_BANK, Settings, read, replace
+from contaccum.training.arguments import ContAccumTrainingArguments
 
 NUM_QUERIES = 24
 
-RunTrial = Callable[..., Outcome]
+TrainAndScore = Callable[..., Result]
 
 
 @pytest.fixture(scope="module")
@@ -87,16 +92,32 @@ def read_config(output: Path) -> dict[str, Any]:
     return yaml.safe_load((output / "tuned.yaml").read_text())
 
 
-def make_outcome(score: float, updates: int = 9, seconds_per_update: float = 0.01) -> Outcome:
-    """Return the outcome of a trial in which all queries have the same score."""
+def make_result(score: float, updates: int = 9, seconds_per_update: float = 0.01) -> Result:
+    """Return the result of a trial in which all queries have the same score."""
     query_scores = {f"q{row}": score for row in range(NUM_QUERIES)}
-    return Outcome(query_scores, score, 0.1, updates, seconds_per_update)
+    return Result(
+        score=score,
+        query_scores=query_scores,
+        updates=updates,
+        seconds=0.1,
+        seconds_per_update=seconds_per_update,
+    )
+
+
+def make_slow_result(possible_updates: int, seconds: float, seconds_per_update: float) -> Result:
+    """Return the result of a trial that would take longer than its time."""
+    return Result(
+        updates=round(seconds / seconds_per_update),
+        seconds_per_update=seconds_per_update,
+        possible_updates=possible_updates,
+        note="too slow for the budget",
+    )
 
 
 def test_written_config_has_the_best_settings_and_can_be_trained(
     root, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(search_module, "MAX_TRIALS", 5)
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 5)
     output = tmp_path / "out"
     options = ["--corpus", str(root / "beir"), "--total_train_batch_size", "8", "--seed", "3"]
     assert tune(root, output, *options) == 0
@@ -122,18 +143,14 @@ def test_trial_scores_the_documents_of_its_own_model(root, tmp_path):
     store = tmp_path / "store"
     arguments = ["--corpus", str(root / "beir"), "--output", str(store)]
     assert main(["encode", str(root / "model"), *arguments]) == 0
-    options: dict[str, list[str]] = {}
-    for key, value in yaml.safe_load((root / "config.yaml").read_text()).items():
-        options[key] = [str(value)]
-    options["eval_strategy"] = ["epoch"]
-    options["learning_rate"] = ["0.02"]
-    options["use_cpu"] = ["true"]
-    both_encoders = adapt_options(options, "contaccum", None)
-    query_side = adapt_options(options, "query_side", store)
+    given = {**read([str(root / "config.yaml")]), "learning_rate": 0.02, "eval_data": None}
+    source = Source(replace(Settings(), **given), (), str(store))
+    both_encoders = source.make_settings("contaccum")
+    query_side = source.make_settings("query_side")
 
-    def score_run(evaluator: RetrievalEvaluator, run_options: Options) -> QueryScores | None:
-        outcome = run_trial(run_options, evaluator, tmp_path / "run", 600.0, lambda scores: False)
-        return outcome.query_scores
+    def score_run(evaluator: RetrievalEvaluator, settings: Settings) -> QueryScores:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        return run(settings, evaluator, tmp_path / "run").query_scores
 
     shared_evaluator = RetrievalEvaluator(load_beir_folder(root / "beir", "dev"))
     query_side_scores = score_run(shared_evaluator, query_side)
@@ -142,7 +159,7 @@ def test_trial_scores_the_documents_of_its_own_model(root, tmp_path):
     expected = score_run(new_evaluator, both_encoders)
     assert score_run(shared_evaluator, both_encoders) == expected
     assert expected != query_side_scores
-    assert not (tmp_path / "run").exists()
+    assert not list((tmp_path / "run").glob("**/*.safetensors"))
 
 
 def test_settings_on_the_command_line_are_not_searched(root, tmp_path):
@@ -163,10 +180,10 @@ def test_rate_that_is_rounded_is_tried_once(root, tmp_path, monkeypatch):
     The made-up scores prefer small rates.
     """
 
-    def prefer_small_rates(options: Options, *_: Any) -> Outcome:
-        return make_outcome(1.0 - float(options["learning_rate"][0]))
+    def prefer_small_rates(settings: Settings, *_: Any) -> Result:
+        return make_result(1.0 - settings.learning_rate)
 
-    monkeypatch.setattr(search_module, "run_trial", prefer_small_rates)
+    monkeypatch.setattr(run_module, "_train_and_score", prefer_small_rates)
     (tmp_path / "rate.yaml").write_text("learning_rate: 5.0e-5\n")
     arguments = ["tune", str(root / "config.yaml"), str(tmp_path / "rate.yaml")]
     arguments += ["--method", "contaccum", "--temperature", "0.05"]
@@ -179,15 +196,15 @@ def test_rate_that_is_rounded_is_tried_once(root, tmp_path, monkeypatch):
 
 
 def test_failed_trial_ends_its_ladder_but_not_the_search(root, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(search_module, "MAX_TRIALS", 5)
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 5)
 
-    def fail_at_large_rates(options: Options, *_: Any) -> Outcome:
-        rate = float(options["learning_rate"][0])
+    def fail_at_large_rates(settings: Settings, *_: Any) -> Result:
+        rate = settings.learning_rate
         if rate > 0.03:
             raise ConfigError("its loss is not finite")
-        return make_outcome(rate)
+        return make_result(rate)
 
-    monkeypatch.setattr(search_module, "run_trial", fail_at_large_rates)
+    monkeypatch.setattr(run_module, "_train_and_score", fail_at_large_rates)
     options = ["--method", "contaccum", "--temperature", "0.05", "--num_train_epochs", "1"]
     options += ["--num_hard_negatives", "0"]
     assert tune(root, tmp_path / "out", *options) == 0
@@ -199,55 +216,40 @@ def test_failed_trial_ends_its_ladder_but_not_the_search(root, tmp_path, monkeyp
 
 
 def test_slow_trial_is_cut_and_stays_cut_after_a_kill(root, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(search_module, "MAX_TRIALS", 4)
-    max_steps: list[str | None] = []
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 4)
+    max_steps: list[int] = []
 
-    def make_run_trial(kill_at: int) -> RunTrial:
-        def run_slow_trial(options: Options, *_: Any) -> Outcome:
-            max_steps.append(options.get("max_steps", [None])[0])
+    def make_run_trial(kill_at: int) -> TrainAndScore:
+        def run_slow_trial(settings: Settings, *_: Any) -> Result:
+            max_steps.append(settings.max_steps)
             if len(max_steps) == kill_at:
                 raise Killed
-            if max_steps[-1] is None:
-                raise TooSlow(30, 500.0, 1.0)
-            return make_outcome(0.5, int(max_steps[-1]), seconds_per_update=1.0)
+            if max_steps[-1] < 0:
+                return make_slow_result(30, 500.0, 1.0)
+            return make_result(0.5, max_steps[-1], seconds_per_update=1.0)
 
         return run_slow_trial
 
-    monkeypatch.setattr(search_module, "run_trial", make_run_trial(kill_at=2))
+    monkeypatch.setattr(run_module, "_train_and_score", make_run_trial(kill_at=2))
     with pytest.raises(Killed):
         tune(root, tmp_path / "out", "--method", "contaccum")
-    monkeypatch.setattr(search_module, "run_trial", make_run_trial(kill_at=0))
+    monkeypatch.setattr(run_module, "_train_and_score", make_run_trial(kill_at=0))
     assert tune(root, tmp_path / "out", "--method", "contaccum") == 0
     assert "trials are cut to 30 updates" in capsys.readouterr().out
-    assert max_steps == [None, *5 * ["30"]]
+    assert max_steps == [-1, *5 * [30]]
     assert [trial["updates"] for trial in read_trials(tmp_path / "out")] == 4 * [30]
 
 
-@pytest.mark.parametrize("is_cut_in_joint_search", [False, True])
-def test_training_by_the_tuned_config_is_as_long_as_the_cut_trials(
-    root, tmp_path, monkeypatch, is_cut_in_joint_search
-):
-    monkeypatch.setattr(search_module, "MAX_TRIALS", 8)
-    num_calls = 0
+def test_training_by_the_tuned_config_is_as_long_as_the_cut_trials(root, tmp_path, monkeypatch):
+    def run_slow_trial(settings: Settings, *_: Any) -> Result:
+        if settings.max_steps < 0:
+            return make_slow_result(30, 500.0, 1.0)
+        return make_result(settings.learning_rate, 30, seconds_per_update=1.0)
 
-    def run_slow_trial(options: Options, *_: Any) -> Outcome:
-        nonlocal num_calls
-        num_calls += 1
-        if is_cut_in_joint_search and num_calls == 1:
-            # No trial of the ladder has a score then, so a trial of the joint search is cut.
-            return Outcome(None, None, 0.1, 9, 0.01)
-        if "max_steps" not in options:
-            raise TooSlow(30, 500.0, 1.0)
-        return make_outcome(float(options["learning_rate"][0]), 30, seconds_per_update=1.0)
-
-    monkeypatch.setattr(search_module, "run_trial", run_slow_trial)
-    options = ["--method", "contaccum"]
-    if is_cut_in_joint_search:
-        options += ["--learning_rate", "0.001"]
-    assert tune(root, tmp_path / "out", *options) == 0
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 8)
+    monkeypatch.setattr(run_module, "_train_and_score", run_slow_trial)
+    assert tune(root, tmp_path / "out", "--method", "contaccum") == 0
     settings = [trial["settings"] for trial in read_trials(tmp_path / "out")]
-    if is_cut_in_joint_search:
-        assert "max_steps" not in settings.pop(0)
     assert {trial["max_steps"] for trial in settings} == {30}
     assert "temperature" in settings[-1]
     assert not any("num_train_epochs" in trial for trial in settings)
@@ -259,8 +261,8 @@ def test_training_by_the_tuned_config_is_as_long_as_the_cut_trials(
 
 
 def test_length_is_not_searched_if_the_config_has_a_number_of_updates(root, tmp_path, monkeypatch):
-    monkeypatch.setattr(search_module, "MAX_TRIALS", 8)
-    monkeypatch.setattr(search_module, "run_trial", lambda *_, **__: make_outcome(0.5))
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 8)
+    monkeypatch.setattr(run_module, "_train_and_score", lambda *_: make_result(0.5))
     (tmp_path / "steps.yaml").write_text("max_steps: 20\n")
     arguments = ["tune", str(root / "config.yaml"), str(tmp_path / "steps.yaml")]
     arguments += ["--method", "contaccum", "--output", str(tmp_path / "out")]
@@ -276,12 +278,12 @@ def test_trials_are_scored_by_ndcg_whatever_metric_chooses_checkpoints(
 ):
     scored_by = []
 
-    def record_metric(options: Options, evaluator: RetrievalEvaluator, *_: Any) -> Outcome:
+    def record_metric(settings: Settings, evaluator: RetrievalEvaluator, *_: Any) -> Result:
         scored_by.append(evaluator.primary_metric)
-        return make_outcome(0.5)
+        return make_result(0.5)
 
-    monkeypatch.setattr(search_module, "MAX_TRIALS", 1)
-    monkeypatch.setattr(search_module, "run_trial", record_metric)
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 1)
+    monkeypatch.setattr(run_module, "_train_and_score", record_metric)
     assert tune(root, tmp_path / "default") == 0
     baselines = capsys.readouterr().out.splitlines()[0]
     assert tune(root, tmp_path / "recall", "--metric_for_best_model", "recall@5") == 0
@@ -292,36 +294,24 @@ def test_trials_are_scored_by_ndcg_whatever_metric_chooses_checkpoints(
 
 def test_no_trial_of_a_method_starts_that_has_no_time_left(root, tmp_path, monkeypatch, capsys):
     """Trials of contaccum take 100 seconds of 330; those of grad_cache would always fit."""
-    monkeypatch.setattr(search_module, "MAX_TRIALS", 8)
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 8)
     tried_methods = []
 
-    def run_timed_trial(options: Options, *_: Any) -> Outcome:
-        method = options["method"][0]
+    def run_timed_trial(settings: Settings, *_: Any) -> Result:
+        method = settings.method
         tried_methods.append(method)
         seconds = {"contaccum": 100.0, "grad_cache": 1.0}[method]
         clock.used_seconds += seconds
         score = 0.9 if method == "contaccum" else 0.1
-        return make_outcome(score)._replace(seconds=seconds)
+        return dataclasses.replace(make_result(score), seconds=seconds)
 
     clock = SimpleNamespace(used_seconds=0.0)
     monkeypatch.setattr(Budget, "used", lambda budget: clock.used_seconds)
-    monkeypatch.setattr(search_module, "run_trial", run_timed_trial)
+    monkeypatch.setattr(run_module, "_train_and_score", run_timed_trial)
     assert tune(root, tmp_path / "out", "--budget", "330s") == 0
     assert tried_methods.count("contaccum") == 3
     assert len(tried_methods) == len(read_trials(tmp_path / "out")) == 8
     assert "no time is left" not in capsys.readouterr().out
-
-
-def test_a_rung_does_not_take_the_place_of_an_interrupted_trial(tmp_path):
-    """A kill in the joint search leaves parameters, which are used after the next ladder."""
-    study, interrupted = open_study(tmp_path)
-    assert interrupted == []
-    trial = study.ask()
-    trial.suggest_categorical("method of a", ["a"])
-    del trial
-    study, interrupted = open_study(tmp_path)
-    assert interrupted == [{"method of a": "a"}]
-    assert study.get_trials(states=(TrialState.WAITING,)) == []
 
 
 def test_a_trial_leaves_time_for_a_final_training_as_long_as_itself(tmp_path, monkeypatch):
@@ -335,13 +325,13 @@ def test_a_trial_leaves_time_for_a_final_training_as_long_as_itself(tmp_path, mo
 
 
 def test_training_keeps_a_given_length_if_trials_are_cut(root, tmp_path, monkeypatch):
-    def run_slow_trial(options: Options, *_: Any) -> Outcome:
-        if "max_steps" not in options:
-            raise TooSlow(30, 500.0, 1.0)
-        return make_outcome(0.5, updates=30)
+    def run_slow_trial(settings: Settings, *_: Any) -> Result:
+        if settings.max_steps < 0:
+            return make_slow_result(30, 500.0, 1.0)
+        return make_result(0.5, updates=30)
 
-    monkeypatch.setattr(search_module, "MAX_TRIALS", 1)
-    monkeypatch.setattr(search_module, "run_trial", run_slow_trial)
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 1)
+    monkeypatch.setattr(run_module, "_train_and_score", run_slow_trial)
     options = ["--method", "contaccum", "--num_train_epochs", "3"]
     assert tune(root, tmp_path / "out", *options) == 0
     config = read_config(tmp_path / "out")
@@ -368,27 +358,25 @@ def test_search_goes_on_if_the_machine_gets_faster(
     def measure_test() -> float:
         return 20.0 * clock.slowness
 
-    def run_timed_trial(options: Options, *arguments: Any) -> Outcome:
+    def run_timed_trial(settings: Settings, *arguments: Any) -> Result:
         slowness = clock.slowness
         max_seconds = arguments[2]
         if max_seconds == 0.0:
             clock.used_seconds += 2 * slowness
-        if max_seconds == 0.0 or (slowness == 10.0 and "max_steps" not in options):
-            raise TooSlow(11, 60 * slowness, slowness)
-        updates = int(options.get("max_steps", ["60"])[0])
+        if max_seconds == 0.0 or (slowness == 10.0 and settings.max_steps < 0):
+            return make_slow_result(11, 60 * slowness, slowness)
+        updates = settings.max_steps if settings.max_steps > 0 else 60
         seconds = (5 + updates) * slowness
         clock.used_seconds += seconds
         clock.slowness = later_slowness
-        outcome = make_outcome(0.5, updates, seconds_per_update=slowness)
-        return outcome._replace(seconds=seconds)
+        result = make_result(0.5, updates, seconds_per_update=slowness)
+        return dataclasses.replace(result, seconds=seconds)
 
-    monkeypatch.setattr(search_module, "run_trial", run_timed_trial)
-    options = {"method": ["contaccum"], "eval_strategy": ["epoch"]}
-    for key, value in yaml.safe_load((root / "config.yaml").read_text()).items():
-        options[key] = [str(value)]
+    monkeypatch.setattr(run_module, "_train_and_score", run_timed_trial)
+    given = {**read([str(root / "config.yaml")]), "method": "contaccum"}
     lines: list[str] = []
-    tuned = run_tune(
-        options,
+    tuned = tune_module.tune(
+        given,
         ["method", "total_train_batch_size"],
         TimeForTrials(budget, measure_test(), 1.6, measure_test),
         tmp_path / "out",
@@ -415,16 +403,16 @@ def test_a_final_training_at_full_length_gets_half_of_the_time_at_most(tmp_path,
 
 
 def test_method_that_is_too_slow_is_left_out(root, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(search_module, "MAX_TRIALS", 9)
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 9)
     tried_methods = []
 
-    def run_slow_method(options: Options, *_: Any) -> Outcome:
-        tried_methods.append(options["method"][0])
-        if options["method"] == ["grad_cache"]:
-            raise TooSlow(2, 5000.0, 50.0)
-        return make_outcome(float(options["learning_rate"][0]))
+    def run_slow_method(settings: Settings, *_: Any) -> Result:
+        tried_methods.append(settings.method)
+        if settings.method == "grad_cache":
+            return make_slow_result(2, 5000.0, 50.0)
+        return make_result(settings.learning_rate)
 
-    monkeypatch.setattr(search_module, "run_trial", run_slow_method)
+    monkeypatch.setattr(run_module, "_train_and_score", run_slow_method)
     assert tune(root, tmp_path / "out") == 0
     assert tried_methods.count("grad_cache") == 1
     message = "too slow for the budget: a trial of grad_cache takes 83 minutes"
@@ -434,24 +422,24 @@ def test_method_that_is_too_slow_is_left_out(root, tmp_path, monkeypatch, capsys
 
 def test_mined_negatives_are_tried_and_written_to_the_config(root, tmp_path, monkeypatch):
     """The made-up scores prefer them; the negatives are documents of the corpus, not positives."""
-    monkeypatch.setattr(search_module, "MAX_TRIALS", 12)
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 12)
     tried = []
 
-    def prefer_negatives(options: Options, *_: Any) -> Outcome:
-        num_negatives = options.get("num_hard_negatives", ["0"])[0]
-        data_file = Path(options["train_data"][0]).name
-        tried.append((options["method"][0], num_negatives, data_file))
-        return make_outcome(0.9 if num_negatives == "1" else 0.1)
+    def prefer_negatives(settings: Settings, *_: Any) -> Result:
+        num_negatives = settings.num_hard_negatives
+        data_file = Path(settings.train_data[0]).name
+        tried.append((settings.method, num_negatives, data_file))
+        return make_result(0.9 if num_negatives == 1 else 0.1)
 
-    monkeypatch.setattr(search_module, "run_trial", prefer_negatives)
+    monkeypatch.setattr(run_module, "_train_and_score", prefer_negatives)
     options = ["--corpus", str(root / "beir"), "--learning_rate", "0.01"]
     options += ["--temperature", "0.05", "--seed", "1", "--num_train_epochs", "1"]
     assert tune(root, tmp_path / "out", *options) == 0
-    assert {("contaccum", "1", "mined.jsonl"), ("contaccum", "0", "pairs.jsonl")} <= set(tried)
-    assert {row[1:] for row in tried if row[0] == "query_side"} <= {("0", "pairs.jsonl")}
+    assert {("contaccum", 1, "mined.jsonl"), ("contaccum", 0, "pairs.jsonl")} <= set(tried)
+    assert {row[1:] for row in tried if row[0] == "query_side"} <= {(0, "pairs.jsonl")}
     config = yaml.safe_load((tmp_path / "out" / "tuned.yaml").read_text())
     assert config["num_hard_negatives"] == 1
-    records = [json.loads(line) for line in Path(config["train_data"]).read_text().splitlines()]
+    records = [json.loads(line) for line in Path(config["train_data"][0]).read_text().splitlines()]
     corpus = load_beir_folder(root / "beir", "dev").corpus
     documents = {document["text"] for document in corpus.values()}
     positives = {record["query"]: record["positive"] for record in records}
@@ -476,47 +464,33 @@ class Killed(BaseException):
     ],
 )
 def test_search_continues_after_a_kill_with_the_same_trials(root, tmp_path, monkeypatch, killed_at):
-    monkeypatch.setattr(search_module, "MAX_TRIALS", 7)
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 7)
     options = ["--method", "contaccum", "--seed", "5"]
     scores: dict[float, float] = {}  # made up
 
-    def make_run_trial(kill_at: int | None) -> RunTrial:
+    def make_run_trial(kill_at: int | None) -> TrainAndScore:
         calls = iter(range(100))
 
-        def run_made_up_trial(options: Options, *_: Any) -> Outcome:
+        def run_made_up_trial(settings: Settings, *_: Any) -> Result:
             if next(calls) == kill_at:
                 raise Killed
-            rate = float(options["learning_rate"][0])
+            rate = settings.learning_rate
             score = scores.setdefault(rate, 1.0 / (1.0 + abs(rate - 0.004)))
-            return make_outcome(score)
+            return make_result(score)
 
         return run_made_up_trial
 
-    monkeypatch.setattr(search_module, "run_trial", make_run_trial(None))
+    monkeypatch.setattr(run_module, "_train_and_score", make_run_trial(None))
     assert tune(root, tmp_path / "uninterrupted", *options) == 0
-    monkeypatch.setattr(search_module, "run_trial", make_run_trial(killed_at))
+    monkeypatch.setattr(run_module, "_train_and_score", make_run_trial(killed_at))
     with pytest.raises(Killed):
         tune(root, tmp_path / "killed", *options)
-    journal = tmp_path / "killed" / "search" / JOURNAL
-    with journal.open("a") as file:
-        file.write('{"op_code": 5, "worker')  # a line that a kill has cut short
-    monkeypatch.setattr(search_module, "run_trial", make_run_trial(None))
+    monkeypatch.setattr(run_module, "_train_and_score", make_run_trial(None))
     assert tune(root, tmp_path / "killed", *options) == 0
     expected = read_trials(tmp_path / "uninterrupted")
     trials = read_trials(tmp_path / "killed")
     for key in ("settings", "score"):
         assert [trial[key] for trial in trials] == [trial[key] for trial in expected]
-
-
-def test_a_trial_that_had_ended_before_a_kill_keeps_its_score(tmp_path):
-    study, _ = open_study(tmp_path)
-    trial = study.ask()
-    trial.set_user_attr("settings", {"method": "contaccum"})
-    trial.set_user_attr("seconds", 9.0)
-    trial.set_user_attr("query_scores", {"q1": 0.5, "q2": 1.0})
-    study, _ = open_study(tmp_path)
-    [finished] = read_finished_trials(study)
-    assert finished.score == 0.75
 
 
 @pytest.mark.parametrize(
@@ -555,27 +529,27 @@ def test_durations_are_parsed_and_formatted():
 
 
 def test_every_method_has_a_start_rate_and_methods_with_a_bank_keep_its_settings():
-    options = {"bank_size": ["64"], "temperature": ["0.05"]}
+    source = Source(Settings(bank_size=64, temperature=0.05), (), "store")
     for method in METHODS:
         assert compute_start_rate(method, 384, has_adapter=False, is_base_weak=False) > 0
-        adapted = adapt_options(options, method, "store")
-        assert ("bank_size" in adapted) == (method in WITH_BANK)
-        assert adapted["temperature"] == ["0.05"]
+        settings = source.make_settings(method)
+        assert settings.bank_size == (64 if method in WITH_BANK else None)
+        assert settings.temperature == 0.05
 
 
 def test_folder_of_another_search_is_refused(root, tmp_path, monkeypatch, capsys):
     scores = iter(range(100))
-    monkeypatch.setattr(search_module, "MAX_TRIALS", 2)
-    monkeypatch.setattr(search_module, "run_trial", lambda *_, **__: make_outcome(next(scores)))
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 2)
+    monkeypatch.setattr(run_module, "_train_and_score", lambda *_, **__: make_result(next(scores)))
     options = ["--budget", "60s", "--learning_rate", "1e-3", "--method", "contaccum"]
     assert tune(root, tmp_path, *options) == 0
     assert tune(root, tmp_path, *options) == 0  # the same search continues
     assert tune(root, tmp_path, *options, "--seed", "7") == 2
-    assert "has a search with another seed; name another --output" in capsys.readouterr().err
+    assert "seed (default, now 7); name another output folder" in capsys.readouterr().err
     pairs = (root / "pairs.jsonl").read_text()
     write_lines(tmp_path / "other.jsonl", [*map(json.loads, pairs.splitlines()[:20])])
     assert tune(root, tmp_path, *options, "--train_data", str(tmp_path / "other.jsonl")) == 2
-    assert "with another train_data, training data;" in capsys.readouterr().err
+    assert re.search("another .*train_data, .*training data;", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("changed", ["model", "tokenisation", "corpus"])
@@ -583,8 +557,8 @@ def test_search_does_not_continue_with_files_that_have_changed(
     root, tmp_path, monkeypatch, capsys, changed
 ):
     """The paths are the same. The store of the documents is that of the earlier content."""
-    monkeypatch.setattr(search_module, "MAX_TRIALS", 1)
-    monkeypatch.setattr(search_module, "run_trial", lambda *_, **__: make_outcome(0.5))
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 1)
+    monkeypatch.setattr(run_module, "_train_and_score", lambda *_: make_result(0.5))
     shutil.copytree(root / "model", tmp_path / "model")
     shutil.copy(root / "beir" / "corpus.jsonl", tmp_path / "corpus.jsonl")
     corpus = str(tmp_path / "corpus.jsonl")
@@ -602,13 +576,13 @@ def test_search_does_not_continue_with_files_that_have_changed(
         with open(corpus, "a") as lines:
             lines.write('{"_id": "new", "text": "a new document"}\n')
     assert tune(root, tmp_path / "out", *options) == 2
-    assert re.search(f"has a search with another .*{changed}", capsys.readouterr().err)
+    assert re.search(f"this folder has work with another .*{changed}", capsys.readouterr().err)
 
 
 def test_search_with_another_passage_store_is_refused(root, tmp_path, monkeypatch, capsys):
     scores = iter(range(100))
-    monkeypatch.setattr(search_module, "MAX_TRIALS", 2)
-    monkeypatch.setattr(search_module, "run_trial", lambda *_, **__: make_outcome(next(scores)))
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 2)
+    monkeypatch.setattr(run_module, "_train_and_score", lambda *_, **__: make_result(next(scores)))
     documents = [{"_id": f"n{row}", "text": text} for row, text in enumerate(sentences(3, 8))]
     write_lines(tmp_path / "new.jsonl", documents)
     for name, corpus in (("store", root / "beir"), ("new_store", tmp_path / "new.jsonl")):
@@ -620,13 +594,10 @@ def test_search_with_another_passage_store_is_refused(root, tmp_path, monkeypatc
     (tmp_path / "store").rename(tmp_path / "moved")  # the same embeddings at another place
     assert tune(root, output, *options, str(tmp_path / "moved")) == 0
     assert tune(root, output, *options, str(tmp_path / "new_store")) == 2
-    assert "this folder has a search with another passage store; name" in capsys.readouterr().err
+    assert "this folder has work with another passage store; name" in capsys.readouterr().err
 
 
-def test_settings_that_decide_others_are_not_searched(root, tmp_path, capsys):
-    assert "num_train_epochs" in make_space(1000, 8, [])
-    space = make_space(1000, 8, ["max_steps", "gradient_accumulation_steps"])
-    assert {"num_train_epochs", "total_train_batch_size"}.isdisjoint(space)
+def test_query_side_without_documents_is_refused(root, tmp_path, capsys):
     assert tune(root, tmp_path, "--method", "query_side") == 2
     assert "method=query_side needs documents: set corpus" in capsys.readouterr().err
 
@@ -635,7 +606,8 @@ def test_updates_of_several_sets_are_those_of_all_their_rows(root, tmp_path):
     options = ["--model", str(root / "model"), "--total_train_batch_size", "8"]
     options += ["--per_device_train_batch_size", "4", "--num_train_epochs", "2"]
     options += ["--train_data", str(root / "pairs.jsonl"), "--output_dir", str(tmp_path)]
-    _, args = parse([*options, "--use_cpu", "true"])
+    settings = replace(Settings(), **read([*options, "--use_cpu", "true"]))
+    args = ContAccumTrainingArguments.from_settings(settings)
     rows = Dataset.from_dict({"query": ["q"] * 24})
     assert count_updates(rows, args) == 6
     assert count_updates(DatasetDict(a=rows, b=rows), args) == 12
@@ -647,17 +619,13 @@ def test_a_suggested_budget_is_enough(seconds):
     assert parse_duration(suggest_budget(seconds)) < 1.2 * seconds + 120
 
 
-def make_trial(number: int, scores: Sequence[float] | None, **settings: Any) -> FinishedTrial:
-    """Return a trial with a score for each query, or a trial that was stopped halfway.
-
-    A trial with a learning rate alone belongs to the ladder.
-    """
-    rung = "1" if settings.keys() == {"method", "learning_rate"} else None
+def make_trial(number: int, scores: Sequence[float] | None, **point: Any) -> Trial:
+    """Return a trial with a score for each query, or a trial that was stopped halfway."""
     if scores is None:
-        return FinishedTrial(number, settings, None, {}, 1.0, 9, "stopped halfway", rung)
+        return Trial(number, point, Result(note="stopped halfway"))
     query_scores = {f"q{row}": score for row, score in enumerate(scores)}
     mean = sum(scores) / len(scores)
-    return FinishedTrial(number, settings, mean, query_scores, 1.0, 9, "", rung)
+    return Trial(number, point, Result(mean, query_scores))
 
 
 GROUPS = {f"q{row}": row for row in range(20)}
@@ -672,8 +640,8 @@ def test_other_settings_are_chosen_only_if_dev_data_decide():
         ladder.append(make_trial(i, scores, method="a", learning_rate=3.0**i))
     # Its mean is high because of a single query.
     lucky = make_trial(3, 19 * [0.45] + [1.6], method="a", learning_rate=3.0, temperature=0.1)
-    assert lucky.score is not None
-    assert lucky.score > 0.5
+    assert lucky.result.score is not None
+    assert lucky.result.score > 0.5
     assert choose_trial([*ladder, lucky], base_scores, GROUPS).trial == 1
     better = make_trial(4, 20 * [0.6], method="a", learning_rate=3.0, temperature=0.02)
     stopped = make_trial(5, None, method="b")
@@ -714,15 +682,15 @@ def test_search_counts_dev_queries_about_one_document_as_one_group(
     write_beir(tmp_path / "dev", documents, queries, judgements, "dev")
     is_stopped = []
 
-    def run_trial(options, evaluator, folder, max_seconds, is_hopeless):
+    def run_trial(settings, evaluator, folder, max_seconds, is_hopeless):
         scores = {
             query: 0.9 if not is_stopped else 0.1 + 0.01 * int(query[1:]) for query in queries
         }
         is_stopped.append(is_hopeless(scores))
-        return Outcome(scores, sum(scores.values()) / NUM_QUERIES, 0.1, 9, 0.01)
+        return Result(sum(scores.values()) / NUM_QUERIES, scores, scores, 9, 0.1, 0.01)
 
-    monkeypatch.setattr(search_module, "run_trial", run_trial)
-    monkeypatch.setattr(search_module, "MAX_TRIALS", 2)
+    monkeypatch.setattr(run_module, "_train_and_score", run_trial)
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 2)
     assert tune(root, tmp_path / "out", "--eval_data", str(tmp_path / "dev")) == 0
     assert is_stopped == [False, num_documents > 2]
     choice = json.loads((tmp_path / "out" / "tuned.json").read_text())["choice"]
@@ -751,14 +719,14 @@ def write_config(path: Path, **settings: Any) -> str:
 
 
 def test_tuned_config_is_saved_and_logged_as_the_config(root, tmp_path, monkeypatch):
-    monkeypatch.setattr(search_module, "MAX_TRIALS", 1)
-    trials: list[Options] = []
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 1)
+    trials: list[Settings] = []
 
-    def record_options(options: Options, *_: Any) -> Outcome:
-        trials.append(options)
-        return make_outcome(0.5)
+    def record_options(settings: Settings, *_: Any) -> Result:
+        trials.append(settings)
+        return make_result(0.5)
 
-    monkeypatch.setattr(search_module, "run_trial", record_options)
+    monkeypatch.setattr(run_module, "_train_and_score", record_options)
     settings: dict[str, Any] = {
         "eval_strategy": "steps",
         "eval_steps": 20,
@@ -774,22 +742,21 @@ def test_tuned_config_is_saved_and_logged_as_the_config(root, tmp_path, monkeypa
     tuned = read_config(tmp_path / "out")
     assert {key: tuned[key] for key in settings} == settings
     assert tuned["output_dir"] == str(tmp_path / "out" / "model")
-    assert settings.keys().isdisjoint(trials[0].keys() - {"eval_strategy"})
     assert tune(root, tmp_path / "other") == 0
     assert read_config(tmp_path / "other")["eval_strategy"] == "epoch"
 
 
 def test_error_of_one_of_several_processes_ends_the_search(root, tmp_path, monkeypatch, capsys):
     """The other processes would wait for it in the next trial."""
-    outcomes = [make_outcome(0.5)]
+    outcomes = [make_result(0.5)]
 
-    def run_out_of_memory(*_: Any) -> Outcome:
+    def run_out_of_memory(*_: Any) -> Result:
         if outcomes:
             return outcomes.pop()
         raise ConfigError("not enough memory")
 
-    monkeypatch.setattr(search_module, "run_trial", run_out_of_memory)
-    monkeypatch.setattr(search_module, "world_size", lambda: 2)
+    monkeypatch.setattr(run_module, "_train_and_score", run_out_of_memory)
+    monkeypatch.setattr(tune_module, "world_size", lambda: 2)
     assert tune(root, tmp_path / "out", "--method", "contaccum") == 2
     assert "error: not enough memory" in capsys.readouterr().err
 
@@ -799,13 +766,144 @@ def test_trial_that_is_stopped_by_a_signal_saves_nothing(root, tmp_path, monkeyp
         signal.raise_signal(signal.SIGTERM)
         return False
 
-    monkeypatch.setattr(
-        search_module.Search, "_is_hopeless", lambda _, scores: stop_halfway(scores)
-    )
+    monkeypatch.setattr(tune_module.Search, "_is_hopeless", lambda _, scores: stop_halfway(scores))
     with pytest.raises(SystemExit) as stop:
         tune(root, tmp_path / "out", "--method", "contaccum")
     assert stop.value.code == 128 + signal.SIGTERM
     output = capsys.readouterr()
     assert "SIGTERM: stopping after this update" in output.err
     assert output.out.endswith("stopped. Start the same command again to continue\n")
-    assert not (tmp_path / "out" / "search" / "running").exists()
+    assert not list((tmp_path / "out" / "trials").glob("*/checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "warning"),
+    [
+        (-0.4, "significantly worse than the base model"),
+        (0.0, "not significantly better than the base model"),
+        (0.4, None),
+    ],
+)
+def test_warning_compares_the_chosen_settings_with_the_base_model(change, warning):
+    base_scores = {f"q{number}": 0.5 for number in range(40)}
+    scores = {query: score + change for query, score in base_scores.items()}
+    trial = Trial(0, {"method": "a", "learning_rate": 1e-4}, Result(0.5 + change, scores))
+    choice = choose_trial([trial], base_scores, {query: query for query in scores})
+    if warning is None:
+        assert choice.warnings == []
+    else:
+        assert len(choice.warnings) == 1
+        assert warning in choice.warnings[0]
+
+
+# The settings of each method ----------------------------------------------------------------------
+
+RUN: dict[str, Any] = {"model": "model", "train_data": ["pairs.jsonl"], "use_cpu": True}
+
+
+def make_source(fixed: Collection[str] = (), store: str | None = "store", **given: Any) -> Source:
+    return Source(replace(Settings(), **{**RUN, **given}), fixed, store)
+
+
+def make_arguments(
+    method: str, fixed: Collection[str] = (), **given: Any
+) -> ContAccumTrainingArguments:
+    """Return the arguments of a training by a method."""
+    settings = make_source(fixed, **given).make_settings(method)
+    return ContAccumTrainingArguments.from_settings(settings)
+
+
+def use_processes(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(ContAccumTrainingArguments, "world_size", number)
+    monkeypatch.setattr(tune_module, "world_size", lambda: number)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4, 8])
+def test_query_side_batches_are_divided_among_the_processes(num_processes, monkeypatch):
+    """The totals are those that `propose_settings` rounds up for micro-batches of 8 pairs."""
+    use_processes(monkeypatch, num_processes)
+    totals = {round_up(pairs, 8 * num_processes) for pairs in range(8, 129, 8)}
+    for total in sorted(totals):
+        args = make_arguments("query_side", total_train_batch_size=total)
+        assert args.total_train_batch_size == total
+        assert 8 <= args.per_device_train_batch_size <= 32
+    assert make_arguments("query_side").total_train_batch_size == 128
+
+
+def test_query_side_batch_that_cannot_be_divided_is_refused(monkeypatch):
+    use_processes(monkeypatch, 4)
+    for total in (2, 6):
+        source = make_source(per_device_train_batch_size=1, total_train_batch_size=total)
+        with pytest.raises(ConfigError, match="give a multiple of 4, the number of processes"):
+            source.make_settings("query_side")
+
+
+def test_sizes_that_the_user_has_fixed_are_those_of_query_side_training():
+    name = "per_device_train_batch_size"
+    given: dict[str, Any] = {name: 4, "total_train_batch_size": 64}
+    args = make_arguments("query_side", [name], **given)
+    assert args.per_device_train_batch_size == 4
+    assert make_arguments("query_side", **given).per_device_train_batch_size == 32
+    args = make_arguments("query_side", [name], per_device_train_batch_size=24)
+    assert (args.per_device_train_batch_size, args.total_train_batch_size) == (24, 144)
+    given = {name: 8, "gradient_accumulation_steps": 4}
+    args = make_arguments("query_side", ["gradient_accumulation_steps"], **given)
+    assert args.total_train_batch_size == 32
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"matryoshka_dims": [384, 96]}, r"matryoshka_dims=\[384, 96\]: "),
+        ({"mask_duplicates": False}, "mask_duplicates=False: "),
+        ({"guide": "other/model"}, "guide=other/model: "),
+        ({"lora_r": 4, "load_in_4bit": True}, "load_in_4bit: the store would not fit"),
+    ],
+)
+def test_query_side_is_left_out_if_it_lacks_a_setting(given, reason, monkeypatch):
+    """Otherwise the setting would be lost if query_side was chosen."""
+    lines: list[str] = []
+    methods = list_methods(make_source(given, **given), None, lines.append)
+    assert methods == ["contaccum", "grad_cache"]
+    [line] = lines
+    assert line.startswith("query_side is not tried: method=query_side with ")
+    with pytest.raises(ConfigError, match=reason):
+        list_methods(make_source(["method"], **given), "query_side", lines.append)
+
+
+def test_settings_of_the_bank_leave_out_no_method():
+    lines: list[str] = []
+    given = {"bank_size": 64, "bank_weight": 0.5}
+    methods = list_methods(make_source(given, **given), None, lines.append)
+    assert methods == ["query_side", "contaccum", "grad_cache"]
+    assert lines == []
+
+
+def test_base_model_has_no_adapter():
+    """Its embeddings of documents fit the document tower of a query-side training."""
+    given = {"lora_r": 4, "lora_dropout": 0.1, "tied": False, "bf16": True}
+    base = make_base_settings(make_source(**given).settings)
+    assert (base.method, base.lora_r, base.lora_dropout) == ("grad_accum", None, 0.0)
+    assert (base.tied, base.bf16, base.passage_store) == (False, True, None)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_plain_batch_is_the_whole_update(num_processes, monkeypatch):
+    use_processes(monkeypatch, num_processes)
+    given = {"per_device_train_batch_size": 8, "total_train_batch_size": 128}
+    args = make_arguments("in_batch", **given)
+    assert args.per_device_train_batch_size == 128 // num_processes
+    args = make_arguments("in_batch", ["per_device_train_batch_size"], **given)
+    assert args.total_train_batch_size == 8 * num_processes
+
+
+def test_a_method_of_the_config_that_is_not_tried_is_named():
+    lines: list[str] = []
+    assert "contaccum_cached" not in list_methods(make_source(), "contaccum_cached", lines.append)
+    assert [line.partition(" of")[0] for line in lines] == ["method=contaccum_cached"]
+
+
+def test_a_plain_batch_whose_sizes_contradict_each_other_is_refused():
+    given = {"per_device_train_batch_size": 8, "total_train_batch_size": 128}
+    with pytest.raises(ConfigError, match="total_train_batch_size=128"):
+        make_arguments("in_batch", given, **given)

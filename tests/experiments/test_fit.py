@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,19 +30,19 @@ from contaccum.data.beir import load_beir_folder
 from contaccum.data.split import read_split, write_part
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
+from contaccum.experiments import budget as budget_module
+from contaccum.experiments import fit as fit_module
+from contaccum.experiments import folds
+from contaccum.experiments import tune as tune_module
+from contaccum.experiments.budget import Budget
+from contaccum.experiments.fit import FitResult, pool_documents
+from contaccum.experiments.folds import Pairs
+from contaccum.experiments.run import Result, run_and_keep
+from contaccum.experiments.tune import Choice, Tuned
 from contaccum.files import atomic_folder, lock_folder, write_json
-from contaccum.fitting import final, folds, pipeline
-from contaccum.fitting.baselines import pool_documents
-from contaccum.fitting.folder import FitFolder
-from contaccum.fitting.result import FitResult
-from contaccum.fitting.settings import check_settings, make_start_options
-from contaccum.fitting.source import DataSource
+from contaccum.settings import Settings, replace
 from contaccum.training import log
 from contaccum.training.run import load_evaluator
-from contaccum.tuning import search
-from contaccum.tuning.budget import Budget
-from contaccum.tuning.choice import Choice
-from contaccum.tuning.result import TunedSettings
 
 HALF = len(WORDS) // 2
 SETTINGS: dict[str, object] = {
@@ -197,56 +198,56 @@ def test_verdict_on_few_test_queries_is_over_several_splits(root, tmp_path):
     dev = load_beir_folder(tmp_path / "out" / "data" / "dev", "test").queries.values()
     assert 120 - len(dev) <= result.verdict.queries < 120 or result.verdict.queries == 120
     files = sorted(path.name for path in (tmp_path / "out" / "folds").iterdir())
-    assert files == ["1.json", "2.json"]
+    assert files == ["1", "2"]
+
+
+def make_stages(root: Path, folder: Path, seconds: float, **given: Any) -> fit_module._Stages:
+    """Return the stages of a fit in a folder, before the first one."""
+    given = {"use_cpu": True, **given}
+    args = fit_module.check_given(str(root / "fresh"), given, folder / "store")
+    pairs = Pairs(root / "pairs.jsonl")
+    return fit_module._Stages(
+        folder, str(root / "fresh"), pairs, given, {}, 0.0, args, seconds, print
+    )
 
 
 def test_a_large_corpus_leaves_time_for_the_search_on_one_split(root, tmp_path):
     """Encoding it for three splits would take longer than the budget."""
-    source = DataSource(root / "pairs.jsonl", corpus=None)
-    folder = FitFolder(tmp_path / "out")
-    settings = {"method": ["contaccum"], "use_cpu": ["True"]}
-    fit = pipeline.Fit(source, str(root / "fresh"), settings, 1000.0, folder, print)
-    fit._budget = Budget(1000.0, folder.used_time_file)
-    estimates = pipeline.TimeEstimates(corpus=150.0, test=100.0, guard=0.0)
-    assert fit._count_folds_with_time(3, estimates) == 2
-    estimates = pipeline.TimeEstimates(corpus=400.0, test=400.0, guard=0.0)
-    assert fit._count_folds_with_time(3, estimates) == 1
-    estimates = pipeline.TimeEstimates(corpus=1.0, test=1.0, guard=0.0)
-    assert fit._count_folds_with_time(3, estimates) == 3
+    stages = make_stages(root, tmp_path / "out", 1000.0)
+    stages._num_folds = 3
+    times = fit_module._Times(corpus=150.0, test=100.0, guard=0.0)
+    assert stages._count_folds_with_time(times) == 2
+    times = fit_module._Times(corpus=400.0, test=400.0, guard=0.0)
+    assert stages._count_folds_with_time(times) == 1
+    times = fit_module._Times(corpus=1.0, test=1.0, guard=0.0)
+    assert stages._count_folds_with_time(times) == 3
 
 
-def test_seconds_of_a_stage_are_those_of_all_starts(root, tmp_path, monkeypatch):
-    folder = FitFolder(tmp_path / "out")
+def test_seconds_of_a_stage_are_those_of_all_starts(tmp_path, monkeypatch):
     clock = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(pipeline.time, "perf_counter", lambda: clock.seconds)
+    monkeypatch.setattr(budget_module.time, "monotonic", lambda: clock.seconds)
     for _ in range(2):
-        settings = {"method": ["contaccum"], "use_cpu": ["True"]}
-        source = DataSource(root / "pairs.jsonl")
-        fit = pipeline.Fit(source, str(root / "fresh"), settings, 1000.0, folder, print)
-        monkeypatch.setattr(fit, "_hold_out", lambda: pytest.fail("stop here"))
-        with pytest.raises(pytest.fail.Exception):
-            fit.run()
-        with fit._measure("training"):
+        budget = Budget(1000.0, tmp_path / "used_time.json")
+        with budget.measure("training"):
             clock.seconds += 3.0
-    assert json.loads(folder.stage_seconds_file.read_text()) == {"training": 6.0}
+    assert budget.stage_seconds == {"training": 6.0}
+    assert Budget(1000.0, tmp_path / "used_time.json").used() == 6.0
 
 
 def test_a_partly_encoded_store_is_completed_even_if_the_baselines_exist(
     root, tmp_path, monkeypatch
 ):
-    folder = FitFolder(tmp_path / "out")
-    settings = {"method": ["contaccum"], "use_cpu": ["True"]}
-    source = DataSource(root / "pairs.jsonl")
-    fit = pipeline.Fit(source, str(root / "fresh"), settings, 1000.0, folder, print)
-    fit._budget = Budget(1000.0, folder.used_time_file)
-    write_json(folder.baselines_file, {})
+    stages = make_stages(root, tmp_path / "out", 1000.0)
+    stages._split = SimpleNamespace(documents={"train": 100, "test": 10})
+    stages._document_seconds, stages._guard_seconds = 0.1, 0.0
+    stages.base = None
+    write_json(tmp_path / "out" / "baselines" / "result.json", {})
     encoded = []
-    monkeypatch.setattr(pipeline, "encode_corpus", lambda *arguments: encoded.append(arguments))
-    split = SimpleNamespace(documents={"train": 100, "test": 10})
+    monkeypatch.setattr(fit_module, "encode_corpus", lambda *arguments: encoded.append(arguments))
     for num_encoded, is_encoded in ((100, False), (60, True), (0, True)):
-        monkeypatch.setattr(pipeline, "count_encoded_documents", lambda _, n=num_encoded: n)
+        write_json(tmp_path / "out" / "store" / "0" / fit_module.SHARD_FILE, {"rows": num_encoded})
         encoded.clear()
-        fit._encode_corpus(None, split, 0.1, 0.0)
+        stages._encode_corpus()
         assert bool(encoded) == is_encoded
 
 
@@ -254,19 +255,17 @@ def test_no_time_for_a_second_encoding_is_needed_with_query_side_training(
     root, tmp_path, monkeypatch
 ):
     """Query-side training changes no document, so the documents are encoded only once."""
-    monkeypatch.setattr(pipeline, "encode_corpus", lambda *arguments: None)
-    split = SimpleNamespace(documents={"train": 100, "test": 100})
+    monkeypatch.setattr(fit_module, "encode_corpus", lambda *arguments: None)
     for method, is_too_short in (("query_side", False), ("contaccum", True)):
-        folder = FitFolder(tmp_path / method)
-        settings = {"method": [method], "use_cpu": ["True"]}
-        source = DataSource(root / "pairs.jsonl")
-        fit = pipeline.Fit(source, str(root / "fresh"), settings, 20.0, folder, print)
-        fit._budget = Budget(20.0, folder.used_time_file)
+        stages = make_stages(root, tmp_path / method, 20.0, method=method)
+        stages._split = SimpleNamespace(documents={"train": 100, "test": 100})
+        stages._document_seconds, stages._guard_seconds = 0.1, 0.0
+        stages.base = None
         expectation = (
             pytest.raises(ConfigError, match="too short") if is_too_short else nullcontext()
         )
         with expectation:
-            fit._encode_corpus(None, split, 0.1, 0.0)  # 10 seconds for each encoding
+            stages._encode_corpus()  # 10 seconds for each encoding
 
 
 def test_a_second_process_in_the_folder_is_refused(root, tmp_path):
@@ -285,16 +284,16 @@ def test_a_fit_continues_from_another_working_directory(root, tmp_path, monkeypa
     options = {"model": "fresh", "test": 100, "learning_rate": 0.01, **SETTINGS}
     relative_output = os.path.relpath(tmp_path / "out", root)
     with monkeypatch.context() as patch:
-        kill_in_stage(patch, "tune", after=True)
+        kill_in_stage(patch, "search_settings", after=True)
         with pytest.raises(Killed):
             contaccum.fit("pairs.jsonl", output=relative_output, **options)
     monkeypatch.chdir(tmp_path)
-    kill_in_stage(monkeypatch, "train_final", after=False)
+    kill_in_stage(monkeypatch, "run_and_keep", after=False)
     options["model"] = str(root / "fresh")
     with pytest.raises(Killed):
         contaccum.fit(root / "pairs.jsonl", output=tmp_path / "out", **options)
     config = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
-    assert Path(config["train_data"]).is_absolute()
+    assert Path(config["train_data"][0]).is_absolute()
 
 
 def test_the_home_folder_is_expanded_in_all_paths(root, tmp_path, monkeypatch):
@@ -303,7 +302,7 @@ def test_the_home_folder_is_expanded_in_all_paths(root, tmp_path, monkeypatch):
     kill_in_stage(monkeypatch, "encode_corpus", after=False)
     with pytest.raises(Killed):
         contaccum.fit("~/pairs.jsonl", model="~/fresh", output="~/home_out", use_cpu=True)
-    assert (root / "home_out" / "fit.json").is_file()
+    assert (root / "home_out" / "identity.json").is_file()
     assert not (tmp_path / "~").exists()
 
 
@@ -311,78 +310,75 @@ def test_a_fit_in_the_folder_of_its_data_can_continue(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "pairs.jsonl").write_text("{}")
-    source = DataSource(folder)
+    source = Pairs(folder)
     output = folder / "runs" / "fit"
-    before = source.make_record(output)
+    before = source.describe(output)
     write_json(output / "fit.json", {})
-    assert source.make_record(output) == before
+    assert source.describe(output) == before
     (folder / "more.jsonl").write_text("{}")
-    assert source.make_record(output) != before
+    assert source.describe(output) != before
 
 
 def test_other_splits_get_mined_negatives_if_the_first_split_has_them(root, tmp_path, monkeypatch):
     pairs = make_translations(60, 4)
     for pair in pairs:
         pair["positive"] += f" {pair['query']}"  # common words for BM25
-    source = DataSource(write_lines(tmp_path / "few.jsonl", pairs))
-    folder = FitFolder(tmp_path / "out")
-    folder.folds.mkdir(parents=True)
-    source.hold_out(folder.data)
-    base = contaccum.DualEncoder.from_pretrained(str(root / "fresh"), device="cpu")
-    folder.config_file.write_text("model: x\ntrain_data: tuning/mined.jsonl\n")
+    write_lines(tmp_path / "few.jsonl", pairs)
     train_files = []
 
-    def train_final(config: Path, model_folder: Path, overrides: dict[str, str]) -> None:
-        train_files.append(overrides["train_data"])
-        base.save_pretrained(str(model_folder))
+    def train(settings: Settings, folder: Path) -> Result:
+        train_files.append(Path(settings.train_data[0]).read_text())
+        base.save_pretrained(str(folder))
+        return Result()
 
-    monkeypatch.setattr(folds, "train_final", train_final)
-    args = check_settings(source.path, str(root / "fresh"), {"use_cpu": ["true"]})
-    with monkeypatch.context() as patch:
-        patch.setattr(folds, "shutil", SimpleNamespace(rmtree=lambda *_, **__: None))
-        scores = folds.Fold(source, folder, 1, "contaccum").score(base, args)
-    records = [json.loads(line) for line in Path(train_files[0]).read_text().splitlines()]
+    base = contaccum.DualEncoder.from_pretrained(str(root / "fresh"), device="cpu")
+    monkeypatch.setattr(folds, "run_and_keep", train)
+    scores = score_second_fold(root, tmp_path, None, train_data=["tuning/mined.jsonl"])
+    records = [json.loads(line) for line in train_files[0].splitlines()]
     assert sum(len(record["negatives"]) for record in records) > 0
     assert scores["base"] == scores["trained"]
 
 
-def make_fold(root: Path, tmp_path: Path, weight: float | None) -> folds.Fold:
-    """Hold out the first split of a fit, with a reduced dev set, and return the second split."""
-    source = DataSource(write_lines(tmp_path / "few.jsonl", make_translations(60, 4)))
-    folder = FitFolder(tmp_path / "out")
-    source.hold_out(folder.data)
-    folder.folds.mkdir()
-    dev = load_beir_folder(folder.data / "dev", "test")
+def score_second_fold(
+    root: Path, tmp_path: Path, weight: float | None, **changes: Any
+) -> folds.FoldScores:
+    """Hold out the first split of a fit, with a reduced dev set, and score the second split."""
+    pairs = Pairs(tmp_path / "few.jsonl")
+    data = tmp_path / "out" / "data"
+    pairs.hold_out(data)
+    dev = load_beir_folder(data / "dev", "test")
     judged = {document for grades in dev.qrels.values() for document in grades}
-    with atomic_folder(folder.dev_pool) as dev_pool:
+    with atomic_folder(tmp_path / "out" / "dev_pool") as dev_pool:
         write_part(dev, judged, dev_pool)
-    config = {
+    values = {
         "model": str(root / "fresh"),
-        "train_data": str(folder.data / "train.jsonl"),
-        "eval_data": str(folder.dev_pool),
+        "train_data": [str(data / "train.jsonl")],
+        "eval_data": str(tmp_path / "out" / "dev_pool"),
         "eval_split": "test",
         "eval_strategy": "epoch",
         "use_cpu": True,
     }
-    folder.config_file.write_text(yaml.safe_dump(config))
-    return folds.Fold(source, folder, 1, "contaccum", weight)
+    final = replace(Settings(), **{**values, **changes})
+    base = contaccum.DualEncoder.from_pretrained(str(root / "fresh"), device="cpu")
+    folder = tmp_path / "out" / "folds" / "1"
+    return folds.score_fold(1, folder, pairs, final, weight, base, dev, 8)
 
 
 def test_other_splits_are_evaluated_among_as_many_documents_as_the_first(
     root, tmp_path, monkeypatch
 ):
     """All relevant documents are among them."""
-    fold = make_fold(root, tmp_path, weight=None)
+    write_lines(tmp_path / "few.jsonl", make_translations(60, 4))
     base = contaccum.DualEncoder.from_pretrained(str(root / "fresh"), device="cpu")
     evaluated_on = []
 
-    def train_and_save(settings: Any, args: Any) -> None:
+    def train(settings: Settings, folder: Path) -> Result:
         evaluated_on.append(load_evaluator(settings).dataset)
-        base.save_pretrained(str(args.output_dir))
+        base.save_pretrained(str(folder))
+        return Result()
 
-    monkeypatch.setattr(final, "train_and_save", train_and_save)
-    args = check_settings(tmp_path / "few.jsonl", str(root / "fresh"), {"use_cpu": ["true"]})
-    fold.score(base, args)
+    monkeypatch.setattr(folds, "run_and_keep", train)
+    score_second_fold(root, tmp_path, weight=None)
     [dataset] = evaluated_on
     assert len(dataset.queries) == len(dataset.corpus) == 6
     for grades in dataset.qrels.values():
@@ -392,19 +388,17 @@ def test_other_splits_are_evaluated_among_as_many_documents_as_the_first(
 def test_no_model_is_trained_on_other_splits_if_the_guard_keeps_the_base_model(
     root, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(folds, "train_final", lambda *_: pytest.fail("a model is trained"))
-    fold = make_fold(root, tmp_path, weight=0.0)
-    base = contaccum.DualEncoder.from_pretrained(str(root / "fresh"), device="cpu")
-    args = check_settings(tmp_path / "few.jsonl", str(root / "fresh"), {"use_cpu": ["true"]})
-    scores = fold.score(base, args)
+    monkeypatch.setattr(folds, "run_and_keep", lambda *_: pytest.fail("a model is trained"))
+    write_lines(tmp_path / "few.jsonl", make_translations(60, 4))
+    scores = score_second_fold(root, tmp_path, weight=0.0)
     assert len(scores["base"]) > 0
     assert scores["trained"] == scores["base"]
     # The files of a start that was killed after it had scored the split are removed too.
     split_folder = tmp_path / "out" / "folds" / "1"
-    assert not split_folder.exists()
-    split_folder.mkdir()
-    assert fold.score(base, args) == scores
-    assert not split_folder.exists()
+    assert sorted(path.name for path in split_folder.iterdir()) == ["identity.json", "result.json"]
+    (split_folder / "data").mkdir()
+    assert score_second_fold(root, tmp_path, weight=0.0) == scores
+    assert not (split_folder / "data").exists()
 
 
 class Killed(BaseException):
@@ -413,23 +407,24 @@ class Killed(BaseException):
 
 def kill_in_stage(monkeypatch: pytest.MonkeyPatch, name: str, after: bool) -> None:
     """Raise `Killed` in place of a function of the pipeline, or after the function."""
-    function: Callable[..., object] = getattr(pipeline, name)
+    module: Any = fit_module._Stages if name.startswith("_") else fit_module
+    function: Callable[..., object] = getattr(module, name)
 
     def kill(*args: Any, **kwargs: Any) -> Any:
         if after:
             function(*args, **kwargs)
         raise Killed
 
-    monkeypatch.setattr(pipeline, name, kill)
+    monkeypatch.setattr(module, name, kill)
 
 
 @pytest.mark.parametrize(
     ("stage", "after"),
     [
         pytest.param("encode_corpus", False, marks=pytest.mark.long),
-        pytest.param("score_on_dev", True, marks=pytest.mark.long),
-        ("tune", True),
-        pytest.param("train_final", True, marks=pytest.mark.long),
+        pytest.param("_score_on_dev", True, marks=pytest.mark.long),
+        ("search_settings", True),
+        pytest.param("run_and_keep", True, marks=pytest.mark.long),
         pytest.param("build_fit_page", False, marks=pytest.mark.long),
     ],
 )
@@ -465,21 +460,21 @@ def test_other_call_in_the_folder_of_an_unfinished_fit_is_refused(root, tmp_path
     }
     with pytest.raises(Killed):
         contaccum.fit(root / "pairs.jsonl", **options)
-    with pytest.raises(ConfigError, match="this folder has an unfinished fit with settings="):
+    with pytest.raises(ConfigError, match="this folder has work with another learning_rate "):
         contaccum.fit(root / "pairs.jsonl", **options, learning_rate=0.5)
-    with pytest.raises(ConfigError, match="this folder has an unfinished fit with path="):
+    with pytest.raises(ConfigError, match="this folder has work with another data;"):
         contaccum.fit(root / "more.jsonl", **options)
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ("weights", "the model has changed since it started"),
-        ("prompt", "the tokenisation .* has changed since it started"),
-        ("guide", "the guide has changed since it started"),
-        ("data", "the data has changed since it started"),
-        ("corpus", "the corpus has changed since it started"),
-        ("version", "with version="),
+        ("weights", "another model;"),
+        ("prompt", "another tokenisation "),
+        ("guide", "another guide;"),
+        ("data", "another data;"),
+        ("corpus", "another corpus;"),
+        ("version", "another version "),
     ],
 )
 def test_a_fit_does_not_continue_with_files_that_have_changed(
@@ -501,12 +496,12 @@ def test_a_fit_does_not_continue_with_files_that_have_changed(
             **SETTINGS,
         )
 
-    kill_in_stage(monkeypatch, "score_on_dev", after=False)
+    kill_in_stage(monkeypatch, "_score_on_dev", after=False)
     for _ in range(2):
         with pytest.raises(Killed):
             fit()
     if changed == "version":
-        monkeypatch.setattr(pipeline, "__version__", "9.0.0")
+        monkeypatch.setattr(fit_module, "__version__", "9.0.0")
     elif changed == "prompt":
         tiny_encoder(query_prompt="query: ").save_pretrained(str(tmp_path / "model"))
     elif changed == "data":
@@ -524,8 +519,8 @@ def test_a_fit_does_not_continue_with_files_that_have_changed(
 
 def test_store_for_query_side_fits_a_training_with_an_adapter(root, tmp_path, monkeypatch):
     """The document tower of a query-side training has no adapter, as the base model has none."""
-    monkeypatch.setattr(search, "MAX_TRIALS", 1)
-    kill_in_stage(monkeypatch, "write_final_config", after=False)
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 1)
+    kill_in_stage(monkeypatch, "plan_final_training", after=False)
     settings = {**SETTINGS, "learning_rate": 0.01, "num_train_epochs": 1, "lora_r": 2}
     del settings["method"]
     with pytest.raises(Killed):
@@ -550,48 +545,68 @@ def test_final_training_of_cut_trials_is_as_long_as_time_allows(
     root, tmp_path, seconds_left, max_steps, line
 ):
     """Updates of the chosen trial took 10 seconds, and later 2; those of the training take 1."""
-    options = {"model": str(root / "fresh"), "train_data": str(root / "pairs.jsonl")}
-    options |= {"eval_data": str(root / "pairs.jsonl"), "total_train_batch_size": "32"}
-    options |= {"per_device_train_batch_size": "8", "use_cpu": "True", "max_steps": "6"}
+    options = {
+        "model": str(root / "fresh"),
+        "train_data": [str(root / "pairs.jsonl")],
+        "total_train_batch_size": 32,
+        "per_device_train_batch_size": 8,
+        "use_cpu": True,
+        "max_steps": 6,
+    }
     settings = {"method": "contaccum", "max_steps": 6}
     trial = {"trial": 0, "settings": settings, "score": 0.5, "updates": 6, "seconds": 85.0}
     trial |= {"seconds_per_update": 10.0, "latest_seconds_per_update": 2.0}
-    tuned = TunedSettings(
-        Choice(settings, trial=0, score=0.5, against_base={}, warnings=[]),
-        {key: [value] for key, value in options.items()},
-        base=0.1,
-        bm25=0.1,
-        trials=[trial],
+    choice = Choice(settings, trial=0, score=0.5, against_base={}, warnings=[])
+    tuned = Tuned(choice, options, base=0.1, bm25=0.1, trials=[trial])
+    dev = root / "pairs.jsonl"
+    planned, num_updates, printed = fit_module.plan_final_training(
+        tmp_path, dev, tuned, 3, seconds_left
     )
-    folder = FitFolder(tmp_path / "out")
-
-    def write_config(seconds_left: float) -> str | None:
-        return final.write_final_config(folder, tuned, ["3"], lambda: seconds_left, folder.model)
-
-    printed = write_config(seconds_left)
-    assert printed is not None
+    assert num_updates == (max_steps or 21)
     assert printed.startswith(line)
-    config = yaml.safe_load(folder.config_file.read_text())
-    assert config.get("max_steps") == max_steps
-    assert config["num_train_epochs"] == 3
-    assert write_config(1000.0) is None  # this training has not ended
-    num_updates = max_steps or 21
-    write_json(folder.model / "run.json", {"finished": True})
-    write_lines(folder.model / "train_log.jsonl", num_updates * [{"seconds": 1.0}])
-    # 1.3 * 2.5 seconds for loading and scoring, and 1.1 seconds for each update
-    assert write_config(3.25 + 1.1 * 1.4 * num_updates) is None
-    if max_steps == 4:
-        printed = write_config(3.25 + 1.1 * 8.5)
-        assert printed is not None
-        assert printed.endswith("is repeated with 8 updates")
-        assert yaml.safe_load(folder.config_file.read_text())["max_steps"] == 8
-        assert not folder.model.exists()
+    assert planned.get("max_steps") == max_steps
+    assert planned["num_train_epochs"] == 3
+    # The updates of this training took 1 second: 1.3 * 2.5 seconds for loading and scoring, and 1.1
+    # seconds for each update.
+    trial["latest_seconds_per_update"] = 1.0
+    _, num_updates, _ = fit_module.plan_final_training(tmp_path, dev, tuned, 3, 3.25 + 1.1 * 8.5)
+    assert num_updates == 8
+
+
+def test_cut_final_training_that_was_fast_is_repeated(root, tmp_path, monkeypatch):
+    plan = fit_module.plan_final_training
+    lengths = iter((4, 12))
+
+    def plan_length(*arguments: Any) -> Any:
+        planned, _, line = plan(*arguments)
+        num_updates = next(lengths)
+        return {**planned, "max_steps": num_updates}, num_updates, line
+
+    lines: list[str] = []
+    monkeypatch.setattr(fit_module, "plan_final_training", plan_length)
+    result = contaccum.fit(
+        root / "pairs.jsonl",
+        model=root / "fresh",
+        output=tmp_path / "out",
+        test=100,
+        print_line=lines.append,
+        **{**SETTINGS, "learning_rate": 0.01},
+    )
+    assert "it took less time than expected and is repeated with 12 updates" in lines
+    assert yaml.safe_load((result.folder / "config.yaml").read_text())["max_steps"] == 12
+    assert len((result.folder / "model" / "train_log.jsonl").read_text().splitlines()) == 12
 
 
 def test_dev_scores_of_a_longer_trial_are_not_compared_with_the_test(root, tmp_path, monkeypatch):
     """The trial is better than the base model on dev, the cut final training is not on test."""
     # Two updates, the first of which has a learning rate of 0. No more are possible later.
-    monkeypatch.setattr(final, "_estimate_possible_updates", lambda *_: 2)
+    plan = fit_module.plan_final_training
+
+    def plan_short_training(*arguments: Any) -> Any:
+        planned, _, line = plan(*arguments)
+        return {**planned, "max_steps": 2, "eval_steps": 2, "save_steps": 2}, 2, line
+
+    monkeypatch.setattr(fit_module, "plan_final_training", plan_short_training)
     result = contaccum.fit(
         root / "pairs.jsonl",
         model=root / "fresh",
@@ -600,22 +615,21 @@ def test_dev_scores_of_a_longer_trial_are_not_compared_with_the_test(root, tmp_p
         **{**SETTINGS, "learning_rate": 0.002, "num_train_epochs": 6},
     )
     assert result.verdict.word == "LEVEL"
-    record = json.loads(result.folder.record_file.read_text())
+    record = json.loads((result.folder / "fit.json").read_text())
     assert record["choice"]["against_base"]["low"] > 0.0
     assert not [line for line in result.warnings if "disagree" in line]
 
 
 def test_stopped_final_training_says_how_to_continue(root, tmp_path, monkeypatch, capsys):
     """The command has no option to resume from a checkpoint: it does so by itself."""
-    settings = {**SETTINGS, "model": str(root / "fresh"), "train_data": str(root / "pairs.jsonl")}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    settings = {**SETTINGS, "model": str(root / "fresh"), "train_data": [str(root / "pairs.jsonl")]}
 
     def stop(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(log.RunCallback, "on_step_begin", stop)
     with pytest.raises(SystemExit):
-        final.train_final(tmp_path / "config.yaml", tmp_path / "model")
+        run_and_keep(replace(Settings(), **settings), tmp_path / "model")
     line = f"stopped; saved {tmp_path}/model/checkpoint-1. Start the same command again to continue"
     assert capsys.readouterr().out.endswith(f"{line}\n")
 
@@ -627,7 +641,7 @@ def test_restart_counts_only_documents_that_are_not_encoded_yet(root, tmp_path, 
         with pytest.raises(Killed):
             contaccum.fit(root / "pairs.jsonl", **arguments)
     documents = read_split(tmp_path / "out" / "data").documents
-    monkeypatch.setattr(pipeline, "measure_seconds_per_document", lambda *_: 1.0)
+    monkeypatch.setattr(fit_module, "measure_seconds_per_document", lambda *_: 1.0)
     kill_in_stage(monkeypatch, "encode_corpus", after=False)
     # Three quarters of the budget are enough for test, but not for the corpus as well.
     budget = (documents["test"] + documents["train"] / 2) / 0.75
@@ -702,7 +716,7 @@ def test_a_popular_passage_leaves_fewer_splits(tmp_path):
     pairs = make_translations(200, 0)
     for pair in pairs[:100]:
         pair["positive"] = "the same passage"
-    source = DataSource(write_lines(tmp_path / "pairs.jsonl", pairs))
+    source = Pairs(write_lines(tmp_path / "pairs.jsonl", pairs))
     source.hold_out(tmp_path / "0")
     split = read_split(tmp_path / "0")
     assert (split.test, split.available) == (40, 100)
@@ -717,18 +731,16 @@ def test_a_popular_passage_leaves_fewer_splits(tmp_path):
 def test_proposed_batch_size_suits_the_micro_batch_and_the_processes(
     root, tmp_path, micro_batch, num_processes, pairs_per_update
 ):
-    folder = FitFolder(tmp_path / "out")
-    DataSource(root / "pairs.jsonl").hold_out(folder.data)
-    settings = {}
+    Pairs(root / "pairs.jsonl").hold_out(tmp_path / "data")
+    given = {}
     if micro_batch is not None:
-        settings["per_device_train_batch_size"] = [str(micro_batch)]
-    options = make_start_options(folder, str(root / "fresh"), settings, num_processes)
-    assert options["total_train_batch_size"] == [str(pairs_per_update)]
+        given["per_device_train_batch_size"] = micro_batch
+    train_file = tmp_path / "data" / "train.jsonl"
+    settings = fit_module.propose_settings(train_file, str(root / "fresh"), given, num_processes)
+    assert settings.total_train_batch_size == pairs_per_update
 
 
-@pytest.mark.parametrize(
-    ("settings", "pairs_per_update"), [({}, "8"), ({"positives": ["all"]}, "72")]
-)
+@pytest.mark.parametrize(("settings", "pairs_per_update"), [({}, 8), ({"positives": "all"}, 72)])
 def test_proposed_batch_size_suits_the_rows_of_an_epoch(root, tmp_path, settings, pairs_per_update):
     """Each query has ten positives, and a row has one of them by default."""
     generator = random.Random(0)
@@ -736,10 +748,10 @@ def test_proposed_batch_size_suits_the_rows_of_an_epoch(root, tmp_path, settings
     for pair in make_translations(90, 0):
         other_positives = [" ".join(generator.choices(WORDS, k=8)) for _ in range(9)]
         pairs.append({"query": pair["query"], "positive": [pair["positive"], *other_positives]})
-    folder = FitFolder(tmp_path / "out")
-    DataSource(write_lines(tmp_path / "pairs.jsonl", pairs)).hold_out(folder.data)
-    options = make_start_options(folder, str(root / "fresh"), settings, 1)
-    assert options["total_train_batch_size"] == [pairs_per_update]
+    Pairs(write_lines(tmp_path / "pairs.jsonl", pairs)).hold_out(tmp_path / "data")
+    train_file = tmp_path / "data" / "train.jsonl"
+    proposed = fit_module.propose_settings(train_file, str(root / "fresh"), settings, 1)
+    assert proposed.total_train_batch_size == pairs_per_update
 
 
 def test_pairs_below_the_least_score_are_left_out(tmp_path):
@@ -749,8 +761,8 @@ def test_pairs_below_the_least_score_are_left_out(tmp_path):
     pairs[0]["label"] = 0
     data = write_lines(tmp_path / "pairs.jsonl", pairs)
     with pytest.raises(UserError, match=r":1: a pair with label 0: .*--min_score 1"):
-        DataSource(data).hold_out(tmp_path / "split")
-    first_line, counts = DataSource(data, min_score=1).hold_out(tmp_path / "split")
+        Pairs(data).hold_out(tmp_path / "split")
+    first_line, counts = Pairs(data, min_score=1).hold_out(tmp_path / "split")
     query = pairs[1]["query"]
     assert first_line.startswith(f"{data}: the first record is query={query!r}, positive='")
     assert "1 score below min_score" in counts
@@ -758,14 +770,14 @@ def test_pairs_below_the_least_score_are_left_out(tmp_path):
 
 
 def test_time_of_holding_out_counts_for_the_budget(root, tmp_path, monkeypatch):
-    hold_out = DataSource.hold_out
+    hold_out = Pairs.hold_out
 
-    def hold_out_slowly(source: DataSource, folder: Path, **options: Any) -> list[str]:
+    def hold_out_slowly(source: Pairs, folder: Path, **options: Any) -> list[str]:
         monkeypatch.setattr(time, "monotonic", lambda: started + 100.0)
         return hold_out(source, folder, **options)
 
     started = time.monotonic()
-    monkeypatch.setattr(DataSource, "hold_out", hold_out_slowly)
+    monkeypatch.setattr(Pairs, "hold_out", hold_out_slowly)
     with pytest.raises(ConfigError, match="the budget of 60 seconds is too short"):
         contaccum.fit(
             root / "pairs.jsonl",
@@ -790,6 +802,36 @@ def test_existing_split_is_used_unchanged(root, tmp_path, monkeypatch):
         contaccum.fit(
             tmp_path / "split", model=str(root / "fresh"), output=tmp_path / "other", test=50
         )
+
+
+def test_finished_fit_is_kept_after_its_store_was_removed(root, trained, tmp_path):
+    shutil.copytree(trained.folder, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "store")
+    record = (tmp_path / "out" / "fit.json").read_bytes()
+    for learning_rate in (0.01, 0.5):
+        with pytest.raises(ConfigError, match=r"has a finished fit \(BETTER: "):
+            contaccum.fit(
+                root / "pairs.jsonl",
+                model=root / "fresh",
+                output=tmp_path / "out",
+                learning_rate=learning_rate,
+                **SETTINGS,
+            )
+    assert (tmp_path / "out" / "fit.json").read_bytes() == record
+
+
+def test_folder_with_other_files_is_refused(root, tmp_path):
+    (tmp_path / "notes.txt").write_text("keep me")
+    with pytest.raises(ConfigError, match="holds other files"):
+        contaccum.fit(root / "pairs.jsonl", model=root / "fresh", output=tmp_path, **SETTINGS)
+    assert (tmp_path / "notes.txt").is_file()
+
+
+def test_arguments_of_python_are_settings(tmp_path):
+    given = fit_module.read_given(
+        {"learning_rate": None, "bf16": True, "matryoshka_dims": (8, 4), "guide": tmp_path}
+    )
+    assert given == {"bf16": True, "matryoshka_dims": [8, 4], "guide": str(tmp_path)}
 
 
 def test_settings_of_the_user_are_in_the_config_and_not_searched(root, trained):

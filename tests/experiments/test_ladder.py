@@ -1,9 +1,47 @@
-"""The choice among noisy scores: by a curve through neighbours, not by the highest score."""
+"""Ladders: values beyond an end are tried while it is the best; noisy scores are smoothed."""
+
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
-from contaccum.tuning.choice import FinishedTrial, choose_trial, find_best_value, smooth
+from contaccum.experiments.ladder import find_best_value, next_values, smooth
+
+VALUES = (1e-4, 1.8e-4, 3.2e-4)
+
+
+def try_values(
+    score_value: Callable[[float], float | None],
+    values: Sequence[float] = VALUES,
+    factor: float = 1.8,
+) -> list[float]:
+    """Return the values that are tried, at most six."""
+    scores: dict[float, float | None] = {}
+    while next_ones := next_values(values, factor, 6, scores):
+        for value in next_ones:
+            scores[value] = score_value(value)
+    return list(scores)
+
+
+@pytest.mark.parametrize(
+    ("score_value", "further_values"),
+    [
+        (lambda x: -abs(x - 1.8e-4), []),  # the best value is inside at once
+        (lambda x: -abs(x - 6e-4), [5.8e-4, 1e-3]),
+        (lambda x: -abs(x - 3e-5), [5.6e-5, 3.1e-5, 1.7e-5]),
+        (lambda x: x, [5.8e-4, 1e-3, 1.8e-3]),  # ends at six values
+        (lambda x: 0.0, []),  # of equal values, an inner one is the best
+        (lambda x: None if x > 2e-4 else x, []),  # nothing is tried beyond a failure
+        (lambda x: None, []),
+    ],
+)
+def test_values_are_tried_beyond_an_end_while_the_best_is_there(score_value, further_values):
+    assert try_values(score_value) == [*VALUES, *further_values]
+
+
+def test_a_value_below_the_smaller_of_two_equal_ones_is_tried():
+    assert try_values(lambda x: min(x, 1.0), [2.0, 1.0], 2.0) == [2.0, 1.0, 0.5]
+
 
 RATES = [3e-5 * 1.8**i for i in range(8)]
 
@@ -51,31 +89,3 @@ def test_smoothing_keeps_scores_with_fewer_than_three_neighbours():
     assert smooth(few_scores) == few_scores
     distant_scores = {1e-6: 1.0, 1e-4: 3.0, 1e-2: 2.0, 1.0: 0.0}
     assert smooth(distant_scores) == distant_scores
-
-
-@pytest.mark.parametrize(
-    ("change", "warning"),
-    [
-        (-0.4, "significantly worse than the base model"),
-        (0.0, "not significantly better than the base model"),
-        (0.4, None),
-    ],
-)
-def test_warning_compares_the_chosen_settings_with_the_base_model(change, warning):
-    base_scores = {f"q{number}": 0.5 for number in range(40)}
-    scores = {query: score + change for query, score in base_scores.items()}
-    trial = FinishedTrial(
-        number=0,
-        settings={"learning_rate": 1e-4},
-        score=0.5 + change,
-        query_scores=scores,
-        seconds=1.0,
-        updates=10,
-        note="",
-    )
-    choice = choose_trial([trial], base_scores, {query: query for query in scores})
-    if warning is None:
-        assert choice.warnings == []
-    else:
-        assert len(choice.warnings) == 1
-        assert warning in choice.warnings[0]
