@@ -187,7 +187,6 @@ def load_training_data(
     may_lack_negatives: bool = False,
     teacher_scores: bool = False,
     min_score: float | None = None,
-    records: Sequence[Record] | None = None,
 ) -> TrainingData:
     """Load the rows of a training set, with `num_hard_negatives` (h) hard negatives each.
 
@@ -203,7 +202,6 @@ def load_training_data(
         may_lack_negatives: True to accept a source without any hard negative.
         teacher_scores: True to give rows the teacher scores of their positive and negatives; a
             record without scores is then a bad record.
-        records: the records of `path` if they are in memory, which are not read again then.
 
     Raises:
         ConfigError: for an unknown format, or settings that cannot work together.
@@ -219,9 +217,7 @@ def load_training_data(
         # A record of a BEIR folder has all judgements of a query, and each is a training pair.
         positives = "all" if source.data_format == "beir" else "draw"
     selection = Selection(num_hard_negatives, positives, negatives_from, missing_negatives)
-    if teacher_scores:
-        records = None  # the reader refuses records without scores
-    stored, hashes = store_records(source, report, records)
+    stored, hashes = store_records(source, report)
     column = stored.data.column
     num_positives = pc.list_value_length(column("positives")).to_numpy()
     num_negatives = pc.list_value_length(column("negatives")).to_numpy()

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.data.beir import QRELS_HEADER, BeirDataset, get_positives, load_beir_folder
-from contaccum.data.dataset import TrainingData, load_training_data
+from contaccum.data.dataset import store_records
 from contaccum.data.near_duplicates import (
     Grouping,
     choose_held_out_by,
@@ -192,6 +192,7 @@ def split_data(
     corpus: AnyPath | None = None,
     report: RecordReport | None = None,
     show_progress: bool = False,
+    stores_records: bool = False,
 ) -> Split:
     """Write a split of training data to a new folder.
 
@@ -210,49 +211,13 @@ def split_data(
             other passages.
         report: receives the counts of used and bad records; None: a new report.
         show_progress: True for a progress bar.
+        stores_records: True to store the training records for `load_training_data`, so that a
+            training on train.jsonl, also in another process, does not read and parse it again.
 
     Raises:
         ConfigError: for settings that do not fit the data, or an ``output`` that exists.
         DataError: for data that cannot be read, or with too few queries outside of large groups.
     """
-    split, _ = _write_split(data, output, settings, corpus, report, show_progress)
-    return split
-
-
-def split_and_load(
-    data: Source,
-    output: AnyPath,
-    settings: SplitSettings | None = None,
-    corpus: AnyPath | None = None,
-    report: RecordReport | None = None,
-    show_progress: bool = False,
-    **selection: Any,
-) -> tuple[Split, TrainingData]:
-    """Write a split as `split_data` does, and return it with its training set.
-
-    The training records go from memory into the cache of `load_training_data`. Every later
-    `load_training_data` of the file train.jsonl opens them there, also in another process.
-
-    Args:
-        selection: arguments of `load_training_data` that decide which rows are made of a record,
-            such as ``num_hard_negatives``.
-
-    Raises:
-        ConfigError, DataError: see `split_data` and `load_training_data`.
-    """
-    split, records = _write_split(data, output, settings, corpus, report, show_progress)
-    return split, load_training_data(Path(output) / TRAIN_FILE, records=records, **selection)
-
-
-def _write_split(
-    data: Source,
-    output: AnyPath,
-    settings: SplitSettings | None,
-    corpus: AnyPath | None,
-    report: RecordReport | None,
-    show_progress: bool,
-) -> tuple[Split, list[Record]]:
-    """Write a split, and return it with its training records; see `split_data`."""
     output = Path(output)
     if output.exists():
         raise ConfigError(f"{output}: exists already; name another folder, or remove it")
@@ -328,7 +293,9 @@ def _write_split(
             has_own_test=published_test is not None,
         )
         write_json(folder / SPLIT_RECORD, {**asdict(split), **provenance()})
-    return split, training_records
+    if stores_records:
+        store_records(Source(output / TRAIN_FILE), RecordReport(), training_records)
+    return split
 
 
 def read_split(folder: AnyPath) -> Split:

@@ -28,7 +28,7 @@ from contaccum.data.split import (
     Split,
     SplitSettings,
     read_split,
-    split_and_load,
+    split_data,
 )
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
@@ -136,8 +136,7 @@ class Pairs:
         report = RecordReport(self.on_bad_record)
         pairs = Source(self.path, self.data_format, columns=self.columns, min_score=self.min_score)
         settings = SplitSettings(self.dev, self.test, fold=fold)
-        # Trainings of this split need not read and parse train.jsonl again.
-        split_and_load(pairs, folder, settings, self.corpus, report, show_progress)
+        split_data(pairs, folder, settings, self.corpus, report, show_progress, stores_records=True)
         lines = [f"{self.path}: {pairs.describe_first_record()}"]
         if report.reported:
             lines.append(f"{self.path}: {report.summary()}")

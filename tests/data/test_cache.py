@@ -11,6 +11,7 @@ import pytest
 from data_files import put_lines
 
 from contaccum.data import RecordReport, load_training_data
+from contaccum.data.dataset import store_records
 from contaccum.data.readers import Source
 from contaccum.errors import DataError
 
@@ -103,7 +104,8 @@ def test_records_in_memory_are_stored_as_those_of_their_file(tmp_path, folder, r
     path = put_lines(tmp_path / "a.jsonl", *ROWS)
     records = list(Source(path).records(RecordReport()))
     reads.clear()
-    first = load_training_data(path, num_hard_negatives=2, records=records)
+    store_records(Source(path), RecordReport(), records)
+    first = load_training_data(path, num_hard_negatives=2)
     second = load_training_data(path, num_hard_negatives=2)
     assert reads == []
     assert second.fingerprint == first.fingerprint

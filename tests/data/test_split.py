@@ -19,7 +19,6 @@ from contaccum.data.split import (
     SplitSettings,
     choose_sides,
     read_split,
-    split_and_load,
     split_data,
 )
 from contaccum.errors import ConfigError, DataError
@@ -811,14 +810,15 @@ def test_the_training_records_of_a_split_are_not_read_again(tmp_path, monkeypatc
     for number, pair in enumerate(pairs):
         pair["negatives"] = [f"wrong answer {number}", f"worse answer {number}"]
     pairs_file = write_lines(tmp_path / "pairs.jsonl", pairs)
-    split, training = split_and_load(Source(pairs_file), tmp_path / "split", num_hard_negatives=2)
+    split = split_data(Source(pairs_file), tmp_path / "split", stores_records=True)
     assert split == read_split(tmp_path / "split")
+    monkeypatch.setattr(Source, "records", None)
+    training = load_training_data(tmp_path / "split" / "train.jsonl", num_hard_negatives=2)
     expected = [tuple(row.values()) for row in training.dataset]
     lines = read_lines(tmp_path / "split" / "train.jsonl")
     assert [row[:2] for row in expected] == [(line["query"], line["positive"]) for line in lines]
 
-    # Another process, such as a resumed run, opens the stored records too.
-    monkeypatch.setattr(Source, "records", None)
+    # A later training opens the stored records too.
     opened = load_training_data(tmp_path / "split" / "train.jsonl", num_hard_negatives=2)
     assert [tuple(row.values()) for row in opened.dataset] == expected
     assert opened.fingerprint == training.fingerprint
