@@ -1122,6 +1122,11 @@ def _format_value(value: object) -> str:
     return str(value)
 
 
-def to_yaml(settings: TrainingSettings) -> str:
-    """Return the settings without their defaults as ``key: value`` lines, which `read` can read."""
-    return yaml.safe_dump(to_dict(settings), sort_keys=False, allow_unicode=True)
+def to_yaml(settings: TrainingSettings | Mapping[str, Any]) -> str:
+    """Return settings as ``key: value`` lines, which `read` can read.
+
+    Args:
+        settings: settings, whose defaults are left out; or {name: value} of those to write.
+    """
+    values = to_dict(settings) if isinstance(settings, TrainingSettings) else dict(settings)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

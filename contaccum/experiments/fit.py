@@ -102,7 +102,7 @@ from contaccum.merging import write_best_merge
 from contaccum.report.fit_page import build_fit_page
 from contaccum.retrieval.encode import read_texts
 from contaccum.retrieval.store import SHARD_FILE
-from contaccum.settings import Settings, find, read, replace
+from contaccum.settings import Settings, find, read, replace, to_yaml
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.proposal import propose
 from contaccum.training.run import load_data, load_encoder
@@ -627,9 +627,8 @@ class _Stages:
         if line:
             self.print_line(line)
         comment = f"# Chosen by contaccum fit on dev data; see {REPORT_FILE}.\n"
-        text = yaml.safe_dump(dict(options), sort_keys=False, allow_unicode=True)
         if rank() == 0:
-            write_text(self.folder / CONFIG_FILE, comment + text)
+            write_text(self.folder / CONFIG_FILE, comment + to_yaml(options))
 
     def merge_with_base(self) -> None:
         """With a guard, merge the trained model with the base model at the best weight."""

@@ -1,9 +1,10 @@
 """One training in a folder, and the question whether a folder has the result of the same work.
 
 `run` is all that tuning and `contaccum fit` know about trainings. `once` does a piece of work in a
-folder, unless the folder has its result already. This is the only place where an identity, which is
-everything that decides a result, is compared with that of an earlier start. With several processes,
-the first one compares and writes, and all processes get the same result.
+folder, unless the folder has its result already. An identity is everything that decides a result;
+here it is compared with that of an earlier start. (`contaccum.training.checkpoint` compares the
+settings of a training that resumes from a checkpoint.) With several processes, the first one
+compares and writes, and all processes get the same result.
 """
 
 from __future__ import annotations
@@ -130,7 +131,10 @@ def begin(folder: Path, identity: Identity, command: str, may_restart: bool) -> 
     with lock_folder(folder, command) if rank() == 0 else nullcontext():
         if rank() == 0 and may_restart and _list_changes(folder / IDENTITY_FILE, identity):
             for path in folder.iterdir():  # not the folder itself, which is locked
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
         require_same_work(folder, identity)
         if rank() == 0:
             (folder / RESULT_FILE).unlink(missing_ok=True)

@@ -20,13 +20,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import yaml
+from typing import Any, NamedTuple, NoReturn
 
 from contaccum.data.beir import find_beir_file
 from contaccum.data.near_duplicates import group_queries
-from contaccum.distributed import world_size
+from contaccum.distributed import rank, share, world_size
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import model_name
 from contaccum.errors import ConfigError, DataError
@@ -63,6 +61,7 @@ from contaccum.settings import (
     get_default,
     replace,
     to_dict,
+    to_yaml,
     uses,
 )
 from contaccum.training.arguments import ContAccumTrainingArguments
@@ -594,7 +593,10 @@ class Search:
             )
             self._add(point, result)
             self._read_lengths()
-            self._print_progress(self._attempts[-1])
+            trial = self._attempts[-1]
+            if self._find_best() is None and trial.number not in self._cut_trials:
+                self._refuse_slow_trial(trial)
+            self._print_progress(trial)
             self.time.budget.save()
         return choose_trial(self.trials, self.base_scores, self._groups)
 
@@ -730,15 +732,8 @@ class Search:
         return test["difference"] < 0 and test["p_value"] < _HOPELESS_P_VALUE
 
     def _print_progress(self, trial: Trial) -> None:
-        """Print the result of the last trial, the best score, and the time that is left.
-
-        Raises:
-            ConfigError: if the time is not enough for any trial.
-        """
+        """Print the result of the last trial, the best score, and the time that is left."""
         result = trial.result
-        best = self._find_best()
-        settings = ", ".join(f"{name} {value}" for name, value in trial.point.items())
-        text = "stopped halfway, clearly worse than the best"
         if trial.number in self._cut_trials:
             line = (
                 f"{trial.method}: trials are cut to {result.possible_updates} updates, so that "
@@ -748,18 +743,8 @@ class Search:
                 line += "; the final training is longer, if time allows it"
             self.print_line(line)
             return
-        if best is None:
-            # A start with a larger budget tries it again.
-            on_first_rank(lambda: shutil.rmtree(self.folder / str(trial.number)))
-            min_seconds = result.seconds_per_update * MIN_UPDATES
-            num_trials = _NUM_PLANNED_TRIALS + self.time.final_training_factor
-            seconds_of_search = _LOADING_MARGIN * min_seconds * num_trials
-            needed = self.time.budget.used() + self.time.reserve + seconds_of_search
-            self._refuse_budget(
-                f"{MIN_UPDATES} updates of {trial.method} take {format_duration(min_seconds)}, and "
-                f"a choice needs several trials (give --budget {suggest_budget(needed)} or more)"
-            )
-            return
+        settings = ", ".join(f"{name} {value}" for name, value in trial.point.items())
+        text = "stopped halfway, clearly worse than the best"
         if result.score is not None:
             text = f"{result.score:.3f}"
         elif not result.halfway_scores:
@@ -770,6 +755,8 @@ class Search:
         trial_seconds = self._estimate_seconds(trial.method)
         if trial_seconds:
             expected_trials += int(seconds_left / trial_seconds)
+        best = self._find_best()
+        assert best is not None  # else the search has ended in `run`
         rate = best.point.get("learning_rate", "the given rate")
         self.print_line(
             f"trial {len(self.trials)} of about {min(expected_trials, MAX_TRIALS)}: {settings}: "
@@ -777,7 +764,20 @@ class Search:
             f"{format_duration(seconds_left)} left to search"
         )
 
-    def _refuse_budget(self, reason: str) -> None:
+    def _refuse_slow_trial(self, trial: Trial) -> None:
+        """Raise `ConfigError`, because the time is not enough for this trial or any other."""
+        # A start with a larger budget tries it again.
+        on_first_rank(lambda: shutil.rmtree(self.folder / str(trial.number)))
+        min_seconds = trial.result.seconds_per_update * MIN_UPDATES
+        num_trials = _NUM_PLANNED_TRIALS + self.time.final_training_factor
+        seconds_of_search = _LOADING_MARGIN * min_seconds * num_trials
+        needed = self.time.budget.used() + self.time.reserve + seconds_of_search
+        self._refuse_budget(
+            f"{MIN_UPDATES} updates of {trial.method} take {format_duration(min_seconds)}, and a "
+            f"choice needs several trials (give --budget {suggest_budget(needed)} or more)"
+        )
+
+    def _refuse_budget(self, reason: str) -> NoReturn:
         budget = self.time.budget
         budget.save()
         raise ConfigError(f"the budget of {format_duration(budget.seconds)} is too short: {reason}")
@@ -1073,7 +1073,9 @@ def tune(
                 corpus_encoder = CorpusEncoder(
                     encoder, "base", Path(corpus), source.store, batch_size=batch_size
                 )
-                on_first_rank(lambda: corpus_encoder.encode() and None)
+                if rank() == 0:
+                    corpus_encoder.encode()
+                share(None)  # the other processes wait for the first one
             evaluator.documents = StoreDocuments(EmbeddingStore.open(source.store))
         base = evaluator.score(encoder)[TRIAL_METRIC]
         base_scores = evaluator.query_scores
@@ -1119,7 +1121,6 @@ def write_tuned(tuned: Tuned, output: Path, num_queries: int) -> None:
             "# max_steps is the length of the trials, which were cut to fit the budget; the length "
             "was not searched.\n# With a larger --budget and another --output, trials are longer.\n"
         )
-    text = yaml.safe_dump(tuned.options, sort_keys=False, allow_unicode=True)
-    write_text(output / TUNED_CONFIG, comment + text)
+    write_text(output / TUNED_CONFIG, comment + to_yaml(tuned.options))
     record = {**tuned._asdict(), "choice": tuned.choice._asdict(), **provenance()}
     write_json(output / TUNED_RECORD, record)
