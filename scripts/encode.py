@@ -59,9 +59,9 @@ def main() -> None:
         precision=args.precision,
         shard_size=args.shard_size,
     )
-    encoded = encoder.encode()
+    encoder.encode()
     num_rows, dimension = EmbeddingStore.open(args.output).shape
-    print(encoded.report.summary())
+    print(encoder.report.summary())
     print(f"written: {args.output}, {num_rows:,} embeddings of {dimension} dimensions")
 
 

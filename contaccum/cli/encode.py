@@ -62,19 +62,19 @@ def run(argv: Sequence[str]) -> int:
 
     start_time = time.perf_counter()
     show_progress = not args.no_progress and rank == 0
-    encoded = encoder.encode(rank, num_ranks, show_progress)
-    texts_per_second = encoded.num_encoded / (time.perf_counter() - start_time)
+    is_finished = encoder.encode(rank, num_ranks, show_progress)
+    texts_per_second = encoder.num_encoded / (time.perf_counter() - start_time)
     if rank == 0:
-        print(encoded.report.summary())
+        print(encoder.report.summary())
     status = "other ranks are still encoding"
-    if encoded.is_finished:
-        status = f"written: {args.output} ({encoded.report.used:,} rows)"
+    if is_finished:
+        status = f"written: {args.output} ({encoder.report.used:,} rows)"
     print(
-        f"{encoded.num_encoded:,} encoded by rank {rank}, "
+        f"{encoder.num_encoded:,} encoded by rank {rank}, "
         f"{texts_per_second:,.0f} per second; {status}"
     )
     # The rank that finishes the store writes the parquet files.
-    if args.format == "parquet" and encoded.is_finished:
+    if args.format == "parquet" and is_finished:
         passages = read_texts(args.corpus, args.kind, RecordReport(args.on_bad_record))
         folder = write_parquet(EmbeddingStore.open(args.output), passages, show_progress)
         print(f"written: {folder}")

@@ -165,22 +165,17 @@ def _load_queries(args: argparse.Namespace, store: EmbeddingStore) -> tuple[list
     from contaccum.data import RecordReport
     from contaccum.data.beir import read_split_queries
     from contaccum.retrieval.encode import check_store_fits, encode_texts, read_texts
-    from contaccum.retrieval.store import STORE_FILE, EmbeddingStore
+    from contaccum.retrieval.store import STORE_FILE, EmbeddingStore, check_identity
 
     if (args.queries / STORE_FILE).is_file():
         query_store = EmbeddingStore.open(args.queries)
-        kinds = (store.metadata["kind"], query_store.metadata["kind"])
-        if kinds != ("document", "query"):
-            raise DataError(
-                f"--store {args.store} must hold documents and holds texts encoded as {kinds[0]}; "
-                f"--queries {args.queries} must be queries and is encoded as {kinds[1]} "
-                "(see contaccum encode --kind)"
-            )
-        if query_store.metadata["model"] != store.metadata["model"]:
-            raise DataError(
-                f"{args.store}: was encoded by another model than --queries, "
-                f"{store.metadata.get('model_name')}: encode one of them again"
-            )
+        expected = {"kind": "query", "model": store.metadata["model"]}
+        check_identity(
+            query_store.folder,
+            query_store.metadata,
+            expected,
+            "encode the queries with --kind query and with the model of --store",
+        )
         return query_store.ids(range(len(query_store))), query_store[:]
     if args.model is None:
         raise ConfigError(

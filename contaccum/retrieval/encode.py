@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,9 +29,9 @@ from contaccum.data.beir import find_beir_file
 from contaccum.data.records import parse_question_line, parse_rows, parse_text, quoted, read_lines
 from contaccum.data.sampling import text_ids
 from contaccum.encoders.settings import Kind, get_prompt, get_tower
-from contaccum.errors import ConfigError, DataError, UserError, check_choice
+from contaccum.errors import DataError, UserError, check_choice
 from contaccum.files import AnyPath, Fingerprint
-from contaccum.retrieval.store import EmbeddingStore, StoreWriter
+from contaccum.retrieval.store import EmbeddingStore, StoreWriter, check_identity
 
 Similarity = Literal["cos", "dot"]
 
@@ -221,27 +221,16 @@ def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
     Raises:
         ConfigError: for another model, prompt or similarity, which the message names.
     """
-    metadata = store.metadata
-    if metadata["kind"] != "document":
-        raise ConfigError(
-            f"{store.folder}: holds queries: encode the documents (--kind document), and use that "
-            "store"
-        )
-    remedy = "encode the corpus with this model, or use the model that wrote the store"
-    if metadata["model"] != model_fingerprint(model, "document"):
-        name = metadata.get("model_name", "of unknown name")
-        raise ConfigError(f"{store.folder}: was encoded by another model, {name}: {remedy}")
-    if metadata["tokenisation"] != tokenisation_fingerprint(model, "document"):
-        raise ConfigError(
-            f"{store.folder}: was encoded with another prompt, length or pooling of documents: set "
-            f"the passage_max_length of contaccum encode (--passage_max_length), or {remedy}"
-        )
-    similarity = get_similarity(model)
-    if metadata["similarity"] != similarity:
-        raise ConfigError(
-            f"{store.folder}: is compared by {metadata['similarity']}, but this model by "
-            f"{similarity}: {remedy}"
-        )
+    identity = encoding_identity(
+        model, "document", store.metadata["precision"], store.dtype, store.shard_size
+    )
+    check_identity(
+        store.folder,
+        store.metadata,
+        identity,
+        "encode the documents with this model, or use the model that wrote the store, with the "
+        "same --passage_max_length",
+    )
 
 
 def model_fingerprint(model: object, kind: Kind | None = None) -> str | None:
@@ -313,21 +302,6 @@ def tokenisation_fingerprint(model: object, kind: Kind | None = None) -> str | N
     return fingerprint.hex()
 
 
-class EncodedCorpus(NamedTuple):
-    """Result of `CorpusEncoder.encode` in one process.
-
-    Attributes:
-        report: counts of the corpus's used and bad records.
-        num_encoded: number of texts that this process encoded. It is smaller than the corpus if
-            other processes, or an earlier run, wrote shards.
-        is_finished: True if all shards of the store are written.
-    """
-
-    report: RecordReport
-    num_encoded: int
-    is_finished: bool
-
-
 def require_texts(
     corpus: Path, kind: Kind, on_bad_record: Literal["stop", "skip"] = "stop"
 ) -> None:
@@ -335,8 +309,7 @@ def require_texts(
 
     This takes seconds, so it is done before a model is loaded or a folder is created.
     """
-    report = RecordReport(on_bad_record)
-    next(read_texts(corpus, kind, report), None)
+    next(read_texts(corpus, kind, RecordReport(on_bad_record)), None)
 
 
 class CorpusEncoder:
@@ -352,15 +325,18 @@ class CorpusEncoder:
         folder: folder of the store.
         kind: "query" or "document", the prompt and tower that encode the texts.
         dtype: type of the stored embeddings, "float32" or "float16".
-        batch_size: texts per forward pass; see `encode_texts`.
-        precision: type of autocast; see `encode_texts`.
+        batch_size, precision: see `encode_texts`.
         shard_size: rows per shard. A killed process loses one shard at most.
         overwrite: remove a store that is in the folder. Of several processes only one may do this,
             before the others create their encoders.
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
 
+    Attributes:
+        report: counts of the corpus's used and bad records.
+        num_encoded: number of texts that this process encoded. It is smaller than the corpus if
+            other processes, or an earlier run, wrote shards.
+
     Raises:
-        DataError: the corpus cannot be read.
         UserError: the folder holds another store or something else.
     """
 
@@ -381,34 +357,31 @@ class CorpusEncoder:
         self.model = model
         self.corpus = corpus
         self.kind: Kind = kind
-        self.on_bad_record = on_bad_record
         self.batch_size = batch_size
         self.precision = precision
-        require_texts(corpus, kind, on_bad_record)  # before anything is written
+        self.report = RecordReport(on_bad_record)
+        self.num_encoded = 0
         identity = encoding_identity(model, kind, precision, dtype, shard_size)
         notes = {"model_name": model_name, "corpus": {"path": str(corpus)}}
         self.writer = StoreWriter(folder, identity, notes, overwrite)
 
-    def encode(
-        self, rank: int = 0, world_size: int = 1, show_progress: bool = True
-    ) -> EncodedCorpus:
+    def encode(self, rank: int = 0, world_size: int = 1, show_progress: bool = True) -> bool:
         """Encode the shards that are missing; with several ranks, every ``world_size``-th shard.
+
+        Returns:
+            True if all shards of the store are written.
 
         Raises:
             DataError: the corpus cannot be read, or is not the corpus of the store.
             UserError: the model returns NaN or infinity, or the disk is full.
         """
-        report = RecordReport(self.on_bad_record)
-        num_encoded = 0
 
         def encode_shard(texts: Sequence[str]) -> np.ndarray:
-            nonlocal num_encoded
-            num_encoded += len(texts)
+            self.num_encoded += len(texts)
             return encode_texts(
                 self.model, texts, self.kind, self.batch_size, self.precision, show_progress
             )
 
-        passages = read_texts(self.corpus, self.kind, report)
+        passages = read_texts(self.corpus, self.kind, self.report)
         progress = tqdm(passages, "Encoding", unit=" texts", disable=not show_progress)
-        is_finished = self.writer.fill(progress, encode_shard, rank, world_size)
-        return EncodedCorpus(report, num_encoded, is_finished)
+        return self.writer.fill(progress, encode_shard, rank, world_size)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -30,7 +30,7 @@ import numpy as np
 from contaccum import files
 from contaccum.data.records import passage_text
 from contaccum.data.sampling import text_ids
-from contaccum.errors import DataError, UserError
+from contaccum.errors import ConfigError, DataError, UserError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -91,8 +91,8 @@ class EmbeddingStore:
         """Open the store in a folder.
 
         Raises:
-            DataError: the folder holds no store, the store is not finished, a shard or a part of a
-                shard is missing, or the shards are not those that store.json describes.
+            DataError: the folder holds no store, the store is not finished, or a shard is missing
+                or cut off.
         """
         folder = Path(folder).expanduser()
         if not (folder / STORE_FILE).exists():
@@ -103,20 +103,12 @@ class EmbeddingStore:
         if not metadata["finished"]:
             raise DataError(f"{folder}: the store is not finished ({_CONTINUE_REMEDY})")
         store = cls(folder, metadata)
-        is_described = not (folder / get_shard_name(store.num_shards)).exists()
         for number in range(store.num_shards):
-            shard = _read_shard_file(folder, number)
-            if shard is None:
+            if _read_shard_file(folder, number) is None:
                 raise DataError(
                     f"{folder}: the shard from row {number * store.shard_size:,} on is missing or "
                     f"cut off ({_CONTINUE_REMEDY})"
                 )
-            is_described &= (shard["rows"], shard["dimension"]) == store._get_shard_shape(number)
-        if not is_described:
-            raise DataError(
-                f"{folder}: the shards have not {len(store):,} rows of {store.shape[1]} dimensions "
-                f"in shards of {store.shard_size:,}, as {STORE_FILE} says ({_REPLACE_REMEDY})"
-            )
         return store
 
     def __len__(self) -> int:
@@ -138,37 +130,26 @@ class EmbeddingStore:
         is an error. Ascending rows are read fastest.
 
         Raises:
-            IndexError: a row does not exist, or the rows are a number or a mask of booleans.
+            IndexError: a row does not exist, or the rows are a mask of booleans.
         """
         if isinstance(rows, slice):
             rows = np.arange(*rows.indices(len(self)))
-        num_rows, groups = self._group_by_shard(rows)
-        embeddings = np.empty((num_rows, self.shape[1]), dtype=np.float32)
-        for shard_number, positions, rows_in_shard in groups:
+        embeddings = np.empty((len(rows), self.shape[1]), dtype=np.float32)
+        for shard_number, positions, rows_in_shard in self._group_by_shard(rows):
             embeddings[positions] = self._get_embeddings(shard_number)[rows_in_shard]
         return embeddings
 
     def ids(self, rows: Sequence[int] | np.ndarray) -> list[str]:
-        """Return the ids of some rows, in the order of the request.
-
-        Raises:
-            IndexError: see `__getitem__`; a slice is not accepted.
-        """
-        num_rows, groups = self._group_by_shard(rows)
-        ids = np.empty(num_rows, dtype=object)
-        for shard_number, positions, rows_in_shard in groups:
+        """Return the ids of some rows, a list or array as in `__getitem__`, in their order."""
+        ids = np.empty(len(rows), dtype=object)
+        for shard_number, positions, rows_in_shard in self._group_by_shard(rows):
             ids[positions] = self._get_ids(shard_number).take(rows_in_shard).to_pylist()
         return ids.tolist()
 
     def text_ids(self) -> np.ndarray:
         """Return the hashes of all texts, int64 (N,); see `contaccum.data.sampling.text_ids`."""
-        hashes = np.empty(len(self), dtype=np.int64)
-        for shard_number in range(self.num_shards):
-            num_rows, _ = self._get_shard_shape(shard_number)
-            first_row = shard_number * self.shard_size
-            shard_hashes = self._map_array(shard_number, TEXTS_FILE, (num_rows,), "int64")
-            hashes[first_row : first_row + num_rows] = shard_hashes
-        return hashes
+        shards = range(self.num_shards)
+        return np.concatenate([self._map_array(shard, TEXTS_FILE, (), "int64") for shard in shards])
 
     def blocks(self, size: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yield all embeddings in consecutive blocks of at most ``size`` rows.
@@ -186,81 +167,57 @@ class EmbeddingStore:
 
     def _group_by_shard(
         self, rows: Sequence[int] | np.ndarray
-    ) -> tuple[int, list[tuple[int, np.ndarray, np.ndarray]]]:
-        """Group the n rows of a request by shard.
+    ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yield each shard that holds some of n requested rows.
 
-        Returns:
-            n, and for each shard its number, the positions of its r rows in the request, int64
-            (r,), and these rows, counted from the start of the shard, int64 (r,).
+        Yields:
+            The shard's number, the positions of its r rows in the request, int64 (r,), and these
+            rows, counted from the start of the shard, int64 (r,).
         """
         row_numbers = np.asarray(rows)
-        if row_numbers.shape == (0,):
-            return 0, []
+        if len(row_numbers) == 0:
+            return
         # numpy would take a mask of booleans as the rows 0 and 1.
         is_list_of_integers = row_numbers.ndim == 1 and row_numbers.dtype.kind in "iu"
         if not is_list_of_integers or row_numbers.min() < 0 or row_numbers.max() >= len(self):
             raise IndexError(
                 f"{self.folder}: rows must be a list of integers from 0 to {len(self) - 1}"
             )
-        row_numbers = row_numbers.astype(np.int64)
         shard_numbers = row_numbers // self.shard_size
-        groups = []
         for shard_number in np.unique(shard_numbers).tolist():
             positions = np.flatnonzero(shard_numbers == shard_number)
-            rows_in_shard = row_numbers[positions] - shard_number * self.shard_size
-            groups.append((shard_number, positions, rows_in_shard))
-        return len(row_numbers), groups
-
-    def _get_shard_shape(self, shard_number: int) -> tuple[int, int]:
-        first_row = shard_number * self.shard_size
-        return min(self.shard_size, len(self) - first_row), self.shape[1]
+            yield shard_number, positions, row_numbers[positions] - shard_number * self.shard_size
 
     def _map_embeddings(self, shard_number: int) -> np.ndarray:
-        shape = self._get_shard_shape(shard_number)
-        return self._map_array(shard_number, EMBEDDINGS_FILE, shape, self.dtype)
+        return self._map_array(shard_number, EMBEDDINGS_FILE, self.shape[1:], self.dtype)
 
     def _map_array(
-        self, shard_number: int, name: str, shape: tuple[int, ...], dtype: str
+        self, shard_number: int, name: str, shape_of_row: tuple[int, ...], dtype: str
     ) -> np.ndarray:
-        with self._opening(shard_number, name) as path:
-            # Copy-on-write, because torch warns about read-only arrays. Nothing is written here.
-            array: np.ndarray = np.load(path, mmap_mode="c", allow_pickle=False)
-            if array.shape != shape or array.dtype != dtype:
-                raise ValueError(
-                    f"{name} is {array.dtype} {array.shape}, and not {dtype} {shape} as "
-                    f"{STORE_FILE} says"
-                )
+        path = self.folder / get_shard_name(shard_number) / name
+        # Copy-on-write, because torch warns about read-only arrays. Nothing is written here.
+        array: np.ndarray = np.load(path, mmap_mode="c", allow_pickle=False)
+        shape = (self._count_rows(shard_number), *shape_of_row)
+        if array.shape != shape or array.dtype != dtype:
+            raise DataError(
+                f"{path}: is {array.dtype} {array.shape}, and not {dtype} {shape} as {STORE_FILE} "
+                f"says (remove the shard's folder, and {_CONTINUE_REMEDY})"
+            )
         return array
 
     def _map_ids(self, shard_number: int) -> pa.StringArray:
         import pyarrow as pa
 
-        with (
-            self._opening(shard_number, IDS_FILE) as path,
-            pa.memory_map(str(path)) as source,
-            pa.ipc.open_file(source) as reader,
-        ):
+        path = self.folder / get_shard_name(shard_number) / IDS_FILE
+        with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
             ids = reader.read_all()["id"].combine_chunks()
-            # Arrow does not check offsets when it reads rows: in a broken file they may point
-            # outside the mapped memory.
-            ids.validate(full=True)
-            num_rows, _ = self._get_shard_shape(shard_number)
-            if len(ids) != num_rows:
-                raise ValueError(f"{IDS_FILE} has not {num_rows} ids, as {STORE_FILE} says")
+        # Arrow does not check offsets when it reads rows: in a broken file they may point outside
+        # the mapped memory.
+        ids.validate(full=True)
         return ids
 
-    @contextmanager
-    def _opening(self, shard_number: int, name: str) -> Iterator[Path]:
-        """Yield the path of a file of a shard, and raise errors of reading it as `DataError`."""
-        folder = self.folder / get_shard_name(shard_number)
-        try:
-            yield folder / name
-        except (OSError, ValueError, KeyError) as error:
-            reason = " ".join(str(error).split())
-            raise DataError(
-                f"{folder}: the shard is broken: {reason} (remove this folder, and "
-                f"{_CONTINUE_REMEDY})"
-            ) from error
+    def _count_rows(self, shard_number: int) -> int:
+        return min(self.shard_size, len(self) - shard_number * self.shard_size)
 
 
 class StoreWriter:
@@ -269,8 +226,8 @@ class StoreWriter:
     Args:
         folder: path of the folder. A store that is there is continued if its identity is
             the same.
-        identity: the settings that decide the embeddings, as JSON values: kind, model,
-            similarity, tokenisation, precision, dtype, shard_size; see `encoding_identity`.
+        identity: the settings that decide the embeddings, as JSON values; see
+            `contaccum.retrieval.encode.encoding_identity`.
         notes: further entries for the store.json of a new store.
         overwrite: remove a store that is in the folder.
 
@@ -297,21 +254,10 @@ class StoreWriter:
             (self.folder / STORE_FILE).unlink(missing_ok=True)
             metadata = None
         if metadata is None:
-            metadata = {**FORMAT, "finished": False, **identity}
-            metadata.update(notes or {})
+            metadata = {**FORMAT, "finished": False, **identity, **(notes or {})}
             metadata.update(files.provenance())
             files.write_json(self.folder / STORE_FILE, metadata)
-        # Through JSON, because store.json holds lists where the identity may hold tuples.
-        planned = json.loads(json.dumps(identity))
-        differences = [name for name, value in planned.items() if metadata.get(name) != value]
-        if differences:
-            names = " and ".join(differences).replace(
-                "tokenisation",
-                "tokenisation (tokenizer, prompt, maximum length, pooling or dimension)",
-            )
-            raise UserError(
-                f"{self.folder}: holds embeddings of another {names} ({_REPLACE_REMEDY})"
-            )
+        check_identity(self.folder, metadata, identity, _REPLACE_REMEDY)
         self.metadata = metadata
 
     def fill(
@@ -356,8 +302,6 @@ class StoreWriter:
                 ids = [passage_id for passage_id, _, _ in shard_passages]
                 texts = [passage_text(title, text) for _, title, text in shard_passages]
                 self._write_shard(shard_number, ids, texts, encode(texts), fingerprints[-1])
-                # If another process wrote it first, its shard must come from the same corpus.
-                self._read_shard(shard_number, fingerprints[-1])
             num_rows += len(shard_passages)
         if num_rows == 0:
             raise DataError(
@@ -419,9 +363,6 @@ class StoreWriter:
 def check_folder(folder: files.AnyPath) -> dict[str, Any] | None:
     """Check that a store can be written to a folder. Nothing is written.
 
-    Args:
-        folder: path of the folder.
-
     Returns:
         The content of store.json of a store that is there; None for a new or empty folder.
 
@@ -436,6 +377,37 @@ def check_folder(folder: files.AnyPath) -> dict[str, Any] | None:
     if folder.is_file() or any(folder.glob("[!.]*")):
         raise UserError(f"{folder}: exists and is not a store of embeddings (name a new folder)")
     return None
+
+
+def check_identity(
+    folder: Path, metadata: Mapping[str, Any], identity: Mapping[str, Any], remedy: str
+) -> None:
+    """Refuse a store whose store.json does not have the values of an identity.
+
+    Args:
+        folder: the store's folder.
+        metadata: the content of its store.json.
+        identity: the expected values; see `contaccum.retrieval.encode.encoding_identity`.
+        remedy: what the user can do, for the message.
+
+    Raises:
+        ConfigError: a value is another one; the message names all of them.
+    """
+    differences = []
+    # Through JSON, because store.json holds lists where the identity may hold tuples.
+    for name, expected in json.loads(json.dumps(identity)).items():
+        stored = metadata.get(name)
+        if stored == expected:
+            continue
+        if name == "model":
+            name = f"model, {metadata.get('model_name', 'of unknown name')}"
+        elif name == "tokenisation":
+            name = "tokenisation (tokenizer, prompt, maximum length, pooling or dimension)"
+        elif name != "query_model":  # not a hash
+            name = f"{name}, {stored} instead of {expected}"
+        differences.append(f"another {name}")
+    if differences:
+        raise ConfigError(f"{folder}: holds embeddings of {' and '.join(differences)} ({remedy})")
 
 
 def get_shard_name(shard_number: int) -> str:
@@ -459,7 +431,7 @@ def _read_shard_file(folder: Path, shard_number: int) -> dict[str, Any] | None:
     shard_folder = folder / get_shard_name(shard_number)
     try:
         sizes = {path.name: path.stat().st_size for path in shard_folder.iterdir()}
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return None
     if SHARD_FILE not in sizes:
         return None
@@ -476,8 +448,8 @@ def write_parquet(
 
     Each shard becomes a file, with its rows in the order of the store and the columns ``id``,
     ``title`` and ``text`` (strings) and ``embedding`` (fixed_size_list<float32 or float16, d>: the
-    values of the store). One shard and a hash of 8 bytes for each text are in memory. Nothing is
-    done if the folder exists: it appears when all files are complete.
+    values of the store). Memory holds one shard. Nothing is done if the folder exists: it appears
+    when all files are complete.
 
     Args:
         store: a finished store.
@@ -499,27 +471,27 @@ def write_parquet(
     if folder.exists():
         return folder
     embedding_type = pa.list_(pa.from_numpy_dtype(store.dtype), store.shape[1])
-    stored_hashes = store.text_ids()
     remaining = iter(passages)
+    corpus = files.Fingerprint()  # of all passages up to the current shard
     with files.atomic_folder(folder) as new_folder:
         for shard_number in tqdm(range(store.num_shards), "Parquet", disable=not show_progress):
+            shard_passages = list(islice(remaining, store.shard_size))
+            for passage in shard_passages:
+                corpus.add(*passage)
+            shard = _read_shard_file(store.folder, shard_number)
             first_row = shard_number * store.shard_size
-            rows = range(first_row, min(first_row + store.shard_size, len(store)))
-            shard_passages = list(islice(remaining, len(rows)))
-            ids = [passage_id for passage_id, _, _ in shard_passages]
-            hashes = text_ids(passage_text(title, text) for _, title, text in shard_passages)
-            is_same_text = np.array_equal(hashes, stored_hashes[rows.start : rows.stop])
-            if ids != store.ids(rows) or not is_same_text:
+            if shard is None or corpus.hex() != shard["fingerprint"]:
                 raise DataError(
                     f"{store.folder}: holds embeddings of another corpus: the passages from row "
-                    f"{rows.start:,} on differ (name the corpus that was encoded)"
+                    f"{first_row:,} on differ (name the corpus that was encoded)"
                 )
             # A store returns float32. Values that were float16 are converted back without a loss.
-            embeddings = store[rows.start : rows.stop].astype(store.dtype, copy=False)
+            embeddings = store[first_row : first_row + store.shard_size].astype(store.dtype)
+            ids, titles, texts = zip(*shard_passages, strict=True)
             columns = {
                 "id": pa.array(ids, pa.string()),
-                "title": pa.array([title for _, title, _ in shard_passages], pa.string()),
-                "text": pa.array([text for _, _, text in shard_passages], pa.string()),
+                "title": pa.array(titles, pa.string()),
+                "text": pa.array(texts, pa.string()),
                 "embedding": pa.FixedSizeListArray.from_arrays(
                     pa.array(embeddings.reshape(-1)), type=embedding_type
                 ),

@@ -21,7 +21,8 @@ from sentence_transformers import SentenceTransformer
 from contaccum.data.records import quoted
 from contaccum.data.sampling import text_ids
 from contaccum.distributed import rank
-from contaccum.errors import ConfigError, DataError, UserError
+from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
+from contaccum.errors import DataError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.losses.query_side import (
     QuerySideCollator,
@@ -30,7 +31,7 @@ from contaccum.losses.query_side import (
     iterate_pairs,
 )
 from contaccum.retrieval.documents import StoreDocuments
-from contaccum.retrieval.encode import CorpusEncoder, encode_texts, get_similarity, require_texts
+from contaccum.retrieval.encode import CorpusEncoder, encode_texts, require_texts
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.checkpoint import parse_resume_request
@@ -73,10 +74,9 @@ def set_up(
         DataError: for an incomplete store, or, with ``missing=stop``, a store that lacks passages
             of the data.
     """
-    if args.corpus is not None:  # the store is written with the similarity of the model
-        _check_similarity(args, get_similarity(model), f"the documents of {args.corpus}")
+    if args.similarity is not None:
+        model.similarity_fn_name = SIMILARITY_NAMES[args.similarity]
     store = _open_store(args, model)
-    _check_similarity(args, store.similarity, f"the documents of {store.folder}")
     documents = StoreDocuments(store)
     scale = 1.0 / args.get_temperature(documents.similarity)
     loss = QuerySideLoss(model, documents, scale=scale)
@@ -104,18 +104,9 @@ def set_up(
 def check_document_source(args: ContAccumTrainingArguments) -> None:
     """Raise `UserError` for a store or corpus that cannot be used, before a model is loaded."""
     if args.passage_store is not None:
-        store = EmbeddingStore.open(args.passage_store)
-        _check_similarity(args, store.similarity, f"the documents of {store.folder}")
+        EmbeddingStore.open(args.passage_store)
     if args.corpus is not None:
         require_texts(Path(args.corpus), "document")
-
-
-def _check_similarity(args: ContAccumTrainingArguments, similarity: str, documents: str) -> None:
-    if args.similarity not in (None, similarity):
-        raise ConfigError(
-            f"similarity={args.similarity}, but {documents} are compared by {similarity}: drop "
-            "similarity"
-        )
 
 
 def _open_store(args: ContAccumTrainingArguments, model: SentenceTransformer) -> EmbeddingStore:

