@@ -19,7 +19,7 @@ from measuring.encoders import BACKBONES, make_encoder, use_autocast
 from contaccum import DualEncoder
 from contaccum.errors import ConfigError
 from contaccum.settings import Settings
-from contaccum.training.run import load_model
+from contaccum.training.setup import load_model
 from gpu_parts.settings import NotMeasured, Run, add_failures, collect_error, format_reason
 from gpu_parts.turns import UpdateSizes, measure_methods
 

@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
 def _train(argv: Sequence[str]) -> int:
     """Train and save the model, and return exit code 0."""
     from contaccum.training.arguments import ContAccumTrainingArguments
-    from contaccum.training.run import train_and_save
+    from contaccum.training.setup import train_and_save
 
     settings = replace(Settings(), **read(argv))
     require_complete(settings)

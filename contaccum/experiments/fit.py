@@ -105,7 +105,7 @@ from contaccum.retrieval.store import SHARD_FILE
 from contaccum.settings import Settings, find, read, replace, to_yaml
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.proposal import propose
-from contaccum.training.run import load_data, load_encoder
+from contaccum.training.setup import load_data, load_encoder
 
 RECORD_FILE = "fit.json"
 CONFIG_FILE = "config.yaml"

@@ -46,7 +46,7 @@ from contaccum.settings import Settings, find, replace, to_dict
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.checkpoint import count_rows
 from contaccum.training.log import EVAL_LOG, TRAIN_LOG, read_log, read_run_record
-from contaccum.training.run import (
+from contaccum.training.setup import (
     load_encoder,
     load_guide,
     load_run_data,

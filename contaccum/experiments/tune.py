@@ -66,8 +66,8 @@ from contaccum.settings import (
 )
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.checkpoint import count_rows
-from contaccum.training.query_side import USELESS_SHARE_OF_BM25
-from contaccum.training.run import list_training_sets, load_data, load_encoder, load_evaluator
+from contaccum.training.passage_store import USELESS_SHARE_OF_BM25
+from contaccum.training.setup import list_training_sets, load_data, load_encoder, load_evaluator
 from contaccum.training.update import find_largest_divisor
 
 TRIAL_METRIC = "ndcg@10"

@@ -52,7 +52,7 @@ from contaccum.training import (
     engines,
     log,
     losses,
-    query_side,
+    passage_store,
     update,
 )
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
@@ -122,7 +122,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         losses.set_column_roles(args, model, columns)
         log.fill_model_card(model, args, data_record or {}, has_custom_loss=loss is not None)
         if loss is None and args.method == "query_side":
-            loss, collator, train_dataset, eval_dataset = query_side.set_up(
+            loss, collator, train_dataset, eval_dataset = passage_store.set_up(
                 args, model, train_dataset, eval_dataset
             )
             kwargs.setdefault("data_collator", collator)
@@ -314,7 +314,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             self.updates.num_trained = self._resume_point.num_trained_updates
             checkpoint.load_banks(self._resume_point.folder, self.bank_losses())
         elif losses.get_store_documents(self.loss) and self.is_world_process_zero():
-            query_side.warn_if_documents_are_weak(self.evaluator, self.model)
+            passage_store.warn_if_documents_are_weak(self.evaluator, self.model)
         if self.args.should_save:  # on the first rank, or with save_on_each_node one rank per host
             record = self.description.make_run_record(self.run_id, self.state.max_steps)
             # The record is written first. If the process is killed before checkpoints are removed,

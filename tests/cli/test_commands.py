@@ -18,7 +18,7 @@ from contaccum.cli import main
 from contaccum.errors import DataError
 from contaccum.settings import Settings, get_names_of_transformers, read, replace
 from contaccum.training.checkpoint import find_checkpoints
-from contaccum.training.run import list_training_sets
+from contaccum.training.setup import list_training_sets
 
 
 def test_user_error_is_one_line_with_exit_code_2(monkeypatch, capsys):

@@ -122,7 +122,7 @@ def test_evaluation_during_training_is_logged_and_recorded(places, train, tmp_pa
 
 def test_first_process_of_a_host_loads_data_first(places, train, tmp_path, monkeypatch):
     """The other processes wait, so that files are downloaded and cached once."""
-    from contaccum.training import run
+    from contaccum.training import setup
     from contaccum.training.arguments import ContAccumTrainingArguments
 
     events: list[str] = []
@@ -143,7 +143,7 @@ def test_first_process_of_a_host_loads_data_first(places, train, tmp_path, monke
         return call
 
     for name in ("load_data", "load_evaluator"):
-        monkeypatch.setattr(run, name, record_call(name, getattr(run, name)))
+        monkeypatch.setattr(setup, name, record_call(name, getattr(setup, name)))
     evaluation = {"eval_data": places / "beir", "eval_split": "test", "eval_strategy": "epoch"}
     assert train(tmp_path / "run", max_steps=1, **evaluation) == 0
     assert events[:4] == ["others wait", "load_data", "load_evaluator", "others go on"]

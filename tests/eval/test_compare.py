@@ -25,7 +25,7 @@ from contaccum.errors import ConfigError
 from contaccum.evaluation.metrics import add_holm, sign_flip_test
 from contaccum.files import read_json, write_json
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.run import load_data
+from contaccum.training.setup import load_data
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ from contaccum.experiments.tune import Choice, Tuned
 from contaccum.files import atomic_folder, lock_folder, write_json
 from contaccum.settings import Settings, replace
 from contaccum.training import log
-from contaccum.training.run import load_evaluator
+from contaccum.training.setup import load_evaluator
 
 HALF = len(WORDS) // 2
 SETTINGS: dict[str, object] = {

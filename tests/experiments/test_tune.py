@@ -503,7 +503,7 @@ def test_search_continues_after_a_kill_with_the_same_trials(root, tmp_path, monk
     ],
 )
 def test_wrong_options_give_one_line(root, tmp_path, options, message, capsys, monkeypatch):
-    monkeypatch.setattr("contaccum.training.run.NanoBEIR", lambda *_, **__: object())
+    monkeypatch.setattr("contaccum.training.setup.NanoBEIR", lambda *_, **__: object())
     assert tune(root, tmp_path / "out", *options) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert message in error

@@ -10,7 +10,7 @@ from contaccum.data import read_records
 from contaccum.errors import ConfigError
 from contaccum.settings import Settings, read, replace
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.run import list_training_sets, load_model
+from contaccum.training.setup import list_training_sets, load_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PLACES = {"model": "m", "output_dir": "o", "train_data": ["d"]}

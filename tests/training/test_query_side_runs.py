@@ -23,7 +23,7 @@ from contaccum.retrieval import encode
 from contaccum.retrieval.encode import encode_texts
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.query_side import STORE_FOLDER, _open_store
+from contaccum.training.passage_store import STORE_FOLDER, _open_store
 
 TEXTS = sentences(40, 5, 9)
 DOCUMENTS = {f"d{row}": ("", text) for row, text in enumerate(TEXTS)}
@@ -278,7 +278,7 @@ def write_queries_with_unique_words(folder: Path) -> Path:
 
 def test_a_model_far_below_bm25_gives_a_warning(root, tmp_path, caplog, monkeypatch):
     # Five times the score of BM25 is above 1, so any model is far below it.
-    monkeypatch.setattr("contaccum.training.query_side.USELESS_SHARE_OF_BM25", 5.0)
+    monkeypatch.setattr("contaccum.training.passage_store.USELESS_SHARE_OF_BM25", 5.0)
     settings = {
         "passage_store": root / "store",
         "eval_data": write_queries_with_unique_words(tmp_path / "words"),

@@ -28,7 +28,7 @@ from contaccum.settings import Settings
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.checkpoint import find_checkpoints, report_full_disk, require_free_folder
 from contaccum.training.log import RUN_RECORD
-from contaccum.training.query_side import check_document_source
+from contaccum.training.passage_store import check_document_source
 from contaccum.training.trainer import ContAccumTrainer
 
 logger = logging.getLogger(__name__)
