@@ -25,6 +25,16 @@ class DataError(UserError, ValueError):
     """
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether an error means that an accelerator or the host is out of memory."""
+    import torch
+    from accelerate.utils.memory import should_reduce_batch_size
+
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return should_reduce_batch_size(error)
+
+
 def closest(word: object, words: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` with the most similar word, for the end of an error message.
 

@@ -31,6 +31,7 @@ from contaccum.errors import ConfigError, DataError, UserError
 AnyPath = str | os.PathLike[str]
 """A path as users may give it."""
 
+_MAX_SHOWN_VALUE = 60  # characters of a changed setting; hashes are longer
 # Libraries whose versions affect results.
 _LIBRARIES = (
     "torch",
@@ -339,6 +340,26 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def list_changes(earlier: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Return what differs between some work and its earlier start: names, with short values.
+
+    Args:
+        earlier: {name: value} of everything that decides the result, as `read_json` returned it.
+        current: the same of the present start, not yet written.
+    """
+    as_in_file = json.loads(json.dumps(redact(dict(current)), default=str))
+    changes = []
+    for name in {**earlier, **as_in_file}:
+        values = [str(content.get(name, "default")) for content in (earlier, as_in_file)]
+        if values[0] == values[1]:
+            continue
+        if max(len(value) for value in values) <= _MAX_SHOWN_VALUE:
+            changes.append(f"{name} ({values[0]}, now {values[1]})")
+        else:
+            changes.append(name)
+    return changes
 
 
 class Fingerprint:

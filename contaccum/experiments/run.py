@@ -39,7 +39,7 @@ from contaccum.distributed import RANK_TIMEOUT, rank, share
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.files import fingerprint, hash_file, lock_folder, read_json, redact, write_json
+from contaccum.files import fingerprint, hash_file, list_changes, lock_folder, read_json, write_json
 from contaccum.retrieval.encode import model_fingerprint, tokenisation_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, find, replace, to_dict
@@ -64,7 +64,6 @@ IDENTITY_FILE = "identity.json"
 RESULT_FILE = "result.json"
 
 _MEASURED_UPDATES = 2  # the time of all updates is estimated from the time of the first ones
-_MAX_SHOWN_VALUE = 60  # characters; hashes are longer
 
 
 # A piece of work in a folder ----------------------------------------------------------------------
@@ -166,21 +165,7 @@ def require_same_work(folder: Path, identity: Identity, file_name: str = IDENTIT
 
 
 def _list_changes(file: Path, identity: Identity) -> list[str]:
-    """Return what differs from the identity in a file: names, with short values; [] without it."""
-    if not file.is_file():
-        return []
-    earlier = read_json(file)
-    current = json.loads(json.dumps(redact(dict(identity))))  # as it is in the file
-    changes = []
-    for name in {**earlier, **current}:
-        values = [str(content.get(name, "default")) for content in (earlier, current)]
-        if values[0] == values[1]:
-            continue
-        if max(len(value) for value in values) <= _MAX_SHOWN_VALUE:
-            changes.append(f"{name} ({values[0]}, now {values[1]})")
-        else:
-            changes.append(name)
-    return changes
+    return list_changes(read_json(file), identity) if file.is_file() else []
 
 
 def on_first_rank(work: Callable[[], Any]) -> Any:

@@ -67,7 +67,7 @@ from contaccum.settings import (
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.checkpoint import count_rows
 from contaccum.training.passage_store import USELESS_SHARE_OF_BM25
-from contaccum.training.setup import list_training_sets, load_data, load_encoder, load_evaluator
+from contaccum.training.setup import list_training_sets, load_data, load_encoder, make_evaluator
 from contaccum.training.update import find_largest_divisor
 
 TRIAL_METRIC = "ndcg@10"
@@ -1037,7 +1037,7 @@ def tune(
     args = start_ranks(make_base_settings(settings))
     print_line = only_first_rank(print_line)
     methods = list_methods(source, config_method, print_line)
-    evaluator = load_evaluator(settings)
+    evaluator = make_evaluator(settings)
     if evaluator is None:
         raise ConfigError(
             "eval_data is not set: settings are chosen by scores on dev data (make some with "

@@ -32,7 +32,7 @@ from torch import Tensor
 from contaccum.bank.full_softmax import DocumentBlock, multiply, without_tf32
 from contaccum.distributed import world_size
 from contaccum.encoders.settings import Kind
-from contaccum.errors import ConfigError, DataError, UserError
+from contaccum.errors import ConfigError, DataError, UserError, is_out_of_memory
 from contaccum.files import AnyPath, atomic_file, read_json, write_json
 from contaccum.retrieval.encode import (
     Corpus,
@@ -399,7 +399,9 @@ def _search_exactly(
             index._gpu_search = GpuSearch(index.corpus, index.metric, devices)
         try:
             return index._gpu_search.search(queries, k)
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             index._gpu_search = None
             logger.warning("exact search: the GPU's memory is full, so the CPU searches")
     return search_slices(index.corpus, queries, k, index.metric, show_progress)

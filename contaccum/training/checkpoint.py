@@ -12,7 +12,6 @@ of another run only if the user names that folder.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -38,6 +37,7 @@ from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.files import (
     Fingerprint,
     describe_failed_write,
+    list_changes,
     provenance,
     read_json,
     write_json,
@@ -420,17 +420,12 @@ class ResumePoint:
             settings: `RunDescription.resume_settings`.
         """
         saved = self.marker["settings"]
-        # The saved settings were read from JSON, so those of this run are converted in the same
-        # way.
-        current = json.loads(json.dumps(settings, default=str))
-        changed = []
-        for key, value in current.items():
-            if saved.get(key) != value:
-                changed.append(f"{key}: {saved.get(key)} -> {value}")
-        if changed:
+        # A checkpoint of an earlier version may have further settings.
+        changes = list_changes({name: saved.get(name) for name in settings}, settings)
+        if changes:
             raise UserError(
                 f"{self.folder}: a run cannot resume from it with changed settings "
-                f"({'; '.join(changed)}), because its bank, optimizer or position in the data "
+                f"({', '.join(changes)}), because its bank, optimizer or position in the data "
                 "would not be valid. Set them back, or start a new run from its weights with "
                 f"--model {self.folder}"
             )

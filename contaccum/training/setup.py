@@ -63,7 +63,7 @@ def load_data(settings: Settings) -> TrainingSets:
     )
 
 
-def load_evaluator(settings: Settings) -> RetrievalEvaluator | NanoBEIR | None:
+def make_evaluator(settings: Settings) -> RetrievalEvaluator | NanoBEIR | None:
     """Load the evaluator for ``eval_data``; return None if it is not set.
 
     ``eval_data`` is a BEIR folder, the name of a public set, or ``nanobeir`` or
@@ -204,7 +204,7 @@ def load_run_data(settings: Settings, args: ContAccumTrainingArguments) -> RunDa
     """
     with args.main_process_first(desc="reading the data"):
         training = load_data(settings)
-        evaluator = load_evaluator(settings)
+        evaluator = make_evaluator(settings)
     return RunData(training, evaluator)
 
 

@@ -42,7 +42,7 @@ from contaccum.encoders.adapters import has_adapter
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import copy_module_code, loading
 from contaccum.encoders.settings import is_tied
-from contaccum.errors import ConfigError, DataError, UserError
+from contaccum.errors import ConfigError, DataError, UserError, is_out_of_memory
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import redact, write_json, write_text
 from contaccum.losses.contaccum import ContAccumLoss
@@ -243,7 +243,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             with report_full_disk, self.signals:
                 output = super().train(folder, trial, ignore_keys_for_eval)
         except Exception as error:
-            if update.is_out_of_memory(error):
+            if is_out_of_memory(error):
                 raise UserError(
                     f"out of memory outside of a micro-step: {MEMORY_REMEDIES}"
                 ) from error

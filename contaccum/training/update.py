@@ -29,14 +29,14 @@ import numpy as np
 import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from accelerate.utils.memory import clear_device_cache
 from sentence_transformers.base.losses.gradcache import uses_gradient_cache
 from torch import Tensor, nn
 
 from contaccum.data.sampling import LABELS, first_texts
 from contaccum.distributed import over_ranks, rank, world_size
 from contaccum.encoders.grad_norms import TowerGradNorms
-from contaccum.errors import ConfigError, UserError
+from contaccum.errors import ConfigError, UserError, is_out_of_memory
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.losses import (
     Batch,
@@ -453,13 +453,6 @@ def _multiply_by_nan_if_nonfinite(module: nn.Module, arguments: Any, loss: Any) 
         return loss
     factor = torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
     return loss * factor
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an error means that an accelerator or the host is out of memory."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return should_reduce_batch_size(error)
 
 
 def iter_parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:

@@ -142,11 +142,11 @@ def test_first_process_of_a_host_loads_data_first(places, train, tmp_path, monke
 
         return call
 
-    for name in ("load_data", "load_evaluator"):
+    for name in ("load_data", "make_evaluator"):
         monkeypatch.setattr(setup, name, record_call(name, getattr(setup, name)))
     evaluation = {"eval_data": places / "beir", "eval_split": "test", "eval_strategy": "epoch"}
     assert train(tmp_path / "run", max_steps=1, **evaluation) == 0
-    assert events[:4] == ["others wait", "load_data", "load_evaluator", "others go on"]
+    assert events[:4] == ["others wait", "load_data", "make_evaluator", "others go on"]
 
 
 def test_warnings_are_printed_on_their_own_line_above_the_bar(train, tmp_path, monkeypatch, capfd):

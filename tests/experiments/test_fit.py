@@ -42,7 +42,7 @@ from contaccum.experiments.tune import Choice, Tuned
 from contaccum.files import atomic_folder, lock_folder, write_json
 from contaccum.settings import Settings, replace
 from contaccum.training import log
-from contaccum.training.setup import load_evaluator
+from contaccum.training.setup import make_evaluator
 
 HALF = len(WORDS) // 2
 SETTINGS: dict[str, object] = {
@@ -373,7 +373,7 @@ def test_other_splits_are_evaluated_among_as_many_documents_as_the_first(
     evaluated_on = []
 
     def train(settings: Settings, folder: Path) -> Result:
-        evaluated_on.append(load_evaluator(settings).dataset)
+        evaluated_on.append(make_evaluator(settings).dataset)
         base.save_pretrained(str(folder))
         return Result()
 

@@ -352,9 +352,9 @@ def test_checkpoints_without_a_run_record_are_resumed_only_by_name(run, word, tm
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"bank_size": 30}, "bank_size: 20 -> 30"),
-        ({"data": OTHER_PAIRS}, "data fingerprint: "),
-        ({"gradient_accumulation_steps": 2}, "pairs per update: 12 -> 8"),
+        ({"bank_size": 30}, r"bank_size \(20, now 30\)"),
+        ({"data": OTHER_PAIRS}, "data fingerprint"),
+        ({"gradient_accumulation_steps": 2}, r"pairs per update \(12, now 8\)"),
         ({"model": tiny_encoder(query_prompt="query: ")}, "tokenizer, prompts, lengths or pooling"),
     ],
 )
@@ -429,7 +429,7 @@ def test_a_checkpoint_that_is_missing_without_optimizer_or_of_another_model_is_r
     with pytest.raises(UserError, match="written with save_only_model"):
         make_trainer(tmp_path).train(resume_from_checkpoint="last")
     make_trainer(tmp_path, max_steps=1, **SAVE_EVERY_UPDATE).train()
-    with pytest.raises(UserError, match="trained parameters: "):
+    with pytest.raises(UserError, match="trained parameters "):
         make_trainer(tmp_path, tied=False).train(resume_from_checkpoint="last")
 
 

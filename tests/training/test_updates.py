@@ -265,7 +265,7 @@ def test_a_run_with_auto_and_a_composing_sampler_resumes(tmp_path, monkeypatch):
     assert record["arguments"]["per_device_train_batch_size"] == "auto"
     checkpoint = tmp_path / "checkpoint-2"
     smaller = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}
-    with pytest.raises(UserError, match="pairs per batch of the sampler: 4 -> 2"):
+    with pytest.raises(UserError, match=r"pairs per batch of the sampler \(4, now 2\)"):
         make_trainer(tmp_path / "smaller", **smaller, **settings).train(str(checkpoint))
     resumed = make_trainer(tmp_path / "resumed", **AUTO, **settings)
     resumed.train(str(checkpoint))
