@@ -33,7 +33,7 @@ from transformers import AutoTokenizer
 
 from contaccum import DualEncoder
 from contaccum.data import Passage, RecordReport, read_passages
-from contaccum.evaluation.tables import fill_page
+from contaccum.evaluation.results import fill_page
 from contaccum.files import provenance, read_json, write_json, write_text
 from contaccum.retrieval.encode import encode_texts, encoding_identity
 from contaccum.retrieval.search import build_index, search

@@ -77,7 +77,7 @@ from gpu_parts.settings import (
 )
 from gpu_parts.tables import make_tables
 
-from contaccum.evaluation.tables import fill_page
+from contaccum.evaluation.results import fill_page
 from contaccum.files import write_text
 
 # The parts that use an option. All others ignore it.

@@ -29,17 +29,9 @@ import torch
 
 from contaccum import DualEncoder
 from contaccum.errors import ConfigError, UserError
-from contaccum.evaluation.beir import (
-    EvaluationSet,
-    describe_data,
-    evaluate_beir,
-    evaluation_sets,
-    load_data,
-    plan_search,
-)
+from contaccum.evaluation.beir import evaluate_once, evaluation_sets, load_data
 from contaccum.evaluation.metrics import check_k_values, check_metrics
-from contaccum.evaluation.results import read_finished, write_result
-from contaccum.evaluation.tables import markdown_table, mean_metrics, sets_table, table_rows
+from contaccum.evaluation.results import markdown_table, mean_metrics, sets_table, table_rows
 
 STAGES = ("encode_queries", "encode_corpus", "index", "search")
 
@@ -129,53 +121,31 @@ def _use_pool(encode: Callable[..., Any], pool: Any, batch_size: int) -> Callabl
 
 
 def evaluate_sets(
-    model: DualEncoder,
-    sets: Sequence[EvaluationSet],
-    args: argparse.Namespace,
-) -> list[dict[str, Any]]:
-    """Evaluate the model on each set; return the records in the order of ``sets``."""
-    search_settings = {
-        "index": args.index,
-        "index_parameters": args.index_parameters,
-        "batch_size": args.batch_size,
-        "similarity": args.similarity,
-        "precision": args.precision,
-    }
-    # All sets are read before the first one is encoded, so that a broken set stops the program
-    # early. Each set is read again for its evaluation, because all sets together may not fit in
-    # memory.
-    plans = []
-    for beir_set in sets:
-        data_record = describe_data(load_data(beir_set.source, args.split))
-        plan = plan_search(model, data_record["documents"], max(args.k_values), **search_settings)
-        plans.append({**plan, "data": data_record})
-    records = []
-    for beir_set, plan in zip(sets, plans, strict=True):
-        record = read_finished(beir_set.output, plan, args.k_values)
-        if record is None:
-            result = evaluate_beir(
-                model,
-                load_data(beir_set.source, args.split),
-                k_values=args.k_values,
-                model_name=args.model,
-                **search_settings,
-            )
-            write_result(result, beir_set.output)
-            record = result.record()
-        else:
-            print(f"skipped: {beir_set.output} has the same model, data and settings")
-        records.append(record)
+    model: DualEncoder, files: Mapping[str, Path], args: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """Evaluate the model on each set; return {label of a set: its record}."""
+    records = {}
+    for label, source in evaluation_sets(args.data).items():
+        records[label] = evaluate_once(
+            model,
+            load_data(source, args.split),
+            files[label],
+            args.k_values,
+            args.model,
+            index=args.index,
+            index_parameters=args.index_parameters,
+            batch_size=args.batch_size,
+            similarity=args.similarity,
+            precision=args.precision,
+        )
     return records
 
 
-def timing_rows(
-    sets: Sequence[EvaluationSet],
-    records: Sequence[Mapping[str, Any]],
-) -> list[dict[str, Any]]:
+def timing_rows(records: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return one row per set: the seconds of every stage, the GPUs of the search and the recall."""
     rows = []
-    for beir_set, record in zip(sets, records, strict=True):
-        row = {"data": beir_set.label, "documents": record["data"]["documents"]}
+    for label, record in records.items():
+        row = {"data": label, "documents": record["data"]["documents"]}
         for stage in STAGES:
             row[f"{stage}_seconds"] = record["timing"][f"{stage}_seconds"]
         row["search_gpus"] = record["search"]["gpus"]
@@ -202,16 +172,17 @@ def timing_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def write_tables(
     args: argparse.Namespace,
     devices: Sequence[str],
-    sets: Sequence[EvaluationSet],
-    records: Sequence[Mapping[str, Any]],
+    files: Mapping[str, Path],
+    records: Mapping[str, Mapping[str, Any]],
 ) -> str:
     """Write table.md and table.json into the output folder; return the tables as markdown."""
-    rows = table_rows(sets, records)
-    timing = timing_rows(sets, records)
+    rows = table_rows(files, records)
+    timing = timing_rows(records)
+    first = next(iter(records.values()))
     command = shlex.join(["python", *sys.argv])
     content = {
         "command": command,
-        "model": records[0]["model"],
+        "model": first["model"],
         "index": args.index,
         "index_parameters": args.index_parameters,
         "precision": args.precision,
@@ -219,8 +190,8 @@ def write_tables(
         "sets": rows,
         "mean": mean_metrics(rows),
         "timing": timing,
-        "versions": records[0]["versions"],
-        "git_commit": records[0]["git_commit"],
+        "versions": first["versions"],
+        "git_commit": first["git_commit"],
     }
     (args.output / "table.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     text = f"{sets_table(rows, args.metrics)}\n\n{timing_table(timing)}\n"
@@ -243,15 +214,13 @@ def main() -> None:
             "set --gpus 1 or remove --precision"
         )
     args.output.mkdir(parents=True, exist_ok=True)
-    sets = []
-    for beir_set in evaluation_sets(args.data, args.output / "set.json"):
-        file = args.output / f"{beir_set.label.replace('/', '-')}.json"
-        sets.append(beir_set._replace(output=file))
-
+    files = {}
+    for label in evaluation_sets(args.data):
+        files[label] = args.output / f"{label.replace('/', '-')}.json"
     model = DualEncoder.from_pretrained(args.model, device=devices[0])
     with encode_on_devices(model, devices, args.batch_size):
-        records = evaluate_sets(model, sets, args)
-    print(write_tables(args, devices, sets, records))
+        records = evaluate_sets(model, files, args)
+    print(write_tables(args, devices, files, records))
     print(f"written: {args.output / 'table.md'} and {args.output / 'table.json'}")
 
 

@@ -16,20 +16,17 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model
 from contaccum.defaults import DEFAULT_K_VALUES
-from contaccum.errors import ConfigError
+from contaccum.errors import ConfigError, DataError
 from contaccum.files import require_writable, write_json, write_text
 
 if TYPE_CHECKING:
-    from contaccum.data import BeirDataset
     from contaccum.encoders.settings import Kind
-    from contaccum.evaluation.beir import EvaluationSet
 
 
 def run(argv: Sequence[str]) -> int:
@@ -41,69 +38,74 @@ def run(argv: Sequence[str]) -> int:
     args = _parse_arguments(argv)
     from contaccum.data.near_duplicates import group_queries
     from contaccum.encoders.loading import require_model
-    from contaccum.evaluation import beir as beir_sets
-    from contaccum.evaluation import metrics, results, tables
-    from contaccum.evaluation.endpoint import endpoint_tables
+    from contaccum.encoders.settings import is_tied
+    from contaccum.evaluation import beir, metrics, results
+    from contaccum.evaluation.endpoint import endpoint_tables, evaluate_endpoint
 
     if args.model is not None:
-        require_model(os.path.expanduser(args.model))  # before all data are read
+        require_model(os.path.expanduser(args.model))  # before data are read
     shown_metrics = metrics.check_metrics(args.metrics, args.k_values)
     main_metric = shown_metrics[0]
-    sets = beir_sets.evaluation_sets(args.data, args.output)
-    if args.run is not None and len(sets) > 1:
+    sources = beir.evaluation_sets(args.data)
+    if args.run is not None and len(sources) > 1:
         raise ConfigError(
-            f"--run has the results of one data set, and --data names {len(sets)}: name one set"
+            f"--run has the results of one data set, and --data names {len(sources)}: name one set"
         )
-
-    def load(evaluation_set: EvaluationSet) -> BeirDataset:
-        return beir_sets.load_data(evaluation_set.source, args.split, args.on_bad_record)
-
-    if len(sets) == 1:
-        load = cache(load)  # several large sets would not fit into memory at the same time
-    # All sets are read before the first one is encoded. Otherwise a bad record in the last set
-    # would end the command after hours of encoding.
-    descriptions = [beir_sets.describe_data(load(evaluation_set)) for evaluation_set in sets]
-    # Earlier results are read first, because this evaluation may replace their files. Earlier and
-    # new sets are matched by the fingerprints of their data, and not by their names.
-    labels = {}
-    for evaluation_set, description in zip(sets, descriptions, strict=True):
-        labels[description["fingerprint"]] = evaluation_set.label
-    earlier_scores = {
-        path: tables.read_previous(path, labels, main_metric) for path in args.compare
+    files = dict.fromkeys(sources, args.output)
+    if len(sources) > 1:
+        for label in sources:
+            files[label] = args.output.with_suffix(f".{label.replace('/', '-')}.json")
+    # Earlier results are read first, because this evaluation may replace their files.
+    earlier_scores = {path: results.read_previous(path, main_metric) for path in args.compare}
+    model: Any = None
+    if args.model is not None:
+        model = load_model(args.model, args)
+        if args.endpoint and not args.query_endpoint and not is_tied(model):
+            raise ConfigError(
+                "this model has two towers, which need two servers: name the server of the "
+                "documents by --endpoint, and the server of the queries by --query_endpoint"
+            )
+    urls: dict[Kind, str] = {
+        "query": args.query_endpoint or args.endpoint,
+        "document": args.endpoint,
     }
-    if args.run is not None:
-        trec_run = results.read_trec_run(args.run, args.on_bad_record)
-        result = beir_sets.score_beir_run(load(sets[0]), trec_run, args.k_values, str(args.run))
-        results.write_result(result, args.output)
-        records = [result.record()]
-    else:
-        records = _score_model(args, sets, descriptions, load)
-
-    scores = {}  # {label of a set: {query id: score}}
-    sections = []
-    for evaluation_set, record in zip(sets, records, strict=True):
+    settings = {
+        "k_values": args.k_values,
+        "model_name": args.model,
+        "show_progress": not args.no_progress,
+        "index": args.index,
+        "index_parameters": args.index_parameters,
+        "batch_size": args.batch_size,
+        "similarity": args.similarity,
+        "precision": args.precision,
+    }
+    records = {}  # {label of a set: its record, without the scores of each query}
+    scores = {}  # {label: {query id: score}}
+    groups = {}  # {label: {query id: its group}}
+    for label, source in sources.items():
+        dataset = beir.load_data(source, args.split, args.on_bad_record)
+        if len(sources) > 1 and not args.endpoint:
+            record = beir.evaluate_once(model, dataset, files[label], **settings)
+        else:
+            if args.run is not None:
+                trec_run = results.read_trec_run(args.run, args.on_bad_record)
+                result = beir.score_beir_run(dataset, trec_run, args.k_values, str(args.run))
+            elif args.endpoint:
+                served_model = args.served_model or args.model
+                result = evaluate_endpoint(model, dataset, urls, served_model, **settings)
+            else:
+                result = beir.evaluate_beir(model, dataset, **settings)
+            results.write_result(result, files[label])
+            record = result.record()
         per_query = record.pop("per_query")
-        scores[evaluation_set.label] = {
-            query_id: values[main_metric] for query_id, values in per_query.items()
-        }
-        if record.get("endpoint"):
-            title = f"## {evaluation_set.label}: the embedding server and the model"
-            sections.append(f"{title}\n\n{endpoint_tables(record, shown_metrics)}")
-    rows = tables.table_rows(sets, records)
-    groups = {}  # {label of a set: {query id: its group}}
-    compared_labels = {label for earlier in earlier_scores.values() for label in earlier}
-    for evaluation_set in sets:
-        if evaluation_set.label in compared_labels:
-            groups[evaluation_set.label] = group_queries(load(evaluation_set))
-    comparisons = []
-    for path, earlier in earlier_scores.items():
-        comparison = tables.compare(path, main_metric, scores, earlier, groups)
-        comparisons.append(comparison)
-        sections.append(tables.comparison_table(comparison))
-    text = "\n\n".join([tables.sets_table(rows, shown_metrics), *sections])
+        scores[label] = {query: values[main_metric] for query, values in per_query.items()}
+        records[label] = record
+        if args.compare:
+            groups[label] = group_queries(dataset)
 
-    if len(sets) > 1:
-        first = records[0]  # the values that are read are equal in all records
+    rows = results.table_rows(files, records)
+    if len(sources) > 1:
+        first = next(iter(records.values()))  # the values that are read are equal in all records
         summary = {
             "model": first["model"],
             "tokenisation": first["tokenisation"],
@@ -113,11 +115,34 @@ def run(argv: Sequence[str]) -> int:
             "search": {"index": first["search"]["index"], "k": max(args.k_values)},
             "shown": shown_metrics,
             "sets": rows,
-            "mean": tables.mean_metrics(rows),
+            "mean": results.mean_metrics(rows),
         }
         write_json(args.output, summary)
+    sections = [results.sets_table(rows, shown_metrics)]
+    for label, record in records.items():
+        if record.get("endpoint"):
+            title = f"## {label}: the embedding server and the model"
+            sections.append(f"{title}\n\n{endpoint_tables(record, shown_metrics)}")
+    comparisons = []
+    for path, earlier in earlier_scores.items():
+        # Sets are matched by the fingerprints of their data, and not by their names.
+        theirs = {}
+        for label, record in records.items():
+            fingerprint = record["data"]["fingerprint"]
+            if fingerprint in earlier:
+                theirs[label] = earlier[fingerprint]
+        if not theirs:
+            raise DataError(
+                f"{path}: is on other data than {', '.join(sources)} (compare with a result on the "
+                "same data)"
+            )
+        comparison = results.compare(main_metric, scores, theirs, groups)
+        comparisons.append({"earlier": str(path), **comparison})
+        title = f"## {main_metric} against {path}"
+        sections.append(f"{title}\n\n{results.comparison_table(comparison)}")
     if comparisons:
         write_json(args.output.with_suffix(".compare.json"), comparisons)
+    text = "\n\n".join(sections)
     title = f"# Evaluation of {args.model or args.run}"
     write_text(args.output.with_suffix(".md"), f"{title}\n\n{text}\n")
     print(text)
@@ -217,77 +242,3 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     if args.query_endpoint is not None and args.endpoint is None:
         raise ConfigError("--query_endpoint needs --endpoint, the server of the documents")
     return args
-
-
-def _score_model(
-    args: argparse.Namespace,
-    sets: Sequence[EvaluationSet],
-    descriptions: Sequence[Mapping[str, Any]],
-    load: Callable[[EvaluationSet], BeirDataset],
-) -> list[dict[str, Any]]:
-    """Search every data set with the model or its server, write the results, return the records.
-
-    If there are several sets, the record of an earlier evaluation with the same model, data and
-    settings is used again. A single set is always scored anew, and so is a server, which may have
-    changed.
-    """
-    from contaccum.encoders.settings import get_prompt, is_tied
-    from contaccum.evaluation import beir as beir_sets
-    from contaccum.evaluation import results
-    from contaccum.evaluation.endpoint import EmbeddingEndpoint, evaluate_endpoint
-
-    model = load_model(args.model, args)
-    search_settings = {
-        "index": args.index,
-        "index_parameters": args.index_parameters,
-        "batch_size": args.batch_size,
-        "similarity": args.similarity,
-        "precision": args.precision,
-    }
-    plans = []
-    for description in descriptions:
-        num_documents = description["documents"]
-        plan = beir_sets.plan_search(model, num_documents, max(args.k_values), **search_settings)
-        plan["model"]["name"] = args.model  # a copy of the model has the same fingerprint
-        plans.append({**plan, "data": description})
-    evaluate = partial(beir_sets.evaluate_beir, model)
-    if args.endpoint:
-        if args.query_endpoint is None and not is_tied(model):
-            raise ConfigError(
-                "this model has two towers, which need two servers: name the server of the "
-                "documents by --endpoint, and the server of the queries by --query_endpoint"
-            )
-        urls: dict[Kind, str] = {
-            "query": args.query_endpoint or args.endpoint,
-            "document": args.endpoint,
-        }
-        endpoints = {}
-        for kind, url in urls.items():
-            endpoints[kind] = EmbeddingEndpoint(
-                url,
-                args.served_model or args.model,
-                get_prompt(model, kind),
-                plans[0]["model"]["dimension"],
-                args.batch_size,
-                not args.no_progress,
-            )
-        evaluate = partial(evaluate_endpoint, model, endpoints=endpoints)
-    records = []
-    for evaluation_set, plan in zip(sets, plans, strict=True):
-        record = None
-        if len(sets) > 1 and not args.endpoint:
-            record = results.read_finished(evaluation_set.output, plan, args.k_values)
-        if record is None:
-            result = evaluate(
-                load(evaluation_set),
-                k_values=args.k_values,
-                model_name=args.model,
-                show_progress=not args.no_progress,
-                **search_settings,
-            )
-            results.write_result(result, evaluation_set.output)
-            record = result.record()
-        else:
-            print(f"kept: {evaluation_set.output} (same model, data and settings)")
-        records.append(record)
-    return records

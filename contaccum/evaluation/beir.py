@@ -1,8 +1,6 @@
 """BEIR evaluation: the data sets that a name stands for, and the scores of a model or a run on one.
 
-A run is the result of a search, {query id: {document id: score}}, of a model or of any other
-system. A record is the content of the JSON file of an evaluation (see `results`). Wrong settings
-are refused before the first text is encoded.
+Wrong settings are refused before the first text of a data set is encoded.
 """
 
 from __future__ import annotations
@@ -10,9 +8,9 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, BeirDataset, get_default_split
 from contaccum.data.beir import get_set_name, is_beir_folder, load_beir_folder, resolve_beir_data
@@ -21,11 +19,11 @@ from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.metrics import (
     check_k_values,
     ignored_judgements,
+    metric_names,
     score_run,
-    sort_as_trec_eval,
     warn_of_ignored_judgements,
 )
-from contaccum.evaluation.results import EvaluationResult, Run
+from contaccum.evaluation.results import EvaluationResult, read_result, write_result
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -80,9 +78,8 @@ def evaluate_beir(
     model: SentenceTransformer,
     dataset: BeirDataset,
     k_values: Sequence[int] = DEFAULT_K_VALUES,
-    show_progress: bool = True,
     model_name: str | None = None,
-    similarity: Literal["cos", "dot"] | None = None,
+    show_progress: bool = True,
     encode_queries: Encode | None = None,
     encode_documents: Encode | None = None,
     **settings: Any,
@@ -93,24 +90,22 @@ def evaluate_beir(
         model: a SentenceTransformer.
         dataset: the data set.
         k_values: cut-offs of the metrics. As many documents as the largest are retrieved.
-        show_progress: show progress bars.
         model_name: name of the model in the record.
-        similarity: see `plan_search`.
+        show_progress: show progress bars.
         encode_queries, encode_documents: functions that encode in place of the model; see
             `FaissSearcher`.
-        settings: further settings of `plan_search`.
+        settings: index, index_parameters, batch_size and precision of `FaissSearcher`; similarity,
+            "cos" or "dot" (the model's own, or cosine, if there is none).
 
     Raises:
-        ConfigError: a setting is out of range, or does not fit the model or the data. It is raised
-            before anything is encoded.
+        ConfigError: a setting is out of range, or does not fit the model or the data.
     """
     from contaccum.retrieval.search import FaissSearcher
 
     k_values = check_k_values(k_values)
     warn_of_ignored_judgements(dataset.qrels, dataset.name)
-    max_k = max(k_values)
-    num_documents = len(dataset.corpus)
-    plan = plan_search(model, num_documents, max_k, similarity=similarity, **settings)
+    plan = _plan(model, dataset, k_values, model_name, **settings)
+    similarity = settings.pop("similarity", None)
     searcher = FaissSearcher(
         model,
         show_progress_bar=show_progress,
@@ -118,43 +113,24 @@ def evaluate_beir(
         encode_documents=encode_documents,
         **settings,
     )
-    run = searcher.search(dataset.corpus, dataset.queries, max_k, similarity)
-    plan["model"]["name"] = model_name
+    run = searcher.search(dataset.corpus, dataset.queries, max(k_values), similarity)
     plan["search"].update(searcher.search_details)
     metrics, per_query = score_run(dataset.qrels, run, k_values)
-    data = describe_data(dataset)
-    return EvaluationResult(metrics, per_query, run, data, timing=searcher.timing, **plan)
+    return EvaluationResult(metrics, per_query, run, timing=searcher.timing, **plan)
 
 
-def plan_search(
+def _plan(
     model: SentenceTransformer,
-    documents: int,
-    k: int,
+    dataset: BeirDataset,
+    k_values: Sequence[int],
+    model_name: str | None,
     index: str = "Flat",
     index_parameters: str | None = None,
-    batch_size: int = 32,
-    similarity: Literal["cos", "dot"] | None = None,
+    similarity: str | None = None,
     precision: str = "float32",
+    batch_size: int = 32,
 ) -> dict[str, Any]:
-    """Check the settings of a search, and return the fields of its record that it will have.
-
-    The fields do not depend on the results, so that an earlier record can be compared with a
-    planned search.
-
-    Args:
-        model: a SentenceTransformer.
-        documents: number of documents in the corpus.
-        k: number of documents per query.
-        index: FAISS factory string; see `build_index`. "Flat" is exact.
-        index_parameters: FAISS search parameters; see `build_index`.
-        batch_size: texts per forward pass.
-        similarity: "cos" or "dot"; None: the model's own (`similarity_fn_name`), cosine if the
-            model has none.
-        precision: "float32", or "bfloat16" or "float16" for autocast.
-
-    Raises:
-        ConfigError: settings cannot work, which would otherwise show only after hours of encoding.
-    """
+    """Check the settings of an evaluation, and return the part of its record that is known now."""
     from contaccum.retrieval.encode import (
         get_similarity,
         model_fingerprint,
@@ -162,22 +138,57 @@ def plan_search(
     )
     from contaccum.retrieval.search import check_factory
 
-    if batch_size < 1:
-        raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
-    similarity = get_similarity(model, similarity)
+    metric = get_similarity(model, similarity)
     dimension = model.get_embedding_dimension()
     assert dimension is not None, "the model gives no embeddings of a fixed dimension"
-    _, index_parameters = check_factory(index, dimension, documents, similarity, index_parameters)
+    _, index_parameters = check_factory(
+        index, dimension, len(dataset.corpus), metric, index_parameters
+    )
     return {
+        "data": describe_data(dataset),
         "model": {
             "fingerprint": model_fingerprint(model),
-            "similarity": similarity,
+            "similarity": metric,
             "dimension": dimension,
+            "name": model_name,
         },
         "tokenisation": tokenisation_fingerprint(model),
-        "search": {"index": index, "index_parameters": index_parameters, "k": k},
+        "search": {"index": index, "index_parameters": index_parameters, "k": max(k_values)},
         "precision": precision,
     }
+
+
+def evaluate_once(
+    model: SentenceTransformer,
+    dataset: BeirDataset,
+    file: Path,
+    k_values: Sequence[int],
+    model_name: str,
+    show_progress: bool = True,
+    print_line: Callable[[str], None] = print,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Return the record in a file, or evaluate by `evaluate_beir` and write it.
+
+    A record is used again if it has the same model, data, settings and metrics, and was not made
+    with an embedding server. So an evaluation of many sets goes on after an interruption.
+    """
+    if file.exists():
+        record = read_result(file)
+        plan = _plan(model, dataset, k_values, model_name, **settings)
+        is_same = record["metrics"].keys() == set(metric_names(k_values))
+        is_same &= not record.get("endpoint")
+        for key, planned in plan.items():
+            recorded = record.get(key)
+            if key == "search":  # the record has results of the search too
+                recorded = {name: record[key].get(name) for name in planned}
+            is_same &= recorded == planned
+        if is_same:
+            print_line(f"kept: {file} (same model, data and settings)")
+            return record
+    result = evaluate_beir(model, dataset, k_values, model_name, show_progress, **settings)
+    write_result(result, file)
+    return result.record()
 
 
 def score_beir_run(
@@ -185,8 +196,8 @@ def score_beir_run(
 ) -> EvaluationResult:
     """Score the run of any system.
 
-    Judged queries without results count as zero. Results of other queries, documents with the id of
-    their query, and results below the largest cut-off are ignored.
+    Judged queries without results count as zero. Results of other queries and documents with the
+    id of their query are ignored.
 
     Args:
         dataset: the data set.
@@ -198,56 +209,41 @@ def score_beir_run(
         DataError: the run has results for none of the judged queries.
     """
     max_k = max(check_k_values(k_values))
-    best_hits: Run = {}
-    for query_id in dataset.qrels:
-        if query_id in run:
-            hits = {
-                document_id: score
-                for document_id, score in run[query_id].items()
-                if document_id != query_id
-            }
-            best_hits[query_id] = dict(sort_as_trec_eval(hits)[:max_k])
-    if not best_hits:
+    judged_run = {query: dict(run[query]) for query in dataset.qrels if query in run}
+    if not judged_run:
         raise DataError(
             f"{name}: has results for none of {dataset.name}'s judged queries (check that the run "
             "and the data have the same query ids)"
         )
     warn_of_ignored_judgements(dataset.qrels, dataset.name)
-    most_hits = max(len(hits) for hits in best_hits.values())
+    most_hits = max(map(len, judged_run.values()))
     if most_hits < min(max_k, len(dataset.corpus)):
         logger.warning(
             f"{name}: has at most {most_hits} results for a query of {dataset.name}: metrics at "
             "larger cut-offs count all other documents as not found"
         )
-    metrics, per_query = score_run(dataset.qrels, best_hits, k_values)
+    metrics, per_query = score_run(dataset.qrels, judged_run, k_values)
     data = describe_data(dataset)
-    data["queries_without_results"] = len(dataset.qrels) - len(best_hits)
+    data["queries_without_results"] = len(dataset.qrels) - len(judged_run)
     return EvaluationResult(
-        metrics, per_query, best_hits, data, model={"name": name}, search={"k": max_k}
+        metrics, per_query, judged_run, data, model={"name": name}, search={"k": max_k}
     )
 
 
-class EvaluationSet(NamedTuple):
-    """Data set to score on."""
-
-    source: str  # folder or public name, for `load_data`
-    label: str  # name in tables
-    output: Path  # file of its record
-
-
-def evaluation_sets(data: Sequence[str], output: Path) -> list[EvaluationSet]:
+def evaluation_sets(data: Sequence[str]) -> dict[str, str]:
     """Return the data sets that the values of ``--data`` stand for.
 
     Args:
         data: folders and public names. "beir" stands for all public sets; "cqadupstack", or a
-            folder with its twelve parts, stands for these parts. A label is the name of the set or
-            of its folder; if several sets have the same name, the labels of folders begin with the
-            name of the folder around them, such as "scifact/dev".
-        output: file of the record of a single set. For several sets, their labels, with "-" for
-            "/", are inserted before its suffix: out.json becomes out.cqadupstack-android.json.
+            folder with its twelve parts, stands for these parts.
+
+    Returns:
+        {label: folder or public name, for `load_data`}. A label is the name of the set or of its
+        folder; if several sets have the same name, the labels of folders begin with the name of the
+        folder around them, such as "scifact/dev".
 
     Raises:
-        ConfigError: a set is named twice, or two files would have the same name.
+        ConfigError: a set is named twice.
     """
     named_sources: list[tuple[str, str]] = []  # (label, folder or public name)
     for item in data:
@@ -264,7 +260,7 @@ def evaluation_sets(data: Sequence[str], output: Path) -> list[EvaluationSet]:
             else:
                 named_sources.append((get_set_name(folder), name))
     counts = Counter(label for label, _ in named_sources)
-    sources: dict[str, str] = {}  # {label: folder or public name}
+    sources: dict[str, str] = {}
     for label, source in named_sources:
         is_public_name = source == label and not os.path.isdir(source)
         if counts[label] > 1 and not is_public_name:
@@ -273,15 +269,4 @@ def evaluation_sets(data: Sequence[str], output: Path) -> list[EvaluationSet]:
         if label in sources:
             raise ConfigError(f"--data: two sets are called {label}; name each set once")
         sources[label] = source
-    if len(sources) == 1:
-        return [EvaluationSet(source, label, output) for label, source in sources.items()]
-    sets = []
-    names_in_use = {output.with_suffix(".compare.json")}  # the file of --compare
-    for label, source in sources.items():
-        suffix = f".{label.replace('/', '-')}.json"
-        file = output.with_suffix(suffix)
-        if file in names_in_use:
-            raise ConfigError(f"{source}: another result has the name {file}; rename the folder")
-        names_in_use.add(file)
-        sets.append(EvaluationSet(source, label, file))
-    return sets
+    return sources

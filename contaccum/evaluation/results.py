@@ -1,7 +1,9 @@
-"""The result of one evaluation and its files: a JSON record, and the run in TREC format beside it.
+"""Results of evaluations: records in JSON, runs in TREC format, tables and comparisons.
 
-The record holds what is needed to reproduce a number, with the versions of the software. Metrics
-are computed in `metrics`.
+A record holds what is needed to reproduce the numbers of one data set, with the versions of the
+software. The JSON file of an evaluation of several sets is a table, in which a row is a dict: name,
+split, queries, documents, metrics, and either ``file``, the record of the set, or ``parts``, rows
+whose mean is this row.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 from urllib.parse import quote, unquote
 
+from contaccum.data import CQADUPSTACK_FORUMS
 from contaccum.data.records import (
     Fault,
     RecordReport,
@@ -27,19 +31,27 @@ from contaccum.data.records import (
 )
 from contaccum.errors import DataError
 from contaccum.evaluation.metrics import (
-    metric_names,
+    add_holm,
+    sign_flip_test,
     sort_as_trec_eval,
+    warn_of_few_groups,
 )
-from contaccum.files import atomic_file, provenance, read_json, redact, require_writable
+from contaccum.files import provenance, read_json, redact, write_text
 
 Run = dict[str, dict[str, float]]
 """{query id: {document id: score}}"""
 
-JsonObject = dict[str, Any]
-"""Object of a JSON file: a part of a record."""
+Scores = Mapping[str, float]
+"""{query id: score}"""
+
+Row = Mapping[str, Any]
 
 # Prefix of an id that is percent-encoded, because a line of a TREC run could not hold it unchanged.
 _ENCODED = "percent-encoded:"
+
+_TIE = 1e-9  # scores that differ by less, in the last bits, are ties
+
+_CQADUPSTACK_LABELS = frozenset(f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS)
 
 
 @dataclass
@@ -56,7 +68,7 @@ class EvaluationResult:
         tokenisation: hash of the settings, beside the weights, that decide embeddings; None for a
             run of another system.
         endpoint: comparison of the model with the embedding server whose embeddings were scored in
-            its place; see `endpoint.evaluate_endpoint`.
+            its place; see `contaccum.evaluation.endpoint`.
         timing: seconds of encoding, indexing and searching.
         precision: type of autocast, "float32" without autocast, "unknown" for a run.
         created: time of the evaluation, in UTC.
@@ -65,11 +77,11 @@ class EvaluationResult:
     metrics: dict[str, float]
     per_query: dict[str, dict[str, float]]
     run: Run
-    data: JsonObject
-    model: JsonObject
-    search: JsonObject
+    data: dict[str, Any]
+    model: dict[str, Any]
+    search: dict[str, Any]
     tokenisation: str | None = None
-    endpoint: JsonObject = field(default_factory=dict)
+    endpoint: dict[str, Any] = field(default_factory=dict)
     timing: dict[str, float] = field(default_factory=dict)
     precision: str = "unknown"
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
@@ -77,40 +89,29 @@ class EvaluationResult:
     def record(self) -> dict[str, Any]:
         """Return the content of the JSON file: versions, and all attributes except ``run``."""
         names = [item.name for item in fields(self) if item.name != "run"]
-        record = {name: getattr(self, name) for name in names}
-        record.update(provenance())
-        return record
+        return {**{name: getattr(self, name) for name in names}, **provenance()}
 
 
 def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Write the record to ``path`` and the run to ``<stem>.trec`` beside it.
+    """Write the run to ``<stem>.trec`` beside ``path``, and then the record to ``path``.
 
-    Each file appears as a whole or not at all, and earlier files stay until both are complete. The
-    record is renamed last, so where a record is, its run is too.
+    Each file appears as a whole or not at all, and where a record is, its run is too.
 
     Returns:
         The paths of the record and of the run.
     """
     path = Path(path)
     run_path = path.with_suffix(".trec")
-    require_writable(path)
-    record = result.record()
-    for key, value in record.items():
-        # Scores per query are as large as the data and hold only ids and numbers, so they are not
-        # searched for credentials.
-        if key != "per_query":
-            record[key] = redact(value)
+    # Scores per query are as large as the data and hold only ids and numbers, so they are not
+    # searched for credentials.
+    record = redact({**result.record(), "per_query": {}})
+    record["per_query"] = result.per_query
     content = json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False)
     # The tag of a run is the last part of the model's name, without white space.
     name = Path(redact(str(result.model.get("name") or "contaccum"))).name
-    lines = trec_lines(result.run.items(), re.sub(r"\s+", "_", name) or "contaccum")
-    with atomic_file(path) as new_record, atomic_file(run_path) as new_run:
-        for file, parts in ((new_record, [content, "\n"]), (new_run, lines)):
-            with file.open("w", encoding="utf-8", newline="") as opened:
-                opened.writelines(parts)
-                os.fsync(opened)
-        # A kill between the two renames must not leave an older record beside the new run.
-        path.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)  # a kill must not leave an older record beside the new run
+    write_text(run_path, trec_lines(result.run.items(), re.sub(r"\s+", "_", name) or "contaccum"))
+    write_text(path, content + "\n")
     return path, run_path
 
 
@@ -129,42 +130,7 @@ def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
     return record
 
 
-def agrees(record: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
-    """Return True if a record has all entries of a plan, in nested dicts too.
-
-    A plan is the part of a record that is known before the evaluation; see `plan_search`. The
-    record may have further entries.
-    """
-    for key, planned in plan.items():
-        if isinstance(planned, dict):
-            is_equal = agrees(record.get(key) or {}, planned)
-        else:
-            is_equal = record.get(key) == planned
-        if not is_equal:
-            return False
-    return True
-
-
-def read_finished(
-    path: Path, plan: Mapping[str, Any], k_values: Sequence[int]
-) -> dict[str, Any] | None:
-    """Read the record of an earlier evaluation with the same model, data, settings and metrics.
-
-    Args:
-        path: the file of the record, which may not exist.
-        plan: the entries that the record must have; see `agrees`.
-        k_values: the cut-offs of its metrics.
-
-    Returns:
-        The record; None if there is none, if it differs, or if an embedding server made it.
-    """
-    if not path.exists():
-        return None
-    record = read_result(path)
-    has_same_metrics = record["metrics"].keys() == set(metric_names(k_values))
-    if has_same_metrics and not record.get("endpoint") and agrees(record, plan):
-        return record
-    return None
+# Runs in TREC format ------------------------------------------------------------------------------
 
 
 def trec_lines(run: Iterable[tuple[str, Mapping[str, float]]], tag: str) -> Iterator[str]:
@@ -207,10 +173,6 @@ def read_trec_run(
     Ids that `trec_lines` has encoded are decoded; all others stay as they are. The column of ranks
     is ignored: as in trec_eval, the scores decide the order.
 
-    Args:
-        path: file of the run.
-        on_bad_record: "stop" or "skip" at a bad line.
-
     Raises:
         DataError: the file cannot be used, or, under "stop", a line does not have six columns, its
             score is not a finite number, or it repeats a document of its query.
@@ -231,3 +193,201 @@ def read_trec_run(
     for query, document, score in parse_rows(path, read_lines(path), parse_line, report):
         run.setdefault(query, {})[document] = score
     return run
+
+
+# Tables -------------------------------------------------------------------------------------------
+
+
+def fill_page(page: str, tables: Mapping[str, str]) -> str:
+    """Return a page of the documentation with its tables.
+
+    A table stands between the comments ``<!-- table: NAME -->`` and ``<!-- end of table -->``.
+
+    Args:
+        page: the page; what stands between the comments is replaced.
+        tables: {name of a table: its Markdown}.
+
+    Raises:
+        ValueError: the page has no place for a table.
+    """
+    for name, table in tables.items():
+        head, start, rest = page.partition(f"<!-- table: {name} -->\n")
+        _, end, tail = rest.partition("<!-- end of table -->")
+        if not (start and end):
+            raise ValueError(f"the page has no place for the table {name!r}")
+        page = f"{head}{start}\n{table}\n\n{end}{tail}"
+    return page
+
+
+def markdown_table(header: Sequence[str], cells: Sequence[Sequence[Any]]) -> str:
+    """Return a Markdown table whose columns are aligned; a cell of None is blank."""
+    rows = [list(header)]
+    for row in cells:
+        texts = []
+        for cell in row:
+            if cell is None:
+                cell = ""
+            elif isinstance(cell, float):
+                cell = f"{cell:.4f}"
+            texts.append(str(cell).replace("|", r"\|"))
+        rows.append(texts)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    lines = []
+    for row in rows:
+        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("| " + " | ".join(padded) + " |")
+    return "\n".join(lines)
+
+
+def table_rows(files: Mapping[str, Path], records: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """Return a row for each data set.
+
+    If all twelve parts of CQADupStack are there, they are one row: their mean, in which each part
+    has the same weight.
+
+    Args:
+        files: {label of a set: file of its record}.
+        records: {label of a set: its record}.
+    """
+    rows: list[Row] = []
+    parts: list[Row] = []
+    for label, record in records.items():
+        row = {
+            "name": label,
+            "split": record["data"]["split"],
+            "queries": record["data"]["queries"],
+            "documents": record["data"]["documents"],
+            "file": files[label].name,
+            "metrics": record["metrics"],
+        }
+        (parts if label in _CQADUPSTACK_LABELS else rows).append(row)
+    if len(parts) < len(_CQADUPSTACK_LABELS):
+        return [*rows, *parts]
+    mean_row = {
+        "name": "cqadupstack",
+        "split": parts[0]["split"],
+        "queries": sum(part["queries"] for part in parts),
+        "documents": sum(part["documents"] for part in parts),
+        "metrics": mean_metrics(parts),
+        "parts": parts,
+    }
+    return [*rows, mean_row]
+
+
+def sets_table(rows: Sequence[Row], names: Sequence[str]) -> str:
+    """Return a Markdown table of the metrics ``names`` of all rows, and their mean."""
+    cells = []
+    for row in rows:
+        scores = [row["metrics"][name] for name in names]
+        cells.append([row["name"], row["split"], row["queries"], *scores])
+    if len(rows) > 1:
+        means = mean_metrics(rows)
+        cells.append(["mean", "", "", *(means[name] for name in names)])
+    return markdown_table(["data", "split", "queries", *names], cells)
+
+
+def mean_metrics(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the mean of every metric over rows, which all have the same weight."""
+    return {name: fmean(row["metrics"][name] for row in rows) for name in rows[0]["metrics"]}
+
+
+# Comparison with an earlier result ----------------------------------------------------------------
+
+
+def read_previous(path: Path, metric: str) -> dict[str, Scores]:
+    """Read the scores of an earlier result.
+
+    Args:
+        path: a record, or a table of several sets, whose records lie beside it.
+        metric: name of the metric to read.
+
+    Returns:
+        {fingerprint of a data set: {query id: score}}.
+
+    Raises:
+        DataError: the file is not a result, or lacks the metric.
+    """
+    content = read_json(path)
+    files = [path]
+    if "sets" in content:
+        parts = [part for row in content["sets"] for part in row.get("parts", [row])]
+        # Only the name is used, so that a table cannot point to files elsewhere.
+        files = [path.parent / Path(part["file"]).name for part in parts]
+    previous: dict[str, Scores] = {}
+    for file in files:
+        record = read_result(file)
+        if metric not in record["metrics"]:
+            raise DataError(f"{file}: has no {metric} (name another as the first of --metrics)")
+        scores = {query: values[metric] for query, values in record["per_query"].items()}
+        previous[record["data"].get("fingerprint")] = scores
+    return previous
+
+
+def compare(
+    metric: str,
+    ours: Mapping[str, Scores],
+    theirs: Mapping[str, Scores],
+    groups: Mapping[str, Mapping[str, int]],
+) -> dict[str, Any]:
+    """Compare this evaluation with an earlier result by sign-flip tests, set by set.
+
+    The p-values of the sets are corrected together by Holm's procedure. A positive difference means
+    that ``ours`` has the higher score.
+
+    Args:
+        metric: name of the metric.
+        ours: {label: {query id: score}} of this evaluation.
+        theirs: {label: {query id: score}} of the earlier result; its sets are compared.
+        groups: {label: {query id: its group}}.
+
+    Returns:
+        The comparison as the JSON file holds it. A row has means, the result of `sign_flip_test`,
+        and the numbers of wins, ties and losses.
+    """
+    rows = []
+    for label, their_scores in theirs.items():
+        our_scores = ours[label]
+        differences = [score - their_scores[query] for query, score in our_scores.items()]
+        num_wins = sum(difference > _TIE for difference in differences)
+        num_losses = sum(difference < -_TIE for difference in differences)
+        rows.append(
+            {
+                "data": label,
+                "queries": len(our_scores),
+                "ours": fmean(our_scores.values()),
+                "earlier": fmean(their_scores.values()),
+                **sign_flip_test(our_scores, their_scores, groups[label]),
+                "wins": num_wins,
+                "ties": len(differences) - num_wins - num_losses,
+                "losses": num_losses,
+            }
+        )
+    add_holm(rows)
+    return {"metric": metric, "rows": rows}
+
+
+def comparison_table(comparison: Mapping[str, Any]) -> str:
+    """Return the Markdown table of a comparison that `compare` made, with notes."""
+    names = ["data", "queries", "groups", "ours", "earlier", "difference"]
+    counts = ["wins", "ties", "losses"]
+    cells = []
+    notes = []
+    for row in comparison["rows"]:
+        shown = dict(row)
+        shown["difference"] = f"{row['difference']:+.4f}"
+        interval = f"{row['low']:+.4f} to {row['high']:+.4f}"
+        p_values = []
+        for p_value in (row["p_value"], row["p_holm"]):
+            p_values.append("<0.001" if p_value < 0.001 else f"{p_value:.3f}")
+        cells.append(
+            [*(shown[name] for name in names), interval, *p_values, *(row[name] for name in counts)]
+        )
+        for warning in warn_of_few_groups(f"the queries of {row['data']}", row["groups"]):
+            notes.append(f"- {warning}")
+    notes.append(
+        "- sign-flip test over groups of queries with the same relevant documents, two-sided; "
+        "Holm's correction over the rows"
+    )
+    header = [*names, "95% interval", "p", "p (Holm)", *counts]
+    return "\n".join([markdown_table(header, cells), "", *notes])

@@ -23,7 +23,7 @@ from comparison.report import average_by_query
 
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.metrics import add_holm, sign_flip_test
-from contaccum.evaluation.tables import markdown_table
+from contaccum.evaluation.results import markdown_table
 from contaccum.files import provenance, read_json, write_json, write_text
 
 

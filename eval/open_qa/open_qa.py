@@ -41,8 +41,7 @@ from contaccum.data.records import (
 )
 from contaccum.errors import DataError, UserError
 from contaccum.evaluation.metrics import check_k_values, sort_as_trec_eval
-from contaccum.evaluation.results import Run, read_trec_run
-from contaccum.evaluation.tables import markdown_table
+from contaccum.evaluation.results import Run, markdown_table, read_trec_run
 from contaccum.files import fingerprint, provenance, write_json
 
 Match = Literal["string", "regex"]

@@ -20,7 +20,7 @@ from time_study.plan import Plan, read_plan
 from time_study.results import Record, Results, average_queries, average_runs
 
 from contaccum.evaluation.metrics import add_holm, sign_flip_test
-from contaccum.evaluation.tables import fill_page, markdown_table
+from contaccum.evaluation.results import fill_page, markdown_table
 from contaccum.files import provenance, write_json, write_text
 
 ROOT = Path(__file__).resolve().parents[2]

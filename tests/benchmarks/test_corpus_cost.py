@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 from programs import ROOT, run_program
 
-from contaccum.evaluation.tables import fill_page
+from contaccum.evaluation.results import fill_page
 
 PROGRAM = "benchmarks/corpus_cost.py"
 PAGE = ROOT / "docs" / "how_large.md"

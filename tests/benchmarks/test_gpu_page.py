@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from programs import ROOT, run_program
 
-from contaccum.evaluation.tables import fill_page
+from contaccum.evaluation.results import fill_page
 
 PAGE = ROOT / "docs" / "gpu.md"
 RESULTS = ROOT / "benchmarks" / "gpu"

@@ -125,6 +125,14 @@ def test_results_are_compared_with_earlier_ones(evaluate, two, tmp_path):
     assert "## MRR@10 against" in (tmp_path / "old.one.md").read_text()
 
 
+def test_an_earlier_result_on_other_data_is_refused(evaluate, two, tmp_path, capsys):
+    assert evaluate("--data", two[0], output="old.json") == 0
+    with Path(two[1], "corpus.jsonl").open("a") as file:
+        file.write('{"_id": "new", "title": "", "text": "one new bird"}\n')
+    assert evaluate("--data", two[1], "--compare", str(tmp_path / "old.json")) == 2
+    assert "is on other data" in capsys.readouterr().err
+
+
 def test_results_of_a_copy_of_the_model_are_not_kept(tiny_model_path, two, tmp_path, capsys):
     copy = tmp_path / "copy"
     shutil.copytree(tiny_model_path, copy)
@@ -156,15 +164,7 @@ def test_wrong_arguments_are_refused_in_one_line(evaluate, two, tmp_path, monkey
     data = ["--data", two[0]]
     run = ["--run", str(tmp_path / "run.trec")]
     (tmp_path / "run.trec").write_text("another Q0 cat-tree 1 1.0 x\n")
-    (tmp_path / "old.json").write_text(
-        json.dumps({"metrics": {}, "per_query": {}, "data": {"name": "x"}})
-    )
-    with Path(two[1], "corpus.jsonl").open("a") as file:
-        file.write("{broken\n")
     for argv, message in (
-        ([*data, "--compare", str(tmp_path / "old.json")], "is on other data"),
-        # The last set is read before the first one is encoded.
-        (["--data", *two], "two/corpus.jsonl:25"),
         ([*data, "--output", "out.txt"], ".json"),
         ([*data, *run, "model"], "MODEL"),
         ([*run, "--data", *two], "one data set"),

@@ -66,9 +66,9 @@ def test_a_set_is_skipped_if_its_result_has_the_same_settings(
     (tmp_path / "out" / "beir.json").unlink()
     capsys.readouterr()
     run_program(PROGRAM, *argv)
-    assert capsys.readouterr().out.count("skipped: ") == 1
+    assert capsys.readouterr().out.count("kept: ") == 1
     run_program(PROGRAM, *argv, "--similarity", "dot")
-    assert "skipped: " not in capsys.readouterr().out
+    assert "kept: " not in capsys.readouterr().out
 
 
 def test_tables_show_the_recall_of_an_approximate_index(sets, tiny_model_path, tmp_path):

@@ -11,71 +11,57 @@ from contaccum import DualEncoder
 from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, load_beir_folder
 from contaccum.data.beir import shipped_scifact
 from contaccum.errors import ConfigError
-from contaccum.evaluation import tables
 from contaccum.evaluation.beir import (
-    EvaluationSet,
     describe_data,
     evaluate_beir,
     evaluation_sets,
     score_beir_run,
 )
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
+from contaccum.evaluation.results import table_rows
 
-OUT = Path("out.json")
 CQADUPSTACK_PARTS = [f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS]
 
 
-def get_labels(sets: list[EvaluationSet]) -> list[str]:
-    return [evaluation_set.label for evaluation_set in sets]
-
-
 def test_beir_stands_for_all_public_sets():
-    sets = evaluation_sets(["beir"], OUT)
+    sets = evaluation_sets(["beir"])
     # cqadupstack itself is no set: its twelve parts take its place.
     expected = {*PUBLIC_NAMES, *CQADUPSTACK_PARTS} - {"cqadupstack"}
-    assert set(get_labels(sets)) == expected
+    assert sets.keys() == expected
     assert len(sets) == 26
-    assert sets[-1] == ("scifact", "scifact", Path("out.scifact.json"))
-
-
-def test_the_record_of_a_single_set_is_the_output_itself():
-    (evaluation_set,) = evaluation_sets(["x"], OUT)
-    assert evaluation_set.output == OUT
+    assert sets["scifact"] == "scifact"
 
 
 def test_a_folder_of_cqadupstack_stands_for_its_twelve_parts(tmp_path):
     for part in CQADUPSTACK_PARTS:
         write_judged_places(tmp_path / part)
-    sets = evaluation_sets([str(tmp_path / "cqadupstack")], OUT)
-    assert get_labels(sets) == CQADUPSTACK_PARTS
-    assert sets[0].source == str(tmp_path / CQADUPSTACK_PARTS[0])
-    assert sets[0].output == Path("out.cqadupstack-android.json")
+    sets = evaluation_sets([str(tmp_path / "cqadupstack")])
+    assert sets == {part: str(tmp_path / part) for part in CQADUPSTACK_PARTS}
 
 
 def test_folders_of_the_same_name_are_labelled_by_the_folder_around_them(tmp_path):
     first = str(tmp_path / "a" / "dev")
     second = str(tmp_path / "b" / "dev")
-    sets = evaluation_sets([first, second, str(tmp_path / "other")], OUT)
-    assert get_labels(sets) == ["a/dev", "b/dev", "other"]
-    assert sets[0].output == Path("out.a-dev.json")
+    assert list(evaluation_sets([first, second, str(tmp_path / "other")])) == [
+        "a/dev",
+        "b/dev",
+        "other",
+    ]
     with pytest.raises(ConfigError, match="two sets are called a/dev"):
-        evaluation_sets([first, first], OUT)
-    with pytest.raises(ConfigError, match=r"another result has the name out\.a-dev\.json"):
-        evaluation_sets([first, second, str(tmp_path / "a-dev")], OUT)
+        evaluation_sets([first, first])
 
 
 def test_a_folder_with_the_name_of_a_public_set_is_labelled_by_its_parent(tmp_path):
     folder = tmp_path / "own" / "scifact"
     write_judged_places(folder)
-    sets = evaluation_sets(["scifact", str(folder)], OUT)
-    assert get_labels(sets) == ["scifact", "own/scifact"]
+    assert list(evaluation_sets(["scifact", str(folder)])) == ["scifact", "own/scifact"]
 
 
 def test_some_parts_of_cqadupstack_are_rows_of_their_own():
     labels = CQADUPSTACK_PARTS[:11]
-    sets = [EvaluationSet(label, label, Path(f"{label}.json")) for label in labels]
     data = {"split": "test", "queries": 2, "documents": 3}
-    rows = tables.table_rows(sets, 11 * [{"data": data, "metrics": {"NDCG@10": 0.5}}])
+    record = {"data": data, "metrics": {"NDCG@10": 0.5}}
+    rows = table_rows({label: Path("x.json") for label in labels}, dict.fromkeys(labels, record))
     assert [row["name"] for row in rows] == labels
 
 

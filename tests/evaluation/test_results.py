@@ -1,18 +1,20 @@
 """Files of results: written results are read back; broken files are refused with their line."""
 
 import dataclasses
+import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from small_data import contents
 
 from contaccum.errors import DataError
+from contaccum.evaluation.metrics import add_holm, sign_flip_test
 from contaccum.evaluation.results import (
     EvaluationResult,
+    compare,
+    comparison_table,
+    read_previous,
     read_result,
     read_trec_run,
     trec_lines,
@@ -53,29 +55,19 @@ def test_record_and_run_round_trip_without_credentials(tmp_path, monkeypatch):
     assert documents_of_second_query == [("percent-encoded:a%20b", "1"), ("100%", "2")]
 
 
-def test_an_earlier_result_stays_until_the_new_one_is_complete(tmp_path, monkeypatch):
-    """And a kill between the two renames leaves no older record beside the new run."""
+def test_an_older_record_never_stands_beside_a_new_run(tmp_path, monkeypatch):
     data = {"name": "x", "fingerprint": "f"}
     result = EvaluationResult({"NDCG@10": 0.5}, {}, RUN, data, {"name": "m"}, {"k": 10})
     write_result(result, tmp_path / "out.json")
-    earlier = contents(tmp_path)
     replace = os.replace
-
-    def write_in_part(*arguments: Any) -> Iterator[str]:
-        yield "q Q0 d 1 1 m\n"
-        raise KeyboardInterrupt
 
     def kill_after_first_rename(source: Path, target: Path) -> None:
         replace(source, target)
         raise KeyboardInterrupt
 
     later = dataclasses.replace(result, run={"q": {"d": 1.0}})
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("contaccum.evaluation.results.trec_lines", write_in_part)
-        write_result(later, tmp_path / "out.json")
-    assert contents(tmp_path) == earlier
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "replace", kill_after_first_rename)
+    monkeypatch.setattr(os, "replace", kill_after_first_rename)
+    with pytest.raises(KeyboardInterrupt):
         write_result(later, tmp_path / "out.json")
     assert [path.name for path in tmp_path.iterdir()] == ["out.trec"]
     assert read_trec_run(tmp_path / "out.trec") == later.run
@@ -154,3 +146,59 @@ def test_a_file_that_is_not_a_result_is_refused(tmp_path, content, message):
     path.write_text(content)
     with pytest.raises(DataError, match=message):
         read_result(path)
+
+
+def test_a_comparison_counts_wins_ties_and_losses():
+    ours = {"a": 0.9, "b": 0.5, "c": 0.1, "d": 0.2, "e": 0.5}
+    theirs = {"e": 0.5 + 1e-12, "d": 0.1, "c": 0.6, "b": 0.4, "a": 0.2}
+    groups = {"a": 0, "b": 0, "c": 1, "d": 2, "e": 3}
+    comparison = compare("NDCG@10", {"x": ours, "y": {}}, {"x": theirs}, {"x": groups})
+    (row,) = comparison["rows"]
+    assert row["wins"] == 3
+    assert row["ties"] == 1
+    assert row["losses"] == 1
+    assert row["queries"] == 5
+    assert row["ours"] == pytest.approx(0.44)
+    assert row["earlier"] == pytest.approx(0.36)
+    assert row["groups"] == 4
+    for key, expected in sign_flip_test(ours, theirs, groups).items():
+        assert row[key] == pytest.approx(expected), key
+    table = comparison_table(comparison)
+    assert "| 0.4400 | 0.3600  | +0.0800    |" in table
+    assert "- the queries of x are about only 4 different passages" in table
+
+
+def write_record(folder: Path, name: str) -> None:
+    """Write a result, s.NAME.json, on a data set that has the fingerprint "of NAME"."""
+    record = {
+        "metrics": {"NDCG@10": 0.5},
+        "per_query": {"q": {"NDCG@10": 0.5}, "r": {"NDCG@10": 0.5}},
+        "data": {"fingerprint": f"of {name}"},
+    }
+    (folder / f"s.{name}.json").write_text(json.dumps(record))
+
+
+def test_sets_of_an_earlier_table_are_compared_with_holms_correction(tmp_path):
+    for name in ("x", "y", "old"):
+        write_record(tmp_path, name)
+    parts = [{"file": "/s.y.json"}, {"file": "../s.old.json"}]
+    sets = [{"file": "s.x.json"}, {"parts": parts}]
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps({"sets": sets}))
+    previous = read_previous(path, "NDCG@10")
+    # Only the names of the files are read.
+    assert previous == {key: {"q": 0.5, "r": 0.5} for key in ("of x", "of y", "of old")}
+    theirs = {"x": previous["of x"], "y": previous["of y"]}
+    ours = {"x": {"q": 0.25, "r": 0.5}, "y": {"q": 1.0, "r": 0.75}}
+    groups = {label: {"q": 0, "r": 1} for label in ours}
+    rows = compare("NDCG@10", ours, theirs, groups)["rows"]
+    tests = [{"p_value": row["p_value"]} for row in rows]
+    add_holm(tests)
+    for row, test in zip(rows, tests, strict=True):
+        assert row["p_holm"] == test["p_holm"]
+
+
+def test_an_earlier_result_without_the_metric_is_refused(tmp_path):
+    write_record(tmp_path, "x")
+    with pytest.raises(DataError, match=r"s\.x\.json: has no MRR@10"):
+        read_previous(tmp_path / "s.x.json", "MRR@10")

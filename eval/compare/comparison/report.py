@@ -11,7 +11,7 @@ from typing import Any
 
 from comparison.plan import Group
 from contaccum.evaluation.metrics import add_holm, sign_flip_test, warn_of_few_groups
-from contaccum.evaluation.tables import markdown_table
+from contaccum.evaluation.results import markdown_table
 
 METRICS = {
     "NDCG@10": "nDCG@10",
