@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from contaccum.errors import ConfigError
 from contaccum.files import read_json, write_json
 from contaccum.retrieval.encode import encode_texts
 
-_MAX_SHARE_OF_FULL_LENGTH = 0.5  # of the time at the start of a search, for a final training
-_MARGIN_OF_FULL_LENGTH = 0.75  # relative to the margin of a final training as long as a trial
 _NUM_MEASURED_DOCUMENTS = 64  # documents on which the time of encoding is measured
 _WARM_UP_DOCUMENTS = 4
 _MAX_SHARE_OF_BUDGET = 0.75  # of the time left, for encoding before and after the search
@@ -112,52 +109,6 @@ class Budget:
     def used_here(self) -> float:
         """Return the seconds that were used so far, by the clock of this process."""
         return self._used_before + time.monotonic() - self._started
-
-
-@dataclass
-class TimeForTrials:
-    """The part of a budget that a search may use.
-
-    Attributes:
-        budget: the budget of the whole command.
-        reserve: the seconds that are reserved for the steps after the final training.
-        final_training_factor: the time that is reserved for the final training, as a multiple of
-            the time of a trial with its settings.
-        measure_reserve: measures ``reserve`` at the present speed of the machine; None: it stays.
-    """
-
-    budget: Budget
-    reserve: float = 0.0
-    final_training_factor: float = 0.0
-    measure_reserve: Callable[[], float] | None = None
-
-    def __post_init__(self) -> None:
-        left_at_start = self.budget.left() - self.reserve
-        self._most_for_full_length = _MAX_SHARE_OF_FULL_LENGTH * left_at_start
-
-    def measure_again(self) -> None:
-        """Measure ``reserve`` again: the machine may have become faster or slower."""
-        if self.measure_reserve is not None:
-            self.reserve = self.measure_reserve()
-
-    def left(self, trial_seconds: float, full_seconds: float = 0.0) -> float:
-        """Return the seconds that are left for trials; negative if there are none.
-
-        Args:
-            trial_seconds: the time of the best trial, with whose settings the final training would
-                run.
-            full_seconds: if trials are cut, the time of a trial at full length, for which up to
-                half of the time at the start is reserved.
-        """
-        # The margin is small: such a training is cut if the time turns out to be too short.
-        for_full_length = _MARGIN_OF_FULL_LENGTH * self.final_training_factor * full_seconds
-        for_full_length = min(for_full_length, self._most_for_full_length)
-        reserved = max(self.final_training_factor * trial_seconds, for_full_length)
-        return self.budget.left() - self.reserve - reserved
-
-    def longest_trial(self, num_trials: int = 1) -> float:
-        """Return the seconds of a trial of which so many, and the final training, have time."""
-        return (self.budget.left() - self.reserve) / (num_trials + self.final_training_factor)
 
 
 def measure_seconds_per_document(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
@@ -26,9 +27,9 @@ from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_querie
 from contaccum.data.near_duplicates import find_near_duplicates
 from contaccum.data.readers import parse_columns, read_records
 from contaccum.data.records import RecordReport, passage_text, quoted
-from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, read_split, write_part
+from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, Split, read_split, write_part
 from contaccum.defaults import DEFAULT_GUARD_LOSS, DEFAULT_MODEL, DEFAULT_WEIGHTS
-from contaccum.distributed import rank, world_size
+from contaccum.distributed import world_size
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import is_sentence_transformer, model_name, require_model
 from contaccum.errors import ConfigError, DataError
@@ -37,7 +38,6 @@ from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.results import Run
 from contaccum.experiments.budget import (
     Budget,
-    TimeForTrials,
     measure_seconds_per_document,
     parse_duration,
     require_encoding_time,
@@ -58,6 +58,7 @@ from contaccum.experiments.run import (
     count_updates,
     describe_models,
     describe_settings,
+    measure_speed,
     on_first_rank,
     once,
     only_first_rank,
@@ -68,7 +69,7 @@ from contaccum.experiments.run import (
 from contaccum.experiments.tune import (
     Baselines,
     Choice,
-    Source,
+    SearchSpace,
     Tuned,
     list_methods,
     make_base_settings,
@@ -77,7 +78,6 @@ from contaccum.experiments.tune import (
     write_tuned,
 )
 from contaccum.experiments.verdict import (
-    SystemResult,
     Verdict,
     collect_warnings,
     compare_queries,
@@ -114,19 +114,14 @@ MAX_TRIAL_DOCUMENTS = 2000
 """A dev corpus with more documents is reduced to a pool, because each trial encodes it again."""
 
 _POOL_DEPTH = 10  # top documents of each query in a run; nDCG@10 depends on no others
-# Time that is reserved for the final training with its checkpoints, relative to a trial. It is more
-# than the expected time.
-_FINAL_TRAINING_FACTOR = 1.6
+# The time of the final training, relative to that of the search.
+_FINAL_TRAINING_FACTOR = 0.6
 _MAX_SHARE_OF_FOLDS = 0.5  # of the time left before the search, for encoding and testing folds
 _SAFETY_FACTOR = 1.3  # reserved time relative to the estimated time
 _LOADING_SECONDS = 10.0  # reserved for loading the models and writing the report
-_NUM_EVALUATIONS = 4  # evaluations on dev during the final training, each with a checkpoint
-# Expected times relative to those of a trial: of loading and scoring, which the final training does
-# more often, and of an update.
-_OVERHEAD_FACTOR = 1.3
-_UPDATE_FACTOR = 1.1
-# A training that was cut is repeated if there is time for so many times its updates.
-_MUCH_LONGER = 1.5
+_MAX_EVALUATIONS = 4  # evaluations on dev during the final training, each with a checkpoint
+_MAX_SHARE_OF_SCORING = 0.25  # of the time of the final training, for these evaluations
+_UPDATE_FACTOR = 1.1  # expected time of an update relative to the measured one
 
 
 @dataclass(frozen=True)
@@ -237,18 +232,267 @@ def fit(
     }
     may_restart = on_first_rank(lambda: require_free_folder(folder))
     with begin(folder, request, "contaccum fit", may_restart):
-        stages = _Stages(
-            folder, name, pairs, given, guard_sets, guard_loss, args, seconds, print_line
-        )
-        stages.hold_out()
-        stages.score_baselines()
-        tuned = stages.search()
-        stages.train(tuned)
-        stages.merge_with_base()
-        fold_scores = stages.score_other_folds()
-        record = on_first_rank(lambda: stages.test_and_report(tuned, fold_scores, request))
-    verdict = Verdict(**{field.name: record["verdict"][field.name] for field in fields(Verdict)})
-    for warning in record["warnings"]:
+        batch_size = args.per_device_eval_batch_size
+        time_budget = Budget(seconds, folder / "used_time.json")
+        held_out = folder / "data"
+        train_file = held_out / TRAIN_FILE
+        corpus_file = held_out / CORPUS_FILE
+        store = folder / "store"
+
+        # 1. Hold out
+        show_progress = not args.disable_tqdm
+        for line in on_first_rank(lambda: pairs.hold_out(held_out, show_progress=show_progress)):
+            print_line(line)
+        split = read_split(held_out)
+        num_folds = pairs.count_folds(split)
+        test_queries = set(read_split_queries(held_out / "test", "test", RecordReport()).values())
+        if num_folds > 1 and guard_sets:
+            # Test queries of other folds are training queries of this one.
+            test_queries.update(record.query for record in read_records(train_file))
+        refuse_test_queries(guard_sets, test_queries)
+        print_line(split.summary())
+        if num_folds > 1:
+            print_line(
+                f"{split.test} test queries are few: the verdict is over {num_folds} splits, and a "
+                "model is trained on each"
+            )
+        else:
+            for warning in split.warnings():
+                print_line(f"note: {warning}")
+
+        # 2. Baselines
+        proposed = propose_settings(train_file, name, given, world_size())
+        space = SearchSpace(proposed, given.keys(), str(store))
+        base = load_encoder(make_base_settings(proposed), args)
+        models = describe_models(base, proposed, args)
+        require_same_work(folder, models, "models.json")
+        with time_budget.measure("baselines"):
+            # After query-side training, which encodes no documents, those of the base model are
+            # searched.
+            is_encoded_again = given.get("method") != "query_side"
+            num_test_documents = split.documents["test"] if is_encoded_again else 0
+
+            def measure_times() -> _Times:
+                """Measure the time of encoding at the present speed of the machine."""
+                times = on_first_rank(
+                    lambda: _measure_encoding(base, corpus_file, split, guard_sets, batch_size)
+                )
+                return _Times(
+                    document=times[0],
+                    corpus=_SAFETY_FACTOR * times[0] * split.documents["train"],
+                    test=_SAFETY_FACTOR * times[0] * num_test_documents + _LOADING_SECONDS,
+                    guard=_SAFETY_FACTOR * times[1],
+                )
+
+            times = measure_times()
+
+            def encode_training_corpus() -> None:
+                num_encoded = 0
+                for shard in store.glob(f"*/{SHARD_FILE}"):
+                    num_encoded += read_json(shard)["rows"]
+                num_missing = split.documents["train"] - num_encoded
+                if not (folder / "baselines" / RESULT_FILE).is_file():
+                    require_encoding_time(
+                        time_budget, num_missing + num_test_documents, times.document, times.guard
+                    )
+                # The user may remove the store of an unfinished fit to free space.
+                if num_missing > 0 or not (folder / "baselines" / RESULT_FILE).is_file():
+                    encode_corpus(base, model_name(name), corpus_file, store, batch_size)
+
+            on_first_rank(encode_training_corpus)
+
+            def score_on_dev() -> dict[str, Any]:
+                evaluator = load_evaluator(held_out / "dev", store, batch_size)
+                metric = evaluator.primary_metric
+                base_run = evaluator.search(base)
+                base_score = evaluator.score_run(base_run)[metric]
+                query_scores = evaluator.query_scores
+                bm25_run = evaluator.search_bm25()
+                bm25_score = evaluator.score_run(bm25_run)[metric]
+                if len(evaluator.dataset.corpus) > MAX_TRIAL_DOCUMENTS:
+                    with atomic_folder(folder / "dev_pool") as new_folder:
+                        pool = pool_documents(evaluator.dataset, [base_run, bm25_run])
+                        write_part(evaluator.dataset, pool, new_folder)
+                return Baselines(base_score, query_scores, bm25_score)._asdict()
+
+            baselines = Baselines(**once(folder / "baselines", models, score_on_dev))
+        print_line(baselines.format_line(name))
+        trial_dev = folder / "dev_pool"
+        if not trial_dev.is_dir():
+            trial_dev = held_out / "dev"
+
+        # 3. Search
+        # With a large corpus, encoding it for each fold could leave no time for the search. The
+        # other folds are used only if there is time left at the end.
+        seconds_of_folds = _MAX_SHARE_OF_FOLDS * time_budget.left() - times.test - times.guard
+        folds_with_time = 1 + max(0, int(seconds_of_folds / (times.corpus + times.test)))
+        num_trainings = min(num_folds, folds_with_time)
+
+        def search() -> dict[str, Any]:
+            evaluator = RetrievalEvaluator(
+                load_beir_folder(trial_dev, "test"), batch_size=batch_size
+            )
+            method = given.get("method")
+            tuned = search_settings(
+                space,
+                list_methods(space, method, print_line),
+                method,
+                given.keys(),
+                str(corpus_file),
+                base,
+                evaluator,
+                baselines,
+                time_budget,
+                times.sum_reserve(num_trainings),
+                1 / (1 + _FINAL_TRAINING_FACTOR * num_trainings),
+                folder / "tuning",
+                print_line,
+            )
+            on_first_rank(
+                lambda: write_tuned(tuned, folder / "tuning", len(baselines.query_scores))
+            )
+            return {**tuned._asdict(), "choice": tuned.choice._asdict()}
+
+        with time_budget.measure("search"):
+            found = once(folder / "tuning", describe_settings(proposed), search, all_ranks=True)
+        tuned = Tuned(**{**found, "choice": Choice(**found["choice"])})
+
+        # 4. Final training
+        chosen = ", ".join(f"{key} {value}" for key, value in tuned.choice.settings.items())
+        print_line(f"training at the best settings: {chosen}")
+        # With a guard, ``model`` is the merge of the trained model and the base model.
+        trained_folder = folder / ("trained" if guard_sets else "model")
+        config_file = folder / CONFIG_FILE
+        with time_budget.measure("training"):
+            if not on_first_rank(config_file.is_file):  # else of an earlier start
+                seconds_left = time_budget.left() - measure_times().sum_reserve(num_trainings)
+                options, line = plan_final_training(
+                    folder, trial_dev, tuned, proposed, seconds_left / num_trainings
+                )
+                if line:
+                    print_line(line)
+                comment = f"# Chosen by contaccum fit on dev data; see {REPORT_FILE}.\n"
+                on_first_rank(lambda: write_text(config_file, comment + to_yaml(options)))
+            final = replace(Settings(), **read([str(config_file)]))
+            training = run_and_keep(final, trained_folder)
+
+        # 5. Merge with the base name, if there is a guard
+        guard_record = None
+        if guard_sets:
+
+            def merge() -> dict[str, Any]:
+                return write_best_merge(
+                    base,
+                    load_trained(trained_folder, base),
+                    [("dev", load_beir_folder(trial_dev, "test")), *guard_sets.items()],
+                    DEFAULT_WEIGHTS,
+                    guard_loss,
+                    batch_size,
+                    folder / "model",
+                    print_line,
+                )
+
+            with time_budget.measure("guard"):
+                guard_record = once(folder / "guard", describe_settings(final), merge)
+
+        # 6. Train and test on the other splits of few pairs, as many as there is time for
+        weight = None if guard_record is None else guard_record["weight"]
+        training_seconds = time_budget.stage_seconds["training"]
+        task = "training and testing again"
+        if weight == 0:  # the verdict is about the base model
+            training_seconds = 0.0
+            task = "testing again"
+        fold_scores: list[FoldScores] = []
+        with time_budget.measure("other splits"):
+            first_dev = load_beir_folder(held_out / "dev", "test")
+            for number in range(1, num_folds):
+                fold_folder = folder / "folds" / str(number)
+                if not on_first_rank((fold_folder / RESULT_FILE).is_file):
+                    # One test is that of this fold, the other that of fold 0, at the end.
+                    times = measure_times()
+                    if time_budget.left() <= times.corpus + training_seconds + 2 * times.test:
+                        print_line(
+                            f"the verdict is over {number} of {num_folds} splits, because the "
+                            "budget is not enough for more"
+                        )
+                        break
+                    print_line(f"split {number + 1} of {num_folds}: {task}")
+                fold_scores.append(
+                    score_fold(
+                        number, fold_folder, pairs, final, weight, base, first_dev, batch_size
+                    )
+                )
+
+        # 7. Verdict and report
+        def test_and_report() -> dict[str, Any]:
+            with time_budget.measure("test"):
+                evaluator = load_evaluator(held_out / "test", store, batch_size)
+                results = search_test_set(evaluator, base, load_trained(folder / "model", base))
+            scores = pool_scores(results, fold_scores)
+            verdict = compute_verdict(
+                scores["trained"],
+                scores["base"],
+                scores["bm25"],
+                pool_groups(evaluator.dataset, fold_scores),
+                folds=1 + len(fold_scores),
+            )
+            write_verdict_to_card(folder / "model", verdict, model_name(name))
+            # The dev scores of the choice are those of a trial. They say nothing about the test of
+            # a merged model, or of a model that was trained for a longer time.
+            if guard_record is None and training.updates == tuned.chosen_trial["updates"]:
+                warnings = collect_warnings(verdict, tuned.choice)
+            else:
+                warnings = [*tuned.choice.warnings, *warn_of_test(verdict)]
+            dev_scores = {"bm25": baselines.bm25, "base": baselines.base, "trained": training.score}
+            if guard_record is not None:
+                dev_scores["trained"] = {row[0]: row[1] for row in guard_record["scores"]}[weight]
+            names = {
+                "bm25": "BM25",
+                "base": f"{model_name(name)} (as it is)",
+                "trained": "trained",
+            }
+            table = []
+            for system, shown_name in names.items():
+                shown = select_shown_metrics(results[system].means)
+                table.append({"name": shown_name, "dev": dev_scores[system], **shown})
+            paths = {"path": str(pairs.path), "corpus": pairs.corpus and str(pairs.corpus)}
+            record = {
+                "request": {
+                    "version": __version__,
+                    "model": request["model"],
+                    "settings": dict(given),
+                    "guard": request["guard"],
+                    **asdict(pairs),
+                    **paths,
+                    "content": request["data"],
+                    "corpus_content": request["corpus"],
+                    "fingerprints": models,
+                },
+                "verdict": verdict.record(),
+                "warnings": warnings,
+                "model": model_name(name),
+                "data": paths,
+                "split": asdict(split),
+                "scores": table,
+                "guard": guard_record,
+                "choice": tuned.choice._asdict(),
+                "trials": tuned.trials,
+                "changes": compare_queries(evaluator.dataset, results["base"], results["trained"]),
+                "settings": yaml.safe_load(config_file.read_text(encoding="utf-8")),
+                "seconds": {**time_budget.stage_seconds, "total": time_budget.used_here()},
+                "budget_seconds": time_budget.seconds,
+                "made_with": {
+                    **provenance(),
+                    "time": datetime.now(UTC).isoformat(timespec="seconds"),
+                },
+            }
+            write_json(folder / RECORD_FILE, redact(record))
+            write_text(folder / REPORT_FILE, build_fit_page(folder))
+            return {"verdict": verdict.record(), "warnings": warnings}
+
+        outcome = on_first_rank(test_and_report)
+    verdict = Verdict(**{field.name: outcome["verdict"][field.name] for field in fields(Verdict)})
+    for warning in outcome["warnings"]:
         print_line(f"warning: {warning}")
     print_line(str(verdict))
     shown = Path(output).expanduser()
@@ -256,7 +500,7 @@ def fit(
         f"model: {shown / 'model'}   report: {shown / REPORT_FILE}   "
         f"again: contaccum train {shown / CONFIG_FILE}"
     )
-    return FitResult(verdict, shown, record["warnings"], stages.base.trust_remote_code)
+    return FitResult(verdict, shown, outcome["warnings"], base.trust_remote_code)
 
 
 # Before the first stage ---------------------------------------------------------------------------
@@ -295,8 +539,8 @@ def check_given(model: str, given: Mapping[str, Any], store: Path) -> ContAccumT
     """
     settings = make_common_settings({"model": model, **given})
     args = start_ranks(make_base_settings(settings))
-    source = Source(settings, given.keys(), str(store))
-    list_methods(source, given.get("method"), lambda line: None)  # the search prints the reasons
+    space = SearchSpace(settings, given.keys(), str(store))
+    list_methods(space, given.get("method"), lambda line: None)  # the search prints the reasons
     return args
 
 
@@ -361,18 +605,20 @@ def propose_settings(
     return make_common_settings({**proposed, **given})
 
 
-# Stages -------------------------------------------------------------------------------------------
+# Times --------------------------------------------------------------------------------------------
 
 
 class _Times(NamedTuple):
-    """Seconds to reserve for the stages after the search.
+    """Seconds to reserve for the steps other than training.
 
     Attributes:
+        document: for encoding a document, without a margin.
         corpus: for encoding the corpus of another fold.
         test: for the test of one fold.
         guard: for the scores on the guard sets.
     """
 
+    document: float
     corpus: float
     test: float
     guard: float
@@ -382,392 +628,97 @@ class _Times(NamedTuple):
         return self.test + (num_folds - 1) * (self.corpus + self.test) + self.guard
 
 
-@dataclass
-class _Stages:
-    """The stages of a fit, in the order in which they run."""
-
-    folder: Path
-    model: str
-    pairs: Pairs
-    given: Mapping[str, Any]
-    guard_sets: Mapping[str, BeirDataset]
-    guard_loss: float
-    args: ContAccumTrainingArguments
-    seconds: float
-    print_line: Callable[[str], None]
-
-    def __post_init__(self) -> None:
-        self._batch_size = self.args.per_device_eval_batch_size
-        self._budget = Budget(self.seconds, self.folder / "used_time.json")
-        self._data = self.folder / "data"
-        self._train_file = self._data / TRAIN_FILE
-        self._store = self.folder / "store"
-        # With a guard, ``model`` is the merge of the trained model and the base model.
-        self._trained_folder = self.folder / ("trained" if self.guard_sets else "model")
-
-    def hold_out(self) -> None:
-        """Hold out dev and test, and propose settings for the training data."""
-        lines = on_first_rank(
-            lambda: self.pairs.hold_out(self._data, show_progress=not self.args.disable_tqdm)
+def _measure_encoding(
+    encoder: DualEncoder,
+    corpus_file: Path,
+    split: Split,
+    guard_sets: Mapping[str, BeirDataset],
+    batch_size: int,
+) -> list[float]:
+    """Return the seconds to encode a document, and to score all merged models on the guard sets."""
+    corpus = read_texts(corpus_file, "document", RecordReport())
+    document_seconds = measure_seconds_per_document(
+        encoder, (text.passage for text in corpus), split.documents["train"], batch_size
+    )
+    if not guard_sets:
+        return [document_seconds, 0.0]
+    # Merged models are scored on the trials' dev set too. It is a pool if there are many documents:
+    # for each query its judged documents (about one) and the top documents of BM25 and the base.
+    num_documents = split.documents["dev"]
+    if num_documents > MAX_TRIAL_DOCUMENTS:
+        num_documents = min(num_documents, split.dev * (2 * _POOL_DEPTH + 1))
+    guard_seconds = num_documents * document_seconds
+    for dataset in guard_sets.values():
+        rows = dataset.corpus.values()
+        texts = (passage_text(row["title"], row["text"]) for row in rows)
+        guard_seconds += len(rows) * measure_seconds_per_document(
+            encoder, texts, len(rows), batch_size
         )
-        for line in lines:
-            self.print_line(line)
-        self._split = read_split(self._data)
-        self._num_folds = self.pairs.count_folds(self._split)
-        if self.guard_sets:
-            test_queries = set(
-                read_split_queries(self._data / "test", "test", RecordReport()).values()
-            )
-            if self._num_folds > 1:
-                # Test queries of other folds are training queries of this one.
-                test_queries.update(record.query for record in read_records(self._train_file))
-            refuse_test_queries(self.guard_sets, test_queries)
-        self.print_line(self._split.summary())
-        if self._num_folds > 1:
-            self.print_line(
-                f"{self._split.test} test queries are few: the verdict is over {self._num_folds} "
-                "splits, and a model is trained on each"
-            )
-            return
-        for warning in self._split.warnings():
-            self.print_line(f"note: {warning}")
+    return [document_seconds, len(DEFAULT_WEIGHTS) * guard_seconds]
 
-    def score_baselines(self) -> None:
-        """Load the base model, encode the corpus, and score the base model and BM25 on dev."""
-        settings = propose_settings(self._train_file, self.model, self.given, world_size())
-        self._source = Source(settings, self.given.keys(), str(self._store))
-        base_settings = make_base_settings(settings)
-        self.base = load_encoder(base_settings, self.args)
-        self._models = describe_models(self.base, settings, self.args)
-        require_same_work(self.folder, self._models, "models.json")
-        with self._budget.measure("baselines"):
-            self._times = self._measure_times()
-            self._encode_corpus()
-            scores = once(self.folder / "baselines", self._models, self._score_on_dev)
-        self._baselines = Baselines(**scores)
-        self.print_line(self._baselines.format_line(self.model))
 
-    def _measure_times(self) -> _Times:
-        """Return the times of the later stages at the present speed of the machine."""
+def plan_final_training(
+    folder: Path, trial_dev: Path, tuned: Tuned, settings: Settings, seconds_left: float
+) -> tuple[dict[str, Any], str]:
+    """Return the settings of the final training, and a line for the user about its length.
 
-        def measure() -> list[float]:
-            documents = self._split.documents
-            corpus = read_texts(self._data / CORPUS_FILE, "document", RecordReport())
-            document_seconds = measure_seconds_per_document(
-                self.base, (text.passage for text in corpus), documents["train"], self._batch_size
-            )
-            guard_seconds = 0.0
-            if self.guard_sets:
-                # Trials are scored on a pool: for each query its judged documents (about one) and
-                # the top documents of BM25 and of the base model.
-                num_documents = documents["dev"]
-                if num_documents > MAX_TRIAL_DOCUMENTS:
-                    pool_size = self._split.dev * (2 * _POOL_DEPTH + 1)
-                    num_documents = min(num_documents, pool_size)
-                guard_seconds = num_documents * document_seconds
-            for dataset in self.guard_sets.values():
-                rows = dataset.corpus.values()
-                texts = (passage_text(row["title"], row["text"]) for row in rows)
-                guard_seconds += len(rows) * measure_seconds_per_document(
-                    self.base, texts, len(rows), self._batch_size
-                )
-            return [document_seconds, len(DEFAULT_WEIGHTS) * guard_seconds]
+    The settings of the chosen trial are completed with checkpoints. If the trials were cut, the
+    training has its full length, as far as the time allows it. The line is empty if the length is
+    that of the trial.
 
-        self._document_seconds, self._guard_seconds = on_first_rank(measure)
-        return _Times(
-            corpus=_SAFETY_FACTOR * self._document_seconds * self._split.documents["train"],
-            test=_SAFETY_FACTOR * self._document_seconds * self._count_test_documents()
-            + _LOADING_SECONDS,
-            guard=_SAFETY_FACTOR * self._guard_seconds,
+    Args:
+        folder: the folder of the fit.
+        trial_dev: the dev set by which the best checkpoint is chosen.
+        settings: the settings from which the search started.
+        seconds_left: the time that the training may take.
+    """
+    trial = tuned.chosen_trial
+    # Absolute paths, so that a later start may have another working directory.
+    options = {
+        **tuned.options,
+        "output_dir": str(folder / "again"),  # if the user trains with the config again
+        "eval_data": str(trial_dev),
+        "eval_split": "test",
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
+        "load_best_model_at_end": True,
+        "save_total_limit": 1,
+    }
+    if "max_steps" in options and options["max_steps"] == trial["settings"].get("max_steps"):
+        del options["max_steps"]
+        options["num_train_epochs"] = settings.num_train_epochs
+    final = replace(Settings(), **{**options, "load_best_model_at_end": False})
+    args = ContAccumTrainingArguments.from_settings(final)
+    full_updates = count_updates(load_data(final).dataset, args)
+    # The present speed: the machine may have become faster or slower since the trial.
+    started = time.monotonic()
+    update_seconds = measure_speed(final, folder / "speed")
+    seconds_left -= time.monotonic() - started
+    slowdown = update_seconds / trial["seconds_per_update"]
+    scoring_seconds = slowdown * trial["scoring_seconds"]
+    loading_seconds = slowdown * (
+        trial["seconds"] - trial["updates"] * trial["seconds_per_update"] - trial["scoring_seconds"]
+    )
+    affordable_evaluations = int(_MAX_SHARE_OF_SCORING * seconds_left / max(scoring_seconds, 0.1))
+    num_evaluations = max(1, min(_MAX_EVALUATIONS, affordable_evaluations))
+    seconds_left -= loading_seconds + num_evaluations * scoring_seconds
+    possible_updates = max(num_evaluations, int(seconds_left / (_UPDATE_FACTOR * update_seconds)))
+    num_updates = min(full_updates, possible_updates)
+    line = ""
+    if full_updates != trial["updates"]:
+        line = f"the final training has its full length, {full_updates} updates"
+    if num_updates < full_updates:
+        options["max_steps"] = num_updates
+        line = (
+            f"the final training is cut to {num_updates} of {full_updates} updates, because the "
+            "budget is not enough for more"
         )
+    # ContAccumTrainer also evaluates after the last update.
+    options["eval_steps"] = options["save_steps"] = math.ceil(num_updates / num_evaluations)
+    return options, line
 
-    def _count_test_documents(self) -> int:
-        """Return the number of test documents for whose encoding time is reserved.
 
-        After query-side training, which encodes no documents, those of the base model are searched.
-        """
-        return 0 if self.given.get("method") == "query_side" else self._split.documents["test"]
-
-    def _encode_corpus(self) -> None:
-        """Encode the corpus into the store, unless an earlier start has done it."""
-
-        def count_encoded() -> list[Any]:
-            shards = self._store.glob(f"*/{SHARD_FILE}")
-            num_encoded = sum(read_json(file)["rows"] for file in shards)
-            return [num_encoded, (self.folder / "baselines" / RESULT_FILE).is_file()]
-
-        num_encoded, has_baselines = on_first_rank(count_encoded)
-        num_missing = self._split.documents["train"] - num_encoded
-        if not has_baselines:
-            num_documents = num_missing + self._count_test_documents()
-            require_encoding_time(
-                self._budget, num_documents, self._document_seconds, self._guard_seconds
-            )
-        # The user may remove the store of an unfinished fit to free space.
-        if not has_baselines or num_missing > 0:
-            on_first_rank(
-                lambda: encode_corpus(
-                    self.base,
-                    model_name(self.model),
-                    self._data / CORPUS_FILE,
-                    self._store,
-                    self._batch_size,
-                )
-            )
-
-    def _score_on_dev(self) -> dict[str, Any]:
-        """Score the base model and BM25 on dev, and write the smaller dev set for trials."""
-        evaluator = load_evaluator(self._data / "dev", self._store, self._batch_size)
-        metric = evaluator.primary_metric
-        base_run = evaluator.search(self.base)
-        base = evaluator.score_run(base_run)[metric]
-        query_scores = evaluator.query_scores
-        bm25_run = evaluator.search_bm25()
-        bm25 = evaluator.score_run(bm25_run)[metric]
-        if len(evaluator.dataset.corpus) > MAX_TRIAL_DOCUMENTS:
-            with atomic_folder(self.folder / "dev_pool") as new_folder:
-                pool = pool_documents(evaluator.dataset, [base_run, bm25_run])
-                write_part(evaluator.dataset, pool, new_folder)
-        return Baselines(base, query_scores, bm25)._asdict()
-
-    @property
-    def _trial_dev(self) -> Path:
-        """The dev set on which trials are scored: the pool if there is one."""
-        pool = self.folder / "dev_pool"
-        return pool if pool.is_dir() else self._data / "dev"
-
-    def search(self) -> Tuned:
-        """Search settings on dev. Each fold needs time for its own training and test."""
-        # With a large corpus, encoding it for each fold could leave no time for the search. The
-        # other folds are used only if there is time left at the end.
-        self._num_reserved_folds = self._count_folds_with_time(self._times)
-        self._time = TimeForTrials(
-            self._budget,
-            reserve=self._times.sum_reserve(self._num_reserved_folds),
-            final_training_factor=self._num_reserved_folds * _FINAL_TRAINING_FACTOR,
-            measure_reserve=lambda: self._measure_times().sum_reserve(self._num_reserved_folds),
-        )
-        folder = self.folder / "tuning"
-        dataset = load_beir_folder(self._trial_dev, "test")
-        evaluator = RetrievalEvaluator(dataset, batch_size=self._batch_size)
-        settings = self._source.settings
-
-        def work() -> dict[str, Any]:
-            method = self.given.get("method")
-            tuned = search_settings(
-                self._source,
-                list_methods(self._source, method, self.print_line),
-                method,
-                self.given.keys(),
-                str(self._data / CORPUS_FILE),
-                self.base,
-                evaluator,
-                self._baselines,
-                self._time,
-                folder,
-                self.print_line,
-            )
-            on_first_rank(lambda: write_tuned(tuned, folder, len(self._baselines.query_scores)))
-            return {**tuned._asdict(), "choice": tuned.choice._asdict()}
-
-        with self._budget.measure("search"):
-            record = once(folder, describe_settings(settings), work, all_ranks=True)
-        return Tuned(**{**record, "choice": Choice(**record["choice"])})
-
-    def _count_folds_with_time(self, times: _Times) -> int:
-        """Return the number of folds for which time is reserved, at least 1."""
-        seconds = _MAX_SHARE_OF_FOLDS * self._budget.left() - times.test - times.guard
-        num_further_folds = max(0, int(seconds / (times.corpus + times.test)))
-        return min(self._num_folds, 1 + num_further_folds)
-
-    def train(self, tuned: Tuned) -> None:
-        """Train with the best settings, as long as the budget allows it."""
-        settings = ", ".join(f"{key} {value}" for key, value in tuned.choice.settings.items())
-        self.print_line(f"training at the best settings: {settings}")
-        trial = tuned.chosen_trial
-        full_epochs = self._source.settings.num_train_epochs
-
-        def measure_seconds_left() -> float:
-            self._time.measure_again()
-            return (self._budget.left() - self._time.reserve) / self._num_reserved_folds
-
-        with self._budget.measure("training"):
-            options = on_first_rank(self._read_config)  # of an earlier start
-            was_trained = on_first_rank((self._trained_folder / RESULT_FILE).is_file)
-            if options is None:
-                options, _, line = plan_final_training(
-                    self.folder, self._trial_dev, tuned, full_epochs, measure_seconds_left()
-                )
-                self._write_config(options, line)
-            self._final = replace(Settings(), **options)
-            result = run_and_keep(self._final, self._trained_folder)
-            # Later stages of an earlier start may have used a model that was there already.
-            if not was_trained and self._final.max_steps > 0:
-                measured = {**trial, "latest_seconds_per_update": result.seconds_per_update}
-                longer, num_updates, _ = plan_final_training(
-                    self.folder,
-                    self._trial_dev,
-                    tuned._replace(trials=[measured]),
-                    full_epochs,
-                    measure_seconds_left(),
-                )
-                if num_updates >= _MUCH_LONGER * result.updates:
-                    line = "it took less time than expected and is repeated with"
-                    self._write_config(longer, f"{line} {num_updates} updates")
-                    self._final = replace(Settings(), **longer)
-                    result = run_and_keep(self._final, self._trained_folder)
-        self._final_result = result
-
-    def _read_config(self) -> dict[str, Any] | None:
-        file = self.folder / CONFIG_FILE
-        return read([str(file)]) if file.is_file() else None
-
-    def _write_config(self, options: Mapping[str, Any], line: str) -> None:
-        """Write the config of the final training, and print a line about its length."""
-        if line:
-            self.print_line(line)
-        comment = f"# Chosen by contaccum fit on dev data; see {REPORT_FILE}.\n"
-        if rank() == 0:
-            write_text(self.folder / CONFIG_FILE, comment + to_yaml(options))
-
-    def merge_with_base(self) -> None:
-        """With a guard, merge the trained model with the base model at the best weight."""
-        self._guard_record: dict[str, Any] | None = None
-        if not self.guard_sets:
-            return
-
-        def merge() -> dict[str, Any]:
-            dev = load_beir_folder(self._trial_dev, "test")
-            return write_best_merge(
-                self.base,
-                load_trained(self._trained_folder, self.base),
-                [("dev", dev), *self.guard_sets.items()],
-                DEFAULT_WEIGHTS,
-                self.guard_loss,
-                self._batch_size,
-                self.folder / "model",
-                self.print_line,
-            )
-
-        with self._budget.measure("guard"):
-            identity = describe_settings(self._final)
-            self._guard_record = once(self.folder / "guard", identity, merge)
-
-    def score_other_folds(self) -> list[FoldScores]:
-        """Train and test on the folds after fold 0, as many as there is time for."""
-        weight = None if self._guard_record is None else self._guard_record["weight"]
-        training_seconds = self._budget.stage_seconds["training"]
-        task = "training and testing again"
-        if weight == 0:  # the verdict is about the base model
-            training_seconds = 0.0
-            task = "testing again"
-        fold_scores: list[FoldScores] = []
-        with self._budget.measure("other splits"):
-            dev = load_beir_folder(self._data / "dev", "test")
-            for number in range(1, self._num_folds):
-                fold_folder = self.folder / "folds" / str(number)
-                if not on_first_rank((fold_folder / RESULT_FILE).is_file):
-                    times = self._measure_times()
-                    # One test is that of this fold, the other that of fold 0, at the end.
-                    if self._budget.left() <= times.corpus + training_seconds + 2 * times.test:
-                        self.print_line(
-                            f"the verdict is over {number} of {self._num_folds} splits, because "
-                            "the budget is not enough for more"
-                        )
-                        break
-                    self.print_line(f"split {number + 1} of {self._num_folds}: {task}")
-                fold_scores.append(
-                    score_fold(
-                        number,
-                        fold_folder,
-                        self.pairs,
-                        self._final,
-                        weight,
-                        self.base,
-                        dev,
-                        self._batch_size,
-                    )
-                )
-        return fold_scores
-
-    def test_and_report(
-        self, tuned: Tuned, fold_scores: Sequence[FoldScores], request: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Compute the verdict from the test queries of all splits, and write the report.
-
-        Returns:
-            The verdict and the warnings.
-        """
-        with self._budget.measure("test"):
-            evaluator = load_evaluator(self._data / "test", self._store, self._batch_size)
-            trained = load_trained(self.folder / "model", self.base)
-            results = search_test_set(evaluator, self.base, trained)
-        scores = pool_scores(results, fold_scores)
-        verdict = compute_verdict(
-            scores["trained"],
-            scores["base"],
-            scores["bm25"],
-            pool_groups(evaluator.dataset, fold_scores),
-            folds=1 + len(fold_scores),
-        )
-        write_verdict_to_card(self.folder / "model", verdict, model_name(self.model))
-        # The dev scores of the choice are those of a trial. They say nothing about the test of a
-        # merged model, or of a model that was trained for a shorter or longer time.
-        warnings = [*tuned.choice.warnings, *warn_of_test(verdict)]
-        is_like_trial = self._final_result.updates == tuned.chosen_trial["updates"]
-        if is_like_trial and self._guard_record is None:
-            warnings = collect_warnings(verdict, tuned.choice)
-        record = {
-            "request": {
-                "version": __version__,
-                "model": request["model"],
-                "settings": dict(self.given),
-                "guard": request["guard"],
-                **asdict(self.pairs),
-                "path": str(self.pairs.path),
-                "corpus": None if self.pairs.corpus is None else str(self.pairs.corpus),
-                "content": request["data"],
-                "corpus_content": request["corpus"],
-                "fingerprints": self._models,
-            },
-            "verdict": verdict.record(),
-            "warnings": warnings,
-            "model": model_name(self.model),
-            "data": {
-                "path": str(self.pairs.path),
-                "corpus": None if self.pairs.corpus is None else str(self.pairs.corpus),
-            },
-            "split": asdict(self._split),
-            "scores": self._make_score_table(results),
-            "guard": self._guard_record,
-            "choice": tuned.choice._asdict(),
-            "trials": tuned.trials,
-            "changes": compare_queries(evaluator.dataset, results["base"], results["trained"]),
-            "settings": yaml.safe_load((self.folder / CONFIG_FILE).read_text(encoding="utf-8")),
-            "seconds": {**self._budget.stage_seconds, "total": self._budget.used_here()},
-            "budget_seconds": self._budget.seconds,
-            "made_with": {**provenance(), "time": datetime.now(UTC).isoformat(timespec="seconds")},
-        }
-        write_json(self.folder / RECORD_FILE, redact(record))
-        write_text(self.folder / REPORT_FILE, build_fit_page(self.folder))
-        return {"verdict": verdict.record(), "warnings": warnings}
-
-    def _make_score_table(self, results: Mapping[str, SystemResult]) -> list[dict[str, Any]]:
-        """Return a row of scores on dev and test for BM25, the base model and the trained model."""
-        trained_score = self._final_result.score
-        if self._guard_record is not None:
-            scores_of_weights = {row[0]: row[1] for row in self._guard_record["scores"]}
-            trained_score = scores_of_weights[self._guard_record["weight"]]
-        names = {
-            "bm25": ("BM25", self._baselines.bm25),
-            "base": (f"{model_name(self.model)} (as it is)", self._baselines.base),
-            "trained": ("trained", trained_score),
-        }
-        table = []
-        for system, (name, dev_score) in names.items():
-            shown = select_shown_metrics(results[system].means)
-            table.append({"name": name, "dev": dev_score, **shown})
-        return table
+# Texts --------------------------------------------------------------------------------------------
 
 
 def refuse_test_queries(
@@ -800,61 +751,3 @@ def pool_documents(dataset: BeirDataset, runs: list[Run]) -> set[str]:
             ranking = sorted(scores, key=lambda document_id: -scores[document_id])
             pool.update(ranking[:_POOL_DEPTH])
     return pool
-
-
-def plan_final_training(
-    folder: Path,
-    trial_dev: Path,
-    tuned: Tuned,
-    full_epochs: float,
-    seconds_left: float,
-) -> tuple[dict[str, Any], int, str]:
-    """Return the settings of the final training, its updates, and a line for the user about them.
-
-    The settings of the chosen trial are completed with checkpoints. If the trials were cut, the
-    training has its full length again. If the time is short, it is limited to fewer updates. The
-    line is empty if the length is that of the trial.
-
-    Args:
-        folder: the folder of the fit.
-        trial_dev: the dev set by which the best checkpoint is chosen.
-        full_epochs: ``num_train_epochs`` at full length.
-        seconds_left: the time that the training may take.
-    """
-    trial = tuned.chosen_trial
-    # Absolute paths, so that a later start may have another working directory.
-    options = {
-        **tuned.options,
-        "output_dir": str(folder / "again"),  # if the user trains with the config again
-        "eval_data": str(trial_dev),
-        "eval_split": "test",
-        "eval_strategy": "steps",
-        "save_strategy": "steps",
-        "load_best_model_at_end": True,
-        "save_total_limit": 1,
-    }
-    if "max_steps" in options and options["max_steps"] == trial["settings"].get("max_steps"):
-        del options["max_steps"]
-        options["num_train_epochs"] = full_epochs
-    settings = replace(Settings(), **{**options, "load_best_model_at_end": False})
-    args = ContAccumTrainingArguments.from_settings(settings)
-    full_updates = count_updates(load_data(settings).dataset, args)
-    # Estimated from the trial: its time of loading and scoring, and the latest time of an update.
-    seconds_per_update = trial["latest_seconds_per_update"]
-    overhead_in_updates = trial["seconds"] / trial["seconds_per_update"] - trial["updates"]
-    overhead = _OVERHEAD_FACTOR * overhead_in_updates * seconds_per_update
-    possible_updates = int((seconds_left - overhead) / (_UPDATE_FACTOR * seconds_per_update))
-    possible_updates = max(_NUM_EVALUATIONS, possible_updates)  # an update before each evaluation
-    num_updates = min(full_updates, possible_updates)
-    line = ""
-    if full_updates != trial["updates"]:
-        line = f"the final training has its full length, {full_updates} updates"
-    if num_updates < full_updates:
-        options["max_steps"] = num_updates
-        line = (
-            f"the final training is cut to {num_updates} of {full_updates} updates, because the "
-            "budget is not enough for more"
-        )
-    # ContAccumTrainer also evaluates after the last update.
-    options["eval_steps"] = options["save_steps"] = math.ceil(num_updates / _NUM_EVALUATIONS)
-    return options, num_updates, line

@@ -9,7 +9,6 @@ compares and writes, and all processes get the same result.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import json
@@ -17,7 +16,7 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,7 +34,7 @@ from transformers import (
 from transformers.trainer_utils import IntervalStrategy
 
 from contaccum import __version__
-from contaccum.distributed import RANK_TIMEOUT, rank, share
+from contaccum.distributed import RANK_TIMEOUT, rank, share, world_size
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
@@ -63,7 +62,9 @@ Identity = Mapping[str, Any]
 IDENTITY_FILE = "identity.json"
 RESULT_FILE = "result.json"
 
-_MEASURED_UPDATES = 2  # the time of all updates is estimated from the time of the first ones
+# A speed is measured in so many updates, each of so many micro-batches at most.
+_MEASURED_UPDATES = 2
+_MEASURED_MICRO_BATCHES = 2
 
 
 # A piece of work in a folder ----------------------------------------------------------------------
@@ -253,24 +254,24 @@ class Result:
     """The result of a run.
 
     Attributes:
-        score: the mean of the evaluator's primary metric; None if the run was stopped or failed.
+        score: the mean of the evaluator's primary metric; None if the run failed.
         query_scores: the scores at the end of the training.
-        halfway_scores: the scores after half of the updates.
-        updates: the number of updates of the whole training.
+        updates: the number of updates.
         seconds: the time of loading, training and scoring.
-        seconds_per_update: the time of an update near the end of the run, without evaluations.
-        possible_updates: the number of updates that had time, if the whole training had none.
+        seconds_per_update: the median time of the updates in the second half of the run.
+        scoring_seconds: the time of scoring.
         note: the reason if there is no score.
+        point: what the caller varied, {setting: value}.
     """
 
     score: float | None = None
     query_scores: QueryScores = field(default_factory=dict)
-    halfway_scores: QueryScores = field(default_factory=dict)
     updates: int = 0
     seconds: float = 0.0
     seconds_per_update: float = 0.0
-    possible_updates: int | None = None
+    scoring_seconds: float = 0.0
     note: str = ""
+    point: dict[str, Any] = field(default_factory=dict)
 
 
 def run(
@@ -278,8 +279,7 @@ def run(
     evaluator: RetrievalEvaluator,
     folder: Path,
     *,
-    max_seconds: float = math.inf,
-    is_hopeless: Callable[[QueryScores], bool] | None = None,
+    point: Mapping[str, Any] | None = None,
     keeps_error: bool = False,
 ) -> Result:
     """Train by the settings in a folder, and score the model, which is not saved.
@@ -288,23 +288,35 @@ def run(
 
     Args:
         settings: the settings; ``output_dir`` and ``eval_data`` are not used here.
-        evaluator: scores the model halfway and at the end.
-        max_seconds: the time that the updates may take. If the first updates show that it is not
-            enough, the result has ``possible_updates`` and no score.
-        is_hopeless: is called with the scores halfway; the run is stopped if it returns True.
+        evaluator: scores the model at the end.
+        point: what the caller varied; it is kept with the result.
         keeps_error: True: an error of the user is the result, in ``note``.
 
     Raises:
         UserError: for settings, data or a model that cannot be used.
     """
+    varied = dict(point or {})
 
     def work() -> dict[str, Any]:
+        started = time.perf_counter()
         try:
-            return asdict(_train_and_score(settings, evaluator, folder, max_seconds, is_hopeless))
+            clock = _train(settings, folder, evaluator)
         except UserError as error:
             if not keeps_error:
                 raise
-            return asdict(Result(note=str(error)))
+            return asdict(Result(note=str(error), point=varied))
+        ended = time.perf_counter()
+        query_scores = share(evaluator.query_scores)  # only the first process has scores
+        result = Result(
+            score=statistics.fmean(query_scores.values()),
+            query_scores=query_scores,
+            updates=len(clock.seconds),
+            seconds=round(ended - started, 1),
+            seconds_per_update=_summarise(clock.seconds),
+            scoring_seconds=round(ended - clock.last_end, 1),
+            point=varied,
+        )
+        return asdict(result)
 
     evaluation = [evaluator.dataset.fingerprint, evaluator.primary_metric]
     identity = {**describe_settings(replace(settings, eval_data=None)), "evaluation": evaluation}
@@ -340,7 +352,7 @@ def run_and_keep(settings: Settings, folder: Path) -> Result:
             score=max(scores),
             updates=len(times),
             seconds=sum(times),
-            seconds_per_update=statistics.median(times[len(times) // 2 :]),
+            seconds_per_update=_summarise(times),
         )
         return asdict(result)
 
@@ -351,32 +363,45 @@ def run_and_keep(settings: Settings, folder: Path) -> Result:
     return result
 
 
-def measure_speed(settings: Settings, evaluator: RetrievalEvaluator, folder: Path) -> float | None:
-    """Return the present seconds per update of a run, which ends after two updates.
+def measure_speed(settings: Settings, folder: Path) -> float:
+    """Return the present seconds per update of a training with the settings.
 
-    The result is None if the run fails. The folder is removed.
+    They are measured in two updates of a few micro-batches. The folder is removed.
+
+    Raises:
+        UserError: for settings, data or a model that cannot be used.
     """
+    micro_batch = settings.per_device_train_batch_size
+    changes: dict[str, Any] = {}
+    scale = 1.0
+    if micro_batch != "auto":  # else the trainer divides an update itself
+        pairs_per_update = ContAccumTrainingArguments.from_settings(settings).total_train_batch_size
+        assert pairs_per_update is not None  # computed when the arguments are created
+        num_micro_batches = pairs_per_update // (micro_batch * world_size())
+        few = min(_MEASURED_MICRO_BATCHES, num_micro_batches)
+        changes = {"total_train_batch_size": None, "gradient_accumulation_steps": few}
+        scale = num_micro_batches / few
+    # The first update is slower, because it allocates memory.
+    settings = replace(settings, **changes, max_steps=_MEASURED_UPDATES + 1, warmup_steps=0)
     try:
-        return _train_and_score(settings, evaluator, folder, 0.0, None).seconds_per_update
-    except UserError:
-        return None
+        update_seconds = _train(settings, folder).seconds[1:]
     finally:
         if rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
+    # All processes use the time of the first process, so that they make the same decisions.
+    return share(scale * statistics.fmean(update_seconds))
 
 
-def read_results(folder: Path) -> list[tuple[dict[str, Any], Result]]:
-    """Return the identities and results of the finished runs in ``folder``/0, 1, 2, ..."""
+def read_results(folder: Path) -> list[Result]:
+    """Return the results of the finished runs in ``folder``/0, 1, 2, ..."""
 
     def read() -> list[Any]:
         contents: list[Any] = []
-        while (folder / str(len(contents)) / RESULT_FILE).is_file():
-            run_folder = folder / str(len(contents))
-            files = (run_folder / IDENTITY_FILE, run_folder / RESULT_FILE)
-            contents.append([read_json(file) for file in files])
+        while (file := folder / str(len(contents)) / RESULT_FILE).is_file():
+            contents.append(read_json(file))
         return contents
 
-    return [(identity, Result(**result)) for identity, result in on_first_rank(read)]
+    return [Result(**content) for content in on_first_rank(read)]
 
 
 def start_ranks(settings: Settings) -> ContAccumTrainingArguments:
@@ -402,22 +427,16 @@ def count_updates(dataset: Any, args: ContAccumTrainingArguments) -> int:
     return max(1, math.ceil(updates_per_epoch * args.num_train_epochs))
 
 
-def _train_and_score(
-    settings: Settings,
-    evaluator: RetrievalEvaluator,
-    folder: Path,
-    max_seconds: float,
-    is_hopeless: Callable[[QueryScores], bool] | None,
-) -> Result:
-    """Train, and score the model halfway and at the end; see `run`."""
-    started = time.perf_counter()
-    # An earlier run may have left document embeddings here. A query-side trainer sets the
-    # embeddings of its own store, and in other runs the evaluator encodes the documents.
-    evaluator.documents = None
+def _train(
+    settings: Settings, folder: Path, evaluator: RetrievalEvaluator | None = None
+) -> _UpdateTimes:
+    """Train in a folder without saving, and let the evaluator score the model at the end."""
     settings = replace(
         settings,
         output_dir=str(folder),
         eval_data=None,
+        eval_strategy="no",
+        load_best_model_at_end=False,
         save_strategy="no",
         logging_strategy="no",
         disable_tqdm=True,
@@ -425,10 +444,12 @@ def _train_and_score(
     )
     args = ContAccumTrainingArguments.from_settings(settings)
     data = load_run_data(settings, args)._replace(evaluator=evaluator)
-    num_updates = count_updates(data.training.dataset, args)
-    args.eval_strategy = IntervalStrategy.STEPS
-    args.eval_steps = math.ceil(num_updates / 2)
-    monitor = _Monitor(evaluator, num_updates, max_seconds, is_hopeless)
+    if evaluator is not None:
+        # An earlier run may have left document embeddings here. A query-side trainer sets the
+        # embeddings of its own store, and in other runs the evaluator encodes the documents.
+        evaluator.documents = None
+        args.eval_strategy = IntervalStrategy.STEPS
+        args.eval_steps = count_updates(data.training.dataset, args)
     bars_were_shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()  # it would appear between the lines printed
     try:
@@ -437,90 +458,40 @@ def _train_and_score(
         if bars_were_shown:
             transformers.utils.logging.enable_progress_bar()
     encoder.model_card_data.generate_widget_examples = False  # the model card is not kept
-    trainer = make_trainer(encoder, settings, args, data, callbacks=[monitor])
+    clock = _UpdateTimes()
+    trainer = make_trainer(encoder, settings, args, data, callbacks=[clock])
     trainer.remove_callback(PrinterCallback)  # the caller prints the score
     trainer.signals.saves_checkpoint = False
     try:
         trainer.train()
-    except _TooSlow:
-        pass  # the monitor has the measured time
     finally:
         del trainer, encoder
         gc.collect()  # a trainer and its model refer to each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    result = Result(
-        halfway_scores=monitor.halfway_scores,
-        updates=num_updates,
-        seconds=round(time.perf_counter() - started, 1),
-        seconds_per_update=monitor.get_latest_speed(),
-        possible_updates=monitor.possible_updates,
-    )
-    if monitor.possible_updates is not None:
-        return dataclasses.replace(result, note="too slow for the budget")
-    if monitor.was_stopped:
-        return dataclasses.replace(result, note="stopped halfway")
-    query_scores = share(evaluator.query_scores)  # only the first process has scores
-    return dataclasses.replace(
-        result, query_scores=query_scores, score=statistics.fmean(query_scores.values())
-    )
+    return clock
 
 
-class _TooSlow(Exception):
-    """Ends a training that would take longer than its time."""
+class _UpdateTimes(TrainerCallback):
+    """The seconds of each update of a training, and when the last one ended."""
 
-
-class _Monitor(TrainerCallback):
-    """A callback that measures the time of updates, and stops a slow or hopeless run."""
-
-    def __init__(
-        self,
-        evaluator: RetrievalEvaluator,
-        num_updates: int,
-        max_seconds: float,
-        is_hopeless: Callable[[QueryScores], bool] | None,
-    ) -> None:
-        self.was_stopped = False
-        self.possible_updates: int | None = None
-        self.halfway_scores: QueryScores = {}
-        self._evaluator = evaluator
-        self._num_updates = num_updates
-        self._max_seconds = max_seconds
-        self._is_hopeless = is_hopeless
-        self._started = 0.0
-        self._last_end = 0.0  # of an update, or of the evaluation after it
-        self._update_seconds: list[float] = []
-
-    def get_latest_speed(self) -> float:
-        """Return the median time of an update in the second half of the updates."""
-        return statistics.median(self._update_seconds[len(self._update_seconds) // 2 :])
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.last_end = 0.0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._started = self._last_end = time.perf_counter()
+        self.last_end = time.perf_counter()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         now = time.perf_counter()
-        self._update_seconds.append(now - self._last_end)
-        self._last_end = now
-        if state.global_step != _MEASURED_UPDATES:
-            return
-        # All processes use the time of the first process, so that they make the same decision.
-        seconds_per_update = share((now - self._started) / state.global_step)
-        if seconds_per_update * self._num_updates > self._max_seconds:
-            self.possible_updates = int(self._max_seconds / seconds_per_update)
-            self._update_seconds = [seconds_per_update]
-            raise _TooSlow
+        self.seconds.append(now - self.last_end)
+        self.last_end = now
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if state.global_step < state.max_steps:
-            self.halfway_scores = share(dict(self._evaluator.query_scores))
-            if self._is_hopeless is not None and self._is_hopeless(self.halfway_scores):
-                self.was_stopped = True
-                control.should_training_stop = True
-        self._last_end = time.perf_counter()
+
+def _summarise(update_seconds: Sequence[float]) -> float:
+    """Return the median time of an update in the second half of a run, when the caches are warm."""
+    return statistics.median(update_seconds[len(update_seconds) // 2 :])

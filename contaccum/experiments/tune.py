@@ -6,41 +6,41 @@ settings that a field of `contaccum.settings` names values for (``tries``) are v
 best ones so far. No state is kept besides the folders of the trials, so a search goes on after a
 kill.
 
-A trial may be too slow for the budget. The trials of its method are then cut to fewer updates, or
-the method is left out. The number of updates becomes ``max_steps`` of these trials. The final
-training of `contaccum fit` is longer than they are if there is time. A trial that is significantly
-worse than the best one is stopped halfway.
+Before the first trial, a few micro-batches of each method are timed. If its trials would take too
+long, they have fewer updates, so that several have time; ``max_steps`` is the number. The final
+training of `contaccum fit` is longer than they are if there is time.
 """
 
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from contaccum.data.beir import find_beir_file
 from contaccum.data.near_duplicates import group_queries
 from contaccum.distributed import rank, share, world_size
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import model_name
-from contaccum.errors import ConfigError, DataError
+from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.metrics import sign_flip_test
-from contaccum.experiments.budget import TimeForTrials, format_duration, suggest_budget
+from contaccum.experiments.budget import Budget, format_duration, suggest_budget
 from contaccum.experiments.ladder import find_best_value, next_values, round_value, smooth
 from contaccum.experiments.run import (
     QueryScores,
     Result,
     begin,
+    count_updates,
     describe_models,
     describe_settings,
     hash_path,
     measure_speed,
     on_first_rank,
+    once,
     only_first_rank,
     read_results,
     run,
@@ -75,7 +75,7 @@ TRIAL_METRIC = "ndcg@10"
 MAX_TRIALS = 40
 """More trials would mainly choose the noise of the dev set."""
 MIN_UPDATES = 8
-"""The smallest number of updates of a trial; the score of a shorter trial says nothing."""
+"""The smallest number of updates of a trial that is cut; a shorter one says nothing."""
 RATE_FACTOR = 3.0
 """The factor between two learning rates of a ladder."""
 MAX_RATES = 5
@@ -104,12 +104,11 @@ _MAX_QUERY_SIDE_MICRO_BATCH = 32  # pairs of query-side training, in which only 
 _QUERY_SIDE_BATCH_UNIT = 8  # the batch of a process is a multiple, so micro-batches are not tiny
 # A document that scores more than 95% of the positive is no negative: it may be relevant as well.
 _RELATIVE_MARGIN = 0.05
-_HOPELESS_P_VALUE = 0.01  # a trial that is worse than the best one by this test is stopped halfway
 _LOADING_MARGIN = 1.2  # time of a trial with loading and scoring, relative to its updates
-# Once another method has a score, a method whose trials would be cut to less than this is left out.
-_MIN_SHARE_OF_UPDATES = 0.25
-_NUM_PLANNED_TRIALS = 6  # the first trial of a method may be so long that six have time
-_COST_NAMES = ("method", "total_train_batch_size", "num_hard_negatives")  # they cost time
+# Trials are so short that so many have time, but a method's first trial has some 16 updates if all
+# methods can have their first trial with them.
+_NUM_PLANNED_TRIALS = 6
+_FIRST_UPDATES = 16
 _MORE_DEV_QUERIES = (
     "take more dev queries, about other passages (--dev of contaccum fit or contaccum split)"
 )
@@ -119,7 +118,7 @@ _MORE_DEV_QUERIES = (
 
 
 @dataclass(frozen=True)
-class Source:
+class SearchSpace:
     """The settings that all trials share, and what a method needs in addition.
 
     Attributes:
@@ -222,7 +221,7 @@ def make_base_settings(settings: Settings) -> Settings:
 
 
 def list_methods(
-    source: Source, config_method: str | None, print_line: Callable[[str], None] = print
+    space: SearchSpace, config_method: str | None, print_line: Callable[[str], None] = print
 ) -> list[str]:
     """Return the methods that are possible with the settings; that of the config comes first.
 
@@ -238,16 +237,16 @@ def list_methods(
             tried, and there are no documents.
     """
     methods = list(Settings.__dataclass_fields__["method"].metadata["tries"])
-    is_fixed = "method" in source.fixed
+    is_fixed = "method" in space.fixed
     if is_fixed:
         methods = [str(config_method)]
-        if methods == ["query_side"] and source.store is None:
+        if methods == ["query_side"] and space.store is None:
             raise ConfigError("method=query_side needs documents: set corpus or passage_store")
-    elif source.store is None:
+    elif space.store is None:
         methods.remove("query_side")
     for method in list(methods):
         try:
-            ContAccumTrainingArguments.from_settings(source.make_settings(method))
+            ContAccumTrainingArguments.from_settings(space.make_settings(method))
         except ConfigError as error:
             if method != "query_side" or is_fixed:
                 raise
@@ -326,17 +325,20 @@ def mine_once(settings: Settings, corpus: str | None, file: Path) -> str | None:
 
 
 class Trial(NamedTuple):
-    """A trial that was scored, was stopped, or failed.
+    """A trial that was scored, or failed.
 
     Attributes:
         number: its number in the search, which is also the name of its folder.
-        point: what was searched.
-        result: the result; its ``score`` is None if the trial was stopped or failed.
+        result: the result; its ``score`` is None if the trial failed.
     """
 
     number: int
-    point: Point
     result: Result
+
+    @property
+    def point(self) -> Point:
+        """What was searched."""
+        return self.result.point
 
     @property
     def method(self) -> str:
@@ -393,12 +395,9 @@ def choose_next(
             if further:
                 return {**start, "learning_rate": further[0]}
 
-    comparable = []
-    for trial in trials:
-        start = starts.get(trial.method, {})
-        has_present_length = trial.point.get("max_steps") == start.get("max_steps")
-        if trial.result.score is not None and start and has_present_length:
-            comparable.append(trial)
+    comparable = [
+        trial for trial in trials if trial.result.score is not None and trial.method in starts
+    ]
     if not comparable:
         return None
     best = choose_best(comparable, groups)
@@ -519,327 +518,152 @@ class Search:
     With several processes, all of them train, and take the same decisions.
 
     Attributes:
-        source: the settings that all trials have.
+        space: the settings that all trials have.
         starts: {method: the point at which its ladder starts}.
         tries: {method: (setting, value) to try after the ladders}.
         evaluator: the evaluator of the dev data.
-        base_scores: {query id: score of the base model}.
-        time: the time that trials may take.
+        budget: the time of the whole command.
+        reserve: the seconds of the budget that are reserved for the steps after training.
+        share: the share of the other seconds that trials may use; the rest is for training.
         folder: the folder of the trials.
         print_line: is called with each line for the user.
     """
 
-    source: Source
+    space: SearchSpace
     starts: Mapping[str, Point]
     tries: Mapping[str, Sequence[tuple[str, Any]]]
     evaluator: RetrievalEvaluator
-    base_scores: QueryScores
-    time: TimeForTrials
+    budget: Budget
+    reserve: float
+    share: float
     folder: Path
     print_line: Callable[[str], None]
 
     def __post_init__(self) -> None:
         self._groups = group_queries(self.evaluator.dataset)
-        self._attempts: list[Trial] = []  # also those that were too slow and are cut
-        # Point and seconds per update of all measurements in their order, and the number of trials
-        # before the last one that was not a trial.
-        self._speeds: list[tuple[Point, float]] = []
-        self._measured_after = 0
-        for identity, result in read_results(self.folder):
-            self._add(self._read_point(identity), result)
-        self._read_lengths()
 
-    def _add(self, point: Point, result: Result) -> None:
-        self._attempts.append(Trial(len(self._attempts), point, result))
-        if result.possible_updates is None and result.seconds_per_update:
-            self._speeds.append((point, result.seconds_per_update))
-
-    def _read_point(self, identity: Mapping[str, Any]) -> Point:
-        """Return what was searched in a trial, from the identity of its run."""
-        defaults = Settings()
-        method = identity.get("method", defaults.method)
-        start = self.starts[method]
-        settings = self.source.make_settings(**start)
-        point = {"method": method}
-        if "learning_rate" in start:
-            point["learning_rate"] = identity.get("learning_rate", defaults.learning_rate)
-        for name in ("max_steps", *dict(self.tries[method])):
-            value = identity.get(name, getattr(defaults, name))
-            if value != getattr(settings, name):
-                point[name] = value
-        return point
-
-    def run(self) -> Choice:
-        """Run trials until the time is used, and choose the best settings.
+    def run(self) -> list[Trial]:
+        """Run trials until the time is used, and return them.
 
         Raises:
             ConfigError: if the budget is too short for one trial.
             UserError: for a mistake that every trial would fail with.
         """
-        while (point := self._plan_next()) is not None:
-            max_seconds = self._time_for_trial()
-            if "max_steps" not in point and self._estimate_seconds(point["method"]) is None:
-                # Until a trial of the method has a score, its trials may be cut.
-                max_seconds = min(max_seconds, self.time.longest_trial(_NUM_PLANNED_TRIALS))
+        plan = once(self.folder / "plan", {"starts": self.starts}, self._plan, all_ranks=True)
+        # A later start may have a larger budget.
+        end = plan["used_seconds"] + self.share * (
+            self.budget.seconds - plan["used_seconds"] - self.reserve
+        )
+        starts: dict[str, Point] = {}
+        for method, length in plan["lengths"].items():
+            starts[method] = {**self.starts[method]}
+            if length is not None:
+                starts[method]["max_steps"] = length
+        trials = []
+        for number, result in enumerate(read_results(self.folder)):
+            trials.append(Trial(number, result))
+        while True:
+            scored = [trial for trial in trials if trial.result.score is not None]
+            seconds_left = end - self.budget.used()
+            affordable = {}
+            for method, start in starts.items():
+                # The first trials of the methods were planned so that they have time.
+                seconds = [trial.result.seconds for trial in scored if trial.method == method]
+                if max(seconds[-3:], default=0.0) <= seconds_left or not scored:
+                    affordable[method] = start
+            point = choose_next(affordable, self.tries, trials, self._groups)
+            if len(trials) == MAX_TRIALS:
+                reason = f"more than {MAX_TRIALS} trials would mainly choose the noise of dev"
+                break
+            if point is None:
+                reason = "all settings have been tried"
+                if len(affordable) < len(starts):
+                    left = format_duration(max(0.0, seconds_left))
+                    reason = f"the {left} that it has left are not enough for another trial"
+                break
             result = run(
-                self.source.make_settings(**point),
+                self.space.make_settings(**point),
                 self.evaluator,
-                self.folder / str(len(self._attempts)),
-                max_seconds=max_seconds,
-                is_hopeless=self._is_hopeless,
+                self.folder / str(len(trials)),
+                point=point,
                 # With several processes, only one of them may have the error, such as too little
                 # memory, and the others would wait for it.
-                keeps_error=self._find_best() is not None and world_size() == 1,
+                keeps_error=bool(scored) and world_size() == 1,
             )
-            self._add(point, result)
-            self._read_lengths()
-            trial = self._attempts[-1]
-            if self._find_best() is None and trial.number not in self._cut_trials:
-                self._refuse_slow_trial(trial)
-            self._print_progress(trial)
-            self.time.budget.save()
-        return choose_trial(self.trials, self.base_scores, self._groups)
+            trials.append(Trial(len(trials), result))
+            self._print_progress(trials, end)
+            self.budget.save()
+        self.print_line(f"the search ends: {reason}")
+        return trials
 
-    @property
-    def trials(self) -> list[Trial]:
-        """The trials that were scored, were stopped or failed, without those that were cut."""
-        return [trial for trial in self._attempts if trial.number not in self._cut_trials]
+    def _plan(self) -> dict[str, Any]:
+        """Measure the methods, and return the number of updates of a trial of each method.
 
-    def make_records(self) -> list[dict[str, Any]]:
-        """Return a JSON record of each trial."""
-        records = []
-        for trial in self.trials:
-            result = trial.result
-            records.append(
-                {
-                    "trial": trial.number,
-                    "settings": trial.point,
-                    "score": result.score,
-                    "seconds": result.seconds,
-                    "updates": result.updates,
-                    "seconds_per_update": result.seconds_per_update,
-                    "latest_seconds_per_update": self._find_latest_speed(trial.point),
-                    "note": redact(self._notes.get(trial.number, result.note)),
-                }
-            )
-        return records
-
-    def _read_lengths(self) -> None:
-        """Read from the results which methods are cut to fewer updates, and which are left out."""
-        self._cuts: dict[str, int] = {}  # {method: updates of its trials}
-        self._full_updates: dict[str, int] = {}  # {method that was cut: updates at full length}
-        self._left_out: set[str] = set()  # methods that are too slow
-        self._cut_trials: set[int] = set()  # they are repeated with fewer updates
-        self._notes: dict[int, str] = {}
-        scored = set()  # method and length
-        for trial in self._attempts:
-            method, result = trial.method, trial.result
-            length = trial.point.get("max_steps")
-            if result.score is not None:
-                scored.add((method, length))
-                if length != self._cuts.get(method):
-                    self._cuts.pop(method, None)  # the machine has become faster
-            if result.possible_updates is None:
-                continue
-            if (method, length) in scored:
-                # The score of a shorter trial could not be compared with the earlier scores.
-                self._notes[trial.number] = "no time is left for this trial"
-                continue
-            min_updates = MIN_UPDATES
-            if scored and method not in self._full_updates:
-                # The score after a small part of the training does not show how good a method is.
-                # But a method whose trials were cut before is not left out.
-                min_updates = max(MIN_UPDATES, math.ceil(_MIN_SHARE_OF_UPDATES * result.updates))
-            if result.possible_updates >= min_updates:
-                self._cuts[method] = result.possible_updates
-                self._full_updates.setdefault(method, result.updates)
-                self._cut_trials.add(trial.number)
-            else:
-                self._left_out.add(method)
-                seconds = format_duration(result.updates * result.seconds_per_update)
-                self._notes[trial.number] = f"{result.note}: a trial of {method} takes {seconds}"
-
-    def _plan_next(self) -> Point | None:
-        """Return the point to try next; None if the search has ended.
+        A number is None if trials have their full length. Methods that are too slow are left out.
 
         Raises:
-            ConfigError: if there is no time for the first trial.
+            ConfigError: if the budget is too short for every method.
         """
-        if len(self.trials) >= MAX_TRIALS:
-            reason = f"more than {MAX_TRIALS} trials would mainly choose the noise of dev"
-        elif self._has_time() or (self._measure_again() and self._has_time()):
-            self._lengthen_trials()
-            starts = {}
-            for method, start in self.starts.items():
-                expected_seconds = self._estimate_seconds(method) or 0.0
-                if expected_seconds <= self._time_for_trial() and method not in self._left_out:
-                    cut = {"max_steps": self._cuts[method]} if method in self._cuts else {}
-                    starts[method] = {**start, **cut}
-            point = choose_next(starts, self.tries, self.trials, self._groups)
-            if point is not None:
-                return point
-            reason = "all settings have been tried"
-        else:
-            left = format_duration(max(0.0, self.time.budget.left()))
-            reason = f"the {left} that are left are not enough for another trial"
-            if self.time.final_training_factor:
-                reason += " beside the final training and the test"
-            if self._find_best() is None:
-                needed = self.time.budget.used() + self.time.reserve
-                self._refuse_budget(
-                    f"the steps before and after the search take {format_duration(needed)}, which "
-                    f"leaves no time for a trial (give more than --budget {suggest_budget(needed)})"
-                )
-        self.print_line(f"the search ends: {reason}")
-        return None
-
-    def _measure_again(self) -> bool:
-        """Measure the speed of the machine, unless it was measured since the last trial.
-
-        The machine may be faster than in the last trial, which leaves time for further trials and a
-        longer final training.
-        """
-        best = self._find_best()
-        is_needed = self.time.final_training_factor > 0
-        if best is None or not is_needed or self._measured_after == len(self._attempts):
-            return False
-        self.time.measure_again()
-        settings = self.source.make_settings(**best.point)
-        speed = measure_speed(settings, self.evaluator, self.folder / "speed")
-        self._speeds.append((best.point, speed or best.result.seconds_per_update))
-        self._measured_after = len(self._attempts)
-        return True
-
-    def _lengthen_trials(self) -> None:
-        """Cut the trials of a method no longer if several trials at full length have time now."""
-        if self._attempts and self._attempts[-1].number in self._cut_trials:
-            return  # this cut was just measured
-        for method in list(self._cuts):
-            latest_speed = self._find_latest_speed(self.starts[method])
-            full_seconds = _LOADING_MARGIN * self._full_updates[method] * latest_speed
-            if 0.0 < full_seconds <= self.time.longest_trial(_NUM_PLANNED_TRIALS):
+        used_seconds = self.budget.used()
+        seconds = self.share * (self.budget.seconds - used_seconds - self.reserve)
+        lengths: dict[str, int | None] = {}
+        least_seconds = math.inf  # of the shortest trial
+        for method, start in self.starts.items():
+            settings = self.space.make_settings(**start)
+            try:
+                update_seconds = _LOADING_MARGIN * measure_speed(settings, self.folder / "speed")
+            except UserError as error:
+                # With several processes, only one of them may have the error.
+                if not lengths or world_size() > 1:
+                    raise
+                self.print_line(f"{method} is left out: {error}")
+                continue
+            args = ContAccumTrainingArguments.from_settings(settings)
+            full_length = count_updates(load_data(settings).dataset, args)
+            longest = int(seconds / len(self.starts) / update_seconds)
+            length = int(seconds / _NUM_PLANNED_TRIALS / update_seconds)
+            length = min(full_length, max(length, min(longest, _FIRST_UPDATES)))
+            min_length = min(full_length, MIN_UPDATES)
+            if length < min_length:
+                least_seconds = min(least_seconds, min_length * update_seconds)
                 self.print_line(
-                    f"{method}: the machine is faster now, and trials are not cut any longer"
+                    f"{method} is left out, because it is too slow for the budget: {min_length} "
+                    f"updates take {format_duration(min_length * update_seconds)}"
                 )
-                del self._cuts[method]
-
-    def _is_hopeless(self, scores: QueryScores) -> bool:
-        """Return True if a trial is significantly worse than the best one was halfway."""
-        best = self._find_best()
-        if best is None or not best.result.halfway_scores:
-            return False
-        test = sign_flip_test(scores, best.result.halfway_scores, self._groups)
-        return test["difference"] < 0 and test["p_value"] < _HOPELESS_P_VALUE
-
-    def _print_progress(self, trial: Trial) -> None:
-        """Print the result of the last trial, the best score, and the time that is left."""
-        result = trial.result
-        if trial.number in self._cut_trials:
-            line = (
-                f"{trial.method}: trials are cut to {result.possible_updates} updates, so that "
-                "there is time for several"
+                continue
+            lengths[method] = None if length == full_length else length
+            if length < full_length:
+                line = f"{method}: trials have {length} of {full_length} updates"
+                if self.share < 1.0:
+                    line += "; the final training is longer, if time allows it"
+                self.print_line(line)
+        if not lengths:
+            self.budget.save()
+            needed = used_seconds + self.reserve + least_seconds * len(self.starts) / self.share
+            raise ConfigError(
+                f"the budget of {format_duration(self.budget.seconds)} is too short: the shortest "
+                f"trial takes {format_duration(least_seconds)}, and the steps before and after the "
+                f"search {format_duration(used_seconds + self.reserve)} (give --budget "
+                f"{suggest_budget(needed)} or more)"
             )
-            if self.time.final_training_factor:
-                line += "; the final training is longer, if time allows it"
-            self.print_line(line)
-            return
+        return {"used_seconds": used_seconds, "lengths": lengths}
+
+    def _print_progress(self, trials: Sequence[Trial], end: float) -> None:
+        """Print the result of the last trial, the best score, and the time that is left."""
+        trial = trials[-1]
         settings = ", ".join(f"{name} {value}" for name, value in trial.point.items())
-        text = "stopped halfway, clearly worse than the best"
-        if result.score is not None:
-            text = f"{result.score:.3f}"
-        elif not result.halfway_scores:
-            self.print_line(f"{settings}: {redact(self._notes.get(trial.number, result.note))}")
+        if trial.result.score is None:
+            self.print_line(f"{settings}: {redact(trial.result.note)}")
             return
-        seconds_left = max(0.0, self._time_left())
-        expected_trials = len(self.trials)
-        trial_seconds = self._estimate_seconds(trial.method)
-        if trial_seconds:
-            expected_trials += int(seconds_left / trial_seconds)
-        best = self._find_best()
-        assert best is not None  # else the search has ended in `run`
+        best = max(trials, key=lambda trial: trial.result.score or 0.0)
+        seconds_left = max(0.0, end - self.budget.used())
+        expected_trials = len(trials) + int(seconds_left / max(trial.result.seconds, 0.1))
         rate = best.point.get("learning_rate", "the given rate")
         self.print_line(
-            f"trial {len(self.trials)} of about {min(expected_trials, MAX_TRIALS)}: {settings}: "
-            f"{text} (best {best.result.score:.3f} by {best.method} at {rate}), "
+            f"trial {len(trials)} of about {min(expected_trials, MAX_TRIALS)}: {settings}: "
+            f"{trial.result.score:.3f} (best {best.result.score:.3f} by {best.method} at {rate}), "
             f"{format_duration(seconds_left)} left to search"
         )
-
-    def _refuse_slow_trial(self, trial: Trial) -> None:
-        """Raise `ConfigError`, because the time is not enough for this trial or any other."""
-        # A start with a larger budget tries it again.
-        on_first_rank(lambda: shutil.rmtree(self.folder / str(trial.number)))
-        min_seconds = trial.result.seconds_per_update * MIN_UPDATES
-        num_trials = _NUM_PLANNED_TRIALS + self.time.final_training_factor
-        seconds_of_search = _LOADING_MARGIN * min_seconds * num_trials
-        needed = self.time.budget.used() + self.time.reserve + seconds_of_search
-        self._refuse_budget(
-            f"{MIN_UPDATES} updates of {trial.method} take {format_duration(min_seconds)}, and a "
-            f"choice needs several trials (give --budget {suggest_budget(needed)} or more)"
-        )
-
-    def _refuse_budget(self, reason: str) -> NoReturn:
-        budget = self.time.budget
-        budget.save()
-        raise ConfigError(f"the budget of {format_duration(budget.seconds)} is too short: {reason}")
-
-    # Times
-
-    def _find_best(self) -> Trial | None:
-        """Return the trial with the highest score; None if no trial was scored."""
-        scored = [trial for trial in self._attempts if trial.result.score is not None]
-        return max(scored, key=lambda trial: trial.result.score or 0.0, default=None)
-
-    def _time_left(self) -> float:
-        """Return the seconds left for trials, without the time of the final training.
-
-        The final training is expected to take as long as the best trial so far. If trials are cut,
-        it may be longer.
-        """
-        best = self._find_best()
-        if best is None:
-            return self.time.left(0.0)
-        full_updates = self._full_updates.get(best.method, best.result.updates)
-        return self.time.left(
-            self._estimate_seconds_now(best, best.result.updates),
-            self._estimate_seconds_now(best, full_updates),
-        )
-
-    def _time_for_trial(self) -> float:
-        """Return the seconds that a trial may take, so that its final training has time as well."""
-        return min(self._time_left(), self.time.longest_trial())
-
-    def _has_time(self) -> bool:
-        """Return True if there is time for one more trial of the fastest method."""
-        estimates = [self._estimate_seconds(method) for method in self.starts]
-        needed = min((seconds for seconds in estimates if seconds is not None), default=0.0)
-        return self._time_for_trial() > needed
-
-    def _estimate_seconds(self, method: str) -> float | None:
-        """Return the largest time of a method's last three scored trials; None without any.
-
-        Their times are those that they would take at the latest speed of the machine. Trials of
-        another length than the method's trials have now do not count.
-        """
-        seconds = []
-        for trial in self._attempts:
-            is_like_next = trial.point.get("max_steps") == self._cuts.get(method)
-            if trial.method == method and is_like_next and trial.result.score is not None:
-                seconds.append(self._estimate_seconds_now(trial, trial.result.updates))
-        return max(seconds[-3:], default=None)
-
-    def _estimate_seconds_now(self, trial: Trial, num_updates: int) -> float:
-        """Return the seconds of a scored trial with so many updates at the latest speed."""
-        latest_speed = self._find_latest_speed(trial.point)
-        seconds = trial.result.seconds * latest_speed / trial.result.seconds_per_update
-        return seconds + (num_updates - trial.result.updates) * latest_speed
-
-    def _find_latest_speed(self, point: Point) -> float:
-        """Return the last seconds per update that were measured with updates as large."""
-        latest_speed = 0.0
-        for other, seconds_per_update in self._speeds:
-            if all(other.get(name) == point.get(name) for name in _COST_NAMES):
-                latest_speed = seconds_per_update
-        return latest_speed
 
 
 # Tuning -------------------------------------------------------------------------------------------
@@ -876,7 +700,7 @@ class Tuned(NamedTuple):
         options: all settings of a run with them; ``replace(Settings(), **options)``.
         base: nDCG@10 of the base model on dev.
         bm25: nDCG@10 of BM25 on dev.
-        trials: the JSON record of each trial; see `Search.make_records`.
+        trials: the JSON record of each trial.
     """
 
     choice: Choice
@@ -893,7 +717,7 @@ class Tuned(NamedTuple):
 
 
 def search_settings(
-    source: Source,
+    space: SearchSpace,
     methods: Sequence[str],
     config_method: str | None,
     given: Collection[str],
@@ -901,14 +725,16 @@ def search_settings(
     encoder: DualEncoder,
     evaluator: RetrievalEvaluator,
     baselines: Baselines,
-    time: TimeForTrials,
+    budget: Budget,
+    reserve: float,
+    share: float,
     folder: Path,
     print_line: Callable[[str], None],
 ) -> Tuned:
     """Search settings by their scores on dev.
 
     Args:
-        source: the settings from which the search starts.
+        space: the settings from which the search starts.
         methods: the methods to try.
         config_method: the method that the user has given, whose ladder starts at the learning rate
             that the user has given.
@@ -917,12 +743,12 @@ def search_settings(
         encoder: the base model.
         evaluator: the evaluator of the dev data.
         baselines: the scores on dev before training.
-        time: the time that the search may take, over all starts.
+        budget, reserve, share: the time that the search may take; see `Search`.
         folder: the folder of the trials and the mined negatives.
         print_line: is called with each line for the user.
     """
-    settings = source.settings
-    fixed = set(source.fixed)
+    settings = space.settings
+    fixed = set(space.fixed)
     if settings.max_steps > 0:
         fixed.add("num_train_epochs")  # it has no effect
     if "gradient_accumulation_steps" in fixed:
@@ -936,7 +762,7 @@ def search_settings(
             mined = on_first_rank(lambda: mine_once(settings, corpus, folder / MINED_FILE))
         if mined is None:
             fixed.add("num_hard_negatives")
-        source = Source(settings, source.fixed, source.store, mined)
+        space = SearchSpace(settings, space.fixed, space.store, mined)
 
     transformer = getattr(encoder.transformers_model, "config", None)
     width = getattr(transformer, "hidden_size", None) or encoder.get_embedding_dimension() or 384
@@ -956,7 +782,7 @@ def search_settings(
                 has_adapter = settings.lora_r is not None
                 rate = compute_start_rate(method, width, has_adapter, baselines.is_base_too_weak)
             starts[method]["learning_rate"] = rate
-        start = source.make_settings(**starts[method])
+        start = space.make_settings(**starts[method])
         tries[method] = []
         for name, setting in Settings.__dataclass_fields__.items():
             if name in {*fixed, "method"} or not uses(method, name):
@@ -968,24 +794,24 @@ def search_settings(
                     start_value = temperature
                 is_too_large = name == "total_train_batch_size" and value > max_batch_size
                 with suppress(ConfigError):  # a value that cannot work with the others
-                    candidate = source.make_settings(**{**starts[method], name: value})
+                    candidate = space.make_settings(**{**starts[method], name: value})
                     ContAccumTrainingArguments.from_settings(candidate)
                     if value != start_value and not is_too_large:
                         tries[method].append((name, value))
 
-    trials = folder / "trials"
     search = Search(
-        source, starts, tries, evaluator, baselines.query_scores, time, trials, print_line
+        space, starts, tries, evaluator, budget, reserve, share, folder / "trials", print_line
     )
-    choice = search.run()
+    trials = search.run()
+    choice = choose_trial(trials, baselines.query_scores, group_queries(evaluator.dataset))
     chosen = {**choice.settings}
     if "max_steps" in chosen:
-        if {"max_steps", "num_train_epochs"} & set(source.fixed):
+        if {"max_steps", "num_train_epochs"} & set(space.fixed):
             del chosen["max_steps"]  # the user has fixed the length
         else:
             # The scores say nothing about a longer training, and the epochs had no effect.
             chosen["num_train_epochs"] = Settings().num_train_epochs
-    final = source.make_settings(**chosen)
+    final = space.make_settings(**chosen)
     # The settings that were given or chosen are shown in the config even if they are the defaults.
     options = {}
     for name in ("method", *given, *chosen):
@@ -994,13 +820,28 @@ def search_settings(
     options |= to_dict(final)
     if "max_steps" in chosen:
         options.pop("num_train_epochs", None)
-    return Tuned(choice, options, baselines.base, baselines.bm25, search.make_records())
+    records = []
+    for trial in trials:
+        result = trial.result
+        records.append(
+            {
+                "trial": trial.number,
+                "settings": trial.point,
+                "score": result.score,
+                "seconds": result.seconds,
+                "updates": result.updates,
+                "seconds_per_update": result.seconds_per_update,
+                "scoring_seconds": result.scoring_seconds,
+                "note": redact(result.note),
+            }
+        )
+    return Tuned(choice, options, baselines.base, baselines.bm25, records)
 
 
 def tune(
     given: Mapping[str, Any],
     fixed: Collection[str],
-    time: TimeForTrials,
+    budget: Budget,
     output: Path,
     print_line: Callable[[str], None] = print,
 ) -> Tuned:
@@ -1012,7 +853,7 @@ def tune(
         given: settings of `contaccum train`, with ``model``, ``train_data`` and ``eval_data``. The
             search starts from them.
         fixed: the names of those that the search does not vary.
-        time: the time that the search may take, over all calls.
+        budget: the time that all calls may take.
         output: the folder for the config `TUNED_CONFIG`, the record `TUNED_RECORD` and the trials.
         print_line: is called with each line for the user.
 
@@ -1033,10 +874,10 @@ def tune(
         if not getattr(settings, name):
             raise ConfigError(f"{name} is not set: add it to the config, or --{name}")
     # The documents are encoded below if the user gives a corpus.
-    source = Source(settings, fixed, store or (corpus and str(output / "passage_store")))
+    space = SearchSpace(settings, fixed, store or (corpus and str(output / "passage_store")))
     args = start_ranks(make_base_settings(settings))
     print_line = only_first_rank(print_line)
-    methods = list_methods(source, config_method, print_line)
+    methods = list_methods(space, config_method, print_line)
     evaluator = make_evaluator(settings)
     if evaluator is None:
         raise ConfigError(
@@ -1067,22 +908,22 @@ def tune(
         **describe_models(encoder, settings, args),
     }
     with begin(output, identity, "contaccum tune", may_restart=False):
-        if source.store is not None:
+        if space.store is not None:
             if store is None:
                 batch_size = args.per_device_eval_batch_size
                 corpus_encoder = CorpusEncoder(
-                    encoder, "base", Path(corpus), source.store, batch_size=batch_size
+                    encoder, "base", Path(corpus), space.store, batch_size=batch_size
                 )
                 if rank() == 0:
                     corpus_encoder.encode()
                 share(None)  # the other processes wait for the first one
-            evaluator.documents = StoreDocuments(EmbeddingStore.open(source.store))
+            evaluator.documents = StoreDocuments(EmbeddingStore.open(space.store))
         base = evaluator.score(encoder)[TRIAL_METRIC]
         base_scores = evaluator.query_scores
         baselines = Baselines(base, base_scores, evaluator.score_bm25()[TRIAL_METRIC])
         print_line(baselines.format_line(settings.model))
         tuned = search_settings(
-            source,
+            space,
             methods,
             config_method,
             given,
@@ -1090,7 +931,9 @@ def tune(
             encoder,
             evaluator,
             baselines,
-            time,
+            budget,
+            0.0,
+            1.0,
             output,
             print_line,
         )
