@@ -9,6 +9,7 @@ compares and writes, and all processes get the same result.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import json
@@ -298,25 +299,13 @@ def run(
     varied = dict(point or {})
 
     def work() -> dict[str, Any]:
-        started = time.perf_counter()
         try:
-            clock = _train(settings, folder, evaluator)
+            result = _train_and_score(settings, evaluator, folder)
         except UserError as error:
             if not keeps_error:
                 raise
-            return asdict(Result(note=str(error), point=varied))
-        ended = time.perf_counter()
-        query_scores = share(evaluator.query_scores)  # only the first process has scores
-        result = Result(
-            score=statistics.fmean(query_scores.values()),
-            query_scores=query_scores,
-            updates=len(clock.seconds),
-            seconds=round(ended - started, 1),
-            seconds_per_update=_summarise(clock.seconds),
-            scoring_seconds=round(ended - clock.last_end, 1),
-            point=varied,
-        )
-        return asdict(result)
+            result = Result(note=str(error))
+        return asdict(dataclasses.replace(result, point=varied))
 
     evaluation = [evaluator.dataset.fingerprint, evaluator.primary_metric]
     identity = {**describe_settings(replace(settings, eval_data=None)), "evaluation": evaluation}
@@ -425,6 +414,22 @@ def count_updates(dataset: Any, args: ContAccumTrainingArguments) -> int:
     assert args.total_train_batch_size is not None  # computed when the arguments are created
     updates_per_epoch = math.ceil(num_rows / args.total_train_batch_size)
     return max(1, math.ceil(updates_per_epoch * args.num_train_epochs))
+
+
+def _train_and_score(settings: Settings, evaluator: RetrievalEvaluator, folder: Path) -> Result:
+    """Train, and score the model at the end."""
+    started = time.perf_counter()
+    clock = _train(settings, folder, evaluator)
+    ended = time.perf_counter()
+    query_scores = share(evaluator.query_scores)  # only the first process has scores
+    return Result(
+        score=statistics.fmean(query_scores.values()),
+        query_scores=query_scores,
+        updates=len(clock.seconds),
+        seconds=round(ended - started, 1),
+        seconds_per_update=_summarise(clock.seconds),
+        scoring_seconds=round(ended - clock.last_end, 1),
+    )
 
 
 def _train(

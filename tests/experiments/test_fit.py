@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +39,7 @@ from contaccum.experiments.folds import Pairs
 from contaccum.experiments.run import Result, run_and_keep
 from contaccum.experiments.tune import Choice, Tuned
 from contaccum.files import atomic_folder, lock_folder, write_json
+from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, replace
 from contaccum.training import log
 from contaccum.training.setup import make_evaluator
@@ -201,26 +201,31 @@ def test_verdict_on_few_test_queries_is_over_several_splits(root, tmp_path):
     assert files == ["1", "2"]
 
 
-def make_stages(root: Path, folder: Path, seconds: float, **given: Any) -> fit_module._Stages:
-    """Return the stages of a fit in a folder, before the first one."""
-    given = {"use_cpu": True, **given}
-    args = fit_module.check_given(str(root / "fresh"), given, folder / "store")
-    pairs = Pairs(root / "pairs.jsonl")
-    return fit_module._Stages(
-        folder, str(root / "fresh"), pairs, given, {}, 0.0, args, seconds, print
-    )
+@pytest.mark.parametrize(("corpus_share", "num_trainings"), [(0.001, 5), (0.35, 1)])
+def test_a_large_corpus_leaves_time_for_the_search_on_one_split(
+    root, tmp_path, monkeypatch, corpus_share, num_trainings
+):
+    """Time is reserved for as many of five splits as leave half of the budget for training."""
+    write_lines(tmp_path / "few.jsonl", make_translations(60, 4))
+    budget = 10_000.0
+    seconds_per_document = corpus_share * budget / 60 / 1.3
+    monkeypatch.setattr(fit_module, "measure_seconds_per_document", lambda *_: seconds_per_document)
+    shares = []
 
+    def search(*arguments: Any) -> None:
+        shares.append(arguments[10])
+        raise Killed
 
-def test_a_large_corpus_leaves_time_for_the_search_on_one_split(root, tmp_path):
-    """Encoding it for three splits would take longer than the budget."""
-    stages = make_stages(root, tmp_path / "out", 1000.0)
-    stages._num_folds = 3
-    times = fit_module._Times(corpus=150.0, test=100.0, guard=0.0)
-    assert stages._count_folds_with_time(times) == 2
-    times = fit_module._Times(corpus=400.0, test=400.0, guard=0.0)
-    assert stages._count_folds_with_time(times) == 1
-    times = fit_module._Times(corpus=1.0, test=1.0, guard=0.0)
-    assert stages._count_folds_with_time(times) == 3
+    monkeypatch.setattr(fit_module, "search_settings", search)
+    with pytest.raises(Killed):
+        contaccum.fit(
+            tmp_path / "few.jsonl",
+            model=root / "fresh",
+            budget=budget,
+            output=tmp_path / "out",
+            use_cpu=True,
+        )
+    assert shares == [1 / (1 + 0.6 * num_trainings)]
 
 
 def test_seconds_of_a_stage_are_those_of_all_starts(tmp_path, monkeypatch):
@@ -234,38 +239,36 @@ def test_seconds_of_a_stage_are_those_of_all_starts(tmp_path, monkeypatch):
     assert Budget(1000.0, tmp_path / "used_time.json").used() == 6.0
 
 
-def test_a_partly_encoded_store_is_completed_even_if_the_baselines_exist(
-    root, tmp_path, monkeypatch
-):
-    stages = make_stages(root, tmp_path / "out", 1000.0)
-    stages._split = SimpleNamespace(documents={"train": 100, "test": 10})
-    stages._document_seconds, stages._guard_seconds = 0.1, 0.0
-    stages.base = None
-    write_json(tmp_path / "out" / "baselines" / "result.json", {})
-    encoded = []
-    monkeypatch.setattr(fit_module, "encode_corpus", lambda *arguments: encoded.append(arguments))
-    for num_encoded, is_encoded in ((100, False), (60, True), (0, True)):
-        write_json(tmp_path / "out" / "store" / "0" / fit_module.SHARD_FILE, {"rows": num_encoded})
-        encoded.clear()
-        stages._encode_corpus()
-        assert bool(encoded) == is_encoded
+def test_a_store_that_was_removed_is_encoded_again(root, tmp_path, monkeypatch):
+    """The user may remove the store of an unfinished fit to free space."""
+    arguments = {"model": root / "fresh", "output": tmp_path / "out", "use_cpu": True}
+    kill_in_stage(monkeypatch, "search_settings", after=False)
+    for _ in range(2):
+        with pytest.raises(Killed):
+            contaccum.fit(root / "pairs.jsonl", **arguments)
+        documents = read_split(tmp_path / "out" / "data").documents["train"]
+        assert len(EmbeddingStore.open(tmp_path / "out" / "store")) == documents
+        shutil.rmtree(tmp_path / "out" / "store")
 
 
+@pytest.mark.parametrize(("method", "is_too_short"), [("query_side", False), ("contaccum", True)])
 def test_no_time_for_a_second_encoding_is_needed_with_query_side_training(
-    root, tmp_path, monkeypatch
+    root, tmp_path, monkeypatch, method, is_too_short
 ):
     """Query-side training changes no document, so the documents are encoded only once."""
-    monkeypatch.setattr(fit_module, "encode_corpus", lambda *arguments: None)
-    for method, is_too_short in (("query_side", False), ("contaccum", True)):
-        stages = make_stages(root, tmp_path / method, 20.0, method=method)
-        stages._split = SimpleNamespace(documents={"train": 100, "test": 100})
-        stages._document_seconds, stages._guard_seconds = 0.1, 0.0
-        stages.base = None
-        expectation = (
-            pytest.raises(ConfigError, match="too short") if is_too_short else nullcontext()
+    monkeypatch.setattr(fit_module, "measure_seconds_per_document", lambda *_: 1.0)
+    kill_in_stage(monkeypatch, "encode_corpus", after=False)
+    error = ConfigError if is_too_short else Killed
+    with pytest.raises(error):
+        contaccum.fit(
+            root / "pairs.jsonl",
+            model=root / "fresh",
+            output=tmp_path / "out",
+            budget=1.2 * 200 / 0.75,
+            test=100,
+            use_cpu=True,
+            method=method,
         )
-        with expectation:
-            stages._encode_corpus()  # 10 seconds for each encoding
 
 
 def test_a_second_process_in_the_folder_is_refused(root, tmp_path):
@@ -407,22 +410,21 @@ class Killed(BaseException):
 
 def kill_in_stage(monkeypatch: pytest.MonkeyPatch, name: str, after: bool) -> None:
     """Raise `Killed` in place of a function of the pipeline, or after the function."""
-    module: Any = fit_module._Stages if name.startswith("_") else fit_module
-    function: Callable[..., object] = getattr(module, name)
+    function: Callable[..., object] = getattr(fit_module, name)
 
     def kill(*args: Any, **kwargs: Any) -> Any:
         if after:
             function(*args, **kwargs)
         raise Killed
 
-    monkeypatch.setattr(module, name, kill)
+    monkeypatch.setattr(fit_module, name, kill)
 
 
 @pytest.mark.parametrize(
     ("stage", "after"),
     [
         pytest.param("encode_corpus", False, marks=pytest.mark.long),
-        pytest.param("_score_on_dev", True, marks=pytest.mark.long),
+        pytest.param("load_evaluator", False, marks=pytest.mark.long),
         ("search_settings", True),
         pytest.param("run_and_keep", True, marks=pytest.mark.long),
         pytest.param("build_fit_page", False, marks=pytest.mark.long),
@@ -496,7 +498,7 @@ def test_a_fit_does_not_continue_with_files_that_have_changed(
             **SETTINGS,
         )
 
-    kill_in_stage(monkeypatch, "_score_on_dev", after=False)
+    kill_in_stage(monkeypatch, "load_evaluator", after=False)
     for _ in range(2):
         with pytest.raises(Killed):
             fit()
@@ -533,18 +535,19 @@ def test_store_for_query_side_fits_a_training_with_an_adapter(root, tmp_path, mo
 
 
 @pytest.mark.parametrize(
-    ("seconds_left", "max_steps", "line"),
+    ("seconds_left", "max_steps", "num_evaluations", "line"),
     [
-        (1000.0, None, "the final training has its full length, 21 updates"),
-        # 1.3 * 5 seconds for loading and scoring, and 1.1 * 2 seconds for each update
-        (6.5 + 2.2 * 15.5, 15, "the final training is cut to 15 of 21 updates"),
-        (1.0, 4, "the final training is cut to 4 of 21 updates"),  # one for each evaluation
+        (1000.0, None, 4, "the final training has its full length, 21 updates"),
+        # 5 seconds for loading, 1 for each evaluation, and 1.1 * 2 for each update
+        (9.0 + 2.2 * 15.5, 15, 4, "the final training is cut to 15 of 21 updates"),
+        (7.0, 1, 1, "the final training is cut to 1 of 21 updates"),
     ],
 )
 def test_final_training_of_cut_trials_is_as_long_as_time_allows(
-    root, tmp_path, seconds_left, max_steps, line
+    root, tmp_path, monkeypatch, seconds_left, max_steps, num_evaluations, line
 ):
-    """Updates of the chosen trial took 10 seconds, and later 2; those of the training take 1."""
+    """The machine is five times as fast as in the chosen trial: an update takes 2 seconds."""
+    monkeypatch.setattr(fit_module, "measure_speed", lambda *_: 2.0)
     options = {
         "model": str(root / "fresh"),
         "train_data": [str(root / "pairs.jsonl")],
@@ -554,47 +557,18 @@ def test_final_training_of_cut_trials_is_as_long_as_time_allows(
         "max_steps": 6,
     }
     settings = {"method": "contaccum", "max_steps": 6}
-    trial = {"trial": 0, "settings": settings, "score": 0.5, "updates": 6, "seconds": 85.0}
-    trial |= {"seconds_per_update": 10.0, "latest_seconds_per_update": 2.0}
+    trial = {"trial": 0, "settings": settings, "score": 0.5, "updates": 6, "seconds": 90.0}
+    trial |= {"seconds_per_update": 10.0, "scoring_seconds": 5.0}
     choice = Choice(settings, trial=0, score=0.5, against_base={}, warnings=[])
     tuned = Tuned(choice, options, base=0.1, bm25=0.1, trials=[trial])
-    dev = root / "pairs.jsonl"
-    planned, num_updates, printed = fit_module.plan_final_training(
-        tmp_path, dev, tuned, 3, seconds_left
+    start = replace(Settings(), num_train_epochs=3)
+    planned, printed = fit_module.plan_final_training(
+        tmp_path, root / "pairs.jsonl", tuned, start, seconds_left
     )
-    assert num_updates == (max_steps or 21)
     assert printed.startswith(line)
     assert planned.get("max_steps") == max_steps
     assert planned["num_train_epochs"] == 3
-    # The updates of this training took 1 second: 1.3 * 2.5 seconds for loading and scoring, and 1.1
-    # seconds for each update.
-    trial["latest_seconds_per_update"] = 1.0
-    _, num_updates, _ = fit_module.plan_final_training(tmp_path, dev, tuned, 3, 3.25 + 1.1 * 8.5)
-    assert num_updates == 8
-
-
-def test_cut_final_training_that_was_fast_is_repeated(root, tmp_path, monkeypatch):
-    plan = fit_module.plan_final_training
-    lengths = iter((4, 12))
-
-    def plan_length(*arguments: Any) -> Any:
-        planned, _, line = plan(*arguments)
-        num_updates = next(lengths)
-        return {**planned, "max_steps": num_updates}, num_updates, line
-
-    lines: list[str] = []
-    monkeypatch.setattr(fit_module, "plan_final_training", plan_length)
-    result = contaccum.fit(
-        root / "pairs.jsonl",
-        model=root / "fresh",
-        output=tmp_path / "out",
-        test=100,
-        print_line=lines.append,
-        **{**SETTINGS, "learning_rate": 0.01},
-    )
-    assert "it took less time than expected and is repeated with 12 updates" in lines
-    assert yaml.safe_load((result.folder / "config.yaml").read_text())["max_steps"] == 12
-    assert len((result.folder / "model" / "train_log.jsonl").read_text().splitlines()) == 12
+    assert planned["eval_steps"] == -(-(max_steps or 21) // num_evaluations)
 
 
 def test_dev_scores_of_a_longer_trial_are_not_compared_with_the_test(root, tmp_path, monkeypatch):
@@ -603,8 +577,8 @@ def test_dev_scores_of_a_longer_trial_are_not_compared_with_the_test(root, tmp_p
     plan = fit_module.plan_final_training
 
     def plan_short_training(*arguments: Any) -> Any:
-        planned, _, line = plan(*arguments)
-        return {**planned, "max_steps": 2, "eval_steps": 2, "save_steps": 2}, 2, line
+        planned, line = plan(*arguments)
+        return {**planned, "max_steps": 2, "eval_steps": 2, "save_steps": 2}, line
 
     monkeypatch.setattr(fit_module, "plan_final_training", plan_short_training)
     result = contaccum.fit(

@@ -186,7 +186,7 @@ def test_time_of_the_guard_is_part_of_the_budget(root, tmp_path, monkeypatch):
         return 10_000 / 5 / 60 if is_guard else measure(encoder, documents, number, batch_size)
 
     monkeypatch.setattr(fit_module, "measure_seconds_per_document", measure_slow_guard)
-    with pytest.raises(ConfigError, match=r"documents and the guard sets takes 2\.8 hours"):
+    with pytest.raises(ConfigError, match=r"documents and the guard sets takes 3\.6 hours"):
         fit(root, tmp_path / "out")
 
 

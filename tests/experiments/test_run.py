@@ -20,7 +20,7 @@ from contaccum.data import load_beir_folder
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.experiments import run as run_module
-from contaccum.experiments.run import begin, hash_path, once, run, run_and_keep
+from contaccum.experiments.run import begin, hash_path, measure_speed, once, run, run_and_keep
 from contaccum.files import lock_folder
 from contaccum.settings import Settings, replace, to_yaml
 
@@ -163,7 +163,8 @@ def test_run_is_repeated_only_if_something_that_decides_its_result_has_changed(
     first = run(settings, evaluator, tmp_path / "run")
     assert first.score is not None
     assert first.updates == 4
-    assert len(first.query_scores) == len(first.halfway_scores) == NUM_QUERIES
+    assert len(first.query_scores) == NUM_QUERIES
+    assert first.seconds_per_update > 0.0
     assert run(settings, evaluator, tmp_path / "run") == first
     other_log = replace(settings, logging_steps=1, disable_tqdm=None)  # no part of the result
     assert run(other_log, evaluator, tmp_path / "run") == first
@@ -175,25 +176,24 @@ def test_run_is_repeated_only_if_something_that_decides_its_result_has_changed(
     assert not list((tmp_path / "run").glob("**/*.safetensors"))
 
 
-def test_run_without_enough_time_says_how_many_updates_are_possible(root, tmp_path):
-    settings = make_settings(root, max_steps=100_000)
-    result = run(settings, make_evaluator(root), tmp_path / "run", max_seconds=20.0)
-    assert result.score is None
-    assert result.updates == 100_000
-    assert result.possible_updates == int(20.0 / result.seconds_per_update)
+def test_measured_speed_is_that_of_a_whole_update(root, tmp_path, monkeypatch):
+    """Two of the sixteen micro-batches of an update are measured."""
+    settings = make_settings(
+        root, per_device_train_batch_size=1, total_train_batch_size=16, learning_rate=1e-3
+    )
+    measured = []
+    train = run_module._train
 
+    def record_training(settings: Settings, *arguments: Any) -> Any:
+        measured.append((settings.gradient_accumulation_steps, settings.max_steps))
+        clock = train(settings, *arguments)
+        clock.seconds = [100.0, 1.0, 3.0]
+        return clock
 
-def test_hopeless_run_is_stopped_halfway(root, tmp_path):
-    seen = []
-
-    def is_hopeless(scores: dict[str, float]) -> bool:
-        seen.append(scores)
-        return True
-
-    evaluator = make_evaluator(root)
-    result = run(make_settings(root), evaluator, tmp_path / "run", is_hopeless=is_hopeless)
-    assert (result.score, result.note) == (None, "stopped halfway")
-    assert [result.halfway_scores] == seen
+    monkeypatch.setattr(run_module, "_train", record_training)
+    assert measure_speed(settings, tmp_path / "speed") == 16.0
+    assert measured == [(2, 3)]
+    assert not (tmp_path / "speed").exists()
 
 
 def test_error_is_the_result_only_if_it_may_be(root, tmp_path):

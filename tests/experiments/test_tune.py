@@ -29,14 +29,13 @@ from contaccum.experiments import run as run_module
 from contaccum.experiments import tune as tune_module
 from contaccum.experiments.budget import (
     Budget,
-    TimeForTrials,
     format_duration,
     parse_duration,
     suggest_budget,
 )
 from contaccum.experiments.run import QueryScores, Result, count_updates, run
 from contaccum.experiments.tune import (
-    Source,
+    SearchSpace,
     Trial,
     choose_trial,
     compute_start_rate,
@@ -45,11 +44,20 @@ from contaccum.experiments.tune import (
     round_up,
 )
 from contaccum.settings import METHODS, WITH_BANK, Settings, read, replace
+from contaccum.training import log
 from contaccum.training.arguments import ContAccumTrainingArguments
 
 NUM_QUERIES = 24
 
 TrainAndScore = Callable[..., Result]
+
+
+def fake_trials(
+    monkeypatch: pytest.MonkeyPatch, train_and_score: TrainAndScore, speed: float = 0.001
+) -> None:
+    """Replace trainings by made-up results, and the measured seconds per update by ``speed``."""
+    monkeypatch.setattr(run_module, "_train_and_score", train_and_score)
+    monkeypatch.setattr(tune_module, "measure_speed", lambda *_: speed)
 
 
 @pytest.fixture(scope="module")
@@ -104,16 +112,6 @@ def make_result(score: float, updates: int = 9, seconds_per_update: float = 0.01
     )
 
 
-def make_slow_result(possible_updates: int, seconds: float, seconds_per_update: float) -> Result:
-    """Return the result of a trial that would take longer than its time."""
-    return Result(
-        updates=round(seconds / seconds_per_update),
-        seconds_per_update=seconds_per_update,
-        possible_updates=possible_updates,
-        note="too slow for the budget",
-    )
-
-
 def test_written_config_has_the_best_settings_and_can_be_trained(
     root, tmp_path, monkeypatch, capsys
 ):
@@ -144,9 +142,9 @@ def test_trial_scores_the_documents_of_its_own_model(root, tmp_path):
     arguments = ["--corpus", str(root / "beir"), "--output", str(store)]
     assert main(["encode", str(root / "model"), *arguments]) == 0
     given = {**read([str(root / "config.yaml")]), "learning_rate": 0.02, "eval_data": None}
-    source = Source(replace(Settings(), **given), (), str(store))
-    both_encoders = source.make_settings("contaccum")
-    query_side = source.make_settings("query_side")
+    space = SearchSpace(replace(Settings(), **given), (), str(store))
+    both_encoders = space.make_settings("contaccum")
+    query_side = space.make_settings("query_side")
 
     def score_run(evaluator: RetrievalEvaluator, settings: Settings) -> QueryScores:
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
@@ -183,7 +181,7 @@ def test_rate_that_is_rounded_is_tried_once(root, tmp_path, monkeypatch):
     def prefer_small_rates(settings: Settings, *_: Any) -> Result:
         return make_result(1.0 - settings.learning_rate)
 
-    monkeypatch.setattr(run_module, "_train_and_score", prefer_small_rates)
+    fake_trials(monkeypatch, prefer_small_rates)
     (tmp_path / "rate.yaml").write_text("learning_rate: 5.0e-5\n")
     arguments = ["tune", str(root / "config.yaml"), str(tmp_path / "rate.yaml")]
     arguments += ["--method", "contaccum", "--temperature", "0.05"]
@@ -204,7 +202,7 @@ def test_failed_trial_ends_its_ladder_but_not_the_search(root, tmp_path, monkeyp
             raise ConfigError("its loss is not finite")
         return make_result(rate)
 
-    monkeypatch.setattr(run_module, "_train_and_score", fail_at_large_rates)
+    fake_trials(monkeypatch, fail_at_large_rates)
     options = ["--method", "contaccum", "--temperature", "0.05", "--num_train_epochs", "1"]
     options += ["--num_hard_negatives", "0"]
     assert tune(root, tmp_path / "out", *options) == 0
@@ -213,6 +211,14 @@ def test_failed_trial_ends_its_ladder_but_not_the_search(root, tmp_path, monkeyp
     notes = [trial["note"] for trial in trials if trial["score"] is None]
     assert notes == ["its loss is not finite"]
     assert max(trial["settings"]["learning_rate"] for trial in trials) < 0.1
+
+
+def tune_slowly(root: Path, output: Path, *options: str) -> int:
+    """Run `contaccum tune` for 3 minutes, in which a trial of all 180 updates has no time."""
+    (output.parent / "long.yaml").write_text("num_train_epochs: 60\n")
+    configs = [str(root / "config.yaml"), str(output.parent / "long.yaml")]
+    arguments = ["--output", str(output), "--method", "contaccum", "--budget", "3m"]
+    return main(["tune", *configs, *arguments, *options])
 
 
 def test_slow_trial_is_cut_and_stays_cut_after_a_kill(root, tmp_path, monkeypatch, capsys):
@@ -224,37 +230,34 @@ def test_slow_trial_is_cut_and_stays_cut_after_a_kill(root, tmp_path, monkeypatc
             max_steps.append(settings.max_steps)
             if len(max_steps) == kill_at:
                 raise Killed
-            if max_steps[-1] < 0:
-                return make_slow_result(30, 500.0, 1.0)
             return make_result(0.5, max_steps[-1], seconds_per_update=1.0)
 
         return run_slow_trial
 
-    monkeypatch.setattr(run_module, "_train_and_score", make_run_trial(kill_at=2))
+    fake_trials(monkeypatch, make_run_trial(kill_at=2), speed=1.0)
     with pytest.raises(Killed):
-        tune(root, tmp_path / "out", "--method", "contaccum")
-    monkeypatch.setattr(run_module, "_train_and_score", make_run_trial(kill_at=0))
-    assert tune(root, tmp_path / "out", "--method", "contaccum") == 0
-    assert "trials are cut to 30 updates" in capsys.readouterr().out
-    assert max_steps == [-1, *5 * [30]]
-    assert [trial["updates"] for trial in read_trials(tmp_path / "out")] == 4 * [30]
+        tune_slowly(root, tmp_path / "out")
+    assert "contaccum: trials have 24 of 180 updates" in capsys.readouterr().out
+    # The speed is not measured again.
+    fake_trials(monkeypatch, make_run_trial(kill_at=0), speed=2.0)
+    assert tune_slowly(root, tmp_path / "out") == 0
+    assert max_steps == 5 * [24]
+    assert [trial["updates"] for trial in read_trials(tmp_path / "out")] == 4 * [24]
 
 
 def test_training_by_the_tuned_config_is_as_long_as_the_cut_trials(root, tmp_path, monkeypatch):
     def run_slow_trial(settings: Settings, *_: Any) -> Result:
-        if settings.max_steps < 0:
-            return make_slow_result(30, 500.0, 1.0)
-        return make_result(settings.learning_rate, 30, seconds_per_update=1.0)
+        return make_result(settings.learning_rate, settings.max_steps, seconds_per_update=1.0)
 
     monkeypatch.setattr(tune_module, "MAX_TRIALS", 8)
-    monkeypatch.setattr(run_module, "_train_and_score", run_slow_trial)
-    assert tune(root, tmp_path / "out", "--method", "contaccum") == 0
+    fake_trials(monkeypatch, run_slow_trial, speed=1.0)
+    assert tune_slowly(root, tmp_path / "out") == 0
     settings = [trial["settings"] for trial in read_trials(tmp_path / "out")]
-    assert {trial["max_steps"] for trial in settings} == {30}
+    assert {trial["max_steps"] for trial in settings} == {24}
     assert "temperature" in settings[-1]
     assert not any("num_train_epochs" in trial for trial in settings)
     config = read_config(tmp_path / "out")
-    assert config["max_steps"] == 30
+    assert config["max_steps"] == 24
     assert "num_train_epochs" not in config
     comment = "max_steps is the length of the trials, which were cut to fit the budget"
     assert comment in (tmp_path / "out" / "tuned.yaml").read_text()
@@ -262,7 +265,7 @@ def test_training_by_the_tuned_config_is_as_long_as_the_cut_trials(root, tmp_pat
 
 def test_length_is_not_searched_if_the_config_has_a_number_of_updates(root, tmp_path, monkeypatch):
     monkeypatch.setattr(tune_module, "MAX_TRIALS", 8)
-    monkeypatch.setattr(run_module, "_train_and_score", lambda *_: make_result(0.5))
+    fake_trials(monkeypatch, lambda *_: make_result(0.5))
     (tmp_path / "steps.yaml").write_text("max_steps: 20\n")
     arguments = ["tune", str(root / "config.yaml"), str(tmp_path / "steps.yaml")]
     arguments += ["--method", "contaccum", "--output", str(tmp_path / "out")]
@@ -283,7 +286,7 @@ def test_trials_are_scored_by_ndcg_whatever_metric_chooses_checkpoints(
         return make_result(0.5)
 
     monkeypatch.setattr(tune_module, "MAX_TRIALS", 1)
-    monkeypatch.setattr(run_module, "_train_and_score", record_metric)
+    fake_trials(monkeypatch, record_metric)
     assert tune(root, tmp_path / "default") == 0
     baselines = capsys.readouterr().out.splitlines()[0]
     assert tune(root, tmp_path / "recall", "--metric_for_best_model", "recall@5") == 0
@@ -307,117 +310,47 @@ def test_no_trial_of_a_method_starts_that_has_no_time_left(root, tmp_path, monke
 
     clock = SimpleNamespace(used_seconds=0.0)
     monkeypatch.setattr(Budget, "used", lambda budget: clock.used_seconds)
-    monkeypatch.setattr(run_module, "_train_and_score", run_timed_trial)
+    fake_trials(monkeypatch, run_timed_trial)
     assert tune(root, tmp_path / "out", "--budget", "330s") == 0
     assert tried_methods.count("contaccum") == 3
     assert len(tried_methods) == len(read_trials(tmp_path / "out")) == 8
     assert "no time is left" not in capsys.readouterr().out
 
 
-def test_a_trial_leaves_time_for_a_final_training_as_long_as_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr(Budget, "used", lambda budget: 100.0)
-    budget = Budget(600.0, tmp_path / "used.json")
-    time_for_trials = TimeForTrials(budget, reserve=100.0, final_training_factor=1.5)
-    assert time_for_trials.longest_trial() == pytest.approx(160.0)
-    assert time_for_trials.left(160.0) == pytest.approx(160.0)
-    six_trials_and_training = (6 + 1.5) * time_for_trials.longest_trial(6)
-    assert six_trials_and_training == pytest.approx(400.0)
-
-
 def test_training_keeps_a_given_length_if_trials_are_cut(root, tmp_path, monkeypatch):
-    def run_slow_trial(settings: Settings, *_: Any) -> Result:
-        if settings.max_steps < 0:
-            return make_slow_result(30, 500.0, 1.0)
-        return make_result(0.5, updates=30)
-
     monkeypatch.setattr(tune_module, "MAX_TRIALS", 1)
-    monkeypatch.setattr(run_module, "_train_and_score", run_slow_trial)
-    options = ["--method", "contaccum", "--num_train_epochs", "3"]
-    assert tune(root, tmp_path / "out", *options) == 0
+    fake_trials(monkeypatch, lambda *_: make_result(0.5, updates=24), speed=1.0)
+    assert tune_slowly(root, tmp_path / "out", "--num_train_epochs", "60") == 0
     config = read_config(tmp_path / "out")
-    assert config["num_train_epochs"] == 3
+    assert config["num_train_epochs"] == 60
     assert "max_steps" not in config
 
 
-@pytest.mark.parametrize(
-    ("later_slowness", "updates_of_later_trials"),
-    [(1.0, 11), (0.2, 60)],
-    ids=["trials stay cut", "trials are longer"],
-)
-def test_search_goes_on_if_the_machine_gets_faster(
-    root, tmp_path, monkeypatch, later_slowness, updates_of_later_trials
-):
-    """The first trial is cut to 11 of 60 updates, and a second one would take as long.
-
-    The machine is faster after the first trial, which is measured before the search would end.
-    """
-    clock = SimpleNamespace(used_seconds=100.0, slowness=10.0)
-    monkeypatch.setattr(Budget, "used", lambda budget: clock.used_seconds)
-    budget = Budget(600.0, tmp_path / "used.json")
-
-    def measure_test() -> float:
-        return 20.0 * clock.slowness
-
-    def run_timed_trial(settings: Settings, *arguments: Any) -> Result:
-        slowness = clock.slowness
-        max_seconds = arguments[2]
-        if max_seconds == 0.0:
-            clock.used_seconds += 2 * slowness
-        if max_seconds == 0.0 or (slowness == 10.0 and settings.max_steps < 0):
-            return make_slow_result(11, 60 * slowness, slowness)
-        updates = settings.max_steps if settings.max_steps > 0 else 60
-        seconds = (5 + updates) * slowness
-        clock.used_seconds += seconds
-        clock.slowness = later_slowness
-        result = make_result(0.5, updates, seconds_per_update=slowness)
-        return dataclasses.replace(result, seconds=seconds)
-
-    monkeypatch.setattr(run_module, "_train_and_score", run_timed_trial)
-    given = {**read([str(root / "config.yaml")]), "method": "contaccum"}
-    lines: list[str] = []
-    tuned = tune_module.tune(
-        given,
-        ["method", "total_train_batch_size"],
-        TimeForTrials(budget, measure_test(), 1.6, measure_test),
-        tmp_path / "out",
-        lines.append,
-    )
-    later_updates = {trial["updates"] for trial in tuned.trials[1:]}
-    assert later_updates == {updates_of_later_trials}
-    # The final training, of 60 updates, and the test have time, and one more trial has not.
-    needed = 0.75 * 1.6 * (5 + 60) * later_slowness + measure_test()
-    one_trial = (5 + updates_of_later_trials) * later_slowness
-    measurement = 2 * later_slowness
-    assert needed - measurement < budget.left() <= needed + one_trial
-    assert {trial["latest_seconds_per_update"] for trial in tuned.trials} == {later_slowness}
-    assert re.match("the search ends: .* are not enough for another trial beside", lines[-1])
-
-
-def test_a_final_training_at_full_length_gets_half_of_the_time_at_most(tmp_path, monkeypatch):
-    monkeypatch.setattr(Budget, "used", lambda budget: 100.0)
-    budget = Budget(600.0, tmp_path / "used.json")
-    time_for_trials = TimeForTrials(budget, reserve=100.0, final_training_factor=1.5)
-    assert time_for_trials.left(10.0, full_seconds=40.0) == pytest.approx(400.0 - 45.0)
-    assert time_for_trials.left(10.0, full_seconds=1000.0) == pytest.approx(200.0)
-    assert time_for_trials.left(160.0, full_seconds=1000.0) == pytest.approx(160.0)
-
-
 def test_method_that_is_too_slow_is_left_out(root, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tune_module, "MAX_TRIALS", 9)
-    tried_methods = []
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 5)
+    fake_trials(monkeypatch, lambda settings, *_: make_result(settings.learning_rate))
 
-    def run_slow_method(settings: Settings, *_: Any) -> Result:
-        tried_methods.append(settings.method)
-        if settings.method == "grad_cache":
-            return make_slow_result(2, 5000.0, 50.0)
-        return make_result(settings.learning_rate)
+    def measure_speed(settings: Settings, *_: Any) -> float:
+        return 500.0 if settings.method == "grad_cache" else 0.001
 
-    monkeypatch.setattr(run_module, "_train_and_score", run_slow_method)
+    monkeypatch.setattr(tune_module, "measure_speed", measure_speed)
     assert tune(root, tmp_path / "out") == 0
-    assert tried_methods.count("grad_cache") == 1
-    message = "too slow for the budget: a trial of grad_cache takes 83 minutes"
+    message = "grad_cache is left out, because it is too slow for the budget: 8 updates take 80 min"
     assert message in capsys.readouterr().out
-    assert len(read_trials(tmp_path / "out")) == 9
+    methods = {trial["settings"]["method"] for trial in read_trials(tmp_path / "out")}
+    assert methods == {"contaccum"}
+
+
+def test_every_method_gets_a_short_first_trial_in_a_short_budget(root, tmp_path, monkeypatch):
+    """A sixth of the budget would be five updates; each method may use half of it."""
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 2)
+    (tmp_path / "long.yaml").write_text("num_train_epochs: 60\n")
+    fake_trials(monkeypatch, lambda settings, *_: make_result(0.5, settings.max_steps), speed=5.0)
+    arguments = ["tune", str(root / "config.yaml"), str(tmp_path / "long.yaml"), "--budget", "3m"]
+    assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
+    trials = read_trials(tmp_path / "out")
+    assert [trial["settings"]["method"] for trial in trials] == ["contaccum", "grad_cache"]
+    assert [trial["updates"] for trial in trials] == [14, 14]
 
 
 def test_mined_negatives_are_tried_and_written_to_the_config(root, tmp_path, monkeypatch):
@@ -431,7 +364,7 @@ def test_mined_negatives_are_tried_and_written_to_the_config(root, tmp_path, mon
         tried.append((settings.method, num_negatives, data_file))
         return make_result(0.9 if num_negatives == 1 else 0.1)
 
-    monkeypatch.setattr(run_module, "_train_and_score", prefer_negatives)
+    fake_trials(monkeypatch, prefer_negatives)
     options = ["--corpus", str(root / "beir"), "--learning_rate", "0.01"]
     options += ["--temperature", "0.05", "--seed", "1", "--num_train_epochs", "1"]
     assert tune(root, tmp_path / "out", *options) == 0
@@ -480,12 +413,12 @@ def test_search_continues_after_a_kill_with_the_same_trials(root, tmp_path, monk
 
         return run_made_up_trial
 
-    monkeypatch.setattr(run_module, "_train_and_score", make_run_trial(None))
+    fake_trials(monkeypatch, make_run_trial(None))
     assert tune(root, tmp_path / "uninterrupted", *options) == 0
-    monkeypatch.setattr(run_module, "_train_and_score", make_run_trial(killed_at))
+    fake_trials(monkeypatch, make_run_trial(killed_at))
     with pytest.raises(Killed):
         tune(root, tmp_path / "killed", *options)
-    monkeypatch.setattr(run_module, "_train_and_score", make_run_trial(None))
+    fake_trials(monkeypatch, make_run_trial(None))
     assert tune(root, tmp_path / "killed", *options) == 0
     expected = read_trials(tmp_path / "uninterrupted")
     trials = read_trials(tmp_path / "killed")
@@ -496,7 +429,7 @@ def test_search_continues_after_a_kill_with_the_same_trials(root, tmp_path, monk
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--budget", "0.001s"], "no time for a trial"),
+        (["--budget", "0.001s"], "the shortest trial takes"),
         (["--eval_data", "nanobeir"], "eval_data=nanobeir"),
         (["--learnin_rate", "1"], "learning_rate"),
         (["--bank_size", "1k"], "'1k'"),
@@ -529,10 +462,10 @@ def test_durations_are_parsed_and_formatted():
 
 
 def test_every_method_has_a_start_rate_and_methods_with_a_bank_keep_its_settings():
-    source = Source(Settings(bank_size=64, temperature=0.05), (), "store")
+    space = SearchSpace(Settings(bank_size=64, temperature=0.05), (), "store")
     for method in METHODS:
         assert compute_start_rate(method, 384, has_adapter=False, is_base_weak=False) > 0
-        settings = source.make_settings(method)
+        settings = space.make_settings(method)
         assert settings.bank_size == (64 if method in WITH_BANK else None)
         assert settings.temperature == 0.05
 
@@ -540,7 +473,7 @@ def test_every_method_has_a_start_rate_and_methods_with_a_bank_keep_its_settings
 def test_folder_of_another_search_is_refused(root, tmp_path, monkeypatch, capsys):
     scores = iter(range(100))
     monkeypatch.setattr(tune_module, "MAX_TRIALS", 2)
-    monkeypatch.setattr(run_module, "_train_and_score", lambda *_, **__: make_result(next(scores)))
+    fake_trials(monkeypatch, lambda *_, **__: make_result(next(scores)))
     options = ["--budget", "60s", "--learning_rate", "1e-3", "--method", "contaccum"]
     assert tune(root, tmp_path, *options) == 0
     assert tune(root, tmp_path, *options) == 0  # the same search continues
@@ -558,7 +491,7 @@ def test_search_does_not_continue_with_files_that_have_changed(
 ):
     """The paths are the same. The store of the documents is that of the earlier content."""
     monkeypatch.setattr(tune_module, "MAX_TRIALS", 1)
-    monkeypatch.setattr(run_module, "_train_and_score", lambda *_: make_result(0.5))
+    fake_trials(monkeypatch, lambda *_: make_result(0.5))
     shutil.copytree(root / "model", tmp_path / "model")
     shutil.copy(root / "beir" / "corpus.jsonl", tmp_path / "corpus.jsonl")
     corpus = str(tmp_path / "corpus.jsonl")
@@ -582,7 +515,7 @@ def test_search_does_not_continue_with_files_that_have_changed(
 def test_search_with_another_passage_store_is_refused(root, tmp_path, monkeypatch, capsys):
     scores = iter(range(100))
     monkeypatch.setattr(tune_module, "MAX_TRIALS", 2)
-    monkeypatch.setattr(run_module, "_train_and_score", lambda *_, **__: make_result(next(scores)))
+    fake_trials(monkeypatch, lambda *_, **__: make_result(next(scores)))
     documents = [{"_id": f"n{row}", "text": text} for row, text in enumerate(sentences(3, 8))]
     write_lines(tmp_path / "new.jsonl", documents)
     for name, corpus in (("store", root / "beir"), ("new_store", tmp_path / "new.jsonl")):
@@ -620,12 +553,12 @@ def test_a_suggested_budget_is_enough(seconds):
 
 
 def make_trial(number: int, scores: Sequence[float] | None, **point: Any) -> Trial:
-    """Return a trial with a score for each query, or a trial that was stopped halfway."""
+    """Return a trial with a score for each query, or a trial that failed."""
     if scores is None:
-        return Trial(number, point, Result(note="stopped halfway"))
+        return Trial(number, Result(note="failed", point=point))
     query_scores = {f"q{row}": score for row, score in enumerate(scores)}
     mean = sum(scores) / len(scores)
-    return Trial(number, point, Result(mean, query_scores))
+    return Trial(number, Result(mean, query_scores, point=point))
 
 
 GROUPS = {f"q{row}": row for row in range(20)}
@@ -644,8 +577,8 @@ def test_other_settings_are_chosen_only_if_dev_data_decide():
     assert lucky.result.score > 0.5
     assert choose_trial([*ladder, lucky], base_scores, GROUPS).trial == 1
     better = make_trial(4, 20 * [0.6], method="a", learning_rate=3.0, temperature=0.02)
-    stopped = make_trial(5, None, method="b")
-    trials = [*ladder, lucky, better, stopped]
+    failed = make_trial(5, None, method="b")
+    trials = [*ladder, lucky, better, failed]
     choice = choose_trial(trials, base_scores, GROUPS)
     assert choice.trial == 4
     assert choice.settings["temperature"] == 0.02
@@ -658,7 +591,7 @@ def test_other_settings_are_chosen_only_if_dev_data_decide():
     assert len(choice.warnings) == 2
 
 
-def test_a_method_whose_bad_rates_were_stopped_keeps_its_lead():
+def test_a_method_whose_bad_rates_failed_keeps_its_lead():
     """Its ladder has fewer scores than that of the other method."""
     base_scores = {f"q{row}": 0.2 for row in range(20)}
     noise = [0.01 * (row % 5) for row in range(20)]
@@ -668,8 +601,8 @@ def test_a_method_whose_bad_rates_were_stopped_keeps_its_lead():
         trial = make_trial(number, scores, method="other", learning_rate=3.0**number)
         other_ladder.append(trial)
     best = make_trial(3, [0.75 + value for value in noise[::-1]], method="a", learning_rate=1.0)
-    stopped = make_trial(4, None, method="a", learning_rate=3.0)
-    assert choose_trial([*other_ladder, best, stopped], base_scores, GROUPS).trial == 3
+    failed = make_trial(4, None, method="a", learning_rate=3.0)
+    assert choose_trial([*other_ladder, best, failed], base_scores, GROUPS).trial == 3
 
 
 @pytest.mark.parametrize("num_documents", [2, NUM_QUERIES])
@@ -680,19 +613,9 @@ def test_search_counts_dev_queries_about_one_document_as_one_group(
     queries = {f"q{row}": text for row, text in enumerate(sentences(NUM_QUERIES, 6))}
     judgements = [(f"q{row}", f"d{row % num_documents}", 1) for row in range(NUM_QUERIES)]
     write_beir(tmp_path / "dev", documents, queries, judgements, "dev")
-    is_stopped = []
-
-    def run_trial(settings, evaluator, folder, max_seconds, is_hopeless):
-        scores = {
-            query: 0.9 if not is_stopped else 0.1 + 0.01 * int(query[1:]) for query in queries
-        }
-        is_stopped.append(is_hopeless(scores))
-        return Result(sum(scores.values()) / NUM_QUERIES, scores, scores, 9, 0.1, 0.01)
-
-    monkeypatch.setattr(run_module, "_train_and_score", run_trial)
-    monkeypatch.setattr(tune_module, "MAX_TRIALS", 2)
+    fake_trials(monkeypatch, lambda *_: make_result(0.9))
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 1)
     assert tune(root, tmp_path / "out", "--eval_data", str(tmp_path / "dev")) == 0
-    assert is_stopped == [False, num_documents > 2]
     choice = json.loads((tmp_path / "out" / "tuned.json").read_text())["choice"]
     assert choice["against_base"]["groups"] == num_documents
 
@@ -726,7 +649,7 @@ def test_tuned_config_is_saved_and_logged_as_the_config(root, tmp_path, monkeypa
         trials.append(settings)
         return make_result(0.5)
 
-    monkeypatch.setattr(run_module, "_train_and_score", record_options)
+    fake_trials(monkeypatch, record_options)
     settings: dict[str, Any] = {
         "eval_strategy": "steps",
         "eval_steps": 20,
@@ -755,18 +678,18 @@ def test_error_of_one_of_several_processes_ends_the_search(root, tmp_path, monke
             return outcomes.pop()
         raise ConfigError("not enough memory")
 
-    monkeypatch.setattr(run_module, "_train_and_score", run_out_of_memory)
+    fake_trials(monkeypatch, run_out_of_memory)
     monkeypatch.setattr(tune_module, "world_size", lambda: 2)
     assert tune(root, tmp_path / "out", "--method", "contaccum") == 2
     assert "error: not enough memory" in capsys.readouterr().err
 
 
 def test_trial_that_is_stopped_by_a_signal_saves_nothing(root, tmp_path, monkeypatch, capsys):
-    def stop_halfway(scores: QueryScores) -> bool:
+    def stop(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGTERM)
-        return False
 
-    monkeypatch.setattr(tune_module.Search, "_is_hopeless", lambda _, scores: stop_halfway(scores))
+    monkeypatch.setattr(tune_module, "measure_speed", lambda *_: 0.001)
+    monkeypatch.setattr(log.RunCallback, "on_step_begin", stop)
     with pytest.raises(SystemExit) as stop:
         tune(root, tmp_path / "out", "--method", "contaccum")
     assert stop.value.code == 128 + signal.SIGTERM
@@ -787,7 +710,8 @@ def test_trial_that_is_stopped_by_a_signal_saves_nothing(root, tmp_path, monkeyp
 def test_warning_compares_the_chosen_settings_with_the_base_model(change, warning):
     base_scores = {f"q{number}": 0.5 for number in range(40)}
     scores = {query: score + change for query, score in base_scores.items()}
-    trial = Trial(0, {"method": "a", "learning_rate": 1e-4}, Result(0.5 + change, scores))
+    point = {"method": "a", "learning_rate": 1e-4}
+    trial = Trial(0, Result(0.5 + change, scores, point=point))
     choice = choose_trial([trial], base_scores, {query: query for query in scores})
     if warning is None:
         assert choice.warnings == []
@@ -801,15 +725,17 @@ def test_warning_compares_the_chosen_settings_with_the_base_model(change, warnin
 RUN: dict[str, Any] = {"model": "model", "train_data": ["pairs.jsonl"], "use_cpu": True}
 
 
-def make_source(fixed: Collection[str] = (), store: str | None = "store", **given: Any) -> Source:
-    return Source(replace(Settings(), **{**RUN, **given}), fixed, store)
+def make_space(
+    fixed: Collection[str] = (), store: str | None = "store", **given: Any
+) -> SearchSpace:
+    return SearchSpace(replace(Settings(), **{**RUN, **given}), fixed, store)
 
 
 def make_arguments(
     method: str, fixed: Collection[str] = (), **given: Any
 ) -> ContAccumTrainingArguments:
     """Return the arguments of a training by a method."""
-    settings = make_source(fixed, **given).make_settings(method)
+    settings = make_space(fixed, **given).make_settings(method)
     return ContAccumTrainingArguments.from_settings(settings)
 
 
@@ -833,9 +759,9 @@ def test_query_side_batches_are_divided_among_the_processes(num_processes, monke
 def test_query_side_batch_that_cannot_be_divided_is_refused(monkeypatch):
     use_processes(monkeypatch, 4)
     for total in (2, 6):
-        source = make_source(per_device_train_batch_size=1, total_train_batch_size=total)
+        space = make_space(per_device_train_batch_size=1, total_train_batch_size=total)
         with pytest.raises(ConfigError, match="give a multiple of 4, the number of processes"):
-            source.make_settings("query_side")
+            space.make_settings("query_side")
 
 
 def test_sizes_that_the_user_has_fixed_are_those_of_query_side_training():
@@ -863,18 +789,18 @@ def test_sizes_that_the_user_has_fixed_are_those_of_query_side_training():
 def test_query_side_is_left_out_if_it_lacks_a_setting(given, reason, monkeypatch):
     """Otherwise the setting would be lost if query_side was chosen."""
     lines: list[str] = []
-    methods = list_methods(make_source(given, **given), None, lines.append)
+    methods = list_methods(make_space(given, **given), None, lines.append)
     assert methods == ["contaccum", "grad_cache"]
     [line] = lines
     assert line.startswith("query_side is not tried: method=query_side with ")
     with pytest.raises(ConfigError, match=reason):
-        list_methods(make_source(["method"], **given), "query_side", lines.append)
+        list_methods(make_space(["method"], **given), "query_side", lines.append)
 
 
 def test_settings_of_the_bank_leave_out_no_method():
     lines: list[str] = []
     given = {"bank_size": 64, "bank_weight": 0.5}
-    methods = list_methods(make_source(given, **given), None, lines.append)
+    methods = list_methods(make_space(given, **given), None, lines.append)
     assert methods == ["query_side", "contaccum", "grad_cache"]
     assert lines == []
 
@@ -882,7 +808,7 @@ def test_settings_of_the_bank_leave_out_no_method():
 def test_base_model_has_no_adapter():
     """Its embeddings of documents fit the document tower of a query-side training."""
     given = {"lora_r": 4, "lora_dropout": 0.1, "tied": False, "bf16": True}
-    base = make_base_settings(make_source(**given).settings)
+    base = make_base_settings(make_space(**given).settings)
     assert (base.method, base.lora_r, base.lora_dropout) == ("grad_accum", None, 0.0)
     assert (base.tied, base.bf16, base.passage_store) == (False, True, None)
 
@@ -899,7 +825,7 @@ def test_a_plain_batch_is_the_whole_update(num_processes, monkeypatch):
 
 def test_a_method_of_the_config_that_is_not_tried_is_named():
     lines: list[str] = []
-    assert "contaccum_cached" not in list_methods(make_source(), "contaccum_cached", lines.append)
+    assert "contaccum_cached" not in list_methods(make_space(), "contaccum_cached", lines.append)
     assert [line.partition(" of")[0] for line in lines] == ["method=contaccum_cached"]
 
 
