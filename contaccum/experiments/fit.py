@@ -262,7 +262,14 @@ def fit(
 
         # 2. Baselines
         proposed = propose_settings(train_file, name, given, world_size())
-        space = SearchSpace(proposed, given.keys(), str(store))
+        space = SearchSpace(
+            proposed,
+            given.keys(),
+            str(store),
+            given.keys(),
+            given.get("method"),
+            str(corpus_file),
+        )
         base = load_encoder(make_base_settings(proposed), args)
         models = describe_models(base, proposed, args)
         require_same_work(folder, models, "models.json")
@@ -332,13 +339,9 @@ def fit(
             evaluator = RetrievalEvaluator(
                 load_beir_folder(trial_dev, "test"), batch_size=batch_size
             )
-            method = given.get("method")
             tuned = search_settings(
                 space,
-                list_methods(space, method, print_line),
-                method,
-                given.keys(),
-                str(corpus_file),
+                list_methods(space, print_line),
                 base,
                 evaluator,
                 baselines,
@@ -539,8 +542,8 @@ def check_given(model: str, given: Mapping[str, Any], store: Path) -> ContAccumT
     """
     settings = make_common_settings({"model": model, **given})
     args = start_ranks(make_base_settings(settings))
-    space = SearchSpace(settings, given.keys(), str(store))
-    list_methods(space, given.get("method"), lambda line: None)  # the search prints the reasons
+    space = SearchSpace(settings, given.keys(), str(store), method=given.get("method"))
+    list_methods(space, lambda line: None)  # the search prints the reasons
     return args
 
 

@@ -13,6 +13,7 @@ training of `contaccum fit` is longer than they are if there is time.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -126,6 +127,10 @@ class SearchSpace:
             settings but those of the documents.
         fixed: names of the settings that the search does not vary.
         store: the folder of document embeddings for query-side training; None: there is none.
+        given: names of the settings that the user has given, fixed or not.
+        method: the method that the user has given; its ladder starts at the learning rate that the
+            user has given.
+        corpus: the documents in which BM25 mines hard negatives; None: the positives.
         mined: the training data with hard negatives that BM25 mined; None: the data have negatives,
             or need none.
     """
@@ -133,6 +138,9 @@ class SearchSpace:
     settings: Settings
     fixed: Collection[str]
     store: str | None = None
+    given: Collection[str] = ()
+    method: str | None = None
+    corpus: str | None = None
     mined: str | None = None
 
     def make_settings(self, method: str, **changes: Any) -> Settings:
@@ -220,16 +228,13 @@ def make_base_settings(settings: Settings) -> Settings:
     return for_method(settings, "grad_accum", **find("needs", "lora_r"), **without_adapter)
 
 
-def list_methods(
-    space: SearchSpace, config_method: str | None, print_line: Callable[[str], None] = print
-) -> list[str]:
-    """Return the methods that are possible with the settings; that of the config comes first.
+def list_methods(space: SearchSpace, print_line: Callable[[str], None] = print) -> list[str]:
+    """Return the methods that are possible with the settings; that of the user comes first.
 
     The settings of each method are checked, so that a wrong value is refused before anything is
     trained. query_side is left out if it lacks one of the settings, or there are no documents.
 
     Args:
-        config_method: the method that the user has given; if it is fixed, it is the only one.
         print_line: is called with the reason if query_side or the user's method is left out.
 
     Raises:
@@ -239,7 +244,7 @@ def list_methods(
     methods = list(Settings.__dataclass_fields__["method"].metadata["tries"])
     is_fixed = "method" in space.fixed
     if is_fixed:
-        methods = [str(config_method)]
+        methods = [str(space.method)]
         if methods == ["query_side"] and space.store is None:
             raise ConfigError("method=query_side needs documents: set corpus or passage_store")
     elif space.store is None:
@@ -252,13 +257,13 @@ def list_methods(
                 raise
             methods.remove(method)
             print_line(f"query_side is not tried: {error}")
-    if config_method in methods:
-        methods.remove(config_method)
-        methods.insert(0, config_method)
-    elif config_method is not None:
+    if space.method in methods:
+        methods.remove(space.method)
+        methods.insert(0, space.method)
+    elif space.method is not None:
         print_line(
-            f"method={config_method} of the config is not tried, only {', '.join(methods)}; "
-            f"--method {config_method} searches its settings"
+            f"method={space.method} of the config is not tried, only {', '.join(methods)}; "
+            f"--method {space.method} searches its settings"
         )
     return methods
 
@@ -719,9 +724,6 @@ class Tuned(NamedTuple):
 def search_settings(
     space: SearchSpace,
     methods: Sequence[str],
-    config_method: str | None,
-    given: Collection[str],
-    corpus: str | None,
     encoder: DualEncoder,
     evaluator: RetrievalEvaluator,
     baselines: Baselines,
@@ -736,10 +738,6 @@ def search_settings(
     Args:
         space: the settings from which the search starts.
         methods: the methods to try.
-        config_method: the method that the user has given, whose ladder starts at the learning rate
-            that the user has given.
-        given: names of the settings that the user has given, fixed or not.
-        corpus: the documents in which BM25 mines hard negatives; None: the positives.
         encoder: the base model.
         evaluator: the evaluator of the dev data.
         baselines: the scores on dev before training.
@@ -759,10 +757,10 @@ def search_settings(
     if needs_mining:
         mined = None
         if list(methods) != ["query_side"]:
-            mined = on_first_rank(lambda: mine_once(settings, corpus, folder / MINED_FILE))
+            mined = on_first_rank(lambda: mine_once(settings, space.corpus, folder / MINED_FILE))
         if mined is None:
             fixed.add("num_hard_negatives")
-        space = SearchSpace(settings, space.fixed, space.store, mined)
+        space = dataclasses.replace(space, mined=mined)
 
     transformer = getattr(encoder.transformers_model, "config", None)
     width = getattr(transformer, "hidden_size", None) or encoder.get_embedding_dimension() or 384
@@ -778,7 +776,7 @@ def search_settings(
         starts[method] = {"method": method}
         if "learning_rate" not in fixed:
             rate = settings.learning_rate
-            if "learning_rate" not in given or method != config_method:
+            if "learning_rate" not in space.given or method != space.method:
                 has_adapter = settings.lora_r is not None
                 rate = compute_start_rate(method, width, has_adapter, baselines.is_base_too_weak)
             starts[method]["learning_rate"] = rate
@@ -814,7 +812,7 @@ def search_settings(
     final = space.make_settings(**chosen)
     # The settings that were given or chosen are shown in the config even if they are the defaults.
     options = {}
-    for name in ("method", *given, *chosen):
+    for name in ("method", *space.given, *chosen):
         if name in Settings.__dataclass_fields__ and uses(final.method, name):
             options[name] = getattr(final, name)
     options |= to_dict(final)
@@ -874,10 +872,17 @@ def tune(
         if not getattr(settings, name):
             raise ConfigError(f"{name} is not set: add it to the config, or --{name}")
     # The documents are encoded below if the user gives a corpus.
-    space = SearchSpace(settings, fixed, store or (corpus and str(output / "passage_store")))
+    space = SearchSpace(
+        settings,
+        fixed,
+        store or (corpus and str(output / "passage_store")),
+        given.keys(),
+        config_method,
+        corpus,
+    )
     args = start_ranks(make_base_settings(settings))
     print_line = only_first_rank(print_line)
-    methods = list_methods(space, config_method, print_line)
+    methods = list_methods(space, print_line)
     evaluator = make_evaluator(settings)
     if evaluator is None:
         raise ConfigError(
@@ -925,9 +930,6 @@ def tune(
         tuned = search_settings(
             space,
             methods,
-            config_method,
-            given,
-            corpus,
             encoder,
             evaluator,
             baselines,

@@ -213,7 +213,7 @@ def test_a_large_corpus_leaves_time_for_the_search_on_one_split(
     shares = []
 
     def search(*arguments: Any) -> None:
-        shares.append(arguments[10])
+        shares.append(arguments[7])
         raise Killed
 
     monkeypatch.setattr(fit_module, "search_settings", search)

@@ -789,18 +789,19 @@ def test_sizes_that_the_user_has_fixed_are_those_of_query_side_training():
 def test_query_side_is_left_out_if_it_lacks_a_setting(given, reason, monkeypatch):
     """Otherwise the setting would be lost if query_side was chosen."""
     lines: list[str] = []
-    methods = list_methods(make_space(given, **given), None, lines.append)
+    methods = list_methods(make_space(given, **given), lines.append)
     assert methods == ["contaccum", "grad_cache"]
     [line] = lines
     assert line.startswith("query_side is not tried: method=query_side with ")
+    space = make_space(["method"], **given)
     with pytest.raises(ConfigError, match=reason):
-        list_methods(make_space(["method"], **given), "query_side", lines.append)
+        list_methods(dataclasses.replace(space, method="query_side"), lines.append)
 
 
 def test_settings_of_the_bank_leave_out_no_method():
     lines: list[str] = []
     given = {"bank_size": 64, "bank_weight": 0.5}
-    methods = list_methods(make_space(given, **given), None, lines.append)
+    methods = list_methods(make_space(given, **given), lines.append)
     assert methods == ["query_side", "contaccum", "grad_cache"]
     assert lines == []
 
@@ -825,7 +826,8 @@ def test_a_plain_batch_is_the_whole_update(num_processes, monkeypatch):
 
 def test_a_method_of_the_config_that_is_not_tried_is_named():
     lines: list[str] = []
-    assert "contaccum_cached" not in list_methods(make_space(), "contaccum_cached", lines.append)
+    space = dataclasses.replace(make_space(), method="contaccum_cached")
+    assert "contaccum_cached" not in list_methods(space, lines.append)
     assert [line.partition(" of")[0] for line in lines] == ["method=contaccum_cached"]
 
 
