@@ -68,6 +68,7 @@ from contaccum.settings import (
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.checkpoint import count_rows
 from contaccum.training.passage_store import USELESS_SHARE_OF_BM25
+from contaccum.training.proposal import compute_start_rate
 from contaccum.training.setup import list_training_sets, load_data, load_encoder, make_evaluator
 from contaccum.training.update import find_largest_divisor
 
@@ -81,13 +82,6 @@ RATE_FACTOR = 3.0
 """The factor between two learning rates of a ladder."""
 MAX_RATES = 5
 """The largest number of learning rates that are tried with a method."""
-QUERY_SIDE_START_RATE = 1.6e-4
-START_RATE = 1e-4
-"""The learning rate at which the ladder of a method starts, except query_side.
-
-Both rates are for full training of a pretrained retriever with 384 hidden dimensions.
-`compute_start_rate` adapts them to other encoders.
-"""
 TUNED_CONFIG = "tuned.yaml"
 TUNED_RECORD = "tuned.json"
 MINED_FILE = "mined.jsonl"
@@ -97,9 +91,6 @@ MAX_MINING_SCORES = 2e9
 Point = dict[str, Any]
 """{setting: value} of what the search has chosen: method, learning rate, and what is varied."""
 
-_START_RATE_WIDTH = 384  # a wider encoder needs a smaller rate, about in proportion
-_ADAPTER_FACTOR = 10.0  # LoRA adapters need larger rates
-_WEAK_BASE_FACTOR = 5.0  # an encoder that cannot retrieve yet needs larger rates
 _DEFAULT_QUERY_SIDE_BATCH_SIZE = 128
 _MAX_QUERY_SIDE_MICRO_BATCH = 32  # pairs of query-side training, in which only queries are encoded
 _QUERY_SIDE_BATCH_UNIT = 8  # the batch of a process is a multiple, so micro-batches are not tiny
@@ -266,23 +257,6 @@ def list_methods(space: SearchSpace, print_line: Callable[[str], None] = print) 
             f"--method {space.method} searches its settings"
         )
     return methods
-
-
-def compute_start_rate(method: str, width: int, has_adapter: bool, is_base_weak: bool) -> float:
-    """Return the learning rate at which the ladder of a method starts.
-
-    Args:
-        width: the number of dimensions of the encoder's hidden states.
-        has_adapter: True if a LoRA adapter is trained.
-        is_base_weak: True if the encoder scores far below BM25 before training.
-    """
-    rate = QUERY_SIDE_START_RATE if method == "query_side" else START_RATE
-    rate *= _START_RATE_WIDTH / width
-    if has_adapter:
-        rate *= _ADAPTER_FACTOR
-    if is_base_weak:
-        rate *= _WEAK_BASE_FACTOR
-    return round_value(rate)
 
 
 def mine_once(settings: Settings, corpus: str | None, file: Path) -> str | None:

@@ -30,12 +30,22 @@ PAIRS_FOR_TWO_ENCODERS = 50_000
 
 The smallest data set in the paper, on which it trains two encoders, has 58,880 pairs.
 """
+QUERY_SIDE_START_RATE = 1.6e-4
+START_RATE = 1e-4
+"""The learning rate at which the ladder of a method starts, except query_side.
+
+Both rates are for full training of a pretrained retriever with 384 hidden dimensions.
+`compute_start_rate` adapts them to other encoders.
+"""
 
 _MIN_UPDATES_PER_EPOCH = 8  # with a small data set, updates are made smaller
 _MAX_SAMPLED_ROWS = 1000  # rows whose texts are measured
 _LENGTH_QUANTILE = 0.95
 _MAX_TOKENS = 512
 _MAX_BANK_SIZE = 1024
+_START_RATE_WIDTH = 384  # a wider encoder needs a smaller rate, about in proportion
+_ADAPTER_FACTOR = 10.0  # LoRA adapters need larger rates
+_WEAK_BASE_FACTOR = 5.0  # an encoder that cannot retrieve yet needs larger rates
 # Queries and passages count as the same kind of text if more than this share of the queries are
 # also passages, or if passages are at most this many times as long as queries.
 _MAX_SHARED_TEXTS = 0.01
@@ -67,7 +77,7 @@ class Proposal:
         micro_batch: pairs per micro-batch.
         accumulation_steps: micro-batches per update.
         bank_size: rows of each bank.
-        learning_rate: the proposed learning rate, as text for a config.
+        learning_rate: the learning rate with which a search starts.
         temperature: the proposed temperature.
     """
 
@@ -88,7 +98,7 @@ class Proposal:
     micro_batch: int
     accumulation_steps: int
     bank_size: int
-    learning_rate: str
+    learning_rate: float
     temperature: float
 
 
@@ -129,6 +139,7 @@ def propose(
     texts = loaded.transform.first_texts(sorted(rows.tolist()))
     query_prompt, passage_prompt = find_prompts(model)
     count_tokens, max_tokens, lengths_measured_by = _load_tokenizer(model)
+    width = _read_width(model)
     query_lengths = [count_tokens(f"{query_prompt}{text}") for text in texts["query"]]
     passage_lengths = [count_tokens(f"{passage_prompt}{text}") for text in texts["positive"]]
     query_length = _compute_max_length(query_lengths, max_tokens)
@@ -161,9 +172,26 @@ def propose(
         micro_batch=MICRO_BATCH,
         accumulation_steps=max(1, min(max_steps, max_steps_of_data)),
         bank_size=bank_size,
-        learning_rate="1.0e-4" if "minilm" in model.lower() else "2.0e-5",
+        learning_rate=compute_start_rate("contaccum", width, has_adapter=False, is_base_weak=False),
         temperature=0.05,
     )
+
+
+def compute_start_rate(method: str, width: int, has_adapter: bool, is_base_weak: bool) -> float:
+    """Return the learning rate at which the ladder of a method starts.
+
+    Args:
+        width: the number of dimensions of the encoder's hidden states.
+        has_adapter: True if a LoRA adapter is trained.
+        is_base_weak: True if the encoder scores far below BM25 before training.
+    """
+    rate = QUERY_SIDE_START_RATE if method == "query_side" else START_RATE
+    rate *= _START_RATE_WIDTH / width
+    if has_adapter:
+        rate *= _ADAPTER_FACTOR
+    if is_base_weak:
+        rate *= _WEAK_BASE_FACTOR
+    return float(f"{rate:.1e}")
 
 
 def find_prompts(model: str) -> tuple[str, str]:
@@ -203,6 +231,17 @@ def _load_tokenizer(model: str) -> tuple[Callable[[str], float], int, str]:
         return len(tokenizer(text, verbose=False)["input_ids"])
 
     return count_tokens, max_tokens, "by the tokenizer"
+
+
+def _read_width(model: str) -> int:
+    """Return the number of dimensions of a model's hidden states; 768 if it cannot be read."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError):
+        return 768  # of most encoders
+    return getattr(config, "hidden_size", None) or 768
 
 
 def _compute_max_length(lengths: Sequence[float], max_tokens: int) -> int:

@@ -38,7 +38,6 @@ from contaccum.experiments.tune import (
     SearchSpace,
     Trial,
     choose_trial,
-    compute_start_rate,
     list_methods,
     make_base_settings,
     round_up,
@@ -46,6 +45,7 @@ from contaccum.experiments.tune import (
 from contaccum.settings import METHODS, WITH_BANK, Settings, read, replace
 from contaccum.training import log
 from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.proposal import compute_start_rate
 
 NUM_QUERIES = 24
 
