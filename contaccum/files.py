@@ -1,8 +1,7 @@
 """Atomic writing of files and folders, locks, fingerprints, and removal of credentials.
 
-All output files of contaccum are written with this module. Writing is atomic: an output is first
-written under a temporary name and then renamed, so a killed process leaves no incomplete file.
-Credentials, such as tokens in environment variables, are removed from JSON files.
+All output files of contaccum are written with this module, first under a temporary name, so a
+killed process leaves no incomplete file. Credentials are removed from JSON files.
 """
 
 from __future__ import annotations
@@ -83,37 +82,21 @@ def atomic_folder(path: AnyPath) -> Iterator[Path]:
     path = Path(path)
     with _prepare_writing(path):
         _remove_leftovers(path)
-        identity_before = _get_identity(path)
+        inode_before = path.stat().st_ino if path.exists() else None
         temporary_folder, lock = _make_locked_folder(path)
         try:
             yield temporary_folder
             for file in [*temporary_folder.rglob("*"), temporary_folder]:
                 _flush(file)
-            if _get_identity(path) == identity_before:
+            if inode_before == (path.stat().st_ino if path.exists() else None):
                 _replace_folder(temporary_folder, path)
         finally:
             shutil.rmtree(temporary_folder, ignore_errors=True)
             os.close(lock)
 
 
-def _get_identity(path: Path) -> tuple[int, int] | None:
-    """Return device and inode of a folder, or None if there is no folder.
-
-    A folder that has been replaced by another one of the same name has a new identity.
-    """
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_dev, status.st_ino
-
-
 def _make_locked_folder(path: Path) -> tuple[Path, int]:
-    """Make a temporary folder beside ``path`` and lock it.
-
-    Returns:
-        The folder, and the file descriptor of its lock. The lock ends with the process.
-    """
+    """Make a temporary folder beside ``path``; return it and its lock, which the process holds."""
     # The folder is locked before it gets its final name. Another process removes unlocked folders
     # of this name as leftovers.
     unlocked_folder = path.with_name(f".new-{uuid4().hex}")
@@ -260,6 +243,7 @@ def require_writable(path: AnyPath) -> None:
         pass
 
 
+# Error numbers of a full disk, quota or file size, of a read-only disk, and of no permission.
 _WRITE_ERRORS = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -268,12 +252,11 @@ _WRITE_ERRORS = (
     errno.EACCES,
     errno.EPERM,
 )
-"""Error numbers of a full disk, quota or file size, of a read-only disk, and of no permission."""
+# Messages of torch.save and numpy.save if a file cannot be written; they give no error number.
 _WRITE_MESSAGES = (
     r"PytorchStreamWriter|inline_container.*unexpected pos|basic_ios::clear: iostream error|"
     r"requested and \d+ written"
 )
-"""Messages of torch.save and numpy.save if a file cannot be written; they give no error number."""
 
 
 def describe_failed_write(error: BaseException | None) -> str | None:
@@ -293,13 +276,11 @@ def describe_failed_write(error: BaseException | None) -> str | None:
         # part of the user's data.
         for number in _WRITE_ERRORS:
             reason = os.strerror(number)
-            forms = (f"{reason} (os error {number})", f"Detail: [errno {number}] {reason}")
-            if any(form in text for form in forms):
+            if f"{reason} (os error {number})" in text or f"[errno {number}] {reason}" in text:
                 return reason
         if re.search(_WRITE_MESSAGES, text):
             return os.strerror(errno.ENOSPC)
-        has_context = not error.__suppress_context__
-        error = error.__cause__ or (error.__context__ if has_context else None)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
 
 
@@ -317,20 +298,19 @@ def _prepare_writing(path: Path) -> Iterator[None]:
         _flush(path.parent)
     except UserError:
         raise
-    except (FileExistsError, NotADirectoryError) as error:
-        raise _make_write_error(path, error.strerror) from error
     except Exception as error:
+        if isinstance(error, (FileExistsError, NotADirectoryError)):
+            reason = error.strerror
+        else:
+            reason = describe_failed_write(error)
         # Other errors may come from files that the block reads, so they are raised unchanged.
-        reason = describe_failed_write(error)
         if reason is None:
             raise
-        raise _make_write_error(path, reason) from error
-
-
-def _make_write_error(path: AnyPath, reason: str | None) -> UserError:
-    # A temporary folder of `atomic_folder` is shown by the name that it was to get.
-    shown = re.sub(r"\.writing-([^/]+)\.[0-9a-f]{32}", r"\1", str(path))
-    return UserError(f"{shown}: cannot be written ({reason}); free space, or name another path")
+        # A temporary folder of `atomic_folder` is shown by the name that it was to get.
+        shown = re.sub(r"\.writing-([^/]+)\.[0-9a-f]{32}", r"\1", str(path))
+        raise UserError(
+            f"{shown}: cannot be written ({reason}); free space, or name another path"
+        ) from error
 
 
 def _flush(path: Path) -> None:
@@ -431,19 +411,12 @@ def package_versions() -> dict[str, str]:
 
 
 def provenance() -> dict[str, Any]:
-    """Return the package versions and the git commit, for records.
-
-    Returns:
-        {"versions": {package: version}, "git_commit": hash or None}.
-    """
+    """Return {"versions": {package: version}, "git_commit": hash or None}, for records."""
     return {"versions": package_versions(), "git_commit": git_commit()}
 
 
 def git_commit() -> str | None:
-    """Return the commit of the git checkout that contaccum runs from.
-
-    The result is None if contaccum is installed, or if git fails.
-    """
+    """Return the commit of the git checkout that contaccum runs from; None without one."""
     root = Path(__file__).resolve().parents[1]
     # An installed contaccum may lie inside the checkout of another project. The commit of that
     # project says nothing about contaccum.
@@ -463,21 +436,13 @@ _CREDENTIAL_NAME = re.compile(
 """Names of environment variables with credentials, such as HF_TOKEN or AWS_SECRET_ACCESS_KEY."""
 _MIN_CREDENTIAL_LENGTH = 8
 # User and password in a URL, as in https://user:password@host or //user:password@host: everything
-# up to the last @ before the path. A password may hold @, quotes, blanks and ends of lines; a user
-# without a password ends at a blank, so that an address later in a sentence is left alone. The last
-# form is a password with a slash, which is not a port. Path() shortens "https://" to "https:/", so
-# one slash is enough after a scheme.
-_USER_IN_URL = re.compile(
-    r"((?<=[a-z0-9+.-][a-z0-9+.-]:)/{1,2}|(?<![:/\w])//)"
-    r"(?:[^\s/:]*:(?!\s)[^/\n]*(?:\n[^\s/]*\r?)*|[^\s/]+"
-    r"|[^\s/:]*:(?!\s|\d*/)[^\n@]*(?:@[^\n/]*)*)@(?!\w+\{)",
-    re.I,
-)
-# A key in the query of a URL, such as ?token=..., &api_key=... or &X-Amz-Signature=..., up to the
-# next parameter. A quote belongs to the value only if the value goes on after it.
+# up to the last @ before the path. Path() shortens "https://" to "https:/", so one slash is enough
+# after a scheme.
+_USER_IN_URL = re.compile(r"((?<=[a-z0-9+.-][a-z0-9+.-]:)/{1,2}|(?<![:/\w])//)[^\s/]+@", re.I)
+# A key in the query of a URL, such as ?token=... or &X-Amz-Signature=..., up to the next parameter.
 _KEY_IN_URL = re.compile(
     r"([?&;#](?:[\w.%-]*(?:token|key|secret|password|passwd|passphrase|signature|credentials?|jwt)"
-    r"|pwd|pass|sig|auth|authorization|bearer|code|sas)=)(?:[^&#\s\"'<>]|[\"'](?=\w))+",
+    r"|pwd|pass|sig|auth|authorization|bearer|code|sas)=)[^&#\s\"'<>]+",
     re.I,
 )
 
@@ -493,7 +458,16 @@ def redact(content: Any) -> Any:
         content: a text, or a structure of dicts, lists and tuples. All texts in it are redacted,
             keys included. Other values, and the markup of a page, are returned as they are.
     """
-    return _redact(content, _find_credentials())
+    credentials = []
+    for name, value in os.environ.items():
+        # A short value may also be a part of ordinary text. A path is not a credential itself: it
+        # names the file in which the credential is stored.
+        is_long = len(value) >= _MIN_CREDENTIAL_LENGTH
+        if is_long and _CREDENTIAL_NAME.search(name) and not os.path.exists(value):
+            credentials.append((name, value))
+    # A long value may contain a short one, so it is replaced first.
+    credentials.sort(key=lambda credential: len(credential[1]), reverse=True)
+    return _redact(content, credentials)
 
 
 def refuse_credentials(options: Mapping[str, Any]) -> None:
@@ -504,25 +478,6 @@ def refuse_credentials(options: Mapping[str, Any]) -> None:
             "an option contains a credential, and options are written to files: put it into the "
             "environment"
         )
-
-
-def _find_credentials() -> list[tuple[str, str]]:
-    """Return name and value of each credential in the environment, longest value first.
-
-    A long value may contain a short one, so it must be replaced first.
-    """
-    credentials = []
-    for name, value in os.environ.items():
-        # A short value may also be a part of ordinary text. A path is not a credential itself: it
-        # names the file in which the credential is stored.
-        is_credential = (
-            len(value) >= _MIN_CREDENTIAL_LENGTH
-            and _CREDENTIAL_NAME.search(name) is not None
-            and not os.path.exists(value)
-        )
-        if is_credential:
-            credentials.append((name, value))
-    return sorted(credentials, key=lambda credential: len(credential[1]), reverse=True)
 
 
 def _redact(content: Any, credentials: list[tuple[str, str]]) -> Any:

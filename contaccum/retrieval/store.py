@@ -16,7 +16,6 @@ writing, and several processes may write to the same folder. No file holds a pic
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -393,21 +392,13 @@ def check_identity(
     Raises:
         ConfigError: a value is another one; the message names all of them.
     """
-    differences = []
-    # Through JSON, because store.json holds lists where the identity may hold tuples.
-    for name, expected in json.loads(json.dumps(identity)).items():
-        stored = metadata.get(name)
-        if stored == expected:
-            continue
-        if name == "model":
-            name = f"model, {metadata.get('model_name', 'of unknown name')}"
-        elif name == "tokenisation":
-            name = "tokenisation (tokenizer, prompt, maximum length, pooling or dimension)"
-        elif name != "query_model":  # not a hash
-            name = f"{name}, {stored} instead of {expected}"
-        differences.append(f"another {name}")
-    if differences:
-        raise ConfigError(f"{folder}: holds embeddings of {' and '.join(differences)} ({remedy})")
+    changes = files.list_changes({name: metadata.get(name) for name in identity}, identity)
+    if changes:
+        names = " and ".join(changes).replace(
+            "tokenisation", "tokenisation (tokenizer, prompt, maximum length, pooling or dimension)"
+        )
+        model = metadata.get("model_name", "a model of unknown name")
+        raise ConfigError(f"{folder}: holds embeddings by {model} with another {names} ({remedy})")
 
 
 def get_shard_name(shard_number: int) -> str:

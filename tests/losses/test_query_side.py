@@ -198,10 +198,10 @@ def test_a_store_that_another_model_wrote_is_refused(tmp_path):
     other_prompt = tiny_encoder(passage_prompt="passage: ")
     other_similarity = tiny_encoder(similarity="dot")
     cases = [
-        (other_weights, store, "another model, tiny"),
+        (other_weights, store, "by tiny with another model"),
         (other_prompt, store, "another tokenisation.*--passage_max_length"),
-        (other_similarity, store, "another similarity, cos instead of dot"),
-        (model, queries, "another kind, query"),
+        (other_similarity, store, "another similarity .cos, now dot"),
+        (model, queries, "another kind .query"),
     ]
     for refused_model, refused_store, message in cases:
         with pytest.raises(ConfigError, match=message):

@@ -180,10 +180,10 @@ def test_a_finished_store_of_the_same_identity_is_not_encoded_again(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "b" * 64}, "another model, of unknown name"),
+        ({"model": "b" * 64}, "another model "),
         (
             {"kind": "query", "shard_size": 5},
-            "another kind, .* and another shard_size",
+            "another kind .* and shard_size ",
         ),
     ],
 )
