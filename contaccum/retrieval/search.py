@@ -1,13 +1,10 @@
 """Search in embeddings: exact or with any FAISS index, and from texts behind BEIR's interface.
 
 `FaissSearcher` encodes texts and searches: ``EvaluateRetrieval(FaissSearcher(model))``.
-`build_index`, `open_index` and `search` work on embeddings. A factory string names the index, as
-for `faiss.index_factory`: "IVF1024,Flat" is an inverted file of 1,024 lists, of which a search
-reads only the nearest. "Flat" is exact and builds no index: the embeddings themselves, an array or
-a store of any size, are searched block by block, by FAISS on the CPU and by torch on GPUs.
-
-Scores are inner products; higher is better. With the metric "cos", L2-normalised copies are
-compared. A document is named by its row in the embeddings.
+`build_index`, `open_index` and `search` work on embeddings, an array or a store of any size. "Flat"
+is exact and builds no index: the embeddings themselves are searched block by block, by FAISS on the
+CPU and by torch on GPUs. Scores are inner products; with the metric "cos", of L2-normalised copies.
+A document is named by its row.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from contaccum.bank.full_softmax import DocumentBlock, multiply, without_tf32
 from contaccum.distributed import world_size
 from contaccum.encoders.settings import Kind
 from contaccum.errors import ConfigError, DataError, UserError, is_out_of_memory
-from contaccum.files import AnyPath, atomic_file, read_json, write_json
+from contaccum.files import AnyPath, atomic_file, list_changes, read_json, write_json
 from contaccum.retrieval.encode import (
     Corpus,
     Similarity,
@@ -65,17 +62,14 @@ _REMEDY_FOR_FILE = "name another file, or remove it to build it anew"
 # Bytes of float32 rows that the CPU searches at a time: enough for matrix products to run at full
 # speed, and little memory compared with a corpus.
 SLICE_BYTES = 2**28
-# A thread with fewer queries costs more than it gains.
-_MIN_QUERIES_PER_THREAD = 64
-# Limits the memory for the results of a slice before they are merged.
-_MAX_QUERIES_PER_GROUP = 4096
+_MIN_QUERIES_PER_THREAD = 64  # a thread with fewer queries costs more than it gains
+_MAX_QUERIES_PER_GROUP = 4096  # limits the memory for the results of a slice before they are merged
 # The same on a GPU, and the scores that are computed at once: 512 MB in float32.
 _MAX_QUERIES_PER_GROUP_ON_GPU = 1024
 _MAX_SCORES_ON_GPU = 2**27
 
 _ROWS_PER_BLOCK_ON_CPU = 8192
-# Bytes that are copied to a GPU at once.
-_BYTES_PER_COPY = 2**26
+_BYTES_PER_COPY = 2**26  # bytes that are copied to a GPU at once
 # Embeddings stay on a GPU if they need less than this share of its free memory.
 _MAX_SHARE_OF_FREE_MEMORY = 0.5
 
@@ -89,11 +83,8 @@ class FaissSearcher:
 
     Args:
         model: a SentenceTransformer, which stays on its device.
-        batch_size: texts per forward pass; see `encode_texts`.
-        index: FAISS factory string; see `build_index`. "Flat" is exact and gives the results of
-            BEIR's DenseRetrievalExactSearch.
-        index_parameters: FAISS search parameters; see `build_index`.
-        precision: type of autocast; see `encode_texts`.
+        batch_size, precision: see `encode_texts`.
+        index, index_parameters: FAISS factory string and search parameters; see `build_index`.
         show_progress_bar: show progress bars.
         encode_queries, encode_documents: functions that return the embeddings (n, d) of the texts
             of queries and of documents, given the model and the texts; None: `encode_texts`.
@@ -214,7 +205,7 @@ class DenseIndex:
     parameters: str | None
     faiss_index: faiss.Index | None = None
     gpus: Sequence[int] = ()
-    _gpu_search: GpuSearch | None = field(default=None, init=False, repr=False)
+    _on_gpus: list[DeviceEmbeddings] = field(default_factory=list, init=False, repr=False)
 
 
 def build_index(
@@ -244,7 +235,7 @@ def build_index(
         UserError: an embedding holds NaN or infinity ("Flat" raises it during the search).
     """
     num_rows, dimension = embeddings.shape
-    metric = metric or _get_metric(embeddings)
+    metric = metric or getattr(embeddings, "similarity", None) or "cos"
     index, parameters = check_factory(factory, dimension, num_rows, metric, parameters)
     get_ids: Callable[[np.ndarray], Sequence[str] | np.ndarray] = np.asarray  # row numbers
     if isinstance(embeddings, EmbeddingStore):
@@ -261,10 +252,8 @@ def build_index(
             sample = np.random.default_rng(0).choice(num_rows, num_points, replace=False)
             vectors = embeddings[np.sort(sample)]  # a store reads ascending rows fastest
             index.train(prepare_vectors(vectors, metric, "embedding of the training sample"))
-        slice_size = compute_slice_size(dimension)
-        for start in range(0, num_rows, slice_size):
-            vectors = embeddings[start : start + slice_size]
-            index.add(prepare_vectors(vectors, metric, "document embedding", start))
+        for start, block in _list_blocks(embeddings, _get_slice_size(dimension)):
+            index.add(prepare_vectors(block, metric, "document embedding", start))
     except RuntimeError as error:
         raise ConfigError(
             f"FAISS cannot build index {factory!r} on {num_rows} vectors: {_get_reason(error)} "
@@ -278,12 +267,6 @@ def find_gpus() -> list[int]:
     if torch.cuda.is_available() and world_size() > 1:
         return [torch.cuda.current_device()]
     return list(range(torch.cuda.device_count()))
-
-
-def _get_metric(embeddings: Embeddings) -> Similarity:
-    if isinstance(embeddings, EmbeddingStore) and embeddings.similarity == "dot":
-        return "dot"
-    return "cos"
 
 
 def open_index(
@@ -301,9 +284,7 @@ def open_index(
     Args:
         path: file of the index.
         store: the store that is indexed.
-        factory: FAISS factory string, other than "Flat".
-        metric: "cos" or "dot"; None: the similarity of the store.
-        parameters: FAISS search parameters; see `build_index`.
+        factory, metric, parameters: see `build_index`; the factory is not "Flat".
 
     Raises:
         ConfigError: see `build_index`.
@@ -313,7 +294,7 @@ def open_index(
     import faiss
 
     path = Path(path)
-    metric = metric or _get_metric(store)
+    metric = metric or ("dot" if store.similarity == "dot" else "cos")
     description_path = Path(f"{path}.json")
     description = {"fingerprint": store.fingerprint, "factory": factory, "metric": metric}
     if not path.exists():
@@ -330,14 +311,10 @@ def open_index(
             faiss.write_index(index.faiss_index, writer)
         index.parameters = _set_parameters(index.faiss_index, factory, parameters)
         return index
-    stored_description = read_json(description_path)
-    for name, expected in description.items():
-        stored = stored_description.get(name)
-        if stored != expected:
-            raise DataError(
-                f"{path}: is an index with {name} {stored}, but {name} {expected} is required "
-                f"({_REMEDY_FOR_FILE})"
-            )
+    stored = read_json(description_path)
+    changes = list_changes({name: stored.get(name) for name in description}, description)
+    if changes:
+        raise DataError(f"{path}: is an index of another {', '.join(changes)} ({_REMEDY_FOR_FILE})")
     try:
         faiss_index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
     except RuntimeError as error:
@@ -380,11 +357,11 @@ def search(
         )
     k = min(k, num_documents)
     queries = prepare_vectors(queries, index.metric, "query embedding")
-    if index.faiss_index is None:
+    if index.faiss_index is not None:
+        scores, rows = index.faiss_index.search(queries, k)
+    else:
         num_results = min(k + _NUM_EXTRA_RESULTS, num_documents)
         scores, rows = _search_exactly(index, queries, num_results, show_progress)
-    else:
-        scores, rows = index.faiss_index.search(queries, k)
     scores[rows < 0] = -np.inf
     _order_ties_by_id(index.ids, scores, rows)
     return scores[:, :k], rows[:, :k]
@@ -394,15 +371,15 @@ def _search_exactly(
     index: DenseIndex, queries: np.ndarray, k: int, show_progress: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     if index.gpus and len(queries) > 0:
-        if index._gpu_search is None:
+        if not index._on_gpus:
             devices = [torch.device("cuda", number) for number in index.gpus]
-            index._gpu_search = GpuSearch(index.corpus, index.metric, devices)
+            index._on_gpus = split_over_devices(index.corpus, devices)
         try:
-            return index._gpu_search.search(queries, k)
+            return search_on_devices(index._on_gpus, queries, k, index.metric)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            index._gpu_search = None
+            index._on_gpus = []
             logger.warning("exact search: the GPU's memory is full, so the CPU searches")
     return search_slices(index.corpus, queries, k, index.metric, show_progress)
 
@@ -592,7 +569,7 @@ def search_slices(
         scores, rows = faiss.knn(group, documents, num_results, faiss.METRIC_INNER_PRODUCT)
         heap.add_result(scores, rows + start)
 
-    slice_size = min(compute_slice_size(dimension), num_rows)
+    slice_size = min(_get_slice_size(dimension), num_rows)
     buffer = None
     if metric == "cos":
         # Reused, because allocating memory for every slice costs more than writing to it.
@@ -666,78 +643,66 @@ def _make_vector_error(description: str, row: int) -> UserError:
     )
 
 
-def compute_slice_size(dimension: int) -> int:
+def _get_slice_size(dimension: int) -> int:
     """Return the number of float32 rows in a slice."""
     return max(1, SLICE_BYTES // (4 * dimension))
 
 
-class GpuSearch:
-    """Exact search by torch. Each device searches its part of the embeddings.
+def split_over_devices(
+    corpus: Embeddings, devices: Sequence[torch.device]
+) -> list[DeviceEmbeddings]:
+    """Return one part of N embeddings for each device."""
+    bounds = [len(corpus) * number // len(devices) for number in range(len(devices) + 1)]
+    return [
+        DeviceEmbeddings(corpus, device, first_row, end_row)
+        for device, first_row, end_row in zip(devices, bounds, bounds[1:], strict=False)
+    ]
 
-    Args:
-        corpus: embeddings (N, d) of the documents.
-        metric: "cos" or "dot".
-        devices: the GPUs; the same program also runs on a CPU.
+
+def search_on_devices(
+    parts: Sequence[DeviceEmbeddings], queries: np.ndarray, k: int, metric: Similarity
+) -> tuple[np.ndarray, np.ndarray]:
+    """Find the k best documents of n queries exactly by torch. Each device searches its part.
+
+    `search_slices` describes queries, metric and result.
+
+    Raises:
+        UserError: a vector of the corpus holds NaN or infinity.
+        torch.OutOfMemoryError: a GPU has no memory for the scores of a slice.
     """
-
-    def __init__(
-        self, corpus: Embeddings, metric: Similarity, devices: Sequence[torch.device]
-    ) -> None:
-        self._has_scales = metric == "cos"
-        self._is_checked = False
-        self._parts = []
-        for number, device in enumerate(devices):
-            first_row = len(corpus) * number // len(devices)
-            end_row = len(corpus) * (number + 1) // len(devices)
-            self._parts.append(DeviceEmbeddings(corpus, device, first_row, end_row))
-
-    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Find the k best documents of n queries; `search_slices` describes arguments and result.
-
-        Raises:
-            UserError: a vector of the corpus holds NaN or infinity.
-            torch.OutOfMemoryError: a GPU has no memory for the scores of a slice.
-        """
-        with torch.inference_mode(), without_tf32():
-            self._check()
-            results = [self._search_part(part, queries, k) for part in self._parts]
-            # All devices are at work before the first result is waited for.
-            scores = torch.cat([scores.cpu() for scores, _ in results], 1)
-            rows = torch.cat([rows.cpu() for _, rows in results], 1)
-            scores, rows = _select_best(scores, rows, k)
-        return scores.numpy(), rows.numpy()
-
-    def _check(self) -> None:
-        """Refuse vectors as `prepare_vectors` does, before the first search."""
-        if self._is_checked:
-            return
-        for part in self._parts:
+    with torch.inference_mode(), without_tf32():
+        for part in parts:
             is_finite = part.norms().isfinite().cpu()
             if not is_finite.all():
                 row = part.first_row + int((~is_finite).nonzero()[0])
                 raise _make_vector_error("document embedding", row)
-        self._is_checked = True
+        results = [_search_part(part, queries, k, metric) for part in parts]
+        # All devices are at work before the first result is waited for.
+        scores = torch.cat([scores.cpu() for scores, _ in results], 1)
+        rows = torch.cat([rows.cpu() for _, rows in results], 1)
+        scores, rows = _select_best(scores, rows, k)
+    return scores.numpy(), rows.numpy()
 
-    def _search_part(
-        self, part: DeviceEmbeddings, queries: np.ndarray, k: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return the scores and rows, (n, k), of the best documents of a part, on its device."""
-        all_queries = torch.from_numpy(queries).to(part.device)
-        groups = all_queries.split(_MAX_QUERIES_PER_GROUP_ON_GPU)
-        num_documents = max(1, _MAX_SCORES_ON_GPU // len(groups[0]))
-        best_scores = [queries.new_empty(len(queries), 0) for queries in groups]
-        best_rows = [scores.long() for scores in best_scores]
-        for block in part.blocks(self._has_scales):
-            for documents in block.split(num_documents):
-                for number, group in enumerate(groups):
-                    scores = multiply(group, documents.documents.T)
-                    if documents.scales is not None:
-                        scores *= documents.scales
-                    scores, rows = scores.topk(min(k, scores.shape[1]))
-                    scores = torch.cat([best_scores[number], scores], 1)
-                    rows = torch.cat([best_rows[number], rows + documents.first], 1)
-                    best_scores[number], best_rows[number] = _select_best(scores, rows, k)
-        return torch.cat(best_scores), torch.cat(best_rows)
+
+def _search_part(
+    part: DeviceEmbeddings, queries: np.ndarray, k: int, metric: Similarity
+) -> tuple[Tensor, Tensor]:
+    """Return the scores and rows, (n, k), of the best documents of a part, on its device."""
+    groups = torch.from_numpy(queries).to(part.device).split(_MAX_QUERIES_PER_GROUP_ON_GPU)
+    num_documents = max(1, _MAX_SCORES_ON_GPU // len(groups[0]))
+    best_scores = [group.new_empty(len(group), 0) for group in groups]
+    best_rows = [scores.long() for scores in best_scores]
+    for block in part.blocks(has_scales=metric == "cos"):
+        for documents in block.split(num_documents):
+            for number, group in enumerate(groups):
+                scores = multiply(group, documents.documents.T)
+                if documents.scales is not None:
+                    scores *= documents.scales
+                scores, rows = scores.topk(min(k, scores.shape[1]))
+                scores = torch.cat([best_scores[number], scores], 1)
+                rows = torch.cat([best_rows[number], rows + documents.first], 1)
+                best_scores[number], best_rows[number] = _select_best(scores, rows, k)
+    return torch.cat(best_scores), torch.cat(best_rows)
 
 
 def _select_best(scores: Tensor, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:

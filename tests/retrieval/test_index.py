@@ -12,11 +12,12 @@ import torch
 from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.retrieval import search as search_module
 from contaccum.retrieval.search import (
-    GpuSearch,
     build_index,
     open_index,
     recall_against_exact,
     search,
+    search_on_devices,
+    split_over_devices,
 )
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter
 
@@ -36,12 +37,12 @@ def program(request, monkeypatch) -> str:
     """Search exactly by FAISS, and by the program of GPUs in two parts on the CPU."""
     if request.param == "torch":
 
-        def use_cpu(corpus, metric, devices):
+        def use_cpu(corpus, devices):
             assert [device.type for device in devices] == ["cuda", "cuda"]
-            return GpuSearch(corpus, metric, [torch.device("cpu")] * 2)
+            return split_over_devices(corpus, [torch.device("cpu")] * 2)
 
         monkeypatch.setattr(search_module, "find_gpus", lambda: [0, 1])
-        monkeypatch.setattr(search_module, "GpuSearch", use_cpu)
+        monkeypatch.setattr(search_module, "split_over_devices", use_cpu)
         monkeypatch.setattr(search_module, "search_slices", None)
         monkeypatch.setattr(search_module, "_MAX_SCORES_ON_GPU", 2000)
         monkeypatch.setattr(search_module, "_ROWS_PER_BLOCK_ON_CPU", 30)
@@ -131,9 +132,9 @@ def test_gpus_search_arrays_of_any_type(dtype):
     queries = make_vectors(20, seed=1)
     queries /= np.linalg.norm(queries, axis=1, keepdims=True)
     expected_scores, expected_rows = search(build_index(documents), queries, 50)
-    searcher = GpuSearch(documents, "cos", [torch.device("cpu")])
+    parts = split_over_devices(documents, [torch.device("cpu")])
     for _ in range(2):
-        scores, rows = searcher.search(queries, 50)
+        scores, rows = search_on_devices(parts, queries, 50, "cos")
         np.testing.assert_array_equal(rows, expected_rows)
         np.testing.assert_allclose(scores, expected_scores, atol=1e-6)
 
@@ -145,7 +146,7 @@ def test_the_cpu_searches_if_the_memory_of_a_gpu_is_full(monkeypatch, caplog):
     documents = make_vectors(50)
     _, expected_rows = search(build_index(documents), documents, 5)
     monkeypatch.setattr(search_module, "find_gpus", lambda: [0])
-    monkeypatch.setattr(GpuSearch, "search", fail)
+    monkeypatch.setattr(search_module, "search_on_devices", fail)
     _, rows = search(build_index(documents), documents, 5)
     np.testing.assert_array_equal(rows, expected_rows)
     assert "memory is full, so the CPU searches" in caplog.text
@@ -261,10 +262,10 @@ def test_a_foreign_or_broken_index_file_is_refused_in_one_line(store, tmp_path):
         assert "\n" not in str(caught.value)
         assert str(path) in str(caught.value)
 
-    assert_refused("index with factory HNSW8, but factory HNSW16 is required", "HNSW16")
+    assert_refused(r"another factory \(HNSW8, now HNSW16\)", "HNSW16")
     other_description = {**json.loads(description), "fingerprint": "aaaa"}
     description_path.write_text(json.dumps(other_description))
-    assert_refused("index with fingerprint aaaa")
+    assert_refused("another fingerprint")
     description_path.unlink()
     assert_refused(r"index\.faiss\.json")
     description_path.write_text(description)
