@@ -15,7 +15,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -143,19 +142,22 @@ class FaissSearcher:
             ConfigError: the score function is unknown, or the index cannot be built.
         """
         metric = get_similarity(self.model, score_function)
-        self.timing = {}
-        with self._measure_time("encode_queries"):
-            query_embeddings = self._encode(list(queries.values()), "query", self.encode_queries)
+        times = [time.perf_counter()]
+        query_embeddings = self._encode(list(queries.values()), "query", self.encode_queries)
+        times.append(time.perf_counter())
         passages = get_passage_texts(corpus)
-        with self._measure_time("encode_corpus"):
-            document_embeddings = self._encode(passages, "document", self.encode_documents)
-        with self._measure_time("index"):
-            index = build_index(
-                document_embeddings, self.index, metric, list(corpus), self.index_parameters
-            )
-        with self._measure_time("search"):
-            # One more than top_k, because the document with the query's id is dropped.
-            scores, rows = search(index, query_embeddings, top_k + 1)
+        document_embeddings = self._encode(passages, "document", self.encode_documents)
+        times.append(time.perf_counter())
+        index = build_index(
+            document_embeddings, self.index, metric, list(corpus), self.index_parameters
+        )
+        times.append(time.perf_counter())
+        # One more than top_k, because the document with the query's id is dropped.
+        scores, rows = search(index, query_embeddings, top_k + 1)
+        times.append(time.perf_counter())
+        stages = ("encode_queries", "encode_corpus", "index", "search")
+        for stage, start, end in zip(stages, times, times[1:], strict=False):
+            self.timing[f"{stage}_seconds"] = end - start
         self.search_details = {"gpus": len(index.gpus)}
         recall = recall_against_exact(index, query_embeddings, rows[:, :top_k])
         if recall is not None:
@@ -172,12 +174,6 @@ class FaissSearcher:
         return encode_texts(
             self.model, texts, kind, self.batch_size, self.precision, self.show_progress_bar
         )
-
-    @contextmanager
-    def _measure_time(self, stage: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.timing[f"{stage}_seconds"] = time.perf_counter() - started
 
 
 # Indexes of embeddings ----------------------------------------------------------------------------
@@ -330,8 +326,6 @@ def search(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find the k best documents of n queries.
 
-    An exact search on the CPU holds one slice of the corpus in memory.
-
     Args:
         index: an index of N documents.
         queries: float32 (n, d).
@@ -459,11 +453,9 @@ def check_factory(
     """Check index settings. Call this before a corpus is encoded, which may take hours.
 
     Args:
-        factory: FAISS factory string.
+        factory, metric, parameters: see `build_index`.
         dimension: d, dimension of the embeddings.
         n: number of embeddings to index.
-        metric: "cos" or "dot"; both are searched as inner products.
-        parameters: FAISS search parameters; see `build_index`.
 
     Returns:
         An empty FAISS index, and its search parameters.
@@ -535,8 +527,7 @@ def search_slices(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find the k best documents of n queries exactly, on the CPU.
 
-    The corpus is searched in slices of at most `SLICE_BYTES` as float32. Documents with equal
-    scores are in any order.
+    The corpus is searched in slices of at most `SLICE_BYTES` as float32.
 
     Args:
         corpus: embeddings (N, d) of the documents.
@@ -546,7 +537,8 @@ def search_slices(
         show_progress: show a progress bar.
 
     Returns:
-        Scores, float32 (n, k), descending, and rows, int64 (n, k).
+        Scores, float32 (n, k), descending, and rows, int64 (n, k). Documents with equal scores are
+        in any order.
 
     Raises:
         UserError: a vector of the corpus holds NaN or infinity.
