@@ -1,4 +1,4 @@
-"""Errors that the user can correct, and suggestions for misspelled names.
+"""Errors that the user can correct, and the texts of messages.
 
 The command line turns a `UserError` into one line and exit code 2. The message says what is wrong,
 where, and what to do. Any other exception that reaches the command line is a defect of contaccum.
@@ -7,7 +7,13 @@ where, and what to do. Any other exception that reaches the command line is a de
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterable
+from functools import cache
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_QUOTE = 60
 
 
 class UserError(Exception):
@@ -61,3 +67,25 @@ def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
     raise ConfigError(
         f"{name} must be one of {', '.join(names)}, got {value!r}{closest(value, names)}"
     )
+
+
+def one_line(text: str) -> str:
+    """Return a text in one line: unprintable characters and repeated blanks become one space."""
+    printable = "".join(character if character.isprintable() else " " for character in text)
+    return " ".join(printable.split())
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Log a warning, unless the same one was logged before."""
+    logger.warning(message)
+
+
+def quoted(value: object, longest: int = _LONGEST_QUOTE) -> str:
+    """Return the `repr` of a value for a message, cut to `longest` characters."""
+    if isinstance(value, str):
+        value = value[: longest + 1]  # the repr of a whole document would be slow
+    shown = repr(value)
+    if len(shown) <= longest:
+        return shown
+    return shown[: longest - 3] + "..."

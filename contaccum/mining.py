@@ -35,8 +35,8 @@ from tqdm.auto import tqdm
 from contaccum.data import Passage, RecordReport, load_beir_folder, read_passages
 from contaccum.data.beir import OUTSIDE_CORPUS
 from contaccum.data.near_duplicates import normalise
-from contaccum.data.readers import Source
-from contaccum.data.records import Fault, parse_text
+from contaccum.data.records import RecordSource
+from contaccum.data.rows import Fault, parse_text
 from contaccum.errors import ConfigError, DataError, UserError, check_choice
 from contaccum.files import AnyPath, Fingerprint, require_writable, write_json, write_text
 from contaccum.retrieval.bm25 import bm25_scores
@@ -211,7 +211,7 @@ def load_mining_data(
     if not isinstance(source, (str, os.PathLike)):
         queries = _iter_records_in_memory(source)
     else:
-        training_source = Source(source, data_format, split, columns, min_score=min_score)
+        training_source = RecordSource(source, data_format, split, columns, min_score=min_score)
         record["path"] = str(source)
         record["format"] = training_source.data_format
         record["split"] = split

@@ -18,7 +18,7 @@ import torch
 
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
 from contaccum.data import load_beir_folder, load_training_data
-from contaccum.data.readers import Source
+from contaccum.data.records import RecordSource
 from contaccum.data.split import SplitSettings, read_split, split_data
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 
@@ -47,7 +47,7 @@ if split_folder.exists():
     print(f"{split_folder} exists and is used again; for other data, name another --output_dir")
 else:
     settings = SplitSettings(test=options.held_out)
-    split_data(Source(options.data), split_folder, settings, show_progress=True)
+    split_data(RecordSource(options.data), split_folder, settings, show_progress=True)
 print(read_split(split_folder).summary())
 data = load_training_data(split_folder / "train.jsonl")
 

@@ -17,15 +17,15 @@ def run(argv: Sequence[str]) -> int:
     """
     args = _parse_arguments(argv)
     from contaccum.data.dataset import parse_training_sets
-    from contaccum.data.readers import Source
-    from contaccum.data.records import RecordReport
+    from contaccum.data.records import RecordSource
+    from contaccum.data.rows import RecordReport
     from contaccum.data.split import SplitSettings, split_data
 
     settings = SplitSettings(args.dev, args.test, args.haystack, args.seed, args.fold)
     defaults = {"data_format": args.data_format, "split": args.split, "columns": args.data_columns}
     [source_settings] = parse_training_sets([args.data], defaults).values()
     report = RecordReport(args.on_bad_record)
-    source = Source(**source_settings)
+    source = RecordSource(**source_settings)
     split = split_data(source, args.output, settings, args.corpus, report, not args.no_progress)
 
     print(f"{args.data}: {source.describe_first_record()}")

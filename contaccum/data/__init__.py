@@ -17,7 +17,7 @@ from contaccum.data.dataset import (
     load_training_sets,
     parse_training_sets,
 )
-from contaccum.data.readers import (
+from contaccum.data.records import (
     DATA_FORMATS,
     Passage,
     Record,
@@ -26,4 +26,4 @@ from contaccum.data.readers import (
     read_records,
     sniff_format,
 )
-from contaccum.data.records import RecordReport, passage_text
+from contaccum.data.rows import RecordReport, passage_text

@@ -34,27 +34,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from contaccum.data.records import (
+from contaccum.data.rows import (
     Fault,
     OnBadRecord,
     RecordReport,
     Rows,
-    one_line,
     parse_id,
     parse_nullable_text,
     parse_rows,
     parse_text,
     parse_title,
     passage_text,
-    quoted,
     read_head,
     read_json_items,
     read_json_lines,
     read_lines,
     split_cells,
-    warn_once,
 )
-from contaccum.errors import DataError, UserError, closest
+from contaccum.errors import DataError, UserError, closest, one_line, quoted, warn_once
 from contaccum.files import AnyPath, Fingerprint, atomic_folder, cache_folder, read_json, write_text
 
 QRELS_HEADER = "query-id\tcorpus-id\tscore\n"

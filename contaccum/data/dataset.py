@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from contaccum.data.readers import DataFormat, Record, Source, parse_columns
-from contaccum.data.records import OnBadRecord, RecordReport, one_line, quoted
+from contaccum.data.records import DataFormat, Record, RecordSource, parse_columns
+from contaccum.data.rows import OnBadRecord, RecordReport
 from contaccum.data.sampling import (
     TOO_FEW,
     EpochSampling,
@@ -34,7 +34,7 @@ from contaccum.data.sampling import (
     make_sampled_dataset,
     text_ids,
 )
-from contaccum.errors import ConfigError, DataError, check_choice
+from contaccum.errors import ConfigError, DataError, check_choice, one_line, quoted
 from contaccum.files import AnyPath, Fingerprint, cache_folder, fingerprint
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ The arguments are those of `load_training_data`, and "name", the name of the set
 
 
 def store_records(
-    source: Source, report: RecordReport, records: Sequence[Record] | None = None
+    source: RecordSource, report: RecordReport, records: Sequence[Record] | None = None
 ) -> tuple[Dataset, dict[str, str]]:
     """Return the records of a source, which is read only if `datasets` has not stored it yet.
 
@@ -210,7 +210,7 @@ def load_training_data(
     import pyarrow.compute as pc
 
     report = RecordReport(on_bad_record)
-    source = Source(
+    source = RecordSource(
         path, data_format, split, columns, needs_scores=teacher_scores, min_score=min_score
     )
     if positives is None:

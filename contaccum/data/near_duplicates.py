@@ -37,8 +37,8 @@ from scipy.cluster.hierarchy import DisjointSet
 from tqdm import tqdm
 
 from contaccum.data.beir import BeirDataset, get_positives
-from contaccum.data.readers import Passage, Record
-from contaccum.data.records import fold_case
+from contaccum.data.records import Passage, Record
+from contaccum.data.rows import fold_case
 
 LEAST_OVERLAP = 0.7
 """Least Jaccard similarity of near-duplicates."""

@@ -1,608 +1,824 @@
-"""Rows of data files, and reports of records that cannot be used.
+"""Records of training data and passages of a corpus, and the detection of a file's format.
 
-Text files may be plain or gzip, in UTF-8 with or without a byte-order mark. A record that cannot be
-used is a `Fault`. It either stops the run with one error line that names file and line, or it is
-left out and counted in a `RecordReport`. No record is lost without being counted.
-
-First come faults and reports, then the parsing of single values, then the readers of files: lines,
-JSON, tables and Arrow.
+`RecordSource.rows` yields the rows of a file as mappings (`contaccum.data.rows`), and
+`RecordParser` makes a `Record` of each row, or raises a `Fault` for a bad row, which is reported.
+Which positives and negatives an epoch trains on is decided in `contaccum.data.sampling`.
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
 import json
-import logging
-import math
 import os
 import re
-import unicodedata
-import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast, get_args
 
-from contaccum.errors import DataError, check_choice
-from contaccum.files import AnyPath
+from contaccum.data.beir import (
+    is_beir_folder,
+    is_llama_index_file,
+    read_beir_texts,
+    read_judged_pairs,
+)
+from contaccum.data.rows import (
+    Fault,
+    NotUtf8,
+    RecordReport,
+    Rows,
+    get_first_value,
+    make_data_error,
+    parse_header,
+    parse_id,
+    parse_nullable_text,
+    parse_number,
+    parse_rows,
+    parse_text,
+    parse_title,
+    passage_text,
+    read_arrow,
+    read_csv,
+    read_head,
+    read_json_array,
+    read_json_lines,
+)
+from contaccum.errors import ConfigError, DataError, check_choice, one_line, quoted
+from contaccum.files import AnyPath, fingerprint
+from contaccum.settings import DataFormat
 
-logger = logging.getLogger(__name__)
+DATA_FORMATS: tuple[DataFormat, ...] = get_args(DataFormat)
 
-OnBadRecord = Literal["stop", "skip"]
-Rows = Iterator[tuple[int, Any]]
-"""Rows of a file, each with its line number.
+_TABLE_FORMATS: tuple[DataFormat, ...] = ("csv", "parquet", "hub")
+"""Formats in which every row has all columns."""
 
-In an Arrow table it is the number of the row. In a JSON array, and in a file of JSON objects over
-several lines, it is the number of the object.
+SPLIT_RECORD = "split.json"
+"""The file that marks a folder of `contaccum split`, and has its counts."""
 
-A row is a text, a mapping, or the `Fault` that prevents it from being read.
+_SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
+"""Files that `save_to_disk` of `datasets` writes, for a dataset and for a dict of splits."""
+
+_HUB_NAME = r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?"
+_PARQUET_MAGIC = b"PAR1"
+"""The first bytes of every parquet file."""
+
+_CACHE_VERSION = 14
+"""Version of the readers and the stored records. Increase it when either changes, so that records
+of an older version are not used."""
+
+_USUAL_NAMES = {
+    "query": "query anchor question query_text sentence1",
+    "positive": "positive positives positive_passages positive_ctxs passage answer text document "
+    "pos sentence2",
+    # DPR's own trainer uses `negative_ctxs`, random negatives, where a record has no hard ones.
+    "negatives": "negatives negative negative_passages hard_negatives hard_negative_ctxs neg "
+    "negative_ctxs",
+    # Title of the positives that are plain texts. A passage object has its own "title".
+    "title": "title",
+    # Teacher scores, in one list for all positives and then all negatives, or in one list for the
+    # positives and another for the negatives. A passage object may have its own "score" instead.
+    "scores": "scores",
+    "positive_scores": "positive_scores positive_score pos_scores",
+    "negative_scores": "negative_scores neg_scores",
+    # Score or label of a pair; it is a match if the score is at least `min_score`. These names are
+    # compared without case, blanks and underscores.
+    "score": "score label labels relevance relevant is_relevant relevancy rel relevance_label "
+    "relevance_score match matches matched is_match matching similar is_similar similarity "
+    "similarity_score is_positive is_duplicate duplicate is_correct judgement judgment grade "
+    "rating",
+}
+FIELDS = {role: tuple(names.split()) for role, names in _USUAL_NAMES.items()}
+"""{role: usual names of the field}. The first name that a record has is used.
+
+The fields `negative_1`, `negative_2` ... hold negatives too. The names include those of
+FlagEmbedding, Tevatron (src/tevatron/retriever/dataset.py), and sentence-transformers' scored
+pairs.
 """
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-UNREADABLE = (OSError, EOFError, zlib.error)
-"""Exceptions that reading a damaged gzip file raises."""
+TEACHER_SCORES_REMEDY = "contaccum mine --cross_encoder writes scores"
 
-_UTF_16 = "UTF-16 or UTF-32 text (save it as UTF-8, for example with iconv -f utf-16 -t utf-8)"
-_NO_MARK = "{0} text without a byte-order mark (save it as UTF-8: iconv -f {0} -t utf-8)"
-_PICKLE = "a pickle, not text (load it in Python, and write JSON lines)"
-_OTHER_FORMATS = {
-    b"\xff\xfe": _UTF_16,
-    b"\xfe\xff": _UTF_16,
-    b"PK\x03\x04": "a zip archive (unpack it) or an Excel workbook (save the sheet as UTF-8 CSV)",
-    b"\xd0\xcf\x11\xe0": "an Excel workbook (save the sheet as UTF-8 CSV)",
-    b"\x1f\x8b": "gzip-compressed twice (unpack it once)",
-    b"BZh": "a bzip2 file (unpack it with bunzip2; gzip can be read as it is)",
-    b"\xfd7zXZ": "an xz file (unpack it with unxz; gzip can be read as it is)",
-    b"\x28\xb5\x2f\xfd": "a zstd file (unpack it with unzstd; gzip can be read as it is)",
-    b"7z\xbc\xaf": "a 7z archive (unpack it)",
-    **{bytes([0x80, protocol]): _PICKLE for protocol in range(2, 6)},
-}
-"""{first bytes of a file that is not text: what it is, and what to do}."""
-_TAR_MAGIC = slice(257, 262)
+_MATCH = "true yes t y relevant positive pos match similar duplicate related correct entailment"
+_NO_MATCH = (
+    "false no f n irrelevant notrelevant nonrelevant unrelevant negative neg nomatch notamatch "
+    "nonmatch mismatch notmatch dissimilar notsimilar notduplicate nonduplicate unrelated "
+    "notrelated incorrect wrong neutral contradiction"
+)
+_WORDS_FOR_NUMBERS = {**dict.fromkeys(_MATCH.split(), 1), **dict.fromkeys(_NO_MATCH.split(), 0)}
+"""Words that files have in place of the labels 1 and 0, after `_fold_name`."""
 
-_ASCII = r"\t-\r -~"
-# Letters of Western Europe stand alone or in pairs of small letters. In another encoding, such as
-# that of Russian or Chinese, longer runs of bytes are no ASCII.
-_CP1252_TEXT = re.compile(
-    rf"(?!.*[À-ÿ]{{3}})(?!.*[À-Þ][À-ÿ])[{_ASCII}À-ÖØ-öø-ÿŒœŠšŽžŸ‘’“”„–—…•€£¥°§«»¿¡·®©™²³½ºª\u00a0]*",
+_LONGEST_LABEL = 30
+
+_NUMBER = re.compile(r"[-+]?[\d.,]*\d[\d.,]*(e[-+]?\d+)?%?", re.IGNORECASE)
+_LIST = re.compile(
+    r"""(array\()?\[\s*(['"{\[].*(['"}\]]|None|null|nan)\s*)?\](,\ dtype=\w+)?\)?"""
+    r"""|\{\s*['"].*\}|\(['"].*['"],\s*(['"].*['"])?\)""",
     re.DOTALL,
 )
-_JAPANESE_TEXT = re.compile(
-    rf"(?=.*[ぁ-んァ-ヶ])[{_ASCII}\u3000-\u30ff\u4e00-\u9fff\uff01-\uff5e]*", re.DOTALL
+"""A list, a tuple or an object as Python, JSON and numpy write it."""
+
+_MIN_SCORE_REMEDY = (
+    'set the least score of a match: {"path": ..., "min_score": 1}, or with contaccum fit: '
+    "--min_score 1"
 )
-_LIKELY_ENCODINGS = {"cp1252": _CP1252_TEXT, "cp932": _JAPANESE_TEXT, "euc_jp": _JAPANESE_TEXT}
-"""{encoding: pattern of a text that makes it likely}."""
 
-_OBJECT_OVER_LINES = re.compile(rb'\{([^\n]*[,{])?[ \t\r]*\n\s*"|\{[^\n]*\[[ \t\r]*\n')
-"""The start of a JSON object that goes on in the next line."""
-
-_DELIMITERS = ("\t", ",", ";")
-_QUOTED_CELL = re.compile(r'(^|[\t,;]) *"(?:[^"]|"")*"')
-_SEPARATOR_LINE = re.compile(r'"?sep=(.)"?[ \r]*\n', re.IGNORECASE)
-"""The line before the header in files that Excel writes or reads."""
-
-_HEAD_SIZE = 1 << 16
-_FLOAT32_MAX = 3.4028235e38
-_LONGEST_QUOTE = 60
-
-T = TypeVar("T")
+# Field names of a corpus, the usual one first.
+_CORPUS_ID_FIELDS = ("_id", "id", "docid", "doc_id", "pid", "passage_id")
+_CORPUS_TEXT_FIELDS = ("text", "passage", "contents")
 
 
-class Fault(Exception):
-    """The reason why one record cannot be used.
+class Record(NamedTuple):
+    """A query and its passages, in the order of the file.
+
+    Attributes:
+        query: text of the query.
+        positives: texts of the positives, each "title text".
+        negatives: texts of the negatives, each "title text".
+        scores: teacher scores of the positives and then the negatives; None unless each passage
+            has a score.
+    """
+
+    query: str
+    positives: list[str]
+    negatives: list[str]
+    scores: list[float] | None = None
+
+    def describe(self) -> str:
+        """Return one line with the beginnings of the query, a positive and a negative."""
+        parts = [f"query={quoted(self.query)}"]
+        for name, texts in (("positive", self.positives), ("negative", self.negatives)):
+            more = f" and {len(texts) - 1} more" if len(texts) > 1 else ""
+            parts.append(f"{name}={quoted(texts[0])}{more}" if texts else f"no {name}")
+        return ", ".join(parts)
+
+
+class Passage(NamedTuple):
+    """A passage of a corpus.
+
+    Attributes:
+        id: its id.
+        title: its title; empty if it has none, or if title and text are one text in the data.
+        text: its text.
+    """
+
+    id: str
+    title: str
+    text: str
+
+    @property
+    def passage(self) -> str:
+        """The title, a space and the text in one string, which the model encodes."""
+        return passage_text(self.title, self.text)
+
+
+def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> DataFormat:
+    """Detect the format of training data from their content.
+
+    "pairs" is returned for "triplets" too, as both are read in the same way. A table is recognised
+    by the usual names of its columns.
 
     Args:
-        reason: the kind of fault; reports count records by it.
-        detail: details of this record.
-        remedy: the advice of the error message. The default is for a fault of single records.
+        source: a file, a folder, or the name of a dataset on the hub.
+        columns: names of columns by role, which a table may have instead of the usual names.
+
+    Raises:
+        DataError: if the format is unknown, or the file does not exist or is empty.
+    """
+    path = Path(source)
+    if path.is_dir():
+        if (path / SPLIT_RECORD).is_file():
+            raise DataError(
+                one_line(f"{path}: a folder of contaccum split (give {path}/train.jsonl)")
+            )
+        if is_beir_folder(path):
+            return "beir"
+        if _is_saved_dataset(path):
+            return "hub"
+        expected = ", ".join(("corpus.jsonl", *_SAVED_DATASET_FILES))
+        raise DataError(one_line(f"{path}: a folder without any of {expected} (see docs/data.md)"))
+    if is_hub_name(source):
+        return "hub"
+    head = read_head(path)
+    if not head:
+        raise DataError(one_line(f"{path}: is empty, or damaged at its start"))
+    if head.startswith(_PARQUET_MAGIC):
+        return "parquet"
+    if is_llama_index_file(path):
+        return "beir"
+    if head.startswith(b"["):
+        return "dpr"
+    if head.startswith(b"{"):
+        return "tevatron" if b'"positive_passages"' in head else "pairs"
+    first_line = head.partition(b"\n")[0]
+    try:
+        first_line.decode()
+    except UnicodeDecodeError:
+        raise make_data_error(path, 1, NotUtf8(first_line)) from None
+    known_names = set(columns.values()) if columns else set()
+    known_names.update(*FIELDS.values())
+    _, names, _ = parse_header(head)
+    if not known_names.isdisjoint(names):
+        return "csv"
+    message = (
+        "neither JSON nor a table with a header of known column names; "
+        f"it starts with {quoted(head[:20])}"
+    )
+    remedy = "give it a header, such as query,positive, or name its columns with --data_columns"
+    raise DataError(one_line(f"{path}: {message} ({remedy})"))
+
+
+def is_hub_name(source: AnyPath) -> bool:
+    """Return True for the name of a dataset on the hub that is not the path of an existing file."""
+    is_name = re.fullmatch(_HUB_NAME, str(source)) is not None
+    return is_name and not Path(source).exists()
+
+
+def _is_saved_dataset(path: Path) -> bool:
+    return any((path / name).exists() for name in _SAVED_DATASET_FILES)
+
+
+def read_records(
+    path: AnyPath,
+    data_format: DataFormat | None = None,
+    split: str = "train",
+    columns: Mapping[str, str] | None = None,
+    report: RecordReport | None = None,
+    min_score: float | None = None,
+) -> Iterator[Record]:
+    """Yield training records in the file's order: queries with their positives and negatives.
+
+    Args:
+        path: a file, plain or gzip (parquet: plain), a folder, or the name of a Hugging Face
+            dataset; see docs/data.md.
+        data_format: one of `DATA_FORMATS`; None: detected from the content.
+        split: split of a BEIR folder, or of a Hugging Face dataset; ignored for a file.
+        columns: {role: column name} for columns with unusual names, such as
+            {"query": "user_text"}; the roles and their usual names are in `FIELDS`.
+        report: receives the counts of used and bad records; None: a new report, which raises an
+            error at the first bad record.
+        min_score: for scored pairs, the least similarity score (or label) of a positive pair; pairs
+            below it are left out and counted. None: scores of pairs are not read.
+
+    Raises:
+        ConfigError: before reading, for an unknown format, or settings that the format does not
+            have.
+        DataError: before reading, if the format cannot be detected; during reading, for a source or
+            a record that cannot be used.
+    """
+    source = RecordSource(path, data_format, split, columns, min_score=min_score)
+    return source.records(report or RecordReport())
+
+
+class RecordSource:
+    """A file, folder or dataset of training records, whose format is known.
+
+    Args:
+        path, data_format, split, columns, min_score: see `read_records`.
+        is_corpus: True if the rows are passages. If a Hugging Face dataset has only one split, its
+            name does not matter then.
+        needs_scores: True for distillation: a record in which a passage lacks a teacher score (the
+            relevance score of a stronger model, such as a cross-encoder) is a bad record.
+
+    Attributes:
+        first_record: the first record that `records` has yielded, or None.
+        unused_fields: the fields of the first record of the file that are not read.
+
+    Raises:
+        ConfigError: for an unknown format, or settings that the format does not have.
+        DataError: if the format cannot be detected.
     """
 
     def __init__(
         self,
-        reason: str,
-        detail: str = "",
-        remedy: str = "correct the record, or leave such records out with --on_bad_record skip",
+        path: AnyPath,
+        data_format: str | None = None,
+        split: str = "train",
+        columns: Mapping[str, str] | Sequence[str] | None = None,
+        needs_scores: bool = False,
+        min_score: float | None = None,
+        is_corpus: bool = False,
     ) -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
-        self.remedy = remedy
+        check_choice("data_format", data_format, (None, *DATA_FORMATS))
+        self.path = Path(os.path.expanduser(path))
+        self.columns = parse_columns(columns)
+        if data_format:
+            self.data_format = cast(DataFormat, data_format)
+        else:
+            self.data_format = sniff_format(self.path, self.columns)
+        self.split = split
+        self._is_corpus = is_corpus
+        self.needs_scores = needs_scores
+        self.min_score = min_score
+        self.first_record: Record | None = None
+        self.unused_fields: list[str] = []
+        if self.data_format == "beir" and (self.columns or min_score is not None):
+            raise ConfigError(
+                f"{self.path}: data_format=beir has no fields for data_columns or min_score"
+            )
+        if self.data_format == "beir" and needs_scores:
+            raise ConfigError(
+                f"{self.path}: BEIR data have no teacher scores for distill "
+                f"({TEACHER_SCORES_REMEDY})"
+            )
 
+    def records(self, report: RecordReport) -> Iterator[Record]:
+        """Yield every record that can be used, and count the others in the report."""
+        for record in self._parse_records(report):
+            self.first_record = self.first_record or record
+            yield record
 
-class NotUtf8(Fault):
-    """Bytes of a line or a cell that are not UTF-8.
+    def describe_first_record(self) -> str:
+        """Return one line for the user: the first record as it was read, and its unused fields."""
+        assert self.first_record is not None, "no record has been read"
+        line = f"the first record is {self.first_record.describe()}"
+        if self.unused_fields:
+            line += f"; not used: {one_line(', '.join(self.unused_fields))}"
+        return line
 
-    Leaving such records out would lose every text with an accent.
-    """
+    def _parse_records(self, report: RecordReport) -> Iterator[Record]:
+        if self.data_format == "beir":
+            for query, positives in read_judged_pairs(self.path, self.split, report):
+                yield Record(query, positives, [])
+            return
+        has_cells = self.data_format == "csv"
+        parser = RecordParser(self.columns, self.min_score, self.needs_scores, has_cells)
+        is_table = self.data_format in _TABLE_FORMATS
+        num_matches = 0
+        for record in parse_rows(self.path, self.rows(), parser.parse, report):
+            # The first row of a table has all columns, so a wrong name is refused at once.
+            if is_table and parser.unseen_columns:
+                self._refuse_unseen_columns(parser)
+            if record is None:
+                report.leave_out(self.path, "score below min_score")
+            else:
+                num_matches += 1
+                self.unused_fields = parser.unused_fields
+                yield record
+        self._refuse_unseen_columns(parser)
+        if num_matches > 1 and parser.odd_roles:
+            role, text = next(iter(parser.odd_roles.items()))
+            message = f"every {role} is a number, a list or a label, such as {quoted(text)}"
+            remedy = (
+                "name the columns of the texts with --data_columns, leave out a column of ids, "
+                "labels or scores, and write a list as JSON"
+            )
+            raise DataError(one_line(f"{self.path}: {message} ({remedy})"))
+        report.refuse_if_nothing_left(self.path, num_matches, "records")
 
-    def __init__(self, data: bytes) -> None:
-        start = 0
+    def _refuse_unseen_columns(self, parser: RecordParser) -> None:
+        """Raise `DataError` if a name in `columns` is not a field of any record read so far."""
+        for role, name in self.columns.items():
+            if name in parser.unseen_columns:
+                message = f"no record has the field {quoted(name)}"
+                remedy = (
+                    f"correct {role}={name} in data_columns, or leave it out; one of several sets "
+                    "can have columns of its own"
+                )
+                raise DataError(one_line(f"{self.path}: {message} ({remedy})"))
+
+    def rows(self) -> Rows:
+        """Return the unparsed rows, which are mappings, of a file or dataset."""
+        if self.data_format in ("hub", "parquet"):
+            tables = self._load_dataset().with_format("arrow").iter(1000)
+            return read_arrow(self.path, tables)
+        if self.data_format == "dpr":
+            return read_json_array(self.path)
+        if self.data_format == "csv":
+            return read_csv(self.path)
+        return read_json_lines(self.path)
+
+    def _load_dataset(self) -> Any:
+        """Load the source with the library `datasets`.
+
+        The source is a parquet file, a folder that `save_to_disk` wrote, or a dataset of the
+        Hugging Face hub, named `NAME` or `NAME:CONFIG`.
+        """
+        import datasets
+
+        source = str(self.path)
         try:
-            data.decode()
-        except UnicodeDecodeError as error:
-            start = error.start
-        text_before = data[:start].decode()[-20:]
-        detail = f"byte 0x{data[start]:02x} after {quoted(text_before)}"
-        remedy = "its encoding is not known, or it is not text: save it as UTF-8 text"
-        for encoding, is_likely in _LIKELY_ENCODINGS.items():
-            with suppress(UnicodeDecodeError):
-                if is_likely.fullmatch(data.decode(encoding)):
-                    detail += f"; the encoding may be {encoding}"
-                    remedy = (
-                        f"save the file as UTF-8, for example with iconv -f {encoding} -t utf-8"
-                    )
-                    break
-        super().__init__("not UTF-8 text", detail, remedy)
+            if self.data_format == "parquet":
+                # The default batch is a row group, which has size 0 in a file without rows.
+                return datasets.load_dataset(
+                    "parquet", data_files=source, split="train", streaming=True, batch_size=1000
+                )
+            if _is_saved_dataset(self.path):
+                loaded = datasets.load_from_disk(source)
+            else:
+                name, _, config = source.partition(":")
+                split = None if self._is_corpus else self.split
+                loaded = datasets.load_dataset(name, config or None, split=split)
+        except Exception as error:  # the hub, the network and Arrow have no common exception class
+            if isinstance(error, IndexError):  # from a saved dataset without any row
+                error = ValueError("it has no rows")
+            message = (
+                f"as a Hugging Face dataset with split {quoted(self.split)} it cannot be loaded: "
+                f"{str(error)[:300]}"
+            )
+            if not self.path.exists():
+                message = f"no such file or folder, and {message}"
+            raise DataError(one_line(f"{source}: {message}")) from error
+        if not isinstance(loaded, dict):
+            return loaded
+        splits = list(loaded)
+        if self._is_corpus and len(splits) == 1:
+            return loaded[splits[0]]
+        if self.split in splits:
+            return loaded[self.split]
+        remedy = "save the split of the passages by itself" if self._is_corpus else "set split"
+        message = f"no split {quoted(self.split)}; it has {', '.join(splits)}"
+        raise DataError(one_line(f"{self.path}: {message} ({remedy})"))
+
+    def key(self, *settings: Any) -> str:
+        """Return the key of the records in the cache: a sha256, in hex.
+
+        The key changes with every setting, and with the path, size or modification time of a file.
+
+        Args:
+            settings: further values that change which records are read.
+        """
+        files = [self.path]
+        if self.path.is_dir():
+            files = sorted(path for path in self.path.rglob("*") if path.is_file())
+        elif self.data_format == "hub":
+            # These are the files that `datasets` has downloaded. They change with the dataset.
+            files = [Path(file["filename"]) for file in self._load_dataset().cache_files]
+        file_states = []
+        for file in files:
+            if file.exists():
+                state = file.stat()
+                file_states.append((str(file.resolve()), state.st_size, state.st_mtime_ns))
+        # The states contain absolute paths, so the path as given is needed only without files.
+        path_without_files = "" if file_states else str(self.path)
+        return fingerprint(
+            _CACHE_VERSION,
+            file_states,
+            (path_without_files, self.data_format, self.split, self.columns),
+            *settings,
+            self.needs_scores,
+            self.min_score,
+        )
 
 
-@dataclass
-class RecordReport:
-    """Counts of used, bad and left-out records: seen = used + reported.
+ScoredText = tuple[str, Any]
+"""The text of a passage, and the unparsed value of its field "score", or None."""
 
-    Blank lines and the header of a table are not counted as records.
+
+class RecordParser:
+    """Parser for the records of one file.
+
+    The first record with a query and a positive decides which fields hold them in all records. If
+    the fields were chosen for each record, a record that lacks "positive" but has a field "text"
+    could silently get a wrong positive.
+
+    Args:
+        columns: {role: field name} for roles whose fields have unusual names.
+        min_score: least score of a pair that is a match; None: scores of pairs are not read.
+        needs_scores: True if a record without teacher scores cannot be used.
+        has_cells: True for a table whose cells are texts, in which a list can only be a text that
+            looks like one.
 
     Attributes:
-        on_bad_record: "stop" raises `DataError` at the first bad record; "skip" leaves it out and
-            counts it.
-        seen: number of all records that were read.
-        reported: number of records that were bad, or that a setting left out.
-        by_reason: number of reported records for each reason.
-        first: file and line of the first reported record; None if there is none.
+        unseen_columns: the field names of `columns` that no record has had so far.
+        unused_fields: the fields of the first record that are not read.
+        odd_roles: {role: its first text} of the roles in which all texts so far are numbers, lists
+            or labels such as "relevant", instead of queries and passages.
     """
 
-    on_bad_record: OnBadRecord = "stop"
-    seen: int = 0
-    reported: int = 0
-    by_reason: Counter[str] = field(default_factory=Counter)
-    first: str | None = None
+    def __init__(
+        self,
+        columns: Mapping[str, str],
+        min_score: float | None = None,
+        needs_scores: bool = False,
+        has_cells: bool = False,
+    ) -> None:
+        self._has_cells = has_cells
+        self._min_score = min_score
+        self._needs_scores = needs_scores
+        self._has_negatives_column = "negatives" in columns
+        self._chosen: tuple[str, str] | None = None  # names of the query's and positive's fields
+        self._roles_with_text: set[str] = set()
+        self.unused_fields: list[str] = []
+        self.odd_roles: dict[str, str] = {}
+        self.unseen_columns = set(columns.values())
+        # A column that `columns` gives a role is not used for another role, even if its name is a
+        # usual name there.
+        assigned_names = set(columns.values())
+        self._columns_of_other_roles = assigned_names - {columns.get("score")}
+        self._names: dict[str, list[str]] = {}
+        for role, usual_names in FIELDS.items():
+            if role in columns:
+                self._names[role] = [columns[role]]
+            else:
+                self._names[role] = [name for name in usual_names if name not in assigned_names]
+        score_names = [_fold_name(name) for name in self._names["score"]]
+        self._score_ranks = {name: rank for rank, name in enumerate(score_names)}
 
-    def __post_init__(self) -> None:
-        check_choice("on_bad_record", self.on_bad_record, ("stop", "skip"))
+    def parse(self, record: Mapping[str, Any]) -> Record | None:
+        """Return the texts and scores of a record; None for a pair below `min_score`.
 
-    @property
-    def used(self) -> int:
-        """Number of records that were neither bad nor left out."""
-        return self.seen - self.reported
-
-    def leave_out(self, where: AnyPath, reason: str, count: int = 1) -> None:
-        """Count records, which `seen` includes, as left out; the first of them is at `where`."""
-        if count:
-            self.reported += count
-            self.by_reason[reason] += count
-            self.first = self.first or str(where)
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Set the counts to those of another report, given as its `vars` (from JSON)."""
-        self.seen = state["seen"]
-        self.reported = state["reported"]
-        self.by_reason = Counter(state["by_reason"])
-        self.first = state["first"]
-
-    def summary(self) -> str:
-        """Return one line: how many records were seen, used and left out, and why."""
-        text = f"{self.seen} records: {self.used} used, {self.reported} left out"
-        if self.reported:
-            counts = [f"{count} {reason}" for reason, count in self.by_reason.most_common()]
-            text += f" ({', '.join(counts)}; first: {self.first})"
-        return one_line(text)
-
-    def refuse_if_nothing_left(self, where: AnyPath, left: int, what: str) -> None:
-        """Raise `DataError` if the number of usable items is 0, so that no run starts without data.
-
-        ``what`` is the plural noun for the items, such as "records".
+        Raises:
+            Fault: for a field that is missing, empty or of another type.
         """
-        if left == 0:
-            raise DataError(
-                one_line(f"{where}: no {what} left to use; {self.summary()} (correct the data)")
+        if self.unseen_columns:
+            self.unseen_columns.difference_update(record)
+        chosen = self._chosen or (
+            self._choose_field("query", record),
+            self._choose_field("positive", record),
+        )
+        query_field, positive_field = chosen
+        query = parse_text(self._get_value(record, query_field), query_field)
+        if not self._is_match(record, chosen):
+            return None
+        # There is no name if `columns` gives the column "title" another role.
+        title_names = self._names["title"]
+        title = parse_title(record, title_names[0]) if title_names else ""
+        positives = _parse_passages(self._get_value(record, positive_field), positive_field, title)
+        if not positives:
+            raise Fault(f"empty {positive_field}")
+
+        # Negatives are in `negative_1`, `negative_2` ..., or else in the first usual field that has
+        # any passage.
+        negatives: list[ScoredText] = []
+        numbered_fields = self._find_numbered_fields(record)
+        for fields in (numbered_fields, *([name] for name in self._names["negatives"])):
+            for name in fields:
+                if record.get(name) is not None:
+                    negatives += _parse_passages(self._get_value(record, name), name)
+            if negatives:
+                break
+
+        scores = self._parse_teacher_scores(record, positives, negatives)
+        if scores is None and self._needs_scores:
+            raise Fault(
+                "no teacher scores",
+                f"distill needs a number for each of its passages; {TEACHER_SCORES_REMEDY}",
             )
+        # A negative that is listed twice counts once, with its first score.
+        first_positions: dict[str, int] = {}
+        for position, (text, _) in enumerate(negatives, start=len(positives)):
+            first_positions.setdefault(text, position)
+        if scores is not None:
+            negative_scores = [scores[position] for position in first_positions.values()]
+            scores = scores[: len(positives)] + negative_scores
+        texts = [text for text, _ in positives]
+        parsed = Record(query, texts, list(first_positions), scores)
+        self._find_odd_roles(parsed)
+        if self._chosen is None:
+            self._chosen = chosen  # the first usable record decides for all others
+            self.unused_fields = self._list_unused_fields(record, chosen)
+        return parsed
 
+    def _choose_field(self, role: str, record: Mapping[str, Any]) -> str:
+        present_names = [name for name in self._names[role] if name in record]
+        if not present_names:
+            raise _make_missing_field_fault(role, record)
+        names_with_value = [name for name in present_names if record[name] is not None]
+        return (names_with_value or present_names)[0]
 
-def parse_rows(
-    path: AnyPath, rows: Rows, parse: Callable[[Any], T], report: RecordReport
-) -> Iterator[T]:
-    """Yield the parsed rows of a file, without bad records.
-
-    Args:
-        path: the file, for messages.
-        rows: its rows.
-        parse: a function that parses a row, or raises `Fault`.
-        report: counts go here; its `on_bad_record` decides about bad records.
-
-    Raises:
-        DataError: at a bad record under "stop", or if no record can be used.
-    """
-    num_used = 0
-    for line, row in rows:
-        report.seen += 1
-        try:
-            if isinstance(row, Fault):
-                raise row
-            value = parse(row)
-        except Fault as fault:
-            if report.on_bad_record == "stop":
-                raise make_data_error(path, line, fault) from None
-            report.leave_out(f"{path}:{line}", fault.reason)
-        else:
-            num_used += 1
-            yield value
-    report.refuse_if_nothing_left(path, num_used, "records")
-
-
-def make_data_error(file: AnyPath, line: int, fault: Fault) -> DataError:
-    """Return an error with the message `FILE:LINE: FAULT (REMEDY)`."""
-    return DataError(one_line(f"{file}:{line}: {fault} ({fault.remedy})"))
-
-
-def one_line(text: str) -> str:
-    """Return a text in one line: unprintable characters and repeated blanks become one space."""
-    printable = "".join(character if character.isprintable() else " " for character in text)
-    return " ".join(printable.split())
-
-
-@cache
-def warn_once(message: str) -> None:
-    """Log a warning, unless the same one was logged before."""
-    logger.warning(message)
-
-
-def quoted(value: object, longest: int = _LONGEST_QUOTE) -> str:
-    """Return the `repr` of a value for a message, cut to `longest` characters."""
-    if isinstance(value, str):
-        value = value[: longest + 1]  # the repr of a whole document would be slow
-    shown = repr(value)
-    if len(shown) <= longest:
-        return shown
-    return shown[: longest - 3] + "..."
-
-
-def fold_case(text: str) -> str:
-    """Return a text in lower case, with normal character widths and single spaces."""
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
-
-
-def passage_text(title: str, text: str) -> str:
-    """Return title, space, text, as BEIR's encoders join them; no space beside an empty part."""
-    if title.strip() and text.strip():
-        return f"{title} {text}".strip()
-    return (title + text).strip()
-
-
-def parse_text(value: object, field_name: str, may_be_blank: bool = False) -> str:
-    """Return the content of a field if it is a text.
-
-    Raises:
-        Fault: if the value is missing (None), not a string, blank, or not valid Unicode.
-    """
-    if value is None:
-        raise Fault(f"missing {field_name}")
-    if not isinstance(value, str):
-        raise Fault(f"{field_name} is not text", f"found {quoted(value)}")
-    if not may_be_blank and not value.strip():
-        raise Fault(f"empty {field_name}")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        # `read_csv` reads bytes that are not UTF-8 as these characters.
-        if re.search("[\udc80-\udcff]", value):
-            with suppress(UnicodeEncodeError):
-                raise NotUtf8(value.encode("utf-8", "surrogateescape")) from None
-        # JSON ("\ud800") can hold half of a surrogate pair. Arrow fails on it much later, and does
-        # not name the line.
-        raise Fault(f"{field_name} is not valid Unicode", f"found {quoted(value)}") from None
-    return value
-
-
-def get_first_value(record: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """Return the value of the first of some fields that is present and not null, else None."""
-    for name in names:
-        if record.get(name) is not None:
-            return record[name]
-    return None
-
-
-def parse_title(record: Mapping[str, Any], field_name: str = "title") -> str:
-    """Return the title of a record, "" if it has none; raises `Fault` if it is not a text."""
-    if record.get(field_name) is None:
-        return ""
-    return parse_text(record[field_name], field_name, may_be_blank=True)
-
-
-def parse_nullable_text(record: Mapping[str, Any], names: Sequence[str], field_name: str) -> str:
-    """Return the text in the first of some fields that is not null; "" if all of them are null.
-
-    A blank cell of a table is null. Messages call the text `field_name`.
-
-    Raises:
-        Fault: if the record has none of the fields, or for a value that is not a text.
-    """
-    value = get_first_value(record, names)
-    is_null = value is None and any(name in record for name in names)
-    if is_null:
-        return ""
-    return parse_text(value, field_name, may_be_blank=True)
-
-
-def parse_id(value: object, field_name: str) -> str:
-    """Return an id, which is a text or an integer, as a text; raises `Fault` for other values."""
-    if type(value) is int:  # a bool is an int too, but no id
-        return str(value)
-    return parse_text(value, field_name)
-
-
-def parse_number(value: object) -> float:
-    """Return a number, or a text that holds one; raises `Fault` unless float32 can hold it."""
-    try:
-        number = float(value)  # type: ignore[arg-type]  # other types raise TypeError
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    is_finite_float32 = abs(number) <= _FLOAT32_MAX  # False for NaN
-    if not is_finite_float32:
-        raise Fault("score is not a number", f"found {quoted(value)}")
-    return number
-
-
-def split_cells(line: str, num_cells: int, separator: str | None = "\t") -> list[str]:
-    """Return the cells of a line; raises `Fault` if their number differs from `num_cells`.
-
-    Cells are separated by `separator`, or by any white space if it is None.
-    """
-    cells = line.split(separator)
-    if len(cells) != num_cells:
-        raise Fault(f"not {num_cells} columns", f"found {len(cells)}")
-    return cells
-
-
-def open_data_file(path: AnyPath) -> gzip.GzipFile | io.BufferedReader:
-    """Open a file for reading bytes, and unpack gzip, which is detected by its first bytes.
-
-    Raises:
-        DataError: if the file does not exist or cannot be read, or is neither gzip nor text in
-            UTF-8 or a similar encoding, such as UTF-16, a zip archive or an Excel workbook.
-    """
-    if not os.path.isfile(path) or not os.access(path, os.R_OK):
-        raise DataError(one_line(f"{path}: no such file, or it may not be read (check the path)"))
-    with open(path, "rb") as file:
-        is_gzip = file.read(2) == b"\x1f\x8b"
-    start = b""
-    with suppress(*UNREADABLE), gzip.open(path) if is_gzip else open(path, "rb") as file:
-        start = file.read(_TAR_MAGIC.stop)  # damage is reported later, with its line
-    other_formats = [text for magic, text in _OTHER_FORMATS.items() if start.startswith(magic)]
-    for encoding, zeros, others in (("UTF-16LE", 1, 0), ("UTF-16BE", 0, 1)):
-        # Characters of ASCII have a zero beside them.
-        has_zeros = start[zeros::2].count(0) > len(start) // 4 or start[zeros : zeros + 1] == b"\0"
-        if has_zeros and not start[others::2].count(0):
-            other_formats.append(_NO_MARK.format(encoding))
-    if start[:4].count(0) == 3:
-        other_formats.append(_UTF_16)
-    if b"\0" in start[:4]:
-        other_formats.append("not text: there is a zero among its first bytes (give a text file)")
-    if start[_TAR_MAGIC] == b"ustar":
-        other_formats.append("a tar archive (unpack it)")
-    if other_formats:
-        raise DataError(one_line(f"{path}: is {other_formats[0]}"))
-    if is_gzip:
-        return gzip.open(path, "rb")
-    return open(path, "rb")
-
-
-def read_head(path: AnyPath) -> bytes:
-    """Return up to 64 KB from the start of a file, unpacked, without leading white space.
-
-    The result is empty for a file that is damaged there. Reading its rows reports the damage with
-    its line.
-    """
-    with open_data_file(path) as file, suppress(*UNREADABLE):
-        return file.read1(_HEAD_SIZE).removeprefix(BYTE_ORDER_MARK).lstrip()
-    return b""
-
-
-def read_lines(path: AnyPath) -> Rows:
-    """Yield every line that is not blank, without its end; a truncated file ends with a `Fault`."""
-    number = 0
-    with open_data_file(path) as file:
-        try:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    text = line.decode("utf-8-sig")
-                except UnicodeDecodeError:
-                    yield number, NotUtf8(line)
-                else:
-                    yield number, text.rstrip("\r\n")
-        except UNREADABLE as error:
-            yield number + 1, Fault("the file breaks off", str(error))
-
-
-def read_json_lines(path: AnyPath) -> Rows:
-    """Yield the JSON object of every line, or objects that are written over several lines."""
-    if _OBJECT_OVER_LINES.match(read_head(path)):
-        for number, value in read_json_items(path, "", multiple_values=True):
-            yield number, _require_object(value)
-        return
-    for number, line in read_lines(path):
-        if isinstance(line, Fault):
-            yield number, line
-            continue
-        try:
-            value = json.loads(line)
-        # json raises ValueError for broken JSON and for integers that are too long to parse, and
-        # RecursionError for very deep nesting.
-        except (ValueError, RecursionError) as error:
-            yield number, Fault("broken JSON", str(error))
-        else:
-            yield number, _require_object(value)
-
-
-def _require_object(value: object) -> object:
-    """Return a JSON object, or a `Fault` for any other JSON value."""
-    if isinstance(value, dict):
+    def _get_value(self, record: Mapping[str, Any], field_name: str) -> Any:
+        """Return the value of a field of passages; raises `Fault` for a list in a cell."""
+        value = record.get(field_name)
+        if self._has_cells and value is not None and _LIST.fullmatch(value.strip()):
+            raise Fault(
+                f"a list in the cell of {field_name}",
+                f"found {quoted(value)}",
+                "write a row for each positive and the columns negative_1, negative_2, ..., or "
+                f'JSON lines with lists: {{"{field_name}": ["one", "two"], ...}}',
+            )
         return value
-    return Fault("not a JSON object", f"found {quoted(value)}")
+
+    def _is_match(self, record: Mapping[str, Any], chosen: tuple[str, str]) -> bool:
+        """Return False for a pair whose score is below `min_score`.
+
+        Raises:
+            Fault: for a pair with the label 0 in a field that is not compared with `min_score`.
+                With `min_score`, for a pair whose score is missing or not a number. Without it, for
+                every score of a pair with a field `sentence1`.
+        """
+        fields = self._find_score_fields(record)
+        if self._min_score is not None:
+            if not fields:
+                raise _make_missing_field_fault("score", record)
+            if parse_number(_replace_word(record[fields[0]])) < self._min_score:
+                return False
+            fields = fields[1:]
+        # `sentence1` is a field of sentence-transformers' scored pairs, in which a low score marks
+        # a pair without match.
+        elif "sentence1" in chosen and any(record[name] is not None for name in fields):
+            raise Fault("a pair with a score", _MIN_SCORE_REMEDY)
+        for name in fields:
+            try:
+                label = float(_replace_word(record[name]))  # type: ignore[arg-type]
+            except (TypeError, ValueError):
+                continue
+            # Other negative numbers are scores, such as a cross-encoder's.
+            if label <= 0 and label.is_integer():
+                remedy = _MIN_SCORE_REMEDY
+                if self._min_score is not None:
+                    remedy = f"name the field that min_score reads: --data_columns score={name}"
+                raise Fault(f"a pair with {name} 0", remedy)
+        return True
+
+    def _find_score_fields(self, record: Mapping[str, Any]) -> list[str]:
+        """Return the fields that may hold a score of the pair: first those with a value."""
+        names = []
+        for name in record:
+            if _fold_name(name) in self._score_ranks and name not in self._columns_of_other_roles:
+                names.append(name)
+        ranks = self._score_ranks
+        return sorted(names, key=lambda name: (record[name] is None, ranks[_fold_name(name)]))
+
+    def _find_numbered_fields(self, record: Mapping[str, Any]) -> list[str]:
+        """Return the names of `negative_1`, `negative_2` ..., ordered by number."""
+        if self._has_negatives_column:
+            return []
+        names = [name for name in record if re.fullmatch("negative_[0-9]+", name)]
+        # By length first, so that negative_10 comes after negative_9.
+        return sorted(names, key=lambda name: (len(name), name))
+
+    def _parse_teacher_scores(
+        self, record: Mapping[str, Any], positives: list[ScoredText], negatives: list[ScoredText]
+    ) -> list[float] | None:
+        """Return the scores of positives and then negatives; None unless all are numbers."""
+        values = get_first_value(record, self._names["scores"])
+        if not isinstance(values, list) or len(values) != len(positives) + len(negatives):
+            values = []
+            for role, passages in (("positive_scores", positives), ("negative_scores", negatives)):
+                scores = get_first_value(record, self._names[role])
+                if scores is None:  # the passages may be objects with a score
+                    scores = [score for _, score in passages]
+                elif not isinstance(scores, list):
+                    scores = [scores]
+                if len(scores) != len(passages):
+                    return None
+                values += scores
+        try:
+            return [parse_number(value) for value in values]
+        except Fault:
+            return None
+
+    def _find_odd_roles(self, record: Record) -> None:
+        """Update `odd_roles`."""
+        texts_by_role = {
+            "query": [record.query],
+            "positive": record.positives,
+            "negatives": record.negatives,
+        }
+        for role, texts in texts_by_role.items():
+            if role in self._roles_with_text or not texts:
+                continue
+            if all(_is_odd(text) for text in texts):
+                self.odd_roles.setdefault(role, texts[0])
+            else:
+                self._roles_with_text.add(role)
+                self.odd_roles.pop(role, None)
+
+    def _list_unused_fields(self, record: Mapping[str, Any], chosen: tuple[str, str]) -> list[str]:
+        used_names = {"", *chosen, *self._find_numbered_fields(record)}
+        for role, names in self._names.items():
+            if role not in ("query", "positive", "score"):
+                used_names.update(names)
+        score_fields = self._find_score_fields(record)
+        if self._min_score is not None:
+            used_names.update(score_fields[:1])
+        for name in score_fields:
+            if _replace_word(record[name]) in (1, "1", "1.0"):
+                used_names.add(name)  # `_is_match` refuses a label of 0
+        return [name for name in record if name not in used_names]
 
 
-def read_json_array(path: AnyPath) -> Rows:
-    """Yield the objects of a JSON array with their numbers."""
-    for number, value in read_json_items(path, "item"):
-        yield number, _require_object(value)
+def _make_missing_field_fault(role: str, record: Mapping[str, Any]) -> Fault:
+    fields = quoted(", ".join(record), 200)
+    return Fault(f"missing {role}", f"its fields are {fields}; set --data_columns {role}=NAME")
 
 
-def read_json_items(path: AnyPath, prefix: str, function: str = "items", **options: Any) -> Rows:
-    """Yield numbered parts of a JSON file, one in memory at a time.
+def _parse_passages(value: Any, field_name: str, title: str = "") -> list[ScoredText]:
+    """Return the passages of a field: a text, an object {"title", "text"}, or a list of these.
+
+    ``title`` is the title of the passages that are texts. Raises `Fault` for other values.
+    """
+    passages: list[ScoredText] = []
+    for item in value if isinstance(value, list) else [value]:
+        if not isinstance(item, dict):
+            passages.append((passage_text(title, parse_text(item, field_name)), None))
+            continue
+        text = parse_nullable_text(item, ["text"], f"{field_name} text")
+        text = passage_text(parse_title(item), text)
+        if not text:
+            raise Fault(f"empty {field_name} text")
+        passages.append((text, item.get("score")))
+    return passages
+
+
+@lru_cache(maxsize=4096)
+def _fold_name(name: str) -> str:
+    """Return a name in lower case, without blanks, underscores and hyphens."""
+    return re.sub(r"[\s_-]+", "", name).casefold()
+
+
+def _replace_word(label: object) -> object:
+    """Return the number for which a label such as "True" stands, or else the label itself."""
+    if isinstance(label, (str, bool)) and len(str(label)) < _LONGEST_LABEL:
+        return _WORDS_FOR_NUMBERS.get(_fold_name(str(label)), label)
+    return label
+
+
+def _is_odd(text: str) -> bool:
+    """Return True for a number, a list or a label such as "relevant" in place of a text."""
+    is_label = 1 < len(text) < _LONGEST_LABEL and _fold_name(text) in _WORDS_FOR_NUMBERS
+    return is_label or bool(_NUMBER.fullmatch(text) or _LIST.fullmatch(text))
+
+
+def parse_columns(columns: Mapping[str, str] | Sequence[str] | str | None) -> dict[str, str]:
+    """Return column names by role.
 
     Args:
-        prefix: place of the parts, as in ijson.
-        function: name of the function of ijson that reads them.
-        options: further arguments of this function.
+        columns: a mapping, a word ``ROLE=NAME``, a JSON object such as
+            ``'{"query": "user_text"}'``, or a list of words or of one JSON object; None: no
+            columns.
 
     Raises:
-        DataError: for broken JSON, because the parts after it cannot be separated.
+        ConfigError: for a role that `FIELDS` does not have, a role with several columns, or words
+            of another form.
     """
-    import ijson
-
-    number = 0
-    with open_data_file(path) as file:
-        try:
-            if file.peek(3).startswith(BYTE_ORDER_MARK):
-                file.read(3)
-            parts = getattr(ijson, function)(file, prefix, use_float=True, **options)
-            for number, part in enumerate(parts, start=1):
-                yield number, part
-        except (ijson.JSONError, *UNREADABLE) as error:
-            if "UTF8" in str(error):
-                for line_number, line in read_lines(path):
-                    if isinstance(line, NotUtf8):
-                        raise make_data_error(path, line_number, line) from error
-            reason = "broken JSON, or the file breaks off"
-            fault = Fault(reason, str(error), "correct the JSON, or get the file again")
-            raise make_data_error(path, number + 1, fault) from error
-
-
-def read_csv(path: AnyPath) -> Rows:
-    """Yield the rows of a table with a header, as {column name: cell}; a blank cell is None.
-
-    The delimiter is comma, semicolon or tab: the one that is most frequent in the header outside of
-    quotes. A line such as `sep=;` before the header names another one.
-
-    Raises:
-        DataError: for a broken quote, because the rows after it cannot be separated, for a header
-            that is not UTF-8, and for a column name that occurs twice.
-    """
-    # The csv module's own limit of 128 KB per cell would refuse long documents.
-    csv.field_size_limit(2**31 - 1)
-    delimiter, _, has_blanks_before_quotes = parse_header(read_head(path))
-    names: list[str] = []
-    line = 1
-    with open_data_file(path) as file:
-        # Bytes that are not UTF-8 become surrogates, which `parse_text` refuses in their row.
-        text_file = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
-        try:
-            reader = csv.reader(
-                text_file,
-                delimiter=delimiter,
-                strict=True,
-                skipinitialspace=has_blanks_before_quotes,
-            )
-            for cells in reader:
-                is_blank = not any(cell.strip() for cell in cells)
-                if is_blank:
-                    pass
-                elif not names:
-                    if not cells[0].lower().startswith("sep="):
-                        names = _parse_column_names(cells)
-                        _check_column_names(path, line, names)
-                elif len(cells) == len(names):
-                    cells_or_none = [cell if cell.strip() else None for cell in cells]
-                    yield line, dict(zip(names, cells_or_none, strict=True))
-                else:
-                    detail = f"found {len(cells)} where the header has {len(names)}"
-                    yield line, Fault("wrong number of columns", detail)
-                line = reader.line_num + 1
-        except csv.Error as error:
-            remedy = 'write a " inside a quoted cell twice'
-            fault = Fault("broken quoting", str(error), remedy)
-            raise make_data_error(path, line, fault) from error
-        except UNREADABLE as error:
-            yield line, Fault("the file breaks off", str(error))
+    if columns is None:
+        return {}
+    if isinstance(columns, str):
+        columns = [columns]
+    pairs: list[Any]
+    try:
+        if isinstance(columns, Mapping):
+            pairs = list(columns.items())
+        elif len(columns) == 1 and columns[0].startswith("{"):
+            pairs = json.loads(columns[0], object_pairs_hook=list)
+        else:
+            pairs = [word.split("=", 1) for word in columns]
+        name_by_role = dict(pairs)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"data_columns: neither ROLE=NAME nor one JSON object: {quoted(columns)} "
+            '(for example query=user_text, or {"query": "user_text"})'
+        ) from error
+    for role in name_by_role:
+        check_choice("data_columns: a role", role, FIELDS)
+    has_names_only = all(isinstance(name, str) for name in name_by_role.values())
+    if len(pairs) > len(name_by_role) or not has_names_only:
+        raise ConfigError(
+            f"data_columns: {quoted(columns)}: a role has the name of one column (rename several "
+            "columns of negatives to negative_1, negative_2, ...)"
+        )
+    return name_by_role
 
 
-def parse_header(head: bytes) -> tuple[str, list[str], bool]:
-    """Parse the header of a table.
+def read_passages(
+    path: AnyPath,
+    report: RecordReport,
+    may_be_blank: bool = False,
+    part: Literal["corpus", "queries"] = "corpus",
+) -> Iterator[Passage]:
+    """Yield every passage of a corpus, in the order of the file. Repeated ids are not refused.
 
     Args:
-        head: the first bytes of the file. The header is their first row.
+        path: one of these:
+            - a BEIR folder, or a file of LlamaIndex;
+            - a jsonl file, plain or gzip, with the fields `_id` (or `id`, `docid`), `title`,
+              `text`;
+            - a table, plain or gzip, whose header has these names, as DPR publishes it;
+            - a parquet file or a Hugging Face dataset with these columns.
+        report: receives the counts of used and bad records.
+        may_be_blank: True to yield passages without title and text, which published sets have;
+            False: they are bad records.
+        part: the part of a BEIR folder or of a file of LlamaIndex to read.
 
-    Returns:
-        The delimiter, the names of the columns (none if the bytes are not a table), and whether
-        blanks stand before quoted cells. The rows are then expected to have them too.
+    Raises:
+        DataError: for a corpus that cannot be read, or a bad record under "stop".
     """
-    text = head.decode("utf-8", "replace")
-    separator_line = _SEPARATOR_LINE.match(text)
-    if separator_line:
-        text = text[separator_line.end() :]
-        delimiter = separator_line[1]
+    path = Path(os.path.expanduser(path))
+    parse = partial(_parse_passage_line, may_be_blank=may_be_blank)
+    if is_beir_folder(path) or is_llama_index_file(path):
+        file, rows = read_beir_texts(path, part)
+        return parse_rows(file, rows, parse, report)
+    if path.is_dir() or is_hub_name(path):
+        source = RecordSource(path, "hub", is_corpus=True)
     else:
-        first_line = _QUOTED_CELL.sub(r"\1", text).partition("\n")[0]
-        delimiter = max(_DELIMITERS, key=first_line.count)
-    try:
-        cells = next(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), [])
-    except csv.Error:
-        cells = []
-    has_blanks_before_quotes = any(re.match(' +"', cell) for cell in cells)
-    return delimiter, _parse_column_names(cells), has_blanks_before_quotes
+        head = read_head(path)
+        data_format: DataFormat = "csv"
+        if head.startswith(_PARQUET_MAGIC):
+            data_format = "parquet"
+        elif head.startswith(b"{"):
+            data_format = "pairs"
+        source = RecordSource(path, data_format)
+    return parse_rows(source.path, source.rows(), parse, report)
 
 
-def _parse_column_names(cells: list[str]) -> list[str]:
-    # `parse_header` leaves quotes in a cell that begins with a blank, as the csv module does.
-    return [cell.strip().strip('"') for cell in cells]
-
-
-def _check_column_names(path: AnyPath, line: int, names: list[str]) -> None:
-    """Raise `DataError` for a name that is not UTF-8, and for a name of two columns.
-
-    A row can hold only one of two columns with the same name. Several columns may have no name:
-    nothing is read from them.
-    """
-    for name in names:
-        try:
-            parse_text(name, "name", may_be_blank=True)
-        except Fault as fault:
-            raise make_data_error(path, line, fault) from None
-    for name, count in Counter(names).items():
-        if name and count > 1:
-            reason = "two columns have the same name"
-            repeated = Fault(reason, quoted(name), "rename or remove one")
-            raise make_data_error(path, line, repeated)
-
-
-def parse_question_line(line: str) -> list[str]:
-    """Return the question and the list of answers, as text, of a line of DPR's `.qa.csv` files.
-
-    Raises:
-        Fault: for a line with another number of cells, or broken quoting.
-    """
-    try:
-        cells = next(csv.reader([line], delimiter="\t"), [])
-    except csv.Error as error:
-        raise Fault("broken quoting", str(error)) from None
-    if len(cells) != 2:
-        raise Fault("not 2 columns", f"found {len(cells)}; a line is QUESTION<tab>['one', 'two']")
-    return cells
-
-
-def read_arrow(source: AnyPath, tables: Iterable[Any]) -> Rows:
-    """Yield the rows of `pyarrow.Table` objects; raises `DataError` for a table that is damaged."""
-    number = 0
-    try:
-        for table in tables:
-            # Arrow trusts the offsets in a file. Wrong offsets would crash the whole process.
-            table.validate(full=True)
-            for row in table.to_pylist():
-                number += 1
-                yield number, row
-    except Exception as error:  # Arrow, the hub and the network have no common exception class
-        fault = Fault("damaged, or of another format", str(error)[:300], "get it again")
-        raise make_data_error(source, number + 1, fault) from error
+def _parse_passage_line(row: Mapping[str, Any], may_be_blank: bool) -> Passage:
+    for name, expected_fields in (("text", _CORPUS_TEXT_FIELDS), ("id", _CORPUS_ID_FIELDS)):
+        if set(expected_fields).isdisjoint(row):
+            fields = quoted(", ".join(row), 200)
+            expected = ", ".join(expected_fields)
+            raise Fault(f"missing {name}", f"its fields are {fields}; use one of {expected}")
+    text = parse_nullable_text(row, _CORPUS_TEXT_FIELDS, "text")
+    identifier = get_first_value(row, _CORPUS_ID_FIELDS)
+    passage = Passage(parse_id(identifier, "id"), parse_title(row), text)
+    if not passage.passage and not may_be_blank:
+        raise Fault("empty passage", quoted(passage.id))
+    return passage

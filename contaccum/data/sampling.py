@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from contaccum.data.readers import Record
+from contaccum.data.records import Record
 from contaccum.errors import ConfigError, DataError, check_choice
 
 if TYPE_CHECKING:

@@ -41,9 +41,9 @@ from contaccum.data.near_duplicates import (
     group_records,
     normalise,
 )
-from contaccum.data.readers import SPLIT_RECORD, Passage, Record, Source, read_passages
-from contaccum.data.records import RecordReport, fold_case, quoted
-from contaccum.errors import ConfigError, DataError
+from contaccum.data.records import SPLIT_RECORD, Passage, Record, RecordSource, read_passages
+from contaccum.data.rows import RecordReport, fold_case
+from contaccum.errors import ConfigError, DataError, quoted
 from contaccum.files import (
     AnyPath,
     Fingerprint,
@@ -186,7 +186,7 @@ class Split:
 
 
 def split_data(
-    data: Source,
+    data: RecordSource,
     output: AnyPath,
     settings: SplitSettings | None = None,
     corpus: AnyPath | None = None,
@@ -294,7 +294,7 @@ def split_data(
         )
         write_json(folder / SPLIT_RECORD, {**asdict(split), **provenance()})
     if stores_records:
-        store_records(Source(output / TRAIN_FILE), RecordReport(), training_records)
+        store_records(RecordSource(output / TRAIN_FILE), RecordReport(), training_records)
     return split
 
 
@@ -309,7 +309,7 @@ def read_split(folder: AnyPath) -> Split:
 
 
 def _read_corpus(
-    data: Source,
+    data: RecordSource,
     corpus: AnyPath | None,
     published_test: BeirDataset | None,
     settings: SplitSettings,

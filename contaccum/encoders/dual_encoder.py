@@ -22,7 +22,7 @@ from sentence_transformers.util import get_device_name, truncate_embeddings
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from contaccum.data.records import passage_text, quoted
+from contaccum.data.rows import passage_text
 from contaccum.encoders import adapters
 from contaccum.encoders.loading import copy_module_code, fit_pooling, load_transformer, loading
 from contaccum.encoders.settings import (
@@ -32,7 +32,7 @@ from contaccum.encoders.settings import (
     lower_default_lengths,
     set_max_lengths,
 )
-from contaccum.errors import ConfigError, check_choice
+from contaccum.errors import ConfigError, check_choice, quoted
 from contaccum.files import AnyPath
 
 _QUERY_MAX_LENGTH = 32

@@ -31,7 +31,7 @@ from sentence_transformers.sentence_transformer.modules import (
 )
 
 from contaccum.data.beir import load_beir_folder, shipped_scifact
-from contaccum.data.records import passage_text
+from contaccum.data.rows import passage_text
 from contaccum.encoders import adapters
 from contaccum.encoders.settings import Kind, get_tower, is_tied, require_max_length
 from contaccum.errors import ConfigError, UserError, check_choice

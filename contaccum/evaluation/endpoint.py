@@ -20,10 +20,9 @@ from tqdm import trange
 from urllib3.util import Retry
 
 from contaccum.data import BeirDataset
-from contaccum.data.records import quoted
 from contaccum.encoders.export import compute_cosines
 from contaccum.encoders.settings import Kind, get_prompt
-from contaccum.errors import ConfigError, UserError
+from contaccum.errors import ConfigError, UserError, quoted
 from contaccum.evaluation.beir import evaluate_beir
 from contaccum.evaluation.results import EvaluationResult, markdown_table
 from contaccum.files import redact

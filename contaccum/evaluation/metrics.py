@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from contaccum.data.records import warn_once
 from contaccum.defaults import DEFAULT_K_VALUES
-from contaccum.errors import ConfigError, DataError, closest
+from contaccum.errors import ConfigError, DataError, closest, warn_once
 
 MAIN_METRICS = ("NDCG@10", "MRR@10", "MAP@100", "Recall@100", "Accuracy@20")
 """Metrics that tables show by default."""

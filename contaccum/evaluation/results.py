@@ -20,16 +20,15 @@ from typing import Any, Literal
 from urllib.parse import quote, unquote
 
 from contaccum.data import CQADUPSTACK_FORUMS
-from contaccum.data.records import (
+from contaccum.data.rows import (
     Fault,
     RecordReport,
     parse_number,
     parse_rows,
-    quoted,
     read_lines,
     split_cells,
 )
-from contaccum.errors import DataError
+from contaccum.errors import DataError, quoted
 from contaccum.evaluation.metrics import (
     add_holm,
     sign_flip_test,

@@ -25,14 +25,14 @@ import yaml
 from contaccum import __version__
 from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
 from contaccum.data.near_duplicates import find_near_duplicates
-from contaccum.data.readers import parse_columns, read_records
-from contaccum.data.records import RecordReport, passage_text, quoted
+from contaccum.data.records import parse_columns, read_records
+from contaccum.data.rows import RecordReport, passage_text
 from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, Split, read_split, write_part
 from contaccum.defaults import DEFAULT_GUARD_LOSS, DEFAULT_MODEL, DEFAULT_WEIGHTS
 from contaccum.distributed import world_size
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import is_sentence_transformer, model_name, require_model
-from contaccum.errors import ConfigError, DataError
+from contaccum.errors import ConfigError, DataError, quoted
 from contaccum.evaluation.beir import load_data as load_beir
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.results import Run

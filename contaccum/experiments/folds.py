@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from contaccum.data.beir import BeirDataset, load_beir_folder
 from contaccum.data.near_duplicates import group_queries, normalise
-from contaccum.data.readers import SPLIT_RECORD, Source
-from contaccum.data.records import RecordReport
+from contaccum.data.records import SPLIT_RECORD, RecordSource
+from contaccum.data.rows import RecordReport
 from contaccum.data.split import (
     CORPUS_FILE,
     FEW_TEST_QUERIES,
@@ -134,7 +134,9 @@ class Pairs:
             self._copy_split(folder)
             return []
         report = RecordReport(self.on_bad_record)
-        pairs = Source(self.path, self.data_format, columns=self.columns, min_score=self.min_score)
+        pairs = RecordSource(
+            self.path, self.data_format, columns=self.columns, min_score=self.min_score
+        )
         settings = SplitSettings(self.dev, self.test, fold=fold)
         split_data(pairs, folder, settings, self.corpus, report, show_progress, stores_records=True)
         lines = [f"{self.path}: {pairs.describe_first_record()}"]

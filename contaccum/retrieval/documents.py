@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from contaccum.bank.full_softmax import NO_ROW, DocumentBlock
-from contaccum.data.records import quoted
 from contaccum.data.sampling import text_ids
-from contaccum.errors import DataError
+from contaccum.errors import DataError, quoted
 from contaccum.files import fingerprint
 from contaccum.retrieval.search import DeviceEmbeddings
 from contaccum.retrieval.store import EmbeddingStore

@@ -26,10 +26,10 @@ from tqdm.auto import tqdm
 
 from contaccum.data import Passage, RecordReport, passage_text, read_passages
 from contaccum.data.beir import find_beir_file
-from contaccum.data.records import parse_question_line, parse_rows, parse_text, quoted, read_lines
+from contaccum.data.rows import parse_question_line, parse_rows, parse_text, read_lines
 from contaccum.data.sampling import text_ids
 from contaccum.encoders.settings import Kind, get_prompt, get_tower
-from contaccum.errors import DataError, UserError, check_choice
+from contaccum.errors import DataError, UserError, check_choice, quoted
 from contaccum.files import AnyPath, Fingerprint
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter, check_identity
 

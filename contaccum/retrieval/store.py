@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from contaccum import files
-from contaccum.data.records import passage_text
+from contaccum.data.rows import passage_text
 from contaccum.data.sampling import text_ids
 from contaccum.errors import ConfigError, DataError, UserError
 

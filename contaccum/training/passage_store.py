@@ -18,11 +18,10 @@ from accelerate import PartialState
 from datasets import IterableDataset
 from sentence_transformers import SentenceTransformer
 
-from contaccum.data.records import quoted
 from contaccum.data.sampling import text_ids
 from contaccum.distributed import rank
 from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
-from contaccum.errors import DataError, UserError
+from contaccum.errors import DataError, UserError, quoted
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.losses.query_side import (
     QuerySideCollator,

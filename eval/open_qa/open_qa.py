@@ -28,18 +28,17 @@ import regex
 from tqdm.auto import tqdm
 
 from contaccum.data import Passage, RecordReport, read_passages
-from contaccum.data.records import (
+from contaccum.data.rows import (
     Fault,
     get_first_value,
     parse_question_line,
     parse_rows,
     parse_text,
-    quoted,
     read_head,
     read_json_lines,
     read_lines,
 )
-from contaccum.errors import DataError, UserError
+from contaccum.errors import DataError, UserError, quoted
 from contaccum.evaluation.metrics import check_k_values, sort_as_trec_eval
 from contaccum.evaluation.results import Run, markdown_table, read_trec_run
 from contaccum.files import fingerprint, provenance, write_json

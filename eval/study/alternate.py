@@ -30,7 +30,7 @@ from transformers import get_linear_schedule_with_warmup
 from contaccum import DualEncoder
 from contaccum.data import load_beir_folder
 from contaccum.data.beir import BeirDataset
-from contaccum.data.records import passage_text
+from contaccum.data.rows import passage_text
 from contaccum.encoders.settings import get_tower
 from contaccum.files import provenance, write_json
 from contaccum.retrieval.documents import StoreDocuments

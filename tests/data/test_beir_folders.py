@@ -21,7 +21,7 @@ from contaccum.data import (
     load_training_data,
 )
 from contaccum.data.beir import ARCHIVE_MD5, read_split_queries, resolve_beir_data, shipped_scifact
-from contaccum.data.readers import Source
+from contaccum.data.records import RecordSource
 from contaccum.data.split import copy_test, split_data, write_part
 from contaccum.errors import DataError
 from contaccum.evaluation.beir import describe_data, load_data, score_beir_run
@@ -250,7 +250,7 @@ def test_a_file_of_llama_index_is_read_wherever_a_beir_folder_is(tmp_path):
     assert data.qrels["q3"] == {"d3": 1}
     assert data.corpus["d1"] == {"title": "", "text": "thing 7919 is number 1"}
     assert data.queries["q0"] == "what is thing 0"
-    split = split_data(Source(file), tmp_path / "split")
+    split = split_data(RecordSource(file), tmp_path / "split")
     assert split.train + split.dev + split.test == 20
     assert split.documents["dev"] == 20
     assert len(load_training_data(file).dataset) == 20

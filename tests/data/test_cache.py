@@ -12,7 +12,7 @@ from data_files import put_lines
 
 from contaccum.data import RecordReport, load_training_data
 from contaccum.data.dataset import store_records
-from contaccum.data.readers import Source
+from contaccum.data.records import RecordSource
 from contaccum.errors import DataError
 
 
@@ -27,14 +27,14 @@ def folder(tmp_path, monkeypatch) -> Path:
 def reads(monkeypatch) -> list[str]:
     """Return a list to which the query of each record that is read from a source is added."""
     queries: list[str] = []
-    read_records = Source.records
+    read_records = RecordSource.records
 
     def read_and_note_queries(*args: Any, **kwargs: Any) -> Any:
         for record in read_records(*args, **kwargs):
             queries.append(record.query)
             yield record
 
-    monkeypatch.setattr(Source, "records", read_and_note_queries)
+    monkeypatch.setattr(RecordSource, "records", read_and_note_queries)
     return queries
 
 
@@ -102,9 +102,9 @@ def test_a_source_that_changed_is_read_again(tmp_path, folder):
 
 def test_records_in_memory_are_stored_as_those_of_their_file(tmp_path, folder, reads):
     path = put_lines(tmp_path / "a.jsonl", *ROWS)
-    records = list(Source(path).records(RecordReport()))
+    records = list(RecordSource(path).records(RecordReport()))
     reads.clear()
-    store_records(Source(path), RecordReport(), records)
+    store_records(RecordSource(path), RecordReport(), records)
     first = load_training_data(path, num_hard_negatives=2)
     second = load_training_data(path, num_hard_negatives=2)
     assert reads == []

@@ -8,7 +8,7 @@ from data_files import put, read
 
 from contaccum.data import DATA_FORMATS, Record, sniff_format
 from contaccum.data.dataset import SET_KEYS
-from contaccum.data.readers import FIELDS
+from contaccum.data.records import FIELDS
 
 DOCS = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 

@@ -30,8 +30,8 @@ from contaccum.data import (
     read_records,
     sniff_format,
 )
-from contaccum.data.readers import FIELDS, Passage, Source
-from contaccum.data.records import read_csv
+from contaccum.data.records import FIELDS, Passage, RecordSource
+from contaccum.data.rows import read_csv
 from contaccum.errors import ConfigError, DataError
 
 
@@ -246,7 +246,7 @@ def test_a_list_in_a_cell_is_refused(tmp_path, cell, column):
 )
 def test_fields_that_are_not_used_are_named(tmp_path, fields, min_score, end):
     record = {"query": "q", "positive": "p", **fields}
-    source = Source(write_lines(tmp_path / "a.jsonl", [record]), min_score=min_score)
+    source = RecordSource(write_lines(tmp_path / "a.jsonl", [record]), min_score=min_score)
     list(source.records(RecordReport()))
     assert source.describe_first_record().endswith(end)
 

@@ -13,8 +13,8 @@ from small_data import read_lines, write_beir, write_lines, write_qrels
 from contaccum.cli import main
 from contaccum.data import load_beir_folder, load_training_data
 from contaccum.data.near_duplicates import Grouping, group_queries, normalise
-from contaccum.data.readers import Source
-from contaccum.data.records import RecordReport
+from contaccum.data.records import RecordSource
+from contaccum.data.rows import RecordReport
 from contaccum.data.split import (
     SplitSettings,
     choose_sides,
@@ -170,7 +170,7 @@ def planted(tmp_path_factory) -> tuple[Path, list[dict[str, str]]]:
     """Return a folder with a split of claims with repeats, and the records of the claims."""
     folder = tmp_path_factory.mktemp("planted")
     records = make_claims_with_repeats()
-    split_data(Source(write_lines(folder / "pairs.jsonl", records)), folder / "split")
+    split_data(RecordSource(write_lines(folder / "pairs.jsonl", records)), folder / "split")
     return folder, records
 
 
@@ -193,7 +193,7 @@ def test_no_text_is_on_two_sides(planted):
 def test_the_same_records_in_another_order_give_the_same_split(planted, tmp_path):
     folder, records = planted
     pairs = write_lines(tmp_path / "pairs.jsonl", list(reversed(records)))
-    split = split_data(Source(pairs), tmp_path / "split")
+    split = split_data(RecordSource(pairs), tmp_path / "split")
     assert split.fingerprint == read_split(folder / "split").fingerprint
     sides_of_reversed = read_texts_by_side(tmp_path / "split")
     sides_of_original = read_texts_by_side(folder / "split")
@@ -203,7 +203,7 @@ def test_the_same_records_in_another_order_give_the_same_split(planted, tmp_path
         ):
             assert set(map(normalise_text, texts)) == set(map(normalise_text, texts_of_original))
 
-    other = split_data(Source(pairs), tmp_path / "other", SplitSettings(seed=1))
+    other = split_data(RecordSource(pairs), tmp_path / "other", SplitSettings(seed=1))
     assert other.fingerprint != split.fingerprint
     sides_of_other_seed = read_texts_by_side(tmp_path / "other")
     test_queries = set(sides_of_reversed["test"].queries)
@@ -225,7 +225,7 @@ def test_each_query_is_in_the_test_set_of_one_fold(tmp_path):
     tested: list[str] = []
     for fold in range(5):
         folder = tmp_path / str(fold)
-        split = split_data(Source(pairs), folder, SplitSettings(fold=fold))
+        split = split_data(RecordSource(pairs), folder, SplitSettings(fold=fold))
         assert split.test == 12
         assert split.dev == 6
         assert any("few" in warning for warning in split.warnings())
@@ -233,14 +233,14 @@ def test_each_query_is_in_the_test_set_of_one_fold(tmp_path):
     assert len(tested) == 60
     assert len(set(tested)) == 60
     with pytest.raises(ConfigError, match="folds 0 to 4"):
-        split_data(Source(pairs), tmp_path / "5", SplitSettings(fold=5))
+        split_data(RecordSource(pairs), tmp_path / "5", SplitSettings(fold=5))
 
 
 @pytest.mark.long
 def test_the_default_sizes_of_a_large_file_have_a_limit(tmp_path):
     # A tenth of 6,000 queries would be 600 for dev, and a fifth 1,200 for test.
     pairs = write_lines(tmp_path / "pairs.jsonl", make_pairs(6000))
-    split = split_data(Source(pairs), tmp_path / "split")
+    split = split_data(RecordSource(pairs), tmp_path / "split")
     assert split.dev == 500
     assert split.test == 1000
     assert split.train == 4500
@@ -248,7 +248,7 @@ def test_the_default_sizes_of_a_large_file_have_a_limit(tmp_path):
 
 def test_sizes_are_shares_or_numbers(tmp_path):
     pairs = write_lines(tmp_path / "pairs.jsonl", make_pairs(200))
-    split = split_data(Source(pairs), tmp_path / "split", SplitSettings(dev=0.25, test=30))
+    split = split_data(RecordSource(pairs), tmp_path / "split", SplitSettings(dev=0.25, test=30))
     assert split.dev == 50
     assert split.test == 30
     assert split.train == 120
@@ -263,9 +263,9 @@ def test_a_large_group_stays_on_one_side(tmp_path):
         chain.append({"query": make_claim(generator), "positive": [passages[i], passages[i + 1]]})
     pairs = write_lines(tmp_path / "chain.jsonl", chain)
     with pytest.raises(DataError, match="the largest group has 50 queries"):
-        split_data(Source(pairs), tmp_path / "split")
+        split_data(RecordSource(pairs), tmp_path / "split")
     pairs = write_lines(tmp_path / "mixed.jsonl", chain + make_pairs(100, 1))
-    split = split_data(Source(pairs), tmp_path / "split")
+    split = split_data(RecordSource(pairs), tmp_path / "split")
     assert split.largest_group == 50
     sides = read_texts_by_side(tmp_path / "split")
     assert set(passages).isdisjoint(sides["test"].passages)
@@ -278,7 +278,9 @@ def test_held_out_positives_are_no_hard_negatives_in_training(tmp_path):
         next_record = records[(number + 1) % len(records)]
         record["negatives"] = [next_record["positive"].upper(), f"never {number}"]
         record["scores"] = [3.0, 2.0, 1.0]  # of the positive and of both negatives
-    split = split_data(Source(write_lines(tmp_path / "pairs.jsonl", records)), tmp_path / "split")
+    split = split_data(
+        RecordSource(write_lines(tmp_path / "pairs.jsonl", records)), tmp_path / "split"
+    )
     sides = read_texts_by_side(tmp_path / "split")
     held_out = {text.strip() for text in sides["dev"].passages + sides["test"].passages}
     num_left_out = 0
@@ -306,7 +308,7 @@ def test_a_corpus_is_the_haystack(tmp_path):
         corpus.append({"_id": f"copy{number}", "title": "", "text": text.title()})
     pairs = write_lines(tmp_path / "pairs.jsonl", records)
     corpus_file = write_lines(tmp_path / "corpus.jsonl", corpus)
-    split = split_data(Source(pairs), tmp_path / "split", corpus=corpus_file)
+    split = split_data(RecordSource(pairs), tmp_path / "split", corpus=corpus_file)
     # The haystacks have the 30 positives, 40 copies and the other document.
     assert split.documents == {"train": split.train + 1, "dev": 71, "test": 71}
     dataset = load_beir_folder(tmp_path / "split" / "test", "test")
@@ -320,7 +322,7 @@ def test_held_out_positives_are_added_to_a_corpus_that_lacks_them(tmp_path):
     pairs = write_lines(tmp_path / "pairs.jsonl", make_pairs(40))
     document = {"_id": "1", "text": "nothing that is asked for"}
     corpus_file = write_lines(tmp_path / "corpus.jsonl", [document])
-    split = split_data(Source(pairs), tmp_path / "split", corpus=corpus_file)
+    split = split_data(RecordSource(pairs), tmp_path / "split", corpus=corpus_file)
     assert split.documents == {
         "train": 1 + split.train,
         "dev": 1 + split.dev,
@@ -352,7 +354,7 @@ def test_documents_are_held_out_if_the_pairs_have_their_texts_without_titles(tmp
     records, corpus = make_titled_corpus_with_pairs()
     pairs = write_lines(tmp_path / "pairs.jsonl", records)
     corpus_file = write_lines(tmp_path / "corpus.jsonl", corpus)
-    split = split_data(Source(pairs), tmp_path / "split", corpus=corpus_file)
+    split = split_data(RecordSource(pairs), tmp_path / "split", corpus=corpus_file)
 
     number_of_query = {record["query"]: number for number, record in enumerate(records)}
     held_out_texts = set()
@@ -379,7 +381,7 @@ def test_documents_are_held_out_if_the_pairs_have_their_texts_without_titles(tmp
         record["positive"] = f"{corpus[2 * number]['title']} {corpus[2 * number]['text']}"
         record["negatives"] = [corpus[2 * ((number + 1) % len(records))]["text"], f"never {number}"]
     pairs = write_lines(tmp_path / "titled.jsonl", records)
-    split_data(Source(pairs), tmp_path / "titled", corpus=corpus_file)
+    split_data(RecordSource(pairs), tmp_path / "titled", corpus=corpus_file)
     held_out_ids = set()
     for side in ("dev", "test"):
         for judgements in load_beir_folder(tmp_path / "titled" / side, "test").qrels.values():
@@ -419,7 +421,7 @@ def test_forms_of_one_query_are_on_one_side(tmp_path, form):
     for pair, other in zip(pairs, others, strict=True):
         other["query"] = write_form(form, pair["query"])
     split = split_data(
-        Source(write_lines(tmp_path / "pairs.jsonl", pairs + others)), tmp_path / "split"
+        RecordSource(write_lines(tmp_path / "pairs.jsonl", pairs + others)), tmp_path / "split"
     )
     assert split.groups == 60
     sides = read_texts_by_side(tmp_path / "split")
@@ -444,7 +446,7 @@ def test_a_document_with_its_title_and_without_it_is_on_one_side(tmp_path, separ
         records.append({"query": make_claim(generator), "positive": f"{title}{separator}{text}"})
     pairs = write_lines(tmp_path / "pairs.jsonl", records)
     corpus_file = write_lines(tmp_path / "corpus.jsonl", corpus)
-    split = split_data(Source(pairs), tmp_path / "split", corpus=corpus_file)
+    split = split_data(RecordSource(pairs), tmp_path / "split", corpus=corpus_file)
     assert split.groups == 40
     assert split.positives_added == 0
     sides = read_texts_by_side(tmp_path / "split")
@@ -464,7 +466,7 @@ def test_a_positive_is_not_a_negative_of_itself_under_another_separator(tmp_path
         record["positive"] = f"Page {number}{separator}{record['positive']}"
     pairs = write_lines(tmp_path / "pairs.jsonl", records)
     corpus_file = write_lines(tmp_path / "corpus.jsonl", corpus)
-    split = split_data(Source(pairs), tmp_path / "split", corpus=corpus_file)
+    split = split_data(RecordSource(pairs), tmp_path / "split", corpus=corpus_file)
     assert split.documents["train"] == split.train
 
 
@@ -492,7 +494,7 @@ def test_near_copies_of_held_out_texts_are_no_negatives(tmp_path, field, change,
             records[number]["negatives"].pop()
         corpus.append({"_id": "other", "title": "", "text": "another text"})
     split_data(
-        Source(write_lines(tmp_path / "pairs.jsonl", records)),
+        RecordSource(write_lines(tmp_path / "pairs.jsonl", records)),
         tmp_path / "split",
         corpus=write_lines(tmp_path / "corpus.jsonl", corpus) if corpus else None,
     )
@@ -520,7 +522,7 @@ def test_a_held_out_query_is_no_passage_of_training_if_only_queries_are_held_out
     documents["d1"] = ("", "So: " + queries["q59"])
     folder = write_beir(tmp_path / "beir", documents, queries, qrels)
     write_qrels(folder / "qrels" / "test.tsv", test_qrels)
-    split = split_data(Source(folder), tmp_path / "split", SplitSettings(dev=20))
+    split = split_data(RecordSource(folder), tmp_path / "split", SplitSettings(dev=20))
     assert split.held_out_by == "query"
     assert split.left_out == 1
     sides = read_texts_by_side(tmp_path / "split")
@@ -544,7 +546,7 @@ def test_a_title_without_text_stays_in_the_training_corpus(tmp_path):
     documents["title"] = ("a title without text", "")
     folder = write_beir(tmp_path / "beir", documents, queries, qrels[:15])
     write_test_qrels_without_header(folder, [*qrels[15:], ("q19", "empty", 1)])
-    split_data(Source(folder), tmp_path / "split")
+    split_data(RecordSource(folder), tmp_path / "split")
     ids = [row["_id"] for row in read_lines(tmp_path / "split" / "corpus.jsonl")]
     assert "title" in ids
     assert "empty" not in ids
@@ -556,7 +558,7 @@ def test_a_beir_folder_keeps_its_test_set(tmp_path):
     queries["q50"] = queries["q3"].upper()
     folder = write_beir(tmp_path / "beir", documents, queries, qrels[:50])
     write_qrels(folder / "qrels" / "test.tsv", qrels[50:])
-    split = split_data(Source(folder), tmp_path / "split")
+    split = split_data(RecordSource(folder), tmp_path / "split")
     assert split.test == 10
     assert split.left_out == 1
     assert split.held_out_by == "passage"
@@ -573,10 +575,10 @@ def test_sizes_and_corpus_do_not_replace_the_test_set_of_a_beir_folder(tmp_path)
     folder = write_beir(tmp_path / "beir", documents, queries, qrels[:50])
     write_qrels(folder / "qrels" / "test.tsv", qrels[50:])
     with pytest.raises(ConfigError, match="its own test set and corpus stay as they are"):
-        split_data(Source(folder), tmp_path / "again", SplitSettings(test=0.1))
+        split_data(RecordSource(folder), tmp_path / "again", SplitSettings(test=0.1))
     other = write_lines(tmp_path / "other.jsonl", [{"_id": "1", "text": "another document"}])
     with pytest.raises(ConfigError, match="its own test set and corpus stay as they are"):
-        split_data(Source(folder), tmp_path / "again", corpus=other)
+        split_data(RecordSource(folder), tmp_path / "again", corpus=other)
 
 
 def test_the_corpus_of_a_beir_folder_without_a_test_set_is_the_haystack(tmp_path):
@@ -585,7 +587,7 @@ def test_the_corpus_of_a_beir_folder_without_a_test_set_is_the_haystack(tmp_path
     qrels = [(f"q{number}", f"d{number}", 1) for number in range(30)]
     folder = tmp_path / "beir"
     write_beir(folder, documents, queries, qrels, "train")
-    split = split_data(Source(folder), tmp_path / "split", SplitSettings(haystack=1))
+    split = split_data(RecordSource(folder), tmp_path / "split", SplitSettings(haystack=1))
     assert split.documents["dev"] == 60
     assert split.documents["test"] == 60
     assert len(load_beir_folder(tmp_path / "split" / "test").corpus) == 60
@@ -597,7 +599,7 @@ def test_groups_are_small_in_a_larger_test_set(tmp_path):
     answers = sentences(10, 0, 9)
     for number, query in enumerate(sentences(600, 1, 9)):
         pairs.append({"query": query, "positive": answers[number % 10]})
-    source = Source(write_lines(tmp_path / "faq.jsonl", pairs))
+    source = RecordSource(write_lines(tmp_path / "faq.jsonl", pairs))
     with pytest.raises(DataError, match=r"the largest group has 60 queries.*raise --test"):
         split_data(source, tmp_path / "split")
     assert split_data(source, tmp_path / "split", SplitSettings(test=240)).test == 240
@@ -606,13 +608,13 @@ def test_groups_are_small_in_a_larger_test_set(tmp_path):
 
 
 def test_a_warning_of_few_test_queries_names_folds_unless_the_data_have_a_test_set(tmp_path):
-    pairs = Source(write_lines(tmp_path / "pairs.jsonl", make_pairs(40)))
+    pairs = RecordSource(write_lines(tmp_path / "pairs.jsonl", make_pairs(40)))
     [warning] = split_data(pairs, tmp_path / "pairs").warnings()
     assert "--fold 1, 2" in warning
     documents, queries, qrels = make_judged_claims(60)
     folder = write_beir(tmp_path / "beir", documents, queries, qrels[:50])
     write_qrels(folder / "qrels" / "test.tsv", qrels[50:])
-    [warning] = split_data(Source(folder), tmp_path / "split").warnings()
+    [warning] = split_data(RecordSource(folder), tmp_path / "split").warnings()
     assert "test queries are few" in warning
     assert "--fold" not in warning
 
@@ -624,7 +626,7 @@ def test_the_corpus_of_a_beir_folder_is_counted_once_and_may_have_blank_document
     with open(folder / "corpus.jsonl", "a") as file:
         file.write("{broken\n")
     report = RecordReport("skip")
-    split = split_data(Source(folder), tmp_path / "split", report=report)
+    split = split_data(RecordSource(folder), tmp_path / "split", report=report)
     assert report.by_reason == {"broken JSON": 1}
     assert split.documents["test"] == 21
 
@@ -639,7 +641,7 @@ def test_scores_of_a_dpr_file_do_not_become_teacher_scores(tmp_path):
         records.append({**record, "positive_ctxs": [passage], "hard_negative_ctxs": [negative]})
     file = tmp_path / "nq.json"
     file.write_text(json.dumps(records))
-    split_data(Source(file), tmp_path / "split")
+    split_data(RecordSource(file), tmp_path / "split")
     lines = read_lines(tmp_path / "split" / "train.jsonl")
     assert len(lines) > 0
     for line in lines:
@@ -648,9 +650,9 @@ def test_scores_of_a_dpr_file_do_not_become_teacher_scores(tmp_path):
 
 
 def test_a_folder_of_a_split_is_not_taken_for_training_data(tmp_path):
-    split_data(Source(write_lines(tmp_path / "p.jsonl", make_pairs(40))), tmp_path / "split")
+    split_data(RecordSource(write_lines(tmp_path / "p.jsonl", make_pairs(40))), tmp_path / "split")
     with pytest.raises(DataError, match=r"contaccum split \(give .*split/train\.jsonl\)"):
-        Source(tmp_path / "split")
+        RecordSource(tmp_path / "split")
 
 
 def test_unusable_documents_are_counted_once(tmp_path):
@@ -658,7 +660,7 @@ def test_unusable_documents_are_counted_once(tmp_path):
     documents = [{"_id": "1", "text": "one"}, {"_id": "2", "text": ""}]
     corpus = write_lines(tmp_path / "corpus.jsonl", documents)
     report = RecordReport("skip")
-    split_data(Source(pairs), tmp_path / "split", corpus=corpus, report=report)
+    split_data(RecordSource(pairs), tmp_path / "split", corpus=corpus, report=report)
     assert report.seen == 22
     assert report.reported == 1
 
@@ -668,13 +670,13 @@ def test_empty_documents_of_a_beir_folder_stay_in_the_haystacks(tmp_path):
     documents["empty"] = ("", "")
     folder = write_beir(tmp_path / "beir", documents, queries, qrels[:15])
     write_qrels(folder / "qrels" / "test.tsv", qrels[15:])
-    split = split_data(Source(folder), tmp_path / "split")
+    split = split_data(RecordSource(folder), tmp_path / "split")
     assert split.documents == {"train": 20 - split.dev - split.test, "dev": 21, "test": 21}
 
 
 def test_training_corpus_lacks_what_only_held_out_queries_need(tmp_path):
     """It has all documents except positives of dev and test that no training claim has."""
-    split = split_data(Source(SHIPPED), tmp_path / "split")
+    split = split_data(RecordSource(SHIPPED), tmp_path / "split")
     training_corpus = set()
     for row in read_lines(tmp_path / "split" / "corpus.jsonl"):
         training_corpus.add(normalise_text(f"{row['title']} {row['text']}"))
@@ -695,7 +697,7 @@ def test_training_corpus_lacks_what_only_held_out_queries_need(tmp_path):
 @pytest.mark.long
 def test_dev_is_held_out_as_the_test_set_of_scifact_is(tmp_path):
     """Its test claims share abstracts with training claims, so dev claims must do so too."""
-    split = split_data(Source(SHIPPED), tmp_path / "split")
+    split = split_data(RecordSource(SHIPPED), tmp_path / "split")
     assert split.held_out_by == "query"
     assert split.test == 300
     sides = read_texts_by_side(tmp_path / "split")
@@ -715,7 +717,7 @@ def test_the_command_prints_the_sizes_and_train_reads_the_split(tmp_path, capsys
     texts = f"query={record['query'][:30]!r}"[:-1]
     assert f"{pairs}: the first record is {texts}" in output
     assert f"positive={record['positive'][:30]!r}"[:-1] in output
-    training_source = Source(tmp_path / "split" / "train.jsonl")
+    training_source = RecordSource(tmp_path / "split" / "train.jsonl")
     assert len(list(training_source.records(RecordReport()))) == 140
 
 
@@ -727,9 +729,9 @@ def test_bad_judgements_of_a_published_test_set_are_counted_and_not_copied(tmp_p
         file.write("{broken\n")
     write_test_qrels_without_header(folder, [*qrels[15:], ("missing", "d19", 1)])
     with pytest.raises(DataError, match="broken JSON"):
-        split_data(Source(folder), tmp_path / "split")
+        split_data(RecordSource(folder), tmp_path / "split")
     report = RecordReport("skip")
-    split = split_data(Source(folder), tmp_path / "split", report=report)
+    split = split_data(RecordSource(folder), tmp_path / "split", report=report)
     assert split.test == 5
     # 21 documents, 20 queries, 15 training judgements and 6 test judgements
     assert report.seen == 62
@@ -802,7 +804,7 @@ def test_what_cannot_be_split_gives_one_line_and_no_files(
 def test_a_folder_that_exists_is_not_written_over(tmp_path):
     pairs = write_lines(tmp_path / "pairs.jsonl", make_pairs(40))
     with pytest.raises(ConfigError, match="exists already"):
-        split_data(Source(pairs), tmp_path)
+        split_data(RecordSource(pairs), tmp_path)
 
 
 def test_the_training_records_of_a_split_are_not_read_again(tmp_path, monkeypatch):
@@ -810,9 +812,9 @@ def test_the_training_records_of_a_split_are_not_read_again(tmp_path, monkeypatc
     for number, pair in enumerate(pairs):
         pair["negatives"] = [f"wrong answer {number}", f"worse answer {number}"]
     pairs_file = write_lines(tmp_path / "pairs.jsonl", pairs)
-    split = split_data(Source(pairs_file), tmp_path / "split", stores_records=True)
+    split = split_data(RecordSource(pairs_file), tmp_path / "split", stores_records=True)
     assert split == read_split(tmp_path / "split")
-    monkeypatch.setattr(Source, "records", None)
+    monkeypatch.setattr(RecordSource, "records", None)
     training = load_training_data(tmp_path / "split" / "train.jsonl", num_hard_negatives=2)
     expected = [tuple(row.values()) for row in training.dataset]
     lines = read_lines(tmp_path / "split" / "train.jsonl")

@@ -17,8 +17,8 @@ from tiny_models import tiny_encoder
 import contaccum
 from contaccum.cli import main
 from contaccum.data.beir import read_split_queries
-from contaccum.data.readers import Source
-from contaccum.data.records import RecordReport
+from contaccum.data.records import RecordSource
+from contaccum.data.rows import RecordReport
 from contaccum.data.split import SplitSettings, split_data
 from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.beir import load_data
@@ -215,7 +215,7 @@ def test_guard_with_queries_of_the_test_set_is_refused(root, tmp_path, query, is
 def test_guard_with_test_queries_of_other_splits_is_refused(root, tmp_path):
     """With few test queries, the verdict is over several splits of the pairs."""
     pairs = root / "pairs.jsonl"
-    split_data(Source(pairs), tmp_path / "split", SplitSettings(test=40))
+    split_data(RecordSource(pairs), tmp_path / "split", SplitSettings(test=40))
     query = read_lines(tmp_path / "split" / "train.jsonl")[0]["query"]
     guard = write_beir(tmp_path / "b", {"d": ("", "a")}, {"x": query}, [("x", "d", 1)], "test")
     with pytest.raises(DataError, match="queries of the test set"):
