@@ -1,8 +1,5 @@
 """Centring of gradients, so that no update moves a tower's embeddings as a whole.
 
-A tower is the encoder in one of its two roles: for queries or for documents. An update is all
-micro-batches before one optimizer step.
-
 In a full batch the gradients of all documents sum to zero, because the softmax pulls as much as it
 pushes. In a micro-batch against a bank they do not, because banked documents get no gradient. Their
 sum, called the remainder, drives new embeddings away from old ones.
@@ -37,25 +34,20 @@ _TOWERS_OF_SETTING: dict[str, tuple[str, ...]] = {
 
 
 class GradientCentering:
-    """Function that subtracts the remainder from the gradients of a tower's embeddings.
-
-    Args:
-        setting: ``center_gradients`` of `BankedInfoNCE`.
-        pairs_per_update: number of pairs in all micro-batches of an update; None centres each
-            micro-batch by itself.
-    """
+    """Function that subtracts the remainder from the gradients of a tower's embeddings."""
 
     def __init__(self, setting: CenterGradients, pairs_per_update: int | None) -> None:
         self.setting = setting
         self.start_update(pairs_per_update)
 
     def start_update(self, num_pairs: int | None) -> None:
-        """Reset the remainder, and set the number of pairs of the update that starts."""
+        """Reset the remainder, and set the number of pairs of the update that starts.
+
+        None centres each micro-batch by itself.
+        """
         self.num_pairs = num_pairs
-        self._num_remaining_pairs = 0
-        if num_pairs is not None:
-            self._num_remaining_pairs = num_pairs
-        self._remainders: dict[str, Tensor] = {}
+        self._num_remaining_pairs = num_pairs or 0
+        self._remainders: dict[str, Tensor] = {}  # (d,) each
 
     def restart(self) -> None:
         """Start an update with as many pairs as the last update."""

@@ -1,29 +1,22 @@
-"""Statistics of drift: how far a tower has moved since the pairs in the bank were encoded.
+"""Drift: how far a tower has moved since the entries were encoded, and what is done about it.
 
-A tower is the encoder in one of its two roles: for queries or for passages (documents). Drift means
-that the encoder changes while the bank holds embeddings of its older versions. It has two parts.
-The mean shift is a movement common to all texts of a tower; the residual is what remains of each
-text's movement without it. The loss compensates for the mean shift by storing documents relative to
-the mean of their tower,
+A tower is the encoder in one of its two roles: for queries or for passages (documents); an entry is
+a banked pair. Drift has two parts: the mean shift is a movement common to all texts of a tower; the
+residual is what remains of each text's movement without it. Without compensation an encoder can
+lower the loss by moving every new embedding away from every old one, because "new or old" is easier
+to learn than "relevant or not". docs/drift.md has the measurements.
 
-    stored_j = d_j - mean at the time of storing,    used_j = stored_j + current mean,
-
-and it retires entries (banked pairs) when the residual of the passages has become too large. (The
-code subtracts the current mean from new documents instead, which gives the same loss.)
-
-Without compensation an encoder can lower the loss by moving every new embedding away from every old
-one, because "new or old" is easier to learn than "relevant or not".
+- Documents are stored relative to the mean of the passage tower, so they move along with it:
+  stored_j = d_j - mean at the time of storing, used_j = stored_j + current mean. (The code
+  subtracts the current mean from new documents instead, which gives the same loss.)
+- Queries stay as they were stored, and so do their logits. Only the gradient that banked queries
+  give to local documents is computed as if they had moved along with the mean of the query tower.
+- With ``drift_compensation="auto"``, entries retire when the residual of the passages has become
+  too large: about `age_limit` entries are in use, rounded to whole blocks of the bank.
 
 `RunningMean` estimates a tower's mean from the micro-batches. `DriftProbe` measures mean shift and
-residual on a few fixed texts, which is far more exact. docs/drift.md has the reasons and the
-measurements. `DriftCompensation` applies these statistics to the bank:
-
-- Documents are stored relative to the mean of the passage tower, so they move along with it.
-- Queries stay as they were stored, and so do their logits. Only the gradient that banked queries
-  give to local documents is computed as if they had moved along with the mean of the query tower
-  (`compute_query_drift`).
-- With ``drift_compensation="auto"``, entries (banked pairs) that have drifted too far retire: about
-  `age_limit` entries are in use, rounded to whole blocks of the bank.
+residual on a few fixed texts, which is far more exact. `DriftCompensation` applies them to the
+bank.
 
 Letters in shapes: n pairs in the micro-batch, S pairs of texts in the probe, d the embedding size.
 """
@@ -116,16 +109,12 @@ class RunningMean(nn.Module):
 class DriftProbe(nn.Module):
     """Measurements of a few fixed texts: their embeddings at several times of training.
 
-    Because the texts stay the same, the shift between the means of two measurements is the mean
-    shift of the tower. It is far more exact than the shift between the means of different texts.
-    The stored measurements reach back over the lifetime of an entry, so the residual can be
-    computed for entries of any age.
+    They reach back over the lifetime of an entry, so the residual can be computed for entries of
+    any age.
 
     Args:
         shape: (S, d).
         bank_size: lifetime of an entry: number of pairs after which it is overwritten.
-        dtype: dtype of the stored embeddings.
-        device: device of the stored embeddings.
 
     Attributes:
         pairs: number of training pairs at the time of each measurement, oldest first.
@@ -255,7 +244,7 @@ class DriftProbe(nn.Module):
         return torch.tensor([self.pairs, self.updates])
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Restore what `get_extra_state` returned."""
+        """Restore `pairs` and `updates`."""
         self.pairs = state[0].tolist()
         self.updates = state[1].tolist()
 
@@ -269,8 +258,8 @@ class DriftCompensation(nn.Module):
     """Means of the two towers, from a probe or from the micro-batches, and the age limit.
 
     Attributes:
-        query_mean, passage_mean: `RunningMean` of each tower; None before the first micro-batch.
-            They stay None unless ``drift_compensation`` is ``"auto"`` or ``"mean"``.
+        query_mean, passage_mean: `RunningMean` of each tower; None before the first micro-batch,
+            and always unless ``drift_compensation`` is ``"auto"`` or ``"mean"``.
         probe: `DriftProbe`; None before the first call of `observe`.
         expects_probe: True if `observe` will be called soon; until then the means stay as they
             are. The text loss, which encodes the probe, sets it. It is not part of the state.
@@ -303,16 +292,10 @@ class DriftCompensation(nn.Module):
     def compute_means(
         self, queries: Tensor, passages: Tensor, is_training: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Compute the means of both towers with the micro-batch included.
+        """Compute the means (d,) of both towers with the micro-batch (n, d) included.
 
-        `store_means` stores them later, if the loss turns out to be finite.
-
-        Args:
-            queries, passages: (n, d), the micro-batch, without a gradient.
-            is_training: False if the micro-batch must not change the means.
-
-        Returns:
-            (d,) of the queries and (d,) of the passages; None if entries do not move.
+        `store_means` stores them later, if the loss turns out to be finite. They are None if
+        entries do not move. Without ``is_training``, the micro-batch does not count.
         """
         if self.query_mean is None or self.passage_mean is None:
             return None, None
@@ -368,9 +351,8 @@ class DriftCompensation(nn.Module):
     def compute_oldest_allowed(self, bank: MemoryBank, num_new: int, clock: UpdateClock) -> int:
         """Compute the number of the oldest pair that stays in use; older pairs must retire.
 
-        Pairs are numbered from the start of training, by clock and bank alike, because all pairs of
-        the bank have passed through the loss. The bank retires whole blocks, so the number is the
-        start of a block. It is 0 or negative if no pair is too old.
+        The bank retires whole blocks, so the number is the start of a block. It is 0 or negative if
+        no pair is too old. Clock and bank number the pairs alike.
 
         Args:
             num_new: number of pairs that are about to be enqueued.
@@ -385,16 +367,13 @@ class DriftCompensation(nn.Module):
     ) -> None:
         """Move the means by the mean shift of the probe, and set the age limit with ``"auto"``.
 
-        The age limit is the age at which the residual of the passages becomes too large. Embeddings
-        that are not finite are ignored, because means that are not finite would never recover.
-
         Args:
             queries, passages: (S, d), current embeddings of the probe's texts.
             clock: the update clock of the loss.
             is_shared: True if all ranks share one bank.
         """
         if not (queries.isfinite().all() and passages.isfinite().all()):
-            return
+            return  # means that are not finite would never recover
         probe = self.probe
         is_first = probe is None
         if probe is None:
@@ -428,5 +407,5 @@ class DriftCompensation(nn.Module):
         return torch.tensor(self.age_limit)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Restore what `get_extra_state` returned."""
+        """Restore the age limit."""
         self.age_limit = int(state)

@@ -27,8 +27,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,59 +91,32 @@ class BankedInfoNCE(nn.Module):
     the loss and its gradients are not finite, the pairs are stored as invalid, and
     ``last["enqueued"]`` is 0.
 
+    The arguments are the settings of the loss (`contaccum.settings.LossSettings`), and
+
     Args:
-        bank_size: maximum number of banked pairs in use; see `MemoryBank`. 0 is plain InfoNCE.
-        query_bank_size: None for ``bank_size``; 0 for a passage bank alone ("w/o M_q" in the
-            paper; ``method="pre_batch"`` of `ContAccumTrainer`).
         temperature: tau > 0; 1.0 with dot product in the paper, 0.05 is usual with cosine.
         similarity: ``"dot"`` or ``"cos"``.
-        normalize_by: ``"local"`` divides by n; ``"all"`` divides by n plus w times the number of
-            banked rows (equations 8 and 9 of the paper).
-        mask_duplicates: exclude columns that hold a row's own positive again, or another known
-            positive of its query, by ids. False is the paper's behaviour. Texts without ids are
-            never excluded.
-        bank_hard_negatives: store hard negatives in the bank as columns.
-        drift_compensation: correction of old bank entries. ``"mean"`` moves their documents with
-            the mean document embedding, and computes the gradients that their queries give as if
-            the queries had moved likewise; ``"auto"`` also retires entries that have drifted too
-            far, measured by `observe_probe`; ``"fresh"`` empties the bank after every update;
-            ``"none"`` is the paper. See docs/drift.md.
         gather_across_devices: compute the loss of the micro-batches of all ranks of
             ``torch.distributed``, in rank order; ranks may have different numbers of pairs, even 0.
             Every rank holds the same bank and returns the same loss. Gradients are multiplied by
             the number of ranks, because DDP and FSDP average them.
-        center_gradients: towers whose mean gradient is subtracted, so that the loss does not push
-            their mean: ``"both"``, ``"passages"``, ``"queries"`` or ``"none"``. ``"auto"`` centres
-            passages with ``drift_compensation="auto"``, in updates that start while aged entries
-            are in use. See `contaccum.bank.centering`.
         pairs_per_update: number of pairs between two optimizer steps, over all ranks that share the
-            bank, for centring over the update. None centres each micro-batch by itself. See
-            `begin_update`.
-        bank_weight: w, if it is at most 1. A larger value is the weight of the whole bank, as a
-            number of pairs: w is then min(1, bank_weight / number of banked pairs in use).
-        false_negative_margin: exclude columns whose similarity to a row exceeds that of its own
-            positive by more than this (Qwen3-Embedding: 0.1, with cosine). Row and column are
-            judged each time they are scored; two banked pairs were scored when the later one was
-            stored. None turns it off.
-        guide_margin, guide_margin_strategy: with guide embeddings, exclude columns whose cosine c_j
-            by the guide exceeds c - margin (``"absolute"``) or c - margin * |c| (``"relative"``),
-            with c the guide's cosine of the row's own positive (GISTEmbed, arXiv 2402.16829).
+            bank, for centring over the update. None centres each micro-batch by itself.
 
     Attributes:
-        settings: all of the above, as `InfoNCESettings`.
+        settings: the `InfoNCESettings`.
         positives: `PositivesTable` of pairs that are never negatives of each other, or None. It is
             not part of the state.
         compensation: the `DriftCompensation`.
         bank: the `MemoryBank`; None with ``bank_size=0``, and before the first call, which sets the
             embedding size.
         clock: the `UpdateClock`.
-        last: diagnostics of the last call; see `describe_micro_step`.
 
     Raises:
         ConfigError (a ValueError): for settings out of range.
 
     Source: ContAccum, arXiv 2406.12356 ("the paper"); ``normalize_by="local"``, masks and drift
-    compensation are ours.
+    compensation are ours. ``normalize_by="all"`` is equations 8 and 9 of the paper.
     """
 
     @takes_settings(InfoNCESettings)
@@ -155,7 +129,8 @@ class BankedInfoNCE(nn.Module):
         self.compensation = DriftCompensation(settings)
         self.centering = GradientCentering(settings.center_gradients, settings.pairs_per_update)
         self._has_warned_of_no_update = False
-        self._last_step: MicroStep | None = None
+        self._local_losses: Tensor | None = None  # (n,), of the last micro-step
+        self._describe_last: Callable[[], dict[str, Any]] = dict
         self._last: dict[str, Any] = {}
 
     @classmethod
@@ -206,11 +181,6 @@ class BankedInfoNCE(nn.Module):
             ids = stack_ids(query_ids, passage_ids, negative_ids, texts)  # (n, 2 + h, 2)
             guide_texts = None
             if guide_columns:
-                if [x.shape[:-1] for x in guide_columns] != [x.shape[:-1] for x in columns]:
-                    raise ValueError(
-                        "the guide must embed the same texts as the model, got guide embeddings "
-                        f"{[tuple(x.shape) for x in guide_columns]}"
-                    )
                 guide_texts = stack_texts(guide_columns, may_be_empty=True)  # (n, 2 + h, g)
             loss, gradient = self._run_micro_step(texts, ids, guide_texts, is_training)
         if gradient is None:
@@ -348,7 +318,9 @@ class BankedInfoNCE(nn.Module):
             self.clock.num_pairs += n
             self.clock.drop_ends_before(oldest_in_use)
         self._last = {}
-        self._last_step = MicroStep(
+        self._local_losses = local_losses
+        self._describe_last = partial(
+            describe_micro_step,
             passages=texts[:, 1],
             in_batch=blocks.in_batch,
             against_bank=blocks.against_bank,
@@ -487,16 +459,16 @@ class BankedInfoNCE(nn.Module):
     @property
     def last(self) -> dict[str, Any]:
         """Diagnostics of the last micro-step, empty before it; see `describe_micro_step`."""
-        if not self._last and self._last_step is not None:
-            self._last = describe_micro_step(self._last_step)
+        if not self._last:
+            self._last = self._describe_last()
         return self._last
 
     @property
     def local_loss(self) -> Tensor | None:
         """The entry ``local_loss`` of `last`, which costs less than all; None before it exists."""
-        if self._last_step is None:
+        if self._local_losses is None:
             return None
-        return self._last_step.local_losses.mean()
+        return self._local_losses.mean()
 
     @property
     def bank_age(self) -> int:
@@ -694,32 +666,41 @@ class PrecomputedGradient(torch.autograd.Function):
         return None, None, *input_gradients  # loss and gradients get no gradient
 
 
-class MicroStep(NamedTuple):
-    """Values of a micro-step that its diagnostics are computed from, when they are read.
-
-    Those of the bank are from before the micro-batch was enqueued. Without a bank, m is 0.
-    """
-
-    passages: Tensor  # (n, d)
-    in_batch: Tensor  # (n, n, 1 + h), logits of the micro-batch, own positives masked
-    against_bank: Tensor  # (n, m, 1 + h), logits of local queries and banked documents
-    invalid: Tensor | None  # bool (m, 1 + h), see `Pairs`; None without a bank
-    pairs_in_use: range  # numbers of the banked pairs, see `MemoryBank`
-    num_aged: int  # aged pairs in use, which an older encoder encoded; they are the oldest ones
-    local_losses: Tensor  # (n,)
-    local_log_sums: Tensor  # (n,), logsumexp of the logits of the negatives and the positive
-    banked_losses: Tensor | None  # (m,); None without banked queries
-    bank_weight: float  # of a banked pair
-    not_finite: Tensor  # bool scalar, True for a micro-batch that is not finite
-    bank_fill: int | None  # pairs in use afterwards; None if no pair was to be stored
-
-
 @torch.no_grad()
-def describe_micro_step(step: MicroStep) -> dict[str, Tensor | int]:
+def describe_micro_step(
+    *,
+    passages: Tensor,
+    in_batch: Tensor,
+    against_bank: Tensor,
+    invalid: Tensor | None,
+    pairs_in_use: range,
+    num_aged: int,
+    local_losses: Tensor,
+    local_log_sums: Tensor,
+    banked_losses: Tensor | None,
+    bank_weight: float,
+    not_finite: Tensor,
+    bank_fill: int | None,
+) -> dict[str, Tensor | int]:
     """Describe the rows, columns and losses of a micro-step, the values of `BankedInfoNCE.last`.
 
     They stay tensors on the device, so a reader waits for the device only if it needs their
-    numbers.
+    numbers. The arguments are those before the micro-batch was enqueued. The softmax mass of a
+    passage is its softmax probability, summed over the local rows of which it is a negative; hard
+    negatives are not counted. A fresh passage is one of the micro-batch or of the current update;
+    the others are aged.
+
+    Args:
+        passages: (n, d).
+        in_batch, against_bank: logits (n, n, 1 + h), own positives masked, and (n, m, 1 + h).
+        invalid: bool (m, 1 + h), see `Pairs`; None without a bank.
+        pairs_in_use: numbers of the banked pairs, see `MemoryBank`.
+        num_aged: number of aged pairs in use, the oldest ones.
+        local_losses, local_log_sums: (n,), from `compute_row_losses`.
+        banked_losses: (m,); None without banked queries.
+        bank_weight: weight of a banked pair.
+        not_finite: bool scalar, True for a micro-batch that is not finite.
+        bank_fill: number of pairs in use afterwards; None if no pair was to be stored.
 
     Returns:
         A dict with
@@ -732,76 +713,64 @@ def describe_micro_step(step: MicroStep) -> dict[str, Tensor | int]:
         - ``embedding_spread``: mean squared distance of the local passages from their mean, divided
           by their mean squared length; near 0, the embeddings have collapsed to a point,
 
-        with a bank those of `_measure_softmax_masses`, and in training
+        with a bank
+
+        - ``in_batch_mass``: mass of all passages of the micro-batch for the rows of other pairs,
+          divided by n,
+        - ``bank_mass``: mass of all banked passages, divided by n,
+        - ``bank_mass_aged``: mean mass of an aged passage, divided by that of a fresh passage.
+          1: age makes no difference. Near 0: the encoder has moved away from the bank,
+
+        and in training
 
         - ``enqueued``: number of pairs that were stored in the bank as valid,
         - ``bank_fill``: number of pairs in use afterwards.
     """
-    n, _, num_documents = step.in_batch.shape
+    n, _, num_documents = in_batch.shape
     columns = n * num_documents
     num_bank_rows = 0
-    bank_loss = step.local_losses.new_zeros(())
-    num_masked = (step.in_batch <= MASKED_THRESHOLD).sum() - n  # without the n own positives
+    bank_loss = local_losses.new_zeros(())
+    num_masked = (in_batch <= MASKED_THRESHOLD).sum() - n  # without the n own positives
     num_negatives = torch.full_like(num_masked, columns - 1)
     others: dict[str, Tensor | int] = {}
-    if step.invalid is not None:
-        is_valid = ~step.invalid  # (m, 1 + h)
-        columns += len(step.pairs_in_use) * is_valid.shape[1]
-        is_masked = (step.against_bank <= MASKED_THRESHOLD) & is_valid
+    if invalid is not None:
+        is_valid = ~invalid  # (m, 1 + h)
+        columns += len(pairs_in_use) * is_valid.shape[1]
+        is_masked = (against_bank <= MASKED_THRESHOLD) & is_valid
         num_masked = num_masked + is_masked.sum()
         num_negatives = num_negatives + is_valid.sum()
-        if step.banked_losses is not None:
-            num_bank_rows = len(step.pairs_in_use)
+        if banked_losses is not None:
+            num_bank_rows = len(pairs_in_use)
             # The loss of a row that is not valid is zero.
-            bank_loss = step.banked_losses.sum() / is_valid[:, 0].sum().clamp_min(1)
-        others = _measure_softmax_masses(step)
-    if step.bank_fill is not None:
-        others["enqueued"] = 0 if step.invalid is None else n * ~step.not_finite
-        others["bank_fill"] = step.bank_fill
-    variance = step.passages.var(0, correction=0).sum()
-    embedding_spread = variance / step.passages.square().sum() * n
+            bank_loss = banked_losses.sum() / is_valid[:, 0].sum().clamp_min(1)
+        log_sums = local_log_sums[:, None]  # (n, 1)
+        in_batch_mass = (in_batch[:, :, 0] - log_sums).exp().sum()
+        mass_by_slot = (against_bank[:, :, 0] - log_sums).exp().sum(0) * bank_weight
+        numbers = torch.arange(pairs_in_use.start, pairs_in_use.stop, device=log_sums.device)
+        # While the bank is filled, numbers are below the number of slots.
+        mass_by_pair = mass_by_slot[numbers % len(mass_by_slot)]  # oldest first
+        aged_mass = mass_by_pair[:num_aged].sum()
+        fresh_bank_mass = mass_by_pair[num_aged:].sum()
+        num_fresh = n - 1 + len(pairs_in_use) - num_aged
+        mean_fresh_mass = (in_batch_mass + fresh_bank_mass) / num_fresh
+        others = {
+            "in_batch_mass": in_batch_mass / n,
+            "bank_mass": (aged_mass + fresh_bank_mass) / n,
+            "bank_mass_aged": aged_mass / num_aged / mean_fresh_mass,
+        }
+    if bank_fill is not None:
+        others["enqueued"] = 0 if invalid is None else n * ~not_finite
+        others["bank_fill"] = bank_fill
+    variance = passages.var(0, correction=0).sum()
+    embedding_spread = variance / passages.square().sum() * n
     if n == 1:  # one passage has no spread
         embedding_spread = embedding_spread * math.nan
     return {
-        "local_loss": step.local_losses.mean(),
+        "local_loss": local_losses.mean(),
         "bank_loss": bank_loss,
         "columns": columns,
         "masked": num_masked / (n * num_negatives).clamp_min(1),
         "bank_rows": num_bank_rows,
         "embedding_spread": embedding_spread,
         **others,
-    }
-
-
-def _measure_softmax_masses(step: MicroStep) -> dict[str, Tensor | int]:
-    """Measure how the softmax of the local rows is distributed over their negative passages.
-
-    The softmax mass of a passage is its softmax probability, summed over the local rows of which it
-    is a negative. Hard negatives are not counted. A fresh passage is one of the micro-batch or of
-    the current update; the others are aged.
-
-    Returns:
-        A dict with
-
-        - ``in_batch_mass``: mass of all passages of the micro-batch for the rows of other pairs,
-          divided by n,
-        - ``bank_mass``: mass of all banked passages, divided by n,
-        - ``bank_mass_aged``: mean mass of an aged passage, divided by that of a fresh passage.
-          1: age makes no difference. Near 0: the encoder has moved away from the bank.
-    """
-    n = len(step.passages)
-    log_sums = step.local_log_sums[:, None]  # (n, 1)
-    in_batch_mass = (step.in_batch[:, :, 0] - log_sums).exp().sum()
-    mass_by_slot = (step.against_bank[:, :, 0] - log_sums).exp().sum(0) * step.bank_weight
-    numbers = torch.arange(step.pairs_in_use.start, step.pairs_in_use.stop, device=log_sums.device)
-    # While the bank is filled, numbers are below the number of slots.
-    mass_by_pair = mass_by_slot[numbers % len(mass_by_slot)]  # oldest first
-    aged_mass = mass_by_pair[: step.num_aged].sum()
-    fresh_bank_mass = mass_by_pair[step.num_aged :].sum()
-    num_fresh = n - 1 + len(step.pairs_in_use) - step.num_aged
-    mean_fresh_mass = (in_batch_mass + fresh_bank_mass) / num_fresh
-    return {
-        "in_batch_mass": in_batch_mass / n,
-        "bank_mass": (aged_mass + fresh_bank_mass) / n,
-        "bank_mass_aged": aged_mass / step.num_aged / mean_fresh_mass,
     }

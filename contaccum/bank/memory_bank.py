@@ -1,19 +1,16 @@
-"""The memory bank: a ring buffer of past pairs, and the log-sums of its queries over its documents.
+"""A ring buffer of past pairs, and the log-sums of its queries over its documents.
 
 The loss of a banked query i depends on its scores s(i, j) against all banked documents j. They have
 no gradient, so one number per query is enough, its log-sum
 
     L_i = logsumexp of s(i, j) / temperature over the banked negatives j of query i.
 
-`MemoryBank` keeps L_i exact without computing any score again. The ring buffer consists of 32 to 64
-blocks (below 32 pairs: one per pair). A table, with a row per block and a column per banked query,
-holds the logsumexp of the query's logits over the documents of the block. L_i is the logsumexp of a
-column. The loss computes all these logits anyway: it scores new queries against old documents, and
-old queries against new documents. Old pairs retire a whole block at a time, which resets one row of
-the table. Nothing is ever subtracted, which would lose precision. The host never waits for a GPU.
-
-The bank stores the embeddings that it is given: it normalises nothing and encodes no text. With
-drift compensation, `contaccum.bank.info_nce` passes documents minus the mean passage embedding.
+`MemoryBank` keeps L_i exact without computing any score again. A table, with a row per block of the
+ring and a column per banked query, holds the logsumexp of the query's logits over the documents of
+the block. L_i is the logsumexp of a column. The loss computes all these logits anyway: it scores
+new queries against old documents, and old queries against new documents. Old pairs retire a whole
+block at a time, which resets one row of the table. Nothing is ever subtracted, which would lose
+precision. The host never waits for a GPU.
 
 Letters in shapes: n pairs in the micro-batch, m slots in the bank, q slots for queries (m, or 0
 without a query bank), h hard negatives per query, d the embedding size, g the embedding size of a
@@ -38,10 +35,7 @@ from contaccum.bank.logits import (
     GuideEmbeddings,
     Pairs,
     PositivesTable,
-    make_pairs,
     masked_logits,
-    stack_ids,
-    stack_texts,
 )
 from contaccum.settings import InfoNCESettings
 
@@ -61,12 +55,10 @@ PAIRS_PER_MEAN = 64
 class LogitBlocks(NamedTuple):
     """Logits of a micro-batch: the three blocks of the score matrix that have a gradient.
 
-    Of the bank, only the slots that are filled are scored; m is their number here. A ring block is
-    one of the equal parts of the bank's ring buffer; see `MemoryBank`.
+    m is the number of filled slots here, the only ones that are scored.
     """
 
     banked: Pairs | None  # the bank's pairs; None without a bank
-
     in_batch: Tensor  # (n, n, 1 + h), local queries against local documents, own positives masked
     against_bank: Tensor  # (n, m, 1 + h), local queries against banked documents
     from_bank: Tensor  # (m, n, 1 + h), banked queries against local documents; m = 0 without them
@@ -79,10 +71,7 @@ def score_blocks(
     settings: InfoNCESettings,
     positives: PositivesTable | None = None,
 ) -> LogitBlocks:
-    """Score three blocks of the score matrix (see `contaccum.bank.info_nce`) with `masked_logits`.
-
-    Blocks of a missing bank, or of missing banked queries, are empty.
-    """
+    """Score three blocks of the score matrix (see `contaccum.bank.info_nce`)."""
     in_batch = masked_logits(local, local, settings, positives)
     n, num_documents = in_batch.shape[1:]
     if bank is None:
@@ -111,14 +100,16 @@ class MemoryBank(nn.Module):
     pair is in use until it retires. A document is valid (takes part in the loss) if its pair is in
     use and its micro-batch was finite.
 
+    The bank stores embeddings as they are given. With drift compensation, `BankedInfoNCE` passes
+    documents minus the mean passage embedding.
+
     Args:
         bank_size: maximum number of pairs in use, at least 1.
         dim: the embedding size d.
         hard_negatives: hard negatives h per pair; `ensure_shape` makes room for more.
         dtype: dtype of embeddings and log-sums, float32 or float64.
         query_bank_size: None for as many queries as passages, or 0 for a bank of passages alone.
-        device: the device of the buffers.
-        temperature: divisor of the similarities in `enqueue`.
+        temperature: the temperature of the logits that are stored; part of the state.
 
     Attributes:
         total_enqueued: number of pairs enqueued since the start of training.
@@ -182,22 +173,13 @@ class MemoryBank(nn.Module):
         return self.documents[:, 0]
 
     @property
-    def negatives(self) -> Tensor:
-        """The hard negatives (m, h, d), a view."""
-        return self.documents[:, 1:]
-
-    @property
     def pairs_in_use(self) -> range:
         """The numbers of the stored pairs that have not retired."""
         return range(self.oldest_in_use, self.total_enqueued)
 
     @property
     def in_use(self) -> int:
-        """The number of stored pairs that have not retired.
-
-        It includes the pairs of micro-batches that were not finite, although they are not valid.
-        (To leave them out, the host would have to wait for the device.)
-        """
+        """The number of stored pairs that have not retired, valid or not."""
         return len(self.pairs_in_use)
 
     @property
@@ -213,10 +195,7 @@ class MemoryBank(nn.Module):
 
     @property
     def pairs(self) -> Pairs:
-        """The pairs of the first `num_filled_slots` slots; retired ones are not valid.
-
-        Apart from ``invalid``, the tensors are views of the bank.
-        """
+        """The pairs of the filled slots. Apart from ``invalid``, they are views of the bank."""
         num_slots = self.num_filled_slots
         guide = None
         if self.guide is not None:
@@ -237,13 +216,11 @@ class MemoryBank(nn.Module):
 
     @property
     def log_sums(self) -> Tensor:
-        """Logsumexp of each filled slot's query over all banked negatives in use; see `pairs`."""
+        """Logsumexp of each filled slot's query over all banked negatives in use."""
         return self.total_log_sums[: self.num_filled_slots]
 
     def ensure_shape(self, dim: int, hard_negatives: int, guide_dim: int | None = None) -> None:
         """Check the embedding sizes, and make room for more hard negatives per pair if needed.
-
-        Stored pairs stay as they are.
 
         Args:
             dim: embedding size of the next micro-batch.
@@ -276,35 +253,6 @@ class MemoryBank(nn.Module):
         self.valid = pad(self.valid, (0, missing))
         if self.guide is not None:
             self.guide.documents = pad(self.guide.documents, (0, 0, 0, missing))
-
-    @torch.no_grad()
-    def enqueue(
-        self,
-        queries: Tensor,
-        passages: Tensor,
-        negatives: Tensor | None = None,
-        query_ids: Tensor | None = None,
-        passage_ids: Tensor | None = None,
-        negative_ids: Tensor | None = None,
-    ) -> None:
-        """Score and append pairs to a bank that belongs to no loss; a loss counts its pairs itself.
-
-        Args:
-            queries, passages: (n, d).
-            negatives: (n, h, d), the hard negatives of each query.
-            query_ids, passage_ids, negative_ids: int64 (n,), (n,), (n, h).
-
-        Raises:
-            ValueError: for shapes that do not fit.
-        """
-        columns = [x for x in (queries, passages, negatives) if x is not None]
-        texts = stack_texts(columns).to(self.documents)  # (n, 2 + h, d)
-        ids = stack_ids(query_ids, passage_ids, negative_ids, texts)
-        self.ensure_shape(texts.shape[2], texts.shape[1] - 2, guide_dim=0)
-        settings = InfoNCESettings(temperature=self.temperature)
-        local = make_pairs(texts, ids, self.temperature)
-        blocks = score_blocks(local, self, settings)
-        self.append(local, blocks, is_not_finite(texts.sum()))
 
     @torch.no_grad()
     def append(

@@ -5,12 +5,10 @@ changes between updates, so the clock shows which banked pairs an older encoder 
 
 An update ends with a call of `UpdateClock.end_update`, or with an optimizer step, which is detected
 without a call: torch runs a hook after every optimizer step of the process. A step counts if a
-training forward pass came since the last step that counted. The clock does not look at the
-parameters that a step changes, so gradient caches, adapters and engines that step copies of the
-weights need no special case. ZeRO steps once for each group of parameters; these steps count once.
-
-Known limit: if an optimizer of another model in the same process steps between two micro-steps of
-one update, its step counts as the end of the update (docs/loops.md).
+training forward pass came since the last step that counted. So gradient caches, adapters and
+engines that step copies of the weights need no special case, and the steps of ZeRO for each group
+of parameters count once. But an optimizer of another model that steps between two micro-steps of
+one update counts as well (docs/loops.md).
 """
 
 from __future__ import annotations

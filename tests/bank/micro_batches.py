@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from contaccum import BankedInfoNCE
+from contaccum.bank.logits import make_pairs, stack_ids, stack_texts
+from contaccum.bank.memory_bank import MemoryBank, score_blocks
+from contaccum.settings import InfoNCESettings
 
 
 def draw_embeddings(
@@ -55,3 +58,13 @@ def call_loss(
     names = ("query_ids", "passage_ids", "negative_ids")
     ids_by_name = dict(zip(names, ids, strict=False))  # stops at the last column with ids
     return loss_fn(*embeddings, **ids_by_name, guide=guide)
+
+
+def enqueue(bank: MemoryBank, embeddings: Sequence[Tensor], ids: Sequence[Tensor] = ()) -> None:
+    """Score and append pairs to a bank that belongs to no loss, as `BankedInfoNCE` does."""
+    texts = stack_texts(embeddings).to(bank.documents)
+    text_ids = stack_ids(*ids, *[None] * (3 - len(ids)), texts)
+    bank.ensure_shape(texts.shape[2], texts.shape[1] - 2, guide_dim=0)
+    settings = InfoNCESettings(temperature=bank.temperature)
+    local = make_pairs(texts, text_ids, bank.temperature)
+    bank.append(local, score_blocks(local, bank, settings), torch.tensor(False))

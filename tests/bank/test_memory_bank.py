@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from micro_batches import draw_embeddings
+from micro_batches import draw_embeddings, enqueue
 from torch import Tensor
 
 from contaccum import MemoryBank
@@ -34,7 +34,7 @@ def test_the_bank_holds_the_last_pairs_in_slots_that_wrap(bank_size, block_size,
     for n in sizes:
         ids = torch.arange(total, total + n)
         queries = make_numbered_rows(n, total)
-        bank.enqueue(queries, queries + 0.5, query_ids=ids, passage_ids=ids + 1000)
+        enqueue(bank, [queries, queries + 0.5], [ids, ids + 1000])
         total += n
         slots = get_slots_in_use(bank)
         assert min(total, bank_size - block_size + 1) <= bank.in_use <= min(total, bank_size)
@@ -53,7 +53,7 @@ def test_log_sums_equal_those_of_the_dense_block(bank_size):
     generator = torch.Generator().manual_seed(0)
     for step in range(60):
         n = 1 + step * 5 % 13
-        bank.enqueue(*draw_embeddings(n, step % 2, 4, generator))
+        enqueue(bank, draw_embeddings(n, step % 2, 4, generator))
         if step == 30:
             bank.retire_all()
         if step == 45:
@@ -73,22 +73,9 @@ def test_log_sums_equal_those_of_the_dense_block(bank_size):
         assert torch.allclose(bank.positive_logits[slots], positive_logits, rtol=1e-12, atol=1e-13)
 
 
-def test_ids_mask_duplicates_of_pairs_enqueued_without_a_loss():
-    bank = MemoryBank(8, 3, dtype=torch.float64)
-    queries, passages = draw_embeddings(2, d=3)
-    bank.enqueue(queries, passages, passage_ids=torch.tensor([1, 2]))
-    bank.enqueue(queries[:1], passages[1:], passage_ids=torch.tensor([2]))
-    log_sums = bank.log_sums[get_slots_in_use(bank)]
-    scores = queries @ passages.T
-    both = torch.stack([scores[0, 1], scores[0, 1]]).logsumexp(0)
-    assert log_sums.tolist() == pytest.approx(
-        [both.item(), scores[1, 0].item(), scores[0, 0].item()]
-    )
-
-
 def test_pairs_retire_in_whole_blocks():
     bank = MemoryBank(64, 3)
-    bank.enqueue(make_numbered_rows(10, 0), make_numbered_rows(10, 0))
+    enqueue(bank, [make_numbered_rows(10, 0), make_numbered_rows(10, 0)])
     bank.retire_before(3)
     assert (bank.block_size, bank.oldest_in_use, bank.in_use) == (2, 4, 6)
     assert bank.valid[:10, 0].tolist() == [False] * 4 + [True] * 6
@@ -103,11 +90,12 @@ def test_a_slot_that_is_used_again_holds_no_ids_or_negatives_of_its_old_pair():
     bank = MemoryBank(2, 3, hard_negatives=2)
     first_id = torch.tensor([1])
     first = make_numbered_rows(1, 0)
-    bank.enqueue(first, first, torch.ones(1, 1, 3), first_id, first_id, torch.tensor([[7]]))
-    bank.enqueue(make_numbered_rows(1, 1), make_numbered_rows(1, 1))
+    ids = [first_id, first_id, torch.tensor([[7]])]
+    enqueue(bank, [first, first, torch.ones(1, 1, 3)], ids)
+    enqueue(bank, [make_numbered_rows(1, 1)] * 2)
     assert bank.document_ids[0].tolist() == [[1, 7, NO_ID], [NO_ID] * 3]
     assert bank.valid.tolist() == [[True, True, False], [True, False, False]]
-    bank.enqueue(make_numbered_rows(1, 2), make_numbered_rows(1, 2))
+    enqueue(bank, [make_numbered_rows(1, 2)] * 2)
     assert (bank.document_ids[:, 0] == NO_ID).all()
     assert (bank.query_ids[:, 0] == NO_ID).all()
     assert bank.valid[0].tolist() == [True, False, False]
@@ -116,23 +104,23 @@ def test_a_slot_that_is_used_again_holds_no_ids_or_negatives_of_its_old_pair():
 def test_room_for_more_hard_negatives_changes_no_stored_value():
     bank = MemoryBank(4, 3, dtype=torch.float64)
     queries, passages, negatives = draw_embeddings(2, h=2, d=3)
-    bank.enqueue(queries, passages)
+    enqueue(bank, [queries, passages])
     log_sums = bank.log_sums[:2].clone()
     bank.ensure_shape(3, hard_negatives=2)
     assert torch.equal(bank.log_sums[:2], log_sums)
     assert torch.equal(bank.passages[:2], passages)
-    assert bank.negatives.shape == (4, 2, 3)
-    bank.enqueue(queries, passages, negatives)
-    assert torch.equal(bank.negatives[2:], negatives)
+    assert bank.documents.shape == (4, 3, 3)
+    enqueue(bank, [queries, passages, negatives])
+    assert torch.equal(bank.documents[2:, 1:], negatives)
 
 
 def test_pairs_of_a_retired_block_are_not_stored():
     bank = MemoryBank(128, 4)  # blocks of four pairs
     queries = torch.randn(6, 4)
-    bank.enqueue(queries[:1], queries[:1])
+    enqueue(bank, [queries[:1]] * 2)
     bank.retire_before(1)
     for row in range(1, 6):
-        bank.enqueue(queries[row : row + 1], queries[row : row + 1])
+        enqueue(bank, [queries[row : row + 1]] * 2)
     assert bank.total_enqueued == 6 and bank.in_use == 2
     assert bank.valid[:8, 0].tolist() == [False] * 4 + [True] * 2 + [False] * 2
     assert torch.equal(bank.passages[4:6], queries[4:])
