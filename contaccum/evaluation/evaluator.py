@@ -1,8 +1,4 @@
-"""Evaluation during training: evaluators for sentence-transformers' trainers, and samples of data.
-
-`RetrievalEvaluator` encodes, searches exactly and scores as ``contaccum evaluate`` does, on data in
-memory.
-"""
+"""Evaluators for the trainers of sentence-transformers, and samples of data sets."""
 
 from __future__ import annotations
 
@@ -45,12 +41,11 @@ class RetrievalEvaluator(SentenceEvaluator):
 
     Args:
         dataset: data set to score on; `sample` returns smaller ones.
-        metrics: metrics as ``name@k`` in lower case. Names are ndcg, map, recall, p, mrr, accuracy.
+        metrics: metrics as ``name@k``. Names are ndcg, map, recall, p, mrr, accuracy.
         batch_size: texts per forward pass.
         similarity: "cos" or "dot"; None: the model's own.
         primary_metric: metric that a model card shows; None: the first of ``metrics``.
-        notes: further entries for the record of the data, for example the size of the data set
-            before `sample`.
+        notes: further entries for the record of the data.
 
     Attributes:
         documents: documents whose stored embeddings are used, because only the query tower is
@@ -84,6 +79,7 @@ class RetrievalEvaluator(SentenceEvaluator):
         self.dataset = dataset
         names = list(metrics) if primary_metric is None else [*metrics, primary_metric]
         self.metrics = tuple(dict.fromkeys(map(check_metric, names)))
+        self._k_values = sorted({int(name.partition("@")[2]) for name in self.metrics})
         self.batch_size = batch_size
         self.similarity = similarity
         # Typed as Any, because the base class declares it as None.
@@ -147,24 +143,15 @@ class RetrievalEvaluator(SentenceEvaluator):
         from contaccum.retrieval.bm25 import bm25_run
 
         run = bm25_run(self.dataset.corpus, self.dataset.queries, self._k_values[-1])
-        found = (
-            document in run[query]
-            for query, grades in self.dataset.qrels.items()
-            for document, grade in grades.items()
-            if grade > 0
+        for query, grades in self.dataset.qrels.items():
+            if any(grade > 0 and document in run[query] for document, grade in grades.items()):
+                return run
+        logger.warning(
+            f"{self.dataset.name}: BM25 finds no relevant document for any query, so its scores "
+            "are 0.0 and are no baseline: queries and documents hardly share words (are they in "
+            "different languages?)"
         )
-        if not any(found):
-            logger.warning(
-                f"{self.dataset.name}: BM25 finds no relevant document for any query, so its "
-                "scores are 0.0 and are no baseline: queries and documents hardly share words "
-                "(are they in different languages?)"
-            )
         return run
-
-    @property
-    def _k_values(self) -> list[int]:
-        """Cut-offs of the metrics, ascending."""
-        return sorted({int(name.partition("@")[2]) for name in self.metrics})
 
     def score_run(self, run: Run) -> dict[str, float]:
         """Return the ``metrics`` of a run on these data, and set `query_scores`."""
@@ -189,10 +176,9 @@ class RetrievalEvaluator(SentenceEvaluator):
             embeddings[stored_indices] = stored_embeddings
             missing_indices = np.setdiff1d(np.arange(len(texts)), stored_indices)
             missing_texts = [texts[index] for index in missing_indices]
-            if missing_texts:
-                embeddings[missing_indices] = encode_texts(
-                    model, missing_texts, batch_size=self.batch_size
-                )
+            embeddings[missing_indices] = encode_texts(
+                model, missing_texts, batch_size=self.batch_size
+            )
             self._fixed_embeddings = (documents, embeddings)
         return self._fixed_embeddings[1]
 
@@ -224,11 +210,7 @@ class NanoBEIR(NanoBEIREvaluator):
     def __init__(
         self, names: Sequence[str], batch_size: int = 32, similarity: str | None = None
     ) -> None:
-        score_functions: Any = None  # the base class types the arguments more narrowly
-        if similarity == "cos":
-            score_functions = {"cosine": cos_sim}
-        elif similarity == "dot":
-            score_functions = {"dot": dot_score}
+        functions: dict[str | None, Any] = {"cos": {"cosine": cos_sim}, "dot": {"dot": dot_score}}
         dataset_names: Any = list(names) or None  # typed as literals in the base class
         try:
             super().__init__(
@@ -237,7 +219,7 @@ class NanoBEIR(NanoBEIREvaluator):
                 write_csv=False,
                 accuracy_at_k=[1, 20],
                 precision_recall_at_k=[20, 100],
-                score_functions=score_functions,
+                score_functions=functions.get(similarity),
             )
         except ValueError as error:
             # With a cause, the download failed; without one, a name is unknown.
@@ -249,14 +231,13 @@ class NanoBEIR(NanoBEIREvaluator):
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Return the scores of the base class, and its means as "ndcg@10" and so on."""
         scores = super().__call__(*args, **kwargs)
+        self.primary_metric = self.metrics[0]  # the base class adds a prefix in every call
         means = {}
         for key, score in scores.items():
-            if key.startswith(f"{self.name}_"):
-                metric = key.rpartition("_")[2]
+            metric = key.rpartition("_")[2]
+            if key.startswith(f"{self.name}_") and metric in self.metrics:
                 means[metric] = score
-        self.primary_metric = self.metrics[0]  # the base class adds a prefix in every call
-        named_means = {metric: means[metric] for metric in self.metrics}
-        return {**scores, **named_means}
+        return {**scores, **means}
 
     def describe(self) -> dict[str, Any]:
         """Return the settings of this evaluator, for records."""
@@ -267,8 +248,6 @@ def sample(
     dataset: BeirDataset, queries: int | None = None, corpus: int | None = None
 ) -> BeirDataset:
     """Return a part of a data set; the same arguments always return the same part.
-
-    Scores on a part can be compared only with scores on the same part.
 
     Args:
         dataset: the whole data set.

@@ -1,12 +1,8 @@
 """Retrieval metrics of a run, computed by pytrec_eval, and significance tests of two systems.
 
-A run is the result of a search, {query id: {document id: score}}. A query is judged if it has
-relevance judgements (qrels). The k best documents of a query give its Accuracy@k, which is 1 if any
-of them is relevant, else 0; the other metrics are trec_eval's.
-
-Differences from BEIR's functions: `score_run` does not change the caller's run, counts a judged
-query without results as zero for every metric, and orders tied scores as trec_eval does. The end of
-the module has the test of the difference between two systems.
+A run is the result of a search, {query id: {document id: score}}. The k best documents of a query
+give its Accuracy@k, which is 1 if any of them is relevant, else 0; the other metrics are
+trec_eval's.
 """
 
 from __future__ import annotations
@@ -53,8 +49,9 @@ def score_run(
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Score a run by NDCG@k, MAP@k, Recall@k, P@k, Accuracy@k and MRR@k.
 
-    Queries without judgements are ignored. Judged queries that are missing in the run count as
-    zero, so that a run does not gain by leaving out hard queries (pytrec_eval alone skips them).
+    As in BEIR, a document with the query's id is ignored. Queries without judgements are ignored
+    too. Judged queries that are missing in the run count as zero, so that a run does not gain by
+    leaving out hard queries (pytrec_eval alone skips them).
 
     Args:
         qrels: relevance judgements, {query id: {document id: grade}}.
@@ -122,8 +119,8 @@ def warn_of_ignored_judgements(qrels: Mapping[str, Mapping[str, int]], name: str
         warn_once(
             f"{name}: {len(queries)} judgements above 0 name the document with the query's own id, "
             f"such as {queries[0]!r:.60}. As in BEIR, that document is dropped from the results: "
-            "these judgements count as not found and lower the scores. If these documents are not "
-            "the queries themselves, give queries and documents different ids"
+            "these judgements count as not found. If these documents are not the queries "
+            "themselves, give queries and documents different ids"
         )
 
 
@@ -139,14 +136,11 @@ def sort_as_trec_eval(hits: Mapping[str, float]) -> list[tuple[str, float]]:
 
 def metric_names(k_values: Sequence[int]) -> list[str]:
     """Return the names of all metrics that `score_run` computes, in its order."""
-    names: list[str] = []
-    for family in _METRIC_FAMILIES:
-        names.extend(f"{family}@{k}" for k in k_values)
-    return names
+    return [f"{family}@{k}" for family in _METRIC_FAMILIES for k in k_values]
 
 
 def check_metrics(names: Sequence[str] | None, k_values: Sequence[int]) -> tuple[str, ...]:
-    """Return the chosen metrics with BEIR's names, as `metric_names` writes them, each once.
+    """Return the chosen metrics as `metric_names` writes them, each once.
 
     Args:
         names: metrics in any case; None: `MAIN_METRICS`, as far as ``k_values`` allow.
@@ -158,8 +152,7 @@ def check_metrics(names: Sequence[str] | None, k_values: Sequence[int]) -> tuple
     available = {name.lower(): name for name in metric_names(k_values)}
     if names is None:
         names = [name for name in MAIN_METRICS if name.lower() in available]
-        if not names:
-            names = [f"NDCG@{k_values[-1]}"]
+        names = names or [f"NDCG@{k_values[-1]}"]
     chosen = []
     for name in names:
         key = check_metric(name)
@@ -190,11 +183,7 @@ def check_metric(name: str) -> str:
 
 
 def check_k_values(k_values: Sequence[int]) -> tuple[int, ...]:
-    """Return the cut-offs in ascending order, each once.
-
-    Raises:
-        ConfigError: a cut-off is below 1.
-    """
+    """Return the cut-offs in ascending order, each once; raise `ConfigError` for one below 1."""
     if min(k_values) < 1:
         raise ConfigError(f"k_values must be at least 1, such as 10 100, not {list(k_values)}")
     return tuple(sorted(set(k_values)))
@@ -227,16 +216,14 @@ def sign_flip_test(
 ) -> dict[str, float]:
     """Compare two systems by their scores on the same queries, which are in groups.
 
-    Queries about the same passage have similar differences. So the unit of the test is a group of
-    linked queries (`contaccum.data.near_duplicates.group_queries`), not a query: many queries about
-    few passages are little evidence.
-
-    If the systems do not differ, the differences of a group are as likely with the other sign. The
-    p-value is the share of sign vectors, one sign for each group, with which the mean difference
-    over the queries is at least as far from 0 as it is. All sign vectors are used for up to 13
-    groups with a difference, else 10,000 random ones and the observed one. The 95% interval holds
-    the differences that this test does not reject (Lehmann and Romano 2005, sections 5.8 to 5.12).
-    So it excludes 0 if the p-value is at most 0.05, apart from chance in the random signs.
+    The unit of the test is a group of linked queries (see `contaccum.data.near_duplicates`), not a
+    query: queries about the same passage have similar differences, so many of them are little
+    evidence. If the systems do not differ, the differences of a group are as likely with the other
+    sign. The p-value is the share of sign vectors, one sign for each group, with which the mean
+    difference over the queries is at least as far from 0 as it is. All sign vectors are used for up
+    to 13 groups with a difference, else 10,000 random ones and the observed one. The 95% interval
+    holds the differences that this test does not reject (Lehmann and Romano 2005, sections 5.8 to
+    5.12). So it excludes 0 if the p-value is at most 0.05, apart from chance in the random signs.
 
     Args:
         ours, theirs: {query id: score between 0 and 1} with the same queries.
