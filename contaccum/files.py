@@ -68,13 +68,10 @@ def atomic_file(path: AnyPath) -> Iterator[Path]:
 def atomic_folder(path: AnyPath) -> Iterator[Path]:
     """Yield a temporary folder to fill, and rename it to ``path`` when the block ends.
 
-    An earlier folder at ``path`` is replaced. If the block raises an error, the earlier folder is
-    not changed.
-
-    Several processes may write the same ``path`` at the same time. Each process fills its own
-    temporary folder. If another process has written ``path`` since the block began, the folder of
-    the other process is kept, and the folder of this process is removed. Before the block begins,
-    temporary folders of killed processes are removed.
+    An earlier folder at ``path`` is replaced, or stays if the block raises an error. Several
+    processes may write the same ``path``: if another one has written it since the block began, its
+    folder is kept, and the folder of this process is removed. Before the block begins, temporary
+    folders of killed processes are removed.
 
     Raises:
         UserError: if the folder cannot be written to, or the disk is full.
@@ -345,8 +342,7 @@ def list_changes(earlier: Mapping[str, Any], current: Mapping[str, Any]) -> list
 class Fingerprint:
     """A SHA-256 hash over values in order, which identifies data, models and settings.
 
-    The length of each value is hashed as well, so that the values ``("ab", "c")`` and
-    ``("a", "bc")`` have different fingerprints.
+    The length of each value is hashed as well, so that ("ab", "c") and ("a", "bc") differ.
     """
 
     def __init__(self, *values: Any) -> None:

@@ -1,9 +1,8 @@
 """Documents of a store for losses: blocks of tensors, and lookup of documents by their texts.
 
 A document is named by its row: first the rows of the store, then the documents that were appended
-in memory because the store lacks them. The files of the store never change here. A text is looked
-up by its text id, a 64-bit hash (`contaccum.data.sampling.text_ids`). With several ranks, each rank
-may read its own part of the blocks.
+in memory because the store lacks them; the files of the store never change here. A text is looked
+up by its text id, a 64-bit hash (`contaccum.data.sampling.text_ids`).
 """
 
 from __future__ import annotations
@@ -29,12 +28,10 @@ class StoreDocuments:
     With cosine similarity, `get_embeddings` returns L2-normalised embeddings, and `blocks` yields
     the stored embeddings together with 1 / their L2 norms.
 
-    Args:
-        store: a store of documents.
-
     Attributes:
-        store: as above.
+        store: the store.
         similarity: "cos" or "dot".
+        dimension: d, dimension of the embeddings.
     """
 
     def __init__(self, store: EmbeddingStore) -> None:
@@ -94,9 +91,7 @@ class StoreDocuments:
             Two int64 arrays (f,) with an entry per match: the index of the hash in ``ids``, and
             the row of the document. Several copies of a text give several matches.
         """
-        first_positions = np.searchsorted(self._sorted_text_ids, ids, side="left")
-        end_positions = np.searchsorted(self._sorted_text_ids, ids, side="right")
-        counts = end_positions - first_positions  # number of documents with each hash
+        first_positions, counts = self._find_positions(ids)
         indices = np.repeat(np.arange(len(ids)), counts)
         # The matches of a hash lie next to each other in the sorted order: its first position plus
         # 0, 1, 2, ...
@@ -105,11 +100,16 @@ class StoreDocuments:
         positions = np.repeat(first_positions, counts) + match_numbers
         return indices, self._rows_by_text_id[positions]
 
-    def contains(self, ids: np.ndarray) -> np.ndarray:
-        """Return for each of these hashes, int64 (k,), if a document has the text, bool (k,)."""
+    def _find_positions(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return where each of k hashes begins in the sorted order, and how often it is there."""
         first_positions = np.searchsorted(self._sorted_text_ids, ids, side="left")
         end_positions = np.searchsorted(self._sorted_text_ids, ids, side="right")
-        return end_positions > first_positions
+        return first_positions, end_positions - first_positions
+
+    def contains(self, ids: np.ndarray) -> np.ndarray:
+        """Return for each of these hashes, int64 (k,), if a document has the text, bool (k,)."""
+        _, counts = self._find_positions(ids)
+        return counts > 0
 
     def get_embeddings(self, rows: Tensor) -> Tensor:
         """Return the embeddings of some rows, int64 (k,), as float32 (k, d) on the same device.
@@ -139,12 +139,8 @@ class StoreDocuments:
         """Yield blocks of documents on a device, in the number type of the store.
 
         They stay on a GPU for later calls if it has enough free memory. A block is valid until the
-        next one is asked for.
-
-        Args:
-            device: device of the blocks.
-            part: yield the documents of this part; the parts are consecutive.
-            num_parts: number of parts, for example of ranks.
+        next one is asked for. Of ``num_parts`` consecutive parts, for example of ranks, ``part`` is
+        yielded.
         """
         key = (device, part, num_parts)
         if key not in self._on_device:
@@ -207,7 +203,7 @@ class PositiveRows:
         query_ids = text_ids(queries)
         first_positions = np.searchsorted(self._sorted_query_ids, query_ids, side="left")
         end_positions = np.searchsorted(self._sorted_query_ids, query_ids, side="right")
-        row_lists = []
+        row_lists: list[list[int]] = []
         for first, end, positive_id, positive in zip(
             first_positions, end_positions, text_ids(positives).tolist(), positives, strict=True
         ):
@@ -217,10 +213,9 @@ class PositiveRows:
                     f"{self.documents.store.folder}: lacks the positive {quoted(positive)} (add it "
                     "to the corpus and encode the corpus again)"
                 )
-            first_copy = copies[0]
-            other_positives = {*self._rows[first:end].tolist(), *copies} - {first_copy}
-            row_lists.append([first_copy, *sorted(other_positives)])
-        longest = max(len(rows) for rows in row_lists)
+            other_positives = {*self._rows[first:end].tolist(), *copies} - {copies[0]}
+            row_lists.append([copies[0], *sorted(other_positives)])
+        longest = max(map(len, row_lists))
         labels = torch.full((len(row_lists), longest), NO_ROW)
         for index, rows in enumerate(row_lists):
             labels[index, : len(rows)] = torch.tensor(rows)

@@ -1,10 +1,8 @@
 """Encoding of texts with sentence-transformers, and fingerprints of the model that encodes them.
 
-A tower is the part of a model that encodes one kind of texts, queries or documents. Most models
-have one tower for both; a model with a `Router` may have two. A fingerprint is a hash that tells
-whether two models give the same embeddings.
-
-Embeddings are not normalised here (see `search`), and `store` writes them.
+A tower is the part of a model that encodes one kind of texts, queries or documents. A fingerprint
+is a hash that tells whether two models give the same embeddings. Embeddings are not normalised
+here.
 """
 
 from __future__ import annotations
@@ -57,9 +55,8 @@ _LENGTH_SETTINGS = ("max_seq_length", "query_length", "document_length")
 def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage]:
     """Yield the documents or the queries of a corpus.
 
-    An id that occurs twice is refused. To find one, memory holds a hash of 8 bytes for each id.
-    With ten million ids, the probability that two different ids have the same hash, and are refused
-    as equal, is 3e-6.
+    To find an id that occurs twice, memory holds a hash of 8 bytes for each id. With ten million
+    ids, the probability that two different ones have the same hash, and are refused, is 3e-6.
 
     Args:
         path: a file or BEIR folder that `read_passages` reads. For queries, a BEIR folder's
@@ -89,16 +86,13 @@ def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage
     passages = read_passages(path, report, may_be_blank=kind == "document", part=part)
     while block := list(islice(passages, _IDS_PER_BLOCK)):
         block_hashes = text_ids(passage.id for passage in block)
-        joined = np.concatenate([sorted_hashes, block_hashes])
         # A stable sort merges the two parts in nearly linear time, as the first is sorted already.
-        sorted_hashes = np.sort(joined, kind="stable")
-        is_repeated = sorted_hashes[1:] == sorted_hashes[:-1]
-        repeated_hashes = sorted_hashes[1:][is_repeated]
+        sorted_hashes = np.sort(np.concatenate([sorted_hashes, block_hashes]), kind="stable")
+        repeated_hashes = sorted_hashes[1:][sorted_hashes[1:] == sorted_hashes[:-1]]
         if len(repeated_hashes) > 0:
-            repeated_rows = np.flatnonzero(np.isin(block_hashes, repeated_hashes))
-            repeated_id = block[repeated_rows[-1]].id
+            row = np.flatnonzero(np.isin(block_hashes, repeated_hashes))[-1]
             raise DataError(
-                f"{path}: id {repeated_id[:60]!r} occurs again (keep one record for each id)"
+                f"{path}: id {block[row].id[:60]!r} occurs again (keep one record for each id)"
             )
         yield from block
 
@@ -118,11 +112,11 @@ def encode_texts(
 ) -> np.ndarray:
     """Encode k texts with a SentenceTransformer, by `encode_query` or `encode_document`.
 
-    Equal texts have equal embeddings to the last bit. On a CPU a batch holds at most 8 texts, which
-    is faster than larger batches.
+    Equal texts have equal embeddings to the last bit. The model's training or evaluation mode is
+    kept.
 
     Args:
-        model: a SentenceTransformer. Its training or evaluation mode is kept.
+        model: a SentenceTransformer.
         texts: k texts.
         kind: "query" or "document".
         batch_size: texts per forward pass; on a CPU, a value above 8 counts as 8.
@@ -190,10 +184,9 @@ def encoding_identity(
 ) -> dict[str, Any]:
     """Return the ``identity`` of a store: the settings and weights that decide its embeddings.
 
-    A store is used again only for embeddings with the same identity. ``model`` in the result is the
-    fingerprint of the document tower, for a store of queries too. So a store of queries and a store
-    of documents whose embeddings can be compared have the same ``model``, and a store of documents
-    stays valid when only the query tower is trained.
+    ``model`` in the result is the fingerprint of the document tower, for a store of queries too. So
+    a store of queries and a store of documents whose embeddings can be compared have the same
+    ``model``, and a store of documents stays valid when only the query tower is trained.
 
     Args:
         model: a SentenceTransformer.
@@ -234,15 +227,10 @@ def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
 
 
 def model_fingerprint(model: object, kind: Kind | None = None) -> str | None:
-    """Return the sha256, in hex, of names, types, shapes and bytes of a model's saved tensors.
+    """Return `hash_tensors` of a model's saved tensors; None for an object that is no torch module.
 
-    A model has the same fingerprint after training and after saving and loading, in any file
-    format.
-
-    Args:
-        model: a torch module. The result is None for any other object.
-        kind: "query" or "document" to hash only the tower of a SentenceTransformer that encodes
-            these texts; None for all weights and buffers.
+    A model has the same fingerprint after saving and loading, in any file format. With a kind, only
+    the tower of a SentenceTransformer that encodes these texts is hashed.
     """
     if not isinstance(model, nn.Module):
         return None
@@ -266,11 +254,8 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 def tokenisation_fingerprint(model: object, kind: Kind | None = None) -> str | None:
     """Return the sha256, in hex, of all settings, beside the weights, that decide embeddings.
 
-    These are tokenisers, prompts, maximum lengths, pooling and truncation of embeddings.
-
-    Args:
-        model: a SentenceTransformer. The result is None for any other object.
-        kind: "query" or "document" for the settings of these texts alone; None for both.
+    These are tokenisers, prompts, maximum lengths, pooling and truncation of embeddings, for one
+    kind of texts or both. The result is None for an object that is no SentenceTransformer.
     """
     if not isinstance(model, SentenceTransformer):
         return None
