@@ -63,10 +63,7 @@ BANK_FILE = "contaccum_bank.safetensors"
 def write_marker(folder: Path, record: Mapping[str, Any]) -> None:
     """Flush every file to the disk, then write the marker that makes the checkpoint complete.
 
-    Args:
-        folder: the checkpoint.
-        record: properties of the run for the marker, to which the version and the file sizes are
-            added.
+    The marker has the properties of the run in ``record``, the version and the size of each file.
     """
     sizes = {}
     for path in sorted(folder.rglob("*")):
@@ -77,9 +74,9 @@ def write_marker(folder: Path, record: Mapping[str, Any]) -> None:
     write_json(folder / MARKER, {"contaccum": __version__, **record, "files": sizes})
 
 
-def read_marker(folder: str | os.PathLike[str]) -> dict[str, Any]:
+def read_marker(folder: Path) -> dict[str, Any]:
     """Return the content of a checkpoint's marker, as `write_marker` wrote it."""
-    return read_json(Path(folder) / MARKER)
+    return read_json(folder / MARKER)
 
 
 def find_defect(folder: Path) -> str | None:
@@ -96,10 +93,7 @@ def find_defect(folder: Path) -> str | None:
 
 
 def find_defect_for_run(folder: Path, run_id: str | None) -> str | None:
-    """Return a phrase that explains why the run ``run_id`` cannot use a checkpoint.
-
-    The result is None if the checkpoint is complete and belongs to this run.
-    """
+    """Return why the run ``run_id`` cannot use a checkpoint, as `find_defect` does."""
     defect = find_defect(folder)
     if defect is None and read_marker(folder)["run_id"] != run_id:
         return "it belongs to another run"
@@ -136,10 +130,7 @@ def collect_banks(losses: Iterable[ContAccumLoss], keep: bool) -> dict[str, Tens
     """Return the states of the banks of all losses, by name, on the CPU.
 
     Every rank must call this function, because a loss may gather its bank from all ranks.
-
-    Args:
-        losses: the losses with banks of a run.
-        keep: see `ContAccumLoss.bank_state_dict`.
+    ``keep`` is that of `ContAccumLoss.bank_state_dict`.
     """
     states = {}
     for index, loss in enumerate(losses):
@@ -164,25 +155,16 @@ def load_banks(folder: Path, losses: Iterable[ContAccumLoss]) -> None:
 
 
 def remove_replaced(args: ContAccumTrainingArguments, run_id: str | None, update: int) -> None:
-    """Remove the checkpoints that a run replaces when it starts after ``update`` updates.
+    """Remove the checkpoints that the run ``run_id`` replaces when it starts after an update.
 
     A new run with ``overwrite_output_dir`` replaces every checkpoint in its folder. A resumed run
     replaces its own later checkpoints, because it trains their updates again, perhaps with other
     results. If they remained, ``resume_from_checkpoint=last`` would resume from the old results.
-
-    Args:
-        args: the arguments of the run.
-        run_id: id of the run.
-        update: number of updates before the start; 0 for a new run.
     """
     replaces_all = args.overwrite_output_dir and update == 0
     for path in find_checkpoints(str(args.output_dir)):
         if not replaces_all:
-            try:
-                marker = read_marker(path)
-            except DataError:  # an incomplete checkpoint is never loaded
-                continue
-            if marker["run_id"] != run_id or marker["update"] <= update:
+            if find_defect_for_run(path, run_id) or read_marker(path)["update"] <= update:
                 continue
             logger.warning(
                 f"removed {path}: the run continues after update {update} and trains the later "
@@ -192,42 +174,27 @@ def remove_replaced(args: ContAccumTrainingArguments, run_id: str | None, update
 
 
 def remove_oldest(
-    folder: str,
-    run_id: str | None,
-    limit: int | None,
-    best: str | None,
-    has_ended: bool = False,
+    folder: str, run_id: str | None, limit: int | None, best: str | None, has_ended: bool = False
 ) -> None:
-    """Remove checkpoints until ``limit`` remain, first those that this run cannot use.
+    """Remove the oldest checkpoints of a run until ``limit`` remain; None removes nothing.
 
-    The best checkpoint always remains. The newest one remains too while the run is training,
-    because it may have to resume from it. transformers would remove older checkpoints before the
-    new one is complete, and also folders that the user has made, such as checkpoint-6-copy.
-
-    Args:
-        folder: the folder with the checkpoints.
-        run_id: id of this run.
-        limit: ``save_total_limit``; None removes nothing.
-        best: folder of the best checkpoint so far, if there is one.
-        has_ended: whether the training has ended.
+    The best checkpoint always remains. The newest one remains too until the training has ended,
+    because the run may have to resume from it. transformers would remove older checkpoints before
+    the new one is complete, and also folders of the user, such as checkpoint-6-copy.
     """
     if limit is None or limit < 1:
         return
-    # transformers orders checkpoints by time or number only, and could remove checkpoints of this
-    # run while those of an earlier run remain. Here the usable checkpoints come first (False sorts
-    # before True), and among them the newest, because the sort is stable.
-    checkpoints = sorted(
-        find_checkpoints(folder),
-        key=lambda path: find_defect_for_run(path, run_id) is not None,
-    )
-    protected = set() if best and has_ended else set(checkpoints[:1])
-    if best:
-        protected.add(Path(best))
+    checkpoints = []
+    for path in find_checkpoints(folder):
+        if find_defect_for_run(path, run_id) is None:
+            checkpoints.append(path)
     # An earlier start may have written the path of the best checkpoint in another way.
-    protected = {path.resolve() for path in protected}
-    removable = [path for path in checkpoints if path.resolve() not in protected]
-    num_protected = len(checkpoints) - len(removable)
-    num_not_removed = max(limit - num_protected, 0)
+    best_path = Path(best).resolve() if best else None
+    protected = {path for path in checkpoints if path.resolve() == best_path}
+    if not (has_ended and protected):
+        protected.update(checkpoints[:1])
+    removable = [path for path in checkpoints if path not in protected]
+    num_not_removed = max(limit - len(protected), 0)
     for path in removable[num_not_removed:]:
         shutil.rmtree(path, ignore_errors=True)
 
@@ -245,14 +212,14 @@ def count_rows(dataset: Any) -> int | None:
     return total
 
 
+@dataclass
 class RunDescription:
     """The description of a run, for ``run.json`` and for the markers of its checkpoints.
 
-    Args:
+    Attributes:
         args: the arguments in use.
         user_arguments: the arguments as the user wrote them.
-        model: the encoder. Its parameters are counted in the constructor, because they are empty
-            once ZeRO-3 has sharded them.
+        model: the encoder.
         loss: the training loss, or a dictionary with one loss for each data set.
         engine: name of the engine that shards the model; None without one.
         train_dataset: the training set, or a dictionary of training sets.
@@ -261,70 +228,50 @@ class RunDescription:
         evaluator: the evaluator of the run; None without evaluation.
     """
 
-    def __init__(
-        self,
-        args: ContAccumTrainingArguments,
-        user_arguments: Mapping[str, Any],
-        model: SentenceTransformer,
-        loss: Any,
-        engine: str | None,
-        train_dataset: Any,
-        data_record: Mapping[str, Any],
-        evaluator: Any,
-    ) -> None:
-        self._args = args
-        self.user_arguments = user_arguments
-        self._model = model
-        guides = [bank_loss.guide for bank_loss in iter_bank_losses(loss) if bank_loss.guide]
-        self._guide = guides[0] if guides else None
-        self._documents = get_store_documents(loss)
-        self._engine = engine
-        self._train_dataset = train_dataset
-        self._data_record = data_record
-        self._evaluator = evaluator
+    args: ContAccumTrainingArguments
+    user_arguments: Mapping[str, Any]
+    model: SentenceTransformer
+    loss: Any
+    engine: str | None
+    train_dataset: Any
+    data_record: Mapping[str, Any]
+    evaluator: Any
+
+    def __post_init__(self) -> None:
+        # Now, because parameters are empty once ZeRO-3 has sharded them.
         self._num_parameters = 0
         self._num_trained_parameters = 0
         frozen_parameters = {}
-        for name, parameter in model.named_parameters():
+        for name, parameter in self.model.named_parameters():
             self._num_parameters += parameter.numel()
             if parameter.requires_grad:
                 self._num_trained_parameters += parameter.numel()
             elif "lora_" not in name:
                 frozen_parameters[name] = parameter
         self._base_of_adapters = None
-        if has_adapter(model):
+        if has_adapter(self.model):
             self._base_of_adapters = hash_tensors(frozen_parameters)
+        guides = [bank_loss.guide for bank_loss in iter_bank_losses(self.loss) if bank_loss.guide]
+        self._guide = guides[0] if guides else None
+        self._documents = get_store_documents(self.loss)
 
     @cached_property
     def _fingerprint(self) -> str | None:
         """The hash of the training texts; None for a stream."""
-        if "fingerprint" in self._data_record:
-            return self._data_record["fingerprint"]
-        if count_rows(self._train_dataset) is None:
+        if "fingerprint" in self.data_record:
+            return self.data_record["fingerprint"]
+        if count_rows(self.train_dataset) is None:
             return None
         fingerprint = Fingerprint()
-        for part in list_parts(self._train_dataset):
+        for part in list_parts(self.train_dataset):
             for batch in first_texts(part):
                 for row in zip(*batch.values(), strict=True):
                     fingerprint.add(*row)
         return fingerprint.hex()
 
     def make_run_record(self, run_id: str | None, max_steps: int) -> dict[str, Any]:
-        """Return the content of ``run.json``, from which the run can be repeated.
-
-        Args:
-            run_id: id of the run.
-            max_steps: number of updates of the run.
-        """
-        args = self._args
-        num_rows = count_rows(self._train_dataset)
-        data = {"fingerprint": self._fingerprint, "rows": num_rows, **self._data_record}
-        model = {
-            "base": getattr(self._model.model_card_data, "base_model", None),
-            "parameters": self._num_parameters,
-            "adapters": describe_adapters(self._model),
-            "guide": None if self._guide is None else self._guide.name,
-        }
+        """Return the content of ``run.json``, for a run of ``max_steps`` updates."""
+        args = self.args
         record = {
             "run_id": run_id,
             "finished": False,
@@ -333,13 +280,22 @@ class RunDescription:
             "pairs_per_update": args.total_train_batch_size,
             "micro_batch": None if args.has_auto_micro_batch else args.pairs_per_micro_batch,
             "updates": max_steps,
-            "data": data,
-            "model": model,
+            "data": {
+                "fingerprint": self._fingerprint,
+                "rows": count_rows(self.train_dataset),
+                **self.data_record,
+            },
+            "model": {
+                "base": getattr(self.model.model_card_data, "base_model", None),
+                "parameters": self._num_parameters,
+                "adapters": describe_adapters(self.model),
+                "guide": None if self._guide is None else self._guide.name,
+            },
         }
         if self._documents is not None:
             record["documents"] = self._documents.describe()
-        if hasattr(self._evaluator, "describe"):
-            record["evaluation"] = self._evaluator.describe()
+        if hasattr(self.evaluator, "describe"):
+            record["evaluation"] = self.evaluator.describe()
         return {**record, "arguments": self.user_arguments, **provenance()}
 
     @cached_property
@@ -348,7 +304,7 @@ class RunDescription:
 
         An error message shows the names, so those that are not arguments are in plain words.
         """
-        args = self._args
+        args = self.args
         settings: dict[str, Any] = {}
         # With another value of one of these, the saved states of bank and optimizer, or the saved
         # position in the data, would not be valid. Files are compared by their content below, and
@@ -358,28 +314,23 @@ class RunDescription:
             if name in ContAccumTrainingArguments.__dataclass_fields__ and name not in by_content:
                 settings[name] = self.user_arguments.get(name)
         settings["pairs per update"] = args.total_train_batch_size
-        settings["rows"] = count_rows(self._train_dataset)
+        settings["rows"] = count_rows(self.train_dataset)
         settings["trained parameters"] = self._num_trained_parameters
-        settings["engine"] = self._engine
-        settings["adapters"] = describe_adapters(self._model)
+        settings["engine"] = self.engine
+        settings["adapters"] = describe_adapters(self.model)
         # A checkpoint holds neither the base of an adapter nor the guide, and their files may have
         # changed. The settings of the tokenizer are read from the folder of the model, too.
         settings["base of the adapters"] = self._base_of_adapters
-        settings["tokenizer, prompts, lengths or pooling"] = tokenisation_fingerprint(self._model)
-        settings["guide"] = None
-        if self._guide is not None:
-            settings["guide"] = model_fingerprint(self._guide.model)
-        settings["documents of the store"] = None
-        if self._documents is not None:
-            settings["documents of the store"] = self._documents.fingerprint
+        settings["tokenizer, prompts, lengths or pooling"] = tokenisation_fingerprint(self.model)
+        settings["guide"] = self._guide and model_fingerprint(self._guide.model)
+        settings["documents of the store"] = self._documents and self._documents.fingerprint
         if self._fingerprint is not None:
             settings["data fingerprint"] = self._fingerprint
         # With another sampler than the default, or several data sets, the order of the rows also
         # depends on the batch size.
-        sampler = get_name(args.batch_sampler)
-        settings["batch_sampler"] = sampler
-        is_default_sampler = sampler == "batch_sampler"
-        if not is_default_sampler or isinstance(self._train_dataset, dict):
+        settings["batch_sampler"] = get_name(args.batch_sampler)
+        is_composed = settings["batch_sampler"] != "batch_sampler"
+        if is_composed or isinstance(self.train_dataset, dict):
             settings["pairs per batch of the sampler"] = args.train_batch_size
         return settings
 
@@ -407,18 +358,8 @@ class ResumePoint:
     state: TrainerState
     is_newest: bool
 
-    @property
-    def num_trained_updates(self) -> int:
-        """The number of updates that have trained; see `contaccum.training.update.Updates`."""
-        # Markers of earlier versions have no such entry.
-        return self.marker.get("trained_updates", self.marker["update"])
-
     def require_same_settings(self, settings: Mapping[str, Any]) -> None:
-        """Raise `UserError` if a run with these settings cannot resume from the checkpoint.
-
-        Args:
-            settings: `RunDescription.resume_settings`.
-        """
+        """Raise `UserError` if a run with these `RunDescription.resume_settings` cannot resume."""
         saved = self.marker["settings"]
         # A checkpoint of an earlier version may have further settings.
         changes = list_changes({name: saved.get(name) for name in settings}, settings)
@@ -447,9 +388,8 @@ class ResumePoint:
         """Return the folder of the final model if the run has ended, else None.
 
         Without this check, transformers would train another update after the end. The final model
-        is the first of these that can be loaded: the best checkpoint (with
-        ``load_best_model_at_end``), the saved model in ``output_dir``, or this checkpoint, if it is
-        of the last update. If there is none of them, the run trains its last updates again.
+        is the best checkpoint (with ``load_best_model_at_end``), else this checkpoint if it is of
+        the last update, else the saved model in ``output_dir``.
 
         Args:
             args: the arguments of the run.
@@ -460,7 +400,6 @@ class ResumePoint:
         has_same_length = record.get("run_id") == self.marker["run_id"] and all(
             record["arguments"].get(name) == user_arguments.get(name) for name in _LENGTH_SETTINGS
         )
-        is_finished = self.is_newest and has_same_length and record["finished"]
         num_updates = self.state.global_step
         # stateful_callbacks may be a list by its type, but TrainerState makes it a dictionary.
         callbacks = cast(dict[str, dict], self.state.stateful_callbacks)
@@ -475,23 +414,19 @@ class ResumePoint:
             or (has_same_length and num_updates >= record["updates"])
         )
         # If only the best checkpoints are kept, a finished run may have gone on after this one.
-        if not ended_here and not is_finished:
+        is_finished = self.is_newest and has_same_length and record["finished"]
+        if not (ended_here or is_finished):
             return None
-        run_id = self.marker["run_id"]
         best = self.state.best_model_checkpoint if args.load_best_model_at_end else None
-        final_model = None
-        if best is not None and find_defect_for_run(Path(best), run_id) is None:
-            final_model = Path(best)
-        elif (
-            is_finished
-            and (output_dir / "modules.json").is_file()
-            # With merge_adapter, the saved model has no adapter, but the run's model has one.
-            and bool(find_adapter_bases(output_dir)) == bool(find_adapter_bases(self.folder))
-        ):
-            final_model = output_dir
+        if best is not None and find_defect(Path(best)) is None:
+            final_model = best
         elif ended_here:
-            final_model = self.folder
-        if final_model is None:
+            final_model = str(self.folder)
+        elif bool(find_adapter_bases(output_dir)) == bool(find_adapter_bases(self.folder)):
+            final_model = str(output_dir)
+        else:
+            # With merge_adapter, the saved model has no adapter, but the run's model has one. So
+            # the last updates are trained again.
             return None
         if not ended_here:
             num_updates = record["updates"]
@@ -499,33 +434,7 @@ class ResumePoint:
             f"nothing is left to train after update {num_updates}: the run has ended. Raise "
             "max_steps, num_train_epochs or early_stopping_patience to train on"
         )
-        return str(final_model)
-
-
-def drop_unusable_best(state: TrainerState, point: ResumePoint) -> None:
-    """Remove the best checkpoint from a trainer's state if the resumed run cannot use it.
-
-    It may have been removed from the disk, or belong to another run.
-
-    Args:
-        state: the trainer's state, which is changed.
-        point: the checkpoint that the run resumes from.
-    """
-    # transformers has removed the name of a missing folder from ``state``, but not its metric.
-    best = point.state.best_model_checkpoint
-    if best is None:
-        return
-    defect = find_defect_for_run(Path(best), point.marker["run_id"])
-    if defect is not None:
-        logger.warning(
-            f"the best checkpoint so far, {best}, cannot be used: {defect}. The final model will "
-            "be the best of the later evaluations"
-        )
-        # transformers would take the folder for the best checkpoint again as long as it exists and
-        # no later evaluation is better.
-        state.best_model_checkpoint = None
-        state.best_global_step = None
-        state.best_metric = None
+        return final_model
 
 
 def parse_resume_request(value: str | bool | None) -> str | None:
@@ -564,27 +473,23 @@ def find_newest_checkpoint(folder: str | os.PathLike[str]) -> tuple[Path | None,
 
 def require_free_folder(args: ContAccumTrainingArguments) -> None:
     """Raise `ConfigError` if a new run would overwrite another run in ``output_dir``."""
-    if args.overwrite_output_dir:
+    request = parse_resume_request(args.resume_from_checkpoint)
+    if args.overwrite_output_dir or request == "last":
         return
     folder = Path(str(args.output_dir))
-    request = parse_resume_request(args.resume_from_checkpoint)
     record = read_run_record(folder)
     has_model = bool(record) and (folder / "modules.json").is_file()
-    if request == "last":
-        return
     if request == "auto":
-        if find_newest_checkpoint(folder)[0] is not None:
-            return  # the run in the folder is resumed
-        # "auto" would start a new run here. That is allowed if the latest run has not finished: it
-        # was killed before its first checkpoint. If there is a model nevertheless, it is from an
-        # older run, which the user has already allowed the latest run to overwrite.
-        if not (has_model and record["finished"]):
+        is_resumed = find_newest_checkpoint(folder)[0] is not None
+        # An unfinished run without a checkpoint was killed before its first one, and starts again.
+        # A model there is of an older run, which the killed run was already allowed to overwrite.
+        if is_resumed or not (has_model and record["finished"]):
             return
     elif request is not None:
-        if find_defect(Path(request)) is not None:
-            return  # `choose_checkpoint` refuses this checkpoint
-        # A run keeps its id when it resumes, so a checkpoint of another run would replace this one.
-        if not record or record["run_id"] == read_marker(Path(request))["run_id"]:
+        # `choose_checkpoint` refuses an incomplete checkpoint. A run keeps its id when it resumes,
+        # so a checkpoint of another run would replace the run in the folder.
+        is_incomplete = find_defect(Path(request)) is not None
+        if is_incomplete or record.get("run_id") in (None, read_marker(Path(request))["run_id"]):
             return
     checkpoints = find_checkpoints(folder)
     if has_model:
@@ -618,29 +523,24 @@ def choose_checkpoint(
     request = parse_resume_request(resume_from_checkpoint)
     if request is None:
         return None
-    path: Path | None = None
-    skipped: list[str] = []
-    if request in ("last", "auto"):
-        path, skipped = find_newest_checkpoint(str(args.output_dir))
+    is_named = request not in ("last", "auto")
+    folder = request if is_named else str(args.output_dir)
+    if is_named:
+        defect = find_defect(Path(folder))
+        path = Path(folder) if defect is None else None
+        skipped = [] if defect is None else [f"{folder}: {defect}"]
     else:
-        defect = find_defect(Path(request))
-        if defect is None:
-            path = Path(request)
-        else:
-            skipped = [f"{request}: {defect}"]
-    if path is None:
-        # "auto" may start a new run if the latest run was killed before its first complete
-        # checkpoint. With run.json, this is certain: the skipped checkpoints are incomplete, or of
-        # another run. Without run.json, the user may want to continue from one of them.
-        has_record = bool(read_run_record(str(args.output_dir)))
-        may_start_new = request == "auto" and (not skipped or has_record)
-        if not may_start_new:
-            reasons = "; ".join(skipped) or "there is none"
-            place = args.output_dir if request in ("last", "auto") else request
-            raise UserError(
-                f"{place}: no checkpoint to resume from ({reasons}). Set resume_from_checkpoint "
-                "to the folder of a complete checkpoint, or drop it to start a new run"
-            )
+        path, skipped = find_newest_checkpoint(folder)
+    # "auto" may start a new run if the latest run was killed before its first complete checkpoint.
+    # With run.json, this is certain: the skipped checkpoints are incomplete, or of another run.
+    # Without run.json, the user may want to continue from one of them.
+    may_start_new = request == "auto" and (not skipped or bool(read_run_record(folder)))
+    if path is None and not may_start_new:
+        reasons = "; ".join(skipped) or "there is none"
+        raise UserError(
+            f"{folder}: no checkpoint to resume from ({reasons}). Set resume_from_checkpoint to "
+            "the folder of a complete checkpoint, or drop it to start a new run"
+        )
     for line in skipped:
         logger.warning(f"skipped {line}")
     if path is None:
@@ -654,4 +554,4 @@ def choose_checkpoint(
     if args.process_index == 0:
         print(f"resuming from         {path} (after {marker['update']:,} updates)", flush=True)
     state = TrainerState.load_from_json(str(path / "trainer_state.json"))
-    return ResumePoint(path, marker, state, request in ("last", "auto") and not skipped)
+    return ResumePoint(path, marker, state, not is_named and not skipped)

@@ -223,6 +223,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         else:
             folder = str(point.folder)
             self.run_id = point.marker["run_id"]
+            self.updates.num_trained = point.marker["trained_updates"]
             if args.has_auto_micro_batch:
                 # The result depends on the micro-batch size, so a run searches for it only once.
                 self.updates.set_micro_batch_size(point.marker["micro_batch"])
@@ -230,7 +231,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             final_model = point.find_final_model(args, self.description.user_arguments)
             if final_model is not None:  # the run had ended, and there is nothing left to train
                 self.state = point.state
-                self.updates.num_trained = point.num_trained_updates
                 self.updates.require_trained(self.state.global_step)
                 self._load_from_checkpoint(final_model)
                 return TrainOutput(self.state.global_step, 0.0, {})
@@ -309,9 +309,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     def _start_run(self) -> None:
         """Load the bank of a checkpoint, write ``run.json``, remove checkpoints to be replaced."""
         if self._resume_point is not None:
-            checkpoint.drop_unusable_best(self.state, self._resume_point)
             self.updates.set_max_rows(self._resume_point.marker["rows_fit"])
-            self.updates.num_trained = self._resume_point.num_trained_updates
             checkpoint.load_banks(self._resume_point.folder, self.bank_losses())
         elif losses.get_store_documents(self.loss) and self.is_world_process_zero():
             passage_store.warn_if_documents_are_weak(self.evaluator, self.model)

@@ -2,7 +2,6 @@
 
 import logging
 import random
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -89,26 +88,6 @@ def test_an_evaluated_run_equals_an_unevaluated_one_bit_for_bit(tmp_path):
     assert [line["update"] for line in eval_log] == [1, 2, 3]
 
 
-def test_a_best_checkpoint_of_another_run_is_not_loaded(tmp_path, caplog):
-    first = tmp_path / "first"
-    make_trainer(first, evaluator=FixedScores(SCORES), **LOAD_BEST, max_steps=3).train()
-    other = make_trainer(tmp_path / "other", learning_rate=1.0, save_strategy="steps", save_steps=1)
-    other.train()
-    # Checkpoint 2 is the best one; replace it by another run's.
-    shutil.rmtree(first / "checkpoint-2")
-    shutil.copytree(tmp_path / "other" / "checkpoint-2", first / "checkpoint-2")
-    resumed = make_trainer(
-        tmp_path / "resumed", evaluator=FixedScores(SCORES), **LOAD_BEST, max_steps=4
-    )
-    with caplog.at_level(logging.WARNING):
-        resumed.train(resume_from_checkpoint=str(first / "checkpoint-3"))
-    warning = f"{first / 'checkpoint-2'}, cannot be used: it belongs to another run"
-    assert warning in caplog.text
-    last = load_file(tmp_path / "resumed" / "checkpoint-4" / "model.safetensors")
-    for name, value in resumed.model[0].model.state_dict().items():
-        assert torch.equal(value, last[name])
-
-
 def test_the_last_update_is_evaluated_with_any_interval(tmp_path):
     evaluator = FixedScores({0: 0.0, 1: 0.1, 2: 0.2, 3: 0.3})
     trainer = make_trainer(
@@ -154,23 +133,6 @@ def test_with_a_limit_of_one_the_best_checkpoint_and_folders_of_the_user_remain(
     names = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
     assert names == ["checkpoint-1-copy", "checkpoint-2"]
     assert trainer.args.save_total_limit == 1
-
-
-@pytest.mark.parametrize("loss_of_best", ["replaced", "removed"])
-def test_a_best_checkpoint_that_is_lost_does_not_become_the_best_again(loss_of_best, tmp_path):
-    settings = {**LOAD_BEST, "max_steps": 3}
-    make_trainer(tmp_path / "run", evaluator=FixedScores(SCORES), **settings).train()
-    shutil.rmtree(tmp_path / "run" / "checkpoint-2")  # the best one
-    if loss_of_best == "replaced":
-        make_trainer(tmp_path / "other", save_strategy="steps", save_steps=1, max_steps=2).train()
-        shutil.copytree(tmp_path / "other" / "checkpoint-2", tmp_path / "run" / "checkpoint-2")
-    resumed = make_trainer(
-        tmp_path / "run", evaluator=FixedScores(SCORES), **{**LOAD_BEST, "max_steps": 4}
-    )
-    resumed.train(resume_from_checkpoint="last")
-    # The score after update 4 is lower than that of the lost checkpoint, but it is the best left.
-    assert resumed.state.best_model_checkpoint == str(tmp_path / "run" / "checkpoint-4")
-    assert resumed.state.best_metric == SCORES[4]
 
 
 def test_early_stopping_counts_evaluations_across_restarts(tmp_path, caplog):
