@@ -1,7 +1,7 @@
 """The log of a run, its other records, and the callbacks that write them.
 
 A run writes for its user: a line per update, a line per evaluation, ``run.json`` and a model card.
-The callbacks of the trainer start a run, write the logs, stop early and stop on signals.
+The callbacks of the trainer start a run, write the log, stop early and stop on signals.
 transformers decides when to evaluate, which model is best and when to save.
 """
 
@@ -37,13 +37,7 @@ from contaccum.files import read_json, write_text
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.losses import iter_bank_losses, list_losses
-from contaccum.training.update import (
-    REMEDY_WITHOUT_NEGATIVES,
-    Updates,
-    capture_random_states,
-    peak_memory_mb,
-    reset_peak_memory,
-)
+from contaccum.training.update import REMEDY_WITHOUT_NEGATIVES, Updates, peak_memory_mb
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +51,7 @@ Record = dict[str, Any]
 """A line of a log: numbers and texts by name."""
 
 # Thresholds of `CollapseWatch`. Losses are fractions of the loss of a random guess.
-_SYMPTOM_UPDATES = {"loss": 3, "spread": 3, "bank": 3, "masked": 1, "gradient": 1}
+_SYMPTOM_UPDATES = {"loss": 3, "spread": 3, "bank": 3, "masked": 1}
 """Number of updates in a row with a symptom before the warning."""
 _MIN_COLLAPSED_LOSS = 0.97
 _MAX_LEARNED_LOSS = 0.8  # a run whose loss was below this had learned something
@@ -130,7 +124,7 @@ def fill_model_card(
     data: Mapping[str, Any],
     has_custom_loss: bool,
 ) -> None:
-    """Fill in missing fields of a model card: title, base model, data sets, and the method.
+    """Fill in fields of a model card that sentence-transformers cannot infer.
 
     Args:
         model: the model with the card.
@@ -139,19 +133,12 @@ def fill_model_card(
         has_custom_loss: whether the user passed a loss; the card then does not name the method.
     """
     card = model.model_card_data
-    config = getattr(model.transformers_model, "config", None)
-    base = getattr(config, "_name_or_path", "")
+    base = getattr(getattr(model.transformers_model, "config", None), "_name_or_path", "")
     # A local folder is not named, because the name means nothing to other people.
-    is_folder = os.path.exists(base)
-    if base and not card.base_model and not is_folder:
+    if base and not card.base_model and not os.path.exists(base):
         card.base_model = base
-    names = list(data.get("sets", ()))
     if not card.train_datasets:
-        card.train_datasets = [{"name": name} for name in names]
-    if not card.model_name:
-        base_name = Path(card.base_model or type(model).__name__).name
-        suffix = f"on {', '.join(names)}" if names else "by contaccum"
-        card.model_name = f"{base_name} trained {suffix}"
+        card.train_datasets = [{"name": name} for name in data.get("sets", ())]
     if not has_custom_loss:
         settings = [f"method `{args.method}`", f"{args.total_train_batch_size} pairs per update"]
         if args.has_bank:
@@ -162,9 +149,7 @@ def fill_model_card(
 
 
 class CollapseWatch:
-    """Detector of three kinds of collapse, and of updates that cannot train.
-
-    It returns one warning for each kind.
+    """Detector of collapses, which returns one warning for each kind.
 
     The loss of a query is a cross-entropy over columns: its positive and all of its negatives.
 
@@ -174,7 +159,6 @@ class CollapseWatch:
     - Bank: banked columns from earlier updates get almost none of the softmax mass that columns of
       the current update get. The loss then only separates new embeddings from old ones.
     - Masked: every negative of a micro-batch is masked as a false negative.
-    - Gradient: the gradient is exactly 0.
 
     The first three symptoms must be present in three updates in a row.
     """
@@ -188,127 +172,85 @@ class CollapseWatch:
 
         Args:
             record: a line of the log. The entries ``update``, ``loss``, ``loss_has_other_terms``,
-                ``columns``, ``embedding_spread``, ``bank_mass_aged``, ``masked`` and the gradient
-                norms of the towers are read, if present.
+                ``columns``, ``embedding_spread``, ``bank_mass_aged`` and ``masked`` are read, if
+                present.
         """
-        symptoms = self._find_symptoms(record)
-        warnings = []
-        for name, streak in self._streaks.items():
-            if streak >= _SYMPTOM_UPDATES[name]:  # this warning was returned before
-                continue
-            self._streaks[name] = streak + 1 if name in symptoms else 0
-            if self._streaks[name] < _SYMPTOM_UPDATES[name]:
-                continue
-            if name in ("masked", "gradient"):
-                text = f"{symptoms[name]}. {REMEDY_WITHOUT_NEGATIVES}"
-            else:
-                text = f"collapse: {symptoms[name]}. Lower learning_rate"
-                if "bank_age" in record:  # the run has a bank
-                    text += ", or set a smaller bank_size; keep drift_compensation=auto"
-            warnings.append(f"update {record.get('update')}: {text}.")
-        return warnings
-
-    def _find_symptoms(self, record: Mapping[str, Any]) -> dict[str, str]:
-        """Return a description of each symptom of a collapse in an update, by name."""
+        remedy = "Lower learning_rate"
+        if "bank_age" in record:  # the run has a bank
+            remedy += ", or set a smaller bank_size; keep drift_compensation=auto"
         symptoms = {}
         columns = record.get("columns", 0)
         loss = record.get("loss")
-        has_other_terms = record.get("loss_has_other_terms", False)
-        if loss is not None and not has_other_terms and columns > 2:
+        if loss is not None and not record.get("loss_has_other_terms") and columns > 2:
             guess = math.log(columns)
-            had_learned = self._lowest_loss < _MAX_LEARNED_LOSS
-            if had_learned and loss > _MIN_COLLAPSED_LOSS * guess:
+            if self._lowest_loss < _MAX_LEARNED_LOSS and loss > _MIN_COLLAPSED_LOSS * guess:
                 symptoms["loss"] = (
-                    f"the loss is back at {loss:.2f}, a random guess among {columns} columns "
-                    f"({guess:.2f})"
+                    f"collapse: the loss is back at {loss:.2f}, a random guess among {columns} "
+                    f"columns ({guess:.2f}). {remedy}"
                 )
             self._lowest_loss = min(self._lowest_loss, loss / guess)
-        spread = record.get("embedding_spread")
-        if spread is not None and spread < _MIN_SPREAD:
+        spread = record.get("embedding_spread", math.inf)
+        if spread < _MIN_SPREAD:
             symptoms["spread"] = (
-                "all passages of a micro-batch have nearly the same embedding "
-                f"(spread {spread:.1e})"
+                "collapse: all passages of a micro-batch have nearly the same embedding (spread "
+                f"{spread:.1e}). {remedy}"
             )
-        aged_mass = record.get("bank_mass_aged")
-        if aged_mass is not None and aged_mass < _MIN_AGED_MASS:
+        aged_mass = record.get("bank_mass_aged", math.inf)
+        if aged_mass < _MIN_AGED_MASS:
             symptoms["bank"] = (
-                f"banked negatives from earlier updates get {aged_mass:.1%} of the softmax mass of "
-                "a fresh negative"
+                f"collapse: banked negatives from earlier updates get {aged_mass:.1%} of the "
+                f"softmax mass of a fresh negative. {remedy}"
             )
         if record.get("masked") == 1:
             symptoms["masked"] = (
                 "every negative of a micro-step is masked as a false negative, so its queries have "
-                "no negatives"
+                f"no negatives. {REMEDY_WITHOUT_NEGATIVES}"
             )
-            return symptoms
-        norms = [record[key] for key in ("grad_norm_query", "grad_norm_passage") if key in record]
-        # Without a negative, as in the first update of a run with one pair per update and a bank,
-        # there is no gradient.
-        if norms and not any(norms) and record.get("columns") != 1:
-            symptoms["gradient"] = "the gradient is exactly 0, so nothing is trained"
-        return symptoms
+        warnings = []
+        for name, num_updates in _SYMPTOM_UPDATES.items():
+            if self._streaks[name] >= num_updates:  # this warning was returned before
+                continue
+            self._streaks[name] = self._streaks[name] + 1 if name in symptoms else 0
+            if self._streaks[name] == num_updates:
+                warnings.append(f"update {record.get('update')}: {symptoms[name]}.")
+        return warnings
 
 
 # Callbacks ----------------------------------------------------------------------------------------
 
-# Entries of an update's record with these prefixes are also passed to transformers' log, and so to
-# trackers such as TensorBoard.
-_TRACKED_PREFIXES = (
-    "grad_norm_",
-    "bank_",
-    "drift_",
-    "in_batch_mass",
-    "embedding_spread",
-    "columns",
-    "masked",
-    "pairs_per_",
-    "peak_mem",
+# Entries of an update's record that transformers' log has already, or that are of no use there. The
+# other numbers are passed to it, and so to trackers such as TensorBoard.
+_UNTRACKED = (
+    "update",
+    "epoch",
+    "loss",
+    "loss_has_other_terms",
+    "learning_rate",
+    "pairs",
+    "seconds",
 )
-# Entries of ContAccumLoss.last (the measurements of its last micro-step) that an update's record
-# contains as decimals, if the loss has them.
-_LOSS_ENTRIES = ("masked", "embedding_spread", "distill_loss")
-
-
-class RunCallback(TrainerCallback):
-    """Callback that calls functions of the trainer at the start of a run and of an epoch.
-
-    Args:
-        start_run: called before the first update, when transformers has prepared everything.
-        set_epoch: called at the start of each epoch with its number, from 0.
-    """
-
-    def __init__(self, start_run: Callable[[], None], set_epoch: Callable[[int], None]) -> None:
-        self._start_run = start_run
-        self._set_epoch = set_epoch
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._start_run()
-        if state.is_world_process_zero:
-            # A resumed run repeats the updates after its checkpoint, and logs them again.
-            folder = Path(str(args.output_dir))
-            truncate_log(folder / TRAIN_LOG, state.global_step)
-            # An evaluation before the first update has the number 0. A new run drops it too.
-            last_evaluation = state.global_step or -1
-            truncate_log(folder / EVAL_LOG, last_evaluation)
-
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._set_epoch(int(state.epoch or 0))
 
 
 class UpdateLogCallback(TrainerCallback):
-    """Callback that writes a line in the log for each update, and warns when training collapses.
+    """Callback that starts a run, writes a line for each update, and warns of a collapse.
 
     Args:
         updates: the updates of the run.
         loss: the training loss, or a dictionary with one loss for each data set.
+        start_run: called before the first update, when transformers has prepared everything.
+        set_epoch: called at the start of each epoch with its number, from 0.
     """
 
-    def __init__(self, updates: Updates, loss: Any) -> None:
+    def __init__(
+        self,
+        updates: Updates,
+        loss: Any,
+        start_run: Callable[[], None],
+        set_epoch: Callable[[int], None],
+    ) -> None:
         self._updates = updates
+        self._start_run = start_run
+        self._set_epoch = set_epoch
         self._bank_losses = list(iter_bank_losses(loss))
         # A random guess among all documents that a query is compared with has the loss
         # log(columns). The logged loss of a ContAccumLoss is the mean over the update's own
@@ -320,6 +262,22 @@ class UpdateLogCallback(TrainerCallback):
         self._collapse_watch = CollapseWatch()
         self._last_record: Record = {}
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._start_run()
+        if state.is_world_process_zero:
+            # A resumed run repeats the updates after its checkpoint, and logs them again.
+            folder = Path(str(args.output_dir))
+            truncate_log(folder / TRAIN_LOG, state.global_step)
+            # An evaluation before the first update has the number 0. A new run drops it too.
+            truncate_log(folder / EVAL_LOG, state.global_step or -1)
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._set_epoch(int(state.epoch or 0))
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -327,27 +285,26 @@ class UpdateLogCallback(TrainerCallback):
         num_pairs = sum(update.pairs) * args.world_size
         seconds = time.perf_counter() - update.started
         loss_of_ranks = over_ranks("SUM", torch.stack(update.losses).sum())
+        # With several data sets, some losses have not been called yet, and have no measurements.
+        losses = [loss for loss in self._bank_losses if loss.last]
         record: Record = {
             "update": state.global_step,
             "epoch": round(float(state.epoch or 0), 6),
             "loss": float(loss_of_ranks) / args.world_size,
             "learning_rate": update.learning_rate,
             **update.grad_norms,
-            "bank_fill": 0,  # its place in the line; it is computed below
+            "bank_fill": sum(int(loss.last.get("bank_fill", 0)) for loss in losses),
             "pairs": num_pairs,
             "seconds": seconds,
             "pairs_per_second": num_pairs / seconds,
             "peak_memory_mb": peak_memory_mb(args.device),
         }
-        # With several data sets, some losses have not been called yet, and have no measurements.
-        losses = [loss for loss in self._bank_losses if loss.last]
-        record["bank_fill"] = sum(int(loss.last.get("bank_fill", 0)) for loss in losses)
         if losses:
             # Of several losses, the first one's: its last micro-step may be of an earlier update.
             loss = losses[0]
-            for key in loss.last:
-                if key in _LOSS_ENTRIES:
-                    record[key] = float(loss.last[key])
+            for key, value in loss.last.items():
+                if key in ("masked", "embedding_spread", "distill_loss"):
+                    record[key] = float(value)
             record["columns"] = int(loss.last["columns"])
             if loss.info_nce is not None:
                 record |= loss.info_nce.drift_record()
@@ -378,7 +335,7 @@ class UpdateLogCallback(TrainerCallback):
             return
         tracked = {}
         for key, value in self._last_record.items():
-            if key.startswith(_TRACKED_PREFIXES):
+            if isinstance(value, (int, float)) and key not in _UNTRACKED:
                 tracked[key] = value
         # The callbacks of trackers and of the terminal output run later, with the same ``logs``.
         logs.update(tracked)
@@ -388,8 +345,8 @@ class UpdateLogCallback(TrainerCallback):
 def choose_metric(args: ContAccumTrainingArguments, evaluator: Any, has_eval_dataset: bool) -> None:
     """Set ``metric_for_best_model`` if the run needs a metric and the user has set none.
 
-    It becomes the main metric of the evaluator, or the loss if there is only an evaluation data
-    set. transformers' default is "loss", which exists only with an evaluation data set.
+    It becomes the main metric of the evaluator, or the loss without an evaluator. transformers'
+    default is "loss", which exists only with an evaluation data set.
 
     Args:
         args: the arguments of the run, which are changed.
@@ -404,8 +361,7 @@ def choose_metric(args: ContAccumTrainingArguments, evaluator: Any, has_eval_dat
         return
     metric = (args.metric_for_best_model or "").removeprefix("eval_")
     metrics = getattr(evaluator, "metrics", ())  # only evaluators of contaccum list their metrics
-    is_unset = not metric or (metric == "loss" and not has_eval_dataset)
-    if not is_unset:
+    if metric and (metric != "loss" or has_eval_dataset):
         # Names without "@", such as "loss", are not those of the evaluator's metrics.
         if metrics and "@" in metric and metric not in metrics:
             raise ConfigError(
@@ -432,29 +388,18 @@ def choose_metric(args: ContAccumTrainingArguments, evaluator: Any, has_eval_dat
 
 
 class EvaluationCallback(EarlyStoppingCallback):
-    """Callback for early stopping, also across resumed runs, and for the log of evaluations.
+    """Callback for early stopping, also across resumed runs.
 
-    With ``eval_strategy=steps``, the model is also evaluated after the last update. The states of
-    the random number generators are captured after every update, because the next event may be an
-    evaluation.
+    With ``eval_strategy=steps``, the model is also evaluated after the last update.
 
     Args:
         patience: number of evaluations in a row without improvement after which the run stops;
             None disables early stopping.
-        updates: the updates of the run. The clock of the current one starts again after an
-            evaluation.
-        is_in_train: returns whether the trainer is training. An evaluation that the user starts
-            outside of training is not logged.
     """
 
-    def __init__(
-        self, patience: int | None, updates: Updates, is_in_train: Callable[[], bool]
-    ) -> None:
+    def __init__(self, patience: int | None) -> None:
         super().__init__(patience or sys.maxsize)
         self._has_patience = patience is not None
-        self._updates = updates
-        self._is_in_train = is_in_train
-        self._restore_random_states: Callable[[], None] = lambda: None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -472,7 +417,6 @@ class EvaluationCallback(EarlyStoppingCallback):
         # transformers needs the entry when it saves a checkpoint. That of a run without evaluation,
         # which may be resumed with it, has none.
         callback_states[name] = self.state()
-        self._restore_random_states = capture_random_states()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -480,12 +424,6 @@ class EvaluationCallback(EarlyStoppingCallback):
         is_last = state.global_step >= state.max_steps
         if is_last and args.eval_strategy == IntervalStrategy.STEPS:
             control.should_evaluate = True
-        self._restore_random_states = capture_random_states()
-
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._restore_random_states = capture_random_states()
 
     def on_evaluate(
         self,
@@ -495,27 +433,16 @@ class EvaluationCallback(EarlyStoppingCallback):
         metrics: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if not self._is_in_train():
+        if not (self._has_patience and state.global_step):
             return
-        if state.is_world_process_zero:
-            record: Record = {"update": state.global_step}
-            for key, value in (metrics or {}).items():
-                if not key.startswith(("eval_samples_", "eval_steps_")):
-                    record[key] = value
-            append_line(Path(str(args.output_dir)) / EVAL_LOG, record)
-        if self._has_patience and state.global_step:
-            super().on_evaluate(args, state, control, metrics=metrics, **kwargs)
-            is_stopping = self.early_stopping_patience_counter >= self.early_stopping_patience
-            if is_stopping and state.is_world_process_zero:
-                logger.warning(
-                    f"stopped early after update {state.global_step}: no better "
-                    f"{args.metric_for_best_model} than {state.best_metric:.4f} of update "
-                    f"{state.best_global_step}. To train on, raise early_stopping_patience and "
-                    "resume"
-                )
-        self._restore_random_states()
-        self._updates.current.started = time.perf_counter()
-        reset_peak_memory(args.device)
+        super().on_evaluate(args, state, control, metrics=metrics, **kwargs)
+        is_stopping = self.early_stopping_patience_counter >= self.early_stopping_patience
+        if is_stopping and state.is_world_process_zero:
+            logger.warning(
+                f"stopped early after update {state.global_step}: no better "
+                f"{args.metric_for_best_model} than {state.best_metric:.4f} of update "
+                f"{state.best_global_step}. To train on, raise early_stopping_patience and resume"
+            )
 
 
 class SignalCallback(TrainerCallback):
@@ -560,12 +487,11 @@ class SignalCallback(TrainerCallback):
         self.received = number
         self._restore_handlers()
         name = signal.Signals(number).name
-        plan = "stopping after this update. Send it again to stop at once"
-        if self.saves_checkpoint:
-            plan = (
-                "saving a checkpoint after this update. Send it again to stop without a checkpoint"
-            )
-        print(f"contaccum: {name}: {plan}", file=sys.stderr)
+        plan = "saving a checkpoint" if self.saves_checkpoint else "stopping"
+        print(
+            f"contaccum: {name}: {plan} after this update. Send it again to stop at once",
+            file=sys.stderr,
+        )
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

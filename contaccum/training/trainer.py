@@ -174,16 +174,13 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         )
         # At the front of the list: UpdateLogCallback must add the measurements of an update before
         # the callbacks of transformers print them and send them to trackers.
-        self.callback_handler.callbacks[:0] = [
-            log.RunCallback(self._start_run, self._set_epoch),
-            log.UpdateLogCallback(self.updates, self.loss),
-        ]
+        update_log = log.UpdateLogCallback(
+            self.updates, self.loss, self._start_run, self._set_epoch
+        )
+        self.callback_handler.callbacks.insert(0, update_log)
         if self.args.eval_strategy != "no":
             log.choose_metric(self.args, self.evaluator, self.eval_dataset is not None)
-            evaluation = log.EvaluationCallback(
-                self.args.early_stopping_patience, self.updates, lambda: self.is_in_train
-            )
-            self.add_callback(evaluation)
+            self.add_callback(log.EvaluationCallback(self.args.early_stopping_patience))
         self.signals = log.SignalCallback()
         self.add_callback(self.signals)  # the last one: a signal also cancels an evaluation
 
@@ -431,6 +428,29 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             if position in positions:
                 rows += batch
         return rows
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Evaluate as in transformers; the training stays the same with and without it."""
+        restore_random_states = update.capture_random_states()
+        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        restore_random_states()
+        # Of several data sets, transformers evaluates each with a prefix of its own.
+        if self.is_in_train and metric_key_prefix == "eval":
+            if self.is_world_process_zero():
+                record: dict[str, Any] = {"update": self.state.global_step}
+                for key, value in metrics.items():
+                    if not key.startswith(("eval_samples_", "eval_steps_")):
+                        record[key] = value
+                log.append_line(Path(str(self.args.output_dir)) / log.EVAL_LOG, record)
+            # The next update starts now.
+            self.updates.current.started = time.perf_counter()
+            update.reset_peak_memory(self.args.device)
+        return metrics
 
     # Checkpoints ---------------------------------------------------------------------------------
 

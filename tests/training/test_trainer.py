@@ -55,12 +55,12 @@ def list_frozen_parameters(model: torch.nn.Module) -> list[str]:
     return [name for name, value in model.named_parameters() if not value.requires_grad]
 
 
-def test_at_most_eleven_methods_of_the_parents_are_overridden():
+def test_at_most_twelve_methods_of_the_parents_are_overridden():
     overridden = set()
     for name, value in vars(ContAccumTrainer).items():
         if inspect.isfunction(value) and hasattr(SentenceTransformerTrainer, name):
             overridden.add(name)
-    assert len(overridden) <= 11, overridden
+    assert len(overridden) <= 12, overridden
     for name in overridden - {"__init__"}:
         if name.startswith("_"):
             assert "# Private: " in inspect.getsource(getattr(ContAccumTrainer, name))
@@ -446,7 +446,7 @@ def test_an_upload_has_a_model_and_a_card_and_no_credentials(tmp_path, monkeypat
     trainer.save_model()
     card = (tmp_path / "run" / "README.md").read_text()
     for text in (
-        "# base trained on faq",
+        "based on someone/base",
         "finetuned from [someone/base]",
         "method `contaccum`, 12 pairs per update",
         "`bank_size=20`, `drift_compensation=auto`",
