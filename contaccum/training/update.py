@@ -1,12 +1,10 @@
 """An update (one optimizer step) on all of its pairs, if memory runs out too, or none of it.
 
-An update trains on micro-batches from the data loader. A micro-batch is trained in one micro-step
-(one forward and one backward pass). Once memory has run out, it is trained in several micro-steps
-on parts of it, and the update starts again from its first micro-batch. An update whose loss or
-gradient is not finite changes no weight. At the end of the module is the search for the largest
-micro-batch that fits (``per_device_train_batch_size=auto``), which runs before the first update.
-
-`contaccum.training.trainer` runs a micro-step, and `contaccum.training.log` writes the log.
+An update trains on micro-batches from the data loader, each in one micro-step (one forward and one
+backward pass, which `contaccum.training.trainer` runs). Once memory has run out, a micro-batch is
+trained in several micro-steps, and the update starts again. An update whose loss or gradient is not
+finite changes no weight. The search for the largest micro-batch that fits
+(``per_device_train_batch_size=auto``) runs before the first update.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ import logging
 import math
 import random
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +31,7 @@ from accelerate.utils.memory import clear_device_cache
 from sentence_transformers.base.losses.gradcache import uses_gradient_cache
 from torch import Tensor, nn
 
-from contaccum.data.sampling import LABELS, first_texts
+from contaccum.data.sampling import first_texts
 from contaccum.distributed import over_ranks, rank, world_size
 from contaccum.encoders.grad_norms import TowerGradNorms
 from contaccum.errors import ConfigError, UserError, is_out_of_memory
@@ -91,7 +89,6 @@ class Update:
         grad_norms: gradient norms of the towers for the log, by name.
         grad_norm: gradient norm of the whole model, over all ranks; None if it is unknown.
         learning_rate: learning rate of the first parameter group in this update.
-        has_learning_rate: whether the learning rate of any parameter group is not 0.
         log_entries: further entries for the update's line in the log.
     """
 
@@ -104,8 +101,7 @@ class Update:
     micro_batch_of_loss: list[int] = field(default_factory=list)
     grad_norms: dict[str, float] = field(default_factory=dict)
     grad_norm: float | None = None
-    learning_rate: float | None = None
-    has_learning_rate: bool = True
+    learning_rate: float = 0.0
     log_entries: dict[str, Any] = field(default_factory=dict)
 
 
@@ -127,8 +123,7 @@ class Updates:
         max_rows: the maximum number of rows per micro-step; None until memory has run out.
         smallest: as above.
         num_trained: number of updates of the run that have trained: their gradient and learning
-            rate were not 0, and they were not skipped. Weights are not compared, because weight
-            decay changes them without a gradient too.
+            rate were not 0, and they were finite.
         num_skipped: number of updates that were skipped, because they were not finite.
     """
 
@@ -145,7 +140,6 @@ class Updates:
         self.max_rows: int | None = None
         self.num_trained = 0
         self.num_skipped = 0
-        self._num_without_learning_rate = 0
         self._args = args
         self._loss = loss
         self._accelerator = accelerator
@@ -186,7 +180,6 @@ class Updates:
         update = self.current
         # Read before the micro-step, because DeepSpeed's scheduler steps within the last one.
         update.learning_rate = optimizer.param_groups[0]["lr"]
-        update.has_learning_rate = any(group["lr"] for group in optimizer.param_groups)
         first = len(update.micro_batches)  # index of the first micro-batch to train on
         update.micro_batches.append(inputs)
         while True:  # until the micro-batch fits into memory
@@ -211,19 +204,14 @@ class Updates:
             update.losses.clear()
             update.micro_batch_of_loss.clear()
             first = 0
-        is_update_complete = self._accelerator.sync_gradients
-        if is_update_complete:
+        if self._accelerator.sync_gradients:  # the last micro-batch of the update
             # The norms are read before the gradient is clipped. DeepSpeed has already made its
             # optimizer step, but then the norms are accumulated from gradients of embeddings.
             update.grad_norms = self._tower_norms.read(get_gradient_scale(self._accelerator))
         return loss
 
     def _run_micro_steps(self, model: nn.Module, micro_step: MicroStep, first: int) -> Tensor:
-        """Run the micro-steps of all micro-batches from index ``first`` on.
-
-        Returns:
-            The loss of the newest micro-batch, as in `run_micro_batch`.
-        """
+        """Train all micro-batches from index ``first`` on; return the loss of the newest one."""
         update = self.current
         if first == 0:
             self._set_pairs_of_losses()
@@ -272,14 +260,7 @@ class Updates:
             bank_loss.begin_update(num_pairs)
 
     def _halve_rows(self, reason: str) -> None:
-        """Halve the rows of a micro-step for the rest of the run, after memory has run out.
-
-        Args:
-            reason: message of the out-of-memory error.
-
-        Raises:
-            UserError: if no smaller micro-batch is possible.
-        """
+        """Halve the rows of a micro-step for the rest of the run, after memory has run out."""
         # Other ranks would have to repeat the update too, and DeepSpeed has already reduced a part
         # of the gradient.
         is_deepspeed = getattr(self._accelerator.state, "deepspeed_plugin", None) is not None
@@ -290,14 +271,12 @@ class Updates:
                 "per_device_train_batch_size, raise gradient_accumulation_steps, and continue with "
                 "resume_from_checkpoint=last"
             )
-        rows = 0  # in the largest micro-step of the update
-        limit = self.max_rows or self._args.pairs_per_micro_batch
-        for inputs, num_pairs in zip(self.current.micro_batches, self.current.pairs, strict=False):
-            rows_of_step = min(limit, num_pairs)
-            loss = get_batch_loss(self._loss, inputs)
-            if uses_gradient_cache(loss):  # the user's own loss may have smaller mini-batches
-                rows_of_step = min(rows_of_step, getattr(loss, "mini_batch_size", rows_of_step))
-            rows = max(rows, rows_of_step)
+        sizes = [self.max_rows or self._args.pairs_per_micro_batch, max(self.current.pairs)]
+        if self.max_rows is None:
+            for loss in list_losses(self._loss):  # the user's may have smaller mini-batches
+                if uses_gradient_cache(loss) and hasattr(loss, "mini_batch_size"):
+                    sizes.append(loss.mini_batch_size)
+        rows = min(sizes)  # in the largest micro-step of the update
         if rows <= self.smallest:
             raise UserError(
                 f"out of memory at a micro-batch of {rows} ({reason}): {MEMORY_REMEDIES}"
@@ -352,28 +331,14 @@ class Updates:
         """
         update = self.current
         update.grad_norm = norm
-        device = self._accelerator.device
-        is_finite = math.isfinite(norm)
-        # The norm covers only the model. FSDP and DeepSpeed do not train parameters of a loss.
-        loss_parameters = []
-        if is_finite and self._has_full_gradients:
-            model_parameters = {id(parameter) for parameter in model.parameters()}
-            for parameter in iter_parameters(optimizer):
-                if id(parameter) not in model_parameters:
-                    loss_parameters.append(parameter)
-        if loss_parameters:
-            for parameter in loss_parameters:
-                if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
-                    is_finite = False
-            is_finite = bool(over_ranks("MIN", torch.tensor(int(is_finite), device=device)))
-        if is_finite:
+        if math.isfinite(norm):
             return
         scale = get_gradient_scale(self._accelerator)
         losses = zip(update.micro_batch_of_loss, update.losses, strict=True)
         micro_batches = sorted({index for index, loss in losses if not torch.isfinite(loss)})
         # Ranks may have different losses, but all ranks skip the update, for the same cause.
         cause = "gradient"
-        if over_ranks("MAX", torch.tensor(len(micro_batches), device=device)) > 0:
+        if over_ranks("MAX", torch.tensor(len(micro_batches), device=self._args.device)) > 0:
             cause = "loss"
         update.log_entries["skipped"] = cause
         update.log_entries["scale"] = scale
@@ -417,11 +382,8 @@ class Updates:
     def end_update(self) -> None:
         """Count the current update, and start the next one."""
         update = self.current
-        is_skipped = "skipped" in update.log_entries
-        if update.grad_norm != 0 and update.has_learning_rate and not is_skipped:
+        if update.grad_norm != 0 and update.learning_rate and "skipped" not in update.log_entries:
             self.num_trained += 1
-        if not update.has_learning_rate:
-            self._num_without_learning_rate += 1
         self.current = Update(update.number + 1, time.perf_counter())
 
     def require_trained(self, num_updates: int) -> None:
@@ -430,15 +392,10 @@ class Updates:
             return
         if num_updates == 0:
             raise UserError(NO_BATCH)
-        reason = f"the run has trained nothing: in each of its {num_updates} updates the"
-        if self._num_without_learning_rate == num_updates:
-            raise UserError(
-                f"{self._args.output_dir}: {reason} learning rate was 0. Set max_steps or "
-                "num_train_epochs to train longer, or warmup_steps=0"
-            )
         raise UserError(
-            f"{self._args.output_dir}: {reason} gradient or the learning rate was 0, or the update "
-            f"was skipped. Set warmup_steps below the number of updates. {REMEDY_WITHOUT_NEGATIVES}"
+            f"{self._args.output_dir}: the run has trained nothing: in each of its {num_updates} "
+            "updates the gradient or the learning rate was 0, or the update was skipped. Set "
+            f"warmup_steps below the number of updates. {REMEDY_WITHOUT_NEGATIVES}"
         )
 
 
@@ -455,18 +412,13 @@ def _multiply_by_nan_if_nonfinite(module: nn.Module, arguments: Any, loss: Any) 
     return loss * factor
 
 
-def iter_parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-    """Yield every parameter that an optimizer trains."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 def drop_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Drop the gradients of the model, and of the parameters that belong to the loss."""
     model.zero_grad()
     # accelerate's optimizer.zero_grad() does nothing between the micro-steps of an update.
-    for parameter in iter_parameters(optimizer):
-        parameter.grad = None
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def get_gradient_scale(accelerator: Accelerator) -> float:
@@ -486,11 +438,7 @@ def set_mini_batch_size(loss: Any, rows: int) -> None:
 
 
 def split_rows(inputs: Batch, max_rows: int | None) -> list[tuple[Batch, float]]:
-    """Split a collated batch into parts of at most ``max_rows`` rows.
-
-    Args:
-        inputs: the batch.
-        max_rows: maximum number of rows in a part; None for a single part.
+    """Split a collated batch into parts of at most ``max_rows`` rows; None for a single part.
 
     Returns:
         Each part with its share of the batch's rows, a fraction.
@@ -610,13 +558,6 @@ def try_micro_batch(
     Tensors of the size of AdamW's two states are in memory meanwhile. During the second micro-step,
     gradients and a filled bank are in memory as well. Weights and the bank of the original loss do
     not change, and the gradients are dropped.
-
-    Args:
-        size: pairs per micro-batch, or pairs that a gradient cache encodes at once.
-        model: the model in training.
-        loss: the training loss.
-        rows: the rows of the trial.
-        compute_loss: function that returns the value of a loss for rows of the data.
     """
     # The memo makes deepcopy use the same model instead of a copy.
     trial_loss = copy.deepcopy(loss, memo={id(model): model})
@@ -641,45 +582,33 @@ def try_micro_batch(
 def make_longest_rows(dataset: Any, num_rows: int) -> list[Row]:
     """Make rows from the longest texts of each column, by their number of characters.
 
-    Few batches of the data can have more tokens.
-
-    Row i combines the i-th longest text of every column, so most rows are not rows of the data. Of
-    several training sets, the rows are those of the set with the most columns, with the longest
-    texts of all sets: the first column has the longest of all queries, and so on.
-
-    Args:
-        dataset: the training set, or a dictionary of training sets.
-        num_rows: number of rows to make.
+    Few batches of the data can have more tokens. Row i combines the i-th longest text of every
+    column, so most rows are not rows of the data. Of several training sets, the rows are those with
+    the most characters.
     """
-    name = None
-    parts = [dataset]
-    if isinstance(dataset, dict):
-        num_columns = {
-            key: len(set(part.column_names) - set(LABELS)) for key, part in dataset.items()
-        }
-        names = sorted(num_columns, key=lambda key: num_columns[key], reverse=True)
-        parts = [dataset[key] for key in names]
-        name = names[0]
-    longest: dict[str, list[str]] = {}
-    for part in parts:
+    parts = dataset if isinstance(dataset, dict) else {None: dataset}
+    longest_rows: list[Row] = []
+    most_characters = 0
+    for name, part in parts.items():
+        longest: dict[str, list[str]] = defaultdict(list)
         for batch in first_texts(part):
-            if not longest:
-                longest = {column: [] for column in batch}
-            # Later sets have at most as many columns.
-            for column, texts in zip(longest, batch.values(), strict=False):
+            for column, texts in batch.items():
                 candidates = longest[column] + [str(text) for text in texts if text]
                 longest[column] = heapq.nlargest(num_rows, candidates, key=len)
-    positives = list(longest.values())[1]
-    for column, longest_texts in longest.items():
-        if not longest_texts:  # negatives that are filled in later, from positives
-            longest[column] = positives
-    rows: list[Row] = []
-    for index in range(num_rows):
-        row = {column: texts[index % len(texts)] for column, texts in longest.items()}
-        if name is not None:
-            row["dataset_name"] = name
-        rows.append(row)
-    return rows
+        positives = list(longest.values())[1]
+        rows: list[Row] = []
+        for index in range(num_rows):
+            row: Row = {}
+            for column, longest_texts in longest.items():
+                available = longest_texts or positives  # negatives that are filled in later
+                row[column] = available[index % len(available)]
+            rows.append(row)
+        num_characters = sum(len(text) for row in rows for text in row.values())
+        if num_characters > most_characters:
+            most_characters = num_characters
+            labels = {} if name is None else {"dataset_name": name}
+            longest_rows = [{**row, **labels} for row in rows]
+    return longest_rows
 
 
 def find_largest_divisor(number: int, limit: int) -> int:

@@ -319,16 +319,13 @@ def test_auto_measures_memory_in_training_mode_and_with_texts_for_missing_negati
     assert rows == [{"query": "b c", "positive": "d e f", "negative_1": "d e f"}]
 
 
-def test_the_longest_rows_have_the_longest_texts_of_all_training_sets():
+def test_the_longest_rows_are_those_of_the_training_set_with_the_longest_texts():
     sets = {
-        "long": Dataset.from_dict(
-            {"question": ["a b c d", "e"], "answer": ["f", "g h"], "score": [1.0, 2.0]}
-        ),
-        "wide": Dataset.from_dict({"query": ["i"], "positive": ["j k l"], "negative_1": ["m"]}),
+        "short": Dataset.from_dict({"question": ["a b"], "answer": ["c"]}),
+        "long": Dataset.from_dict({"query": ["i", "j k"], "positive": ["l m n", "o"]}),
     }
     [row] = update.make_longest_rows(sets, 1)
-    texts = {"query": "a b c d", "positive": "j k l", "negative_1": "m"}
-    assert row == {**texts, "dataset_name": "wide"}
+    assert row == {"query": "j k", "positive": "l m n", "dataset_name": "long"}
 
 
 def test_auto_refuses_an_update_that_is_smaller_than_a_micro_batch(tmp_path):
@@ -455,21 +452,16 @@ class WeightedLoss(MultipleNegativesRankingLoss):
         return self.weight * super().forward(*args, **kwargs)
 
 
-@pytest.mark.parametrize("cause", ["loss", "gradient"])
-def test_parameters_of_a_loss_do_not_change_in_an_update_that_is_not_finite(cause, tmp_path):
+def test_parameters_of_a_loss_do_not_change_in_an_update_that_is_not_finite(tmp_path):
     model = tiny_encoder()
     loss = WeightedLoss(model)
     trainer = make_trainer(tmp_path, model=model, loss=loss, method="grad_accum", weight_decay=0.0)
     values: list[float] = []
     for step in (4, 7):  # the first micro-steps of updates 2 and 3
         call_at_micro_step(trainer, step, lambda _: values.append(loss.weight.item()))
-    action = multiply_embeddings(trainer, math.nan)
-    if cause == "gradient":
-        # Only this parameter's gradient is not finite; those of the model are.
-        action = multiply_gradient(trainer, math.nan, loss.weight)
-    call_at_micro_step(trainer, 5, action)
+    call_at_micro_step(trainer, 5, multiply_embeddings(trainer, math.nan))
     trainer.train()
-    assert read_log(tmp_path)[1]["skipped"] == cause
+    assert read_log(tmp_path)[1]["skipped"] == "loss"
     assert values[0] == values[1]
     assert math.isfinite(loss.weight.item())
     assert loss.weight.item() != values[1]  # update 3 changes it
@@ -558,7 +550,7 @@ EQUAL_POSITIVES = Dataset.from_dict({"query": sentences(24, 1), "positive": ["th
 
 UNTRAINED_RUNS: dict[str, tuple[dict[str, Any], str]] = {
     "no gradient": ({"data": EQUAL_POSITIVES}, "each of its 2 updates the gradient"),
-    "learning rate of 0": ({"warmup_steps": 3, "max_steps": 1}, "Set max_steps .* warmup_steps=0"),
+    "learning rate of 0": ({"warmup_steps": 3, "max_steps": 1}, "Set warmup_steps below"),
     "no batch": ({"data": 3, "dataloader_drop_last": True}, "give no batch"),
     "no batch of different texts": (
         {"data": EQUAL_POSITIVES, "dataloader_drop_last": True, "batch_sampler": "no_duplicates"},
