@@ -1,4 +1,4 @@
-"""The loss for ``args.method``, and its requirements: columns, prompts and trained parameters.
+"""What a training loss requires of the data and the model: columns, prompts, trained parameters.
 
 A training loss is a single loss, or a dictionary with one loss for each data set. A data set is
 likewise a single set, or a dictionary of sets by name. Its first text column holds the queries, the
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,18 +20,15 @@ from sentence_transformers.losses import (
     MatryoshkaLoss,
     MultipleNegativesRankingLoss,
 )
-from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
 
 from contaccum.data.sampling import LABELS, get_samplings
-from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
 from contaccum.encoders.settings import is_tied
 from contaccum.errors import ConfigError
-from contaccum.losses.contaccum import CachedContAccumLoss, ContAccumLoss, LossKeywords
+from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.losses.probe import without_dropout
 from contaccum.losses.query_side import QuerySideLoss
 from contaccum.retrieval.documents import StoreDocuments
-from contaccum.settings import select
 from contaccum.training.arguments import ContAccumTrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -43,55 +39,6 @@ Batch = dict[str, Any]
 """A collated batch: the features of all columns by name, and the labels."""
 Columns = dict[str | None, list[str]]
 """Text columns of each data set, in order, by the set's name; None is the name of a single set."""
-
-
-def make_loss(
-    model: SentenceTransformer,
-    args: ContAccumTrainingArguments,
-    guide: SentenceTransformer | None = None,
-) -> ContAccumLoss | MatryoshkaLoss:
-    """Return the loss for ``args.method``.
-
-    The methods without a bank use the same loss with ``bank_size=0``, so all other settings hold
-    for them too. Their loss equals MultipleNegativesRankingLoss (or its cached version) up to
-    rounding, except for masked false negatives and centred gradients. With
-    ``args.matryoshka_dims``, the result is the sum of the losses of embeddings truncated to each of
-    these sizes.
-
-    Raises:
-        ConfigError: if one of the ``matryoshka_dims`` exceeds the size of the embeddings.
-    """
-    dims = args.matryoshka_dims
-    dimension = model.get_embedding_dimension()
-    if dims and dimension and max(dims) > dimension:
-        raise ConfigError(
-            f"matryoshka_dims={dims}: the model's embeddings have {dimension} dimensions. Set no "
-            "larger size"
-        )
-    model_similarity = "cos"
-    if str(getattr(model, "similarity_fn_name", "cosine")).endswith("dot"):
-        model_similarity = "dot"
-    similarity = args.similarity or model_similarity
-    if args.similarity is not None:
-        # The saved model must be searched with the similarity that it was trained with.
-        model.similarity_fn_name = SIMILARITY_NAMES[similarity]
-    settings = {
-        **select(args, LossKeywords),
-        "bank_size": args.bank_size or 0,
-        "scale": 1.0 / args.get_temperature(similarity),
-        "similarity_fct": cos_sim if similarity == "cos" else dot_score,
-        "gather_across_devices": args.is_gathered,
-        "guide": guide,
-    }
-    loss: ContAccumLoss
-    if args.has_gradient_cache:
-        mini_batch_size = args.pairs_per_micro_batch
-        loss = CachedContAccumLoss(model, mini_batch_size=mini_batch_size, **settings)
-    else:
-        loss = ContAccumLoss(model, **settings)
-    if dims:
-        return MatryoshkaLoss(model, loss, dims)
-    return loss
 
 
 def list_parts(value: Any) -> list[Any]:
@@ -107,32 +54,19 @@ def unwrap_matryoshka(loss: Any) -> Any:
 
 
 def list_losses(loss: Any) -> list[Any]:
-    """Return the losses of all data sets, without a MatryoshkaLoss around them.
-
-    Args:
-        loss: the training loss, or a dictionary with one loss for each data set.
-    """
+    """Return the losses of all data sets, without a MatryoshkaLoss around them."""
     return [unwrap_matryoshka(loss_of_set) for loss_of_set in list_parts(loss)]
 
 
 def get_batch_loss(loss: Any, batch: Batch) -> Any:
-    """Return the loss that a batch is trained with, without a MatryoshkaLoss around it.
-
-    Args:
-        loss: the training loss, or a dictionary with one loss for each data set.
-        batch: a collated batch; with several data sets, it names its own as ``dataset_name``.
-    """
+    """Return the loss that a batch is trained with, without a MatryoshkaLoss around it."""
     if isinstance(loss, dict):
         loss = loss[batch["dataset_name"]]
     return unwrap_matryoshka(loss)
 
 
 def iter_bank_losses(loss: Any) -> Iterator[ContAccumLoss]:
-    """Yield every ContAccumLoss in a training loss once, including one inside a MatryoshkaLoss.
-
-    Args:
-        loss: the training loss, or a dictionary with one loss for each data set.
-    """
+    """Yield every ContAccumLoss in a training loss once, including one inside a MatryoshkaLoss."""
     bank_losses: list[ContAccumLoss] = []
     for loss_of_set in list_losses(loss):
         for module in loss_of_set.modules():
@@ -145,20 +79,6 @@ def iter_bank_losses(loss: Any) -> Iterator[ContAccumLoss]:
 def get_store_documents(loss: Any) -> StoreDocuments | None:
     """Return the stored document embeddings of a query-side loss; None for any other loss."""
     return loss.documents if isinstance(loss, QuerySideLoss) else None
-
-
-def refuse_empty(dataset: Any) -> None:
-    """Raise `ConfigError` if a training set, or a part of it, has no rows; None is no training set.
-
-    The first row of a stream is read.
-    """
-    if dataset is None:
-        return
-    parts = dataset if isinstance(dataset, dict) else {None: dataset}
-    for name, part in parts.items() or [(None, ())]:
-        if not any(True for _ in islice(part, 1)):
-            place = "train_dataset" if name is None else f"train_dataset: the part {name!r}"
-            raise ConfigError(f"{place} has no rows (check how it is loaded and filtered)")
 
 
 def get_text_columns(dataset: Any) -> Columns:
@@ -184,32 +104,27 @@ def set_column_roles(
     has different roles in different data sets, both settings are made separately for each data set.
     """
     roles_by_set: dict[Any, dict[str, str]] = {}
+    prompts_by_set: dict[Any, dict[str, str]] = {}
     common_roles: dict[str, str] = {}
+    common_prompts: dict[str, str] = {}
     for name, column_names in columns.items():
         roles = dict.fromkeys(column_names, "document")
         roles[column_names[0]] = "query"
+        prompts = {}
+        for column, role in roles.items():
+            prompt = model.prompts.get(role)
+            if prompt:
+                prompts[column] = prompt
         roles_by_set[name] = roles
+        prompts_by_set[name] = prompts
         common_roles |= roles
+        common_prompts |= prompts
     # Where the roles of a column differ, a later set has overwritten the role of an earlier set.
     roles_agree = all(roles.items() <= common_roles.items() for roles in roles_by_set.values())
     if not args.router_mapping:
         args.router_mapping = common_roles if roles_agree else roles_by_set
-    if args.prompts is not None:
-        return
-    if roles_agree:
-        args.prompts = _get_prompts(model, common_roles) or None
-    else:
-        args.prompts = {name: _get_prompts(model, roles) for name, roles in roles_by_set.items()}
-
-
-def _get_prompts(model: SentenceTransformer, roles: dict[str, str]) -> dict[str, str]:
-    """Return the model's prompt for each column, by the role of the column."""
-    prompts = {}
-    for column, role in roles.items():
-        prompt = model.prompts.get(role)
-        if prompt:
-            prompts[column] = prompt
-    return prompts
+    if args.prompts is None:
+        args.prompts = (common_prompts or None) if roles_agree else prompts_by_set
 
 
 def check_columns(args: ContAccumTrainingArguments, loss: Any, columns: Columns) -> None:
@@ -270,12 +185,10 @@ def disable_unused_parameter_search(
     """Disable DDP's search for unused parameters where its result would be wrong.
 
     DDP searches after every forward pass. Most losses encode one column after the other, so after
-    the last column DDP would treat the query tower as unused. The search stays on in two cases:
-
-    - for losses with a gradient cache: they call the model once per backward pass, so the search
-      is correct for them, and needed,
-    - for a tied model with a loss that may read more than embeddings. For losses that read only
-      embeddings, `freeze_unused_parameters` replaces the search.
+    the last column DDP would treat the query tower as unused. The search stays on for losses with a
+    gradient cache, which call the model once per backward pass and need it, and for a tied model
+    with a loss that may read more than embeddings. For losses that read only embeddings,
+    `freeze_unused_parameters` replaces the search.
 
     The Accelerator reads ``ddp_find_unused_parameters`` when it is created, so this function must
     be called before.
@@ -324,10 +237,9 @@ def freeze_unused_parameters(
 ) -> None:
     """Freeze the parameters of modules that run but change no embedding, such as BERT's pooler.
 
-    A parameter whose module does not run for these features is called unreached, for example in an
-    image tower or another route of a Router. Other rows may reach it, so it stays trainable. But
-    with several processes, DDP would wait for its gradient in every update. It is frozen then, with
-    a warning.
+    A parameter whose module does not run for these features stays trainable, because other rows may
+    reach it, for example an expert or another route of a Router. But with several processes, DDP
+    would wait for its gradient in every update. It is frozen then, with a warning.
 
     Args:
         args: the arguments of the run.
@@ -347,39 +259,8 @@ def freeze_unused_parameters(
             parameters[name] = parameter
     if not parameters:
         raise ConfigError("every weight of the model is frozen (requires_grad=False): train some")
-    modules_run, used = _find_used_parameters(model, features, parameters)
-    unreached = []
-    for name, parameter in parameters.items():
-        if name in used:
-            continue
-        is_reached = model.get_submodule(name.rpartition(".")[0]) in modules_run
-        if not is_reached:
-            unreached.append(name)
-        if is_reached or freezes_unreached:
-            parameter.requires_grad_(False)
-    if unreached and freezes_unreached:
-        shown = ", ".join(unreached[:3])
-        if len(unreached) > 3:
-            shown += ", ..."
-        logger.warning(
-            f"{len(unreached)} parameters are frozen ({shown}): the first row of the training data "
-            "does not use them, and with several processes every update must use all trained "
-            "parameters. If other rows use them, train in one process"
-        )
-
-
-def _find_used_parameters(
-    model: SentenceTransformer,
-    features: list[dict[str, Any]],
-    parameters: dict[str, nn.Parameter],
-) -> tuple[set[nn.Module], set[str]]:
-    """Encode each column without dropout, and find the parameters that get a gradient.
-
-    Returns:
-        The modules that ran, and the names of the parameters that the embeddings depend on.
-    """
     modules_run: set[nn.Module] = set()
-    used: set[str] = set()
+    used: set[str] = set()  # parameters that the embeddings depend on
     hooks = []
     for module in model.modules():
         hook = module.register_forward_pre_hook(lambda module, _: modules_run.add(module))
@@ -401,4 +282,18 @@ def _find_used_parameters(
     finally:
         for hook in hooks:
             hook.remove()
-    return modules_run, used
+    unreached = []
+    for name, parameter in parameters.items():
+        if name in used:
+            continue
+        is_reached = model.get_submodule(name.rpartition(".")[0]) in modules_run
+        if not is_reached:
+            unreached.append(name)
+        if is_reached or freezes_unreached:
+            parameter.requires_grad_(False)
+    if unreached and freezes_unreached:
+        logger.warning(
+            f"{len(unreached)} parameters such as {unreached[0]} are frozen: the first row of the "
+            "training data does not use them, and with several processes every update must use all "
+            "trained parameters. If other rows use them, train in one process"
+        )

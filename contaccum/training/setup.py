@@ -19,7 +19,7 @@ from contaccum.encoders import adapters
 from contaccum.encoders.dual_encoder import DualEncoder, add_query_adapter, untie
 from contaccum.encoders.loading import is_sentence_transformer, require_model
 from contaccum.encoders.settings import configure, is_tied, set_max_lengths
-from contaccum.errors import ConfigError
+from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.beir import load_data as load_beir
 from contaccum.evaluation.evaluator import NanoBEIR, RetrievalEvaluator, sample
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
@@ -249,15 +249,21 @@ def make_trainer(
         # A SentenceTransformer is loaded in the dtype in which it was saved. In bfloat16 or float16
         # most of an update would be lost to rounding.
         encoder = encoder.float()
-    return ContAccumTrainer(
-        encoder,
-        args,
-        data.training.dataset,
-        evaluator=data.evaluator,
-        data_record=data.training.record(),
-        guide=load_guide(settings, args),
-        **trainer_options,
-    )
+    guide = load_guide(settings, args)
+    try:
+        return ContAccumTrainer(
+            encoder,
+            args,
+            data.training.dataset,
+            evaluator=data.evaluator,
+            data_record=data.training.record(),
+            guide=guide,
+            **trainer_options,
+        )
+    except UserError:
+        raise
+    except (ValueError, ImportError) as error:  # refusals of transformers, sentence-transformers
+        raise ConfigError(str(error)) from error
 
 
 def train_and_save(settings: Settings, args: ContAccumTrainingArguments) -> None:

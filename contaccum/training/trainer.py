@@ -30,6 +30,8 @@ import torch
 from datasets import IterableDataset
 from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+from sentence_transformers.losses import MatryoshkaLoss
+from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint, unset_hf_deepspeed_config
@@ -39,14 +41,15 @@ from contaccum.data.samplers import RESUMABLE_SAMPLERS
 from contaccum.data.sampling import get_samplings
 from contaccum.distributed import share
 from contaccum.encoders.adapters import has_adapter
-from contaccum.encoders.dual_encoder import DualEncoder
+from contaccum.encoders.dual_encoder import SIMILARITY_NAMES, DualEncoder
 from contaccum.encoders.loading import copy_module_code, loading
 from contaccum.encoders.settings import is_tied
 from contaccum.errors import ConfigError, DataError, UserError, is_out_of_memory
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import redact, write_json, write_text
-from contaccum.losses.contaccum import ContAccumLoss
+from contaccum.losses.contaccum import CachedContAccumLoss, ContAccumLoss, LossKeywords
 from contaccum.losses.text_ids import count_texts
+from contaccum.settings import select
 from contaccum.training import (
     checkpoint,
     engines,
@@ -59,6 +62,43 @@ from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.checkpoint import RunDescription
 from contaccum.training.losses import Batch, Row
 from contaccum.training.update import MEMORY_REMEDIES, NO_BATCH, Update, Updates
+
+
+def make_loss(
+    model: SentenceTransformer,
+    args: ContAccumTrainingArguments,
+    guide: SentenceTransformer | None = None,
+) -> ContAccumLoss | MatryoshkaLoss:
+    """Return the loss for ``args.method``, one with a bank or without.
+
+    Without a bank, it equals MultipleNegativesRankingLoss (or its cached version) up to rounding,
+    except for masked false negatives and centred gradients. With ``args.matryoshka_dims``, it is
+    the sum of the losses of embeddings truncated to each of these sizes.
+    """
+    model_similarity = "cos"
+    if str(getattr(model, "similarity_fn_name", "cosine")).endswith("dot"):
+        model_similarity = "dot"
+    similarity = args.similarity or model_similarity
+    if args.similarity is not None:
+        # The saved model must be searched with the similarity that it was trained with.
+        model.similarity_fn_name = SIMILARITY_NAMES[similarity]
+    settings = {
+        **select(args, LossKeywords),
+        "bank_size": args.bank_size or 0,
+        "scale": 1.0 / args.get_temperature(similarity),
+        "similarity_fct": cos_sim if similarity == "cos" else dot_score,
+        "gather_across_devices": args.is_gathered,
+        "guide": guide,
+    }
+    loss: ContAccumLoss
+    if args.has_gradient_cache:
+        mini_batch_size = args.pairs_per_micro_batch
+        loss = CachedContAccumLoss(model, mini_batch_size=mini_batch_size, **settings)
+    else:
+        loss = ContAccumLoss(model, **settings)
+    if args.matryoshka_dims:
+        return MatryoshkaLoss(model, loss, args.matryoshka_dims)
+    return loss
 
 
 class ContAccumTrainer(SentenceTransformerTrainer):
@@ -80,8 +120,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     gets a line per update (``train_log.jsonl``), ``run.json``, and checkpoints with the bank.
 
     Raises:
-        ConfigError: for a data set or a model that cannot be used with these arguments, and without
-            a model. With ``model_init``, the loss starts anew with each model.
+        ConfigError: for a data set or a model that cannot be used with these arguments.
 
     Example:
         ```python
@@ -97,7 +136,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
     def __init__(
         self,
-        model: SentenceTransformer | None = None,
+        model: SentenceTransformer,
         args: ContAccumTrainingArguments | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
@@ -107,12 +146,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         guide: SentenceTransformer | None = None,
         **kwargs: Any,
     ) -> None:
-        if model is None:
-            raise ConfigError(
-                "ContAccumTrainer needs a model to make its loss: beside model_init, pass "
-                "model=model_init()"
-            )
-        losses.refuse_empty(train_dataset)
         args = args or ContAccumTrainingArguments(output_dir="runs/contaccum")
         user_arguments = args.to_dict()
         args = copy.copy(args)  # some settings are changed below, and the caller's must not change
@@ -127,7 +160,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             )
             kwargs.setdefault("data_collator", collator)
         if loss is None:
-            loss = losses.make_loss(model, args, guide)
+            loss = make_loss(model, args, guide)
         losses.check_columns(args, loss, columns)
         losses.disable_unused_parameter_search(args, model, loss)
         args.hub_strategy = HubStrategy.END  # checkpoints contain local paths
