@@ -551,6 +551,7 @@ def test_the_report_shows_finished_runs_and_names_missing_ones(study, tmp_path, 
         assert (tmp_path / name).stat().st_size > 1000
 
 
+@pytest.mark.long  # the tests of all runs and the pictures take seconds
 def test_the_page_is_that_of_the_finished_runs(study, tmp_path, monkeypatch):
     """The tables of docs/time_study.md are those that the report program writes."""
     page = tmp_path / "page.md"

@@ -134,9 +134,9 @@ def draw_real_samples(num_samples: int, num_groups: int):
 
 
 def test_models_without_a_difference_are_told_apart_in_5_percent_of_all_samples():
-    # 5% of 200 samples, with a standard deviation of 1.5%.
-    for samples in (draw_made_up_samples(200, 20, 10), draw_real_samples(200, 50)):
-        assert 0.01 <= get_share_of_false_verdicts(samples) <= 0.09
+    # 5% of 150 samples, with a standard deviation of 1.8%.
+    for samples in (draw_made_up_samples(150, 20, 10), draw_real_samples(150, 50)):
+        assert 0.01 <= get_share_of_false_verdicts(samples) <= 0.1
 
 
 @pytest.mark.long  # 2,000 samples each: the standard deviation of a share of 5% is 0.5%

@@ -175,6 +175,7 @@ def search_store(folder: Path, model_path: str, text: str) -> tuple[list[str], n
     return store.ids(rows[0]), scores[0]
 
 
+@pytest.mark.long  # importing the client takes seconds
 def test_qdrant_lines_of_the_page_find_the_documents_and_scores_of_our_search(
     encoded_folder, tiny_model_path, tmp_path, monkeypatch
 ):
