@@ -1,19 +1,14 @@
 """ContAccumLoss and CachedContAccumLoss, the public losses for sentence-transformers.
 
-Memory banks hold the embeddings of recent training pairs, without gradients, as further negatives
-and further queries of the loss. A micro-batch is what one call of the loss gets. An update is one
-optimizer step, after one or more micro-batches whose gradients are accumulated.
-`CachedContAccumLoss` encodes a micro-batch in smaller mini-batches.
+A micro-batch is what one call of the loss gets: the columns of the data set, which are anchors
+(queries), positives, and hard negatives. The "features" of a column are the dict of tensors that a
+sentence-transformers model takes as input. An update is one optimizer step, after one or more
+micro-batches whose gradients are accumulated. For each micro-batch a loss
 
-The columns of a micro-batch are those of the data set: anchors (queries), positives, and hard
-negatives. The "features" of a column are the dict of tensors that a sentence-transformers model
-takes as input, such as ``input_ids`` and ``attention_mask``. For each micro-batch a loss
-
-1. encodes the drift probe, if it is due. The probe is a few training pairs that are encoded again
-   and again, to measure how much the encoder has changed since the bank was filled;
+1. encodes the drift probe (a few training pairs, see `contaccum.losses.probe`), if it is due;
 2. computes the ids of the texts, by which duplicates and known positives are masked;
 3. encodes the columns, and calls `contaccum.bank.info_nce.BankedInfoNCE` for the loss, which has
-   the formula and documents the settings.
+   the formula.
 
 Letters in shapes: n pairs in the micro-batch, h hard negatives per query, d the embedding size, g
 the embedding size of a guide.
@@ -32,12 +27,6 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.losses.gradcache import CachedLossMixin, has_static_embedding_input
 from sentence_transformers.base.losses.merged_forward import embed_columns
-from sentence_transformers.sentence_transformer.losses.adaptive_layer import (
-    ForwardDecorator as LayerForwardDecorator,
-)
-from sentence_transformers.sentence_transformer.losses.adaptive_layer import (
-    TransformerDecorator as LayerDecorator,
-)
 from sentence_transformers.sentence_transformer.losses.matryoshka import (
     CachedLossDecorator,
     ForwardDecorator,
@@ -96,7 +85,7 @@ class _Model:
 
 @dataclass(frozen=True, eq=False)
 class LossKeywords(DistillationSettings, LossSettings, _Model):
-    """Arguments of `ContAccumLoss`, which documents them: settings, and what only its caller has.
+    """Arguments of `ContAccumLoss`: settings, and what only its caller has.
 
     Those before KW_ONLY may be given by position, in the order of MultipleNegativesRankingLoss.
     """
@@ -153,35 +142,20 @@ class ContAccumLoss(ModelLoss):
     It replaces MultipleNegativesRankingLoss where memory allows only small batches: each
     micro-batch has up to ``bank_size`` passages of the bank as negatives, not only its own.
 
+    The arguments are settings of `contaccum train`, which docs/training.md describes, and
+
     Args:
         model: a SentenceTransformer: one encoder for both queries and passages, or a Router with an
             encoder for each.
-        bank_size: maximum number of past pairs in the banks; 0 trains without banks. With several
-            ranks it is the size of the shared bank, or that of each rank's own bank. By default,
-            the hard negatives of these pairs are in the bank too.
         scale: factor of the similarities, 1 / temperature.
         similarity_fct: ``sentence_transformers.util.cos_sim`` or ``dot_score``.
         gather_across_devices: True: all ranks share one bank, and the loss is that of the pairs of
             all ranks. False: each rank has its own bank.
-        distill: ``"margin_mse"`` or ``"kl"`` adds a distillation loss in training, from the teacher
-            scores in ``labels``; None adds nothing.
-        distill_weight, distill_temperature: factor and temperature of the distillation loss; see
-            `contaccum.losses.distillation.Distillation`.
         guide: a frozen SentenceTransformer that finds false negatives, as in GISTEmbedLoss.
             ``margin`` and ``margin_strategy`` of GISTEmbedLoss are called ``guide_margin`` and
             ``guide_margin_strategy`` here.
-        query_bank_size: None for ``bank_size``, 0 for a passage bank alone.
-        mask_duplicates: exclude negatives that are the positive once more; by the hashes of their
-            tokens (`contaccum.losses.text_ids.content_ids`) and the ids in ``labels``.
-        drift_compensation: what is done about banked embeddings that become outdated. ``"auto"``
-            corrects them, and retires those that have drifted too far.
-        center_gradients: ``"auto"`` subtracts the mean gradient of the passages while outdated
-            embeddings are in use.
         pairs_per_update: number of training pairs per update, for ``center_gradients``. None
             centres each micro-batch by itself.
-        normalize_by, bank_hard_negatives, bank_weight, false_negative_margin, guide_margin,
-        guide_margin_strategy: see `contaccum.bank.info_nce.BankedInfoNCE`, which describes all
-            settings in full.
 
     Raises:
         ConfigError (a ValueError): for settings out of range, and for a model that compares
@@ -189,9 +163,9 @@ class ContAccumLoss(ModelLoss):
 
     Inputs:
         (anchor, positive) pairs or (anchor, positive, negative_1, ..., negative_h) tuples;
-        labels: None; or ids of the texts, integers; or a teacher's scores of the positive and the
-            h negatives, (micro-batch, 1 + h); or ids, then scores. See
-            `contaccum.data.sampling`.
+        labels: None; or ids of the texts, int64 (n, 2 + h), hashes from
+            `contaccum.data.sampling.text_ids`; or a teacher's scores of the positive and the h
+            negatives, float (n, 1 + h); or ids, then scores. See `contaccum.data.sampling`.
 
     Relations:
         - With ``bank_size=0`` and a batch without duplicates, the loss equals
@@ -290,7 +264,9 @@ class ContAccumLoss(ModelLoss):
         self.info_nces: nn.ModuleDict = nn.ModuleDict()
         # If drift compensation moves banked embeddings along with the mean embedding, the probe
         # measures how far the mean has moved.
-        self._probe = EncoderProbe(model, is_used=self.settings.moves_entries)
+        self._probe = EncoderProbe(
+            model, self.settings.moves_entries, self.settings.gather_across_devices
+        )
         self._guide_embeddings: list[Tensor] | None = None
         self._pairs_in_update: int | None = None
         self._has_seen_ids = False
@@ -303,10 +279,8 @@ class ContAccumLoss(ModelLoss):
         Args:
             sentence_features: the features of each column: anchors, positives and any number of
                 columns of hard negatives.
-            labels: None; or ids of the texts, int64 (n, columns), hashes from
-                `contaccum.data.sampling.text_ids`; or teacher scores, float; or ids, then scores.
-                See `contaccum.data.sampling`. Two texts are duplicates if these ids are equal, or
-                if the hashes of their tokens are equal.
+            labels: see "Inputs" of the class. Two texts are duplicates if their ids there are
+                equal, or if the hashes of their tokens are equal.
 
         Raises:
             ValueError: for fewer than two columns, inside AdaptiveLayerLoss or Matryoshka2dLoss,
@@ -332,12 +306,13 @@ class ContAccumLoss(ModelLoss):
             )
         # The first module is the Transformer, or in a wrapper (DDP) the model itself.
         first_module = next(self.model.children(), self.model)
-        if isinstance(first_module.forward, (LayerDecorator, LayerForwardDecorator)):
+        if type(first_module.forward).__module__.endswith(".adaptive_layer"):  # a decorator
             raise ConfigError(
                 f"AdaptiveLayerLoss and Matryoshka2dLoss call a loss once per layer, which would "
                 f"fill the bank of {type(self).__name__} with copies: use MatryoshkaLoss"
             )
-        if self._is_training and self.settings.bank_size and not self._is_matryoshka_replay:
+        has_bank = self._is_training and self.settings.bank_size > 0
+        if has_bank and not self._is_matryoshka_replay:
             self._encode_probe_if_due(features)
         decoded = decode(labels, len(features))
         label_ids = decoded.text_ids
@@ -363,12 +338,18 @@ class ContAccumLoss(ModelLoss):
         for index, column in enumerate(features):
             column_ids = None
             if label_ids is not None:
-                column_ids = label_ids[:, index]
-            ids_of_columns.append(combine_ids(column_ids, content_ids(column)))
+                column_ids = label_ids[:, index]  # (n,)
+            hashes = content_ids(column)
+            if hashes is None and has_bank:
+                self._warn_once(
+                    "copies of a text are not masked, and old bank entries are not retired: that "
+                    "needs texts, and a column has images or sounds"
+                )
+            ids_of_columns.append(combine_ids(column_ids, hashes))
         return ids_of_columns
 
     def _encode_probe_if_due(self, features: list[dict[str, Any]]) -> None:
-        """Encode the drift probe if it is due; see `EncoderProbe.encode_if_due`."""
+        """Encode the drift probe if it is due, and pass it to the loss of every size."""
         loss_fns = self._get_info_nces()
         # The probe is due at the start of an update, and the loss counts an optimizer step only in
         # its next call. So the step must be counted before the clock is read.
@@ -377,37 +358,17 @@ class ContAccumLoss(ModelLoss):
         clock = None
         if self.info_nce is not None:
             clock = self.info_nce.clock
-        is_inside_matryoshka = self._is_inside_matryoshka
-        if self._probe.encode_if_due(features, clock, self._is_shared, is_inside_matryoshka):
+        if self._probe.encode_if_due(features, clock, self._is_inside_matryoshka):
             for size, loss_fn in loss_fns.items():
                 self._probe.pass_to_loss(loss_fn, size)
         for loss_fn in loss_fns.values():
-            self._set_expects_probe(loss_fn)
-
-    def _set_expects_probe(self, loss_fn: BankedInfoNCE) -> None:
-        """Tell a `BankedInfoNCE` whether it will get embeddings of the probe.
-
-        Without them it estimates the mean embeddings of queries and passages from micro-batches.
-        If the probe turns off while its texts are collected, the pairs so far leave the bank.
-        """
-        expects_probe = self._probe.texts is not None
-        is_probe_lost = loss_fn.compensation.expects_probe and not expects_probe
-        if is_probe_lost and loss_fn.bank is not None:
-            # Its pairs are relative to a mean of 0; the means now start at those of a micro-batch.
-            loss_fn.bank.retire_all()
-        loss_fn.compensation.expects_probe = expects_probe
+            loss_fn.compensation.expects_probe = self._probe.parts is not None
 
     def _compute_guide_embeddings(
         self, features: list[dict[str, Any]], batch_size: int | None = None
     ) -> list[Tensor] | None:
-        """Compute the guide embeddings of the columns, (n, g) each; return None without a guide.
-
-        Inside MatryoshkaLoss the guide runs once per micro-batch, and its embeddings are stored for
-        the other embedding sizes.
-
-        Args:
-            batch_size: number of texts to encode at once; None encodes all of them.
-        """
+        """Compute the guide embeddings of the columns, (n, g) each; return None without a guide."""
+        # Inside MatryoshkaLoss the guide runs once per micro-batch, for all embedding sizes.
         if self.guide is not None and not self._is_matryoshka_replay:
             self._guide_embeddings = self.guide.embed(features, batch_size)
         return self._guide_embeddings
@@ -441,8 +402,6 @@ class ContAccumLoss(ModelLoss):
             )
         if ids is None:
             ids = [None] * len(embeddings)
-        if self._is_training and self.settings.bank_size:
-            self._warn_if_texts_are_missing(ids)
         loss_fn = self._without_bank
         if self._is_training:
             loss_fn = self._get_or_make_info_nce(embeddings[0].shape[-1])
@@ -466,32 +425,12 @@ class ContAccumLoss(ModelLoss):
             return loss_fn
         loss_fn = BankedInfoNCE.from_settings(self.settings)
         loss_fn.positives = self._positives
-        self._set_expects_probe(loss_fn)
+        loss_fn.compensation.expects_probe = self._probe.parts is not None
         if self._pairs_in_update is not None:
             loss_fn.begin_update(self._pairs_in_update)
         self.info_nces[str(size)] = loss_fn
         self._probe.pass_to_loss(loss_fn, size)
         return loss_fn
-
-    def _warn_if_texts_are_missing(self, ids: Sequence[Tensor | None]) -> None:
-        """Warn once if masks or the drift probe are off because texts or their ids are missing."""
-        if self.settings.mask_duplicates and any(x is None for x in ids):
-            self._warn_once(
-                "duplicates are not masked, because some texts or images have no id: a loss that "
-                "calls compute_loss_from_embeddings can pass "
-                "ids=[content_ids(x) for x in sentence_features]"
-            )
-        loss_fn = self.info_nce
-        if self.settings.drift_compensation != "auto" or loss_fn is None:
-            return
-        has_probe = loss_fn.compensation.probe is not None or self._probe.texts is not None
-        if loss_fn.clock.num_updates > 0 and not has_probe:
-            self._warn_once(
-                "old bank entries are not retired, because the drift probe is off: it needs single "
-                "texts, and got only embeddings, or features that cannot be split into texts. A "
-                "loss that calls compute_loss_from_embeddings can call info_nce.observe_probe "
-                "after updates (docs/drift.md)"
-            )
 
     def _warn_once(self, text: str) -> None:
         if text not in self._logged_warnings:
@@ -508,10 +447,10 @@ class ContAccumLoss(ModelLoss):
 
     @property
     def last(self) -> dict[str, Any]:
-        """Diagnostics of the last call in training; see `BankedInfoNCE`.
+        """Diagnostics of the last call in training, of the largest embedding size.
 
-        With several embedding sizes they are those of the largest. With ``distill`` they include
-        ``distill_loss``, the unweighted term (with several sizes, that of the last one computed).
+        See `BankedInfoNCE.last`. With ``distill`` they include ``distill_loss``, the unweighted
+        term (with several sizes, that of the last one computed).
         """
         info_nce = self.info_nce
         diagnostics = {}
@@ -529,12 +468,7 @@ class ContAccumLoss(ModelLoss):
         return self.info_nce.local_loss
 
     def begin_update(self, pairs: int) -> None:
-        """Set the number of pairs until the next optimizer step, over all ranks that share a bank.
-
-        Gradients are centred over that many pairs; see ``center_gradients`` of `BankedInfoNCE`. The
-        call is needed only if updates differ in their number of pairs; otherwise
-        ``pairs_per_update`` sets it once.
-        """
+        """Set the number of pairs until the next optimizer step; see `BankedInfoNCE`."""
         self._pairs_in_update = pairs
         for loss_fn in self._get_info_nces().values():
             loss_fn.begin_update(pairs)
@@ -597,7 +531,7 @@ class ContAccumLoss(ModelLoss):
                 if key.startswith(prefix):
                     state_of_rank[key.removeprefix(prefix)] = value
             state = state_of_rank
-        state = self._probe.load_state_dict(state, self._is_shared)
+        state = self._probe.load_state_dict(state)
         # The keys are "<embedding size>.<name>".
         sizes = {int(key.split(".", 1)[0]) for key in state}
         for size in self._get_info_nces().keys() - sizes:
@@ -651,9 +585,8 @@ class ContAccumLoss(ModelLoss):
     def _is_inside_matryoshka(self) -> bool:
         """True if MatryoshkaLoss calls the loss, once per embedding size.
 
-        While it does, it has replaced a method by a decorator that cuts the embeddings to the size.
-        This is the forward method of the model, or `calculate_loss` of the loss instance, if the
-        loss has a gradient cache (CachedContAccumLoss).
+        It has then replaced a method by a decorator that cuts the embeddings to the size: the
+        forward method of the model, or `calculate_loss` of a loss with a gradient cache.
         """
         forward: object = self.model.forward
         calculate_loss = vars(self).get("calculate_loss")
@@ -673,17 +606,13 @@ class ContAccumLoss(ModelLoss):
 class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
     """`ContAccumLoss` for batches that are larger than memory allows, by a gradient cache.
 
-    Every pair has the other pairs of a large batch, and the bank, as negatives.
-
     It adds a bank to CachedMultipleNegativesRankingLoss, as `ContAccumLoss` adds one to
     MultipleNegativesRankingLoss. A gradient cache (GradCache, arXiv 2101.06983) needs memory for
     the activations of one mini-batch only:
 
     1. Encode the whole batch without gradients, ``mini_batch_size`` texts at a time.
-    2. Compute the loss, and its gradients with respect to the embeddings.
+    2. Compute the loss, with the bank, and its gradients with respect to the embeddings.
     3. In backward, encode each mini-batch again, and propagate those gradients through the model.
-
-    The bank adds negatives to step 2, but no activations.
 
     Args:
         mini_batch_size: number of texts that are encoded at once.
@@ -693,8 +622,8 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
         model, bank_size, ...: as in `ContAccumLoss`.
 
     Raises:
-        ConfigError (a ValueError): for settings out of range, and for a model with a
-            StaticEmbedding, whose texts cannot be split into mini-batches.
+        ConfigError (a ValueError): also for a model with a StaticEmbedding, whose texts cannot be
+            split into mini-batches.
 
     Relations:
         - With ``bank_size=0`` and a batch without duplicates, the loss equals
@@ -704,10 +633,6 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
         ```python
         loss = CachedContAccumLoss(model, bank_size=4096, mini_batch_size=8)
         args = SentenceTransformerTrainingArguments(per_device_train_batch_size=128)
-        trainer = SentenceTransformerTrainer(
-            model=model, args=args, train_dataset=train_dataset, loss=loss
-        )
-        trainer.train()
         ```
     """
 

@@ -8,13 +8,11 @@ over queries of
     kl:          T^2 KL( softmax(t / T) || softmax(s / T) )
 
 MarginMSELoss and DistillKLDivLoss of sentence-transformers compute it, from the embeddings that the
-contrastive loss uses. The teacher's scores are in the data set (docs/data.md). The bank is not
-used.
+contrastive loss uses. The teacher's scores are in the data set (docs/data.md).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -33,19 +31,14 @@ class Distillation:
     The student's scores are those of the contrastive loss: the similarity times ``scale``.
 
     Args:
-        kind: ``"margin_mse"`` for the mean squared error of the margins between the positive and
-            each negative; ``"kl"`` for the KL divergence between the softmax distributions of
-            teacher and student over the positive and the negatives.
+        kind: ``"margin_mse"`` or ``"kl"``.
         weight: the factor of the term.
         temperature: T of ``"kl"``.
         similarity: ``"cos"`` or ``"dot"``.
-        scale: the factor of the similarities in the student's scores.
+        scale: the factor of the similarities.
 
     Attributes:
         last: the term of the last call, unweighted and detached; None before the first call.
-
-    Raises:
-        ConfigError: for an unknown kind, and for numbers out of range.
     """
 
     def __init__(
@@ -61,9 +54,6 @@ class Distillation:
             "kl": partial(DistillKLDivLoss, temperature=temperature),
         }
         check_choice("distill", kind, loss_classes)
-        for name, value in (("distill_weight", weight), ("distill_temperature", temperature)):
-            if not 0 < value < math.inf:
-                raise ConfigError(f"{name} must be a positive number, got {value!r}")
         self.kind = kind
         self.weight = weight
         self.temperature = temperature
@@ -96,7 +86,7 @@ class Distillation:
             )
         # In half precision, rounding would remove small margins between scores.
         dtype = torch.promote_types(embeddings[0].dtype, torch.float32)
-        columns = [x.to(dtype) for x in embeddings]
+        columns = [x.to(dtype) for x in embeddings]  # (n, d) each
         if self.similarity != "dot":
             columns = [normalize(x, dim=-1) for x in columns]
         # The losses of sentence-transformers use dot products, so the queries carry the scale.

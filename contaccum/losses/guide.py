@@ -16,7 +16,6 @@ from sentence_transformers import SentenceTransformer
 # A private function, but the only one that splits features of every layout; see
 # `contaccum.losses.text_ids` for the layouts.
 from sentence_transformers.base.losses.gradcache import _create_minibatch
-from sentence_transformers.sentence_transformer.modules import Router
 from sentence_transformers.util import batch_to_device
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -47,8 +46,7 @@ class Guide:
             guide gets the tokens themselves.
 
     Raises:
-        ConfigError: if the model or the guide has no tokenizer of transformers, or the encoders of
-            queries and documents in the model have tokenizers with different vocabularies.
+        ConfigError: if the model or the guide has no tokenizer of transformers.
     """
 
     def __init__(self, model: SentenceTransformer, guide: SentenceTransformer) -> None:
@@ -56,7 +54,6 @@ class Guide:
         guide_tokenizer = _get_tokenizer(guide)
         model_limit = model.max_seq_length or _NO_LIMIT
         guide_limit = guide.max_seq_length or _NO_LIMIT
-        _require_one_vocabulary(model, model_tokenizer)
         self.tokenizer: PreTrainedTokenizerBase | None = None
         has_same_vocabulary = model_tokenizer.get_vocab() == guide_tokenizer.get_vocab()
         if guide_limit < model_limit or not has_same_vocabulary:
@@ -84,7 +81,7 @@ class Guide:
             features = batch_to_device(dict(column), self.model.device)
             batches = [features]
             if batch_size is not None:
-                starts = range(0, count_texts(features) or 0, batch_size)
+                starts = range(0, count_texts(features), batch_size)
                 batches = [_create_minibatch(features, i, i + batch_size) for i in starts]
             outputs = [self.model(batch)["sentence_embedding"] for batch in batches]
             embeddings.append(torch.cat(outputs))
@@ -113,22 +110,3 @@ def _get_tokenizer(model: SentenceTransformer) -> PreTrainedTokenizerBase:
             "read the same texts. Use another guide, or train without guide"
         )
     return tokenizer
-
-
-def _require_one_vocabulary(
-    model: SentenceTransformer, model_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Raise `ConfigError` if an encoder of the model has another vocabulary than its tokenizer."""
-    encoders = [model[0]]
-    if isinstance(model[0], Router):
-        encoders = [next(route.children()) for route in model[0].sub_modules.values()]
-    for encoder in encoders:
-        tokenizer = getattr(encoder, "tokenizer", None)
-        if tokenizer is None or tokenizer is model_tokenizer:
-            continue
-        if tokenizer.get_vocab() != model_tokenizer.get_vocab():
-            raise ConfigError(
-                "guide: the encoders of queries and documents have tokenizers with different "
-                "vocabularies, so their texts cannot be decoded for the guide. Train without "
-                "guide"
-            )

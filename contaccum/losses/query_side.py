@@ -13,8 +13,6 @@ their positives in the store.
 from __future__ import annotations
 
 import logging
-import math
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -44,9 +42,6 @@ from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import DEFAULT_TEMPERATURE
 
 logger = logging.getLogger(__name__)
-
-PASSES_PER_MICRO_STEP = 3
-"""Cost of a micro-step in forward passes: one forward pass, and a backward pass that costs two."""
 
 _ROWS_PER_CHUNK = 10_000
 """Number of rows of a data set whose texts are hashed at once."""
@@ -112,8 +107,6 @@ class QuerySideLoss(ModelLoss):
         scale: float | None = None,
     ) -> None:
         super().__init__()
-        if scale is not None and not 0 < scale < math.inf:
-            raise ConfigError(f"scale must be a positive number, got {scale!r}")
         if not isinstance(store, (EmbeddingStore, StoreDocuments)):
             store = EmbeddingStore.open(store)
         if isinstance(store, EmbeddingStore):
@@ -126,7 +119,6 @@ class QuerySideLoss(ModelLoss):
         """Check that the model fits the store, and freeze its document tower."""
         check_store_fits(model, self.documents.store)
         train_query_tower_alone(model)
-        self._num_micro_steps = 0
 
     def forward(
         self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
@@ -143,17 +135,9 @@ class QuerySideLoss(ModelLoss):
                 "QuerySideLoss needs one column of queries, and store rows of their positives as "
                 "labels: pass data_collator=QuerySideCollator.of_dataset(...) to the trainer"
             )
-        start_time = self._read_time(labels)
         queries = self.model(features[0])["sentence_embedding"]
         queries = truncate_embeddings(queries, self.documents.dimension)  # a model's truncate_dim
-        encoded_time = self._read_time(queries)
-        loss = self.compute_loss_from_embeddings(queries, labels)
-        end_time = self._read_time(loss)
-        if self._is_timed:
-            self._log_cost(len(queries), encoded_time - start_time, end_time - encoded_time)
-        if torch.is_grad_enabled():
-            self._num_micro_steps += 1
-        return loss
+        return self.compute_loss_from_embeddings(queries, labels)
 
     def compute_loss_from_embeddings(self, queries: Tensor, labels: Tensor) -> Tensor:
         """Compute the loss of embedded queries, (n, d); ``labels`` are int64 (n, p).
@@ -177,41 +161,6 @@ class QuerySideLoss(ModelLoss):
         return compute_full_softmax_loss(
             queries, positives, labels, blocks, temperature, is_partitioned
         )
-
-    def _read_time(self, tensor: Tensor) -> float:
-        """Return the time in seconds; in the timed micro-step, wait for the tensor's GPU first."""
-        if self._is_timed and tensor.device.type == "cuda":
-            torch.cuda.synchronize(tensor.device)
-        return time.perf_counter()
-
-    @property
-    def _is_timed(self) -> bool:
-        """True in the second micro-step, whose cost is typical; the first one reads the store."""
-        return self._num_micro_steps == 1 and torch.is_grad_enabled()
-
-    def _log_cost(self, num_queries: int, forward_seconds: float, loss_seconds: float) -> None:
-        """Log the cost of the encoder and of the documents in a micro-step.
-
-        Args:
-            num_queries: number of queries of the micro-step.
-            forward_seconds: time of the encoder's forward pass.
-            loss_seconds: time of the loss and its gradient over all documents.
-        """
-        if rank() != 0:
-            return
-        encoder_seconds = PASSES_PER_MICRO_STEP * forward_seconds
-        message = (
-            f"query side: a micro-step of {num_queries} queries takes about "
-            f"{1e3 * encoder_seconds:,.0f} ms in the encoder and {1e3 * loss_seconds:,.0f} ms for "
-            f"the loss over {len(self.documents):,} documents"
-        )
-        if loss_seconds > encoder_seconds:
-            logger.warning(
-                f"{message}. Most of the time is spent on the documents: use a GPU, a smaller "
-                "corpus, or larger micro-batches"
-            )
-        else:
-            logger.info(message)
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return the settings that sentence-transformers writes into the model card."""

@@ -32,7 +32,7 @@ from contaccum.bank.logits import NO_ID
 from contaccum.errors import ConfigError
 from contaccum.losses import contaccum as contaccum_losses
 from contaccum.losses import probe
-from contaccum.losses.probe import MIN_PAIRS_BETWEEN_PROBES, PROBE_PAIRS, TextProbe
+from contaccum.losses.probe import MIN_PAIRS_BETWEEN_PROBES, PROBE_PAIRS, EncoderProbe
 from contaccum.losses.text_ids import content_ids, copy_first_texts
 
 HASH = 2**50
@@ -44,6 +44,13 @@ def model(request: pytest.FixtureRequest) -> DualEncoder:
     """Return a tiny model without dropout; the parameter says whether it is tied (default: yes)."""
     is_tied = getattr(request, "param", True)
     return tiny_encoder(is_tied, normalize=False, similarity="cos")
+
+
+def make_probe(model: nn.Module, parts: Any = None, is_shared: bool = False) -> EncoderProbe:
+    """Make a probe with the parts."""
+    encoder_probe = EncoderProbe(model, is_used=True, gathers=is_shared)
+    encoder_probe.parts = parts
+    return encoder_probe
 
 
 def collect_gradients(model: nn.Module) -> list[Tensor]:
@@ -276,13 +283,8 @@ def test_ids_in_labels_and_known_positives_decide_what_is_masked(model):
 
 
 @pytest.mark.parametrize("has_ids", [True, False])
-def test_inside_another_loss_updates_count_and_one_warning_names_what_is_off(
-    model, has_ids, caplog
-):
-    """The other loss computes the embeddings once, as the docs of sentence-transformers show.
-
-    Without ids, duplicates are not masked. In both cases there is no probe.
-    """
+def test_inside_another_loss_updates_count_and_ids_are_stored(model, has_ids):
+    """The other loss computes the embeddings once, as the docs of sentence-transformers show."""
     loss_fn = ContAccumLoss(model.train(), bank_size=64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(10):
@@ -302,11 +304,6 @@ def test_inside_another_loss_updates_count_and_one_warning_names_what_is_off(
     assert info_nce.bank_age >= 4
     bank_has_ids = bool((info_nce.bank.document_ids != NO_ID).any())
     assert bank_has_ids == has_ids
-    expected_warnings = ["old bank entries are not retired"]
-    if not has_ids:
-        expected_warnings = ["duplicates are not masked", "old bank entries are not retired"]
-    first_clauses = [record.message.split(",")[0] for record in caplog.records]
-    assert first_clauses == expected_warnings
 
 
 def test_positives_and_hard_negatives_are_encoded_in_one_pass(model):
@@ -416,13 +413,13 @@ def test_the_encoder_is_probed_after_updates_at_most_every_128_pairs(model, monk
     loss_fn = ContAccumLoss(model, bank_size=256)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     probed_steps: list[int] = []
-    encode = TextProbe.encode
+    encode = EncoderProbe.encode
 
-    def record_step_and_encode(self: TextProbe, *args: Any) -> Any:
+    def record_step_and_encode(self: EncoderProbe, *args: Any) -> Any:
         probed_steps.append(step)
         return encode(self, *args)
 
-    monkeypatch.setattr(TextProbe, "encode", record_step_and_encode)
+    monkeypatch.setattr(EncoderProbe, "encode", record_step_and_encode)
     model.train()
     for step in range(40):  # 16 pairs each
         loss_fn(draw_columns(16, step)).backward()
@@ -464,12 +461,11 @@ def test_probing_uses_no_random_number_and_restores_the_modes_of_modules():
         model.preprocess(sentences(16), task="query"),
         model.preprocess(sentences(16, 1), task="document"),
     ]
-    text_probe = TextProbe(is_shared=False)
-    assert text_probe.collect(columns)
-    assert text_probe.is_complete
+    encoder_probe = make_probe(model)
+    assert encoder_probe.encode_if_due(columns, None, False)
     random_state = torch.get_rng_state()
-    first = text_probe.encode(model, columns)
-    second = text_probe.encode(model, columns)
+    first = encoder_probe.encode(columns)
+    second = encoder_probe.encode(columns)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(second[0], first[0])
@@ -478,8 +474,11 @@ def test_probing_uses_no_random_number_and_restores_the_modes_of_modules():
     expected = model.encode_query(sentences(16)[:PROBE_PAIRS], convert_to_tensor=True)
     assert first[0].shape == (PROBE_PAIRS, 16)
     assert torch.allclose(first[0], expected, atol=1e-6)
-    restored = TextProbe.from_state_dict(text_probe.state_dict(), is_shared=False)
-    queries, passages = restored.encode(model, columns)
+    restored = make_probe(model)
+    assert restored.load_state_dict({**encoder_probe.state_dict(), "other": first[0]}).keys() == {
+        "other"
+    }
+    queries, passages = restored.encode(columns)
     assert torch.equal(queries, first[0])
     assert torch.equal(passages, first[1])
 
@@ -496,9 +495,7 @@ def test_ranks_encode_equally_many_parts_of_the_probe_and_return_their_own(model
             model.preprocess(sentences(3, 2 * part + 1), task="query"),
         ]
         parts.append([copy_first_texts(column, 3) for column in columns])
-    expected_queries, expected_passages = TextProbe(is_shared=False, parts=parts).encode(
-        model, columns
-    )
+    expected_queries, expected_passages = make_probe(model, parts).encode(columns)
     monkeypatch.setattr(probe, "world_size", lambda: 2)
     calls = []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -506,7 +503,7 @@ def test_ranks_encode_equally_many_parts_of_the_probe_and_return_their_own(model
     passages_of_ranks = []
     for rank in (0, 1):
         monkeypatch.setattr(probe, "rank", lambda rank=rank: rank)
-        queries, passages = TextProbe(is_shared=True, parts=parts).encode(model, columns)
+        queries, passages = make_probe(model, parts, is_shared=True).encode(columns)
         queries_of_ranks.append(queries)
         passages_of_ranks.append(passages)
         assert len(calls) == 4  # two parts of two columns
@@ -519,49 +516,23 @@ def test_ranks_encode_equally_many_parts_of_the_probe_and_return_their_own(model
 def test_the_probe_of_a_matryoshka_model_runs_the_hooks_of_the_model(model):
     """FSDP gathers the weights in a hook before the forward method."""
     columns = [model.preprocess(sentences(16, seed), task="query") for seed in (0, 1)]
-    text_probe = TextProbe(is_shared=False)
-    text_probe.collect(columns)
+    parts = [[copy_first_texts(column, PROBE_PAIRS) for column in columns]]
     decorated = ForwardDecorator(model.forward)
     decorated.set_dim(8)
     model.forward = decorated
     calls = []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
-    queries, _ = text_probe.encode(model, columns)
+    queries, _ = make_probe(model, parts).encode(columns)
     assert queries.shape == (PROBE_PAIRS, 16)
     assert len(calls) == 2
     assert model.forward is decorated
 
 
-def test_a_probe_is_not_collected_from_texts_that_cannot_be_separated():
-    columns = [{"input_ids": torch.arange(9)}, {"input_ids": torch.arange(9)}]
-    assert not TextProbe(is_shared=False).collect(columns)
-
-
-def test_pairs_from_before_the_probe_was_lost_leave_the_bank(model, monkeypatch):
-    """They are relative to a mean of 0, later ones to the running mean of the micro-batches."""
-    micro_batches = [features(model.double(), 6, 2, seed=seed) for seed in range(4)]
-
-    def compute_losses(separable: int, first: int) -> list[float]:
-        """Train from a micro-batch on; only texts of so many micro-batches can be separated."""
-        answers = iter([True] * separable + [False] * 4)
-
-        def collect(text_probe: TextProbe, columns: list[dict[str, Any]]) -> bool:
-            text_probe.parts.append([copy_first_texts(column, 6) for column in columns])
-            return next(answers)
-
-        monkeypatch.setattr(TextProbe, "collect", collect)
-        loss_fn = ContAccumLoss(model, bank_size=64)
-        losses = []
-        for columns in micro_batches[first:]:
-            loss = loss_fn([dict(column) for column in columns])
-            loss.backward()
-            losses.append(loss.item())
-        assert loss_fn.info_nce.compensation.probe is None
-        return losses
-
-    without_probe = compute_losses(separable=0, first=1)
-    losses = compute_losses(separable=1, first=0)
-    assert losses[1:] == pytest.approx(without_probe, abs=1e-12)
+def test_a_probe_is_not_collected_from_images(model):
+    columns = [{"input_ids": torch.ones(9, 1), "pixel_values": torch.ones(9, 2)}] * 2
+    encoder_probe = make_probe(model)
+    assert not encoder_probe.encode_if_due(columns, None, False)
+    assert encoder_probe.parts is None
 
 
 def test_ranks_that_share_a_bank_encode_parts_of_the_same_probe(model, monkeypatch):
@@ -577,12 +548,10 @@ def test_ranks_that_share_a_bank_encode_parts_of_the_same_probe(model, monkeypat
     gathered_states = iter([gathered_queries, gathered_passages])
     monkeypatch.setattr(probe, "world_size", lambda: 3)
     monkeypatch.setattr(probe, "gather_states", lambda state: next(gathered_states))
-    shared_probe = TextProbe(is_shared=True)
-    assert shared_probe.collect(columns_of_ranks[1])
-    assert not shared_probe.is_complete
+    shared_probe = make_probe(model, is_shared=True)
+    assert not shared_probe.encode_if_due(columns_of_ranks[1], None, False)  # 7 of 8 pairs
 
-    all_parts = TextProbe(is_shared=False, parts=shared_probe.parts)
-    expected = all_parts.encode(model, columns_of_ranks[1])
+    expected = make_probe(model, shared_probe.parts).encode(columns_of_ranks[1])
     model.eval()
     for embeddings, column in zip(expected, columns_of_ranks[1], strict=True):
         assert len(embeddings) == 7  # 3 of 5 pairs, 3 of 3, and 1 of 1
@@ -594,7 +563,7 @@ def test_ranks_that_share_a_bank_encode_parts_of_the_same_probe(model, monkeypat
         passages_of_ranks = []
         for rank in range(num_ranks):
             monkeypatch.setattr(probe, "rank", lambda rank=rank: rank)
-            queries, passages = shared_probe.encode(model, columns_of_ranks[0])
+            queries, passages = shared_probe.encode(columns_of_ranks[0])
             queries_of_ranks.append(queries)
             passages_of_ranks.append(passages)
         assert torch.allclose(torch.cat(queries_of_ranks), expected[0], atol=1e-6)
