@@ -14,7 +14,6 @@ use it. What depends on a device, a package or the content of files is checked w
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -449,7 +448,11 @@ class TrainerSettings:
         on_change="continue",
     )
     num_train_epochs: float = option(
-        3.0, "Passes over the training data.", on_change="continue", tries=(1, 2, 3, 5)
+        3.0,
+        "Passes over the training data.",
+        above=0,
+        on_change="continue",
+        tries=(1, 2, 3, 5),
     )
     max_steps: int = option(
         -1, "Updates of the run. Default: as num_train_epochs says.", on_change="continue"
@@ -567,18 +570,6 @@ class Settings(TrainingSettings, DataSettings, ModelSettings):
         ConfigError: for a value or a combination that cannot work.
     """
 
-    def list_numbers_of_negatives(self) -> list[int]:
-        """Return the hard negatives per query of each training set."""
-        numbers = []
-        for item in self.train_data:
-            number = self.num_hard_negatives
-            if item.lstrip().startswith("{"):
-                # Where it is not JSON, the reader of the data refuses it, and says what is wrong.
-                with contextlib.suppress(ValueError):
-                    number = json.loads(item).get("num_hard_negatives", number)
-            numbers.append(number)
-        return numbers or [self.num_hard_negatives]
-
 
 GROUPS = (
     ModelSettings,
@@ -650,16 +641,6 @@ REFUSALS: tuple[tuple[type, Callable[[Any], object], str], ...] = (
     ),
     (
         TrainingSettings,
-        lambda s: s.max_steps == 0,  # transformers would train for num_train_epochs
-        "max_steps=0: set the number of updates, or drop it to train for num_train_epochs",
-    ),
-    (
-        TrainingSettings,
-        lambda s: s.num_train_epochs <= 0 and s.max_steps < 0,
-        "num_train_epochs={s.num_train_epochs:g}: set it above 0, or set max_steps",
-    ),
-    (
-        TrainingSettings,
         lambda s: s.transformers.get("auto_find_batch_size"),
         "auto_find_batch_size: it would change the pairs per update. Set "
         "per_device_train_batch_size=auto instead, which does not",
@@ -672,37 +653,8 @@ REFUSALS: tuple[tuple[type, Callable[[Any], object], str], ...] = (
     ),
     (
         TrainingSettings,
-        lambda s: (
-            s.total_train_batch_size is not None
-            and not s.has_auto_micro_batch
-            and s.total_train_batch_size % s.per_device_train_batch_size
-        ),
-        "total_train_batch_size={s.total_train_batch_size} is not per_device_train_batch_size="
-        "{s.per_device_train_batch_size} x gradient_accumulation_steps x devices: change or drop "
-        "one of them",
-    ),
-    (
-        TrainingSettings,
         lambda s: s.early_stopping_patience is not None and s.eval_strategy == "no",
         "early_stopping_patience with eval_strategy=no: set eval_strategy and eval_steps",
-    ),
-    (
-        TrainingSettings,
-        lambda s: s.load_best_model_at_end and s.save_strategy not in ("best", s.eval_strategy),
-        "load_best_model_at_end with save_strategy={s.save_strategy} and eval_strategy="
-        "{s.eval_strategy}: the best model may have no checkpoint. Set save_strategy=best, or "
-        "equal strategies",
-    ),
-    (
-        # transformers accepts evaluations between two checkpoints.
-        TrainingSettings,
-        lambda s: (
-            s.load_best_model_at_end
-            and s.save_strategy == s.eval_strategy == "steps"
-            and s.save_steps != (s.eval_steps or s.logging_steps)
-        ),
-        "load_best_model_at_end with save_steps={s.save_steps:g} and eval_steps={s.eval_steps}: "
-        "the best model may have no checkpoint. Set save_strategy=best, or equal steps",
     ),
     (
         TrainingSettings,
@@ -726,12 +678,6 @@ REFUSALS: tuple[tuple[type, Callable[[Any], object], str], ...] = (
         lambda s: s.fp16 and s.engine == "deepspeed",
         "fp16=true with deepspeed: DeepSpeed scales the loss itself, so that the logged gradient "
         "norms would be scaled too. Set bf16=true",
-    ),
-    (
-        Settings,
-        lambda s: s.method == "query_side" and any(s.list_numbers_of_negatives()),
-        "method=query_side with num_hard_negatives in train_data: the method has no such setting, "
-        "because all other documents of the store are negatives. Drop num_hard_negatives",
     ),
     (
         Settings,

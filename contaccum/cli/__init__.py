@@ -1,4 +1,3 @@
-# PYTHON_ARGCOMPLETE_OK
 """The `contaccum` command, which runs one of its subcommands.
 
 Each subcommand is a module of this package with a function ``run(argv) -> int``, which returns the
@@ -22,7 +21,6 @@ import sys
 from collections.abc import Sequence
 
 from contaccum import __version__
-from contaccum.cli.options import complete_command
 from contaccum.errors import UserError, closest
 from contaccum.files import describe_failed_write, redact
 
@@ -49,10 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:
         argv = sys.argv[1:]
-    if "_ARGCOMPLETE" in os.environ:
-        # The shell asks for completions of the command line in its environment variables. The
-        # parser of the command prints them.
-        argv = [complete_command(COMMANDS)]
     if not argv:
         _print_help()
         return 2

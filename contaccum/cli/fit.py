@@ -21,7 +21,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         UserError: if the arguments, the data or the model cannot be used.
     """
-    args, training_arguments = _make_parser().parse_known(argv)
+    args, training_arguments = _make_parser().parse_known_args(argv)
 
     from contaccum.experiments.fit import fit
     from contaccum.experiments.verdict import BETTER

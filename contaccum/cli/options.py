@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -126,7 +125,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: for an unknown option or a value that is not allowed.
         """
-        args, unknown_arguments = self.parse_known(argv)
+        args, unknown_arguments = self.parse_known_args(argv)
         if unknown_arguments:
             argument = unknown_arguments[0]
             option_name = argument.split("=")[0].lstrip("-")
@@ -135,40 +134,6 @@ class Parser(argparse.ArgumentParser):
             suggestion = closest(option_name, names)
             raise ConfigError(f"unknown argument {argument!r}{suggestion} (see {self.prog} --help)")
         return args
-
-    def parse_known(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Parse a command line in which options of another parser may occur.
-
-        Returns:
-            The parsed arguments, and the arguments that this parser does not have.
-
-        Raises:
-            ConfigError: for a value that is not allowed.
-        """
-        if "_ARGCOMPLETE" in os.environ:
-            import argcomplete
-
-            # This call ends the process.
-            argcomplete.autocomplete(self)
-        return self.parse_known_args(argv)
-
-
-def complete_command(commands: Collection[str]) -> str:
-    """Prepare shell completion, and return the command whose options are completed.
-
-    If the command line that the shell passes has no complete command yet, this function prints
-    the matching ``commands`` for the shell and ends the process.
-    """
-    line = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])]
-    words = line.split(" ")
-    if len(words) > 2 and words[1] in commands:
-        # argcomplete then passes only the words after the command to the command's parser.
-        os.environ["_ARGCOMPLETE"] = "2"
-        return words[1]
-    parser = Parser("", "")
-    parser.add_argument("command", choices=list(commands))
-    parser.parse([])
-    raise AssertionError("unreachable: argcomplete has ended the process")
 
 
 def print_at_once(line: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,11 +30,9 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         UserError: if the options, the data or the model cannot be used.
     """
-    asks_for_help = "-h" in argv or "--help" in argv
-    if asks_for_help or "_ARGCOMPLETE" in os.environ:
-        parser = make_help_parser(with_transformers_options="all" in argv)
-        # This call prints the help, or the completions, and ends the process.
-        parser.parse(["--help"])
+    if "-h" in argv or "--help" in argv:
+        # This call prints the help and ends the process.
+        make_help_parser(with_transformers_options="all" in argv).parse(["--help"])
     with _log_to_stderr():
         return _train(argv)
 

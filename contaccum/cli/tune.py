@@ -28,7 +28,7 @@ def run(argv: Sequence[str]) -> int:
         usage="contaccum tune CONFIG.yaml ... [OPTIONS] [--key value ...]",
     )
     parser.add_budget_options("the search", Path("runs/tune"))
-    args, training_arguments = parser.parse_known(argv[num_configs:])
+    args, training_arguments = parser.parse_known_args(argv[num_configs:])
 
     from contaccum.experiments.budget import Budget, parse_duration
     from contaccum.experiments.run import only_first_rank

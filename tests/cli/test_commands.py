@@ -1,7 +1,6 @@
-"""Errors, help, `contaccum new`, completion."""
+"""Errors, help, `contaccum new`."""
 
 import errno
-import os
 import re
 import resource
 import subprocess
@@ -178,24 +177,6 @@ def test_new_accepts_a_set_with_settings(tmp_path, monkeypatch):
     sets = list_training_sets(replace(Settings(), **read(["a/config.yaml"])))
     assert sets["scored"]["min_score"] == 1
     assert sets["scored"]["data_format"] == "tevatron"
-
-
-@pytest.mark.parametrize(
-    ("line", "completion"),
-    [("contaccum fi", "fit"), ("contaccum train --lora_a", "--lora_alpha")],
-)
-def test_the_shell_completes_commands_and_options(line, completion, tmp_path):
-    pytest.importorskip("argcomplete")
-    output = tmp_path / "completions"
-    environment = {
-        **os.environ,
-        "_ARGCOMPLETE": "1",
-        "_ARGCOMPLETE_STDOUT_FILENAME": str(output),
-        "COMP_LINE": line,
-        "COMP_POINT": str(len(line)),
-    }
-    subprocess.run([sys.executable, "-m", "contaccum.cli"], env=environment, check=True)
-    assert output.read_text().strip() == completion
 
 
 @pytest.mark.parametrize(

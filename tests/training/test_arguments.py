@@ -12,8 +12,6 @@ from contaccum.training.trainer import make_loss
 AUTO = {"per_device_train_batch_size": "auto"}
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 2}
 LOAD_BEST = {**EVALUATE, "load_best_model_at_end": True}
-QUERY_SIDE = {"method": "query_side", "passage_store": "store"}
-ZERO = {"deepspeed": "zero.json"}
 
 
 @pytest.mark.parametrize(
@@ -21,29 +19,7 @@ ZERO = {"deepspeed": "zero.json"}
     [
         ({"method": "gradcache"}, "did you mean 'grad_cache'"),
         ({"distill": "mse"}, "margin_mse, kl"),
-        # tests/bank/test_info_nce.py has the other values that the loss refuses.
-        ({"temperature": 0.0}, "temperature"),
-        ({"method": "grad_accum", "bank_size": 128}, "bank_size=128"),
-        ({"method": "pre_batch", "query_bank_size": 128}, "query_bank_size=128"),
-        ({"method": "in_batch", "gradient_accumulation_steps": 4}, "gradient_accumulation_steps"),
-        ({"method": "query_side"}, "passage_store"),
-        ({**QUERY_SIDE, "corpus": "b"}, "one of them"),
-        ({**QUERY_SIDE, "bank_weight": 2.0}, "bank_weight=2.0"),
-        ({**QUERY_SIDE, "matryoshka_dims": [8]}, "matryoshka_dims"),
-        ({**QUERY_SIDE, "bank_size": 8}, "bank_size=8"),
-        ({**QUERY_SIDE, "method": "contaccum"}, "passage_store=store"),
-        ({**QUERY_SIDE, "fsdp": True}, "fsdp"),
-        ({"distill_weight": 2.0}, "without distill"),
-        ({"fp16": True}, "bf16"),
-        ({**ZERO, "method": "grad_cache"}, "method=grad_cache"),
-        ({**ZERO, "fp16": True}, "fp16=true"),
-        ({"fsdp": True, **AUTO, "total_train_batch_size": 12}, "fsdp"),
-        ({"max_steps": 0}, "max_steps=0"),
-        ({"num_train_epochs": 0}, "num_train_epochs=0"),
-        ({"learning_rate": 0.0}, "learning_rate=0"),
-        ({"learning_rate": -1e-5}, "learning_rate=-1e-05"),
-        ({"auto_find_batch_size": True}, "per_device_train_batch_size=auto"),
-        (AUTO, "total_train_batch_size"),
+        # tests/test_settings.py has the other settings that are refused.
         ({"total_train_batch_size": 10, "per_device_train_batch_size": 4}, "=4"),
         (
             {
@@ -53,28 +29,12 @@ ZERO = {"deepspeed": "zero.json"}
             },
             "gradient_accumulation_steps=3",
         ),
-        ({"early_stopping_patience": 2}, "eval_strategy=no"),
-        ({**LOAD_BEST, "save_strategy": "steps", "save_steps": 4}, "save_steps=4"),
         ({**LOAD_BEST, "save_strategy": "epoch"}, "load_best_model_at_end"),
-        ({"report_to": "tensorbord"}, "report_to=tensorbord"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, named, tmp_path):
     with pytest.raises(ValueError, match=named):  # transformers refuses some of them itself
         ContAccumTrainingArguments(output_dir=str(tmp_path), **settings)
-
-
-@pytest.mark.parametrize(
-    "saving",
-    [
-        {"save_strategy": "best"},
-        {"save_strategy": "steps", "save_steps": 2},
-        {"save_strategy": "epoch", "eval_strategy": "epoch"},
-    ],
-)
-def test_the_best_model_can_be_loaded_if_every_best_model_is_saved(saving, tmp_path):
-    args = ContAccumTrainingArguments(output_dir=str(tmp_path), **{**LOAD_BEST, **saving})
-    assert args.needs_best_checkpoint
 
 
 def test_several_gpus_in_one_process_are_refused(tmp_path, monkeypatch):
