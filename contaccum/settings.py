@@ -91,7 +91,6 @@ def option(
     *,
     least: float | None = None,
     above: float | None = None,
-    below: float | None = None,
     methods: Sequence[str] = METHODS,
     needs: str | None = None,
     on_change: Literal["restart", "continue", "ignore"] = "restart",
@@ -104,7 +103,7 @@ def option(
     Args:
         default: the default value. A list or dictionary is copied for each object.
         help_text: the line of `--help`.
-        least, above, below: limits of a number, or of each number in a list.
+        least, above: limits of a number, or of each number in a list.
         methods: the methods that use the setting. With another method, any value but the default is
             refused.
         needs: name of a setting without which this one has no effect, and is refused.
@@ -119,7 +118,6 @@ def option(
         "help": help_text,
         "least": least,
         "above": above,
-        "below": below,
         "methods": tuple(methods),
         "needs": needs,
         "on_change": on_change,
@@ -710,12 +708,9 @@ def check(settings: InfoNCESettings | TrainingSettings) -> None:
         # A size of 0 means no bank, which is what the other methods have.
         is_no_bank = name in ("bank_size", "query_bank_size") and value == 0
         if method is not None and method not in rule["methods"] and not is_no_bank:
-            users = ""
-            if len(rule["methods"]) <= len(WITH_BANK):
-                users = f", it is one of {', '.join(rule['methods'])}"
             raise ConfigError(
-                f"method={method} with {name}={value}: the method has no such setting{users}. Drop "
-                f"{name}"
+                f"method={method} with {name}={value}: only {', '.join(rule['methods'])} have this "
+                f"setting. Drop {name}"
             )
         needed = rule["needs"]
         if needed is not None and not getattr(settings, needed, True):
@@ -735,21 +730,16 @@ def _check_value(name: str, value: Any, hint: Any, rule: Mapping[str, Any]) -> N
             check_choice(name, value, choices)
         type_name = getattr(hint, "__name__", str(hint))
         raise ConfigError(f"{name} must be of type {type_name}, got {value!r}")
-    for number in value if isinstance(value, (list, tuple)) else [value]:
+    for number in value if isinstance(value, list) else [value]:
         if not isinstance(number, numbers.Real):
             continue
-        for limit, is_wrong, words in (
-            (rule["least"], lambda x, limit: x < limit, "at least"),
-            (rule["above"], lambda x, limit: x <= limit, "above"),
-            (rule["below"], lambda x, limit: x >= limit, "below"),
-        ):
-            if limit is not None and is_wrong(number, limit):
-                raise ConfigError(f"{name}={value}: it must be {words} {limit}")
+        if rule["least"] is not None and number < rule["least"]:
+            raise ConfigError(f"{name}={value}: it must be at least {rule['least']}")
+        if rule["above"] is not None and number <= rule["above"]:
+            raise ConfigError(f"{name}={value}: it must be above {rule['above']}")
 
 
-@functools.cache
-def _get_type_hints(settings_class: type) -> dict[str, Any]:
-    return get_type_hints(settings_class)
+_get_type_hints = functools.cache(get_type_hints)
 
 
 def get_choices(name: str) -> tuple[str, ...]:
@@ -781,13 +771,9 @@ def _has_type(value: Any, hint: Any) -> bool:
 
 
 def require_complete(settings: Settings) -> None:
-    """Check that settings name all that a training from the command line needs.
+    """Raise `ConfigError` unless settings name all that a training from the command line needs.
 
     A training in Python gets its data and its evaluator as objects, so they may be empty there.
-
-    Raises:
-        ConfigError: if the model, the training data or the output folder is missing, or one of
-            evaluation data and strategy.
     """
     for name in ("model", "train_data", "output_dir"):
         if not getattr(settings, name):
@@ -814,31 +800,27 @@ def replace(settings: AnySettings, **changes: Any) -> AnySettings:
         ConfigError: for an unknown name, with the most similar one, or settings that cannot work.
     """
     names = {setting.name for setting in fields(settings)}
-    others = {name: value for name, value in changes.items() if name not in names}
-    if others:
+    others = {}
+    for name in changes.keys() - names:
         names_of_transformers = get_names_of_transformers()
-        for name in others:
-            if name not in names_of_transformers:
-                suggestion = closest(name, names | names_of_transformers)
-                raise ConfigError(f"unknown setting {name!r}{suggestion}")
-            del changes[name]
+        if name not in names_of_transformers:
+            suggestion = closest(name, names | names_of_transformers)
+            raise ConfigError(f"unknown setting {name!r}{suggestion}")
+        others[name] = changes.pop(name)
+    if others:
         given = changes.get("transformers", settings.transformers)
         changes["transformers"] = {**given, **others}
     return dataclasses.replace(settings, **changes)
 
 
 def uses(method: str, name: str) -> bool:
-    """Return True if a method uses a setting. All methods use those of transformers."""
+    """Return True if a method uses a setting; all methods use those of transformers."""
     setting = Settings.__dataclass_fields__.get(name)
     return setting is None or method in setting.metadata["methods"]
 
 
 def for_method(settings: Settings, method: str, **changes: Any) -> Settings:
-    """Return the settings for another method; the settings that it does not use get their defaults.
-
-    Args:
-        changes: further changes, such as the documents that query-side training needs.
-    """
+    """Return the settings for another method, with ``changes``, and without those it ignores."""
     unused = {}
     for setting in fields(settings):
         if not uses(method, setting.name) or setting.metadata["needs"] in unused:
@@ -915,28 +897,18 @@ KeywordsT = TypeVar("KeywordsT")
 
 
 def takes_settings(
-    keywords: Callable[P, KeywordsT], unknown: str = ""
+    keywords: Callable[P, KeywordsT],
 ) -> Callable[[Callable[[SelfT, KeywordsT], None]], Callable[Concatenate[SelfT, P], None]]:
-    """Give ``__init__(self, settings)`` the arguments of a dataclass instead of ``settings``.
+    """Give ``__init__(self, settings)`` the arguments of the dataclass ``keywords`` instead.
 
     So the arguments of a loss are the fields of its settings: for type checkers and editors, in
     `help` and in `inspect.signature`.
-
-    Args:
-        keywords: the dataclass. It is made of the arguments, and passed as ``settings``.
-        unknown: a sentence that the error for an unknown argument ends with.
     """
     signature = inspect.signature(keywords)
 
     def decorate(init: Callable[[SelfT, KeywordsT], None]) -> Any:
         @functools.wraps(init)
         def __init__(self: SelfT, *args: P.args, **kwargs: P.kwargs) -> None:
-            for name in kwargs:
-                if name not in signature.parameters:
-                    suggestion = closest(name, signature.parameters)
-                    raise TypeError(
-                        f"{type(self).__name__} has no argument {name!r}{suggestion}. {unknown}"
-                    )
             init(self, keywords(*args, **kwargs))
 
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -953,10 +925,6 @@ def extend_arguments(base: type, settings_class: type) -> Any:
     """Return a dataclass with the fields of ``base`` and those settings that it does not have.
 
     It is a class for HfArgumentParser, for which all metadata of a field are arguments of argparse.
-
-    Args:
-        base: a class of transformers' TrainingArguments.
-        settings_class: a class of settings.
     """
     names_of_base = {argument.name for argument in fields(base)}
     hints = _get_type_hints(settings_class)

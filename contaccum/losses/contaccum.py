@@ -71,10 +71,6 @@ title={Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup},
 booktitle={Proceedings of the 6th Workshop on Representation Learning for NLP},
 eprint={2101.06983}}"""
 
-_OF_THE_REPLACED_LOSS = (
-    "For directions, partition_mode and hardness weights, use MultipleNegativesRankingLoss"
-)
-
 
 @dataclass(frozen=True, eq=False)
 class _Model:
@@ -201,7 +197,7 @@ class ContAccumLoss(ModelLoss):
         ```
     """
 
-    @takes_settings(LossKeywords, _OF_THE_REPLACED_LOSS)
+    @takes_settings(LossKeywords)
     def __init__(self, keywords: LossKeywords) -> None:
         similarities: dict[object, Similarity] = {cos_sim: "cos", dot_score: "dot"}
         if keywords.similarity_fct not in similarities:
@@ -636,7 +632,7 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
         ```
     """
 
-    @takes_settings(CachedLossKeywords, _OF_THE_REPLACED_LOSS)
+    @takes_settings(CachedLossKeywords)
     def __init__(self, keywords: CachedLossKeywords) -> None:
         super().__init__(**select(keywords, LossKeywords))
         if has_static_embedding_input(keywords.model):

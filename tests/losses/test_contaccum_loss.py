@@ -384,7 +384,7 @@ def test_losses_that_call_a_loss_once_per_layer_are_refused(model, loss_class, w
 
 @pytest.mark.parametrize("loss_class", [ContAccumLoss, CachedContAccumLoss])
 def test_an_argument_that_only_the_replaced_loss_has_is_refused_with_its_name(model, loss_class):
-    with pytest.raises(TypeError, match=r"'hardness_mode'.*MultipleNegativesRankingLoss"):
+    with pytest.raises(TypeError, match="'hardness_mode'"):
         loss_class(model, hardness_mode="in_batch_negatives")
 
 
