@@ -80,13 +80,7 @@ class ContAccumTrainingArguments(_Arguments):
         self._check_machine()
         self._make_sizes_consistent()
         if self.deepspeed_plugin is not None:
-            configure_deepspeed(
-                self.deepspeed_plugin,
-                self.per_device_train_batch_size,
-                self.gradient_accumulation_steps,
-                self.world_size,
-                self.max_grad_norm,
-            )
+            configure_deepspeed(self)
         if self.has_bank and self.bank_size is None:
             self.bank_size = DEFAULT_BANK_SIZE  # type: ignore[misc]  # not frozen; see _Arguments
         if self.method == "pre_batch":
@@ -94,18 +88,14 @@ class ContAccumTrainingArguments(_Arguments):
 
     @classmethod
     def from_settings(cls, settings: TrainingSettings) -> ContAccumTrainingArguments:
-        """Return the arguments with these settings; those of model and data are left out.
-
-        Raises:
-            ConfigError: for settings that cannot work on this machine.
-        """
+        """Return the arguments with these settings; those of model and data are left out."""
         arguments = {}
         for name, value in to_dict(settings).items():
             if name in cls.__dataclass_fields__:
                 arguments[name] = value
-        metric = settings.metric_for_best_model
-        if metric not in (None, "loss"):
-            arguments["metric_for_best_model"] = f"eval_{check_metric(str(metric))}"
+        if settings.metric_for_best_model not in (None, "loss"):
+            metric = check_metric(str(settings.metric_for_best_model))
+            arguments["metric_for_best_model"] = f"eval_{metric}"
         try:
             return cls(**arguments)
         except ConfigError:
@@ -216,7 +206,7 @@ class ContAccumTrainingArguments(_Arguments):
 
     @property
     def has_gradient_cache(self) -> bool:
-        """True if the method has a gradient cache; see `contaccum.settings.WITH_CACHE`."""
+        """True if the method has a gradient cache."""
         return self.method in WITH_CACHE
 
     @property
@@ -226,11 +216,7 @@ class ContAccumTrainingArguments(_Arguments):
 
     @property
     def is_gathered(self) -> bool:
-        """True if the loss contrasts the pairs of all devices.
-
-        ``gather_across_devices`` sets it. By default, it is True for a method with a bank if there
-        are several devices.
-        """
+        """True if the loss contrasts the pairs of all devices: by default, for a shared bank."""
         if self.gather_across_devices is None:
             return self.has_bank and self.world_size > 1
         return self.gather_across_devices

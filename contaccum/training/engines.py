@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import compare_versions, is_deepspeed_available
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -32,34 +32,24 @@ def require_deepspeed() -> None:
         )
 
 
-def configure_deepspeed(
-    plugin: Any,
-    micro_batch_size: int,
-    accumulation_steps: int,
-    num_ranks: int,
-    max_grad_norm: float,
-) -> None:
+def configure_deepspeed(args: SentenceTransformerTrainingArguments) -> None:
     """Set the batch sizes, and the options for saving full models, in DeepSpeed's config.
-
-    Args:
-        plugin: the DeepSpeedPlugin of the training arguments.
-        micro_batch_size: pairs of a micro-batch on one rank.
-        accumulation_steps: micro-batches of an update.
-        num_ranks: number of ranks, each of which has such micro-batches.
-        max_grad_norm: the gradient norm to clip at, unless the config has one.
 
     Raises:
         ConfigError: for a config without a ZeRO stage of 1, 2 or 3.
     """
+    plugin: Any = args.deepspeed_plugin
     stage = plugin.hf_ds_config.get_value("zero_optimization.stage")
     if stage not in (1, 2, 3):
         raise ConfigError(f"deepspeed with zero_optimization.stage={stage}: set 1, 2 or 3")
     config = plugin.deepspeed_config
-    config.setdefault("gradient_clipping", max_grad_norm)
+    config.setdefault("gradient_clipping", args.max_grad_norm)
     # transformers has set other sizes, from the training arguments as the user wrote them.
-    config["train_micro_batch_size_per_gpu"] = micro_batch_size
-    config["gradient_accumulation_steps"] = accumulation_steps
-    config["train_batch_size"] = micro_batch_size * accumulation_steps * num_ranks
+    pairs_per_step = args.per_device_train_batch_size
+    num_steps = args.gradient_accumulation_steps
+    config["train_micro_batch_size_per_gpu"] = pairs_per_step
+    config["gradient_accumulation_steps"] = num_steps
+    config["train_batch_size"] = pairs_per_step * num_steps * args.world_size
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     # While this global config is set, transformers loads models in shards. Such a model cannot run
     # before DeepSpeed's engine exists, but the trainer runs the model before that.
@@ -67,10 +57,7 @@ def configure_deepspeed(
 
 
 def describe_engine(accelerator: Accelerator) -> str | None:
-    """Return a description of the engine for records: FSDP, or DeepSpeed's stage and ranks.
-
-    Without an engine, return None.
-    """
+    """Return the engine for records: FSDP, or DeepSpeed's stage and ranks; None without one."""
     if getattr(accelerator.state, "fsdp_plugin", None) is not None:
         return "FSDP"
     deepspeed_plugin = getattr(accelerator.state, "deepspeed_plugin", None)
@@ -137,17 +124,11 @@ def _set_parameters(model: nn.Module, parameters: dict[str, nn.Parameter]) -> No
 def load_full_weights(
     model: SentenceTransformer, weights: dict[str, Any], is_sharded: bool
 ) -> None:
-    """Load full weights into a model.
-
-    Args:
-        model: the model. Weights in 4 bits stay as they are, because they are never trained.
-        weights: the full weights by name.
-        is_sharded: whether FSDP shards the model.
-    """
+    """Load full weights, by name, into a model, which FSDP may have sharded."""
     if is_sharded:
         set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
         return
-    floating_weights = {}  # weights in 4 bits are packed as integers
+    floating_weights = {}  # those in 4 bits are packed as integers, and are never trained
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.is_floating_point():
             floating_weights[name] = weights[name]

@@ -9,7 +9,6 @@ encodes ``corpus`` into one. The loss itself is in `contaccum.losses.query_side`
 from __future__ import annotations
 
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from sentence_transformers import SentenceTransformer
 from contaccum.data.sampling import text_ids
 from contaccum.distributed import rank
 from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
-from contaccum.errors import DataError, UserError, quoted
+from contaccum.errors import DataError, quoted
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.losses.query_side import (
     QuerySideCollator,
@@ -58,11 +57,7 @@ def set_up(
 ) -> tuple[QuerySideLoss, QuerySideCollator, Any, Any]:
     """Set up a run with ``method=query_side``.
 
-    Args:
-        args: the arguments of the run, with ``passage_store`` or ``corpus``.
-        model: the model to train. It gets a separate query tower; its document tower is frozen.
-        train_dataset: the training set, or a dictionary of training sets.
-        eval_dataset: pairs whose loss is computed during training, in the same form.
+    The model gets a separate query tower, and its document tower is frozen.
 
     Returns:
         The loss, the data collator for the trainer, and the training and evaluation data without
@@ -112,39 +107,21 @@ def _open_store(args: ContAccumTrainingArguments, model: SentenceTransformer) ->
     """Open the store of a run; with ``args.corpus``, encode the corpus into a store first.
 
     If an earlier start of the same run has encoded documents already, they are not encoded again.
-    If a new run overwrites its folder, a store of another corpus or model there is replaced.
     """
     if args.passage_store is not None:
         return EmbeddingStore.open(args.passage_store)
     folder = Path(str(args.output_dir)) / STORE_FOLDER
-    base_model = getattr(model.model_card_data, "base_model", None)
-    make_encoder = partial(
-        CorpusEncoder,
-        model,
-        str(base_model or "the model of this run"),
-        Path(str(args.corpus)),
-        folder,
-        batch_size=args.per_device_eval_batch_size,
-    )
     is_new_run = parse_resume_request(args.resume_from_checkpoint) is None
-    overwrites = args.overwrite_output_dir and is_new_run and args.process_index == 0
-    may_replace = overwrites and folder.is_dir()
     # The first process creates the store. Then all of them encode, each its own shards.
     with args.main_process_first(local=False, desc="creating the store"):
-        try:
-            encoder = make_encoder()
-            if may_replace:
-                # As rank -1 it encodes no shard, but compares the shards of the store with the
-                # corpus.
-                encoder.encode(rank=-1, show_progress=False)
-        except UserError:
-            if not may_replace:
-                raise
-            logger.warning(
-                f"{folder}: overwrite_output_dir=true replaces this store of another corpus or "
-                "model"
-            )
-            encoder = make_encoder(overwrite=True)
+        encoder = CorpusEncoder(
+            model,
+            str(getattr(model.model_card_data, "base_model", None) or "the model of this run"),
+            Path(str(args.corpus)),
+            folder,
+            batch_size=args.per_device_eval_batch_size,
+            overwrite=args.overwrite_output_dir and is_new_run and args.process_index == 0,
+        )
     show_progress = not args.disable_tqdm and args.process_index == 0
     encoder.encode(args.process_index, args.world_size, show_progress)
     PartialState().wait_for_everyone()
@@ -156,17 +133,11 @@ def _handle_missing(
 ) -> Any:
     """Handle positives of a data set that are not among the documents, as ``missing`` demands.
 
-    Args:
-        documents: the documents of the store; ``missing="add"`` adds to them.
-        model: the model that encodes added documents.
-        dataset: a data set, or a dictionary of data sets.
-        missing: "stop", "add" or "drop".
-
-    Returns:
-        The data set; with ``"drop"``, only the rows whose positives are all documents.
+    With "add", the model encodes them, and they are added to the documents. With "drop", the result
+    has only the rows whose positives are all documents.
 
     Raises:
-        DataError: for a missing positive with ``"stop"``, or if ``"drop"`` would drop every row.
+        DataError: for a missing positive with "stop".
     """
     if isinstance(dataset, dict):
         handled = {}
@@ -198,11 +169,6 @@ def _handle_missing(
         texts = list(missing_texts)
         documents.add(texts, encode_texts(model, texts, "document"))
         return dataset
-    if not complete_rows:
-        raise DataError(
-            f"{problem}, and every row may use one of them. Set missing=add, or encode a corpus "
-            "that contains them"
-        )
     num_dropped = len(dataset) - len(complete_rows)
     logger.warning(f"{problem}: {num_dropped:,} of {len(dataset):,} rows are dropped")
     return dataset.select(complete_rows)

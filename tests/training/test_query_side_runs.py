@@ -120,45 +120,27 @@ def test_a_run_lowers_its_loss_and_leaves_the_documents_bit_for_bit(root, tmp_pa
     assert_search_works(tmp_path / "run", root / "store", root, tmp_path / "results.trec")
 
 
-def test_a_corpus_is_encoded_once_into_the_output_folder(root, tmp_path, monkeypatch):
-    assert run_train(root, tmp_path / "run", corpus=root / "beir/corpus.jsonl") == 0
-    stored = (tmp_path / "run" / STORE_FOLDER / "shard-00000/embeddings.npy").read_bytes()
-    assert stored == (root / "store/shard-00000/embeddings.npy").read_bytes()
-    monkeypatch.setattr(encode, "encode_texts", None)  # nothing is encoded again
-    settings = {"corpus": root / "beir/corpus.jsonl", "overwrite_output_dir": "true"}
-    assert run_train(root, tmp_path / "run", **settings) == 0
+def test_a_corpus_is_encoded_once_unless_a_new_run_overwrites_its_folder(tmp_path, monkeypatch):
+    corpus = write_documents(tmp_path / "all.jsonl", first=0, last=40)
+    fewer = write_documents(tmp_path / "fewer.jsonl", first=0, last=30)
 
-
-@pytest.mark.parametrize("changed", ["model", "corpus"])
-def test_overwriting_replaces_the_store_of_another_corpus_or_model(changed, tmp_path):
-    first_file = write_documents(tmp_path / "all.jsonl", first=0, last=40)
-    first_model = tiny_encoder()
-    second_file = first_file
-    second_model = tiny_encoder()
-    if changed == "corpus":
-        second_file = write_documents(tmp_path / "fewer.jsonl", first=0, last=30)
-    else:
-        with torch.no_grad():
-            next(second_model.parameters()).add_(1.0)
-
-    def open_store(file: Path, model: DualEncoder, **settings: Any) -> EmbeddingStore:
+    def open_store(file: Path, **settings: Any) -> EmbeddingStore:
         settings |= {"method": "query_side", "corpus": str(file), "disable_tqdm": True}
         args = ContAccumTrainingArguments(str(tmp_path / "run"), **settings)
-        return _open_store(args, model)
+        return _open_store(args, tiny_encoder())
 
-    def open_second_store(**settings: Any) -> EmbeddingStore:
-        return open_store(second_file, second_model, **settings)
-
-    first_store = open_store(first_file, first_model)
-    refusal = f"holds embeddings of another {changed}"
+    first_store = open_store(corpus)
+    with monkeypatch.context() as patch:
+        patch.setattr(encode, "encode_texts", None)  # nothing is encoded again
+        assert open_store(corpus).fingerprint == first_store.fingerprint
+    refusal = "holds embeddings of another corpus"
     with pytest.raises(UserError, match=refusal):
-        open_second_store()
+        open_store(fewer)
     # A run that resumes needs the store of its checkpoint.
     with pytest.raises(UserError, match=refusal):
-        open_second_store(overwrite_output_dir=True, resume_from_checkpoint="last")
-    second_store = open_second_store(overwrite_output_dir=True)
+        open_store(fewer, overwrite_output_dir=True, resume_from_checkpoint="last")
+    second_store = open_store(fewer, overwrite_output_dir=True)
     assert second_store.fingerprint != first_store.fingerprint
-    assert open_second_store().fingerprint == second_store.fingerprint
 
 
 def test_queries_are_trained_after_both_towers(root, tmp_path):
