@@ -17,8 +17,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +35,6 @@ from contaccum.encoders.adapters import describe_adapters, find_adapter_bases, h
 from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.files import (
     Fingerprint,
-    describe_failed_write,
     list_changes,
     provenance,
     read_json,
@@ -107,25 +105,6 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     return [path for path in paths if re.fullmatch(r"checkpoint-\d+", path.name)]
 
 
-@contextmanager
-def report_full_disk(folder: str) -> Iterator[None]:
-    """Raise a `UserError` that names the file or the run's folder, if a block cannot write."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        reason = describe_failed_write(error)
-        if reason is None:
-            raise
-        # A callback may use files elsewhere.
-        file = getattr(error, "filename", None) or folder
-        raise UserError(
-            f"{file}: cannot be read or written ({reason}). Free some space, then start the "
-            "command again; contaccum train goes on with resume_from_checkpoint=last"
-        ) from error
-
-
 def collect_banks(losses: Iterable[ContAccumLoss], keep: bool) -> dict[str, Tensor]:
     """Return the states of the banks of all losses, by name, on the CPU.
 
@@ -173,14 +152,11 @@ def remove_replaced(args: ContAccumTrainingArguments, run_id: str | None, update
         shutil.rmtree(path)
 
 
-def remove_oldest(
-    folder: str, run_id: str | None, limit: int | None, best: str | None, has_ended: bool = False
-) -> None:
+def remove_oldest(folder: str, run_id: str | None, limit: int | None, best: str | None) -> None:
     """Remove the oldest checkpoints of a run until ``limit`` remain; None removes nothing.
 
-    The best checkpoint always remains. The newest one remains too until the training has ended,
-    because the run may have to resume from it. transformers would remove older checkpoints before
-    the new one is complete, and also folders of the user, such as checkpoint-6-copy.
+    The newest and the best checkpoint always remain. transformers would remove older checkpoints
+    before the new one is complete, and also folders of the user, such as checkpoint-6-copy.
     """
     if limit is None or limit < 1:
         return
@@ -190,12 +166,9 @@ def remove_oldest(
             checkpoints.append(path)
     # An earlier start may have written the path of the best checkpoint in another way.
     best_path = Path(best).resolve() if best else None
-    protected = {path for path in checkpoints if path.resolve() == best_path}
-    if not (has_ended and protected):
-        protected.update(checkpoints[:1])
-    removable = [path for path in checkpoints if path not in protected]
-    num_not_removed = max(limit - len(protected), 0)
-    for path in removable[num_not_removed:]:
+    removable = [path for path in checkpoints[1:] if path.resolve() != best_path]
+    num_protected = len(checkpoints) - len(removable)
+    for path in removable[max(limit - num_protected, 0) :]:
         shutil.rmtree(path, ignore_errors=True)
 
 

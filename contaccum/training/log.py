@@ -21,7 +21,6 @@ from types import FrameType
 from typing import Any, cast
 
 import torch
-from sentence_transformers import SentenceTransformer
 from transformers import (
     EarlyStoppingCallback,
     TrainerCallback,
@@ -116,36 +115,6 @@ def read_run_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(folder) / RUN_RECORD
     return read_json(path) if path.is_file() else {}
-
-
-def fill_model_card(
-    model: SentenceTransformer,
-    args: ContAccumTrainingArguments,
-    data: Mapping[str, Any],
-    has_custom_loss: bool,
-) -> None:
-    """Fill in fields of a model card that sentence-transformers cannot infer.
-
-    Args:
-        model: the model with the card.
-        args: the arguments of the run.
-        data: the record of the data, with the names of the data sets in ``sets``.
-        has_custom_loss: whether the user passed a loss; the card then does not name the method.
-    """
-    card = model.model_card_data
-    base = getattr(getattr(model.transformers_model, "config", None), "_name_or_path", "")
-    # A local folder is not named, because the name means nothing to other people.
-    if base and not card.base_model and not os.path.exists(base):
-        card.base_model = base
-    if not card.train_datasets:
-        card.train_datasets = [{"name": name} for name in data.get("sets", ())]
-    if not has_custom_loss:
-        settings = [f"method `{args.method}`", f"{args.total_train_batch_size} pairs per update"]
-        if args.has_bank:
-            settings.append(f"`bank_size={args.bank_size}`")
-            settings.append(f"`drift_compensation={args.drift_compensation}`")
-        card.task_name = f"retrieval. It was trained by contaccum: {', '.join(settings)}"
-    card.ir_model = True  # the card shows how to encode queries and documents
 
 
 class CollapseWatch:

@@ -21,7 +21,6 @@ from contaccum.data.sampling import text_ids
 from contaccum.distributed import rank
 from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
 from contaccum.errors import DataError, quoted
-from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.losses.query_side import (
     QuerySideCollator,
     QuerySideLoss,
@@ -172,25 +171,3 @@ def _handle_missing(
     num_dropped = len(dataset) - len(complete_rows)
     logger.warning(f"{problem}: {num_dropped:,} of {len(dataset):,} rows are dropped")
     return dataset.select(complete_rows)
-
-
-def warn_if_documents_are_weak(evaluator: Any, model: SentenceTransformer) -> None:
-    """Warn if the untrained model scores far below BM25 on the evaluation data.
-
-    The document embeddings never change. If they are no better than those of a randomly
-    initialised encoder, no query tower can learn to retrieve with them.
-    """
-    if not isinstance(evaluator, RetrievalEvaluator):
-        return
-    metric = evaluator.primary_metric
-    score = evaluator.score(model)[metric]
-    bm25_score = evaluator.score_bm25()[metric]
-    scores = f"{metric} of the model {score:.3f}, BM25 {bm25_score:.3f}"
-    if score < USELESS_SHARE_OF_BM25 * bm25_score:
-        logger.warning(
-            f"query side: before training, on the evaluation data: {scores}. The document "
-            "embeddings of this model teach a query tower too little. Train both towers first, "
-            "with method=contaccum"
-        )
-    else:
-        logger.info(f"query side: before training, on the evaluation data: {scores}")

@@ -26,7 +26,7 @@ from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
 from contaccum.files import require_writable
 from contaccum.settings import Settings
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.checkpoint import find_checkpoints, report_full_disk, require_free_folder
+from contaccum.training.checkpoint import find_checkpoints, require_free_folder
 from contaccum.training.log import RUN_RECORD
 from contaccum.training.passage_store import check_document_source
 from contaccum.training.trainer import ContAccumTrainer
@@ -298,8 +298,7 @@ def train_and_save(settings: Settings, args: ContAccumTrainingArguments) -> None
     loggers = [logging.getLogger(), logging.getLogger("transformers")]
     with logging_redirect_tqdm(loggers):
         trainer.train(args.resume_from_checkpoint)
-    with report_full_disk(output_dir):
-        trainer.save_model(output_dir)
+    trainer.save_model(output_dir)
     if settings.merge_adapter and trainer.is_world_process_zero():
         # The weights are rounded to the dtype of the base model; see `adapters.merge_adapter`.
         trusted = settings.trust_remote_code

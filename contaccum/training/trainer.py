@@ -153,7 +153,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         dataset = eval_dataset if train_dataset is None else train_dataset
         columns = losses.get_text_columns(dataset)
         losses.set_column_roles(args, model, columns)
-        log.fill_model_card(model, args, data_record or {}, has_custom_loss=loss is not None)
+        model.model_card_data.ir_model = True  # it shows how to encode queries and documents
         if loss is None and args.method == "query_side":
             loss, collator, train_dataset, eval_dataset = passage_store.set_up(
                 args, model, train_dataset, eval_dataset
@@ -266,11 +266,10 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 return TrainOutput(self.state.global_step, 0.0, {})
             if self.is_deepspeed_enabled:
                 engines.refuse_unsafe_files(point.folder)
-        report_full_disk = checkpoint.report_full_disk(str(args.output_dir))
         self._save_total_limit = args.save_total_limit
         args.save_total_limit = None  # transformers removes nothing; see checkpoint.remove_oldest
         try:
-            with report_full_disk, self.signals:
+            with self.signals:
                 output = super().train(folder, trial, ignore_keys_for_eval)
         except Exception as error:
             if is_out_of_memory(error):
@@ -281,8 +280,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         finally:
             args.save_total_limit = self._save_total_limit
         self.updates.require_trained(self.state.global_step)
-        if args.should_save:
-            self._remove_oldest_checkpoints(trial, has_ended=True)
         return output
 
     def get_train_dataloader(self) -> DataLoader:
@@ -341,8 +338,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         if self._resume_point is not None:
             self.updates.set_max_rows(self._resume_point.marker["rows_fit"])
             checkpoint.load_banks(self._resume_point.folder, self.bank_losses())
-        elif losses.get_store_documents(self.loss) and self.is_world_process_zero():
-            passage_store.warn_if_documents_are_weak(self.evaluator, self.model)
         if self.args.should_save:  # on the first rank, or with save_on_each_node one rank per host
             record = self.description.make_run_record(self.run_id, self.state.max_steps)
             # The record is written first. If the process is killed before checkpoints are removed,
@@ -575,21 +570,17 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 }
                 checkpoint.write_marker(folder, marker)
                 # The marker makes this checkpoint complete. Only now may older ones be removed.
-                self._remove_oldest_checkpoints(trial)
+                checkpoint.remove_oldest(
+                    self._get_output_dir(trial),
+                    self.run_id,
+                    self._save_total_limit,
+                    self.state.best_model_checkpoint,
+                )
         except BaseException:
             if args.should_save:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         self.accelerator.wait_for_everyone()
-
-    def _remove_oldest_checkpoints(self, trial: Any, has_ended: bool = False) -> None:
-        checkpoint.remove_oldest(
-            self._get_output_dir(trial),
-            self.run_id,
-            self._save_total_limit,
-            self.state.best_model_checkpoint,
-            has_ended,
-        )
 
     def _load_from_checkpoint(self, checkpoint_path: str, model: nn.Module | None = None) -> None:
         # Private: sentence-transformers' method can load neither shards nor adapters.

@@ -38,7 +38,6 @@ from contaccum.training.checkpoint import (
     find_checkpoints,
     find_defect,
     remove_oldest,
-    report_full_disk,
     require_free_folder,
     write_marker,
 )
@@ -204,27 +203,21 @@ def test_a_longer_run_killed_before_its_first_checkpoint_is_not_finished(length,
 
 
 @pytest.mark.parametrize(
-    ("limit", "best", "has_ended", "remaining"),
+    ("limit", "best", "remaining"),
     [
-        (None, "checkpoint-2", False, [1, 2, 3]),
-        (1, None, False, [3]),
-        (1, "checkpoint-1", False, [1, 3]),
-        (1, "checkpoint-3", False, [3]),
-        (2, "elsewhere/checkpoint-1", False, [2, 3]),
-        (4, "checkpoint-1", False, [1, 2, 3]),
-        # At the end of training, the best checkpoint remains before the newest.
-        (1, "checkpoint-1", True, [1]),
-        (2, "checkpoint-1", True, [1, 3]),
-        (1, None, True, [3]),
+        (None, "checkpoint-2", [1, 2, 3]),
+        (1, None, [3]),
+        (1, "checkpoint-1", [1, 3]),
+        (1, "checkpoint-3", [3]),
+        (2, "elsewhere/checkpoint-1", [2, 3]),
+        (4, "checkpoint-1", [1, 2, 3]),
     ],
 )
-def test_the_limit_keeps_the_newest_and_the_best_checkpoint(
-    limit, best, has_ended, remaining, tmp_path
-):
+def test_the_limit_keeps_the_newest_and_the_best_checkpoint(limit, best, remaining, tmp_path):
     """Checkpoints of another run (8 and 9) are not counted and not removed."""
     make_checkpoints_of_two_runs(tmp_path)
     best_folder = None if best is None else str(tmp_path / best)
-    remove_oldest(str(tmp_path), "this run", limit, best_folder, has_ended)
+    remove_oldest(str(tmp_path), "this run", limit, best_folder)
     expected = [f"checkpoint-{update}" for update in [*remaining, 8, 9]]
     assert list_checkpoint_names(tmp_path) == expected
 
@@ -461,7 +454,7 @@ TORCH_ERROR = "[enforce fail at inline_container.cc:603] PytorchStreamWriter fai
     ],
     ids=["bank", "optimizer"],
 )
-def test_a_full_disk_gives_one_line_and_leaves_the_last_complete_checkpoint(
+def test_a_full_disk_leaves_the_last_complete_checkpoint(
     module, function, error, tmp_path, monkeypatch
 ):
     trainer = make_trainer(tmp_path, **SAVE_EVERY_UPDATE)
@@ -473,16 +466,10 @@ def test_a_full_disk_gives_one_line_and_leaves_the_last_complete_checkpoint(
         original(*args, **kwargs)
 
     monkeypatch.setattr(module, function, fail_at_update_2)
-    with pytest.raises(UserError, match=r"cannot be read or written \(No space left on device"):
+    with pytest.raises(type(error)):  # the command line makes one line of it
         trainer.train()
     assert list_checkpoint_names(tmp_path) == ["checkpoint-1"]
     assert find_defect(tmp_path / "checkpoint-1") is None
-
-
-def test_a_file_elsewhere_without_permission_is_named():
-    error = PermissionError(errno.EACCES, "Permission denied", "elsewhere.json")
-    with pytest.raises(UserError, match=r"^elsewhere\.json: "), report_full_disk("run"):
-        raise error
 
 
 @pytest.mark.parametrize("kind", [DualEncoder, SentenceTransformer])

@@ -131,7 +131,7 @@ def test_with_a_limit_of_one_the_best_checkpoint_and_folders_of_the_user_remain(
     copied_folder.mkdir()
     trainer.train()
     names = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
-    assert names == ["checkpoint-1-copy", "checkpoint-2"]
+    assert names == ["checkpoint-1-copy", "checkpoint-2", "checkpoint-3"]
     assert trainer.args.save_total_limit == 1
 
 

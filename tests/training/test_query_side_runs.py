@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -243,36 +242,6 @@ def test_evaluation_while_training_reads_documents_from_the_store(root, tmp_path
     assert run_command("evaluate", tmp_path / "run", *options) == 0
     scores = json.loads((tmp_path / "scores.json").read_text())["metrics"]
     assert last_evaluation["eval_ndcg@10"] == pytest.approx(scores["NDCG@10"], abs=1e-6)
-
-
-def write_queries_with_unique_words(folder: Path) -> Path:
-    """Write a BEIR folder in which each document, and its query, has a word of its own."""
-    documents = {}
-    queries = {}
-    qrels = []
-    for row, text in enumerate(TEXTS):
-        text_with_unique_word = f"{text} zz{row}"
-        documents[f"d{row}"] = ("", text_with_unique_word)
-        queries[f"q{row}"] = text_with_unique_word
-        qrels.append((f"q{row}", f"d{row}", 1))
-    return write_beir(folder, documents, queries, qrels, "dev")
-
-
-def test_a_model_far_below_bm25_gives_a_warning(root, tmp_path, caplog, monkeypatch):
-    # Five times the score of BM25 is above 1, so any model is far below it.
-    monkeypatch.setattr("contaccum.training.passage_store.USELESS_SHARE_OF_BM25", 5.0)
-    settings = {
-        "passage_store": root / "store",
-        "eval_data": write_queries_with_unique_words(tmp_path / "words"),
-        "eval_strategy": "epoch",
-        "num_train_epochs": 1,
-    }
-    assert run_train(root, tmp_path / "run", **settings) == 0
-    warnings = [record.message for record in caplog.records if "too little" in record.message]
-    assert len(warnings) == 1
-    score_of_bm25 = re.search(r"BM25 (\d\.\d{3})", warnings[0])
-    assert score_of_bm25 is not None
-    assert float(score_of_bm25[1]) >= 0.9  # BM25 finds nearly all documents
 
 
 @pytest.mark.parametrize(
