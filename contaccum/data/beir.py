@@ -1,4 +1,4 @@
-"""BEIR folders as plain dictionaries, checked record by record.
+"""BEIR folders as the dictionaries of BEIR's own loader, checked record by record.
 
 A BEIR folder holds a corpus, queries, and relevance judgements (qrels), one file for each split:
 
@@ -6,19 +6,9 @@ A BEIR folder holds a corpus, queries, and relevance judgements (qrels), one fil
     queries.jsonl      {"_id": query id, "text": text}
     qrels/SPLIT.tsv    query id <TAB> document id <TAB> grade; relevant if the grade is above 0
 
-A JSON file of LlamaIndex (`EmbeddingQAFinetuneDataset.save_json`) holds the same in one object, for
-one split. Wherever a BEIR folder is read, such a file is read too:
-
-    {"queries": {query id: text}, "corpus": {document id: text},
-     "relevant_docs": {query id: [document id, ...]}}
-
-The dictionaries are those of BEIR's own loader, and a record that cannot be used is reported with
-its file and line. Some sets, such as ArguAna, judge documents that their corpus lacks. As in BEIR,
-these judgements stay in the qrels, so that a relevant document that cannot be found lowers the
-scores.
-
-A public BEIR set, by its name, is downloaded once into the cache, or converted from the hub
-(`resolve_beir_data`). Its checksum is compared with the one that BEIR publishes.
+Some sets, such as ArguAna, judge documents that their corpus lacks. As in BEIR, these judgements
+stay in the qrels, so that a relevant document that cannot be found lowers the scores. A public BEIR
+set, by its name, is downloaded once into the cache, or converted from the hub.
 """
 
 from __future__ import annotations
@@ -32,21 +22,16 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from contaccum.data.rows import (
     Fault,
     OnBadRecord,
     RecordReport,
-    Rows,
     parse_id,
-    parse_nullable_text,
     parse_rows,
     parse_text,
-    parse_title,
     passage_text,
-    read_head,
-    read_json_items,
     read_json_lines,
     read_lines,
     split_cells,
@@ -57,9 +42,6 @@ from contaccum.files import AnyPath, Fingerprint, atomic_folder, cache_folder, r
 QRELS_HEADER = "query-id\tcorpus-id\tscore\n"
 OUTSIDE_CORPUS = "relevant document outside the corpus"
 """The reason by which reports count pairs that training leaves out."""
-_LLAMA_INDEX_START = re.compile(
-    rb'\{\s*("mode"\s*:\s*"\w*"\s*,\s*)?"(queries|corpus|relevant_docs)"\s*:\s*\{'
-)
 _QRELS_HEADERS = ("query-id\t", "query_id\t", "queryid\t", "qid\t")
 
 _URL = "https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets/{name}.zip"
@@ -117,14 +99,14 @@ def load_beir_folder(
     report: RecordReport | None = None,
     texts_report: RecordReport | None = None,
 ) -> BeirDataset:
-    """Load one split of a BEIR folder, or a file of LlamaIndex.
+    """Load one split of a BEIR folder.
 
     The header of `qrels/SPLIT.tsv` may be missing. An integer `_id` becomes a text. Documents
     without title and text are kept, because published sets have some and are scored with them.
 
     Args:
-        path: the folder or file.
-        split: name of the split; a file has only one, whose name does not matter.
+        path: the folder.
+        split: name of the split.
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
         report: receives the counts, and its `on_bad_record` replaces the argument `on_bad_record`;
             None: a new report.
@@ -140,12 +122,12 @@ def load_beir_folder(
         report = RecordReport(on_bad_record)
     if texts_report is None:
         texts_report = report
-    corpus_source = read_beir_texts(folder, "corpus")
-    queries_source = read_beir_texts(folder, "queries")
-    qrels_file, judgements = _read_judgements(folder, split)
-    corpus = _read_texts_by_id(*corpus_source, texts_report, may_be_blank=True)
-    all_queries = _read_texts_by_id(*queries_source, texts_report)
-    qrels = _read_qrels(qrels_file, judgements, report, all_queries)
+    corpus_file = find_beir_file(folder, "corpus.jsonl")
+    queries_file = find_beir_file(folder, "queries.jsonl")
+    qrels_file = find_qrels_file(folder, split)
+    corpus = _read_texts_by_id(corpus_file, texts_report, may_be_blank=True)
+    all_queries = _read_texts_by_id(queries_file, texts_report)
+    qrels = _read_qrels(qrels_file, report, all_queries)
     queries = {query_id: all_queries[query_id]["text"] for query_id in qrels}
     content = Fingerprint()
     for document_id, document in corpus.items():
@@ -186,8 +168,8 @@ def read_split_queries(folder: Path, split: str, report: RecordReport) -> dict[s
     Raises:
         DataError: as `load_beir_folder` does.
     """
-    all_queries = _read_texts_by_id(*read_beir_texts(folder, "queries"), report)
-    qrels = _read_qrels(*_read_judgements(folder, split), report, all_queries)
+    all_queries = _read_texts_by_id(find_beir_file(folder, "queries.jsonl"), report)
+    qrels = _read_qrels(find_qrels_file(folder, split), report, all_queries)
     return {query_id: all_queries[query_id]["text"] for query_id in qrels}
 
 
@@ -222,62 +204,12 @@ def is_beir_folder(path: AnyPath) -> bool:
     return any(os.path.isfile(os.path.join(path, name)) for name in names)
 
 
-def is_llama_index_file(path: AnyPath) -> bool:
-    """Return True if a path is a JSON file of LlamaIndex with queries, corpus and judgements."""
-    return os.path.isfile(path) and _LLAMA_INDEX_START.match(read_head(path)) is not None
-
-
-def read_beir_texts(source: Path, part: Literal["corpus", "queries"]) -> tuple[Path, Rows]:
-    """Return the file of the corpus or of the queries, and its rows: {"_id", "title", "text"}.
-
-    Args:
-        source: a BEIR folder or a file of LlamaIndex.
-    """
-    if is_llama_index_file(source):
-        members = read_json_items(source, part, "kvitems")
-        rows = ((number, {"_id": name, "text": text}) for number, (name, text) in members)
-        return source, rows
-    file = find_beir_file(source, f"{part}.jsonl")
-    return file, read_json_lines(file)
-
-
-def _read_judgements(source: Path, split: str) -> tuple[Path, Rows]:
-    """Return the file of a split's judgements, and its lines without the header."""
-    if is_llama_index_file(source):
-        return source, _format_llama_index_judgements(source)
-    file = find_qrels_file(source, split)
-    # BEIR's own loader always drops the first line, and with it the first judgement of a file
-    # without a header.
-    rows = (
-        (line, row)
-        for line, row in read_lines(file)
-        if line > 1 or not str(row).lower().startswith(_QRELS_HEADERS)
-    )
-    return file, rows
-
-
-def _format_llama_index_judgements(file: Path) -> Rows:
-    """Yield the judgements of a file of LlamaIndex as lines of a qrels file."""
-    for number, (query_id, document_ids) in read_json_items(file, "relevant_docs", "kvitems"):
-        if not isinstance(document_ids, list):
-            yield number, Fault("relevant_docs is not a list", f"found {quoted(document_ids)}")
-            continue
-        for document_id in document_ids:
-            yield number, f"{query_id}\t{document_id}\t1"
-
-
 def find_beir_file(folder: Path, name: str) -> Path:
     """Return the path of a file of a folder, plain or gzip; raises `DataError` if there is none."""
     for path in (folder / name, folder / f"{name}.gz"):
         if path.exists():
             return path
-    if folder.is_dir():
-        message = f"{folder / name}: no such file"
-    elif folder.is_file():
-        message = f"{folder}: a file in place of a BEIR folder; unpack an archive"
-    else:
-        message = f"{folder}: no such folder"
-    raise DataError(one_line(f"{message} (see docs/data.md)"))
+    raise DataError(one_line(f"{folder / name}: no such file (see docs/data.md)"))
 
 
 def find_qrels_file(folder: Path, split: str) -> Path:
@@ -292,7 +224,7 @@ def find_qrels_file(folder: Path, split: str) -> Path:
 
 
 def _read_texts_by_id(
-    path: Path, rows: Rows, report: RecordReport, may_be_blank: bool = False
+    path: Path, report: RecordReport, may_be_blank: bool = False
 ) -> dict[str, dict[str, str]]:
     """Return {_id: {"title", "text"}} of the rows of a file; a repeated id is a bad record."""
     text_by_id: dict[str, dict[str, str]] = {}
@@ -301,19 +233,19 @@ def _read_texts_by_id(
         identifier = parse_id(record.get("_id"), "_id")
         if identifier in text_by_id:
             raise Fault("duplicate _id", quoted(identifier))
-        if may_be_blank:
-            text = parse_nullable_text(record, ["text"], "text")
-        else:
-            text = parse_text(record.get("text"), "text")
-        return identifier, {"title": parse_title(record), "text": text}
+        if "text" not in record:
+            raise Fault("missing text")
+        text = parse_text(record["text"], "text", may_be_blank)
+        title = parse_text(record.get("title"), "title", may_be_blank=True)
+        return identifier, {"title": title, "text": text}
 
-    for identifier, texts in parse_rows(path, rows, parse_record, report):
+    for identifier, texts in parse_rows(path, read_json_lines(path), parse_record, report):
         text_by_id[identifier] = texts
     return text_by_id
 
 
 def _read_qrels(
-    path: Path, lines: Rows, report: RecordReport, queries: Mapping[str, dict[str, str]]
+    path: Path, report: RecordReport, queries: Mapping[str, dict[str, str]]
 ) -> dict[str, dict[str, int]]:
     """Parse the judgements of a split. Their documents may be missing in the corpus."""
     qrels: dict[str, dict[str, int]] = {}
@@ -332,6 +264,13 @@ def _read_qrels(
             raise Fault("score is not an integer", f"found {quoted(grade_text)}") from None
         return query_id, document_id, grade
 
+    # BEIR's own loader always drops the first line, and with it the first judgement of a file
+    # without a header.
+    lines = (
+        (number, line)
+        for number, line in read_lines(path)
+        if number > 1 or not str(line).lower().startswith(_QRELS_HEADERS)
+    )
     for query_id, document_id, grade in parse_rows(path, lines, parse_judgement, report):
         qrels.setdefault(query_id, {})[document_id] = grade
     return qrels
@@ -355,25 +294,19 @@ def resolve_beir_data(name_or_path: AnyPath, split: str = "test") -> Path:
     """Return the folder of a BEIR set; a public set is downloaded if it is not in the cache.
 
     Args:
-        name_or_path: a folder, or a file of LlamaIndex, which is returned as it is; the name of a
-            public BEIR set; `cqadupstack/FORUM` for one of the twelve parts of CQADupStack; or
-            `ORG/NAME` for a set on the hub with parts corpus, queries and qrels. If a folder and a
-            set have the same name, the folder is used.
-        split: the split that the set must have.
+        name_or_path: a folder, which is returned as it is; the name of a public BEIR set;
+            `cqadupstack/FORUM` for one of the twelve parts of CQADupStack; or `ORG/NAME` for a set
+            on the hub with parts corpus, queries and qrels. If a folder and a set have the same
+            name, the folder is used.
+        split: the split of a set on the hub.
 
     Raises:
-        DataError: if it is neither a folder nor a known name, the download fails, or the folder
-            lacks the corpus, the queries or the split.
+        DataError: if it is neither a folder nor a known name, or the download fails.
     """
     folder = Path(name_or_path).expanduser()
     # Path.exists() raises an error for very long names, os.path.exists() does not.
     if not os.path.exists(folder):
         folder = _resolve_public_set(str(name_or_path), split)
-    if is_llama_index_file(folder):
-        return folder
-    for file_name in ("corpus.jsonl", "queries.jsonl"):
-        find_beir_file(folder, file_name)
-    find_qrels_file(folder, split)
     return folder
 
 

@@ -1,12 +1,9 @@
-"""Training data: a data set of rows whose texts are sampled from stored records.
+"""Training data: rows whose texts are sampled from stored records.
 
-A record is a query with all its positives and negatives, as a file holds it. The records of every
-format are read once, and the library `datasets` stores them in an Arrow file, which is mapped into
-memory. A row is one training example: query, one positive and h hard negatives. When a row is read,
-`contaccum.data.sampling` samples its texts from a record, so they change from epoch to epoch
-although the record is stored once.
-
-`load_training_data` loads one training set, and `load_training_sets` several, which share a loss.
+A record is a query with all its positives and negatives, as a file holds it. The library `datasets`
+stores the records in an Arrow file, which is mapped into memory. A row is one training example:
+query, one positive and h hard negatives, which `contaccum.data.sampling` samples from a record when
+the row is read.
 """
 
 from __future__ import annotations
@@ -48,10 +45,7 @@ SET_KEYS = {
     "split": "split",
     "min_score": "min_score",
 }
-"""{key of a training set in the settings: argument that it sets}.
-
-The arguments are those of `load_training_data`, and "name", the name of the set.
-"""
+"""{key of a training set in the settings: argument of `load_training_data`, or "name"}."""
 
 
 def store_records(
@@ -59,12 +53,10 @@ def store_records(
 ) -> tuple[Dataset, dict[str, str]]:
     """Return the records of a source, which is read only if `datasets` has not stored it yet.
 
-    The cache of `datasets` is used as it is: an entry is written by one process, while others that
-    need it wait, and it becomes visible when it is complete. Its last row is no record. It holds,
-    as JSON, what was counted and hashed while the records were read.
+    This is the cache of `datasets`: one process writes an entry, while others that need it wait.
+    Its last row is no record. It holds, as JSON, what was counted and hashed during reading.
 
     Args:
-        source: the source.
         report: receives the counts of records, also if they were read by an earlier run.
         records: the records of the source if they are in memory; None: they are read.
 
@@ -128,8 +120,6 @@ def store_records(
 class TrainingData:
     """The rows of one training set, and where they come from.
 
-    A text id is a 64-bit hash of a text, see `contaccum.data.sampling.text_ids`.
-
     Attributes:
         dataset: rows of the texts "query", "positive", "negative_1" .. "negative_h", in this order.
             They have a "label" for the loss too if a query has several positives (the label has the
@@ -139,10 +129,9 @@ class TrainingData:
         report: counts of used and bad records.
         fingerprint: sha256, in hex, of the texts in order and of everything that is sampled from.
         transform: the transform of `dataset`, which samples the texts of the rows.
-        pairs: text ids of query and positive for every positive of every record, int64 (n, 2).
-        unused_scores: True if the records have teacher scores that are not used; False for "dpr",
-            whose published scores are those of BM25.
-        unused_negatives: True if the records have hard negatives, and the rows have none.
+        pairs: text ids (see `text_ids`) of query and positive for every positive of every record,
+            int64 (n, 2).
+        unused: what the records have and the rows do not, a sentence each: hard negatives, scores.
     """
 
     dataset: Dataset
@@ -152,8 +141,7 @@ class TrainingData:
     fingerprint: str
     transform: EpochSampling
     pairs: np.ndarray
-    unused_scores: bool = False
-    unused_negatives: bool = False
+    unused: Sequence[str] = ()
 
     @property
     def known_positives(self) -> np.ndarray | None:
@@ -190,8 +178,7 @@ def load_training_data(
 ) -> TrainingData:
     """Load the rows of a training set, with `num_hard_negatives` (h) hard negatives each.
 
-    The records are read once and stored. A row holds the texts of the current epoch, which starts
-    at 0 and is set with ``transform.set_epoch``.
+    A row holds the texts of the current epoch, which is set with ``transform.set_epoch``.
 
     Args:
         path, data_format, split, columns, min_score: see `read_records`.
@@ -226,22 +213,20 @@ def load_training_data(
     pairs = np.column_stack([query_ids, pc.list_flatten(column("positive_ids")).to_numpy()])
 
     if num_hard_negatives and not may_lack_negatives and not num_negatives.any():
-        message = (
-            f"{path}: num_hard_negatives={num_hard_negatives}, but no record has a negative "
-            "(mine some)"
+        raise DataError(
+            one_line(f"{path}: no record has a negative for num_hard_negatives (mine some)")
         )
-        raise DataError(one_line(message))
     used_records = np.arange(len(num_negatives))
     has_too_few = num_negatives < num_hard_negatives
     if missing_negatives == "drop":
         used_records = np.flatnonzero(~has_too_few)
     elif teacher_scores and has_too_few.any():
         message = (
-            f"{path}: {has_too_few.sum()} records have fewer than num_hard_negatives="
-            f"{num_hard_negatives} negatives, and the passages that would be added have no teacher "
-            "score (set missing_negatives=drop, or lower num_hard_negatives)"
+            f"{has_too_few.sum()} records have fewer than num_hard_negatives={num_hard_negatives} "
+            "negatives, and the passages that would be added have no teacher score"
         )
-        raise DataError(one_line(message))
+        remedy = "set missing_negatives=drop, or lower num_hard_negatives"
+        raise DataError(one_line(f"{path}: {message} ({remedy})"))
     report.leave_out(path, TOO_FEW, len(num_negatives) - len(used_records))
     report.refuse_if_nothing_left(path, len(used_records), "training pairs")
 
@@ -267,8 +252,12 @@ def load_training_data(
         collect_known_positives(pairs),
     )
     transform.has_teacher_scores = teacher_scores
+    unused = []
+    if num_hard_negatives == 0 and num_negatives.any():
+        unused.append("its hard negatives are not used (num_hard_negatives=0)")
     # The scores in published files of DPR are BM25 scores, not those of a teacher.
-    may_distill = has_scores and source.data_format != "dpr"
+    if has_scores and source.data_format != "dpr" and not teacher_scores:
+        unused.append("its scores are not used (if they are a teacher's, set distill)")
     return TrainingData(
         make_sampled_dataset(transform),
         str(path),
@@ -277,8 +266,7 @@ def load_training_data(
         fingerprint(*parts),
         transform,
         pairs,
-        unused_scores=may_distill and not teacher_scores,
-        unused_negatives=num_hard_negatives == 0 and bool(num_negatives.any()),
+        unused,
     )
 
 
@@ -313,12 +301,7 @@ class TrainingSets:
         """Return a line for each set: the counts of its records, unused negatives and scores."""
         lines = []
         for name, part in self.parts.items():
-            line = f"{name}: {part.report.summary()}"
-            if part.unused_negatives:
-                line += "; its hard negatives are not used (num_hard_negatives=0)"
-            if part.unused_scores:
-                line += "; its scores are not used (if they are a teacher's, set distill)"
-            lines.append(line)
+            lines.append("; ".join([f"{name}: {part.report.summary()}", *part.unused]))
         return "\n".join(lines)
 
 
@@ -366,9 +349,27 @@ def parse_training_sets(
     """
     arguments_by_name: dict[str, dict[str, Any]] = {}
     for item in sets:
+        arguments = dict(common or {})
+        settings: Mapping[str, Any]
         try:
-            arguments = _parse_set(item, common or {})
-        except ValueError as error:  # ConfigError is a ValueError too
+            if isinstance(item, Mapping):
+                settings = item
+            elif isinstance(item, str) and item.lstrip().startswith("{"):
+                settings = json.loads(item)
+            else:
+                settings = {"path": os.fspath(item)}
+            for key, value in settings.items():
+                check_choice("a key of a set", key, SET_KEYS)
+                if value is not None:
+                    arguments[SET_KEYS[key]] = value
+            if not isinstance(arguments.get("path"), str):
+                raise ConfigError('a set has a path, as {"path": FILE}')
+            if not isinstance(arguments.get("min_score"), float | int | None):
+                raise ConfigError(f"min_score must be a number, got {arguments['min_score']!r}")
+            arguments["columns"] = parse_columns(arguments.get("columns"))
+            selection_fields = [setting.name for setting in fields(Selection)]
+            Selection(**{name: arguments[name] for name in selection_fields if name in arguments})
+        except ValueError as error:  # ConfigError and the errors of json are ValueErrors
             raise ConfigError(one_line(f"train_data: {quoted(item)}: {error}")) from error
         # The file or folder without extension: "train" for "x/train.jsonl.gz"
         file_name = Path(arguments["path"]).resolve().name
@@ -380,36 +381,3 @@ def parse_training_sets(
             )
         arguments_by_name[name] = arguments
     return arguments_by_name
-
-
-def _parse_set(item: str | Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `load_training_data` for one set, and its name if it has one.
-
-    Raises:
-        ConfigError: for a setting that cannot be used.
-    """
-    settings: Mapping[str, Any]
-    if isinstance(item, Mapping):
-        settings = item
-    elif isinstance(item, str) and item.lstrip().startswith("{"):
-        try:
-            settings = json.loads(item)
-        except ValueError as error:
-            raise ConfigError(
-                f'not JSON: {error} (names and texts have double quotes: {{"path": "a.jsonl"}})'
-            ) from error
-    else:
-        settings = {"path": os.fspath(item)}
-    arguments = dict(common)
-    for key, value in settings.items():
-        check_choice("a key of a set", key, SET_KEYS)
-        if value is not None:
-            arguments[SET_KEYS[key]] = value
-    if not isinstance(arguments.get("path"), str):
-        raise ConfigError('a set has a path, as {"path": FILE}')
-    if not isinstance(arguments.get("min_score"), float | int | None):
-        raise ConfigError(f"min_score must be a number, got {arguments['min_score']!r}")
-    arguments["columns"] = parse_columns(arguments.get("columns"))
-    selection_fields = [setting.name for setting in fields(Selection)]
-    Selection(**{name: arguments[name] for name in selection_fields if name in arguments})
-    return arguments

@@ -38,7 +38,6 @@ from tqdm import tqdm
 
 from contaccum.data.beir import BeirDataset, get_positives
 from contaccum.data.records import Passage, Record
-from contaccum.data.rows import fold_case
 
 LEAST_OVERLAP = 0.7
 """Least Jaccard similarity of near-duplicates."""
@@ -138,6 +137,11 @@ def _keep_word_character(character: str) -> str:
 
 _FOLDED = _CharacterTable(_fold_character)
 _WORD_CHARACTERS = _CharacterTable(_keep_word_character)
+
+
+def fold_case(text: str) -> str:
+    """Return a text in lower case, with normal character widths and single spaces."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def normalise(text: str) -> str:

@@ -1,8 +1,8 @@
 """Records of training data and passages of a corpus, and the detection of a file's format.
 
-`RecordSource.rows` yields the rows of a file as mappings (`contaccum.data.rows`), and
-`RecordParser` makes a `Record` of each row, or raises a `Fault` for a bad row, which is reported.
-Which positives and negatives an epoch trains on is decided in `contaccum.data.sampling`.
+A file's rows are mappings (`contaccum.data.rows`). `RecordSource` makes a `Record` of each row, or
+reports the `Fault` of a bad row. Which positives and negatives an epoch trains on is decided in
+`contaccum.data.sampling`.
 """
 
 from __future__ import annotations
@@ -11,30 +11,22 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
-from contaccum.data.beir import (
-    is_beir_folder,
-    is_llama_index_file,
-    read_beir_texts,
-    read_judged_pairs,
-)
+from contaccum.data.beir import find_beir_file, is_beir_folder, read_judged_pairs
 from contaccum.data.rows import (
+    PARQUET_MAGIC,
     Fault,
-    NotUtf8,
     RecordReport,
     Rows,
     get_first_value,
-    make_data_error,
     parse_header,
     parse_id,
-    parse_nullable_text,
     parse_number,
     parse_rows,
     parse_text,
-    parse_title,
     passage_text,
     read_arrow,
     read_csv,
@@ -48,9 +40,6 @@ from contaccum.settings import DataFormat
 
 DATA_FORMATS: tuple[DataFormat, ...] = get_args(DataFormat)
 
-_TABLE_FORMATS: tuple[DataFormat, ...] = ("csv", "parquet", "hub")
-"""Formats in which every row has all columns."""
-
 SPLIT_RECORD = "split.json"
 """The file that marks a folder of `contaccum split`, and has its counts."""
 
@@ -58,10 +47,8 @@ _SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
 """Files that `save_to_disk` of `datasets` writes, for a dataset and for a dict of splits."""
 
 _HUB_NAME = r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?"
-_PARQUET_MAGIC = b"PAR1"
-"""The first bytes of every parquet file."""
 
-_CACHE_VERSION = 14
+_CACHE_VERSION = 15
 """Version of the readers and the stored records. Increase it when either changes, so that records
 of an older version are not used."""
 
@@ -79,12 +66,8 @@ _USUAL_NAMES = {
     "scores": "scores",
     "positive_scores": "positive_scores positive_score pos_scores",
     "negative_scores": "negative_scores neg_scores",
-    # Score or label of a pair; it is a match if the score is at least `min_score`. These names are
-    # compared without case, blanks and underscores.
-    "score": "score label labels relevance relevant is_relevant relevancy rel relevance_label "
-    "relevance_score match matches matched is_match matching similar is_similar similarity "
-    "similarity_score is_positive is_duplicate duplicate is_correct judgement judgment grade "
-    "rating",
+    # Score or label of a pair; it is a match if the score is at least `min_score`.
+    "score": "score label labels relevance similarity is_relevant is_duplicate",
 }
 FIELDS = {role: tuple(names.split()) for role, names in _USUAL_NAMES.items()}
 """{role: usual names of the field}. The first name that a record has is used.
@@ -95,30 +78,12 @@ pairs.
 """
 
 TEACHER_SCORES_REMEDY = "contaccum mine --cross_encoder writes scores"
-
-_MATCH = "true yes t y relevant positive pos match similar duplicate related correct entailment"
-_NO_MATCH = (
-    "false no f n irrelevant notrelevant nonrelevant unrelevant negative neg nomatch notamatch "
-    "nonmatch mismatch notmatch dissimilar notsimilar notduplicate nonduplicate unrelated "
-    "notrelated incorrect wrong neutral contradiction"
-)
-_WORDS_FOR_NUMBERS = {**dict.fromkeys(_MATCH.split(), 1), **dict.fromkeys(_NO_MATCH.split(), 0)}
-"""Words that files have in place of the labels 1 and 0, after `_fold_name`."""
-
-_LONGEST_LABEL = 30
-
-_NUMBER = re.compile(r"[-+]?[\d.,]*\d[\d.,]*(e[-+]?\d+)?%?", re.IGNORECASE)
-_LIST = re.compile(
-    r"""(array\()?\[\s*(['"{\[].*(['"}\]]|None|null|nan)\s*)?\](,\ dtype=\w+)?\)?"""
-    r"""|\{\s*['"].*\}|\(['"].*['"],\s*(['"].*['"])?\)""",
-    re.DOTALL,
-)
-"""A list, a tuple or an object as Python, JSON and numpy write it."""
-
 _MIN_SCORE_REMEDY = (
     'set the least score of a match: {"path": ..., "min_score": 1}, or with contaccum fit: '
     "--min_score 1"
 )
+_LIST = re.compile(r"""\[\]|[\[{]\s*[\[{]?['"].*[\]}]""", re.DOTALL)
+"""A list or an object of texts, as pandas writes it into a cell."""
 
 # Field names of a corpus, the usual one first.
 _CORPUS_ID_FIELDS = ("_id", "id", "docid", "doc_id", "pid", "passage_id")
@@ -194,45 +159,83 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
             return "hub"
         expected = ", ".join(("corpus.jsonl", *_SAVED_DATASET_FILES))
         raise DataError(one_line(f"{path}: a folder without any of {expected} (see docs/data.md)"))
-    if is_hub_name(source):
+    if _is_hub_name(source):
         return "hub"
     head = read_head(path)
     if not head:
         raise DataError(one_line(f"{path}: is empty, or damaged at its start"))
-    if head.startswith(_PARQUET_MAGIC):
+    if head.startswith(PARQUET_MAGIC):
         return "parquet"
-    if is_llama_index_file(path):
-        return "beir"
     if head.startswith(b"["):
         return "dpr"
     if head.startswith(b"{"):
         return "tevatron" if b'"positive_passages"' in head else "pairs"
-    first_line = head.partition(b"\n")[0]
-    try:
-        first_line.decode()
-    except UnicodeDecodeError:
-        raise make_data_error(path, 1, NotUtf8(first_line)) from None
-    known_names = set(columns.values()) if columns else set()
-    known_names.update(*FIELDS.values())
-    _, names, _ = parse_header(head)
+    known_names = {*(columns or {}).values()}.union(*FIELDS.values())
+    names, _ = parse_header(head)
     if not known_names.isdisjoint(names):
         return "csv"
     message = (
-        "neither JSON nor a table with a header of known column names; "
+        "neither JSON nor a table in UTF-8 with a header of known column names; "
         f"it starts with {quoted(head[:20])}"
     )
     remedy = "give it a header, such as query,positive, or name its columns with --data_columns"
     raise DataError(one_line(f"{path}: {message} ({remedy})"))
 
 
-def is_hub_name(source: AnyPath) -> bool:
-    """Return True for the name of a dataset on the hub that is not the path of an existing file."""
+def _is_hub_name(source: AnyPath) -> bool:
     is_name = re.fullmatch(_HUB_NAME, str(source)) is not None
     return is_name and not Path(source).exists()
 
 
 def _is_saved_dataset(path: Path) -> bool:
     return any((path / name).exists() for name in _SAVED_DATASET_FILES)
+
+
+def _read_rows(path: Path, data_format: str, split: str | None) -> Rows:
+    """Return the unparsed rows of a file or dataset in any format except "beir"."""
+    if data_format in ("hub", "parquet"):
+        tables = _load_dataset(path, data_format, split).with_format("arrow").iter(1000)
+        return read_arrow(path, tables)
+    if data_format == "dpr":
+        return read_json_array(path)
+    if data_format == "csv":
+        return read_csv(path)
+    return read_json_lines(path)
+
+
+def _load_dataset(path: Path, data_format: str, split: str | None) -> Any:
+    """Load a parquet file or a saved dataset, or NAME or NAME:CONFIG of the hub, by `datasets`.
+
+    Without a split, it is the only one, or "train".
+    """
+    import datasets
+
+    source = str(path)
+    try:
+        if data_format == "parquet":
+            # The default batch is a row group, which has size 0 in a file without rows.
+            return datasets.load_dataset(
+                "parquet", data_files=source, split="train", streaming=True, batch_size=1000
+            )
+        if _is_saved_dataset(path):
+            loaded = datasets.load_from_disk(source)
+        else:
+            name, _, config = source.partition(":")
+            loaded = datasets.load_dataset(name, config or None, split=split)
+    except Exception as error:  # the hub, the network and Arrow have no common exception class
+        message = f"cannot be loaded as a Hugging Face dataset: {str(error)[:300]}"
+        if not path.exists():
+            message = f"no such file or folder, and it {message}"
+        raise DataError(one_line(f"{source}: {message}")) from error
+    if not isinstance(loaded, dict):
+        return loaded
+    splits = list(loaded)
+    if split is None:
+        split = splits[0] if len(splits) == 1 else "train"
+    if split not in splits:
+        message = f"no split {quoted(split)}; it has {', '.join(splits)}"
+        raise DataError(one_line(f"{source}: {message} (set split, or save the split by itself)"))
+    return loaded[split]
 
 
 def read_records(
@@ -267,19 +270,21 @@ def read_records(
     return source.records(report or RecordReport())
 
 
+ScoredText = tuple[str, Any]
+"""The text of a passage, and the unparsed value of its field "score", or None."""
+
+
 class RecordSource:
     """A file, folder or dataset of training records, whose format is known.
 
+    The first record with a query and a positive decides which fields hold them in all records. If
+    the fields were chosen for each record, a record that lacks "positive" but has a field "text"
+    could silently get a wrong positive.
+
     Args:
         path, data_format, split, columns, min_score: see `read_records`.
-        is_corpus: True if the rows are passages. If a Hugging Face dataset has only one split, its
-            name does not matter then.
         needs_scores: True for distillation: a record in which a passage lacks a teacher score (the
             relevance score of a stronger model, such as a cross-encoder) is a bad record.
-
-    Attributes:
-        first_record: the first record that `records` has yielded, or None.
-        unused_fields: the fields of the first record of the file that are not read.
 
     Raises:
         ConfigError: for an unknown format, or settings that the format does not have.
@@ -294,141 +299,82 @@ class RecordSource:
         columns: Mapping[str, str] | Sequence[str] | None = None,
         needs_scores: bool = False,
         min_score: float | None = None,
-        is_corpus: bool = False,
     ) -> None:
         check_choice("data_format", data_format, (None, *DATA_FORMATS))
         self.path = Path(os.path.expanduser(path))
-        self.columns = parse_columns(columns)
-        if data_format:
-            self.data_format = cast(DataFormat, data_format)
-        else:
-            self.data_format = sniff_format(self.path, self.columns)
-        self.split = split
-        self._is_corpus = is_corpus
-        self.needs_scores = needs_scores
-        self.min_score = min_score
-        self.first_record: Record | None = None
-        self.unused_fields: list[str] = []
-        if self.data_format == "beir" and (self.columns or min_score is not None):
+        self._columns = parse_columns(columns)
+        self.data_format = cast(DataFormat, data_format or sniff_format(self.path, self._columns))
+        self._split = split
+        self._needs_scores = needs_scores
+        self._min_score = min_score
+        self._first_record: Record | None = None
+        self._unused_fields: list[str] = []
+        self._chosen: tuple[str, str] | None = None  # names of the query's and positive's fields
+        # A column that `columns` gives a role is not used for another role, even if its name is a
+        # usual name there.
+        assigned_names = set(self._columns.values())
+        self._unseen_names = set(assigned_names)
+        self._names: dict[str, list[str]] = {}
+        for role, usual_names in FIELDS.items():
+            if role in self._columns:
+                self._names[role] = [self._columns[role]]
+            else:
+                self._names[role] = [name for name in usual_names if name not in assigned_names]
+        if self.data_format == "beir" and (self._columns or min_score is not None or needs_scores):
             raise ConfigError(
-                f"{self.path}: data_format=beir has no fields for data_columns or min_score"
-            )
-        if self.data_format == "beir" and needs_scores:
-            raise ConfigError(
-                f"{self.path}: BEIR data have no teacher scores for distill "
+                f"{self.path}: BEIR data have no fields for data_columns, min_score or distill "
                 f"({TEACHER_SCORES_REMEDY})"
             )
 
     def records(self, report: RecordReport) -> Iterator[Record]:
         """Yield every record that can be used, and count the others in the report."""
-        for record in self._parse_records(report):
-            self.first_record = self.first_record or record
-            yield record
-
-    def describe_first_record(self) -> str:
-        """Return one line for the user: the first record as it was read, and its unused fields."""
-        assert self.first_record is not None, "no record has been read"
-        line = f"the first record is {self.first_record.describe()}"
-        if self.unused_fields:
-            line += f"; not used: {one_line(', '.join(self.unused_fields))}"
-        return line
-
-    def _parse_records(self, report: RecordReport) -> Iterator[Record]:
         if self.data_format == "beir":
-            for query, positives in read_judged_pairs(self.path, self.split, report):
-                yield Record(query, positives, [])
-            return
-        has_cells = self.data_format == "csv"
-        parser = RecordParser(self.columns, self.min_score, self.needs_scores, has_cells)
-        is_table = self.data_format in _TABLE_FORMATS
-        num_matches = 0
-        for record in parse_rows(self.path, self.rows(), parser.parse, report):
-            # The first row of a table has all columns, so a wrong name is refused at once.
-            if is_table and parser.unseen_columns:
-                self._refuse_unseen_columns(parser)
-            if record is None:
-                report.leave_out(self.path, "score below min_score")
-            else:
-                num_matches += 1
-                self.unused_fields = parser.unused_fields
+            for query, positives in read_judged_pairs(self.path, self._split, report):
+                record = Record(query, positives, [])
+                self._first_record = self._first_record or record
                 yield record
-        self._refuse_unseen_columns(parser)
-        if num_matches > 1 and parser.odd_roles:
-            role, text = next(iter(parser.odd_roles.items()))
-            message = f"every {role} is a number, a list or a label, such as {quoted(text)}"
-            remedy = (
-                "name the columns of the texts with --data_columns, leave out a column of ids, "
-                "labels or scores, and write a list as JSON"
-            )
-            raise DataError(one_line(f"{self.path}: {message} ({remedy})"))
-        report.refuse_if_nothing_left(self.path, num_matches, "records")
-
-    def _refuse_unseen_columns(self, parser: RecordParser) -> None:
-        """Raise `DataError` if a name in `columns` is not a field of any record read so far."""
-        for role, name in self.columns.items():
-            if name in parser.unseen_columns:
+            return
+        rows = _read_rows(self.path, self.data_format, self._split)
+        num_matches = 0
+        roles_of_numbers = {"query", "positives", "negatives"}
+        for parsed in parse_rows(self.path, rows, self._parse, report):
+            if parsed is None:
+                report.leave_out(self.path, "score below min_score")
+                continue
+            num_matches += 1
+            self._first_record = self._first_record or parsed
+            for role in list(roles_of_numbers):
+                value = getattr(parsed, role)
+                texts = [value] if isinstance(value, str) else value
+                if not all(map(_is_number, texts)):
+                    roles_of_numbers.discard(role)
+            yield parsed
+        for role, name in self._columns.items():
+            if name in self._unseen_names:
                 message = f"no record has the field {quoted(name)}"
                 remedy = (
                     f"correct {role}={name} in data_columns, or leave it out; one of several sets "
                     "can have columns of its own"
                 )
                 raise DataError(one_line(f"{self.path}: {message} ({remedy})"))
-
-    def rows(self) -> Rows:
-        """Return the unparsed rows, which are mappings, of a file or dataset."""
-        if self.data_format in ("hub", "parquet"):
-            tables = self._load_dataset().with_format("arrow").iter(1000)
-            return read_arrow(self.path, tables)
-        if self.data_format == "dpr":
-            return read_json_array(self.path)
-        if self.data_format == "csv":
-            return read_csv(self.path)
-        return read_json_lines(self.path)
-
-    def _load_dataset(self) -> Any:
-        """Load the source with the library `datasets`.
-
-        The source is a parquet file, a folder that `save_to_disk` wrote, or a dataset of the
-        Hugging Face hub, named `NAME` or `NAME:CONFIG`.
-        """
-        import datasets
-
-        source = str(self.path)
-        try:
-            if self.data_format == "parquet":
-                # The default batch is a row group, which has size 0 in a file without rows.
-                return datasets.load_dataset(
-                    "parquet", data_files=source, split="train", streaming=True, batch_size=1000
+        report.refuse_if_nothing_left(self.path, num_matches, "records")
+        for role in sorted(roles_of_numbers):
+            if num_matches > 1 and getattr(self._first_record, role):
+                raise DataError(
+                    f"{self.path}: every text in {role} is a number (name the columns of the "
+                    "texts with --data_columns, or leave out a column of ids, labels or scores)"
                 )
-            if _is_saved_dataset(self.path):
-                loaded = datasets.load_from_disk(source)
-            else:
-                name, _, config = source.partition(":")
-                split = None if self._is_corpus else self.split
-                loaded = datasets.load_dataset(name, config or None, split=split)
-        except Exception as error:  # the hub, the network and Arrow have no common exception class
-            if isinstance(error, IndexError):  # from a saved dataset without any row
-                error = ValueError("it has no rows")
-            message = (
-                f"as a Hugging Face dataset with split {quoted(self.split)} it cannot be loaded: "
-                f"{str(error)[:300]}"
-            )
-            if not self.path.exists():
-                message = f"no such file or folder, and {message}"
-            raise DataError(one_line(f"{source}: {message}")) from error
-        if not isinstance(loaded, dict):
-            return loaded
-        splits = list(loaded)
-        if self._is_corpus and len(splits) == 1:
-            return loaded[splits[0]]
-        if self.split in splits:
-            return loaded[self.split]
-        remedy = "save the split of the passages by itself" if self._is_corpus else "set split"
-        message = f"no split {quoted(self.split)}; it has {', '.join(splits)}"
-        raise DataError(one_line(f"{self.path}: {message} ({remedy})"))
+
+    def describe_first_record(self) -> str:
+        """Return one line for the user: the first record as it was read, and its unused fields."""
+        assert self._first_record is not None, "no record has been read"
+        line = f"the first record is {self._first_record.describe()}"
+        if self._unused_fields:
+            line += f"; not used: {one_line(', '.join(self._unused_fields))}"
+        return line
 
     def key(self, *settings: Any) -> str:
-        """Return the key of the records in the cache: a sha256, in hex.
+        """Return the key of the records in the cache of `datasets`: a sha256, in hex.
 
         The key changes with every setting, and with the path, size or modification time of a file.
 
@@ -440,7 +386,8 @@ class RecordSource:
             files = sorted(path for path in self.path.rglob("*") if path.is_file())
         elif self.data_format == "hub":
             # These are the files that `datasets` has downloaded. They change with the dataset.
-            files = [Path(file["filename"]) for file in self._load_dataset().cache_files]
+            dataset = _load_dataset(self.path, self.data_format, self._split)
+            files = [Path(file["filename"]) for file in dataset.cache_files]
         file_states = []
         for file in files:
             if file.exists():
@@ -451,102 +398,48 @@ class RecordSource:
         return fingerprint(
             _CACHE_VERSION,
             file_states,
-            (path_without_files, self.data_format, self.split, self.columns),
+            (path_without_files, self.data_format, self._split, self._columns),
             *settings,
-            self.needs_scores,
-            self.min_score,
+            self._needs_scores,
+            self._min_score,
         )
 
-
-ScoredText = tuple[str, Any]
-"""The text of a passage, and the unparsed value of its field "score", or None."""
-
-
-class RecordParser:
-    """Parser for the records of one file.
-
-    The first record with a query and a positive decides which fields hold them in all records. If
-    the fields were chosen for each record, a record that lacks "positive" but has a field "text"
-    could silently get a wrong positive.
-
-    Args:
-        columns: {role: field name} for roles whose fields have unusual names.
-        min_score: least score of a pair that is a match; None: scores of pairs are not read.
-        needs_scores: True if a record without teacher scores cannot be used.
-        has_cells: True for a table whose cells are texts, in which a list can only be a text that
-            looks like one.
-
-    Attributes:
-        unseen_columns: the field names of `columns` that no record has had so far.
-        unused_fields: the fields of the first record that are not read.
-        odd_roles: {role: its first text} of the roles in which all texts so far are numbers, lists
-            or labels such as "relevant", instead of queries and passages.
-    """
-
-    def __init__(
-        self,
-        columns: Mapping[str, str],
-        min_score: float | None = None,
-        needs_scores: bool = False,
-        has_cells: bool = False,
-    ) -> None:
-        self._has_cells = has_cells
-        self._min_score = min_score
-        self._needs_scores = needs_scores
-        self._has_negatives_column = "negatives" in columns
-        self._chosen: tuple[str, str] | None = None  # names of the query's and positive's fields
-        self._roles_with_text: set[str] = set()
-        self.unused_fields: list[str] = []
-        self.odd_roles: dict[str, str] = {}
-        self.unseen_columns = set(columns.values())
-        # A column that `columns` gives a role is not used for another role, even if its name is a
-        # usual name there.
-        assigned_names = set(columns.values())
-        self._columns_of_other_roles = assigned_names - {columns.get("score")}
-        self._names: dict[str, list[str]] = {}
-        for role, usual_names in FIELDS.items():
-            if role in columns:
-                self._names[role] = [columns[role]]
-            else:
-                self._names[role] = [name for name in usual_names if name not in assigned_names]
-        score_names = [_fold_name(name) for name in self._names["score"]]
-        self._score_ranks = {name: rank for rank, name in enumerate(score_names)}
-
-    def parse(self, record: Mapping[str, Any]) -> Record | None:
-        """Return the texts and scores of a record; None for a pair below `min_score`.
+    def _parse(self, row: Mapping[str, Any]) -> Record | None:
+        """Return the texts and scores of a row; None for a pair below `min_score`.
 
         Raises:
             Fault: for a field that is missing, empty or of another type.
         """
-        if self.unseen_columns:
-            self.unseen_columns.difference_update(record)
+        self._unseen_names.difference_update(row)
         chosen = self._chosen or (
-            self._choose_field("query", record),
-            self._choose_field("positive", record),
+            self._choose_field("query", row),
+            self._choose_field("positive", row),
         )
         query_field, positive_field = chosen
-        query = parse_text(self._get_value(record, query_field), query_field)
-        if not self._is_match(record, chosen):
+        query = parse_text(self._get_value(row, query_field), query_field)
+        if not self._is_match(row, chosen):
             return None
-        # There is no name if `columns` gives the column "title" another role.
-        title_names = self._names["title"]
-        title = parse_title(record, title_names[0]) if title_names else ""
-        positives = _parse_passages(self._get_value(record, positive_field), positive_field, title)
+        title = parse_text(get_first_value(row, self._names["title"]), "title", may_be_blank=True)
+        positives = _parse_passages(self._get_value(row, positive_field), positive_field, title)
         if not positives:
             raise Fault(f"empty {positive_field}")
 
         # Negatives are in `negative_1`, `negative_2` ..., or else in the first usual field that has
         # any passage.
+        numbered_fields = []
+        if "negatives" not in self._columns:
+            numbered_fields = [name for name in row if re.fullmatch("negative_[0-9]+", name)]
+            # By length first, so that negative_10 comes after negative_9.
+            numbered_fields.sort(key=lambda name: (len(name), name))
         negatives: list[ScoredText] = []
-        numbered_fields = self._find_numbered_fields(record)
         for fields in (numbered_fields, *([name] for name in self._names["negatives"])):
             for name in fields:
-                if record.get(name) is not None:
-                    negatives += _parse_passages(self._get_value(record, name), name)
+                if row.get(name) is not None:
+                    negatives += _parse_passages(self._get_value(row, name), name)
             if negatives:
                 break
 
-        scores = self._parse_teacher_scores(record, positives, negatives)
+        scores = self._parse_teacher_scores(row, positives, negatives)
         if scores is None and self._needs_scores:
             raise Fault(
                 "no teacher scores",
@@ -559,25 +452,27 @@ class RecordParser:
         if scores is not None:
             negative_scores = [scores[position] for position in first_positions.values()]
             scores = scores[: len(positives)] + negative_scores
-        texts = [text for text, _ in positives]
-        parsed = Record(query, texts, list(first_positions), scores)
-        self._find_odd_roles(parsed)
         if self._chosen is None:
             self._chosen = chosen  # the first usable record decides for all others
-            self.unused_fields = self._list_unused_fields(record, chosen)
-        return parsed
+            used_names = {"", *chosen, *numbered_fields}
+            for role, names in self._names.items():
+                is_read = role != "score" or self._min_score is not None
+                if role not in ("query", "positive") and is_read:
+                    used_names.update(names)
+            self._unused_fields = [name for name in row if name not in used_names]
+        return Record(query, [text for text, _ in positives], list(first_positions), scores)
 
-    def _choose_field(self, role: str, record: Mapping[str, Any]) -> str:
-        present_names = [name for name in self._names[role] if name in record]
+    def _choose_field(self, role: str, row: Mapping[str, Any]) -> str:
+        present_names = [name for name in self._names[role] if name in row]
         if not present_names:
-            raise _make_missing_field_fault(role, record)
-        names_with_value = [name for name in present_names if record[name] is not None]
+            raise _make_missing_field_fault(role, row)
+        names_with_value = [name for name in present_names if row[name] is not None]
         return (names_with_value or present_names)[0]
 
-    def _get_value(self, record: Mapping[str, Any], field_name: str) -> Any:
-        """Return the value of a field of passages; raises `Fault` for a list in a cell."""
-        value = record.get(field_name)
-        if self._has_cells and value is not None and _LIST.fullmatch(value.strip()):
+    def _get_value(self, row: Mapping[str, Any], field_name: str) -> Any:
+        """Return the value of a field of passages; raises `Fault` for a list in a table's cell."""
+        value = row.get(field_name)
+        if self.data_format == "csv" and value is not None and _LIST.fullmatch(value.strip()):
             raise Fault(
                 f"a list in the cell of {field_name}",
                 f"found {quoted(value)}",
@@ -586,64 +481,40 @@ class RecordParser:
             )
         return value
 
-    def _is_match(self, record: Mapping[str, Any], chosen: tuple[str, str]) -> bool:
+    def _is_match(self, row: Mapping[str, Any], chosen: tuple[str, str]) -> bool:
         """Return False for a pair whose score is below `min_score`.
 
         Raises:
-            Fault: for a pair with the label 0 in a field that is not compared with `min_score`.
-                With `min_score`, for a pair whose score is missing or not a number. Without it, for
-                every score of a pair with a field `sentence1`.
+            Fault: with `min_score`, for a pair whose score is missing or not a number. Without it,
+                for a pair with the label 0, and for every score of a pair with a field `sentence1`.
         """
-        fields = self._find_score_fields(record)
+        scores = {}
+        for name in self._names["score"]:
+            if row.get(name) is not None:
+                scores[name] = {"true": 1, "false": 0}.get(str(row[name]).lower(), row[name])
         if self._min_score is not None:
-            if not fields:
-                raise _make_missing_field_fault("score", record)
-            if parse_number(_replace_word(record[fields[0]])) < self._min_score:
-                return False
-            fields = fields[1:]
+            if not scores:
+                raise _make_missing_field_fault("score", row)
+            return parse_number(next(iter(scores.values()))) >= self._min_score
         # `sentence1` is a field of sentence-transformers' scored pairs, in which a low score marks
         # a pair without match.
-        elif "sentence1" in chosen and any(record[name] is not None for name in fields):
+        if scores and "sentence1" in chosen:
             raise Fault("a pair with a score", _MIN_SCORE_REMEDY)
-        for name in fields:
-            try:
-                label = float(_replace_word(record[name]))  # type: ignore[arg-type]
-            except (TypeError, ValueError):
-                continue
-            # Other negative numbers are scores, such as a cross-encoder's.
-            if label <= 0 and label.is_integer():
-                remedy = _MIN_SCORE_REMEDY
-                if self._min_score is not None:
-                    remedy = f"name the field that min_score reads: --data_columns score={name}"
-                raise Fault(f"a pair with {name} 0", remedy)
+        for name, score in scores.items():
+            # Negative numbers that are not whole are scores, such as a cross-encoder's.
+            if _is_number(score) and float(score) <= 0 and float(score).is_integer():
+                raise Fault(f"a pair with {name} 0", _MIN_SCORE_REMEDY)
         return True
 
-    def _find_score_fields(self, record: Mapping[str, Any]) -> list[str]:
-        """Return the fields that may hold a score of the pair: first those with a value."""
-        names = []
-        for name in record:
-            if _fold_name(name) in self._score_ranks and name not in self._columns_of_other_roles:
-                names.append(name)
-        ranks = self._score_ranks
-        return sorted(names, key=lambda name: (record[name] is None, ranks[_fold_name(name)]))
-
-    def _find_numbered_fields(self, record: Mapping[str, Any]) -> list[str]:
-        """Return the names of `negative_1`, `negative_2` ..., ordered by number."""
-        if self._has_negatives_column:
-            return []
-        names = [name for name in record if re.fullmatch("negative_[0-9]+", name)]
-        # By length first, so that negative_10 comes after negative_9.
-        return sorted(names, key=lambda name: (len(name), name))
-
     def _parse_teacher_scores(
-        self, record: Mapping[str, Any], positives: list[ScoredText], negatives: list[ScoredText]
+        self, row: Mapping[str, Any], positives: list[ScoredText], negatives: list[ScoredText]
     ) -> list[float] | None:
         """Return the scores of positives and then negatives; None unless all are numbers."""
-        values = get_first_value(record, self._names["scores"])
+        values = get_first_value(row, self._names["scores"])
         if not isinstance(values, list) or len(values) != len(positives) + len(negatives):
             values = []
             for role, passages in (("positive_scores", positives), ("negative_scores", negatives)):
-                scores = get_first_value(record, self._names[role])
+                scores = get_first_value(row, self._names[role])
                 if scores is None:  # the passages may be objects with a score
                     scores = [score for _, score in passages]
                 elif not isinstance(scores, list):
@@ -656,38 +527,9 @@ class RecordParser:
         except Fault:
             return None
 
-    def _find_odd_roles(self, record: Record) -> None:
-        """Update `odd_roles`."""
-        texts_by_role = {
-            "query": [record.query],
-            "positive": record.positives,
-            "negatives": record.negatives,
-        }
-        for role, texts in texts_by_role.items():
-            if role in self._roles_with_text or not texts:
-                continue
-            if all(_is_odd(text) for text in texts):
-                self.odd_roles.setdefault(role, texts[0])
-            else:
-                self._roles_with_text.add(role)
-                self.odd_roles.pop(role, None)
 
-    def _list_unused_fields(self, record: Mapping[str, Any], chosen: tuple[str, str]) -> list[str]:
-        used_names = {"", *chosen, *self._find_numbered_fields(record)}
-        for role, names in self._names.items():
-            if role not in ("query", "positive", "score"):
-                used_names.update(names)
-        score_fields = self._find_score_fields(record)
-        if self._min_score is not None:
-            used_names.update(score_fields[:1])
-        for name in score_fields:
-            if _replace_word(record[name]) in (1, "1", "1.0"):
-                used_names.add(name)  # `_is_match` refuses a label of 0
-        return [name for name in record if name not in used_names]
-
-
-def _make_missing_field_fault(role: str, record: Mapping[str, Any]) -> Fault:
-    fields = quoted(", ".join(record), 200)
+def _make_missing_field_fault(role: str, row: Mapping[str, Any]) -> Fault:
+    fields = quoted(", ".join(row), 200)
     return Fault(f"missing {role}", f"its fields are {fields}; set --data_columns {role}=NAME")
 
 
@@ -701,59 +543,48 @@ def _parse_passages(value: Any, field_name: str, title: str = "") -> list[Scored
         if not isinstance(item, dict):
             passages.append((passage_text(title, parse_text(item, field_name)), None))
             continue
-        text = parse_nullable_text(item, ["text"], f"{field_name} text")
-        text = passage_text(parse_title(item), text)
+        if "text" not in item:
+            raise Fault(f"missing {field_name} text")
+        own_title = parse_text(item.get("title"), "title", may_be_blank=True)
+        text = parse_text(item["text"], f"{field_name} text", may_be_blank=True)
+        text = passage_text(own_title, text)
         if not text:
             raise Fault(f"empty {field_name} text")
         passages.append((text, item.get("score")))
     return passages
 
 
-@lru_cache(maxsize=4096)
-def _fold_name(name: str) -> str:
-    """Return a name in lower case, without blanks, underscores and hyphens."""
-    return re.sub(r"[\s_-]+", "", name).casefold()
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
-def _replace_word(label: object) -> object:
-    """Return the number for which a label such as "True" stands, or else the label itself."""
-    if isinstance(label, (str, bool)) and len(str(label)) < _LONGEST_LABEL:
-        return _WORDS_FOR_NUMBERS.get(_fold_name(str(label)), label)
-    return label
-
-
-def _is_odd(text: str) -> bool:
-    """Return True for a number, a list or a label such as "relevant" in place of a text."""
-    is_label = 1 < len(text) < _LONGEST_LABEL and _fold_name(text) in _WORDS_FOR_NUMBERS
-    return is_label or bool(_NUMBER.fullmatch(text) or _LIST.fullmatch(text))
-
-
-def parse_columns(columns: Mapping[str, str] | Sequence[str] | str | None) -> dict[str, str]:
+def parse_columns(columns: Mapping[str, str] | Sequence[str] | None) -> dict[str, str]:
     """Return column names by role.
 
     Args:
-        columns: a mapping, a word ``ROLE=NAME``, a JSON object such as
-            ``'{"query": "user_text"}'``, or a list of words or of one JSON object; None: no
-            columns.
+        columns: a mapping, a list of words ``ROLE=NAME``, or a list of one JSON object such as
+            ``'{"query": "user_text"}'``; None: no columns.
 
     Raises:
         ConfigError: for a role that `FIELDS` does not have, a role with several columns, or words
             of another form.
     """
-    if columns is None:
+    if not columns:
         return {}
-    if isinstance(columns, str):
-        columns = [columns]
     pairs: list[Any]
     try:
         if isinstance(columns, Mapping):
             pairs = list(columns.items())
-        elif len(columns) == 1 and columns[0].startswith("{"):
-            pairs = json.loads(columns[0], object_pairs_hook=list)
+        elif columns[0].startswith("{"):
+            pairs = list(json.loads(columns[0]).items())
         else:
             pairs = [word.split("=", 1) for word in columns]
         name_by_role = dict(pairs)
-    except (AttributeError, TypeError, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(
             f"data_columns: neither ROLE=NAME nor one JSON object: {quoted(columns)} "
             '(for example query=user_text, or {"query": "user_text"})'
@@ -770,16 +601,13 @@ def parse_columns(columns: Mapping[str, str] | Sequence[str] | str | None) -> di
 
 
 def read_passages(
-    path: AnyPath,
-    report: RecordReport,
-    may_be_blank: bool = False,
-    part: Literal["corpus", "queries"] = "corpus",
+    path: AnyPath, report: RecordReport, may_be_blank: bool = False
 ) -> Iterator[Passage]:
     """Yield every passage of a corpus, in the order of the file. Repeated ids are not refused.
 
     Args:
         path: one of these:
-            - a BEIR folder, or a file of LlamaIndex;
+            - a BEIR folder;
             - a jsonl file, plain or gzip, with the fields `_id` (or `id`, `docid`), `title`,
               `text`;
             - a table, plain or gzip, whose header has these names, as DPR publishes it;
@@ -787,38 +615,36 @@ def read_passages(
         report: receives the counts of used and bad records.
         may_be_blank: True to yield passages without title and text, which published sets have;
             False: they are bad records.
-        part: the part of a BEIR folder or of a file of LlamaIndex to read.
 
     Raises:
         DataError: for a corpus that cannot be read, or a bad record under "stop".
     """
     path = Path(os.path.expanduser(path))
-    parse = partial(_parse_passage_line, may_be_blank=may_be_blank)
-    if is_beir_folder(path) or is_llama_index_file(path):
-        file, rows = read_beir_texts(path, part)
-        return parse_rows(file, rows, parse, report)
-    if path.is_dir() or is_hub_name(path):
-        source = RecordSource(path, "hub", is_corpus=True)
+    if is_beir_folder(path):
+        path = find_beir_file(path, "corpus.jsonl")
+    data_format: DataFormat = "csv"
+    if path.is_dir() or _is_hub_name(path):
+        data_format = "hub"
     else:
         head = read_head(path)
-        data_format: DataFormat = "csv"
-        if head.startswith(_PARQUET_MAGIC):
+        if head.startswith(PARQUET_MAGIC):
             data_format = "parquet"
         elif head.startswith(b"{"):
-            data_format = "pairs"
-        source = RecordSource(path, data_format)
-    return parse_rows(source.path, source.rows(), parse, report)
+            data_format = "pairs"  # JSON lines
+    rows = _read_rows(path, data_format, split=None)
+    return parse_rows(path, rows, partial(_parse_passage, may_be_blank=may_be_blank), report)
 
 
-def _parse_passage_line(row: Mapping[str, Any], may_be_blank: bool) -> Passage:
+def _parse_passage(row: Mapping[str, Any], may_be_blank: bool) -> Passage:
     for name, expected_fields in (("text", _CORPUS_TEXT_FIELDS), ("id", _CORPUS_ID_FIELDS)):
         if set(expected_fields).isdisjoint(row):
             fields = quoted(", ".join(row), 200)
             expected = ", ".join(expected_fields)
             raise Fault(f"missing {name}", f"its fields are {fields}; use one of {expected}")
-    text = parse_nullable_text(row, _CORPUS_TEXT_FIELDS, "text")
-    identifier = get_first_value(row, _CORPUS_ID_FIELDS)
-    passage = Passage(parse_id(identifier, "id"), parse_title(row), text)
+    identifier = parse_id(get_first_value(row, _CORPUS_ID_FIELDS), "id")
+    title = parse_text(row.get("title"), "title", may_be_blank=True)
+    text = parse_text(get_first_value(row, _CORPUS_TEXT_FIELDS), "text", may_be_blank=True)
+    passage = Passage(identifier, title, text)
     if not passage.passage and not may_be_blank:
         raise Fault("empty passage", quoted(passage.id))
     return passage

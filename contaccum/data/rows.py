@@ -1,11 +1,8 @@
 """Rows of data files, and reports of records that cannot be used.
 
-Text files may be plain or gzip, in UTF-8 with or without a byte-order mark. A record that cannot be
-used is a `Fault`. It either stops the run with one error line that names file and line, or it is
-left out and counted in a `RecordReport`. No record is lost without being counted.
-
-First come faults and reports, then the parsing of single values, then the readers of files: lines,
-JSON, tables and Arrow.
+A record that cannot be used is a `Fault`. It either stops the run with one error line that names
+file and line, or it is left out and counted in a `RecordReport`: no record is lost without being
+counted. Text files may be plain or gzip, in UTF-8 with or without a byte-order mark.
 """
 
 from __future__ import annotations
@@ -17,11 +14,10 @@ import json
 import math
 import os
 import re
-import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -30,59 +26,22 @@ from contaccum.files import AnyPath
 
 OnBadRecord = Literal["stop", "skip"]
 Rows = Iterator[tuple[int, Any]]
-"""Rows of a file, each with its line number.
-
-In an Arrow table it is the number of the row. In a JSON array, and in a file of JSON objects over
-several lines, it is the number of the object.
+"""Rows of a file with their line numbers (JSON array, Arrow table: the numbers of the rows).
 
 A row is a text, a mapping, or the `Fault` that prevents it from being read.
 """
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-UNREADABLE = (OSError, EOFError, zlib.error)
+PARQUET_MAGIC = b"PAR1"
+"""The first bytes of every parquet file."""
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_UNREADABLE = (OSError, EOFError, zlib.error)
 """Exceptions that reading a damaged gzip file raises."""
-
-_UTF_16 = "UTF-16 or UTF-32 text (save it as UTF-8, for example with iconv -f utf-16 -t utf-8)"
-_NO_MARK = "{0} text without a byte-order mark (save it as UTF-8: iconv -f {0} -t utf-8)"
-_PICKLE = "a pickle, not text (load it in Python, and write JSON lines)"
-_OTHER_FORMATS = {
-    b"\xff\xfe": _UTF_16,
-    b"\xfe\xff": _UTF_16,
-    b"PK\x03\x04": "a zip archive (unpack it) or an Excel workbook (save the sheet as UTF-8 CSV)",
-    b"\xd0\xcf\x11\xe0": "an Excel workbook (save the sheet as UTF-8 CSV)",
-    b"\x1f\x8b": "gzip-compressed twice (unpack it once)",
-    b"BZh": "a bzip2 file (unpack it with bunzip2; gzip can be read as it is)",
-    b"\xfd7zXZ": "an xz file (unpack it with unxz; gzip can be read as it is)",
-    b"\x28\xb5\x2f\xfd": "a zstd file (unpack it with unzstd; gzip can be read as it is)",
-    b"7z\xbc\xaf": "a 7z archive (unpack it)",
-    **{bytes([0x80, protocol]): _PICKLE for protocol in range(2, 6)},
-}
-"""{first bytes of a file that is not text: what it is, and what to do}."""
-_TAR_MAGIC = slice(257, 262)
-
-_ASCII = r"\t-\r -~"
-# Letters of Western Europe stand alone or in pairs of small letters. In another encoding, such as
-# that of Russian or Chinese, longer runs of bytes are no ASCII.
-_CP1252_TEXT = re.compile(
-    rf"(?!.*[À-ÿ]{{3}})(?!.*[À-Þ][À-ÿ])[{_ASCII}À-ÖØ-öø-ÿŒœŠšŽžŸ‘’“”„–—…•€£¥°§«»¿¡·®©™²³½ºª\u00a0]*",
-    re.DOTALL,
-)
-_JAPANESE_TEXT = re.compile(
-    rf"(?=.*[ぁ-んァ-ヶ])[{_ASCII}\u3000-\u30ff\u4e00-\u9fff\uff01-\uff5e]*", re.DOTALL
-)
-_LIKELY_ENCODINGS = {"cp1252": _CP1252_TEXT, "cp932": _JAPANESE_TEXT, "euc_jp": _JAPANESE_TEXT}
-"""{encoding: pattern of a text that makes it likely}."""
-
-_OBJECT_OVER_LINES = re.compile(rb'\{([^\n]*[,{])?[ \t\r]*\n\s*"|\{[^\n]*\[[ \t\r]*\n')
-"""The start of a JSON object that goes on in the next line."""
-
-_DELIMITERS = ("\t", ",", ";")
-_QUOTED_CELL = re.compile(r'(^|[\t,;]) *"(?:[^"]|"")*"')
-_SEPARATOR_LINE = re.compile(r'"?sep=(.)"?[ \r]*\n', re.IGNORECASE)
-"""The line before the header in files that Excel writes or reads."""
-
 _HEAD_SIZE = 1 << 16
+_BINARY_START = 256  # bytes that are searched for a zero
 _FLOAT32_MAX = 3.4028235e38
+_NOT_UTF_8 = "not UTF-8 text"
+_SAVE_AS_UTF_8 = "save the file as UTF-8, for example with iconv -f cp1252 -t utf-8"
 
 T = TypeVar("T")
 
@@ -105,32 +64,6 @@ class Fault(Exception):
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
         self.remedy = remedy
-
-
-class NotUtf8(Fault):
-    """Bytes of a line or a cell that are not UTF-8.
-
-    Leaving such records out would lose every text with an accent.
-    """
-
-    def __init__(self, data: bytes) -> None:
-        start = 0
-        try:
-            data.decode()
-        except UnicodeDecodeError as error:
-            start = error.start
-        text_before = data[:start].decode()[-20:]
-        detail = f"byte 0x{data[start]:02x} after {quoted(text_before)}"
-        remedy = "its encoding is not known, or it is not text: save it as UTF-8 text"
-        for encoding, is_likely in _LIKELY_ENCODINGS.items():
-            with suppress(UnicodeDecodeError):
-                if is_likely.fullmatch(data.decode(encoding)):
-                    detail += f"; the encoding may be {encoding}"
-                    remedy = (
-                        f"save the file as UTF-8, for example with iconv -f {encoding} -t utf-8"
-                    )
-                    break
-        super().__init__("not UTF-8 text", detail, remedy)
 
 
 @dataclass
@@ -185,10 +118,7 @@ class RecordReport:
         return one_line(text)
 
     def refuse_if_nothing_left(self, where: AnyPath, left: int, what: str) -> None:
-        """Raise `DataError` if the number of usable items is 0, so that no run starts without data.
-
-        ``what`` is the plural noun for the items, such as "records".
-        """
+        """Raise `DataError` if the number of usable items is 0; ``what`` is their plural noun."""
         if left == 0:
             raise DataError(
                 one_line(f"{where}: no {what} left to use; {self.summary()} (correct the data)")
@@ -218,7 +148,7 @@ def parse_rows(
             value = parse(row)
         except Fault as fault:
             if report.on_bad_record == "stop":
-                raise make_data_error(path, line, fault) from None
+                raise _make_data_error(path, line, fault) from None
             report.leave_out(f"{path}:{line}", fault.reason)
         else:
             num_used += 1
@@ -226,14 +156,8 @@ def parse_rows(
     report.refuse_if_nothing_left(path, num_used, "records")
 
 
-def make_data_error(file: AnyPath, line: int, fault: Fault) -> DataError:
-    """Return an error with the message `FILE:LINE: FAULT (REMEDY)`."""
+def _make_data_error(file: AnyPath, line: int, fault: Fault) -> DataError:
     return DataError(one_line(f"{file}:{line}: {fault} ({fault.remedy})"))
-
-
-def fold_case(text: str) -> str:
-    """Return a text in lower case, with normal character widths and single spaces."""
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def passage_text(title: str, text: str) -> str:
@@ -247,8 +171,11 @@ def parse_text(value: object, field_name: str, may_be_blank: bool = False) -> st
     """Return the content of a field if it is a text.
 
     Raises:
-        Fault: if the value is missing (None), not a string, blank, or not valid Unicode.
+        Fault: if the value is not a string or not valid Unicode; or, unless `may_be_blank`, if it
+            is missing (None) or blank. A missing value is then "".
     """
+    if value is None and may_be_blank:
+        return ""
     if value is None:
         raise Fault(f"missing {field_name}")
     if not isinstance(value, str):
@@ -258,13 +185,9 @@ def parse_text(value: object, field_name: str, may_be_blank: bool = False) -> st
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        # `read_csv` reads bytes that are not UTF-8 as these characters.
-        if re.search("[\udc80-\udcff]", value):
-            with suppress(UnicodeEncodeError):
-                raise NotUtf8(value.encode("utf-8", "surrogateescape")) from None
-        # JSON ("\ud800") can hold half of a surrogate pair. Arrow fails on it much later, and does
-        # not name the line.
-        raise Fault(f"{field_name} is not valid Unicode", f"found {quoted(value)}") from None
+        # A cell that is not UTF-8 (`read_csv`), or half of a surrogate pair ("\ud800") in JSON.
+        # Arrow fails on it much later, and does not name the line.
+        raise Fault(_NOT_UTF_8, f"{field_name} {quoted(value)}", _SAVE_AS_UTF_8) from None
     return value
 
 
@@ -274,28 +197,6 @@ def get_first_value(record: Mapping[str, Any], names: Sequence[str]) -> Any:
         if record.get(name) is not None:
             return record[name]
     return None
-
-
-def parse_title(record: Mapping[str, Any], field_name: str = "title") -> str:
-    """Return the title of a record, "" if it has none; raises `Fault` if it is not a text."""
-    if record.get(field_name) is None:
-        return ""
-    return parse_text(record[field_name], field_name, may_be_blank=True)
-
-
-def parse_nullable_text(record: Mapping[str, Any], names: Sequence[str], field_name: str) -> str:
-    """Return the text in the first of some fields that is not null; "" if all of them are null.
-
-    A blank cell of a table is null. Messages call the text `field_name`.
-
-    Raises:
-        Fault: if the record has none of the fields, or for a value that is not a text.
-    """
-    value = get_first_value(record, names)
-    is_null = value is None and any(name in record for name in names)
-    if is_null:
-        return ""
-    return parse_text(value, field_name, may_be_blank=True)
 
 
 def parse_id(value: object, field_name: str) -> str:
@@ -328,37 +229,44 @@ def split_cells(line: str, num_cells: int, separator: str | None = "\t") -> list
     return cells
 
 
-def open_data_file(path: AnyPath) -> gzip.GzipFile | io.BufferedReader:
-    """Open a file for reading bytes, and unpack gzip, which is detected by its first bytes.
+def parse_question_line(line: str) -> list[str]:
+    """Return the question and the list of answers, as text, of a line of DPR's `.qa.csv` files.
 
     Raises:
-        DataError: if the file does not exist or cannot be read, or is neither gzip nor text in
-            UTF-8 or a similar encoding, such as UTF-16, a zip archive or an Excel workbook.
+        Fault: for a line with another number of cells, or broken quoting.
+    """
+    try:
+        cells = next(csv.reader([line], delimiter="\t"), [])
+    except csv.Error as error:
+        raise Fault("broken quoting", str(error)) from None
+    if len(cells) != 2:
+        raise Fault("not 2 columns", f"found {len(cells)}; a line is QUESTION<tab>['one', 'two']")
+    return cells
+
+
+@contextmanager
+def _open(path: AnyPath) -> Iterator[gzip.GzipFile | io.BufferedReader]:
+    """Open a file for reading bytes after a byte-order mark, and unpack gzip.
+
+    Raises:
+        DataError: if the file cannot be read, or has a zero byte at its start, as UTF-16, archives
+            and Excel workbooks have.
     """
     if not os.path.isfile(path) or not os.access(path, os.R_OK):
         raise DataError(one_line(f"{path}: no such file, or it may not be read (check the path)"))
-    with open(path, "rb") as file:
-        is_gzip = file.read(2) == b"\x1f\x8b"
-    start = b""
-    with suppress(*UNREADABLE), gzip.open(path) if is_gzip else open(path, "rb") as file:
-        start = file.read(_TAR_MAGIC.stop)  # damage is reported later, with its line
-    other_formats = [text for magic, text in _OTHER_FORMATS.items() if start.startswith(magic)]
-    for encoding, zeros, others in (("UTF-16LE", 1, 0), ("UTF-16BE", 0, 1)):
-        # Characters of ASCII have a zero beside them.
-        has_zeros = start[zeros::2].count(0) > len(start) // 4 or start[zeros : zeros + 1] == b"\0"
-        if has_zeros and not start[others::2].count(0):
-            other_formats.append(_NO_MARK.format(encoding))
-    if start[:4].count(0) == 3:
-        other_formats.append(_UTF_16)
-    if b"\0" in start[:4]:
-        other_formats.append("not text: there is a zero among its first bytes (give a text file)")
-    if start[_TAR_MAGIC] == b"ustar":
-        other_formats.append("a tar archive (unpack it)")
-    if other_formats:
-        raise DataError(one_line(f"{path}: is {other_formats[0]}"))
-    if is_gzip:
-        return gzip.open(path, "rb")
-    return open(path, "rb")
+    with open(path, "rb") as plain_file:
+        is_gzip = plain_file.peek(2).startswith(b"\x1f\x8b")
+        file = gzip.GzipFile(fileobj=plain_file) if is_gzip else plain_file
+        start = b""
+        with suppress(*_UNREADABLE):  # damage is reported later, with its line
+            start = file.peek(_BINARY_START)[:_BINARY_START]
+        if b"\0" in start and not start.startswith(PARQUET_MAGIC):
+            message = f"{path}: is not text in UTF-8"
+            remedy = "save text as UTF-8 and a workbook as CSV; unpack an archive other than gzip"
+            raise DataError(one_line(f"{message} ({remedy})"))
+        if start.startswith(_BYTE_ORDER_MARK):
+            file.read(len(_BYTE_ORDER_MARK))
+        yield file
 
 
 def read_head(path: AnyPath) -> bytes:
@@ -367,35 +275,32 @@ def read_head(path: AnyPath) -> bytes:
     The result is empty for a file that is damaged there. Reading its rows reports the damage with
     its line.
     """
-    with open_data_file(path) as file, suppress(*UNREADABLE):
-        return file.read1(_HEAD_SIZE).removeprefix(BYTE_ORDER_MARK).lstrip()
+    with _open(path) as file, suppress(*_UNREADABLE):
+        return file.read1(_HEAD_SIZE).lstrip()
     return b""
 
 
 def read_lines(path: AnyPath) -> Rows:
     """Yield every line that is not blank, without its end; a truncated file ends with a `Fault`."""
     number = 0
-    with open_data_file(path) as file:
+    with _open(path) as file:
         try:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
                 try:
-                    text = line.decode("utf-8-sig")
-                except UnicodeDecodeError:
-                    yield number, NotUtf8(line)
+                    text = line.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    detail = quoted(line[max(0, error.start - 20) : error.start + 20])
+                    yield number, Fault(_NOT_UTF_8, detail, _SAVE_AS_UTF_8)
                 else:
                     yield number, text.rstrip("\r\n")
-        except UNREADABLE as error:
+        except _UNREADABLE as error:
             yield number + 1, Fault("the file breaks off", str(error))
 
 
 def read_json_lines(path: AnyPath) -> Rows:
-    """Yield the JSON object of every line, or objects that are written over several lines."""
-    if _OBJECT_OVER_LINES.match(read_head(path)):
-        for number, value in read_json_items(path, "", multiple_values=True):
-            yield number, _require_object(value)
-        return
+    """Yield the JSON object of every line."""
     for number, line in read_lines(path):
         if isinstance(line, Fault):
             yield number, line
@@ -418,75 +323,78 @@ def _require_object(value: object) -> object:
 
 
 def read_json_array(path: AnyPath) -> Rows:
-    """Yield the objects of a JSON array with their numbers."""
-    for number, value in read_json_items(path, "item"):
-        yield number, _require_object(value)
-
-
-def read_json_items(path: AnyPath, prefix: str, function: str = "items", **options: Any) -> Rows:
-    """Yield numbered parts of a JSON file, one in memory at a time.
-
-    Args:
-        prefix: place of the parts, as in ijson.
-        function: name of the function of ijson that reads them.
-        options: further arguments of this function.
+    """Yield the objects of a JSON array with their numbers, one in memory at a time.
 
     Raises:
-        DataError: for broken JSON, because the parts after it cannot be separated.
+        DataError: for broken JSON, because the objects after it cannot be separated.
     """
     import ijson
 
     number = 0
-    with open_data_file(path) as file:
+    with _open(path) as file:
         try:
-            if file.peek(3).startswith(BYTE_ORDER_MARK):
-                file.read(3)
-            parts = getattr(ijson, function)(file, prefix, use_float=True, **options)
-            for number, part in enumerate(parts, start=1):
-                yield number, part
-        except (ijson.JSONError, *UNREADABLE) as error:
-            if "UTF8" in str(error):
-                for line_number, line in read_lines(path):
-                    if isinstance(line, NotUtf8):
-                        raise make_data_error(path, line_number, line) from error
+            for number, value in enumerate(ijson.items(file, "item", use_float=True), start=1):
+                yield number, _require_object(value)
+        except (ijson.JSONError, *_UNREADABLE) as error:
             reason = "broken JSON, or the file breaks off"
             fault = Fault(reason, str(error), "correct the JSON, or get the file again")
-            raise make_data_error(path, number + 1, fault) from error
+            raise _make_data_error(path, number + 1, fault) from error
+
+
+def parse_header(head: bytes) -> tuple[list[str], dict[str, Any]]:
+    """Parse the first line of a table.
+
+    Args:
+        head: the first bytes of the file.
+
+    Returns:
+        The names of the columns (none if the bytes are not a table), and the options of
+        `csv.reader` for the table. The delimiter is the comma, semicolon or tab that is most
+        frequent in the line outside of quotes.
+    """
+    line = head.decode("utf-8", "replace").partition("\n")[0]
+    unquoted_line = re.sub('"[^"]*"', "", line)
+    delimiter = max("\t,;", key=unquoted_line.count)
+    has_blanks_before_quotes = f'{delimiter} "' in line
+    options: dict[str, Any] = {
+        "delimiter": delimiter,
+        "skipinitialspace": has_blanks_before_quotes,
+    }
+    try:
+        cells = next(csv.reader([line], **options), [])
+    except csv.Error:
+        cells = []
+    return [cell.strip() for cell in cells], options
 
 
 def read_csv(path: AnyPath) -> Rows:
     """Yield the rows of a table with a header, as {column name: cell}; a blank cell is None.
 
-    The delimiter is comma, semicolon or tab: the one that is most frequent in the header outside of
-    quotes. A line such as `sep=;` before the header names another one.
-
     Raises:
-        DataError: for a broken quote, because the rows after it cannot be separated, for a header
-            that is not UTF-8, and for a column name that occurs twice.
+        DataError: for a broken quote, because the rows after it cannot be separated, and for a
+            column name that occurs twice.
     """
     # The csv module's own limit of 128 KB per cell would refuse long documents.
     csv.field_size_limit(2**31 - 1)
-    delimiter, _, has_blanks_before_quotes = parse_header(read_head(path))
+    _, options = parse_header(read_head(path))
     names: list[str] = []
     line = 1
-    with open_data_file(path) as file:
+    with _open(path) as file:
         # Bytes that are not UTF-8 become surrogates, which `parse_text` refuses in their row.
-        text_file = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
+        text_file = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
         try:
-            reader = csv.reader(
-                text_file,
-                delimiter=delimiter,
-                strict=True,
-                skipinitialspace=has_blanks_before_quotes,
-            )
+            reader = csv.reader(text_file, strict=True, **options)
             for cells in reader:
                 is_blank = not any(cell.strip() for cell in cells)
                 if is_blank:
                     pass
                 elif not names:
-                    if not cells[0].lower().startswith("sep="):
-                        names = _parse_column_names(cells)
-                        _check_column_names(path, line, names)
+                    names = [cell.strip() for cell in cells]
+                    repeated_names = {name for name in names if name and names.count(name) > 1}
+                    if repeated_names:
+                        reason = "two columns have the same name"
+                        fault = Fault(reason, quoted(min(repeated_names)), "rename or remove one")
+                        raise _make_data_error(path, line, fault)
                 elif len(cells) == len(names):
                     cells_or_none = [cell if cell.strip() else None for cell in cells]
                     yield line, dict(zip(names, cells_or_none, strict=True))
@@ -497,73 +405,9 @@ def read_csv(path: AnyPath) -> Rows:
         except csv.Error as error:
             remedy = 'write a " inside a quoted cell twice'
             fault = Fault("broken quoting", str(error), remedy)
-            raise make_data_error(path, line, fault) from error
-        except UNREADABLE as error:
+            raise _make_data_error(path, line, fault) from error
+        except _UNREADABLE as error:
             yield line, Fault("the file breaks off", str(error))
-
-
-def parse_header(head: bytes) -> tuple[str, list[str], bool]:
-    """Parse the header of a table.
-
-    Args:
-        head: the first bytes of the file. The header is their first row.
-
-    Returns:
-        The delimiter, the names of the columns (none if the bytes are not a table), and whether
-        blanks stand before quoted cells. The rows are then expected to have them too.
-    """
-    text = head.decode("utf-8", "replace")
-    separator_line = _SEPARATOR_LINE.match(text)
-    if separator_line:
-        text = text[separator_line.end() :]
-        delimiter = separator_line[1]
-    else:
-        first_line = _QUOTED_CELL.sub(r"\1", text).partition("\n")[0]
-        delimiter = max(_DELIMITERS, key=first_line.count)
-    try:
-        cells = next(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), [])
-    except csv.Error:
-        cells = []
-    has_blanks_before_quotes = any(re.match(' +"', cell) for cell in cells)
-    return delimiter, _parse_column_names(cells), has_blanks_before_quotes
-
-
-def _parse_column_names(cells: list[str]) -> list[str]:
-    # `parse_header` leaves quotes in a cell that begins with a blank, as the csv module does.
-    return [cell.strip().strip('"') for cell in cells]
-
-
-def _check_column_names(path: AnyPath, line: int, names: list[str]) -> None:
-    """Raise `DataError` for a name that is not UTF-8, and for a name of two columns.
-
-    A row can hold only one of two columns with the same name. Several columns may have no name:
-    nothing is read from them.
-    """
-    for name in names:
-        try:
-            parse_text(name, "name", may_be_blank=True)
-        except Fault as fault:
-            raise make_data_error(path, line, fault) from None
-    for name, count in Counter(names).items():
-        if name and count > 1:
-            reason = "two columns have the same name"
-            repeated = Fault(reason, quoted(name), "rename or remove one")
-            raise make_data_error(path, line, repeated)
-
-
-def parse_question_line(line: str) -> list[str]:
-    """Return the question and the list of answers, as text, of a line of DPR's `.qa.csv` files.
-
-    Raises:
-        Fault: for a line with another number of cells, or broken quoting.
-    """
-    try:
-        cells = next(csv.reader([line], delimiter="\t"), [])
-    except csv.Error as error:
-        raise Fault("broken quoting", str(error)) from None
-    if len(cells) != 2:
-        raise Fault("not 2 columns", f"found {len(cells)}; a line is QUESTION<tab>['one', 'two']")
-    return cells
 
 
 def read_arrow(source: AnyPath, tables: Iterable[Any]) -> Rows:
@@ -578,4 +422,4 @@ def read_arrow(source: AnyPath, tables: Iterable[Any]) -> Rows:
                 yield number, row
     except Exception as error:  # Arrow, the hub and the network have no common exception class
         fault = Fault("damaged, or of another format", str(error)[:300], "get it again")
-        raise make_data_error(source, number + 1, fault) from error
+        raise _make_data_error(source, number + 1, fault) from error

@@ -37,12 +37,13 @@ from contaccum.data.near_duplicates import (
     Grouping,
     choose_held_out_by,
     find_near_duplicates,
+    fold_case,
     get_words,
     group_records,
     normalise,
 )
 from contaccum.data.records import SPLIT_RECORD, Passage, Record, RecordSource, read_passages
-from contaccum.data.rows import RecordReport, fold_case
+from contaccum.data.rows import RecordReport
 from contaccum.errors import ConfigError, DataError, quoted
 from contaccum.files import (
     AnyPath,

@@ -82,8 +82,7 @@ def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage
         return
     sorted_hashes: np.ndarray = np.empty(0, dtype=np.int64)
     # Documents without text are encoded, so that a search finds what an evaluation finds.
-    part: Literal["corpus", "queries"] = "queries" if kind == "query" else "corpus"
-    passages = read_passages(path, report, may_be_blank=kind == "document", part=part)
+    passages = read_passages(path, report, may_be_blank=kind == "document")
     while block := list(islice(passages, _IDS_PER_BLOCK)):
         block_hashes = text_ids(passage.id for passage in block)
         # A stable sort merges the two parts in nearly linear time, as the first is sorted already.

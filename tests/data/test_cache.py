@@ -123,8 +123,8 @@ def test_records_in_memory_are_stored_as_those_of_their_file(tmp_path, folder, r
 SLOW_READER = """
 import sys, time
 from pathlib import Path
-from contaccum.data import load_training_data, readers
-read = readers.Source.records
+from contaccum.data import load_training_data, records
+read = records.RecordSource.records
 def slow(*args, **kwargs):
     for number, record in enumerate(read(*args, **kwargs)):
         if number == 0:
@@ -132,7 +132,7 @@ def slow(*args, **kwargs):
         if number < 20:
             time.sleep(0.05)
         yield record
-readers.Source.records = slow
+records.RecordSource.records = slow
 (Path(sys.argv[2]) / f"ready-{sys.argv[3]}").touch()
 while not (Path(sys.argv[2]) / "go").exists():
     time.sleep(0.01)

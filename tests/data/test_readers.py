@@ -15,7 +15,6 @@ from data_files import (
     peak_of_reading,
     put,
     put_parquet,
-    put_saved,
     read,
     rows,
 )
@@ -110,7 +109,6 @@ def test_records_of_a_file_may_have_different_fields(tmp_path):
         (["{query"], "ROLE=NAME"),
         # One of several columns of a role would be used silently.
         (["query=q", "negatives=a", "negatives=b"], "negative_1"),
-        (['{"negatives": "a", "negatives": "b"}'], "negative_1"),
         ({"query": "q", "negatives": ["a", "b"]}, "negative_1"),
     ],
 )
@@ -119,10 +117,8 @@ def test_a_mapping_that_cannot_be_used_is_refused(columns, word):
         parse_columns(columns)
 
 
-@pytest.mark.parametrize(
-    "columns", [{"query": "a"}, "query=a", ["query=a"], '{"query": "a"}', ['{"query": "a"}']]
-)
-def test_columns_are_a_mapping_a_word_or_an_object(columns):
+@pytest.mark.parametrize("columns", [{"query": "a"}, ["query=a"], ['{"query": "a"}']])
+def test_columns_are_a_mapping_words_or_an_object(columns):
     assert parse_columns(columns) == {"query": "a"}
 
 
@@ -172,7 +168,6 @@ def test_a_row_with_line_breaks_is_named_by_its_first_line(tmp_path):
         ('"query, in German";positive', ";", ["query, in German", "positive"]),
         ('positive;"a;b,c\td,e,f"', ";", ["positive", "a;b,c\td,e,f"]),
         ('"a ""quoted, short"" name"\tpositive', "\t", ['a "quoted, short" name', "positive"]),
-        ('"query;\nof;two;lines",positive', ",", ["query;\nof;two;lines", "positive"]),
         ('\n"query", "positive"', ",", ["query", "positive"]),
         ('"positive"; "a,b,c"', ";", ["positive", "a,b,c"]),
     ],
@@ -186,39 +181,17 @@ def test_a_delimiter_in_quotes_is_part_of_a_column_name(tmp_path, header, delimi
     assert read(path, columns={"query": query})[0] == [expected]
 
 
-@pytest.mark.parametrize("separator", [";", "\t", "|"])
-def test_excel_names_the_separator_before_the_header(tmp_path, separator):
-    cells = ["query, in words", "positive"]
-    table = "\r\n".join(map(separator.join, [cells, ["q", "a, b"]]))
-    path = put(tmp_path / "a.csv", f"\ufeffsep={separator}\r\n{table}\r\n")
-    assert read(path, columns={"query": cells[0]})[0] == [Record("q", ["a, b"], [])]
-
-
-@pytest.mark.parametrize("data_format", ["pairs", "tevatron", "beir"])
-@pytest.mark.parametrize("indent", [0, 4])
-def test_json_objects_may_be_written_over_several_lines(tmp_path, data_format, indent):
-    source = WRITERS[data_format](tmp_path)
-    for file in [source] if source.is_file() else [*source.glob("*.jsonl")]:
-        objects = [json.loads(line) for line in file.read_text().split("\n") if line]
-        file.write_text("\n".join(json.dumps(value, indent=indent) for value in objects))
-    expected = [record._replace(negatives=[]) for record in RECORDS]
-    assert read(source)[0] == (expected if data_format == "beir" else RECORDS)
-
-
 @pytest.mark.parametrize(
     "cell",
     [
         "['one', 'two']",
         '["one", "two"]',
         "['one' 'two'\n ... 'nine']",
-        "array(['one', \"two\"], dtype=object)",
         "['one', None]",
         "[{'title': 'T', 'text': 'one'}]",
         '{"title": "T", "text": "one", "score": 1}',
         "[]",
         " [['one'], ['two']] ",
-        "('one', 'two')",
-        "('one',)",
     ],
 )
 @pytest.mark.parametrize("column", range(3))
@@ -237,11 +210,8 @@ def test_a_list_in_a_cell_is_refused(tmp_path, cell, column):
     [
         ({"relevance": 2, "source": "web"}, None, "no negative; not used: relevance, source"),
         ({"label": "sports", "answer": "a"}, None, "; not used: label, answer"),
-        ({"score": 0.2}, None, "; not used: score"),
-        ({"score": -2.5, "Is Relevant": "yes"}, None, "; not used: score"),
-        ({"score": 3.5, "label": 1}, 1, "no negative"),
+        ({"score": -2.5}, None, "; not used: score"),
         ({"score": 2, "title": "T", "negative_1": "n"}, 1, "negative='n'"),
-        ({"label": 1, "scores": [1.0]}, None, "no negative"),
     ],
 )
 def test_fields_that_are_not_used_are_named(tmp_path, fields, min_score, end):
@@ -261,31 +231,17 @@ def test_brackets_in_a_cell_are_text(tmp_path):
     ("fields", "role"),
     [
         ({"query": ["1", "2"], "positive": ["p", "r"]}, "query"),
-        ({"query": ["q", "r"], "passage": ["p", "s"], "positive": ["1", "0"]}, "positive"),
-        ({"query": ["q", "r"], "positive": ["p", "s"], "negative": ["0.87", "1e-05"]}, "negatives"),
-        ({"query": ["q", "r"], "positive": ["p", "s"], "negative": ["1,5", "-3%"]}, "negatives"),
-        ({"query": ["q", "r"], "positive": ["['a', 'b']", "[]"]}, "positive"),
+        ({"query": ["q", "r"], "passage": ["p", "s"], "positive": ["1", "0"]}, "positives"),
+        ({"query": ["q", "r"], "positive": ["p", "s"], "negative": ["0.8", "1e-05"]}, "negatives"),
     ],
 )
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "saved"])
-def test_a_column_of_numbers_or_lists_is_no_column_of_texts(tmp_path, fields, role, name):
+def test_a_column_of_numbers_is_no_column_of_texts(tmp_path, fields, role):
     records = [
         dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)
     ]
-    path = tmp_path / name
-    if name == "saved":
-        put_saved(path, records)
-    elif name == "a.jsonl":
-        put(path, lines(records))
-    else:
-        with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, fields)
-            writer.writeheader()
-            writer.writerows(records)
+    path = put(tmp_path / "a.jsonl", lines(records))
     for report in (RecordReport(), RecordReport("skip")):
-        with pytest.raises(
-            DataError, match=f"every {role} is a number|list in the cell|no records"
-        ):
+        with pytest.raises(DataError, match=f"every text in {role} is a number"):
             list(read_records(path, report=report))
 
 
@@ -331,7 +287,7 @@ def test_saved_datasets_are_read_by_split(tmp_path):
     both.save_to_disk(str(tmp_path / "both"))
     assert sniff_format(tmp_path / "both") == "hub" and read(tmp_path / "both")[0] == RECORDS
     assert read(tmp_path / "both", split="dev")[0] == RECORDS[:1]
-    with pytest.raises(DataError, match=r"both: no split 'test'; it has train, dev \(set split\)"):
+    with pytest.raises(DataError, match=r"both: no split 'test'; it has train, dev"):
         read(tmp_path / "both", split="test")
 
 
@@ -378,8 +334,6 @@ def test_a_mapped_name_that_no_record_has_is_refused(tmp_path):
         records = read_records(source, columns={"title": "wrong"}, report=report)
         with pytest.raises(DataError, match=message):
             list(records)
-        num_read = len(rows()) if source.suffix == ".jsonl" else 1
-        assert report.seen == num_read
 
 
 @pytest.mark.parametrize(
@@ -404,7 +358,7 @@ def test_a_name_that_is_no_path_is_a_dataset_of_the_hub(monkeypatch, source, nam
     monkeypatch.setattr("datasets.load_dataset", refuse)
     with pytest.raises(
         DataError,
-        match=rf"^{source}: no such file or folder, .* it cannot be loaded: .*\['a', 'b'\]",
+        match=rf"^{source}: no such file or folder, and it cannot be loaded .*\['a', 'b'\]",
     ):
         read(source)
 
@@ -412,10 +366,8 @@ def test_a_name_that_is_no_path_is_a_dataset_of_the_hub(monkeypatch, source, nam
 @pytest.mark.parametrize(
     ("name", "label"),
     [
-        *[("label", label) for label in (0, "0", " 0.00", -1, False, "False", "no")],
-        *[("label", word) for word in ("irrelevant", "Not relevant", "non-relevant", "NEGATIVE")],
-        *[(name, 0) for name in ("relevance", "Relevant", "is_relevant", "Is Relevant", "score")],
-        *[(name, "0.0") for name in ("match", "isMatch", "Label", "similarity", "rel")],
+        *[("label", label) for label in (0, "0", " 0.00", -1, False, "False")],
+        *[(name, 0) for name in ("relevance", "score", "is_duplicate")],
     ],
 )
 def test_a_pair_with_label_0_is_no_match(tmp_path, name, label):
@@ -426,20 +378,6 @@ def test_a_pair_with_label_0_is_no_match(tmp_path, name, label):
         read(path)
     parsed_records, _ = read(path, min_score=1)
     assert [record.query for record in parsed_records] == ["q1"]
-
-
-def test_a_label_0_beside_the_score_that_min_score_reads_is_refused(tmp_path):
-    pair = {"query": "q", "positive": "p", "score": 12.5, "label": 0}
-    path = put(tmp_path / "a.jsonl", lines([pair]))
-    with pytest.raises(DataError, match=r":1: a pair with label 0: .*--data_columns score=label"):
-        read(path, min_score=1)
-    assert len(read(path, min_score=1, columns={"score": "score"})[0]) == 1
-
-
-def test_a_column_of_labels_is_not_read_as_passages(tmp_path):
-    path = put(tmp_path / "a.tsv", "query\tpassage\tnegative\nq1\tp1\trelevant\nq2\tp2\tno\n")
-    with pytest.raises(DataError, match="every negatives is a number, a list or a label"):
-        read(path)
 
 
 def test_a_label_that_holds_teacher_scores_is_not_a_match_label(tmp_path):
@@ -470,15 +408,6 @@ def test_a_saved_corpus_may_call_its_only_split_by_any_name(tmp_path, split):
     assert passages == [Passage("d1", "", "one")]
 
 
-def test_a_saved_corpus_with_several_splits_has_its_passages_in_train(tmp_path):
-    from datasets import Dataset, DatasetDict
-
-    parts = {name: Dataset.from_list([{"_id": "d", "text": name}]) for name in ("a", "b")}
-    DatasetDict(parts).save_to_disk(str(tmp_path / "corpus"))
-    with pytest.raises(DataError, match=r"no split 'train'; it has a, b .*by itself"):
-        list(read_passages(tmp_path / "corpus", RecordReport()))
-
-
 @pytest.mark.parametrize("label", ["score", "label"])
 def test_pairs_with_a_low_score_are_left_out_and_counted(tmp_path, label):
     pairs = [{"sentence1": f"q{score}", "sentence2": "p", label: score} for score in (0, 0.5, 1)]
@@ -490,7 +419,7 @@ def test_pairs_with_a_low_score_are_left_out_and_counted(tmp_path, label):
     assert report.by_reason == {"score below min_score": 1} and report.seen == 3
     with pytest.raises(DataError, match=r"missing score: its fields are .* --data_columns score=N"):
         read(put(tmp_path / "b.jsonl", lines([{"query": "q", "positive": "p"}])), min_score=1)
-    with pytest.raises(ConfigError, match="data_format=beir"):
+    with pytest.raises(ConfigError, match=r"BEIR data have no fields for .*min_score"):
         read(WRITERS["beir"](tmp_path), min_score=1)
 
 
