@@ -60,7 +60,7 @@ def measure_speed(args: argparse.Namespace) -> dict[str, Any]:
         for turn in range(args.repeats):
             store_folder = Path(name, f"store-{turn}")
             started = time.perf_counter()
-            identity = encoding_identity(model, "document", "float32", "float32", 4096)
+            identity = encoding_identity(model, "float32", "float32", 4096)
             writer = StoreWriter(store_folder, identity)
             writer.fill(read_texts(corpus, "document", RecordReport()), encode_batch)
             our_seconds.append(time.perf_counter() - started)

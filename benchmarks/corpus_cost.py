@@ -89,7 +89,7 @@ def measure_encoding(backbone: str, tokenizer: Any, passages: list[Passage]) -> 
     texts = [passage.passage for passage in passages]
     num_tokens = sum(map(len, tokenizer(texts, truncation=True, max_length=512)["input_ids"]))
     encode_texts(model, texts[:8])  # the first batch of a process is slower
-    identity = encoding_identity(model, "document", "float32", "float32", shard_size=50_000)
+    identity = encoding_identity(model, "float32", "float32", shard_size=50_000)
     with tempfile.TemporaryDirectory() as folder:
         started = time.process_time()
         writer = StoreWriter(folder, identity)

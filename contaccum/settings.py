@@ -237,7 +237,7 @@ class DataSettings:
     )
     eval_data: str | None = option(
         None,
-        "Evaluation data: a BEIR folder, the name of a public set, or nanobeir.",
+        "Evaluation data: a BEIR folder, or the name of a public set.",
         is_path=True,
         on_change="continue",
         set_by_fit=True,

@@ -29,9 +29,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("model", help="a SentenceTransformer: a folder, or a name on the hub")
     parser.add_argument("--corpus", type=Path, required=True, help="jsonl, tsv or a BEIR folder")
     parser.add_argument("--output", type=Path, required=True, help="folder of the store")
-    parser.add_argument(
-        "--kind", choices=("document", "query"), default="document", help="the encoder to use"
-    )
     parser.add_argument("--dtype", choices=STORED, default="float32", help="data type of the store")
     parser.add_argument(
         "--precision", default="float32", help="precision of the encoder, such as bfloat16"
@@ -53,7 +50,6 @@ def main() -> None:
         args.model,
         args.corpus,
         args.output,
-        kind=args.kind,
         dtype=args.dtype,
         batch_size=args.batch_size,
         precision=args.precision,

@@ -101,7 +101,7 @@ def test_bfloat16_weights_are_merged_in_float32():
 @pytest.mark.parametrize("make_trained", [make_query_side, make_query_adapter])
 def test_index_of_the_base_stays_valid_if_only_the_query_tower_was_trained(make_trained):
     base = tiny_encoder()
-    settings = {"kind": "document", "precision": "float32", "dtype": "float32", "shard_size": 8}
+    settings = {"precision": "float32", "dtype": "float32", "shard_size": 8}
     identity = encoding_identity(base, **settings)
     trained = make_trained()
     move_weights(trained)

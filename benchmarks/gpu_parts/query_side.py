@@ -107,7 +107,7 @@ def write_store(
     model: Any, folder: str, dtype: str, num_documents: int, run: Run
 ) -> EmbeddingStore:
     """Write a store of random embeddings that fits the model."""
-    identity = encoding_identity(model, "document", "float32", dtype, SHARD_SIZE)
+    identity = encoding_identity(model, "float32", dtype, SHARD_SIZE)
     dimension = model.get_embedding_dimension()
     return write_random_store(Path(folder, "store"), identity, num_documents, dimension, run.device)
 

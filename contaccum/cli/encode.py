@@ -31,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
     from contaccum.retrieval.store import EmbeddingStore, check_folder, write_parquet
 
     # Input and output are checked before a model is loaded.
-    require_texts(args.corpus, args.kind, args.on_bad_record)
+    require_texts(args.corpus, args.on_bad_record)
     check_folder(args.output)
     # Join the process group of torchrun or `accelerate launch`. Without --device, each rank on a
     # machine has a GPU of its own, or all ranks use the CPU. Without cpu=True on a machine without
@@ -49,7 +49,6 @@ def run(argv: Sequence[str]) -> int:
             args.model,
             args.corpus,
             args.output,
-            kind=args.kind,
             dtype=args.dtype,
             batch_size=args.batch_size,
             precision=args.precision,
@@ -75,7 +74,7 @@ def run(argv: Sequence[str]) -> int:
     )
     # The rank that finishes the store writes the parquet files.
     if args.format == "parquet" and is_finished:
-        passages = read_texts(args.corpus, args.kind, RecordReport(args.on_bad_record))
+        passages = read_texts(args.corpus, "document", RecordReport(args.on_bad_record))
         folder = write_parquet(EmbeddingStore.open(args.output), passages, show_progress)
         print(f"written: {folder}")
     return 0
@@ -101,17 +100,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="jsonl, psgs_w100.tsv (plain or gzip), or a BEIR folder",
     )
     parser.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="FOLDER",
-        help="folder of the store",
-    )
-    parser.add_argument(
-        "--kind",
-        choices=("document", "query"),
-        default="document",
-        help="encode the texts as documents or as queries; default: %(default)s",
+        "--output", type=Path, required=True, metavar="FOLDER", help="folder of the store"
     )
     parser.add_argument(
         "--dtype",

@@ -212,14 +212,10 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "compared with; its key is read from CONTACCUM_ENDPOINT_KEY",
     )
     parser.add_argument(
-        "--query_endpoint",
-        metavar="URL",
-        help="the server of the queries, if MODEL has two towers",
+        "--query_endpoint", metavar="URL", help="the server of the queries, if MODEL has two towers"
     )
     parser.add_argument(
-        "--served_model",
-        metavar="NAME",
-        help="name of the model in requests; default: MODEL",
+        "--served_model", metavar="NAME", help="name of the model in requests; default: MODEL"
     )
     parser.add_argument("--split", help="split of the judgements; default: test, for msmarco dev")
     args = parser.parse(argv)

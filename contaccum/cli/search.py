@@ -10,16 +10,10 @@ import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model, parse_positive_int
 from contaccum.errors import ConfigError, DataError
 from contaccum.files import provenance, require_writable, write_json, write_text
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from contaccum.retrieval.store import EmbeddingStore
 
 
 def run(argv: Sequence[str]) -> int:
@@ -29,8 +23,11 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the arguments, the queries, the model, the store or the index cannot be used.
     """
     args = _parse_arguments(argv)
+    from contaccum.data import RecordReport
+    from contaccum.data.beir import read_split_queries
     from contaccum.evaluation.results import trec_lines
     from contaccum.retrieval import search as faiss_index
+    from contaccum.retrieval.encode import check_store_fits, encode_texts, read_texts
     from contaccum.retrieval.store import EmbeddingStore
 
     store = EmbeddingStore.open(args.store)
@@ -44,13 +41,26 @@ def run(argv: Sequence[str]) -> int:
     require_writable(args.output)
     if args.index_file is not None and not args.index_file.exists():
         require_writable(args.index_file)
-    query_ids, queries = _load_queries(args, store)
+    show_progress = not args.no_progress
+    report = RecordReport(args.on_bad_record)
+    if args.split:
+        texts = read_split_queries(args.queries, args.split, report)
+    else:
+        records = read_texts(args.queries, "query", report)
+        texts = {query.id: query.passage for query in records}
+    print(report.summary())
+    if not texts:
+        raise DataError(f"{args.queries}: has no query (correct the file, or name another one)")
+    model = load_model(args.model, args)
+    check_store_fits(model, store)
+    queries = encode_texts(
+        model, list(texts.values()), "query", args.batch_size, args.precision, show_progress
+    )
 
     if args.index_file is None:
         index = faiss_index.build_index(store, **index_settings)
     else:
         index = faiss_index.open_index(args.index_file, store, **index_settings)
-    show_progress = not args.no_progress
     start_time = time.perf_counter()
     scores, rows = faiss_index.search(index, queries, args.top_k, show_progress)
     seconds = time.perf_counter() - start_time
@@ -58,12 +68,12 @@ def run(argv: Sequence[str]) -> int:
     if not args.no_recall:
         recall = faiss_index.recall_against_exact(index, queries, rows, show_progress)
 
-    hits = zip(query_ids, faiss_index.list_hits(index, scores, rows), strict=True)
+    hits = zip(texts, faiss_index.list_hits(index, scores, rows), strict=True)
     write_text(args.output, trec_lines(hits, "contaccum"))
     record = {
         "store": {"path": str(args.store), "fingerprint": store.fingerprint, "rows": len(store)},
         "model": {"name": store.metadata.get("model_name"), "similarity": index_settings["metric"]},
-        "queries": {"path": str(args.queries), "count": len(query_ids)},
+        "queries": {"path": str(args.queries), "count": len(texts)},
         "search": {
             "index": index.factory,
             "index_parameters": index.parameters,
@@ -82,7 +92,7 @@ def run(argv: Sequence[str]) -> int:
         quality = f"recall against exact search: {recall}"
     elif args.no_recall and args.index != "Flat":
         quality = "recall not measured"
-    print(f"{len(query_ids):,} queries over {len(store):,} rows in {seconds:,.1f} s; {quality}")
+    print(f"{len(texts):,} queries over {len(store):,} rows in {seconds:,.1f} s; {quality}")
     print(f"written: {args.output}, and its record {record_file}")
     return 0
 
@@ -98,9 +108,9 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         # Queries do not depend on this length. It must be that of the documents in the store.
         "passage_max_length",
         *ENCODING_OPTIONS,
-        usage="contaccum search [MODEL] --store FOLDER --queries PATH [OPTIONS]",
+        usage="contaccum search MODEL --store FOLDER --queries PATH [OPTIONS]",
     )
-    parser.add_model("the encoder that wrote the store; leave it out if --queries is a store")
+    parser.add_model("the encoder that wrote the store: a folder, or a name on the model hub")
     parser.add_argument(
         "--store",
         type=Path,
@@ -113,7 +123,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         type=Path,
         required=True,
         metavar="PATH",
-        help="jsonl, tsv (id, text), DPR's .qa.csv, a BEIR folder, or a store of encoded queries",
+        help="jsonl, tsv (id, text), DPR's .qa.csv, or a BEIR folder",
     )
     parser.add_argument(
         "--split",
@@ -146,59 +156,11 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "the whole store",
     )
     args = parser.parse(argv)
+    if args.model is None:
+        parser.error("name a MODEL to encode the queries with")
     if args.index_file and args.index == "Flat":
         raise ConfigError(
             "--index Flat searches the store itself and needs no file: "
             "leave --index_file out, or name another --index"
         )
     return args
-
-
-def _load_queries(args: argparse.Namespace, store: EmbeddingStore) -> tuple[list[str], np.ndarray]:
-    """Return the ids (n) and embeddings (n, d) of the queries.
-
-    The embeddings are read from a store of queries, or encoded now.
-
-    Raises:
-        UserError: if the queries cannot be used, or were encoded by another model than the store.
-    """
-    from contaccum.data import RecordReport
-    from contaccum.data.beir import read_split_queries
-    from contaccum.retrieval.encode import check_store_fits, encode_texts, read_texts
-    from contaccum.retrieval.store import STORE_FILE, EmbeddingStore, check_identity
-
-    if (args.queries / STORE_FILE).is_file():
-        query_store = EmbeddingStore.open(args.queries)
-        expected = {"kind": "query", "model": store.metadata["model"]}
-        check_identity(
-            query_store.folder,
-            query_store.metadata,
-            expected,
-            "encode the queries with --kind query and with the model of --store",
-        )
-        return query_store.ids(range(len(query_store))), query_store[:]
-    if args.model is None:
-        raise ConfigError(
-            "name a MODEL to encode the queries with, or pass a store of encoded queries as "
-            "--queries"
-        )
-    report = RecordReport(args.on_bad_record)
-    if args.split:
-        texts = read_split_queries(args.queries, args.split, report)
-    else:
-        records = read_texts(args.queries, "query", report)
-        texts = {query.id: query.passage for query in records}
-    print(report.summary())
-    if not texts:
-        raise DataError(f"{args.queries}: has no query (correct the file, or name another one)")
-    model = load_model(args.model, args)
-    check_store_fits(model, store)
-    embeddings = encode_texts(
-        model,
-        list(texts.values()),
-        "query",
-        args.batch_size,
-        args.precision,
-        not args.no_progress,
-    )
-    return list(texts), embeddings

@@ -10,14 +10,9 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.evaluation import (
-    NanoBEIREvaluator,
-    SentenceEvaluator,
-)
-from sentence_transformers.util import cos_sim, dot_score
+from sentence_transformers.sentence_transformer.evaluation import SentenceEvaluator
 
 from contaccum.data import BeirDataset
-from contaccum.errors import DataError
 from contaccum.evaluation.beir import describe_data
 from contaccum.evaluation.metrics import (
     DEFAULT_METRICS,
@@ -191,57 +186,6 @@ class RetrievalEvaluator(SentenceEvaluator):
         description = self.describe()
         del description["path"]
         return description
-
-
-class NanoBEIR(NanoBEIREvaluator):
-    """sentence-transformers' NanoBEIREvaluator, with means that are named as `DEFAULT_METRICS` too.
-
-    Args:
-        names: data sets, such as "scifact"; an empty sequence stands for all thirteen.
-        batch_size: texts per forward pass.
-        similarity: "cos" or "dot"; None: the model's own.
-
-    Raises:
-        DataError: a data set does not exist, or cannot be downloaded from the hub.
-    """
-
-    metrics = DEFAULT_METRICS
-
-    def __init__(
-        self, names: Sequence[str], batch_size: int = 32, similarity: str | None = None
-    ) -> None:
-        functions: dict[str | None, Any] = {"cos": {"cosine": cos_sim}, "dot": {"dot": dot_score}}
-        dataset_names: Any = list(names) or None  # typed as literals in the base class
-        try:
-            super().__init__(
-                dataset_names,
-                batch_size=batch_size,
-                write_csv=False,
-                accuracy_at_k=[1, 20],
-                precision_recall_at_k=[20, 100],
-                score_functions=functions.get(similarity),
-            )
-        except ValueError as error:
-            # With a cause, the download failed; without one, a name is unknown.
-            reason = error.__cause__ or "choose other data sets"
-            raise DataError(f"nanobeir: {error} ({reason})") from error
-        # Typed as Any, because the base class declares it as None.
-        self.primary_metric: Any = self.metrics[0]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Return the scores of the base class, and its means as "ndcg@10" and so on."""
-        scores = super().__call__(*args, **kwargs)
-        self.primary_metric = self.metrics[0]  # the base class adds a prefix in every call
-        means = {}
-        for key, score in scores.items():
-            metric = key.rpartition("_")[2]
-            if key.startswith(f"{self.name}_") and metric in self.metrics:
-                means[metric] = score
-        return {**scores, **means}
-
-    def describe(self) -> dict[str, Any]:
-        """Return the settings of this evaluator, for records."""
-        return {"name": "nanobeir", **self.get_config_dict()}
 
 
 def sample(

@@ -863,11 +863,6 @@ def tune(
             "eval_data is not set: settings are chosen by scores on dev data (make some with "
             "contaccum split)"
         )
-    if not isinstance(evaluator, RetrievalEvaluator):
-        raise ConfigError(
-            f"eval_data={settings.eval_data}: tune on a BEIR folder; the search needs the score "
-            "of each query"
-        )
     # ``metric_for_best_model`` is for the checkpoints of one training; trials have none.
     evaluator.primary_metric = TRIAL_METRIC
     encoder = load_encoder(make_base_settings(settings), args)

@@ -179,32 +179,28 @@ def get_similarity(model: SentenceTransformer, score_function: str | None = None
 
 
 def encoding_identity(
-    model: SentenceTransformer, kind: Kind, precision: str, dtype: str, shard_size: int
+    model: SentenceTransformer, precision: str, dtype: str, shard_size: int
 ) -> dict[str, Any]:
     """Return the ``identity`` of a store: the settings and weights that decide its embeddings.
 
-    ``model`` in the result is the fingerprint of the document tower, for a store of queries too. So
-    a store of queries and a store of documents whose embeddings can be compared have the same
-    ``model``, and a store of documents stays valid when only the query tower is trained.
+    ``model`` in the result is the fingerprint of the document tower: a store stays valid when only
+    the query tower is trained.
 
     Args:
         model: a SentenceTransformer.
-        kind: "query" or "document".
         precision: type of autocast; see `encode_texts`.
         dtype: type of the stored embeddings.
         shard_size: rows per shard.
     """
-    identity = {
-        "kind": kind,
+    return {
+        "kind": "document",
         "model": model_fingerprint(model, "document"),
         "similarity": get_similarity(model),
+        "tokenisation": tokenisation_fingerprint(model, "document"),
+        "precision": precision,
+        "dtype": dtype,
+        "shard_size": shard_size,
     }
-    if kind == "query":
-        identity["query_model"] = model_fingerprint(model, "query")
-    identity["tokenisation"] = tokenisation_fingerprint(model, kind)
-    identity["precision"] = precision
-    identity["dtype"] = dtype
-    return {**identity, "shard_size": shard_size}
 
 
 def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
@@ -213,9 +209,7 @@ def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
     Raises:
         ConfigError: for another model, prompt or similarity, which the message names.
     """
-    identity = encoding_identity(
-        model, "document", store.metadata["precision"], store.dtype, store.shard_size
-    )
+    identity = encoding_identity(model, store.metadata["precision"], store.dtype, store.shard_size)
     check_identity(
         store.folder,
         store.metadata,
@@ -286,14 +280,12 @@ def tokenisation_fingerprint(model: object, kind: Kind | None = None) -> str | N
     return fingerprint.hex()
 
 
-def require_texts(
-    corpus: Path, kind: Kind, on_bad_record: Literal["stop", "skip"] = "stop"
-) -> None:
+def require_texts(corpus: Path, on_bad_record: Literal["stop", "skip"] = "stop") -> None:
     """Read the start of a corpus, up to 65,536 texts; raise `DataError` if it cannot be used.
 
     This takes seconds, so it is done before a model is loaded or a folder is created.
     """
-    next(read_texts(corpus, kind, RecordReport(on_bad_record)), None)
+    next(read_texts(corpus, "document", RecordReport(on_bad_record)), None)
 
 
 class CorpusEncoder:
@@ -307,7 +299,6 @@ class CorpusEncoder:
         model_name: name of the model for store.json.
         corpus: file or BEIR folder that `read_texts` reads.
         folder: folder of the store.
-        kind: "query" or "document", the prompt and tower that encode the texts.
         dtype: type of the stored embeddings, "float32" or "float16".
         batch_size, precision: see `encode_texts`.
         shard_size: rows per shard. A killed process loses one shard at most.
@@ -330,7 +321,6 @@ class CorpusEncoder:
         model_name: str,
         corpus: Path,
         folder: AnyPath,
-        kind: Kind = "document",
         dtype: str = "float32",
         batch_size: int = 32,
         precision: str = "float32",
@@ -340,12 +330,11 @@ class CorpusEncoder:
     ) -> None:
         self.model = model
         self.corpus = corpus
-        self.kind: Kind = kind
         self.batch_size = batch_size
         self.precision = precision
         self.report = RecordReport(on_bad_record)
         self.num_encoded = 0
-        identity = encoding_identity(model, kind, precision, dtype, shard_size)
+        identity = encoding_identity(model, precision, dtype, shard_size)
         notes = {"model_name": model_name, "corpus": {"path": str(corpus)}}
         self.writer = StoreWriter(folder, identity, notes, overwrite)
 
@@ -363,9 +352,9 @@ class CorpusEncoder:
         def encode_shard(texts: Sequence[str]) -> np.ndarray:
             self.num_encoded += len(texts)
             return encode_texts(
-                self.model, texts, self.kind, self.batch_size, self.precision, show_progress
+                self.model, texts, "document", self.batch_size, self.precision, show_progress
             )
 
-        passages = read_texts(self.corpus, self.kind, self.report)
+        passages = read_texts(self.corpus, "document", self.report)
         progress = tqdm(passages, "Encoding", unit=" texts", disable=not show_progress)
         return self.writer.fill(progress, encode_shard, rank, world_size)

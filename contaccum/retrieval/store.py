@@ -118,8 +118,6 @@ class EmbeddingStore:
         """sha256 in hex of what decides the rows: texts, model, tokenisation, types and number."""
         keys = ["kind", "model", "similarity", "tokenisation", "precision", "dtype", "dimension"]
         values = [self.metadata.get(key) for key in [*keys, "rows"]]
-        if "query_model" in self.metadata:
-            values.append(self.metadata["query_model"])  # "model" is the document tower
         return files.fingerprint(self.metadata["corpus"]["fingerprint"], values)
 
     def __getitem__(self, rows: slice | Sequence[int] | np.ndarray) -> np.ndarray:
@@ -398,7 +396,7 @@ def check_identity(
             "tokenisation", "tokenisation (tokenizer, prompt, maximum length, pooling or dimension)"
         )
         model = metadata.get("model_name", "a model of unknown name")
-        raise ConfigError(f"{folder}: holds embeddings by {model} with another {names} ({remedy})")
+        raise ConfigError(f"{folder}: holds embeddings of another {names}, by {model} ({remedy})")
 
 
 def get_shard_name(shard_number: int) -> str:

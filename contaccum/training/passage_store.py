@@ -99,7 +99,7 @@ def check_document_source(args: ContAccumTrainingArguments) -> None:
     if args.passage_store is not None:
         EmbeddingStore.open(args.passage_store)
     if args.corpus is not None:
-        require_texts(Path(args.corpus), "document")
+        require_texts(Path(args.corpus))
 
 
 def _open_store(args: ContAccumTrainingArguments, model: SentenceTransformer) -> EmbeddingStore:

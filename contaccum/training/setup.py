@@ -21,7 +21,7 @@ from contaccum.encoders.loading import is_sentence_transformer, require_model
 from contaccum.encoders.settings import configure, is_tied, set_max_lengths
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.beir import load_data as load_beir
-from contaccum.evaluation.evaluator import NanoBEIR, RetrievalEvaluator, sample
+from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
 from contaccum.files import require_writable
 from contaccum.settings import Settings
@@ -63,23 +63,14 @@ def load_data(settings: Settings) -> TrainingSets:
     )
 
 
-def make_evaluator(settings: Settings) -> RetrievalEvaluator | NanoBEIR | None:
+def make_evaluator(settings: Settings) -> RetrievalEvaluator | None:
     """Load the evaluator for ``eval_data``; return None if it is not set.
-
-    ``eval_data`` is a BEIR folder, the name of a public set, or ``nanobeir`` or
-    ``nanobeir/SET,SET``.
 
     Raises:
         DataError: for data that cannot be used.
     """
     if settings.eval_data is None:
         return None
-    batch_size = settings.per_device_eval_batch_size
-    similarity = settings.similarity
-    name, *parts = settings.eval_data.split("/")
-    if name == "nanobeir":
-        set_names = parts[0].split(",") if parts else []
-        return NanoBEIR(set_names, batch_size=batch_size, similarity=similarity)
     full_set = load_beir(settings.eval_data, settings.eval_split, settings.on_bad_record)
     dataset = sample(full_set, settings.eval_queries, settings.eval_corpus_size)
     full_size = {"of_queries": len(full_set.queries), "of_documents": len(full_set.corpus)}
@@ -92,8 +83,8 @@ def make_evaluator(settings: Settings) -> RetrievalEvaluator | NanoBEIR | None:
         dataset,
         metrics,
         primary_metric=primary_metric,
-        batch_size=batch_size,
-        similarity=similarity,
+        batch_size=settings.per_device_eval_batch_size,
+        similarity=settings.similarity,
         notes=full_size,
     )
 

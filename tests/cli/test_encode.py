@@ -1,4 +1,4 @@
-"""`contaccum encode`: documents, queries, precision, dtype, two processes, refused arguments.
+"""`contaccum encode`: documents, precision, dtype, two processes, refused arguments.
 
 Corpus formats are tested in tests/data/test_questions.py, killed processes in
 tests/retrieval/test_store.py.
@@ -23,8 +23,6 @@ from contaccum.retrieval import encode as encode_module
 from contaccum.retrieval.encode import model_fingerprint, read_texts, tokenisation_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 
-QUERIES = sentences(7, 2)
-
 
 def make_passages() -> list[Passage]:
     """Return 45 passages of three lengths; every second one has a title."""
@@ -43,7 +41,7 @@ PASSAGES = make_passages()
 
 @pytest.fixture(scope="module")
 def root(tiny_config, tiny_tokenizer, tmp_path_factory) -> Path:
-    """Return a folder with a saved untied model with prompts, a BEIR folder, and nq.qa.csv."""
+    """Return a folder with a saved untied model with prompts, and a BEIR folder."""
     root = tmp_path_factory.mktemp("encode")
     model = DualEncoder.from_backbone(
         tiny_config,
@@ -56,13 +54,7 @@ def root(tiny_config, tiny_tokenizer, tmp_path_factory) -> Path:
     )
     model.save_pretrained(str(root / "model"))
     documents = {passage.id: (passage.title, passage.text) for passage in PASSAGES}
-    queries = {}
-    lines_of_questions = []
-    for number, text in enumerate(QUERIES):
-        queries[f"q{number}"] = text
-        lines_of_questions.append(f"{text}\t['an answer']\n")
-    write_beir(root / "beir", documents, queries, [])
-    (root / "nq.qa.csv").write_text("".join(lines_of_questions))
+    write_beir(root / "beir", documents, {}, [])
     return root
 
 
@@ -109,14 +101,6 @@ def test_passages_are_encoded_as_documents_and_recorded(store_folder, model):
     assert record["versions"]["torch"]
 
 
-@pytest.mark.parametrize(("corpus", "first"), [("beir", "q0"), ("nq.qa.csv", "question-1")])
-def test_queries_are_encoded_as_queries(root, model, tmp_path, corpus, first):
-    run_encode(root, tmp_path / "s", "--kind", "query", corpus=corpus)
-    store = EmbeddingStore.open(tmp_path / "s")
-    np.testing.assert_allclose(store[:], model.encode_query(QUERIES), atol=1e-5)
-    assert store.ids([0]) == [first]
-
-
 def test_precision_and_dtype_are_independent(root, store_folder, tmp_path):
     exact = EmbeddingStore.open(store_folder)[:]
 
@@ -152,13 +136,12 @@ def test_two_processes_write_the_store_of_one_process(root, store_folder, tmp_pa
     assert "written:" in done.stdout
 
 
-def test_a_document_without_text_is_encoded_and_a_query_without_text_is_refused(root, tmp_path):
+def test_a_document_without_text_is_encoded(root, tmp_path):
     """Published sets have such documents, and an evaluation in memory scores with them."""
     lines = ['{"_id": "d0", "text": "a text"}', '{"_id": "d1", "title": "", "text": ""}']
     (root / "blank.jsonl").write_text("\n".join(lines))
     run_encode(root, tmp_path / "documents", corpus="blank.jsonl")
     assert EmbeddingStore.open(tmp_path / "documents").ids([0, 1]) == ["d0", "d1"]
-    run_encode(root, tmp_path / "queries", "--kind", "query", corpus="blank.jsonl", exit_code=2)
 
 
 def test_repeated_ids_are_refused(root, tmp_path, monkeypatch):

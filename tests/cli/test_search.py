@@ -82,13 +82,6 @@ def test_run_equals_the_search_of_an_array(root, tmp_path, monkeypatch):
     assert record["queries"]["count"] == 12
 
 
-def test_a_store_of_queries_needs_no_model(root, tmp_path):
-    encode(root, "queries.jsonl", tmp_path / "encoded", "--kind", "query")
-    assert run(root, tmp_path / "a.trec") == 0
-    assert run(root, tmp_path / "b.trec", "--queries", tmp_path / "encoded", model=None) == 0
-    assert read_trec_run(tmp_path / "a.trec") == read_trec_run(tmp_path / "b.trec")
-
-
 def test_record_does_not_replace_the_record_of_a_training_run(root, tmp_path):
     (tmp_path / "run.json").write_text("of a training run")
     assert run(root, tmp_path / "run.trec") == 0
@@ -130,13 +123,9 @@ def test_recall_need_not_be_measured(root, tmp_path, monkeypatch, capsys):
 def test_a_model_that_cuts_its_embeddings_does_not_search_uncut_ones(root, tmp_path, capsys):
     model = DualEncoder.from_pretrained(str(root / "encoder"), device="cpu", truncate_dim=8)
     model.save_pretrained(str(tmp_path / "encoder"))
-    shutil.copy(root / "queries.jsonl", tmp_path)
     assert run(root, tmp_path / "run.trec", model=str(tmp_path / "encoder")) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "another tokenisation" in error
-    encode(tmp_path, "queries.jsonl", tmp_path / "encoded", "--kind", "query")
-    assert run(root, tmp_path / "run.trec", "--queries", tmp_path / "encoded", model=None) == 2
-    assert "queries have 8 dimensions, and documents 32" in capsys.readouterr().err
 
 
 def test_a_store_is_searched_with_the_passage_length_that_it_was_encoded_with(

@@ -1,13 +1,11 @@
 """Evaluation during training: fixed samples, and the scores of `contaccum evaluate`."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
-from small_data import read_lines, write_judged_places
+from small_data import write_judged_places
 from tiny_models import tiny_encoder
 
 from contaccum import DualEncoder
@@ -110,71 +108,6 @@ def test_the_evaluator_gives_the_scores_of_evaluate_beir(tiny_model_path, tmp_pa
     assert "path" not in evaluator.get_config_dict()
 
 
-NANOBEIR_SETTINGS = {
-    "eval_strategy": "epoch",
-    "save_strategy": "epoch",
-    "load_best_model_at_end": "true",
-    "eval_data": "nanobeir/scifact,nq",
-}
-
-
-def make_nanobeir_part(data: BeirDataset, part: str) -> Dataset:
-    """Make the part "corpus", "queries" or "qrels" of a NanoBEIR set from a BEIR data set."""
-    if part == "qrels":
-        judgements = []
-        for query_id, grades in data.qrels.items():
-            for document_id in grades:
-                judgements.append({"query-id": query_id, "corpus-id": document_id})
-        return Dataset.from_list(judgements)
-    rows = []
-    if part == "corpus":
-        for document_id, document in data.corpus.items():
-            rows.append({"_id": document_id, "text": document["text"]})
-    else:
-        for query_id, text in data.queries.items():
-            rows.append({"_id": query_id, "text": text})
-    return Dataset.from_list(rows)
-
-
-def test_nanobeir_scores_have_the_names_of_the_default_metrics_too(
-    places, train, tmp_path, monkeypatch
-):
-    scifact = load_beir_folder(places / "beir")
-    data_of_split = {"NanoSciFact": scifact, "NanoNQ": sample(scifact, queries=3)}
-    loaded_splits = set()
-
-    def load_dataset(repository: str, part: str, split: str) -> Dataset:
-        loaded_splits.add(split)
-        return make_nanobeir_part(data_of_split[split], part)
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    folder = tmp_path / "run"
-    # After updates with a high rate, all scores of this model would be equal but for rounding.
-    assert train(folder, **NANOBEIR_SETTINGS, learning_rate=0.0001) == 0
-    assert loaded_splits == data_of_split.keys()
-    scores = read_lines(folder / "eval_log.jsonl")[-1]
-    model = DualEncoder.from_pretrained(folder, device="cpu")
-    scores_of_split = {}
-    for split, data in data_of_split.items():
-        scores_of_split[split] = RetrievalEvaluator(data)(model)
-        expected_ndcg = scores_of_split[split]["ndcg@10"]
-        assert scores[f"eval_{split}_dot_ndcg@10"] == pytest.approx(expected_ndcg, abs=1e-6)
-    assert scores_of_split["NanoSciFact"] != scores_of_split["NanoNQ"]
-    # The default metrics are means over the sets.
-    for name, first_score in scores_of_split["NanoSciFact"].items():
-        expected = (first_score + scores_of_split["NanoNQ"][name]) / 2
-        assert scores[f"eval_{name}"] == pytest.approx(expected, abs=1e-6), name
-    assert scores["eval_NanoBEIR_mean_dot_ndcg@10"] == scores["eval_ndcg@10"]
-    record = json.loads((folder / "run.json").read_text())
-    assert record["evaluation"]["dataset_names"] == ["scifact", "nq"]
-
-
-def test_unknown_nanobeir_sets_are_refused(train, tmp_path, capsys):
-    settings = {**NANOBEIR_SETTINGS, "eval_data": "nanobeir/scifcat"}
-    assert train(tmp_path / "run", **settings) == 2
-    assert "nanobeir: Dataset" in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_new_documents_replace_the_embeddings_of_the_earlier_ones(tmp_path):
     folder = write_judged_places(tmp_path / "places")
     evaluator = RetrievalEvaluator(load_beir_folder(folder))
@@ -207,7 +140,7 @@ def test_a_store_of_another_model_is_refused(tmp_path):
         evaluator.search(tiny_encoder(passage_prompt="passage: "))
     with torch.no_grad():
         next(model.parameters()).add_(1.0)
-    with pytest.raises(ConfigError, match="by tiny with another model"):
+    with pytest.raises(ConfigError, match="another model, by tiny"):
         evaluator.search(model)
 
 

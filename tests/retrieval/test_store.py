@@ -148,7 +148,7 @@ def test_shards_are_mapped_into_memory_and_only_a_few_at_a_time(tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    "key", ["kind", "model", "query_model", "similarity", "tokenisation", "precision", "dtype"]
+    "key", ["kind", "model", "similarity", "tokenisation", "precision", "dtype"]
 )
 def test_fingerprint_depends_on_each_setting_that_decides_the_embeddings(tmp_path, key):
     folder = write_store(tmp_path / "s")
@@ -180,7 +180,7 @@ def test_a_finished_store_of_the_same_identity_is_not_encoded_again(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "b" * 64}, "another model "),
+        ({"model": "b" * 64}, "another model,"),
         (
             {"kind": "query", "shard_size": 5},
             "another kind .* and shard_size ",

@@ -102,6 +102,6 @@ def copy_embeddings(
     for document_id in document_ids:
         document = dataset.corpus[document_id]
         passages.append((document_id, document["title"], document["text"]))
-    identity = encoding_identity(model, "document", "float32", "float32", 50_000)
+    identity = encoding_identity(model, "float32", "float32", 50_000)
     notes = {"model_name": source_store.metadata["model_name"], "part_of": str(source)}
     StoreWriter(folder, identity, notes).fill(passages, look_up)
