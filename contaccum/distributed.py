@@ -1,9 +1,5 @@
 """Collectives over the ranks of a distributed run: rows, named tensors and values.
 
-`gather_rows` concatenates the micro-batches of all ranks, so that every rank computes the same
-loss. The rows of rank 0 come first, then the rows of rank 1, and so on, as in one process with the
-whole batch. Parameters and their gradients are not exchanged here.
-
 All functions except `world_size` and `rank` are collectives: all ranks of the default process group
 must call them in the same order. Without a process group, `over_ranks` and `share` return the value
 of the single process; `gather_rows` and `gather_states` need a group.
@@ -29,9 +25,9 @@ per number, the number of dimensions, and the shape without n. Zeros fill the re
 RANK_TIMEOUT = timedelta(days=1)
 """Time after which a rank that waits for another rank gives up, in the commands of contaccum.
 
-`contaccum train` has ``ddp_timeout`` instead.
 One rank may have much more work, such as encoding a corpus alone, and PyTorch's own time is half an
-hour. If a rank fails, torchrun stops the other ranks at once.
+hour. If a rank fails, torchrun stops the other ranks at once. `contaccum train` has ``ddp_timeout``
+instead.
 """
 
 
@@ -59,10 +55,11 @@ def over_ranks(op: Literal["SUM", "MIN", "MAX"], value: Tensor) -> Tensor:
 
 
 def gather_rows(tensors: list[Tensor]) -> tuple[list[Tensor], slice]:
-    """Concatenate the rows of every rank's tensors in rank order.
+    """Concatenate the rows of every rank's tensors, those of rank 0 first, in rank order.
 
-    Ranks may have different numbers of rows, and may have none. The first collective exchanges the
-    shapes, and on an accelerator the host waits for it. One collective per tensor follows.
+    Every rank then computes the same loss, as one process with the whole batch does. Ranks may have
+    different numbers of rows, and may have none. The first collective exchanges the shapes, and on
+    an accelerator the host waits for it. One collective per tensor follows.
 
     Args:
         tensors: detached tensors (n, ...) of this rank, with the same n.
@@ -118,12 +115,7 @@ def share(content: Any) -> Any:
 
 
 def _all_gather(rows: Tensor, lengths: list[int]) -> Tensor:
-    """Return the rows of all ranks, concatenated in rank order.
-
-    Args:
-        rows: this rank's rows.
-        lengths: the number of rows of each rank.
-    """
+    """Return the rows of all ranks, concatenated in rank order; ``lengths`` has their numbers."""
     # all_gather needs the same shape on every rank, so shorter tensors are padded.
     max_length = max(lengths)
     padded = rows

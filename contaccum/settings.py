@@ -130,6 +130,10 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+changeable = functools.partial(option, on_change="continue")
+"""`option` for a setting with another value of which an unfinished run may go on."""
+
+
 # The settings, in groups --------------------------------------------------------------------------
 
 
@@ -165,19 +169,14 @@ class ModelSettings:
     passage_max_length: int | None = option(
         None, "Maximum tokens of a passage. Default: the model's own, 256 for a backbone.", least=1
     )
-    dropout: float | None = option(
-        None,
-        "Dropout of every layer. Default: the model's own. 0 is faster on a CPU.",
-        least=0,
-        on_change="continue",
+    dropout: float | None = changeable(
+        None, "Dropout of every layer. Default: the model's own. 0 is faster on a CPU.", least=0
     )
     freeze_word_embeddings: bool = option(
         False, "Do not train the word embeddings: half of a small encoder's weights."
     )
-    attn_implementation: str | None = option(
-        None,
-        "Attention: eager, sdpa, ... On a CPU, eager is faster for short texts.",
-        on_change="continue",
+    attn_implementation: str | None = changeable(
+        None, "Attention: eager, sdpa, ... On a CPU, eager is faster for short texts."
     )
     lora_r: int | None = option(
         None, "Train an adapter (LoRA) of this rank; the model's weights do not change.", least=1
@@ -187,9 +186,7 @@ class ModelSettings:
     )
     lora_dropout: float = option(0.0, "Dropout on the adapter's input.", least=0, needs="lora_r")
     lora_target_modules: list[str] | None = option(
-        None,
-        "Names of the layers with an adapter. Default: every linear layer.",
-        needs="lora_r",
+        None, "Names of the layers with an adapter. Default: every linear layer.", needs="lora_r"
     )
     load_in_4bit: bool = option(
         False, "Load the weights of the base model in 4 bits, with bitsandbytes."
@@ -235,24 +232,21 @@ class DataSettings:
     on_bad_record: Literal["stop", "skip"] = option(
         "stop", "A record that cannot be used: stop, or skip and count it."
     )
-    eval_data: str | None = option(
+    eval_data: str | None = changeable(
         None,
         "Evaluation data: a BEIR folder, or the name of a public set.",
         is_path=True,
-        on_change="continue",
         set_by_fit=True,
     )
-    eval_split: str = option("dev", "Split of eval_data.", on_change="continue", set_by_fit=True)
-    eval_queries: int | None = option(
+    eval_split: str = changeable("dev", "Split of eval_data.", set_by_fit=True)
+    eval_queries: int | None = changeable(
         None,
         "Number of queries of eval_data, always the same sample. Default: all.",
-        on_change="continue",
         set_by_fit=True,
     )
-    eval_corpus_size: int | None = option(
+    eval_corpus_size: int | None = changeable(
         None,
         "Number of documents of eval_data, with all relevant ones. Default: all.",
-        on_change="continue",
         set_by_fit=True,
     )
 
@@ -291,23 +285,16 @@ class MethodSettings:
         least=1,
         tries=(32, 64, 128, 256),
     )
-    gather_across_devices: bool | None = option(
+    gather_across_devices: bool | None = changeable(
         None,
         "Contrast the pairs of all devices. Default: true for methods with a bank.",
         methods=WITH_PASSAGES,
-        # A run whose ranks share a bank may go on with another number of ranks.
-        on_change="continue",
     )
-    max_skipped_updates: int = option(
-        10,
-        "Updates that may be skipped because they are not finite; one more ends the run.",
-        on_change="continue",
+    max_skipped_updates: int = changeable(
+        10, "Updates that may be skipped because they are not finite; one more ends the run."
     )
-    early_stopping_patience: int | None = option(
-        None,
-        "Stop after this many evaluations in a row without improvement.",
-        on_change="continue",
-        set_by_fit=True,
+    early_stopping_patience: int | None = changeable(
+        None, "Stop after this many evaluations in a row without improvement.", set_by_fit=True
     )
     overwrite_output_dir: bool = option(
         False,
@@ -404,9 +391,7 @@ class DistillationSettings:
     """Distillation from a teacher."""
 
     distill: Literal["margin_mse", "kl"] | None = option(
-        None,
-        "Distillation loss for the teacher's scores in the data.",
-        methods=WITH_PASSAGES,
+        None, "Distillation loss for the teacher's scores in the data.", methods=WITH_PASSAGES
     )
     distill_weight: float = option(
         1.0,
@@ -415,10 +400,7 @@ class DistillationSettings:
         needs="distill",
     )
     distill_temperature: float = option(
-        1.0,
-        "With kl: divisor of the scores of student and teacher.",
-        above=0,
-        needs="distill",
+        1.0, "With kl: divisor of the scores of student and teacher.", above=0, needs="distill"
     )
 
 
@@ -437,33 +419,19 @@ class TrainerSettings:
         on_change="ignore",
         set_by_fit=True,
     )
-    learning_rate: float = option(5e-5, "Peak of the learning rate.", above=0, on_change="continue")
-    lr_scheduler_type: str = option("linear", "Course of the learning rate.", on_change="continue")
-    warmup_steps: float = option(
-        0,
-        "Updates in which the learning rate rises, or their share if below 1.",
-        least=0,
-        on_change="continue",
+    learning_rate: float = changeable(5e-5, "Peak of the learning rate.", above=0)
+    lr_scheduler_type: str = changeable("linear", "Course of the learning rate.")
+    warmup_steps: float = changeable(
+        0, "Updates in which the learning rate rises, or their share if below 1.", least=0
     )
-    num_train_epochs: float = option(
-        3.0,
-        "Passes over the training data.",
-        above=0,
-        on_change="continue",
-        tries=(1, 2, 3, 5),
+    num_train_epochs: float = changeable(
+        3.0, "Passes over the training data.", above=0, tries=(1, 2, 3, 5)
     )
-    max_steps: int = option(
-        -1, "Updates of the run. Default: as num_train_epochs says.", on_change="continue"
+    max_steps: int = changeable(-1, "Updates of the run. Default: as num_train_epochs says.")
+    per_device_train_batch_size: int | Literal["auto"] = changeable(
+        8, "Pairs per micro-batch on each device. auto: as many as memory allows.", least=1
     )
-    per_device_train_batch_size: int | Literal["auto"] = option(
-        8,
-        "Pairs per micro-batch on each device. auto: as many as memory allows.",
-        least=1,
-        on_change="continue",
-    )
-    gradient_accumulation_steps: int = option(
-        1, "Micro-batches per update.", least=1, on_change="continue"
-    )
+    gradient_accumulation_steps: int = changeable(1, "Micro-batches per update.", least=1)
     per_device_eval_batch_size: int = option(
         8, "Texts per forward pass in evaluations.", least=1, on_change="ignore"
     )
@@ -474,39 +442,31 @@ class TrainerSettings:
     multi_dataset_batch_sampler: str = option(
         "proportional", "Order of the batches of several training sets."
     )
-    bf16: bool = option(False, "Train in mixed precision with bfloat16.", on_change="continue")
-    fp16: bool = option(False, "Train in mixed precision with float16.", on_change="continue")
+    bf16: bool = changeable(False, "Train in mixed precision with bfloat16.")
+    fp16: bool = changeable(False, "Train in mixed precision with float16.")
     eval_strategy: Strategy = option(
         "no", "When to evaluate.", on_change="continue", set_by_fit=True
     )
-    eval_steps: float | None = option(
-        None,
-        "Updates between two evaluations. Default: logging_steps.",
-        on_change="continue",
-        set_by_fit=True,
+    eval_steps: float | None = changeable(
+        None, "Updates between two evaluations. Default: logging_steps.", set_by_fit=True
     )
-    eval_on_start: bool = option(
-        False, "Evaluate before the first update.", on_change="continue", set_by_fit=True
+    eval_on_start: bool = changeable(False, "Evaluate before the first update.", set_by_fit=True)
+    save_strategy: Literal["no", "steps", "epoch", "best"] = changeable(
+        "steps", "When to save a checkpoint.", set_by_fit=True
     )
-    save_strategy: Literal["no", "steps", "epoch", "best"] = option(
-        "steps", "When to save a checkpoint.", on_change="continue", set_by_fit=True
-    )
-    save_steps: float = option(
-        500, "Updates between two checkpoints.", on_change="continue", set_by_fit=True
-    )
+    save_steps: float = changeable(500, "Updates between two checkpoints.", set_by_fit=True)
     save_total_limit: int | None = option(
         None, "Number of checkpoints to keep. Default: all.", on_change="ignore", set_by_fit=True
     )
-    load_best_model_at_end: bool = option(
-        False, "Save the best checkpoint as the result.", on_change="continue", set_by_fit=True
+    load_best_model_at_end: bool = changeable(
+        False, "Save the best checkpoint as the result.", set_by_fit=True
     )
     metric_for_best_model: str | None = option(
         None, "Metric of the best checkpoint. Default: the evaluator's.", set_by_fit=True
     )
-    greater_is_better: bool | None = option(
+    greater_is_better: bool | None = changeable(
         None,
         "True if higher values of that metric are better. Default: by its name.",
-        on_change="continue",
         set_by_fit=True,
     )
     push_to_hub: bool = option(

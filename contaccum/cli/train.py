@@ -6,15 +6,13 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, fields
-from typing import Any
+from dataclasses import MISSING, fields
 
 from contaccum.cli.options import Parser
 from contaccum.settings import (
     GROUPS,
     Settings,
     get_choices,
-    get_names_of_transformers,
     read,
     replace,
     require_complete,
@@ -31,8 +29,7 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the options, the data or the model cannot be used.
     """
     if "-h" in argv or "--help" in argv:
-        # This call prints the help and ends the process.
-        make_help_parser(with_transformers_options="all" in argv).parse(["--help"])
+        make_help_parser().parse(["--help"])  # this call ends the process
     with _log_to_stderr():
         return _train(argv)
 
@@ -52,13 +49,8 @@ def _train(argv: Sequence[str]) -> int:
     return 0
 
 
-def make_help_parser(with_transformers_options: bool = False) -> Parser:
-    """Return a parser that shows the options in `--help`; `contaccum.settings.read` parses them.
-
-    Args:
-        with_transformers_options: True to also show the options that only transformers'
-            TrainingArguments declare. Their import takes several seconds.
-    """
+def make_help_parser() -> Parser:
+    """Return a parser that shows the options in `--help`; `contaccum.settings.read` parses them."""
     parser = Parser(
         "train",
         "Train a retriever. YAML configs have the same keys as the command line. A later config "
@@ -66,48 +58,24 @@ def make_help_parser(with_transformers_options: bool = False) -> Parser:
         usage="contaccum train [CONFIG.yaml ...] [--key value ...]",
     )
     for group in GROUPS:
-        title = (group.__doc__ or "").partition(".")[0]
-        _add_options(parser, title, fields(group))
-    if with_transformers_options:
-        from sentence_transformers import SentenceTransformerTrainingArguments
-
-        names = get_names_of_transformers()
-        others = [x for x in fields(SentenceTransformerTrainingArguments) if x.name in names]
-        _add_options(parser, "Other arguments of transformers", others)
-    else:
-        parser.epilog = (
-            "All other options of transformers' TrainingArguments can be used as well; contaccum "
-            "train --help all lists them."
-        )
+        section = parser.add_argument_group((group.__doc__ or "").partition(".")[0])
+        for option in fields(group):
+            choices = get_choices(option.name)
+            type_name = _TYPE_NAMES.search(str(option.type))
+            metavar = None
+            if type_name is not None and not choices:
+                metavar = type_name.group().upper()
+            text = option.metadata["help"].replace("%", "%%")  # argparse formats it
+            # By identity, because 0 equals False.
+            is_shown = not any(option.default is value for value in _DEFAULTS_NOT_SHOWN)
+            if is_shown and "efault" not in text:
+                text += f" Default: {str(option.default).lower()}."
+            section.add_argument(f"--{option.name}", metavar=metavar, choices=choices, help=text)
+    parser.epilog = (
+        "All other arguments of sentence-transformers' and transformers' TrainingArguments can be "
+        "used as well."
+    )
     return parser
-
-
-def _add_options(parser: Parser, title: str, options: Sequence[Field[Any]]) -> None:
-    """Add fields of dataclasses to the help, under a title."""
-    section = parser.add_argument_group(title)
-    for option in options:
-        choices = get_choices(option.name)
-        type_name = _TYPE_NAMES.search(str(option.type))
-        metavar = None
-        if type_name is not None and not choices:
-            metavar = type_name.group().upper()
-        section.add_argument(
-            f"--{option.name}", metavar=metavar, choices=choices, help=_get_help_text(option)
-        )
-
-
-def _get_help_text(field: Field[object]) -> str:
-    """Return the help text of an option, with its default."""
-    # argparse formats help texts with %, so a percent sign must be doubled. Some texts of
-    # transformers have doubled percent signs already; the texts of contaccum have single ones.
-    text = field.metadata.get("help", "").replace("%%", "%").replace("%", "%%")
-    # For an enumeration member, the user writes its value.
-    default = getattr(field.default, "value", field.default)
-    # By identity, because 0 equals False.
-    is_shown = not any(default is value for value in _DEFAULTS_NOT_SHOWN)
-    if is_shown and "efault" not in text:
-        text += f" Default: {str(default).lower()}."
-    return text
 
 
 @contextmanager

@@ -63,8 +63,11 @@ class ContAccumTrainingArguments(_Arguments):
     """
 
     def __post_init__(self) -> None:
-        batch_size = str(self.per_device_train_batch_size).lower()
-        self.has_auto_micro_batch = batch_size == "auto"
+        self._sizes_of_user = {
+            "per_device_train_batch_size": self.per_device_train_batch_size,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+        }
+        self.has_auto_micro_batch = str(self.per_device_train_batch_size).lower() == "auto"
         # This check comes before transformers' own, whose messages do not name the way out.
         settings = self._make_settings()
         if settings.engine == "deepspeed":
@@ -186,18 +189,10 @@ class ContAccumTrainingArguments(_Arguments):
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments as in transformers, without credentials.
 
-        With a gradient cache or "auto", the sizes are converted back to the user's values, so that
-        the result can be passed to the constructor.
+        With a gradient cache or "auto", the sizes are those that the user gave, so that the result
+        can be passed to the constructor.
         """
-        arguments = super().to_dict()
-        if self.has_auto_micro_batch:
-            arguments["gradient_accumulation_steps"] = 1
-            arguments["per_device_train_batch_size"] = "auto"
-        elif self._pairs_encoded_at_once is not None:
-            num_steps = self.per_device_train_batch_size // self._pairs_encoded_at_once
-            arguments["gradient_accumulation_steps"] = num_steps
-            arguments["per_device_train_batch_size"] = self._pairs_encoded_at_once
-        return redact(arguments)
+        return redact({**super().to_dict(), **self._sizes_of_user})
 
     @property
     def has_bank(self) -> bool:
