@@ -21,19 +21,19 @@ def run(argv: Sequence[str]) -> int:
     # The folder is checked before a large model is loaded.
     check_new_folder(args.folder, args.dtype)
     model = load_model(args.model, args)
-    result = export_model(
+    record = export_model(
         model,
         args.folder,
         args.dtype,
         model_name=args.model,
         trust_remote_code=args.trust_remote_code,
     )
-    for check in result.checks:
+    for check in record["checks"]:
         print(
-            f"{check.num_texts} {check.task} texts, folder {check.folder!r}: "
-            f"cosine with the model {check.mean:.6f} on average, {check.least:.6f} at least"
+            f"{check['num_texts']} {check['task']} texts, folder {check['folder']!r}: "
+            f"cosine with the model {check['mean']:.6f} on average, {check['least']:.6f} at least"
         )
-    print(f"written: {result.folder}")
+    print(f"written: {args.folder}")
     return 0
 
 

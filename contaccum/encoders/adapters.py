@@ -2,8 +2,7 @@
 
 A backbone is the transformers model inside a tower; the base of an adapter is the pretrained model
 whose weights are frozen. Untied towers have one adapter each, and share the frozen weights of their
-base, so these are in memory once. A saved folder holds the adapters and the name or folder of the
-base, not its weights. peft applies the adapters in a forward pass.
+base. A saved folder holds the adapters and the name or folder of the base, not its weights.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
-from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Transformer
 from sentence_transformers.util import fullname, load_dir_path
@@ -38,7 +35,6 @@ MERGED_FOLDER = ".merged"
 """Subfolder in which the full model is written before it replaces the model with adapters."""
 
 _ADAPTER_CONFIG = "adapter_config.json"
-_ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _TOWER_FOLDERS = "*_Transformer"
 """Pattern of the subfolders in which a Router saves the transformers of its towers."""
 _ADAPTER_FILES = (_ADAPTER_CONFIG, "adapter_model.*")
@@ -103,10 +99,10 @@ def add_adapter(
 
 
 def put_adapter(model: nn.Module, config: Any, name: str | None = None) -> None:
-    """Freeze every backbone of a model, and add an adapter of any kind to each.
+    """Freeze every backbone of a model, and add an adapter to each.
 
     Args:
-        config: config of any adapter that peft supports, LoRA or another.
+        config: config of peft.
         name: name of the adapter. None: "default".
 
     Raises:
@@ -155,14 +151,12 @@ def merge_adapter(model: nn.Module) -> None:
     ``model.float()`` first to keep the whole update.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
     adapted_transformers = []  # the transformers of one tower or of both
     for module in model.modules():
         if isinstance(module, Transformer) and getattr(module.model, "peft_config", None):
             adapted_transformers.append(module)
-    dtypes = {transformer.model.dtype for transformer in adapted_transformers}
-    if not dtypes.isdisjoint(_HALF_DTYPES):
+    if any(transformer.model.dtype in _HALF_DTYPES for transformer in adapted_transformers):
         logger.warning(
             "the merged weights are rounded to bfloat16 or float16, the dtype of the base, which "
             "loses a part of a small update. To keep it, save the model with its adapter, and run "
@@ -173,32 +167,22 @@ def merge_adapter(model: nn.Module) -> None:
         backbone = copy.deepcopy(transformer.model)
         transformer.model = backbone
         for name, layer in list(backbone.named_modules()):
-            if isinstance(layer, ModulesToSaveWrapper):  # trained as a whole, in a copy
-                backbone.set_submodule(name, layer.modules_to_save[layer.active_adapters[0]])
-            elif isinstance(layer, TrainableTokensWrapper):  # some rows of the word embeddings
-                _merge_layer(layer.token_adapter)
-                backbone.set_submodule(name, layer.token_adapter.get_base_layer())
-        for name, layer in list(backbone.named_modules()):
             if isinstance(layer, BaseTunerLayer):
-                _merge_layer(layer)
-                backbone.set_submodule(name, layer.get_base_layer())
+                base_layer = layer.get_base_layer()
+                # peft adds in the dtype of the weights: in half precision it would round the
+                # adapter's part and the sum. The parameters of a layer have one dtype.
+                dtype = next(base_layer.parameters()).dtype
+                if dtype in _HALF_DTYPES:
+                    base_layer.float()
+                layer.merge(safe_merge=True)
+                if dtype in _HALF_DTYPES:
+                    base_layer.to(dtype)
+                backbone.set_submodule(name, base_layer)
         backbone.delete_adapter(list(backbone.peft_config))
         # This private attribute maps the names of adapter weights to the names in the file.
         # With it, transformers would save the merged weights under wrong names.
         vars(backbone).pop("_weight_conversions", None)
         backbone.requires_grad_(True)
-
-
-def _merge_layer(layer: Any) -> None:
-    """Add the adapter of one layer, a peft layer, to the weights of its base layer."""
-    base_layer = layer.get_base_layer()
-    half_dtypes = {p.dtype for p in base_layer.parameters() if p.dtype in _HALF_DTYPES}
-    if half_dtypes:
-        # peft adds in the dtype of the weights, so it would round the adapter's part and the sum.
-        base_layer.float()
-    layer.merge(safe_merge=True)
-    if half_dtypes:
-        base_layer.to(half_dtypes.pop())
 
 
 def get_backbones(model: nn.Module) -> list[Any]:
@@ -207,7 +191,7 @@ def get_backbones(model: nn.Module) -> list[Any]:
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Return whether a backbone of the model has an adapter."""
+    """Return True if a backbone of the model has an adapter."""
     return any(getattr(backbone, "peft_config", None) for backbone in get_backbones(model))
 
 
@@ -217,9 +201,7 @@ def describe_adapters(model: nn.Module) -> list[dict[str, Any]]:
     descriptions = []
     for config in _get_adapter_configs(model):
         description = {name: getattr(config, name, None) for name in names}
-        targets = config.target_modules
-        # peft also accepts a regular expression in place of names.
-        description["layers"] = [targets] if isinstance(targets, str) else sorted(targets)
+        description["layers"] = sorted(config.target_modules)
         descriptions.append(description)
     return descriptions
 
@@ -326,7 +308,7 @@ def remove_stale_files(folder: Path, is_adapted: bool, base_folders: Sequence[Pa
     Args:
         folder: the folder of a model. The folders of its towers are cleaned too.
         is_adapted: True if the model to be saved has an adapter.
-        base_folders: folders of the bases of its adapters; bases on the hub have none.
+        base_folders: folders of the bases of its adapters.
     """
     resolved_bases = {base.resolve() for base in base_folders}
     for module_folder in (folder, *folder.glob(_TOWER_FOLDERS)):
@@ -383,33 +365,25 @@ class TransformerLoader(Transformer):
             )
             model_name_or_path = local_folder or model_name_or_path
         module = Transformer.load(model_name_or_path, **kwargs)
-        adapter_file = _find_adapter_weights(model_name_or_path, kwargs)
-        if adapter_file is not None and module.model.dtype != torch.float32:
+        if getattr(module.model, "peft_config", None) and module.model.dtype != torch.float32:
             from peft.functional import cast_adapter_dtype, set_peft_model_state_dict
+            from peft.utils.save_and_load import load_peft_weights
 
             # transformers has rounded the adapter to the backbone's dtype.
             cast_adapter_dtype(module.model, "default")
+            weights = load_peft_weights(
+                model_name_or_path,
+                device="cpu",
+                token=kwargs.get("token"),
+                cache_dir=kwargs.get("cache_folder"),
+                revision=kwargs.get("revision"),
+            )
             state = {}
             # Files of peft have this prefix, but `set_peft_model_state_dict` expects no prefix.
-            for name, weight in load_file(adapter_file).items():
+            for name, weight in weights.items():
                 state[name.removeprefix("base_model.model.")] = weight
             set_peft_model_state_dict(module.model, state)
         return module
-
-
-def _find_adapter_weights(model_name: str, hub_options: dict[str, Any]) -> Path | None:
-    """Return the file of an adapter that has just been loaded, or None if there is no adapter."""
-    if os.path.isdir(model_name):
-        file = Path(model_name, _ADAPTER_WEIGHTS)
-        return file if file.is_file() else None
-    cached_file = try_to_load_from_cache(
-        model_name,
-        _ADAPTER_WEIGHTS,
-        cache_dir=hub_options.get("cache_folder"),
-        revision=hub_options.get("revision"),
-    )
-    # None or another object stands for a file that is not in the cache.
-    return Path(cached_file) if isinstance(cached_file, str) else None
 
 
 LOADERS = {_TRANSFORMER_TYPE: TransformerLoader, _MODEL_TYPE: TransformerLoader}
@@ -424,14 +398,9 @@ def replace_saved_adapter(folder: AnyPath, model: SentenceTransformer) -> None:
     """Save a full model into a folder, in place of a model with adapters.
 
     The adapters are often the only copy of the trained weights. They are removed only after the
-    full model, which may be a hundred times larger, is completely on the disk. If the process is
-    killed, either the model with adapters is in the folder, or the complete full model is in the
-    subfolder `MERGED_FOLDER`, which is removed at the end.
-
-    Args:
-        folder: the folder of the saved model. Files that the full model does not have, such as the
-            model card, stay.
-        model: the full model, whose adapters are merged.
+    full model is completely on the disk. If the process is killed, either the model with adapters
+    is in the folder, or the complete full model is in the subfolder `MERGED_FOLDER`, which is
+    removed at the end. Other files of the folder, such as the model card, stay.
 
     Raises:
         UserError: if the full model cannot be written. The folder is not changed then.
@@ -441,35 +410,15 @@ def replace_saved_adapter(folder: AnyPath, model: SentenceTransformer) -> None:
     with atomic_folder(merged_folder) as new_folder:
         model.save_pretrained(str(new_folder), create_model_card=False)
     remove_stale_files(folder, is_adapted=False)
-    for path in sorted(merged_folder.rglob("*")):  # a folder comes before its files
-        target = folder / path.relative_to(merged_folder)
-        if path.is_dir():
-            target.mkdir(exist_ok=True)
-            continue
-        # Each file is replaced in one step, if possible without more disk space.
-        new_file = target.with_name(f".new-{target.name}")
-        new_file.unlink(missing_ok=True)  # of a process that was killed
-        try:
-            os.link(path, new_file)
-        except OSError:  # the file system has no hard links
-            shutil.copyfile(path, new_file)
-        new_file.replace(target)
+    shutil.copytree(merged_folder, folder, dirs_exist_ok=True)
     shutil.rmtree(merged_folder)
 
 
 def make_4bit_kwargs() -> dict[str, Any]:
-    """Return ``model_kwargs`` that load weights in 4 bits (NF4, arXiv 2305.14314).
-
-    Raises:
-        ConfigError: if bitsandbytes is not installed, or there is no accelerator.
-    """
+    """Return ``model_kwargs`` that load weights in 4 bits (NF4, arXiv 2305.14314)."""
     if find_spec("bitsandbytes") is None:
         raise ConfigError(
             "load_in_4bit needs bitsandbytes, which is not installed: pip install bitsandbytes"
-        )
-    if not torch.accelerator.is_available():
-        raise ConfigError(
-            "load_in_4bit needs an accelerator, and this machine has none: leave it out"
         )
     config = BitsAndBytesConfig(
         load_in_4bit=True,

@@ -1,11 +1,8 @@
 """DualEncoder: a query tower and a passage tower as one SentenceTransformer.
 
 A tower is the encoder of one side. Tied towers share every weight; untied towers have separate
-weights, or separate adapters on the same frozen weights.
-
-`SentenceTransformer(path)` loads a folder that a DualEncoder saved. Pooling, prompts and routing
-are those of sentence-transformers. This module combines them, and adds the method names that BEIR
-expects.
+weights, or separate adapters on the same frozen weights. `SentenceTransformer(path)` loads a folder
+that a DualEncoder saved: pooling, prompts and routing are those of sentence-transformers.
 """
 
 from __future__ import annotations
@@ -80,27 +77,19 @@ class DualEncoder(SentenceTransformer):
     ) -> DualEncoder:
         """Make an encoder from a transformers backbone: pretrained, or with fresh weights.
 
-        A tokenizer without a pad token gets EOS as its pad token. If a decoder's last token is
-        pooled, the tokenizer appends EOS to every text.
+        Other arguments are the settings of `contaccum train` with these names.
 
         Args:
             name: a name on the hub, a folder, or a ``PretrainedConfig`` for fresh weights.
-            tied: True if queries and passages share one tower. False: two towers, each with its own
-                copy of the weights.
-            pooling: ``"cls"`` (DPR, the paper), ``"mean"`` or ``"lasttoken"``. None:
-                ``"lasttoken"`` for a decoder, ``"cls"`` for an encoder.
-            normalize: scale embeddings to unit length, so that the inner product is the cosine.
-            query_prompt, passage_prompt: text that is put before each query or passage, in training
-                and in encoding.
+            pooling: None: ``"lasttoken"`` for a decoder, whose tokenizer then appends EOS to every
+                text; ``"cls"`` for an encoder.
             query_max_length, passage_max_length: maximum number of tokens of a text, special tokens
                 included. None: 32 and 256, or fewer if the backbone takes fewer.
-            similarity: ``"dot"`` or ``"cos"``. None: ``"cos"`` if ``normalize`` is set, else
-                ``"dot"``.
+            similarity: None: ``"cos"`` if ``normalize`` is set, else ``"dot"``.
             dtype: type of the weights.
             tokenizer: a name, a folder or an object; required with a config. None: the
                 tokenizer of ``name``.
-            device: device of the model. None: an accelerator if there is one, else the CPU.
-            trust_remote_code: allow code that comes with the model. Read that code first.
+            device: None: an accelerator if there is one, else the CPU.
             model_kwargs: further arguments of transformers' ``from_pretrained``.
 
         Raises:
@@ -171,17 +160,13 @@ class DualEncoder(SentenceTransformer):
             return model
 
     def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
-        """Add an adapter of peft to the model, as `SentenceTransformer.add_adapter` does.
-
-        Each of two untied towers gets an adapter, and both share the weights of one base.
-        """
+        """Add a LoRA adapter of peft to the tower, or to each of two towers."""
         adapters.put_adapter(self, adapter_config, adapter_name)
 
     def save(self, path: str, *args: Any, **kwargs: Any) -> None:
-        """Save the model, as `SentenceTransformer.save` does; `save_pretrained` calls this method.
+        """Save the model, or its adapter with the name or folder of the base.
 
-        If the model has an adapter, the adapter and the name or folder of its base are saved. Code
-        that came with the model is copied.
+        `save_pretrained` calls this method. Code that came with the model is copied.
         """
         with adapters.saving(self, path):
             super().save(path, *args, **kwargs)
@@ -222,55 +207,19 @@ class DualEncoder(SentenceTransformer):
                 )
         return features
 
-    @property
-    def tied(self) -> bool:
-        """True if queries and passages share every weight."""
-        return is_tied(self)
-
-    @property
-    def query_encoder(self) -> nn.Module:
-        """The query tower, which is the model itself if the towers are tied.
-
-        Its input is the dict that ``preprocess`` returns for n texts. It adds the embeddings to the
-        dict, as ``sentence_embedding`` (n, d).
-        """
-        return get_tower(self, "query")
-
-    @property
-    def passage_encoder(self) -> nn.Module:
-        """The passage tower; see `query_encoder`."""
-        return get_tower(self, "document")
-
     def encode_queries(self, queries: Sequence[str], batch_size: int = 32, **kwargs: Any) -> Any:
-        """Encode queries. BEIR calls this method.
-
-        Args:
-            queries: n texts.
-            kwargs: keyword arguments of ``encode_query``.
-
-        Returns:
-            Embeddings (n, d).
-        """
+        """Encode queries, (n, d), as ``encode_query`` does. BEIR calls this method."""
         return self.encode_query(list(queries), batch_size=batch_size, **kwargs)
 
     def encode_corpus(
         self, corpus: Sequence[dict[str, str]], batch_size: int = 32, **kwargs: Any
     ) -> Any:
-        """Encode passages. BEIR calls this method.
+        """Encode passages, (n, d), as ``encode_document`` does. BEIR calls this method.
 
         Args:
-            corpus: n passages with the key "text" and optionally "title". The title is put before
-                the text, with a space between them.
-            kwargs: keyword arguments of ``encode_document``.
-
-        Returns:
-            Embeddings (n, d).
+            corpus: n passages with the key "text" and optionally "title", which is put before it.
         """
-        texts = []
-        for document in corpus:
-            title = document.get("title") or ""
-            text = document.get("text") or ""
-            texts.append(passage_text(title, text))
+        texts = [passage_text(x.get("title") or "", x.get("text") or "") for x in corpus]
         return self.encode_document(texts, batch_size=batch_size, **kwargs)
 
 

@@ -1,21 +1,18 @@
 """Export of a trained model as plain SentenceTransformer folders that embedding servers can load.
 
-A tied model uses the same weights for queries and documents, and becomes one folder. A model with
-two towers has an encoder for each in a Router, which servers cannot load: it becomes the two
-folders ``query`` and ``document``. Each exported folder holds a plain model, which is a
+A tied model becomes one folder. A model with two towers has a Router, which servers cannot load: it
+becomes the folders ``query`` and ``document``. Each exported folder holds a plain model, which is a
 SentenceTransformer without a Router. Adapters are merged into the weights in float32.
 
 Each folder is loaded again after it was written. Its embeddings of the check texts, which are 50
-queries and 50 passages of SciFact, are compared with those of the trained model.
-
-This module does not start servers: docs/serving.md has the commands that do.
+queries and 50 passages of SciFact, are compared with those of the trained model. docs/serving.md
+has the commands that start servers.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -71,49 +68,13 @@ _POOLING_FLAGS = {
 """{pooling mode of sentence-transformers 6: its key in the config of earlier versions}"""
 
 
-@dataclass(frozen=True)
-class CosineCheck:
-    """The cosines between the embeddings of an exported folder and those of the trained model.
-
-    Attributes:
-        folder: subfolder of the export, "query" or "document"; "." for a tied model.
-        task: "query" or "document": the task for which the texts were encoded.
-        num_texts: number of texts that were compared.
-        least, mean: smallest and mean cosine between the two embeddings of a text.
-    """
-
-    folder: str
-    task: Kind
-    num_texts: int
-    least: float
-    mean: float
-
-
-@dataclass(frozen=True)
-class Export:
-    """The result of `export_model`.
-
-    Attributes:
-        folder: the folder that was written.
-        checks: one for each combination of folder and task.
-    """
-
-    folder: Path
-    checks: list[CosineCheck]
-
-    @property
-    def least_cosine(self) -> float:
-        """The smallest cosine of all checks."""
-        return min(check.least for check in self.checks)
-
-
 def export_model(
     model: SentenceTransformer,
     folder: AnyPath,
     dtype: str = "float32",
     model_name: str = "",
     trust_remote_code: bool = False,
-) -> Export:
+) -> dict[str, Any]:
     """Write a model as plain SentenceTransformer folders, and compare them with the model.
 
     The model itself is changed: its adapters are merged, and its weights get the dtype. For a
@@ -122,26 +83,25 @@ def export_model(
 
     Args:
         model: a SentenceTransformer, tied or with two towers.
-        folder: the new folder. The file `RECORD_FILE` is written there too.
+        folder: the new folder.
         dtype: dtype of the weights: "float32", "bfloat16" or "float16".
         model_name: name of the model in the record.
-        trust_remote_code: allow code that comes with the model. It is also written to the folder,
-            and run when the folder is loaded for the comparison.
+        trust_remote_code: allow code that comes with the model, which runs again when the folder is
+            loaded for the comparison.
+
+    Returns:
+        The record, which is also written to `RECORD_FILE`. Its ``checks`` are one for each
+        subfolder and task: ``folder``, ``task``, ``num_texts``, and the cosines of the two
+        embeddings of a text, ``least`` and ``mean``.
 
     Raises:
         ConfigError: for a folder that exists, an unknown dtype, a module that servers do not have,
-            a model without a maximum length or with ``truncate_dim``, or code that is not trusted.
+            or a model without a maximum length or with ``truncate_dim``.
         UserError: if embeddings of a float32 export differ from the model's; nothing is written
             then.
     """
     folder = Path(folder)
     check_new_folder(folder, dtype)
-    for backbone in adapters.get_backbones(model):
-        if backbone.is_remote_code() and not trust_remote_code:
-            raise ConfigError(
-                f"export: the backbone {type(backbone).__name__} is code that comes with the model "
-                "and runs again in the check of the exported folder: set trust_remote_code"
-            )
     plain_models = make_plain_models(model)
     for subfolder, plain_model in plain_models.items():
         for task in _TASKS[subfolder]:
@@ -164,7 +124,7 @@ def export_model(
     if has_adapter:
         adapters.merge_adapter(model)
 
-    checks: list[CosineCheck] = []
+    checks: list[dict[str, Any]] = []
     with atomic_folder(folder) as new_folder:
         for subfolder, plain_model in plain_models.items():
             tower_folder = new_folder / subfolder
@@ -176,7 +136,13 @@ def export_model(
                 cosines = compute_cosines(_encode(loaded, task, texts[task]), expected[task])
                 least = float(cosines.min())
                 checks.append(
-                    CosineCheck(subfolder, task, len(cosines), least, float(cosines.mean()))
+                    {
+                        "folder": subfolder,
+                        "task": task,
+                        "num_texts": len(cosines),
+                        "least": least,
+                        "mean": float(cosines.mean()),
+                    }
                 )
                 # Rounding the weights to another dtype changes embeddings.
                 if dtype == "float32" and least < LEAST_COSINE:
@@ -188,11 +154,11 @@ def export_model(
         record = {
             "model": model_name,
             "dtype": dtype,
-            "checks": [asdict(check) for check in checks],
+            "checks": checks,
             "made_with": provenance(),
         }
         write_json(new_folder / RECORD_FILE, record)
-    return Export(folder, checks)
+    return record
 
 
 def check_new_folder(folder: Path, dtype: str) -> None:
@@ -203,11 +169,10 @@ def check_new_folder(folder: Path, dtype: str) -> None:
 
 
 def make_plain_models(model: SentenceTransformer) -> dict[str, SentenceTransformer]:
-    """Return the plain models of a model: {subfolder: SentenceTransformer without a Router}.
+    """Return the plain models of a model by subfolder; they share its modules.
 
-    The subfolders are "query" and "document" for two towers, and "." for a tied model. The plain
-    models share their modules with the model. If the model compares by cosine, its plain models end
-    with a Normalize module, so that an index by inner product ranks as the model does.
+    If the model compares by cosine, its plain models end with a Normalize module, so that an index
+    by inner product ranks as the model does.
 
     Raises:
         ConfigError: for a module that embedding servers do not have, or a model that truncates its
@@ -255,12 +220,7 @@ def write_plain_model(
     and no ``max_seq_length``. text-embeddings-inference, vLLM, Infinity and llama.cpp's converter
     read the types and keys of earlier versions, which sentence-transformers 6 can still load. If
     they are missing, a server guesses the pooling or the length.
-
-    Args:
-        plain_model: the model, whose weights are converted in place.
-        subfolder: "query", "document" or "."; it decides which maximum lengths matter.
-        folder: the folder that is written.
-        dtype: dtype of the weights.
+    Which maximum lengths matter depends on the subfolder.
     """
     plain_model.to(dtype)
     plain_model.save_pretrained(str(folder))
@@ -298,10 +258,7 @@ def _encode(model: SentenceTransformer, task: Kind, texts: Sequence[str]) -> np.
 
 
 def compute_cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Return the cosines (n,) between the rows of two arrays (n, d) at the same position.
-
-    They are computed in float64. The cosine with a row of zeros is 0.
-    """
+    """Return the cosines (n,) of the rows of two arrays (n, d), in float64; 0 for rows of zeros."""
     first = first.astype(np.float64)
     second = second.astype(np.float64)
     norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
@@ -309,16 +266,10 @@ def compute_cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def insert_card_section(model_folder: Path, name: str, text: str) -> None:
-    """Write a section at the top of a model card, below its YAML metadata.
+    """Write a section, in Markdown, at the top of a model card, below its YAML metadata.
 
-    A model card is the README.md in a model's folder. The section stands between the comments
-    ``<!-- NAME -->`` and ``<!-- end of NAME -->``, and an earlier section of this name is replaced.
-    A missing card is created.
-
-    Args:
-        model_folder: the folder of the model.
-        name: the name of the section in the comments around it.
-        text: the section, in Markdown.
+    The card is README.md in the model's folder. The section stands between the comments
+    ``<!-- NAME -->`` and ``<!-- end of NAME -->``; an earlier section of this name is replaced.
     """
     card = model_folder / "README.md"
     content = ""

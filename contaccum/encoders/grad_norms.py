@@ -4,10 +4,9 @@ GradNormRatio (arXiv 2406.12356, section 5) is the gradient norm of the passage 
 gradient norm of the query tower. With two banks of equal size the ratio stays near 1. With a
 passage bank alone it moves away from 1.
 
-If the towers have separate weights, the norms are those of the gradients of the weights. This is
-not possible for tied towers, which share one gradient, and with engines that shard weights (FSDP2,
-ZeRO), where each rank has only a part of the gradient. In these two cases the norms are those of
-the gradients of the embeddings, over all embeddings of an update.
+The norms are those of the gradients of the weights. But tied towers share one gradient, and with
+engines that shard weights (FSDP2, ZeRO) each rank has only a part of it. Then the norms are those
+of the gradients of the embeddings, over all embeddings of an update.
 """
 
 from __future__ import annotations

@@ -71,13 +71,9 @@ def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
         with loading(name) as path:
             model = SentenceTransformer(path)
 
-    The block may load an encoder, a cross-encoder or a checkpoint. It receives the name with ``~``
-    expanded. Code in a model's folder, and classes that are not part of sentence-transformers, run
-    only with ``trust_remote_code``. A pickle that holds more than tensors is never read.
-
-    Args:
-        name: a folder, or a name on the model hub.
-        trust_remote_code: allow code that comes with the model.
+    The block receives the folder or the name on the hub, with ``~`` expanded. Code in a model's
+    folder, and classes that are not part of sentence-transformers, run only with
+    ``trust_remote_code``. A pickle that holds more than tensors is never read.
 
     Raises:
         UserError: if there is no such model, it cannot be read, or it needs code that is not
@@ -158,10 +154,7 @@ def require_model(name: str) -> None:
 
 
 def model_name(model: str) -> str:
-    """Return the last part of a model's path, with its parent if the last part is a common name.
-
-    Example: "runs/mine/checkpoint-40" becomes "mine/checkpoint-40".
-    """
+    """Return the last part of a model's path; of "runs/mine/checkpoint-40" the last two parts."""
     path = Path(model)
     is_common_name = path.name == "model" or re.fullmatch(r"checkpoint-\d+", path.name)
     if is_common_name and path.parent.name:
@@ -192,8 +185,7 @@ def is_sentence_transformer(name: str) -> bool:
 def _iterate_module_types(folder: Path) -> Iterator[tuple[Path, str]]:
     """Yield (file, module type) for each module type that a model's folder names.
 
-    A tower of a Router may be a whole SentenceTransformer with a ``modules.json`` of its own, or
-    another Router.
+    A tower of a Router may be a whole SentenceTransformer, or another Router.
     """
     modules_file = folder / "modules.json"
     if modules_file.is_file():
@@ -231,12 +223,8 @@ def _is_library_module(type_name: str) -> bool:
 def copy_module_code(model: nn.Module, folder: Path) -> None:
     """Copy the code that came with a model to the place where loading looks for it.
 
-    sentence-transformers saves the code of a module in the module's subfolder, but loads it from
-    the model's own folder. A Router names the class by its place in transformers' cache.
-
-    Args:
-        model: the model.
-        folder: the folder in which it was just saved.
+    sentence-transformers saves the code of a module in the module's subfolder of ``folder``, but
+    loads it from ``folder``. A Router names the class by its place in transformers' cache.
     """
     module_names = {type(module).__module__ for module in model.modules()}
     module_names = {name for name in module_names if name.startswith(_DYNAMIC_PREFIX)}
@@ -263,15 +251,7 @@ def load_transformer(
 ) -> Transformer:
     """Load a backbone with its tokenizer, or make a backbone with fresh weights from a config.
 
-    Args:
-        name: a folder, a name on the model hub, or a config.
-        tokenizer: a name, a folder, or a tokenizer object, which is copied. None: the tokenizer
-            that comes with ``name``.
-        model_kwargs: arguments of transformers' ``from_pretrained``.
-        trust_remote_code: allow code that comes with the backbone or the tokenizer.
-
-    Raises:
-        UserError: if the backbone or the tokenizer cannot be loaded.
+    `DualEncoder.from_backbone` describes the arguments.
     """
     trust_options = {"trust_remote_code": trust_remote_code}
     if isinstance(tokenizer, (str, os.PathLike)):
@@ -305,10 +285,6 @@ def fit_pooling(
     In a decoder a token attends only to itself and to the tokens before it. So its last token is
     pooled, and the tokenizer appends EOS, so that every text ends in the same token. The tokenizer
     gets a pad token if it has none.
-
-    Args:
-        pooling: the pooling that the user chose. None: ``"lasttoken"`` for a decoder, ``"cls"``
-            for an encoder.
 
     Raises:
         ConfigError: if the pooling does not work with the backbone or its tokenizer.

@@ -29,13 +29,10 @@ _DROPOUT_ATTRIBUTES = ("attention_dropout", "dropout_prob", "dropout_p")
 
 
 def get_tower(model: SentenceTransformer, task: str) -> nn.Module:
-    """Return the module that encodes the texts of a task.
+    """Return the module that encodes the texts of a task, "query" or "document".
 
     If the model starts with a Router, the tower consists of the modules of the task's route and the
     modules after the Router. Otherwise the tower is the whole model.
-
-    Args:
-        task: "query" or "document".
     """
     first_module = model[0]
     if not isinstance(first_module, Router):
@@ -51,7 +48,7 @@ def get_tower(model: SentenceTransformer, task: str) -> nn.Module:
 
 
 def is_tied(model: SentenceTransformer) -> bool:
-    """Return whether the two towers share every weight."""
+    """Return True if the two towers share every weight."""
     query_weights = {id(weight) for weight in get_tower(model, "query").parameters()}
     passage_weights = {id(weight) for weight in get_tower(model, "document").parameters()}
     return query_weights == passage_weights
@@ -60,10 +57,7 @@ def is_tied(model: SentenceTransformer) -> bool:
 def set_max_lengths(
     model: SentenceTransformer, query: int | None = None, document: int | None = None
 ) -> None:
-    """Set the numbers of tokens at which queries and documents are truncated.
-
-    Args:
-        query, document: number of tokens, special tokens included. None: no change.
+    """Set the numbers of tokens, special ones included, at which texts are truncated.
 
     Raises:
         ConfigError: if the model cannot take a text of this length.
@@ -91,18 +85,12 @@ def get_prompt(model: SentenceTransformer, task: str) -> str:
 
     sentence-transformers gives every model the prompts "query" and "document". They are empty if
     the model has none, and its other prompts, such as "passage", are then not used.
-
-    Args:
-        task: "query" or "document".
     """
     return model.prompts.get(task) or ""
 
 
 def require_max_length(model: SentenceTransformer, task: str) -> int:
     """Return the number of tokens at which texts are truncated, at most the backbone's positions.
-
-    Args:
-        task: "query" or "document".
 
     Raises:
         ConfigError: if the model has no maximum length.
@@ -123,8 +111,6 @@ def require_max_length(model: SentenceTransformer, task: str) -> int:
 def get_max_positions(transformer: Any) -> int:
     """Return the maximum number of tokens that a backbone has positions for."""
     configured = getattr(transformer.config, "max_position_embeddings", None) or sys.maxsize
-    if configured < 0:  # XLNet's -1 stands for no limit
-        configured = sys.maxsize
     return min(configured, _count_positions_after_padding(transformer))
 
 
@@ -170,13 +156,7 @@ def configure(
     freeze_word_embeddings: bool = False,
     attn_implementation: str | None = None,
 ) -> None:
-    """Set dropout, freeze word embeddings, and choose the implementation of attention.
-
-    Args:
-        dropout: the probability of every dropout. None: no change.
-        freeze_word_embeddings: train everything but the word embeddings.
-        attn_implementation: transformers' name of the implementation, such as ``"sdpa"``. None: no
-            change.
+    """Apply the settings of these names; None changes nothing.
 
     Raises:
         ConfigError: if there is no transformers backbone with word embeddings to freeze, or a

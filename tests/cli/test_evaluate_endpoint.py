@@ -11,6 +11,7 @@ from tiny_models import tiny_encoder
 
 from contaccum import DualEncoder
 from contaccum.cli import main
+from contaccum.encoders.settings import get_tower
 from contaccum.evaluation import endpoint
 from contaccum.evaluation.endpoint import KEY_VARIABLE
 from contaccum.evaluation.results import read_result, read_trec_run
@@ -135,7 +136,7 @@ def test_the_key_is_in_no_output(evaluate, server, tmp_path, capsys, caplog):
 def test_two_towers_are_compared_with_two_servers(tmp_path, data, capsys):
     model = tiny_encoder(tied=False)
     with torch.no_grad():
-        for parameter in model.query_encoder.parameters():
+        for parameter in get_tower(model, "query").parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model_path = str(tmp_path / "towers")
     model.save_pretrained(model_path)

@@ -25,6 +25,7 @@ from contaccum.encoders.dual_encoder import untie
 from contaccum.encoders.loading import require_model
 from contaccum.encoders.settings import (
     configure,
+    get_tower,
     is_tied,
     set_max_lengths,
 )
@@ -55,7 +56,7 @@ def test_saved_model_encodes_identically_in_sentence_transformers(
     if not tied:
         # The towers must differ, so that the test fails if they are swapped.
         with torch.no_grad():
-            for parameter in model.query_encoder.parameters():
+            for parameter in get_tower(model, "query").parameters():
                 parameter.add_(0.01 * torch.randn_like(parameter))
     texts = sentences(9, length=15)
     queries = model.encode_query(texts)
@@ -104,10 +105,10 @@ def test_towers_can_be_called_directly_and_truncate_texts(tiny_config, tiny_toke
             query_max_length=5,
             passage_max_length=9,
         ).eval()
-        assert model.tied == tied
+        assert is_tied(model) == tied
         for task, max_length, tower, encode in (
-            ("query", 5, model.query_encoder, model.encode_query),
-            ("document", 9, model.passage_encoder, model.encode_document),
+            ("query", 5, get_tower(model, "query"), model.encode_query),
+            ("document", 9, get_tower(model, "document"), model.encode_document),
         ):
             long_text = "cat dog bird fish tree river stone cloud rain"
             features = model.preprocess([long_text], task=task)

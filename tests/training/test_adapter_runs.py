@@ -16,6 +16,7 @@ from transformers import AutoModel, set_seed
 
 from contaccum import ContAccumTrainer, DualEncoder
 from contaccum.encoders.adapters import add_adapter, has_adapter
+from contaccum.encoders.settings import get_tower, is_tied
 from contaccum.errors import UserError
 
 TEXTS = sentences(4)
@@ -111,8 +112,8 @@ def test_logged_gradient_norms_are_those_of_each_towers_weights(places, tmp_path
     norms = {}
 
     def record_norms(*_: Any) -> None:
-        norms["query"] = compute_gradient_norm(model.query_encoder)
-        norms["passage"] = compute_gradient_norm(model.passage_encoder)
+        norms["query"] = compute_gradient_norm(get_tower(model, "query"))
+        norms["passage"] = compute_gradient_norm(get_tower(model, "document"))
 
     trainer.create_optimizer().register_step_pre_hook(record_norms)
     trainer.train()
@@ -199,7 +200,7 @@ def test_adapters_of_tied_and_untied_models_and_beside_their_base(places, train,
     assert train(tied, model=full, lora_r=2) == 0
     assert train(untied, model=tied, tied="false") == 0
     model = DualEncoder.from_pretrained(untied, device="cpu")
-    assert not model.tied
+    assert not is_tied(model)
     base_parameters = [name for name, _ in model.named_parameters() if "lora_" not in name]
     assert len(base_parameters) == len(list(AutoModel.from_pretrained(full).parameters()))
     assert np.array_equal(encode_texts(full), embeddings)
