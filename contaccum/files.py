@@ -149,8 +149,8 @@ def _replace_folder(temporary_folder: Path, path: Path) -> None:
 def lock_folder(path: Path, command: str) -> Iterator[None]:
     """Hold a lock on a folder in a ``with`` block; make the folder if it does not exist.
 
-    The lock ends with the process, also after a kill. File systems without locks are not locked. A
-    folder that was made for the block is removed if it is empty at the end.
+    The lock ends with the process, also after a kill. A folder that was made for the block is
+    removed if it is empty at the end.
 
     Args:
         path: the folder.

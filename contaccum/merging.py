@@ -1,8 +1,8 @@
 """Linear merge of a base model and the model that was trained from it, at a chosen weight.
 
-Sources: WiSE-FT (arXiv 2109.01903) and LM-Cocktail (arXiv 2311.13534). Other methods, such as SLERP
-and TIES, are in `SentenceTransformer.merge`. It is not used here, because it needs mergekit, and
-refuses a base with one tower whose trained model has two, as after query-side training.
+Sources: WiSE-FT (arXiv 2109.01903) and LM-Cocktail (arXiv 2311.13534). `SentenceTransformer.merge`
+has other methods. It is not used here, because it needs mergekit, and refuses a base with one tower
+whose trained model has two, as after query-side training.
 """
 
 from __future__ import annotations
@@ -79,18 +79,12 @@ def _merge_adapters(model: DualEncoder) -> DualEncoder:
 
 
 def _describe_architecture(tower: nn.Module) -> dict[str, Any]:
-    """Return {name: value} of everything that must be equal in two towers that are merged."""
+    """Return {name: value} of what must be equal in two towers that are merged."""
     description: dict[str, Any] = {"types of modules": list(map(type, tower.children()))}
     for module in tower.children():
         if isinstance(module, Transformer):
-            # Settings that change the embeddings, but not the shapes of the weights.
-            for name in ("model_type", "num_attention_heads", "num_key_value_heads", "hidden_act"):
-                description[name] = getattr(module.config, name, None)
             tokenizer: Any = module.tokenizer
             description["vocabulary"] = tokenizer.get_vocab()
-        else:
-            get_settings: Any = getattr(module, "get_config_dict", dict)  # such as the pooling's
-            description.update(get_settings())
     for name, tensor in tower.state_dict().items():
         description[f"shape of {name}"] = tensor.shape
     return description

@@ -387,14 +387,10 @@ def _order_ties_by_id(
     """
     equals_previous = (scores[:, 1:] == scores[:, :-1]) & (rows[:, 1:] >= 0)
     for line in np.flatnonzero(equals_previous.any(axis=1)).tolist():
-        equals_next_document = np.append(equals_previous[line], False)
-        equals_previous_document = np.append(False, equals_previous[line])
-        tied = np.flatnonzero(equals_next_document | equals_previous_document)
-        # The line may have several ties, so that the documents are sorted by score and then by id.
-        tied_scores = scores[line, tied].tolist()
-        sort_keys = list(zip(tied_scores, ids(rows[line, tied]), strict=True))
-        order = sorted(range(len(tied)), key=sort_keys.__getitem__, reverse=True)
-        rows[line, tied] = rows[line, tied[order]]
+        found = np.flatnonzero(rows[line] >= 0)
+        keys = list(zip(scores[line, found].tolist(), ids(rows[line, found]), strict=True))
+        order = sorted(range(len(found)), key=keys.__getitem__, reverse=True)
+        rows[line, found] = rows[line, found[order]]
 
 
 def list_hits(
