@@ -8,9 +8,9 @@ The program writes NAME.json and NAME.trec for each data set into the output fol
 all sets as table.md and table.json. A set that has a result in this folder is skipped if model,
 data and settings are the same. So after an interruption, start the same command again.
 
-Each GPU encodes a part of the texts. If faiss-gpu is installed, exact search (index "Flat") runs on
-all GPUs. All other indexes are built and searched on the CPU. The tables show on which devices
-FAISS searched, and the duration of every stage.
+Each GPU encodes a part of the texts, and exact search (index "Flat") runs on all GPUs. All other
+indexes are built and searched on the CPU. The record of a set contains the number of GPUs of its
+search and, for an approximate index, its recall.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ from contaccum import DualEncoder
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.beir import evaluate_once, evaluation_sets, load_data
 from contaccum.evaluation.metrics import check_k_values, check_metrics
-from contaccum.evaluation.results import markdown_table, mean_metrics, sets_table, table_rows
-
-STAGES = ("encode_queries", "encode_corpus", "index", "search")
+from contaccum.evaluation.results import mean_metrics, sets_table, table_rows
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -141,34 +139,6 @@ def evaluate_sets(
     return records
 
 
-def timing_rows(records: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row per set: the seconds of every stage, the GPUs of the search and the recall."""
-    rows = []
-    for label, record in records.items():
-        row = {"data": label, "documents": record["data"]["documents"]}
-        for stage in STAGES:
-            row[f"{stage}_seconds"] = record["timing"][f"{stage}_seconds"]
-        row["search_gpus"] = record["search"]["gpus"]
-        row["recall"] = record["search"].get("recall")  # an exact index has no recall
-        rows.append(row)
-    return rows
-
-
-def timing_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Format the rows of `timing_rows` as a markdown table."""
-    header = ["data", "documents", *(f"{stage}, s" for stage in STAGES), "FAISS on", "recall"]
-    cells = []
-    for row in rows:
-        seconds = [f"{row[f'{stage}_seconds']:.1f}" for stage in STAGES]
-        search_device = f"{row['search_gpus']} GPUs" if row["search_gpus"] else "CPU"
-        recall = "exact"
-        if row["recall"] is not None:
-            recalls = {name: value for name, value in row["recall"].items() if name != "queries"}
-            recall = ", ".join(f"{name} {value:.3f}" for name, value in recalls.items())
-        cells.append([row["data"], row["documents"], *seconds, search_device, recall])
-    return markdown_table(header, cells)
-
-
 def write_tables(
     args: argparse.Namespace,
     devices: Sequence[str],
@@ -177,7 +147,6 @@ def write_tables(
 ) -> str:
     """Write table.md and table.json into the output folder; return the tables as markdown."""
     rows = table_rows(files, records)
-    timing = timing_rows(records)
     first = next(iter(records.values()))
     command = shlex.join(["python", *sys.argv])
     content = {
@@ -189,12 +158,11 @@ def write_tables(
         "devices": list(devices),
         "sets": rows,
         "mean": mean_metrics(rows),
-        "timing": timing,
         "versions": first["versions"],
         "git_commit": first["git_commit"],
     }
     (args.output / "table.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    text = f"{sets_table(rows, args.metrics)}\n\n{timing_table(timing)}\n"
+    text = f"{sets_table(rows, args.metrics)}\n"
     page = f"# {args.model} on BEIR\n\n`{command}`\n\n{text}"
     (args.output / "table.md").write_text(page, encoding="utf-8")
     return text

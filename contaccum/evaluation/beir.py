@@ -116,7 +116,7 @@ def evaluate_beir(
     run = searcher.search(dataset.corpus, dataset.queries, max(k_values), similarity)
     plan["search"].update(searcher.search_details)
     metrics, per_query = score_run(dataset.qrels, run, k_values)
-    return EvaluationResult(metrics, per_query, run, timing=searcher.timing, **plan)
+    return EvaluationResult(metrics, per_query, run, **plan)
 
 
 def _plan(

@@ -68,7 +68,6 @@ class EvaluationResult:
             run of another system.
         endpoint: comparison of the model with the embedding server whose embeddings were scored in
             its place; see `contaccum.evaluation.endpoint`.
-        timing: seconds of encoding, indexing and searching.
         precision: type of autocast, "float32" without autocast, "unknown" for a run.
         created: time of the evaluation, in UTC.
     """
@@ -81,7 +80,6 @@ class EvaluationResult:
     search: dict[str, Any]
     tokenisation: str | None = None
     endpoint: dict[str, Any] = field(default_factory=dict)
-    timing: dict[str, float] = field(default_factory=dict)
     precision: str = "unknown"
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -89,7 +88,6 @@ class FaissSearcher:
             of queries and of documents, given the model and the texts; None: `encode_texts`.
 
     Attributes:
-        timing: seconds per stage of the last search.
         search_details: the number of ``gpus`` of the last search and, for an approximate index, the
             ``recall`` (see `recall_against_exact`).
     """
@@ -113,7 +111,6 @@ class FaissSearcher:
         self.show_progress_bar = show_progress_bar
         self.encode_queries = encode_queries
         self.encode_documents = encode_documents
-        self.timing: dict[str, float] = {}
         self.search_details: dict[str, int | dict[str, float]] = {}
 
     def search(
@@ -142,22 +139,14 @@ class FaissSearcher:
             ConfigError: the score function is unknown, or the index cannot be built.
         """
         metric = get_similarity(self.model, score_function)
-        times = [time.perf_counter()]
         query_embeddings = self._encode(list(queries.values()), "query", self.encode_queries)
-        times.append(time.perf_counter())
         passages = get_passage_texts(corpus)
         document_embeddings = self._encode(passages, "document", self.encode_documents)
-        times.append(time.perf_counter())
         index = build_index(
             document_embeddings, self.index, metric, list(corpus), self.index_parameters
         )
-        times.append(time.perf_counter())
         # One more than top_k, because the document with the query's id is dropped.
         scores, rows = search(index, query_embeddings, top_k + 1)
-        times.append(time.perf_counter())
-        stages = ("encode_queries", "encode_corpus", "index", "search")
-        for stage, start, end in zip(stages, times, times[1:], strict=False):
-            self.timing[f"{stage}_seconds"] = end - start
         self.search_details = {"gpus": len(index.gpus)}
         recall = recall_against_exact(index, query_embeddings, rows[:, :top_k])
         if recall is not None:

@@ -56,7 +56,6 @@ def test_record_describes_data_model_and_search(evaluate, two, tmp_path, tiny_mo
     assert record["search"] == {"index": "Flat", "index_parameters": None, "k": 1000, "gpus": 0}
     assert record["precision"] == "bfloat16"
     assert record["versions"] == package_versions()
-    assert all(value > 0 for value in record["timing"].values())
     assert set(record["per_query"]) == set(data.qrels)
     written = {path.name for path in (tmp_path / "new").iterdir()}
     assert written == {"out.json", "out.md", "out.trec"}

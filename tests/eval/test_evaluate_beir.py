@@ -44,14 +44,11 @@ def test_scores_equal_evaluate_beir_and_tables_contain_all_sets(
     assert table["mean"]["NDCG@10"] == pytest.approx(mean)
     assert f"{PROGRAM} {tiny_model_path} --data " in table["command"]
     assert table["devices"] == ["cpu"]
-    assert [row["search_gpus"] for row in table["timing"]] == [0, 0]
-    assert all(row["encode_corpus_seconds"] > 0 for row in table["timing"])
     for name in ("judged", "beir"):
         assert (output / f"{name}.trec").is_file()
 
     page = (output / "table.md").read_text()
     assert f"{expected[0]['NDCG@10']:.4f}" in page
-    assert "| CPU      | exact" in page
     assert page.split("\n\n")[2] in capsys.readouterr().out
 
 
@@ -69,15 +66,6 @@ def test_a_set_is_skipped_if_its_result_has_the_same_settings(
     assert capsys.readouterr().out.count("kept: ") == 1
     run_program(PROGRAM, *argv, "--similarity", "dot")
     assert "kept: " not in capsys.readouterr().out
-
-
-def test_tables_show_the_recall_of_an_approximate_index(sets, tiny_model_path, tmp_path):
-    argv = ["--data", sets[0], "--output", tmp_path, "--gpus", 0]
-    argv += ["--index", "HNSW8", "--k_values", 10]
-    run_program(PROGRAM, tiny_model_path, *argv)
-    (row,) = json.loads((tmp_path / "table.json").read_text())["timing"]
-    assert 0 < row["recall"]["recall@10"] <= 1
-    assert "| recall@10 " in (tmp_path / "table.md").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
