@@ -34,7 +34,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data", required=True, help="training pairs in a format of docs/data.md")
     parser.add_argument("--corpus", help="passages to search; default: the passages of --data")
     parser.add_argument("--output", required=True, help="a new file")
-    parser.add_argument("--output_format", default="pairs", help="or dpr, tevatron, ntuples")
     parser.add_argument("--num_negatives", type=int, default=3, help="negatives per query")
     parser.add_argument("--range_max", type=int, help="last rank of a candidate")
     parser.add_argument(
@@ -57,8 +56,8 @@ def main() -> None:
         "relative_margin": args.relative_margin,
     }
     # Invalid settings and data are refused before the model is loaded.
-    SelectionRules(**rules).check(has_cross_encoder=args.cross_encoder is not None)
-    check_output(args.output, args.output_format)
+    SelectionRules(**rules)
+    check_output(args.output)
     data = load_mining_data(args.data, args.corpus)
     print(data.record["records"])
 
@@ -74,7 +73,7 @@ def main() -> None:
         **rules,
     )
     report = {"model": args.model, "cross_encoder": args.cross_encoder}
-    written = write_mined(mined, args.output, args.output_format, report)
+    written = write_mined(mined, args.output, report)
     num_short = mined.record()["queries_with_too_few"]
     print(f"{num_short} queries have fewer than {args.num_negatives} negatives")
     print("written:", *written)

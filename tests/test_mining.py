@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,11 +23,9 @@ from contaccum.data.sampling import decode
 from contaccum.errors import DataError, UserError
 from contaccum.experiments.tune import mine_once
 from contaccum.mining import (
-    OUTPUT_FORMATS,
     MinedNegatives,
     MiningData,
     SelectionRules,
-    _group_queries,
     check_output,
     load_cross_encoder,
     load_mining_data,
@@ -237,19 +234,18 @@ def compute_logits(cross_encoder: Any, query: str, passages: list[str]) -> list[
 def test_a_cross_encoder_drops_candidates_close_to_the_positives(
     model, cross_encoder, pairs, sampling
 ):
-    """It keeps candidates at least the margin below the lowest positive."""
+    """It keeps candidates at least the margin below the lowest positive, by its own logits."""
     margin = 1.0
-    settings = {"range_max": 12, "relative_margin": 0.0}
     mined = mine(
         model,
         pairs,
         cross_encoder=cross_encoder,
-        cross_encoder_margin=margin,
+        absolute_margin=margin,
         num_negatives=2,
         sampling=sampling,
-        **settings,
+        range_max=12,
     )
-    without_cross_encoder = mine(model, pairs, num_negatives=12, **settings)
+    without_cross_encoder = mine(model, pairs, num_negatives=12)
     data = mined.data
     for number, query in enumerate(data.queries):
         positives = get_passages(data, data.positives[number])
@@ -257,7 +253,7 @@ def test_a_cross_encoder_drops_candidates_close_to_the_positives(
         candidates = get_negatives(without_cross_encoder, number)
         logits = compute_logits(cross_encoder, query, get_passages(data, candidates))
         passing = []
-        for row, logit in zip(candidates, logits, strict=True):
+        for logit, row in sorted(zip(logits, candidates, strict=True), reverse=True):
             if logit <= min(positive_logits) - margin:
                 passing.append(row)
 
@@ -270,6 +266,13 @@ def test_a_cross_encoder_drops_candidates_close_to_the_positives(
         negative_logits = compute_logits(cross_encoder, query, get_passages(data, negatives))
         assert scores == pytest.approx(negative_logits, abs=1e-4)
         assert mined.positive_scores[number] == pytest.approx(positive_logits, abs=1e-4)
+
+
+def test_the_default_margin_with_a_cross_encoder_is_3(model, cross_encoder, pairs):
+    default = mine(model, pairs, cross_encoder=cross_encoder)
+    assert default.settings["absolute_margin"] == 3
+    limited = mine(model, pairs, cross_encoder=cross_encoder, max_score=0.0)
+    assert limited.settings["absolute_margin"] is None
 
 
 def copy_weights_and_gradients(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -315,7 +318,7 @@ def mined(model, cross_encoder, pairs, beir) -> dict[str, MinedNegatives]:
     In "scored pairs", a cross-encoder scores the negatives. Its margin is so low that it drops no
     candidate.
     """
-    scored = {"cross_encoder": cross_encoder, "cross_encoder_margin": -100.0, "range_max": 8}
+    scored = {"cross_encoder": cross_encoder, "absolute_margin": -100.0, "range_max": 8}
     return {
         "pairs": mine(model, pairs, num_negatives=2),
         "beir": mine(model, beir, num_negatives=2),
@@ -323,31 +326,21 @@ def mined(model, cross_encoder, pairs, beir) -> dict[str, MinedNegatives]:
     }
 
 
-def list_training_rows(
-    mined: MinedNegatives, output_format: str
-) -> list[tuple[str, str, set[str]]]:
+def list_training_rows(mined: MinedNegatives) -> list[tuple[str, str, set[str]]]:
     """Return the query, first positive and negatives of each row that training should read."""
     data = mined.data
     rows = []
     for number, query in enumerate(data.queries):
         negatives = set(get_passages(data, mined.rows[number]))
-        records = data.record_positives[number]
-        if output_format in ("dpr", "tevatron"):
-            # These formats have one record for a query, with all its positives.
-            records = records[:1]
-        for positives in records:
+        for positives in data.record_positives[number]:
             rows.append((query, data.documents[positives[0]].passage, negatives))
     return rows
 
 
-@pytest.mark.parametrize("output_format", OUTPUT_FORMATS)
 @pytest.mark.parametrize("source", ["pairs", "beir", "scored pairs"])
-def test_written_negatives_are_read_back_as_training_data(
-    mined, cross_encoder, tmp_path, output_format, source
-):
+def test_written_negatives_are_read_back_as_training_data(mined, cross_encoder, tmp_path, source):
     has_scores = source == "scored pairs"
-    ending = "json" if output_format == "dpr" else "jsonl"
-    path, report = write_mined(mined[source], tmp_path / "new" / f"out.{ending}", output_format)
+    path, report = write_mined(mined[source], tmp_path / "new" / "out.jsonl")
     files = sorted(file.name for file in (tmp_path / "new").iterdir())
     assert files == [path.name, report.name]
     training = load_training_data(
@@ -362,40 +355,10 @@ def test_written_negatives_are_read_back_as_training_data(
             # Four columns of texts: query, positive and two negatives.
             scores = decode(torch.tensor([row["label"]]), 4).teacher_scores
             assert scores[0].tolist() == pytest.approx(logits, abs=1e-4)
-    assert rows == list_training_rows(mined[source], output_format)
-
-
-def list_positive_ids(query_number: int) -> list[str]:
-    """Return the positives of a query in the folder of `write_beir_to_mine`."""
-    first = 3 * query_number
-    has_two_positives = query_number % 2 == 0
-    rows = [first, first + 2] if has_two_positives else [first]
-    return [f"d{row % 30}" for row in rows]
-
-
-def test_tevatron_and_dpr_records_have_all_fields_and_positives(mined, tmp_path):
-    tevatron_file, _ = write_mined(mined["beir"], tmp_path / "t.jsonl", "tevatron")
-    dpr_file, _ = write_mined(mined["beir"], tmp_path / "d.json", "dpr")
-    dpr_records = json.loads(dpr_file.read_text())
-    dpr_fields = {"question", "answers", "positive_ctxs", "negative_ctxs", "hard_negative_ctxs"}
-    for tevatron, dpr in zip(read_lines(tevatron_file), dpr_records, strict=True):
-        assert list(tevatron) == ["query_id", "query", "positive_passages", "negative_passages"]
-        assert set(dpr) == dpr_fields
-        positive_ids = [passage["docid"] for passage in tevatron["positive_passages"]]
-        query_number = int(tevatron["query_id"].removeprefix("q"))
-        assert positive_ids == list_positive_ids(query_number)
-        for tevatron_name, dpr_name in (
-            ("positive_passages", "positive_ctxs"),
-            ("negative_passages", "hard_negative_ctxs"),
-        ):
-            for passage, context in zip(tevatron[tevatron_name], dpr[dpr_name], strict=True):
-                assert list(passage) == ["docid", "title", "text", "score"]
-                passage_id = passage.pop("docid")
-                assert context == {"passage_id": passage_id, **passage}
+    assert rows == list_training_rows(mined[source])
 
 
 def test_queries_with_too_few_negatives_are_counted(model, tmp_path):
-    """The format ntuples leaves them out."""
     rows = [("q1", "the cat"), ("q1", "the dog"), ("q1", "the bird"), ("q2", "the fish")]
     data = load_mining_data([{"query": query, "positive": positive} for query, positive in rows])
     mined = mine(model, data, num_negatives=2)
@@ -404,11 +367,6 @@ def test_queries_with_too_few_negatives_are_counted(model, tmp_path):
     record = json.loads(report.read_text())
     assert record["data"]["queries"] == 2
     assert record["queries_with_too_few"] == 1
-    ntuples, _ = write_mined(mined, tmp_path / "n.jsonl", "ntuples")
-    assert [line["query"] for line in read_lines(ntuples)] == ["q2"]
-    with pytest.raises(DataError, match="no query has 4 negatives"):
-        write_mined(mine(model, data, num_negatives=4), tmp_path / "none.jsonl", "ntuples")
-    assert not list(tmp_path.glob("none*"))
 
 
 RECORDS = [
@@ -438,35 +396,20 @@ def test_training_on_mined_pairs_has_the_rows_and_known_positives_of_the_source(
     assert dog_scores == mined.positive_scores[1].tolist()
 
 
-def test_ntuples_have_a_line_for_each_positive(tmp_path):
-    mined = mine(None, RECORDS, num_negatives=1)
-    path, _ = write_mined(mined, tmp_path / "n.jsonl", "ntuples")
-    positives: list[str] = []
-    for record in RECORDS:
-        positives.extend(np.atleast_1d(record["positive"]))
-    lines = read_lines(path)
-    assert [line["positive"] for line in lines] == positives
-    for line in lines:
-        assert set(line) == {"query", "positive", "negative_1", "scores"}
-    first_scores = [line["scores"][0] for line in lines]
-    assert first_scores == np.concatenate(mined.positive_scores).tolist()
-
-
 @pytest.mark.parametrize(
-    ("name", "output_format", "message"),
+    ("name", "message"),
     [
-        ("there.jsonl", "pairs", "exists already"),
-        ("", "pairs", "is a folder"),
-        ("x.jsonl", "csv", "output_format"),
+        ("there.jsonl", "exists already"),
+        ("", "is a folder"),
         # The report would be written over.
-        ("other.jsonl", "pairs", r"other\.jsonl\.report\.json: exists already"),
+        ("other.jsonl", r"other\.jsonl\.report\.json: exists already"),
     ],
 )
-def test_an_unusable_output_is_refused(tmp_path, name, output_format, message):
+def test_an_unusable_output_is_refused(tmp_path, name, message):
     (tmp_path / "there.jsonl").write_text("mine")
     (tmp_path / "other.jsonl.report.json").write_text("mine")
     with pytest.raises(UserError, match=message):
-        check_output(tmp_path / name, output_format)
+        check_output(tmp_path / name)
 
 
 # Exclusion of known positives, under every id, title, spacing and case.
@@ -589,7 +532,7 @@ def test_a_bad_record_is_named_or_left_out(tmp_path):
 
 def test_a_search_in_groups_mines_the_same_negatives(model, pairs, monkeypatch):
     expected = mine(model, pairs, num_negatives=3)
-    monkeypatch.setattr("contaccum.mining._RESULTS_PER_SEARCH", 80)
+    monkeypatch.setattr("contaccum.mining._QUERIES_PER_SEARCH", 10)
     grouped = mine(model, pairs, num_negatives=3)
     assert len(grouped.rows) > 2
     np.testing.assert_array_equal(grouped.rows, expected.rows)
@@ -601,12 +544,3 @@ def test_blank_passages_of_a_separate_corpus_are_not_mined(tmp_path):
     path = write_lines(tmp_path / "corpus.jsonl", corpus)
     data = load_mining_data([{"query": "q", "positive": "p"}], corpus=path)
     assert data.pool_size == 1
-
-
-def test_a_query_with_many_positives_does_not_lengthen_the_rankings_of_all(monkeypatch):
-    excluded = [[1], [1], list(range(60)), [1], [1]]
-    data = SimpleNamespace(excluded=excluded, queries=range(5), pool_size=1000)
-    monkeypatch.setattr("contaccum.mining._RESULTS_PER_SEARCH", 80)
-    groups = list(_group_queries(data, 10))
-    # A ranking has the 10 passages that are asked for, and as many more as are excluded.
-    assert groups == [(range(2), 11), (range(2, 3), 70), (range(3, 5), 11)]

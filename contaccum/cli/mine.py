@@ -25,8 +25,8 @@ def run(argv: Sequence[str]) -> int:
     from contaccum.retrieval.encode import model_fingerprint, tokenisation_fingerprint
 
     rules = {rule.name: getattr(args, rule.name) for rule in fields(mining.SelectionRules)}
-    mining.SelectionRules(**rules).check(args.cross_encoder is not None)
-    mining.check_output(args.output, args.output_format)
+    mining.SelectionRules(**rules)  # refuses wrong rules before anything is loaded
+    mining.check_output(args.output)
     defaults = {"data_format": args.data_format, "split": args.split, "columns": args.data_columns}
     # A list with one set, because --data names a single set.
     [source] = parse_training_sets([args.data], defaults).values()
@@ -60,7 +60,7 @@ def run(argv: Sequence[str]) -> int:
         },
         **provenance(),
     }
-    written_files = mining.write_mined(mined, args.output, args.output_format, record)
+    written_files = mining.write_mined(mined, args.output, record)
     num_incomplete = mined.record()["queries_with_too_few"]
     num_queries = data.record["queries"]
     print(
@@ -72,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line, and check that a MODEL is named if it is needed."""
-    from contaccum.mining import OUTPUT_FORMATS, SelectionRules
+    from contaccum.mining import SelectionRules
 
     parser = Parser(
         "mine",
@@ -109,12 +109,6 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--split",
         default="train",
         help="qrels split of a BEIR folder to mine for; default: %(default)s",
-    )
-    parser.add_argument(
-        "--output_format",
-        choices=OUTPUT_FORMATS,
-        default="pairs",
-        help="format of the output; default: %(default)s",
     )
     parser.add_argument(
         "--cross_encoder",

@@ -44,8 +44,11 @@ def mine_negatives(model: Path, beir_folder: Path, store: Path, work: Path, bf16
             lines.write(json.dumps(record) + "\n")
     command = [sys.executable, "-m", "contaccum.cli", "mine", str(model)]
     command += ["--data", str(beir_folder), "--split", "train", "--corpus", str(corpus)]
-    # Queries without enough negatives are left out of n-tuples.
-    command += ["--output", str(file), "--output_format", "ntuples"]
-    command += ["--precision", precision, "--no_progress"]
+    mined_file = work / f"all-{file.name}"
+    command += ["--output", str(mined_file), "--precision", precision, "--no_progress"]
     subprocess.run([*command, *MINING_RULES], check=True)
+    with open(mined_file, encoding="utf-8") as lines, open(file, "w", encoding="utf-8") as kept:
+        for line in lines:
+            if json.loads(line)["negatives"]:  # other queries are left out
+                kept.write(line)
     return file
