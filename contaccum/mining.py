@@ -317,7 +317,8 @@ class MinedNegatives:
         data: the queries and passages.
         settings: settings of the search, and the selection rules.
         rows: the mined negatives of each query, as rows of `data.documents`, int64
-            (Q, num_negatives), best first; -1 for a missing negative.
+            (Q, num_negatives), in the order of the search, also with a cross-encoder; -1 for a
+            missing negative.
         scores: scores of these negatives, float32 (Q, num_negatives); -inf for a missing negative.
             They are the logits of the cross-encoder, or, without one, the scores of the ranking.
         positive_scores: for each query the scores of its `data.positives`, of the same kind.
@@ -422,11 +423,8 @@ def mine_hard_negatives(
                 show_progress_bar=False,
             )
             positive_scores, scores = np.split(logits, [len(positives)])
-            order = np.argsort(-scores, kind="stable")
-            rows = rows[order]
-            scores = scores[order]
         selected = select_candidates(scores, positive_scores.min(), selection_rules, rng)
-        selected = np.sort(selected[:num_negatives])  # best first, also after random sampling
+        selected = np.sort(selected[:num_negatives])  # also after random sampling
         mined.rows[query, : len(selected)] = rows[selected]
         mined.scores[query, : len(selected)] = scores[selected]
         mined.positive_scores.append(positive_scores)
@@ -484,7 +482,7 @@ def select_candidates(
     """Return the positions of the candidates that pass the rules, those to use first at the start.
 
     Args:
-        scores: the candidates' scores, float32 (c,), in descending order.
+        scores: the candidates' scores, float32 (c,), in the order of the search.
         lowest_positive_score: the lowest score of the query's positives.
         rules: the rules.
         rng: a random generator, for random sampling.
