@@ -166,10 +166,9 @@ def test_batches_without_duplicates_resume_bit_for_bit(tmp_path):
         assert len(set(queries)) == len(queries)
 
 
-@pytest.mark.parametrize(
-    "rows", [24, 19], ids=["whole updates in a pass", "micro-batches left over"]
-)
-def test_a_stream_resumes_bit_for_bit_in_any_of_its_passes(rows, tmp_path):
+def test_a_stream_resumes_bit_for_bit_in_any_of_its_passes(tmp_path):
+    rows = 19  # a micro-batch is left over
+
     def make_stream() -> Any:
         return make_pairs(rows).to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=8)
 
