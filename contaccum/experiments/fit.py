@@ -10,6 +10,7 @@ which the search runs. A guard is other data on which the model must not become 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import time
@@ -114,13 +115,12 @@ MAX_TRIAL_DOCUMENTS = 2000
 """A dev corpus with more documents is reduced to a pool, because each trial encodes it again."""
 
 _POOL_DEPTH = 10  # top documents of each query in a run; nDCG@10 depends on no others
-# The time of the final training, relative to that of the search.
-_FINAL_TRAINING_FACTOR = 0.6
 _MAX_SHARE_OF_FOLDS = 0.5  # of the time left before the search, for encoding and testing folds
 _SAFETY_FACTOR = 1.3  # reserved time relative to the estimated time
 _LOADING_SECONDS = 10.0  # reserved for loading the models and writing the report
 _MAX_EVALUATIONS = 4  # evaluations on dev during the final training, each with a checkpoint
 _MAX_SHARE_OF_SCORING = 0.25  # of the time of the final training, for these evaluations
+_MIN_SPEED_UP = 1.1  # a smaller one may be noise
 _UPDATE_FACTOR = 1.1  # expected time of an update relative to the measured one
 
 
@@ -329,6 +329,28 @@ def fit(
             trial_dev = held_out / "dev"
 
         # 3. Search
+        if not {"bf16", "fp16"} & given.keys():
+            method = list_methods(space, lambda line: None)[-1]  # one that trains both towers
+
+            def compare_precisions() -> dict[str, Any]:
+                seconds = []
+                for bf16 in (False, True):
+                    settings = space.make_settings(method, bf16=bf16)
+                    seconds.append(measure_speed(settings, folder / "speed"))
+                return {"float32": seconds[0], "bf16": seconds[1]}
+
+            with time_budget.measure("search"):
+                seconds_per_update = once(
+                    folder / "precision",
+                    describe_settings(proposed),
+                    compare_precisions,
+                    all_ranks=True,
+                )
+            speed_up = seconds_per_update["float32"] / seconds_per_update["bf16"]
+            if speed_up > _MIN_SPEED_UP:
+                print_line(f"training in bf16, which is {speed_up:.1f} times as fast as float32")
+                proposed = replace(proposed, bf16=True)
+                space = dataclasses.replace(space, settings=proposed)
         # With a large corpus, encoding it for each fold could leave no time for the search. The
         # other folds are used only if there is time left at the end.
         seconds_of_folds = _MAX_SHARE_OF_FOLDS * time_budget.left() - times.test - times.guard
@@ -347,7 +369,7 @@ def fit(
                 baselines,
                 time_budget,
                 times.sum_reserve(num_trainings),
-                1 / (1 + _FINAL_TRAINING_FACTOR * num_trainings),
+                num_trainings,
                 folder / "tuning",
                 print_line,
             )

@@ -84,6 +84,8 @@ MAX_RATES = 5
 """The largest number of learning rates that are tried with a method."""
 TUNED_CONFIG = "tuned.yaml"
 TUNED_RECORD = "tuned.json"
+FINAL_TRAINING_FACTOR = 0.6
+"""The time of a training with the chosen settings, at most, relative to that of the search."""
 MINED_FILE = "mined.jsonl"
 MAX_MINING_SCORES = 2e9
 """The largest number of query-document scores that BM25 computes; some minutes on a CPU."""
@@ -101,6 +103,7 @@ _LOADING_MARGIN = 1.2  # time of a trial with loading and scoring, relative to i
 # methods can have their first trial with them.
 _NUM_PLANNED_TRIALS = 6
 _FIRST_UPDATES = 16
+_MORE_EVALUATIONS = 3  # of the final training, which has four; a trial has one
 _MORE_DEV_QUERIES = (
     "take more dev queries, about other passages (--dev of contaccum fit or contaccum split)"
 )
@@ -503,7 +506,8 @@ class Search:
         evaluator: the evaluator of the dev data.
         budget: the time of the whole command.
         reserve: the seconds of the budget that are reserved for the steps after training.
-        share: the share of the other seconds that trials may use; the rest is for training.
+        num_trainings: the number of trainings with the chosen settings that follow the search;
+            time is left for them.
         folder: the folder of the trials.
         print_line: is called with each line for the user.
     """
@@ -514,7 +518,7 @@ class Search:
     evaluator: RetrievalEvaluator
     budget: Budget
     reserve: float
-    share: float
+    num_trainings: int
     folder: Path
     print_line: Callable[[str], None]
 
@@ -529,10 +533,6 @@ class Search:
             UserError: for a mistake that every trial would fail with.
         """
         plan = once(self.folder / "plan", {"starts": self.starts}, self._plan, all_ranks=True)
-        # A later start may have a larger budget.
-        end = plan["used_seconds"] + self.share * (
-            self.budget.seconds - plan["used_seconds"] - self.reserve
-        )
         starts: dict[str, Point] = {}
         for method, length in plan["lengths"].items():
             starts[method] = {**self.starts[method]}
@@ -543,7 +543,7 @@ class Search:
             trials.append(Trial(number, result))
         while True:
             scored = [trial for trial in trials if trial.result.score is not None]
-            seconds_left = end - self.budget.used()
+            seconds_left = self._find_end(plan, scored) - self.budget.used()
             affordable = {}
             for method, start in starts.items():
                 # The first trials of the methods were planned so that they have time.
@@ -570,10 +570,37 @@ class Search:
                 keeps_error=bool(scored) and world_size() == 1,
             )
             trials.append(Trial(len(trials), result))
-            self._print_progress(trials, end)
+            self._print_progress(trials, seconds_left - result.seconds)
             self.budget.save()
         self.print_line(f"the search ends: {reason}")
         return trials
+
+    def _find_end(self, plan: Mapping[str, Any], scored: Sequence[Trial]) -> float:
+        """Return the used seconds of the budget at which the search ends.
+
+        The rest is for the trainings with the chosen settings: a share of the time, or less if the
+        method that leads does not need so much for its full length.
+        """
+        # A later start may have a larger budget.
+        seconds = self.budget.seconds - plan["used_seconds"] - self.reserve
+        end = plan["used_seconds"] + seconds * self._share
+        if scored and self.num_trainings > 0:
+            best = max(scored, key=lambda trial: trial.result.score or 0.0)
+            result = best.result
+            more_updates = plan["full_lengths"][best.method] - result.updates
+            seconds_of_training = (
+                result.seconds
+                + max(0, more_updates) * result.seconds_per_update
+                + _MORE_EVALUATIONS * result.scoring_seconds
+            )
+            needed = _LOADING_MARGIN * self.num_trainings * seconds_of_training
+            end = max(end, plan["used_seconds"] + seconds - needed)
+        return end
+
+    @property
+    def _share(self) -> float:
+        """The share of the time for the search, if the trainings that follow it need the rest."""
+        return 1 / (1 + FINAL_TRAINING_FACTOR * self.num_trainings)
 
     def _plan(self) -> dict[str, Any]:
         """Measure the methods, and return the number of updates of a trial of each method.
@@ -584,8 +611,9 @@ class Search:
             ConfigError: if the budget is too short for every method.
         """
         used_seconds = self.budget.used()
-        seconds = self.share * (self.budget.seconds - used_seconds - self.reserve)
+        seconds = self._share * (self.budget.seconds - used_seconds - self.reserve)
         lengths: dict[str, int | None] = {}
+        full_lengths: dict[str, int] = {}
         least_seconds = math.inf  # of the shortest trial
         for method, start in self.starts.items():
             settings = self.space.make_settings(**start)
@@ -599,6 +627,7 @@ class Search:
                 continue
             args = ContAccumTrainingArguments.from_settings(settings)
             full_length = count_updates(load_data(settings).dataset, args)
+            full_lengths[method] = full_length
             longest = int(seconds / len(self.starts) / update_seconds)
             length = int(seconds / _NUM_PLANNED_TRIALS / update_seconds)
             length = min(full_length, max(length, min(longest, _FIRST_UPDATES)))
@@ -613,21 +642,21 @@ class Search:
             lengths[method] = None if length == full_length else length
             if length < full_length:
                 line = f"{method}: trials have {length} of {full_length} updates"
-                if self.share < 1.0:
+                if self.num_trainings > 0:
                     line += "; the final training is longer, if time allows it"
                 self.print_line(line)
         if not lengths:
             self.budget.save()
-            needed = used_seconds + self.reserve + least_seconds * len(self.starts) / self.share
+            needed = used_seconds + self.reserve + least_seconds * len(self.starts) / self._share
             raise ConfigError(
                 f"the budget of {format_duration(self.budget.seconds)} is too short: the shortest "
                 f"trial takes {format_duration(least_seconds)}, and the steps before and after the "
                 f"search {format_duration(used_seconds + self.reserve)} (give --budget "
                 f"{suggest_budget(needed)} or more)"
             )
-        return {"used_seconds": used_seconds, "lengths": lengths}
+        return {"used_seconds": used_seconds, "lengths": lengths, "full_lengths": full_lengths}
 
-    def _print_progress(self, trials: Sequence[Trial], end: float) -> None:
+    def _print_progress(self, trials: Sequence[Trial], seconds_left: float) -> None:
         """Print the result of the last trial, the best score, and the time that is left."""
         trial = trials[-1]
         settings = ", ".join(f"{name} {value}" for name, value in trial.point.items())
@@ -635,7 +664,7 @@ class Search:
             self.print_line(f"{settings}: {redact(trial.result.note)}")
             return
         best = max(trials, key=lambda trial: trial.result.score or 0.0)
-        seconds_left = max(0.0, end - self.budget.used())
+        seconds_left = max(0.0, seconds_left)
         expected_trials = len(trials) + int(seconds_left / max(trial.result.seconds, 0.1))
         rate = best.point.get("learning_rate", "the given rate")
         self.print_line(
@@ -703,7 +732,7 @@ def search_settings(
     baselines: Baselines,
     budget: Budget,
     reserve: float,
-    share: float,
+    num_trainings: int,
     folder: Path,
     print_line: Callable[[str], None],
 ) -> Tuned:
@@ -715,7 +744,7 @@ def search_settings(
         encoder: the base model.
         evaluator: the evaluator of the dev data.
         baselines: the scores on dev before training.
-        budget, reserve, share: the time that the search may take; see `Search`.
+        budget, reserve, num_trainings: the time that the search may take; see `Search`.
         folder: the folder of the trials and the mined negatives.
         print_line: is called with each line for the user.
     """
@@ -772,7 +801,15 @@ def search_settings(
                         tries[method].append((name, value))
 
     search = Search(
-        space, starts, tries, evaluator, budget, reserve, share, folder / "trials", print_line
+        space,
+        starts,
+        tries,
+        evaluator,
+        budget,
+        reserve,
+        num_trainings,
+        folder / "trials",
+        print_line,
     )
     trials = search.run()
     choice = choose_trial(trials, baselines.query_scores, group_queries(evaluator.dataset))
@@ -904,7 +941,7 @@ def tune(
             baselines,
             budget,
             0.0,
-            1.0,
+            0,
             output,
             print_line,
         )

@@ -52,6 +52,7 @@ SETTINGS: dict[str, object] = {
     "num_train_epochs": 4,
     "bank_size": 64,
     "use_cpu": True,
+    "bf16": False,
     "disable_tqdm": True,
 }
 
@@ -210,10 +211,10 @@ def test_a_large_corpus_leaves_time_for_the_search_on_one_split(
     budget = 10_000.0
     seconds_per_document = corpus_share * budget / 60 / 1.3
     monkeypatch.setattr(fit_module, "measure_seconds_per_document", lambda *_: seconds_per_document)
-    shares = []
+    reserved = []
 
     def search(*arguments: Any) -> None:
-        shares.append(arguments[7])
+        reserved.append(arguments[7])
         raise Killed
 
     monkeypatch.setattr(fit_module, "search_settings", search)
@@ -225,7 +226,7 @@ def test_a_large_corpus_leaves_time_for_the_search_on_one_split(
             output=tmp_path / "out",
             use_cpu=True,
         )
-    assert shares == [1 / (1 + 0.6 * num_trainings)]
+    assert reserved == [num_trainings]
 
 
 def test_seconds_of_a_stage_are_those_of_all_starts(tmp_path, monkeypatch):
@@ -532,6 +533,37 @@ def test_store_for_query_side_fits_a_training_with_an_adapter(root, tmp_path, mo
     [trial] = json.loads((tmp_path / "out" / "tuning" / "tuned.json").read_text())["trials"]
     assert trial["settings"]["method"] == "query_side"
     assert trial["score"] is not None
+
+
+@pytest.mark.parametrize(("speed_up", "bf16"), [(2.0, True), (0.2, False)])
+def test_training_is_in_bf16_where_the_machine_is_faster_with_it(
+    root, tmp_path, monkeypatch, speed_up, bf16
+):
+    def measure_speed(settings: Settings, *_: Any) -> float:
+        return 1.0 / speed_up if settings.bf16 else 1.0
+
+    searched = []
+
+    def search(space: Any, *_: Any) -> None:
+        searched.append(space.settings.bf16)
+        raise Killed
+
+    monkeypatch.setattr(fit_module, "measure_speed", measure_speed)
+    monkeypatch.setattr(fit_module, "search_settings", search)
+    lines: list[str] = []
+    settings = {name: value for name, value in SETTINGS.items() if name != "bf16"}
+    for _ in range(2):
+        with pytest.raises(Killed):
+            contaccum.fit(
+                root / "pairs.jsonl",
+                model=root / "fresh",
+                output=tmp_path / "out",
+                print_line=lines.append,
+                **settings,
+            )
+    assert searched == [bf16, bf16]
+    line = "training in bf16, which is 2.0 times as fast as float32"
+    assert (line in lines) == bf16
 
 
 @pytest.mark.parametrize(

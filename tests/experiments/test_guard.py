@@ -37,6 +37,7 @@ SETTINGS: dict[str, object] = {
     "bank_size": 64,
     "learning_rate": 0.01,
     "use_cpu": True,
+    "bf16": False,
     "disable_tqdm": True,
 }
 
