@@ -72,9 +72,11 @@ from contaccum.experiments.tune import (
     Choice,
     SearchSpace,
     Tuned,
+    choose_bm25_weight,
     list_methods,
     make_base_settings,
     round_up,
+    score_baselines,
     search_settings,
     write_tuned,
 )
@@ -83,8 +85,10 @@ from contaccum.experiments.verdict import (
     collect_warnings,
     compare_queries,
     compute_verdict,
+    describe_production,
     load_trained,
     search_test_set,
+    search_trained,
     select_shown_metrics,
     warn_of_test,
     write_verdict_to_card,
@@ -277,7 +281,11 @@ def fit(
             # After query-side training, which encodes no documents, those of the base model are
             # searched.
             is_encoded_again = given.get("method") != "query_side"
-            num_test_documents = split.documents["test"] if is_encoded_again else 0
+            num_test_documents = 0
+            if is_encoded_again:
+                # The trained model also searches dev, for the weight of BM25 beside it.
+                num_dev_documents = _count_trial_documents(split)
+                num_test_documents = split.documents["test"] + num_dev_documents
 
             def measure_times() -> _Times:
                 """Measure the time of encoding at the present speed of the machine."""
@@ -310,17 +318,12 @@ def fit(
 
             def score_on_dev() -> dict[str, Any]:
                 evaluator = load_evaluator(held_out / "dev", store, batch_size)
-                metric = evaluator.primary_metric
-                base_run = evaluator.search(base)
-                base_score = evaluator.score_run(base_run)[metric]
-                query_scores = evaluator.query_scores
-                bm25_run = evaluator.search_bm25()
-                bm25_score = evaluator.score_run(bm25_run)[metric]
+                baselines, runs = score_baselines(evaluator, base)
                 if len(evaluator.dataset.corpus) > MAX_TRIAL_DOCUMENTS:
                     with atomic_folder(folder / "dev_pool") as new_folder:
-                        pool = pool_documents(evaluator.dataset, [base_run, bm25_run])
+                        pool = pool_documents(evaluator.dataset, runs)
                         write_part(evaluator.dataset, pool, new_folder)
-                return Baselines(base_score, query_scores, bm25_score)._asdict()
+                return baselines._asdict()
 
             baselines = Baselines(**once(folder / "baselines", models, score_on_dev))
         print_line(baselines.format_line(name))
@@ -420,7 +423,18 @@ def fit(
             with time_budget.measure("guard"):
                 guard_record = once(folder / "guard", describe_settings(final), merge)
 
-        # 6. Train and test on the other splits of few pairs, as many as there is time for
+        # 6. Choose the weight of BM25 beside the model
+        def choose_weight() -> dict[str, Any]:
+            evaluator = load_evaluator(trial_dev, store, batch_size)
+            run = search_trained(evaluator, base, load_trained(folder / "model", base))
+            bm25_weight, score = choose_bm25_weight(evaluator, run, evaluator.search_bm25())
+            return {"weight": bm25_weight, "score": score}
+
+        with time_budget.measure("test"):
+            with_bm25 = once(folder / "bm25", describe_settings(final), choose_weight)
+        bm25_weights = {"base": baselines.bm25_weight, "trained": with_bm25["weight"]}
+
+        # 7. Train and test on the other splits of few pairs, as many as there is time for
         weight = None if guard_record is None else guard_record["weight"]
         training_seconds = time_budget.stage_seconds["training"]
         task = "training and testing again"
@@ -444,23 +458,34 @@ def fit(
                     print_line(f"split {number + 1} of {num_folds}: {task}")
                 fold_scores.append(
                     score_fold(
-                        number, fold_folder, pairs, final, weight, base, first_dev, batch_size
+                        number,
+                        fold_folder,
+                        pairs,
+                        final,
+                        weight,
+                        base,
+                        first_dev,
+                        bm25_weights,
+                        batch_size,
                     )
                 )
 
-        # 7. Verdict and report
+        # 8. Verdict and report
         def test_and_report() -> dict[str, Any]:
             with time_budget.measure("test"):
                 evaluator = load_evaluator(held_out / "test", store, batch_size)
-                results = search_test_set(evaluator, base, load_trained(folder / "model", base))
+                trained = load_trained(folder / "model", base)
+                results = search_test_set(evaluator, base, trained, bm25_weights)
             scores = pool_scores(results, fold_scores)
+            groups = pool_groups(evaluator.dataset, fold_scores)
             verdict = compute_verdict(
                 scores["trained"],
                 scores["base"],
                 scores["bm25"],
-                pool_groups(evaluator.dataset, fold_scores),
+                groups,
                 folds=1 + len(fold_scores),
             )
+            production = describe_production(scores, groups, bm25_weights)
             write_verdict_to_card(folder / "model", verdict, model_name(name))
             # The dev scores of the choice are those of a trial. They say nothing about the test of
             # a merged model, or of a model that was trained for a longer time.
@@ -468,13 +493,21 @@ def fit(
                 warnings = collect_warnings(verdict, tuned.choice)
             else:
                 warnings = [*tuned.choice.warnings, *warn_of_test(verdict)]
-            dev_scores = {"bm25": baselines.bm25, "base": baselines.base, "trained": training.score}
+            dev_scores = {
+                "bm25": baselines.bm25,
+                "base": baselines.base,
+                "base_with_bm25": baselines.with_bm25,
+                "trained": training.score,
+                "trained_with_bm25": with_bm25["score"],
+            }
             if guard_record is not None:
                 dev_scores["trained"] = {row[0]: row[1] for row in guard_record["scores"]}[weight]
             names = {
                 "bm25": "BM25",
                 "base": f"{model_name(name)} (as it is)",
+                "base_with_bm25": "the same with BM25",
                 "trained": "trained",
+                "trained_with_bm25": "trained, with BM25",
             }
             table = []
             for system, shown_name in names.items():
@@ -494,6 +527,7 @@ def fit(
                     "fingerprints": models,
                 },
                 "verdict": verdict.record(),
+                "production": {"line": production, "bm25_weights": bm25_weights},
                 "warnings": warnings,
                 "model": model_name(name),
                 "data": paths,
@@ -513,13 +547,14 @@ def fit(
             }
             write_json(folder / RECORD_FILE, redact(record))
             write_text(folder / REPORT_FILE, build_fit_page(folder))
-            return {"verdict": verdict.record(), "warnings": warnings}
+            return {"verdict": verdict.record(), "production": production, "warnings": warnings}
 
         outcome = on_first_rank(test_and_report)
     verdict = Verdict(**{field.name: outcome["verdict"][field.name] for field in fields(Verdict)})
     for warning in outcome["warnings"]:
         print_line(f"warning: {warning}")
     print_line(str(verdict))
+    print_line(outcome["production"])
     shown = Path(output).expanduser()
     print_line(
         f"model: {shown / 'model'}   report: {shown / REPORT_FILE}   "
@@ -667,12 +702,8 @@ def _measure_encoding(
     )
     if not guard_sets:
         return [document_seconds, 0.0]
-    # Merged models are scored on the trials' dev set too. It is a pool if there are many documents:
-    # for each query its judged documents (about one) and the top documents of BM25 and the base.
-    num_documents = split.documents["dev"]
-    if num_documents > MAX_TRIAL_DOCUMENTS:
-        num_documents = min(num_documents, split.dev * (2 * _POOL_DEPTH + 1))
-    guard_seconds = num_documents * document_seconds
+    # Merged models are scored on the trials' dev set too.
+    guard_seconds = _count_trial_documents(split) * document_seconds
     for dataset in guard_sets.values():
         rows = dataset.corpus.values()
         texts = (passage_text(row["title"], row["text"]) for row in rows)
@@ -680,6 +711,18 @@ def _measure_encoding(
             encoder, texts, len(rows), batch_size
         )
     return [document_seconds, len(DEFAULT_WEIGHTS) * guard_seconds]
+
+
+def _count_trial_documents(split: Split) -> int:
+    """Return about the number of documents in the dev set of trials.
+
+    It is a pool if there are many documents: for each query its judged documents (about one) and
+    the top documents of BM25 and of the base model.
+    """
+    num_documents = split.documents["dev"]
+    if num_documents > MAX_TRIAL_DOCUMENTS:
+        num_documents = min(num_documents, split.dev * (2 * _POOL_DEPTH + 1))
+    return num_documents
 
 
 def plan_final_training(

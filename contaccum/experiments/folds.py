@@ -43,7 +43,7 @@ from contaccum.experiments.run import (
     run_and_keep,
 )
 from contaccum.experiments.tune import MINED_FILE, mine_once
-from contaccum.experiments.verdict import SystemResult, load_trained, search_test_set
+from contaccum.experiments.verdict import SYSTEMS, SystemResult, load_trained, search_test_set
 from contaccum.files import atomic_folder
 from contaccum.merging import merge_models
 from contaccum.retrieval.documents import StoreDocuments
@@ -53,7 +53,6 @@ from contaccum.settings import Settings, replace
 
 MAX_FOLDS = 5
 """The largest number of splits of a small data set; each split needs a training."""
-SYSTEMS = ("bm25", "base", "trained")
 
 FoldScores = dict[str, dict[str, float]]
 """{system: {query: nDCG@10}} of each of `SYSTEMS`, and {"group": {query: number of its group}}"""
@@ -212,6 +211,7 @@ def score_fold(
     weight: float | None,
     base: DualEncoder,
     first_dev: BeirDataset,
+    bm25_weights: Mapping[str, float],
     batch_size: int,
 ) -> FoldScores:
     """Train and test on a further fold, and return the scores of its test queries.
@@ -228,6 +228,7 @@ def score_fold(
             base model itself is tested, and no model is trained.
         base: the base model.
         first_dev: the dev set of fold 0, by which the settings were chosen.
+        bm25_weights: the weights of BM25 beside the models; see `search_test_set`.
         batch_size: texts per forward pass.
     """
     data = folder / "data"
@@ -244,7 +245,7 @@ def score_fold(
             trained = load_trained(folder / "model", base)
             if weight is not None:
                 trained = merge_models(base, trained, weight)
-        results = search_test_set(evaluator, base, trained)
+        results = search_test_set(evaluator, base, trained, bm25_weights)
         dev_queries = {normalise(query) for query in first_dev.queries.values()}
         columns: FoldScores = {"group": dict(group_queries(evaluator.dataset))}
         columns |= {system: results[system].query_scores for system in SYSTEMS}
@@ -263,7 +264,7 @@ def score_fold(
             run_and_keep(_make_fold_settings(final, folder), folder / "model")
         return on_first_rank(test)
 
-    identity = {**describe_settings(final), "fold": number, "weight": weight}
+    identity = {**describe_settings(final), "fold": number, "weight": weight, **bm25_weights}
     scores = once(folder, identity, work, all_ranks=True)
 
     def remove_files() -> None:

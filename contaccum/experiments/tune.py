@@ -29,6 +29,7 @@ from contaccum.encoders.loading import model_name
 from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.metrics import sign_flip_test
+from contaccum.evaluation.results import Run
 from contaccum.experiments.budget import Budget, format_duration, suggest_budget
 from contaccum.experiments.ladder import find_best_value, next_values, round_value, smooth
 from contaccum.experiments.run import (
@@ -49,6 +50,7 @@ from contaccum.experiments.run import (
 )
 from contaccum.files import provenance, redact, refuse_credentials, write_json, write_text
 from contaccum.mining import load_mining_data, mine_hard_negatives, write_mined
+from contaccum.retrieval.bm25 import fuse_runs
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import CorpusEncoder, get_similarity
 from contaccum.retrieval.store import EmbeddingStore
@@ -82,6 +84,8 @@ RATE_FACTOR = 3.0
 """The factor between two learning rates of a ladder."""
 MAX_RATES = 5
 """The largest number of learning rates that are tried with a method."""
+BM25_WEIGHTS = tuple(round(0.1 * step, 1) for step in range(10))
+"""The weights of BM25 beside a model that are tried on dev; the smallest of the best is chosen."""
 TUNED_CONFIG = "tuned.yaml"
 TUNED_RECORD = "tuned.json"
 FINAL_TRAINING_FACTOR = 0.6
@@ -615,7 +619,8 @@ class Search:
         lengths: dict[str, int | None] = {}
         full_lengths: dict[str, int] = {}
         least_seconds = math.inf  # of the shortest trial
-        for method, start in self.starts.items():
+        seconds_left = seconds
+        for number, (method, start) in enumerate(self.starts.items()):
             settings = self.space.make_settings(**start)
             try:
                 update_seconds = _LOADING_MARGIN * measure_speed(settings, self.folder / "speed")
@@ -628,10 +633,13 @@ class Search:
             args = ContAccumTrainingArguments.from_settings(settings)
             full_length = count_updates(load_data(settings).dataset, args)
             full_lengths[method] = full_length
-            longest = int(seconds / len(self.starts) / update_seconds)
+            methods_left = len(self.starts) - number
+            longest = int(seconds_left / methods_left / update_seconds)
             length = int(seconds / _NUM_PLANNED_TRIALS / update_seconds)
             length = min(full_length, max(length, min(longest, _FIRST_UPDATES)))
             min_length = min(full_length, MIN_UPDATES)
+            if length < min_length and min_length * update_seconds <= seconds_left:
+                length = min_length  # the other methods get less, or are left out
             if length < min_length:
                 least_seconds = min(least_seconds, min_length * update_seconds)
                 self.print_line(
@@ -639,6 +647,7 @@ class Search:
                     f"updates take {format_duration(min_length * update_seconds)}"
                 )
                 continue
+            seconds_left -= length * update_seconds
             lengths[method] = None if length == full_length else length
             if length < full_length:
                 line = f"{method}: trials have {length} of {full_length} updates"
@@ -684,20 +693,57 @@ class Baselines(NamedTuple):
         base: the mean score of the base model, which is the model before training.
         query_scores: {query id: score of the base model}.
         bm25: the mean score of BM25.
+        with_bm25: the mean score of the base model with BM25 beside it.
+        bm25_weight: the best weight of BM25 beside it.
     """
 
     base: float
     query_scores: QueryScores
     bm25: float
+    with_bm25: float
+    bm25_weight: float
 
     def format_line(self, model: str) -> str:
         """Return the scores as a line for the user; ``model`` is a folder or hub name."""
-        return f"BM25 {self.bm25:.3f}   {model_name(model)} {self.base:.3f}   (nDCG@10 on dev)"
+        return (
+            f"BM25 {self.bm25:.3f}   {model_name(model)} {self.base:.3f}   "
+            f"both {self.with_bm25:.3f}   (nDCG@10 on dev)"
+        )
 
     @property
     def is_base_too_weak(self) -> bool:
         """True if the base model's document embeddings are too bad to train a query encoder."""
         return self.base < USELESS_SHARE_OF_BM25 * self.bm25
+
+
+def score_baselines(
+    evaluator: RetrievalEvaluator, encoder: DualEncoder
+) -> tuple[Baselines, list[Run]]:
+    """Score BM25 and the base model on dev; return the scores, and the runs of both."""
+    base_run = evaluator.search(encoder)
+    base = evaluator.score_run(base_run)[TRIAL_METRIC]
+    query_scores = evaluator.query_scores
+    bm25_run = evaluator.search_bm25()
+    bm25 = evaluator.score_run(bm25_run)[TRIAL_METRIC]
+    weight, with_bm25 = choose_bm25_weight(evaluator, base_run, bm25_run)
+    return Baselines(base, query_scores, bm25, with_bm25, weight), [base_run, bm25_run]
+
+
+def choose_bm25_weight(
+    evaluator: RetrievalEvaluator, run: Run, bm25_run: Run
+) -> tuple[float, float]:
+    """Return the weight of BM25 beside a model with the highest score, and the score.
+
+    Args:
+        evaluator: the evaluator of the dev data.
+        run, bm25_run: {query id: {document id: score}} of the model and of BM25.
+    """
+    scores = {}
+    for weight in BM25_WEIGHTS:
+        fused = fuse_runs(run, bm25_run, weight)
+        scores[weight] = evaluator.score_run(fused)[TRIAL_METRIC]
+    best = max(BM25_WEIGHTS, key=lambda weight: scores[weight])
+    return best, scores[best]
 
 
 class Tuned(NamedTuple):
@@ -929,9 +975,7 @@ def tune(
                     corpus_encoder.encode()
                 share(None)  # the other processes wait for the first one
             evaluator.documents = StoreDocuments(EmbeddingStore.open(space.store))
-        base = evaluator.score(encoder)[TRIAL_METRIC]
-        base_scores = evaluator.query_scores
-        baselines = Baselines(base, base_scores, evaluator.score_bm25()[TRIAL_METRIC])
+        baselines, _ = score_baselines(evaluator, encoder)
         print_line(baselines.format_line(settings.model))
         tuned = search_settings(
             space,
@@ -948,7 +992,7 @@ def tune(
         options = {"eval_strategy": "epoch", **tuned.options}  # eval_data need a strategy
         options["output_dir"] = str(output / "model")
         tuned = tuned._replace(options=options)
-        on_first_rank(lambda: write_tuned(tuned, output, len(base_scores)))
+        on_first_rank(lambda: write_tuned(tuned, output, len(baselines.query_scores)))
     return tuned
 
 

@@ -23,12 +23,15 @@ from contaccum.evaluation.metrics import (
 )
 from contaccum.evaluation.results import Run
 from contaccum.experiments.tune import Choice
+from contaccum.retrieval.bm25 import fuse_runs
 from contaccum.retrieval.encode import model_fingerprint
 
 BETTER = "BETTER"
 WORSE = "WORSE"
 LEVEL = "LEVEL"
 
+SYSTEMS = ("bm25", "base", "base_with_bm25", "trained", "trained_with_bm25")
+"""What is compared on the test set."""
 MAX_SHOWN_QUERIES = 10
 """The record shows so many queries with the largest gains, and as many with the largest losses."""
 
@@ -200,31 +203,77 @@ class SystemResult(NamedTuple):
     run: Run
 
 
-def search_test_set(
-    evaluator: RetrievalEvaluator, base: DualEncoder, trained: DualEncoder
-) -> dict[str, SystemResult]:
-    """Search the test set with BM25, with the base model and with the trained model.
+def search_trained(evaluator: RetrievalEvaluator, base: DualEncoder, trained: DualEncoder) -> Run:
+    """Search with the trained model.
 
-    The trained model encodes the documents, unless its document tower is that of the base model, as
-    after query-side training.
+    It encodes the documents, unless its document tower is that of the base model, as after
+    query-side training.
+
+    Args:
+        evaluator: its ``documents`` are the document embeddings by the base model, or None.
+    """
+    documents = evaluator.documents
+    is_encoded_anew = model_fingerprint(trained, "document") != model_fingerprint(base, "document")
+    if is_encoded_anew:
+        evaluator.documents = None  # the search then encodes the documents with its model
+    try:
+        return evaluator.search(trained, show_progress=is_encoded_anew)
+    finally:
+        evaluator.documents = documents
+
+
+def search_test_set(
+    evaluator: RetrievalEvaluator,
+    base: DualEncoder,
+    trained: DualEncoder,
+    bm25_weights: Mapping[str, float],
+) -> dict[str, SystemResult]:
+    """Search the test set with BM25, both models, and both with BM25 beside them.
 
     Args:
         evaluator: the evaluator of the test set. Its ``documents`` are the document embeddings by
             the base model.
+        bm25_weights: {"base": weight of BM25 beside the base model, "trained": the same}.
 
     Returns:
-        {system: result} with the systems "bm25", "base" and "trained".
+        {system: result} with the systems `SYSTEMS`.
     """
-    runs = {"bm25": evaluator.search_bm25(), "base": evaluator.search(base)}
-    is_encoded_anew = model_fingerprint(trained, "document") != model_fingerprint(base, "document")
-    if is_encoded_anew:
-        evaluator.documents = None  # the search then encodes the documents with its model
-    runs["trained"] = evaluator.search(trained, show_progress=is_encoded_anew)
+    runs = {
+        "bm25": evaluator.search_bm25(),
+        "base": evaluator.search(base),
+        "trained": search_trained(evaluator, base, trained),
+    }
+    for name, weight in bm25_weights.items():
+        runs[f"{name}_with_bm25"] = fuse_runs(runs[name], runs["bm25"], weight)
     results = {}
     for system, run in runs.items():
         means = evaluator.score_run(run)
         results[system] = SystemResult(means, evaluator.query_scores, run)
     return results
+
+
+def describe_production(
+    scores: Mapping[str, Mapping[str, float]],
+    groups: Mapping[str, Any],
+    bm25_weights: Mapping[str, float],
+) -> str:
+    """Return a line about searches with BM25 beside the vectors, as they are common in production.
+
+    Args:
+        scores: {system: {query: nDCG@10}} of `SYSTEMS`.
+        groups: {query: its group}.
+    """
+    means = {system: statistics.fmean(values.values()) for system, values in scores.items()}
+    line = (
+        f"with BM25 beside the vectors: nDCG@10 {means['base_with_bm25']:.3f} -> "
+        f"{means['trained_with_bm25']:.3f} (weights of BM25, chosen on dev: "
+        f"{bm25_weights['base']:g} and {bm25_weights['trained']:g})"
+    )
+    test = sign_flip_test(scores["trained"], scores["base_with_bm25"], groups)
+    is_trained_better = test["p_value"] <= ALPHA and test["difference"] > 0
+    if bm25_weights["base"] > 0 and not is_trained_better:
+        line += "; the base model with BM25 is level with the trained model alone, or better"
+    return line
 
 
 def select_shown_metrics(means: Mapping[str, float]) -> dict[str, float]:

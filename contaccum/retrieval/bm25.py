@@ -66,6 +66,36 @@ def bm25_run(corpus: Corpus, queries: Mapping[str, str], top_k: int) -> dict[str
     return run
 
 
+def fuse_runs(
+    run: Mapping[str, Mapping[str, float]],
+    bm25: Mapping[str, Mapping[str, float]],
+    bm25_weight: float,
+) -> dict[str, dict[str, float]]:
+    """Add the scores of BM25 to those of an encoder, each scaled to 0..1 per query.
+
+    A document that only one of them has retrieved has a score of 0 from the other.
+
+    Args:
+        run: {query id: {document id: score}} of the encoder.
+        bm25: the same of BM25; queries may be missing.
+        bm25_weight: the weight of BM25, from 0 to 1; the encoder has the rest.
+
+    Returns:
+        {query id: {document id: score}}, best documents first.
+    """
+    fused = {}
+    for query_id, scores in run.items():
+        sums: dict[str, float] = {}
+        for weight, part in ((1.0 - bm25_weight, scores), (bm25_weight, bm25.get(query_id, {}))):
+            lowest = min(part.values(), default=0.0)
+            width = max(part.values(), default=0.0) - lowest
+            for document_id, score in part.items():
+                scaled = (score - lowest) / width if width > 0.0 else 1.0
+                sums[document_id] = sums.get(document_id, 0.0) + weight * scaled
+        fused[query_id] = dict(sorted(sums.items(), key=lambda item: -item[1]))
+    return fused
+
+
 def bm25_scores(
     passages: list[str], queries: list[str], show_progress: bool = False
 ) -> Iterator[np.ndarray]:

@@ -106,10 +106,11 @@ def test_model_that_learns_is_better(root, trained):
     lines = (root / "printed.txt").read_text().splitlines()
     assert ": the first record is query=" in lines[0]
     assert lines[1].startswith("held out: 20 dev and 100 test queries")
-    baselines_pattern = r"BM25 0\.000   \S*fresh 0\.\d{3}   \(nDCG@10 on dev\)"
+    baselines_pattern = r"BM25 0\.000   \S*fresh 0\.\d{3}   both 0\.\d{3}   \(nDCG@10 on dev\)"
     assert any(re.match(baselines_pattern, line) for line in lines)
-    assert lines[-2].startswith("BETTER: nDCG@10 0.")
-    assert str(trained.verdict) == lines[-2]
+    assert lines[-3].startswith("BETTER: nDCG@10 0.")
+    assert str(trained.verdict) == lines[-3]
+    assert lines[-2].startswith("with BM25 beside the vectors: nDCG@10 0.")
     assert lines[-1] == (
         f"model: {root}/better/model   report: {root}/better/report.html   "
         f"again: contaccum train {root}/better/config.yaml"
@@ -172,7 +173,7 @@ def test_tiny_rate_is_level_and_huge_rate_is_worse(root, trained, tmp_path, caps
     arguments += ["--require", "better", "--learning_rate", str(rate)]
     arguments += [f"--{key}={value}" for key, value in SETTINGS.items()]
     assert main(arguments) == 1
-    verdict = capsys.readouterr().out.strip().splitlines()[-2]
+    verdict = capsys.readouterr().out.strip().splitlines()[-3]
     assert verdict.startswith(f"{word}: nDCG@10")
     assert verdict.endswith("keep the base model")
     assert "keep the base model" in (tmp_path / "out" / "model" / "README.md").read_text()
@@ -265,7 +266,7 @@ def test_no_time_for_a_second_encoding_is_needed_with_query_side_training(
             root / "pairs.jsonl",
             model=root / "fresh",
             output=tmp_path / "out",
-            budget=1.2 * 200 / 0.75,
+            budget=1.2 * 220 / 0.75,
             test=100,
             use_cpu=True,
             method=method,
@@ -365,7 +366,8 @@ def score_second_fold(
     final = replace(Settings(), **{**values, **changes})
     base = contaccum.DualEncoder.from_pretrained(str(root / "fresh"), device="cpu")
     folder = tmp_path / "out" / "folds" / "1"
-    return folds.score_fold(1, folder, pairs, final, weight, base, dev, 8)
+    bm25_weights = {"base": 0.3, "trained": 0.3}
+    return folds.score_fold(1, folder, pairs, final, weight, base, dev, bm25_weights, 8)
 
 
 def test_other_splits_are_evaluated_among_as_many_documents_as_the_first(
@@ -650,7 +652,7 @@ def test_restart_counts_only_documents_that_are_not_encoded_yet(root, tmp_path, 
     monkeypatch.setattr(fit_module, "measure_seconds_per_document", lambda *_: 1.0)
     kill_in_stage(monkeypatch, "encode_corpus", after=False)
     # Three quarters of the budget are enough for test, but not for the corpus as well.
-    budget = (documents["test"] + documents["train"] / 2) / 0.75
+    budget = (documents["test"] + documents["dev"] + documents["train"] / 2) / 0.75
     with pytest.raises(Killed):
         contaccum.fit(root / "pairs.jsonl", budget=budget, **arguments)
 

@@ -122,7 +122,7 @@ def test_model_of_the_chosen_weight_is_kept_and_judged(root, guarded):
     assert main(["evaluate", str(folder / "model"), *arguments]) == 0
     score = json.loads(output.read_text())["metrics"]["NDCG@10"]
     assert score == pytest.approx(guarded.verdict.trained, abs=1e-9)
-    assert record["scores"][2]["dev"] == dev[weight]
+    assert record["scores"][3]["dev"] == dev[weight]
     assert merge_record["line"] in (folder / "model" / "README.md").read_text()
     page = guarded.report.read_text()
     assert "What it keeps" in page

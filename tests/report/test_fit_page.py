@@ -56,6 +56,7 @@ def make_record(base: float, trained: float) -> dict[str, Any]:
     against_base = {"difference": 0.1, "low": 0.05, "high": 0.15}
     return {
         "verdict": verdict.record(),
+        "production": {"line": "with BM25 beside the vectors: 0.5 -> 0.7"},
         "warnings": ["take this with care"],
         "model": "a model",
         "data": {"path": "https://user:hunter2secret@host/pairs.csv", "corpus": None},

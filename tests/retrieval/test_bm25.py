@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import bm25s
+import numpy as np
 import pytest
 
-from contaccum.retrieval.bm25 import bm25_run, split_words
+from contaccum.retrieval.bm25 import bm25_run, fuse_runs, split_words
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -67,3 +68,23 @@ def test_a_script_without_blanks_is_cut_into_ngrams_and_the_rest_into_words():
 
 def test_characters_of_full_and_half_width_match_their_usual_forms():
     assert split_words("ＧＰＵ１２　ｶﾞｲﾄﾞ cm²") == split_words("gpu12 ガイド cm²")
+
+
+def test_fused_scores_are_the_weighted_scores_scaled_to_0_1_per_query():
+    generator = np.random.default_rng(0)
+    documents = [f"d{number}" for number in range(6)]
+    dense = {"q0": dict(zip(documents[:4], generator.normal(size=4), strict=True))}
+    sparse = {"q0": dict(zip(documents[2:], 9 * generator.random(4), strict=True))}
+    dense |= {"q1": {"d0": 0.3}, "q2": {"d0": 0.3, "d1": 0.1}}
+    sparse["q1"] = {"d1": 7.0, "d0": 5.0}
+    fused = fuse_runs(dense, sparse, 0.3)
+    expected = np.zeros(6)
+    values = np.array(list(dense["q0"].values()))
+    expected[:4] += 0.7 * (values - values.min()) / np.ptp(values)
+    values = np.array(list(sparse["q0"].values()))
+    expected[2:] += 0.3 * (values - values.min()) / np.ptp(values)
+    assert [fused["q0"][document] for document in documents] == pytest.approx(list(expected))
+    assert list(fused["q0"].values()) == sorted(fused["q0"].values(), reverse=True)
+    assert fused["q1"] == pytest.approx({"d0": 0.7, "d1": 0.3})
+    assert fused["q2"] == pytest.approx({"d0": 0.7, "d1": 0.0})  # no word in common
+    assert list(fuse_runs(dense, sparse, 0.0)["q2"]) == ["d0", "d1"]
