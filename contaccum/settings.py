@@ -279,6 +279,14 @@ class MethodSettings:
         methods=("query_side",),
         set_by_fit=True,
     )
+    second_stage: str | None = option(
+        None,
+        "Documents (a file or BEIR folder) that the trained model encodes; then its query tower is "
+        "trained against them by query_side.",
+        methods=WITH_PASSAGES,
+        is_path=True,
+        set_by_fit=True,
+    )
     total_train_batch_size: int | None = option(
         None,
         "Pairs per update on all devices; determines gradient_accumulation_steps.",
@@ -582,6 +590,11 @@ REFUSALS: tuple[tuple[type, Callable[[Any], object], str], ...] = (
         ),
         "query_bank_size must be 0 (no query bank) or equal to bank_size ({s.bank_size}), got "
         "{s.query_bank_size}",
+    ),
+    (
+        Settings,
+        lambda s: s.second_stage is not None and s.lora_r is not None,
+        "second_stage with lora_r: the second stage trains a whole query tower. Drop one of them",
     ),
     (
         TrainingSettings,

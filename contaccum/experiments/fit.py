@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -107,10 +108,11 @@ from contaccum.merging import write_best_merge
 from contaccum.report.fit_page import build_fit_page
 from contaccum.retrieval.encode import read_texts
 from contaccum.retrieval.store import SHARD_FILE
-from contaccum.settings import Settings, find, read, replace, to_yaml
+from contaccum.settings import Settings, find, replace, to_yaml
 from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.passage_store import STORE_FOLDER
 from contaccum.training.proposal import propose
-from contaccum.training.setup import load_data, load_encoder
+from contaccum.training.setup import load_data, load_encoder, make_second_stage
 
 RECORD_FILE = "fit.json"
 CONFIG_FILE = "config.yaml"
@@ -123,6 +125,7 @@ _MAX_SHARE_OF_FOLDS = 0.5  # of the time left before the search, for encoding an
 _SAFETY_FACTOR = 1.3  # reserved time relative to the estimated time
 _LOADING_SECONDS = 10.0  # reserved for loading the models and writing the report
 _MAX_EVALUATIONS = 4  # evaluations on dev during the final training, each with a checkpoint
+_MAX_SHARE_OF_SECOND_STAGE = 0.25  # of the time that is left after the search
 _MAX_SHARE_OF_SCORING = 0.25  # of the time of the final training, for these evaluations
 _MIN_SPEED_UP = 1.1  # a smaller one may be noise
 _UPDATE_FACTOR = 1.1  # expected time of an update relative to the measured one
@@ -388,24 +391,55 @@ def fit(
         # 4. Final training
         chosen = ", ".join(f"{key} {value}" for key, value in tuned.choice.settings.items())
         print_line(f"training at the best settings: {chosen}")
-        # With a guard, ``model`` is the merge of the trained model and the base model.
-        trained_folder = folder / ("trained" if guard_sets else "model")
         config_file = folder / CONFIG_FILE
-        with time_budget.measure("training"):
-            if not on_first_rank(config_file.is_file):  # else of an earlier start
-                seconds_left = time_budget.left() - measure_times().sum_reserve(num_trainings)
-                options, line = plan_final_training(
-                    folder, trial_dev, tuned, proposed, seconds_left / num_trainings
-                )
-                if line:
-                    print_line(line)
-                comment = f"# Chosen by contaccum fit on dev data; see {REPORT_FILE}.\n"
-                on_first_rank(lambda: write_text(config_file, comment + to_yaml(options)))
-            final = replace(Settings(), **read([str(config_file)]))
-            training = run_and_keep(final, trained_folder)
 
-        # 5. Merge with the base name, if there is a guard
+        def plan_training() -> dict[str, Any]:
+            now = measure_times()
+            seconds_left = (time_budget.left() - now.sum_reserve(num_trainings)) / num_trainings
+            second_seconds = math.inf
+            if "method" not in given:
+                second_seconds = _estimate_second_stage(tuned, split, now)
+            has_second_stage = second_seconds <= _MAX_SHARE_OF_SECOND_STAGE * seconds_left
+            if has_second_stage:
+                seconds_left -= second_seconds
+            options, line = plan_final_training(folder, trial_dev, tuned, proposed, seconds_left)
+            if line:
+                print_line(line)
+            return {"options": options, "has_second_stage": has_second_stage}
+
+        with time_budget.measure("training"):
+            plan = once(folder / "plan", describe_settings(proposed), plan_training, all_ranks=True)
+            final = replace(Settings(), **plan["options"])
+            # Then ``model`` is the better one of two, or the merge with the base model.
+            is_last = not guard_sets and not plan["has_second_stage"]
+            trained_folder = folder / ("model" if is_last else "trained")
+            training = run_and_keep(final, trained_folder)
+            is_like_trial = training.updates == tuned.chosen_trial["updates"]
+            if plan["has_second_stage"]:
+                print_line("second stage: the query tower against the documents encoded anew")
+                two_stages = replace(final, second_stage=str(corpus_file))
+                second = run_and_keep(
+                    make_second_stage(two_stages, str(trained_folder)), folder / "second_stage"
+                )
+                assert training.score is not None and second.score is not None
+                is_better = second.score > training.score
+                print_line(
+                    f"second stage: {second.score:.3f} on dev after it, {training.score:.3f} "
+                    f"before it: {'kept' if is_better else 'dropped'}"
+                )
+                if is_better:
+                    final, training, is_like_trial = two_stages, second, False
+                    trained_folder = folder / "second_stage"
+        comment = f"# Chosen by contaccum fit on dev data; see {REPORT_FILE}.\n"
+        options = {**plan["options"]}
+        if final.second_stage is not None:
+            options["second_stage"] = final.second_stage
+        on_first_rank(lambda: write_text(config_file, comment + to_yaml(options)))
+
+        # 5. Merge with the base model, if there is a guard
         guard_record = None
+        if plan["has_second_stage"] and not guard_sets:
+            on_first_rank(lambda: copy_model(trained_folder, folder / "model"))
         if guard_sets:
 
             def merge() -> dict[str, Any]:
@@ -489,7 +523,7 @@ def fit(
             write_verdict_to_card(folder / "model", verdict, model_name(name))
             # The dev scores of the choice are those of a trial. They say nothing about the test of
             # a merged model, or of a model that was trained for a longer time.
-            if guard_record is None and training.updates == tuned.chosen_trial["updates"]:
+            if guard_record is None and is_like_trial:
                 warnings = collect_warnings(verdict, tuned.choice)
             else:
                 warnings = [*tuned.choice.warnings, *warn_of_test(verdict)]
@@ -725,6 +759,24 @@ def _count_trial_documents(split: Split) -> int:
     return num_documents
 
 
+def _estimate_second_stage(tuned: Tuned, split: Split, times: _Times) -> float:
+    """Return the seconds of a second stage, with its encoding of the corpus; infinite without one.
+
+    It needs a chosen method that trains both towers. Its updates take as long as those of the
+    search's trials of query_side.
+    """
+    query_side = [
+        trial
+        for trial in tuned.trials
+        if trial["settings"]["method"] == "query_side" and trial["score"] is not None
+    ]
+    if tuned.choice.settings["method"] == "query_side" or not query_side:
+        return math.inf
+    num_documents = split.documents["train"] + split.documents["dev"]
+    encoding_seconds = _SAFETY_FACTOR * times.document * num_documents
+    return encoding_seconds + _MAX_EVALUATIONS * float(query_side[-1]["seconds"])
+
+
 def plan_final_training(
     folder: Path, trial_dev: Path, tuned: Tuned, settings: Settings, seconds_left: float
 ) -> tuple[dict[str, Any], str]:
@@ -801,6 +853,13 @@ def refuse_test_queries(
                 "by which a weight would be chosen before the verdict, such as "
                 f"{quoted(min(near_queries))}; remove them, or give other data"
             )
+
+
+def copy_model(trained: Path, model: Path) -> None:
+    """Copy a trained model with its logs, but without its store; an earlier copy is replaced."""
+    left_out = shutil.ignore_patterns(STORE_FOLDER, IDENTITY_FILE, RESULT_FILE)
+    with atomic_folder(model) as new_folder:
+        shutil.copytree(trained, new_folder, dirs_exist_ok=True, ignore=left_out)
 
 
 def pool_documents(dataset: BeirDataset, runs: list[Run]) -> set[str]:

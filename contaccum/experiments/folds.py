@@ -289,6 +289,8 @@ def _make_fold_settings(final: Settings, folder: Path) -> Settings:
         "eval_data": str(data / "dev"),
         "eval_corpus_size": len(first_dev.corpus),
     }
+    if final.second_stage is not None:
+        changes["second_stage"] = corpus
     if final.method == "query_side":
         changes["passage_store"] = str(folder / "store")
     if Path(final.train_data[0]).name == MINED_FILE:

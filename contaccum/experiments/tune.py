@@ -71,7 +71,13 @@ from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.checkpoint import count_rows
 from contaccum.training.passage_store import USELESS_SHARE_OF_BM25
 from contaccum.training.proposal import compute_start_rate
-from contaccum.training.setup import list_training_sets, load_data, load_encoder, make_evaluator
+from contaccum.training.setup import (
+    MAX_QUERY_SIDE_MICRO_BATCH,
+    list_training_sets,
+    load_data,
+    load_encoder,
+    make_evaluator,
+)
 from contaccum.training.update import find_largest_divisor
 
 TRIAL_METRIC = "ndcg@10"
@@ -98,7 +104,6 @@ Point = dict[str, Any]
 """{setting: value} of what the search has chosen: method, learning rate, and what is varied."""
 
 _DEFAULT_QUERY_SIDE_BATCH_SIZE = 128
-_MAX_QUERY_SIDE_MICRO_BATCH = 32  # pairs of query-side training, in which only queries are encoded
 _QUERY_SIDE_BATCH_UNIT = 8  # the batch of a process is a multiple, so micro-batches are not tiny
 # A document that scores more than 95% of the positive is no negative: it may be relevant as well.
 _RELATIVE_MARGIN = 0.05
@@ -203,7 +208,7 @@ class SearchSpace:
                 "processes"
             )
         if micro_batch is None:
-            micro_batch = find_largest_divisor(total // num_ranks, _MAX_QUERY_SIDE_MICRO_BATCH)
+            micro_batch = find_largest_divisor(total // num_ranks, MAX_QUERY_SIDE_MICRO_BATCH)
         return {
             "total_train_batch_size": total,
             "per_device_train_batch_size": micro_batch,

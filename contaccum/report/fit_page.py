@@ -90,7 +90,7 @@ def build_fit_page(folder: Path) -> str:
         join_title_and_text=join_title_and_text,
         trials_panel=make_trials_panel(record),
         setting_names=setting_names,
-        # With a guard, "model" is a merge of the trained model and the base model.
+        # "model" may be a merge with the base model, or the model of a second stage.
         curves=_make_curves(folder / ("trained" if (folder / "trained").is_dir() else "model")),
         config=yaml.safe_dump(record["settings"], sort_keys=False, allow_unicode=True),
         guard=record.get("guard"),

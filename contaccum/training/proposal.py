@@ -139,7 +139,7 @@ def propose(
     texts = loaded.transform.first_texts(sorted(rows.tolist()))
     query_prompt, passage_prompt = find_prompts(model)
     count_tokens, max_tokens, lengths_measured_by = _load_tokenizer(model)
-    width = _read_width(model)
+    width = read_width(model)
     query_lengths = [count_tokens(f"{query_prompt}{text}") for text in texts["query"]]
     passage_lengths = [count_tokens(f"{passage_prompt}{text}") for text in texts["positive"]]
     query_length = _compute_max_length(query_lengths, max_tokens)
@@ -233,7 +233,7 @@ def _load_tokenizer(model: str) -> tuple[Callable[[str], float], int, str]:
     return count_tokens, max_tokens, "by the tokenizer"
 
 
-def _read_width(model: str) -> int:
+def read_width(model: str) -> int:
     """Return the number of dimensions of a model's hidden states; 768 if it cannot be read."""
     from transformers import AutoConfig
 

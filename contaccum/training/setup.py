@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,14 +25,21 @@ from contaccum.evaluation.beir import load_data as load_beir
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
 from contaccum.files import require_writable
-from contaccum.settings import Settings
+from contaccum.settings import Settings, for_method, replace
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.checkpoint import find_checkpoints, require_free_folder
-from contaccum.training.log import RUN_RECORD
+from contaccum.training.log import RUN_RECORD, read_run_record
 from contaccum.training.passage_store import check_document_source
+from contaccum.training.proposal import compute_start_rate, read_width
 from contaccum.training.trainer import ContAccumTrainer
+from contaccum.training.update import find_largest_divisor
 
 logger = logging.getLogger(__name__)
+
+FIRST_STAGE = "first_stage"
+"""Folder in ``output_dir`` of the training before a second stage."""
+MAX_QUERY_SIDE_MICRO_BATCH = 32
+"""Pairs per micro-batch of query-side training, in which only queries are encoded."""
 
 
 def list_training_sets(settings: Settings) -> dict[str, dict[str, Any]]:
@@ -257,6 +265,40 @@ def make_trainer(
         raise ConfigError(str(error)) from error
 
 
+def make_second_stage(settings: Settings, model: str) -> Settings:
+    """Return the settings of a second stage: query-side training of a model that was trained.
+
+    It has the pairs per update of the first stage and as many updates, and the learning rate with
+    which a search of query-side training starts.
+
+    Args:
+        settings: the settings of the first stage, with its documents in ``second_stage``.
+        model: the folder of the model that the first stage has trained.
+    """
+    args = ContAccumTrainingArguments.from_settings(settings)
+    num_pairs = args.total_train_batch_size
+    assert num_pairs is not None  # computed when the arguments are created
+    rate = compute_start_rate(
+        "query_side", read_width(model), has_adapter=False, is_base_weak=False
+    )
+    return for_method(
+        settings,
+        "query_side",
+        model=model,
+        # A SentenceTransformer keeps its own modules.
+        pooling=Settings().pooling,
+        normalize=Settings().normalize,
+        corpus=settings.second_stage,
+        missing="add",
+        learning_rate=rate,
+        total_train_batch_size=num_pairs,
+        per_device_train_batch_size=find_largest_divisor(
+            num_pairs // args.world_size, MAX_QUERY_SIDE_MICRO_BATCH
+        ),
+        gradient_accumulation_steps=1,
+    )
+
+
 def train_and_save(settings: Settings, args: ContAccumTrainingArguments) -> None:
     """Train a model and save it into ``output_dir``: the work of `contaccum train`.
 
@@ -264,6 +306,16 @@ def train_and_save(settings: Settings, args: ContAccumTrainingArguments) -> None
         UserError: for an ``output_dir`` with another run, or data or a model that cannot be used.
     """
     output_dir = str(args.output_dir)
+    if settings.second_stage is not None:
+        first_folder = os.path.join(output_dir, FIRST_STAGE)
+        is_resumed = settings.resume_from_checkpoint is not None
+        if is_resumed and read_run_record(Path(first_folder)).get("finished"):
+            logger.info(f"{first_folder}: the first stage is finished; its model is used as it is")
+        else:
+            first = replace(settings, second_stage=None, output_dir=first_folder)
+            train_and_save(first, ContAccumTrainingArguments.from_settings(first))
+        settings = make_second_stage(settings, first_folder)
+        args = ContAccumTrainingArguments.from_settings(settings)
     # These checks are quick, and come before the data and the model are loaded.
     require_free_folder(args)
     if settings.overwrite_output_dir:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -39,6 +40,7 @@ from contaccum.experiments.folds import Pairs
 from contaccum.experiments.run import Result, run_and_keep
 from contaccum.experiments.tune import Choice, Tuned
 from contaccum.files import atomic_folder, lock_folder, write_json
+from contaccum.retrieval.encode import model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, replace
 from contaccum.training import log
@@ -628,6 +630,44 @@ def test_dev_scores_of_a_longer_trial_are_not_compared_with_the_test(root, tmp_p
     assert not [line for line in result.warnings if "disagree" in line]
 
 
+@pytest.mark.parametrize("gain", [0.1, -0.1])
+def test_second_stage_is_kept_if_it_is_better_on_dev(root, tmp_path, monkeypatch, gain):
+    """The config then trains both stages again."""
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 2)
+    monkeypatch.setattr(fit_module, "_estimate_second_stage", lambda *_: 0.0)
+    train = fit_module.run_and_keep
+
+    def shift_score(settings: Settings, folder: Path) -> Result:
+        result = train(settings, folder)
+        assert result.score is not None
+        is_second = folder.name == "second_stage"
+        return dataclasses.replace(result, score=0.5 + gain if is_second else 0.5)
+
+    monkeypatch.setattr(fit_module, "run_and_keep", shift_score)
+    lines: list[str] = []
+    settings = {**SETTINGS, "learning_rate": 0.01, "num_train_epochs": 1}
+    del settings["method"]
+    result = contaccum.fit(
+        root / "pairs.jsonl",
+        model=root / "fresh",
+        output=tmp_path / "out",
+        test=100,
+        print_line=lines.append,
+        **settings,
+    )
+    assert f"second stage: {0.5 + gain:.3f} on dev after it, 0.500 before it" in "\n".join(lines)
+    config = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
+    kept = tmp_path / "out" / ("second_stage" if gain > 0 else "trained")
+    expected = contaccum.DualEncoder.from_pretrained(str(kept), device="cpu")
+    assert model_fingerprint(result.model) == model_fingerprint(expected)
+    assert ("second_stage" in config) == (gain > 0)
+    if gain > 0:
+        options = ["--disable_tqdm", "true", "--output_dir", str(tmp_path / "again")]
+        assert main(["train", str(tmp_path / "out" / "config.yaml"), *options]) == 0
+        again = contaccum.DualEncoder.from_pretrained(str(tmp_path / "again"), device="cpu")
+        assert model_fingerprint(again) == model_fingerprint(result.model)
+
+
 def test_stopped_final_training_says_how_to_continue(root, tmp_path, monkeypatch, capsys):
     """The command has no option to resume from a checkpoint: it does so by itself."""
     settings = {**SETTINGS, "model": str(root / "fresh"), "train_data": [str(root / "pairs.jsonl")]}
@@ -635,7 +675,7 @@ def test_stopped_final_training_says_how_to_continue(root, tmp_path, monkeypatch
     def stop(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(log.RunCallback, "on_step_begin", stop)
+    monkeypatch.setattr(log.UpdateLogCallback, "on_step_begin", stop)
     with pytest.raises(SystemExit):
         run_and_keep(replace(Settings(), **settings), tmp_path / "model")
     line = f"stopped; saved {tmp_path}/model/checkpoint-1. Start the same command again to continue"

@@ -687,7 +687,7 @@ def test_trial_that_is_stopped_by_a_signal_saves_nothing(root, tmp_path, monkeyp
         signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(tune_module, "measure_speed", lambda *_: 0.001)
-    monkeypatch.setattr(log.RunCallback, "on_step_begin", stop)
+    monkeypatch.setattr(log.UpdateLogCallback, "on_step_begin", stop)
     with pytest.raises(SystemExit) as stop:
         tune(root, tmp_path / "out", "--method", "contaccum")
     assert stop.value.code == 128 + signal.SIGTERM
