@@ -66,8 +66,11 @@ def _make_parser() -> Parser:
     )
     parser.add_argument(
         "--model",
-        default=DEFAULT_MODEL,
-        help="model to train; default: %(default)s",
+        nargs="+",
+        default=[DEFAULT_MODEL],
+        metavar="MODEL",
+        help="model to train, or several, of which the best one on dev is trained; default: "
+        f"{DEFAULT_MODEL}",
     )
     parser.add_argument(
         "--corpus",

@@ -34,12 +34,13 @@ from contaccum.defaults import DEFAULT_GUARD_LOSS, DEFAULT_MODEL, DEFAULT_WEIGHT
 from contaccum.distributed import world_size
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import is_sentence_transformer, model_name, require_model
-from contaccum.errors import ConfigError, DataError, quoted
+from contaccum.errors import ConfigError, DataError, UserError, quoted
 from contaccum.evaluation.beir import load_data as load_beir
-from contaccum.evaluation.evaluator import RetrievalEvaluator
+from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 from contaccum.evaluation.results import Run
 from contaccum.experiments.budget import (
     Budget,
+    format_duration,
     measure_seconds_per_document,
     parse_duration,
     require_encoding_time,
@@ -125,6 +126,7 @@ _MAX_SHARE_OF_FOLDS = 0.5  # of the time left before the search, for encoding an
 _SAFETY_FACTOR = 1.3  # reserved time relative to the estimated time
 _LOADING_SECONDS = 10.0  # reserved for loading the models and writing the report
 _MAX_EVALUATIONS = 4  # evaluations on dev during the final training, each with a checkpoint
+_MAX_SHARE_OF_BASE_MODEL = 0.1  # of the time left, for scoring one of several base models
 _MAX_SHARE_OF_SECOND_STAGE = 0.25  # of the time that is left after the search
 _MAX_SHARE_OF_SCORING = 0.25  # of the time of the final training, for these evaluations
 _MIN_SPEED_UP = 1.1  # a smaller one may be noise
@@ -162,7 +164,7 @@ class FitResult:
 
 def fit(
     data: AnyPath,
-    model: AnyPath = DEFAULT_MODEL,
+    model: AnyPath | Sequence[AnyPath] = DEFAULT_MODEL,
     budget: str | float = "30m",
     output: AnyPath = "runs/fit",
     *,
@@ -185,7 +187,8 @@ def fit(
 
     Args:
         data: pairs in any format of docs/data.md, or a folder that `contaccum split` wrote.
-        model: the folder or hub name of a SentenceTransformer or a transformers backbone.
+        model: the folder or hub name of a SentenceTransformer or a transformers backbone; or
+            several, of which the one with the best score on dev is trained.
         budget: the wall time of the whole call, such as "90s", "30m" or "2h"; or in seconds.
         output: the folder for everything that is written.
         corpus: the documents in which dev and test queries are searched; None: the held-out
@@ -207,7 +210,8 @@ def fit(
             that is too short.
     """
     given = read_given(settings)
-    name = os.path.expanduser(os.fspath(model))
+    listed = [model] if isinstance(model, (str, os.PathLike)) else model
+    candidates = [os.path.expanduser(os.fspath(listed_model)) for listed_model in listed]
     pairs = Pairs(
         path=Path(data).expanduser(),
         corpus=None if corpus is None else Path(corpus).expanduser(),
@@ -221,18 +225,19 @@ def fit(
     folder = Path(output).expanduser().absolute()
     seconds = parse_duration(budget)
     guards = [guard] if isinstance(guard, (str, os.PathLike)) else guard or ()
-    args = check_given(name, given, folder / "store")
+    args = check_given(candidates[0], given, folder / "store")
     print_line = only_first_rank(print_line)
     # They are read before anything else, so that a faulty set is refused at once.
     guard_sets = {os.fspath(source): load_beir(os.fspath(source)) for source in guards}
-    require_model(name)
+    if len(candidates) == 1:
+        require_model(candidates[0])
     guard_request = None
     if guard_sets:
         fingerprints = {source: dataset.fingerprint for source, dataset in guard_sets.items()}
         guard_request = {"sets": fingerprints, "guard_loss": guard_loss}
     request = {
         "version": __version__,
-        "model": os.path.abspath(name) if os.path.isdir(name) else name,
+        "model": [make_absolute(candidate) for candidate in candidates],
         **given,
         "guard": guard_request,
         **pairs.describe(folder),
@@ -268,6 +273,23 @@ def fit(
                 print_line(f"note: {warning}")
 
         # 2. Baselines
+        name = candidates[0]
+        if len(candidates) > 1:
+            with time_budget.measure("base models"):
+                chosen_model = once(
+                    folder / "base_models",
+                    request,
+                    lambda: choose_base_model(
+                        candidates,
+                        train_file,
+                        held_out / "dev",
+                        given,
+                        args,
+                        time_budget,
+                        print_line,
+                    ),
+                )
+            name = chosen_model["model"]
         proposed = propose_settings(train_file, name, given, world_size())
         space = SearchSpace(
             proposed,
@@ -551,7 +573,8 @@ def fit(
             record = {
                 "request": {
                     "version": __version__,
-                    "model": request["model"],
+                    "model": make_absolute(name),
+                    "models": request["model"],
                     "settings": dict(given),
                     "guard": request["guard"],
                     **asdict(pairs),
@@ -664,6 +687,61 @@ def require_free_folder(folder: Path) -> bool:
     return not (folder / "store").exists() and not (folder / "baselines").exists()
 
 
+def make_absolute(model: str) -> str:
+    """Return the absolute path of a model's folder; a hub name as it is."""
+    return os.path.abspath(model) if os.path.isdir(model) else model
+
+
+def choose_base_model(
+    models: Sequence[str],
+    train_file: Path,
+    dev: Path,
+    given: Mapping[str, Any],
+    args: ContAccumTrainingArguments,
+    budget: Budget,
+    print_line: Callable[[str], None],
+) -> dict[str, Any]:
+    """Score several base models on dev, and choose the best one.
+
+    A large dev corpus is reduced to a sample. Prompts, lengths and similarity of a model are its
+    own. A model that cannot be loaded, or that takes too much of the budget, is left out.
+
+    Returns:
+        The ``model``, and the ``scores`` of all.
+
+    Raises:
+        ConfigError: if no model is left.
+    """
+    batch_size = args.per_device_eval_batch_size
+    dataset = sample(load_beir_folder(dev, "test"), corpus=MAX_TRIAL_DOCUMENTS)
+    rows = dataset.corpus.values()
+    texts = [passage_text(row["title"], row["text"]) for row in rows]
+    evaluator = RetrievalEvaluator(dataset, batch_size=batch_size)
+    scores = {}
+    for model in models:
+        try:
+            require_model(model)
+            settings = propose_settings(train_file, model, given, world_size())
+            encoder = load_encoder(make_base_settings(settings), args)
+            seconds = measure_seconds_per_document(encoder, texts, len(texts), batch_size)
+            if seconds * len(texts) > _MAX_SHARE_OF_BASE_MODEL * budget.left():
+                needed = format_duration(seconds * len(texts))
+                raise ConfigError(f"encoding {len(texts):,} documents would take {needed}")
+            baselines, _ = score_baselines(evaluator, encoder)
+        except UserError as error:
+            print_line(f"{model_name(model)} is left out: {error}")
+            continue
+        scores[model] = baselines.base
+        print_line(
+            f"{baselines.format_line(model)}, {1000 * seconds:.0f} ms per document on this machine"
+        )
+    if not scores:
+        raise ConfigError("no base model is left: give another --model, or a larger --budget")
+    best = max(scores, key=lambda model: scores[model])
+    print_line(f"base model: {model_name(best)}")
+    return {"model": best, "scores": scores}
+
+
 def propose_settings(
     train_file: Path, model: str, given: Mapping[str, Any], num_ranks: int
 ) -> Settings:
@@ -679,7 +757,7 @@ def propose_settings(
     unit = 1 if micro_batch == "auto" else micro_batch
     pairs_per_update = proposal.micro_batch * proposal.accumulation_steps
     proposed = {
-        "model": os.path.abspath(model) if os.path.isdir(model) else model,
+        "model": make_absolute(model),
         "train_data": [str(train_file)],
         "bank_size": proposal.bank_size,
         "temperature": proposal.temperature,

@@ -906,3 +906,24 @@ def test_two_processes_fit_one_model(root, tmp_path):
     lines = [line for line in done.stdout.splitlines() if line.startswith("BETTER: nDCG@10")]
     assert len(lines) == 1
     assert json.loads((tmp_path / "out" / "fit.json").read_text())["verdict"]["line"] == lines[0]
+
+
+def test_best_of_several_base_models_is_trained(root, trained, tmp_path, monkeypatch):
+    """A model that cannot be loaded is left out with a line."""
+    kill_in_stage(monkeypatch, "search_settings", after=False)
+    lines: list[str] = []
+    for _ in range(2):
+        with pytest.raises(Killed):
+            contaccum.fit(
+                root / "more.jsonl",
+                model=[root / "fresh", root / "nowhere", root / "better" / "model"],
+                output=tmp_path / "out",
+                print_line=lines.append,
+                **SETTINGS,
+            )
+    assert any(line.startswith("nowhere is left out: ") for line in lines)
+    assert lines.count("base model: better/model") == 1  # the second start does not choose again
+    scored = [line for line in lines if line.endswith(" ms per document on this machine")]
+    assert len(scored) == 2
+    fingerprints = json.loads((tmp_path / "out" / "models.json").read_text())
+    assert fingerprints["model"] == model_fingerprint(trained.model)
