@@ -540,10 +540,9 @@ def test_small_gradients_of_float16_embeddings_survive_under_a_gradient_scaler()
         assert error < 0.02  # float16 resolves no more
 
 
-@pytest.mark.parametrize("bank_size", [0, 64])
-def test_a_compiled_loss_equals_the_loss(bank_size):
-    loss_fn = BankedInfoNCE(bank_size)
-    compiled = torch.compile(BankedInfoNCE(bank_size), backend="eager")
+def test_a_compiled_loss_equals_the_loss():
+    loss_fn = BankedInfoNCE(64)
+    compiled = torch.compile(BankedInfoNCE(64), backend="eager")
     for seed in range(3):
         inputs = make_leaves(draw_embeddings(4, seed=seed))
         compiled_inputs = make_leaves(inputs)

@@ -117,8 +117,10 @@ def make_adam_step_over_copies(
     return step
 
 
-@pytest.mark.parametrize("drift_compensation", ["auto", "mean", "fresh", "none"])
-@pytest.mark.parametrize("end_update", ["after", "before"])
+@pytest.mark.parametrize(
+    ("drift_compensation", "end_update"),
+    [("auto", "after"), ("auto", "before"), ("mean", "after"), ("fresh", "after")],
+)
 def test_a_loop_without_end_update_equals_one_that_calls_it(drift_compensation, end_update):
     results = []
     for calls in ("never", end_update):
@@ -247,23 +249,11 @@ def test_a_long_first_update_is_no_reason_for_a_warning(caplog):
     assert not caplog.records
 
 
-def test_the_warning_waits_until_a_large_bank_is_filled_four_times(caplog):
-    model = make_encoder()
-    loss_fn = BankedInfoNCE(bank_size=2048)
-    with caplog.at_level(logging.WARNING):
-        [micro_batches] = draw_updates(1, micro_steps=65, n=128)
-        for step, (queries, passages) in enumerate(micro_batches):
-            loss_fn(model(queries), model(passages)).backward()
-            assert bool(caplog.records) == (step * 128 >= 4 * 2048)
-
-
-@pytest.mark.parametrize("has_probe", [False, True])
-def test_without_a_detected_step_one_warning_is_logged_and_entries_are_aged(caplog, has_probe):
+def test_without_a_detected_step_one_warning_is_logged_and_entries_are_aged(caplog):
     model = make_encoder()
     loss_fn = BankedInfoNCE(bank_size=256)
-    if has_probe:
-        probe_texts = torch.randn(8, 6)
-        loss_fn.observe_probe(model(probe_texts), model(probe_texts))
+    probe_texts = torch.randn(8, 6)
+    loss_fn.observe_probe(model(probe_texts), model(probe_texts))
     with caplog.at_level(logging.WARNING):
         for micro_batches in draw_updates(5, micro_steps=8, n=128):
             for queries, passages in micro_batches:

@@ -197,11 +197,10 @@ def test_embeddings_are_normalised_for_cosine_alone(tmp_path, similarity):
     np.testing.assert_allclose(exported, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_weights_are_saved_in_the_dtype_and_the_cosine_is_recorded(tmp_path, dtype):
-    record = export_model(tiny_encoder(), tmp_path / "out", dtype=dtype)
+def test_weights_are_saved_in_the_dtype_and_the_cosine_is_recorded(tmp_path):
+    record = export_model(tiny_encoder(), tmp_path / "out", dtype="bfloat16")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["dtype"] == dtype
+    assert config["dtype"] == "bfloat16"
     assert 0.99 < record["checks"][0]["least"] < 1.0
     written = json.loads((tmp_path / "out" / "export.json").read_text())
     assert written["checks"] == record["checks"]

@@ -182,9 +182,7 @@ def test_matryoshka_cuts_the_probe_of_a_wrapped_model(model):
 
 LOSSES = {
     "plain": ContAccumLoss,
-    "cached": partial(CachedContAccumLoss, mini_batch_size=4),
     "guide": lambda model: ContAccumLoss(model, guide=tiny_encoder()),
-    "Matryoshka": lambda model: MatryoshkaLoss(model, ContAccumLoss(model), [16, 8]),
     "cached Matryoshka": lambda model: MatryoshkaLoss(model, CachedContAccumLoss(model), [16, 8]),
 }
 
@@ -635,8 +633,7 @@ def test_banks_that_ranks_do_not_share_are_saved_in_one_state_and_restored(model
             loss_fn.load_bank_state_dict(gathered_state)
 
 
-@pytest.mark.parametrize("loss_class", [ContAccumLoss, CachedContAccumLoss])
-def test_a_probe_of_eight_pairs_is_collected_from_micro_batches_of_one(model, loss_class):
+def test_a_probe_of_eight_pairs_is_collected_from_micro_batches_of_one(model):
     """At a learning rate that moves the encoder fast, entries retire as in micro-batches of eight.
 
     Then only the eight pairs of the current update remain in use.
@@ -644,7 +641,7 @@ def test_a_probe_of_eight_pairs_is_collected_from_micro_batches_of_one(model, lo
     in_use = []
     for n in (1, 8):
         encoder = copy.deepcopy(model).double()
-        loss_fn = loss_class(encoder, bank_size=256)
+        loss_fn = ContAccumLoss(encoder, bank_size=256)
         optimizer = torch.optim.SGD(encoder.parameters(), lr=0.3)
         for update in range(18):
             columns = features(encoder, 8, 2, seed=update)
