@@ -204,10 +204,7 @@ def multiply_in_halves(
 ) -> Tensor:
     """Return the product of ``left``, float32 (n, k), and ``right``, float16 (k, m), as float32.
 
-    Args:
-        left: float32 (n, k).
-        right: float16 (k, m).
-        multiply_half: function that returns the float32 product of two float16 matrices.
+    ``multiply_half`` returns the float32 product of two float16 matrices.
     """
     largest = torch.linalg.vector_norm(left, math.inf, dim=1, keepdim=True)
     # A row of zeros stays zero.

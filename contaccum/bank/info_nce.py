@@ -1,9 +1,8 @@
 """BankedInfoNCE: the InfoNCE loss of a micro-batch against itself and a memory bank.
 
-The loss works on embeddings alone, so any training loop can use it. It encodes no text and steps no
-optimizer. A micro-step is one call of the loss; an update is all micro-steps before one optimizer
-step. The pairs of the micro-batch are local; those of earlier micro-batches are banked. (If ranks
-share a bank, the micro-batches of all ranks together are local.)
+A micro-step is one call of the loss; an update is all micro-steps before one optimizer step. The
+pairs of the micro-batch are local; those of earlier micro-batches are banked. (If ranks share a
+bank, the micro-batches of all ranks together are local.)
 
 The score matrix of a micro-step has four blocks:
 
@@ -193,15 +192,10 @@ class BankedInfoNCE(nn.Module):
     def _run_micro_step(
         self, texts: Tensor, ids: Tensor, guide_texts: Tensor | None, is_training: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the loss and its gradient, and enqueue the micro-batch in training.
+        """Compute the loss and the gradient of ``texts``, and enqueue the micro-batch in training.
 
-        Args:
-            texts: (n, 2 + h, d), the embeddings of this rank's texts.
-            ids: int64 (n, 2 + h, IDS_PER_TEXT).
-            guide_texts: (n, 2 + h, g), guide embeddings of the same texts, or None.
-
-        Returns:
-            The loss, and the gradient of ``texts``, None if they need none.
+        The arguments have the shapes that `forward` gives them; the gradient is None if the texts
+        need none.
         """
         settings = self.settings
         needs_gradient = texts.requires_grad
@@ -342,12 +336,7 @@ class BankedInfoNCE(nn.Module):
         return self.settings.gather_across_devices and world_size() > 1
 
     def _prepare_bank(self, texts: Tensor, guide_dim: int | None) -> MemoryBank | None:
-        """Return the bank with room for such texts, made if needed; None without a bank.
-
-        Args:
-            texts: (n, 2 + h, d), the next micro-batch.
-            guide_dim: see `MemoryBank.ensure_shape`.
-        """
+        """Return the bank with room for texts (n, 2 + h, d); None without a bank."""
         if self.settings.bank_size == 0:
             return None
         _, num_texts, dim = texts.shape
@@ -424,14 +413,13 @@ class BankedInfoNCE(nn.Module):
     def observe_probe(self, queries: Tensor, passages: Tensor) -> None:
         """Measure the drift of both towers on embeddings of the same few pairs of texts.
 
-        These pairs are called the probe. Call the method before the first micro-batch, and again
-        after updates; once every 64 to 128 pairs is enough. A later call within an update counts
-        its entries as encoded by an older encoder. The stored mean of each tower is moved as far as
-        the probe's mean has moved since the last call. With ``drift_compensation="auto"`` the call
-        also sets the age limit: entries beyond it retire at the end of the next call in training.
-        With ``"fresh"`` and ``"none"`` it only measures. The host waits for the device. Ranks that
-        share a bank call it together, each with its own texts; their number S may differ between
-        ranks and be 0. The probe consists of the texts of all ranks.
+        Call the method before the first micro-batch, and again after updates; once every 64 to 128
+        pairs is enough. A later call within an update counts its entries as encoded by an older
+        encoder. The stored mean of each tower is moved as far as the probe's mean has moved since
+        the last call. With ``drift_compensation="auto"`` the call also sets the age limit: entries
+        beyond it retire at the end of the next call in training. The host waits for the device.
+        Ranks that share a bank call it together, each with its own texts; their number S may differ
+        between ranks and be 0.
 
         Args:
             queries, passages: (S, d), encoded without dropout by the current encoder.
@@ -476,15 +464,11 @@ class BankedInfoNCE(nn.Module):
         return len(self.clock.update_ends)
 
     def drift_record(self) -> dict[str, float]:
-        """Return the age of the bank and its drift, for a log line.
-
-        It reads values from the device.
+        """Return the age of the bank and its drift, for a log line; it reads from the device.
 
         Returns:
-            ``bank_age`` in updates, the softmax masses of the last micro-step (``in_batch_mass``,
-            ``bank_mass`` and ``bank_mass_aged``, see `describe_micro_step`), and the drift
-            measured by the probe (see `DriftProbe.measure_drift`). Masses that are not finite are
-            left out. The record is empty before the first enqueued pair.
+            ``bank_age`` in updates, the softmax masses of `describe_micro_step` that are finite,
+            and the drift (see `DriftProbe.measure_drift`). Empty before the first enqueued pair.
         """
         if self.bank is None or self.bank.total_enqueued == 0:
             return {}
@@ -499,7 +483,7 @@ class BankedInfoNCE(nn.Module):
         return record
 
     def get_extra_state(self) -> Tensor:
-        """Return the state of the clock, int64, on the CPU."""
+        """Return the state of the clock; see `UpdateClock.get_state`."""
         return self.clock.get_state()
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -521,9 +505,6 @@ class BankedInfoNCE(nn.Module):
 
     def _make_buffers_like(self, state: dict[str, Tensor]) -> None:
         """Make the bank, the means and the probe with the shapes of a state's tensors.
-
-        Args:
-            state: the state of this module, with names relative to it.
 
         Raises:
             ConfigError: if the settings of this module make buffers of other shapes.
@@ -640,18 +621,13 @@ class PrecomputedGradient(torch.autograd.Function):
     multiplied by the incoming gradient, which contains the factor of a gradient scaler. If they
     were cast to float16 earlier, small values would underflow.
 
-    Use: ``PrecomputedGradient.apply(loss, gradients, *inputs)``.
+    Use: ``PrecomputedGradient.apply(loss, gradients, *inputs)``, with a scalar loss and a gradient
+    of the shape of each input.
     """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
-        """Store the gradients of the inputs, and return the loss.
-
-        Args:
-            loss: scalar.
-            gradients: one tensor of the shape of each input, in the order of ``inputs``.
-            inputs: the tensors that get the gradients.
-        """
+        """Store the gradients of the inputs, and return the loss."""
         ctx.save_for_backward(*gradients)
         ctx.input_dtypes = [x.dtype for x in inputs]
         return loss.clone()

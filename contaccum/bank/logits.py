@@ -1,9 +1,8 @@
 """Pairs of texts, and the logits of queries against documents with false negatives masked.
 
-`masked_logits` scores the queries of any pairs (rows) against the documents of any pairs (columns).
-The loss calls it for every block of its score matrix: the queries of the micro-batch (local) and of
-the memory bank (banked) against the documents of either. Every rule that excludes a document as a
-negative belongs there, and then holds in all blocks alike.
+`masked_logits` scores the queries of any pairs (rows) against the documents of any pairs (columns),
+which are a micro-batch or the contents of a bank. Every rule that excludes a document as a negative
+belongs there, and then holds in all blocks of the score matrix alike.
 
 A false negative of a row is a copy of its positive, or another document that is (probably) relevant
 to its query.
@@ -155,7 +154,6 @@ def make_pairs(
         ids: int64 (n, 2 + h, IDS_PER_TEXT), from `stack_ids`.
         temperature: divisor of the similarities.
         passage_mean: (d,), vector that is subtracted from the documents, or None.
-        guide: guide embeddings of the same texts.
     """
     queries = texts[:, 0]
     documents = texts[:, 1:]
@@ -206,10 +204,7 @@ def masked_logits(
     against each other. The bank keeps the masked logits in its log-sums, so a mask must never
     change later.
 
-    Args:
-        rows, columns: the pairs.
-        settings: settings of the loss: the temperature, and the rules that exclude documents.
-        positives: positives of the data set; used only with ``mask_duplicates``.
+    The table of positives is used only with ``mask_duplicates``.
 
     Returns:
         (r, c, 1 + h).
@@ -335,12 +330,7 @@ class _SortedLists:
             self.max_length = int(self.lengths.max())
 
     def contains(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Return bool (k, v), True where the list of a key contains a value.
-
-        Args:
-            keys: int64 (k,).
-            values: int64 (v,).
-        """
+        """Return bool (k, v), True where the list of a key, int64 (k,), has a value, int64 (v,)."""
         if self.max_length == 0:
             return torch.zeros(len(keys), len(values), dtype=torch.bool, device=keys.device)
         if self.keys.device != keys.device:

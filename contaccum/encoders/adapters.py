@@ -222,10 +222,7 @@ def require_peft(feature: str) -> None:
 
 
 def share_equal_frozen_weights(backbones: Sequence[PreTrainedModel]) -> None:
-    """Replace frozen weights of backbones by equal weights of the first backbone, to save memory.
-
-    Weights are compared if they have the same name and are frozen in both backbones.
-    """
+    """Replace frozen weights of backbones by equal ones of the first backbone, to save memory."""
 
     def get_name_in_base(name: str) -> str:
         # peft renames "layer.weight" to "layer.base_layer.weight" in every layer that it adapts.
@@ -264,11 +261,10 @@ def find_adapter_bases(folder: Path) -> list[str]:
 
 @contextmanager
 def saving(model: nn.Module, folder: AnyPath) -> Iterator[None]:
-    """Prepare a folder in which the ``with`` block saves a model, and complete it afterwards.
+    """Remove files of another model before the ``with`` block saves a model, and complete it.
 
-    Files of another model are removed before the block. After the block, settings are written that
-    sentence-transformers needs to load a model with an adapter but does not save: the dtype of the
-    base, and the types of the towers in the Router.
+    After the block, settings are written that sentence-transformers needs to load a model with an
+    adapter but does not save: the dtype of the base, and the types of the towers in the Router.
 
     Raises:
         ConfigError: if the base of an adapter is a folder that does not hold the base any more.
