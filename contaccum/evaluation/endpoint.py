@@ -86,7 +86,9 @@ def embed(
 
 def _add_key(request: requests.PreparedRequest) -> requests.PreparedRequest:
     """Add the key; with a key in the session's headers, a password in ~/.netrc would replace it."""
-    key = os.environ.get(KEY_VARIABLE)
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()):  # the error of the HTTP library would show it
+        raise ConfigError(f"{KEY_VARIABLE} has characters that no key has: copy the key again")
     if key:
         request.headers["Authorization"] = f"Bearer {key}"
     return request

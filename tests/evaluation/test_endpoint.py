@@ -128,3 +128,10 @@ def test_answers_that_are_not_embeddings_of_the_model_are_one_line(server, answe
 def test_another_url_is_refused():
     with pytest.raises(ConfigError, match="not the URL of a server"):
         embed_texts("localhost:8080")
+
+
+def test_a_key_that_no_header_can_have_is_refused(monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, "first\nsecond")
+    with pytest.raises(UserError, match=KEY_VARIABLE) as caught:
+        embed_texts("http://127.0.0.1:1")
+    assert "second" not in str(caught.value)
