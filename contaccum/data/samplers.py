@@ -4,7 +4,6 @@ The default sampler of sentence-transformers draws all epochs from one generator
 resumes in its second epoch would repeat the order of the first. Its other samplers are used as
 they are.
 
-
 The generator's seed is seed * factor + epoch: it differs for any two pairs of seed and epoch with
 fewer epochs than the factor, a prime.
 """

@@ -1,18 +1,14 @@
 """Sampling of an epoch's texts: for each row one positive and h negatives of its record.
 
-The cache holds records: a query with all its positives and negatives. The data set that training
-reads holds rows. Its text columns contain only the row number, and a transform of `datasets`,
+The text columns of a data set hold only the row number, and a transform of `datasets`,
 `EpochSampling`, replaces the number by texts when the row is read:
 
     stored   {"query": 7, "positive": 7, "negative_1": 7}
     read     {"query": "a question", "positive": "its answer", "negative_1": "another passage"}
 
 The sampled texts are a function of (seed, epoch, row) alone: they are the same after a resume, in
-every worker, and on any number of ranks.
-
-A known positive is a passage that any record lists as a positive of a query. It must not become a
-negative of this query. Queries and known positives are stored as text ids, 64-bit hashes of the
-texts.
+every worker, and on any number of ranks. A known positive, a passage that any record lists as a
+positive of a query, is never a negative of this query.
 """
 
 from __future__ import annotations
@@ -43,10 +39,7 @@ TOO_FEW = "too few hard negatives"
 """Reason that a `RecordReport` gives for the records that missing_negatives="drop" leaves out."""
 
 _MAX_FILL_TRIES = 256
-"""Number of passages that are sampled to fill a row's missing negatives before the search stops.
-
-The search fails for a sampled passage that is a known positive of the query, or that the row has.
-"""
+"""Number of passages that are sampled to fill a row's missing negatives before the search stops."""
 _BATCH_SIZE = 1000
 _UINT64_MASK = 2**64 - 1
 _LEAST_HASH = 1 << 48
@@ -88,9 +81,8 @@ class Selection:
     def assign_rows(self, used_records: np.ndarray, num_positives: np.ndarray) -> np.ndarray | None:
         """Return the record number and the positive's index for each row, int64 (N, 2).
 
-        Row i is one line of the result. For example, with positives="all", two records with 1 and 2
-        positives give the rows [[0, 0], [1, 0], [1, 1]]. The result is None, to save memory, if row
-        i is simply record i.
+        For example, with positives="all", two records with 1 and 2 positives give the rows
+        [[0, 0], [1, 0], [1, 1]]. The result is None, to save memory, if row i is simply record i.
 
         Args:
             used_records: numbers of the records that are not dropped, int64.
@@ -116,8 +108,7 @@ class Selection:
     ) -> tuple[str, list[str]]:
         """Return the positive of a row, and h negatives, or fewer if the record has fewer.
 
-        ``positives`` and ``negatives`` are those of the record, and `positive_index` is that of the
-        row's positive, which is not used if the positive is drawn.
+        `positive_index` is not used if the positive is drawn.
         """
         positive = positives[positive_index]
         distinct_positives = list(dict.fromkeys(positives))
@@ -156,7 +147,6 @@ class EpochSampling:
         rows: np.ndarray | None = None,
         known_positives: np.ndarray | None = None,
     ) -> None:
-
         self._records = records
         self._selection = selection
         self._rows = rows
@@ -186,26 +176,19 @@ class EpochSampling:
         return int(self._seed_and_epoch[1])
 
     def set_epoch(self, epoch: int, seed: int | None = None) -> None:
-        """Set the epoch whose texts are read, in this process and in a loader's workers.
+        """Set the epoch, from 0, whose texts are read, in this process and in a loader's workers.
 
-        Args:
-            epoch: number of the epoch, from 0.
-            seed: seed of the sampling; None: unchanged, 0 at first.
+        The seed of the sampling stays unchanged if it is None; it is 0 at first.
         """
         self._seed_and_epoch[1] = epoch
         if seed is not None:
             self._seed_and_epoch[0] = seed
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Replace the row numbers in the text columns of a batch by texts.
+        """Replace the row numbers in the text columns of a batch, {column: values}, by texts.
 
-        Args:
-            batch: {column: values}; text columns hold row numbers, other columns are returned
-                unchanged.
-
-        Returns:
-            {column: texts or values}, with a column "label" if the batch has the columns "query"
-            and "positive", and `has_text_ids` or `has_teacher_scores` is True.
+        Other columns are returned unchanged. A column "label" is added if the batch has the columns
+        "query" and "positive", and `has_text_ids` or `has_teacher_scores` is True.
 
         Raises:
             ConfigError: for a data set with other columns, of which query or positive was renamed
@@ -249,14 +232,10 @@ class EpochSampling:
         return {**sampled, **other_columns}
 
     def first_texts(self, numbers: list[int]) -> dict[str, list[str | None]]:
-        """Return the same texts of rows in every epoch: the first ones of their records.
+        """Return {column: texts} of rows, the same in every epoch: the first ones of their records.
 
-        Args:
-            numbers: row numbers.
-
-        Returns:
-            {column: texts}: query, the row's positive (the first of the record, unless each
-            positive has a row of its own), and the first h negatives; None for a missing negative.
+        These are the query, the row's positive (the first of the record, unless each positive has a
+        row of its own), and the first h negatives; None for a missing negative.
         """
         texts: dict[str, list[str | None]] = {name: [] for name in self.columns}
         for record, positive_index in self._read_sources(numbers):
@@ -268,13 +247,10 @@ class EpochSampling:
         return texts
 
     def pairs(self, numbers: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
-        """Yield {"query": text, "positive": texts} for each row.
+        """Yield {"query": text, "positive": texts} for rows, by number; None: for all rows.
 
         The first positive is the row's own. If positives are sampled (`Selection.positives` is
         "draw"), all positives of the record follow.
-
-        Args:
-            numbers: row numbers; None: all rows.
         """
         if numbers is None:
             numbers = range(len(self))
@@ -287,10 +263,7 @@ class EpochSampling:
                 yield {"query": record.query, "positive": positives}
 
     def _read_sources(self, numbers: list[int]) -> list[tuple[Record, int]]:
-        """Return the record of each row, and the index of the row's positive in it.
-
-        The index is not used if the positive is sampled (`Selection.positives` is "draw").
-        """
+        """Return the record of each row, and the index of the row's positive in it."""
         record_numbers = np.array(numbers, dtype=np.int64)
         positive_indices = [0] * len(numbers)
         if self._rows is not None:
@@ -313,7 +286,12 @@ class EpochSampling:
             DataError: if the row would have no negative at all.
         """
         query_id, *used_ids = text_ids([query, positive, *negatives]).tolist()
-        forbidden_ids = {*used_ids, *self._find_known_positives(query_id)}
+        forbidden_ids = set(used_ids)
+        if self.known_positives is not None:
+            sorted_query_ids = self.known_positives[:, 0]
+            start = sorted_query_ids.searchsorted(query_id, "left")
+            end = sorted_query_ids.searchsorted(query_id, "right")
+            forbidden_ids.update(self.known_positives[start:end, 1].tolist())
         filled = list(negatives)
         for _ in range(_MAX_FILL_TRIES):
             if len(filled) == self._num_negatives:
@@ -330,15 +308,6 @@ class EpochSampling:
                 "(set num_hard_negatives to 0)"
             )
         return [filled[index % len(filled)] for index in range(self._num_negatives)]
-
-    def _find_known_positives(self, query_id: int) -> list[int]:
-        """Return the ids of a query's known positives."""
-        if self.known_positives is None:
-            return []
-        sorted_query_ids = self.known_positives[:, 0]
-        start = sorted_query_ids.searchsorted(query_id, "left")
-        end = sorted_query_ids.searchsorted(query_id, "right")
-        return self.known_positives[start:end, 1].tolist()
 
 
 def _get_scores(row: Mapping[str, str], record: Record) -> list[float]:
@@ -399,10 +368,7 @@ def get_samplings(dataset: Any) -> list[EpochSampling]:
 
 
 def first_texts(dataset: Any) -> Iterator[dict[str, list[str | None]]]:
-    """Yield the texts of all rows, in batches of {column: texts}, the same in every epoch.
-
-    See `EpochSampling.first_texts`. Columns without texts (`LABELS`) are left out.
-    """
+    """Yield `EpochSampling.first_texts` of all rows, in batches, without the columns `LABELS`."""
     samplings = get_samplings(dataset)
     for batch in dataset.with_format(None).iter(_BATCH_SIZE):
         texts = samplings[0].first_texts(batch["query"]) if samplings else batch
@@ -440,8 +406,6 @@ def collect_known_positives(pairs: np.ndarray) -> np.ndarray | None:
     return distinct_pairs[rows] if len(rows) else None
 
 
-# The "label" column holds text ids and teacher scores of a row.
-#
 # sentence-transformers passes one tensor of labels to a loss, so everything that a loss needs
 # besides the texts is in one column. With c text columns (query, positive, negatives), a row's
 # label is one of these:

@@ -14,10 +14,8 @@ A split is written as a folder:
                    judgements are in qrels/test.tsv
 
 The same data, sizes and seed give the same split, whatever the order of the records. Texts are
-compared after `normalise`, so a text that differs only in case or in invisible characters is the
-same text. A document is a copy of a passage of the records if its title and text together, or its
-text alone, have the words of the passage: records may hold the texts of documents without their
-titles.
+compared after `normalise`. A document is a copy of a passage of the records if its title and text
+together, or its text alone, have the words of the passage.
 """
 
 from __future__ import annotations
@@ -199,9 +197,8 @@ def split_data(
 
     A BEIR folder with a split ``test`` keeps this test set. Only dev is then chosen from the split
     ``train``; records in a group with a text of the test set are left out, and the folder's corpus
-    is the haystack, so ``corpus`` is refused. If more than a fifth of the test queries share a
-    positive with training queries, dev is held out by query, in the same way as the test set:
-    passages of dev may then be positives in training.
+    is the haystack. If more than a fifth of the test queries share a positive with training
+    queries, dev is held out by query too: its passages may then be positives in training.
 
     Args:
         data: the source of the training records, which are all in memory during the split.
@@ -212,8 +209,8 @@ def split_data(
             other passages.
         report: receives the counts of used and bad records; None: a new report.
         show_progress: True for a progress bar.
-        stores_records: True to store the training records for `load_training_data`, so that a
-            training on train.jsonl, also in another process, does not read and parse it again.
+        stores_records: True to store the training records for `load_training_data`, so that no
+            training on train.jsonl parses it again.
 
     Raises:
         ConfigError: for settings that do not fit the data, or an ``output`` that exists.
@@ -237,9 +234,7 @@ def split_data(
     corpus_documents = _read_corpus(data, corpus, published_test, settings, report)
 
     held_out_by = choose_held_out_by(records, published_test)
-    grouping = group_records(
-        records, published_test, held_out_by, corpus_documents or (), show_progress
-    )
+    grouping = group_records(records, published_test, held_out_by, show_progress)
     sizes = _choose_sizes(data.path, grouping, settings, published_test)
     sides = choose_sides(data.path, grouping, sizes, settings)
     parts: dict[str, list[Record]] = {"train": [], "dev": [], "test": [], "left out": []}
@@ -359,10 +354,8 @@ def _choose_sizes(
 
     The number of test queries is 0 if the data came with a test set, which is used as it is.
     """
-    num_queries = 0
-    for group, num_queries_of_group in grouping.queries_of_group.items():
-        if group not in grouping.groups_of_test:
-            num_queries += num_queries_of_group
+    candidates = grouping.queries_of_group.keys() - grouping.groups_of_test
+    num_queries = sum(grouping.queries_of_group[group] for group in candidates)
     if num_queries < LEAST_QUERIES:
         raise DataError(
             f"{source}: has {num_queries} distinct queries; it takes at least {LEAST_QUERIES} "
@@ -403,17 +396,11 @@ def choose_sides(
         fold 1   train train test  test  dev   train
         fold 2   dev   train train train test  test
 
-    Args:
-        source: the data, for messages.
-        grouping: the groups.
-        sizes: number of queries of "dev" and "test".
-        settings: seed and fold.
-
     Returns:
         {group: side}, without the groups that are linked with the published test set.
 
     Raises:
-        DataError: if too many queries are in large groups, or dev or test gets no group.
+        DataError: if too many queries are in large groups, or a side gets no group.
         ConfigError: for a fold number that is too large.
     """
     small_groups = _list_small_groups(grouping, sizes, settings)
@@ -433,10 +420,7 @@ def choose_sides(
         num_folds = num_available // sizes["test"] if sizes["test"] else 1
         raise ConfigError(f"fold={settings.fold}: {source} has folds 0 to {num_folds - 1}")
 
-    sides = {}
-    for group in grouping.queries_of_group:
-        if group not in grouping.groups_of_test:
-            sides[group] = "train"
+    sides = dict.fromkeys(grouping.queries_of_group.keys() - grouping.groups_of_test, "train")
     position = 0  # number of queries in the groups before this one
     for group in small_groups:
         offset = (position - test_start) % num_available
@@ -517,9 +501,8 @@ def collect_training_corpus(
 ) -> list[Passage]:
     """Return the documents that training may use as negatives.
 
-    These documents are the positives and hard negatives of the training records, and all
-    ``documents``, except for held-out texts. Of documents that are equal after `normalise`, only
-    one is returned, and none that is a copy of a passage of the training records.
+    These are the positives and hard negatives of the training records, and all ``documents``,
+    except for held-out texts, copies of these passages, and repeated documents.
     """
     training_passages = {}
     collected = {}  # {normalised text: document}
@@ -552,8 +535,7 @@ def _add_copies(texts: Set[str], documents: Iterable[Passage]) -> set[str]:
     """Return normalised texts together with those of the documents that are copies of them.
 
     Words alone are compared, because records may have a full stop, a colon or the end of a line
-    between title and text. The texts of a document are those with its title and without it, because
-    hard negatives may have either.
+    between title and text.
     """
     all_texts = set(texts)
     words = {get_words(text) for text in texts}
@@ -634,19 +616,11 @@ def _collect_passages(records: Iterable[Record]) -> dict[str, str]:
 def write_beir(
     folder: Path, records: Sequence[Record], haystack: Iterable[Passage]
 ) -> tuple[int, int]:
-    """Write the records of dev or test to a BEIR folder.
-
-    The split in the folder is called ``test`` for both.
+    """Write the records of dev or test to a new BEIR folder, whose split is called ``test``.
 
     Every document that is a copy of a positive of a query is relevant to the query. For a positive
     without such a document, documents with the same words are its copies: those that differ only in
-    punctuation, such as that between title and text, or in tags of HTML. Positives without any copy
-    in the haystack are added to it.
-
-    Args:
-        folder: a folder that does not exist.
-        records: queries with their positives.
-        haystack: the documents to search.
+    punctuation or in tags of HTML. Positives without any copy in the haystack are added to it.
 
     Returns:
         The number of documents, and how many of them are positives that the haystack lacked.
@@ -738,13 +712,9 @@ def _hash_text(text: str) -> str:
 
 
 def write_part(dataset: BeirDataset, document_ids: Container[str], folder: Path) -> None:
-    """Write a BEIR folder with all queries and some documents of a data set.
+    """Write a new BEIR folder with all queries and some documents of a data set.
 
-    Args:
-        dataset: the data set, whose judgements become the split ``test``.
-        document_ids: ids of the documents to write; judgements of the other documents of the corpus
-            are left out.
-        folder: a folder that does not exist.
+    Its split is called ``test``. Judgements of the corpus's other documents are left out.
     """
     corpus = dataset.corpus
     documents = [Passage(name, **corpus[name]) for name in corpus if name in document_ids]
