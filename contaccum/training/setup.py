@@ -46,9 +46,6 @@ def list_training_sets(settings: Settings) -> dict[str, dict[str, Any]]:
     """Return the options of each training set in ``train_data``, by the name of the set.
 
     An option that a set does not set itself has the value of the settings.
-
-    Raises:
-        ConfigError: for invalid options.
     """
     common = {
         "split": settings.split,
@@ -72,11 +69,7 @@ def load_data(settings: Settings) -> TrainingSets:
 
 
 def make_evaluator(settings: Settings) -> RetrievalEvaluator | None:
-    """Load the evaluator for ``eval_data``; return None if it is not set.
-
-    Raises:
-        DataError: for data that cannot be used.
-    """
+    """Return the evaluator for ``eval_data``; None if it is not set."""
     if settings.eval_data is None:
         return None
     full_set = load_beir(settings.eval_data, settings.eval_split, settings.on_bad_record)
@@ -184,12 +177,7 @@ def _load_sentence_transformer(settings: Settings, options: dict[str, Any]) -> D
 
 
 class RunData(NamedTuple):
-    """The data of a run.
-
-    Attributes:
-        training: the training sets.
-        evaluator: the evaluator of the model during training; None without evaluation.
-    """
+    """The data of a run: the training sets, and the evaluator of the model during training."""
 
     training: TrainingSets
     evaluator: SentenceEvaluator | None
@@ -233,13 +221,8 @@ def make_trainer(
 ) -> ContAccumTrainer:
     """Return the trainer of a run.
 
-    Args:
-        encoder: the encoder to train, from `load_encoder`. Without an adapter, its weights become
-            float32 (with ``method=query_side``, those of the query tower).
-        settings: the settings, of which only those of the guide are read here.
-        args: the training arguments.
-        data: the data, from `load_run_data`.
-        **trainer_options: further arguments of the trainer, such as ``callbacks``.
+    Without an adapter, the weights of the encoder become float32 (with ``method=query_side``, those
+    of the query tower). ``trainer_options`` are further arguments of the trainer.
 
     Raises:
         UserError: for a model that cannot be trained on the data or with the arguments.

@@ -240,10 +240,9 @@ class Updates:
         return batch_loss
 
     def _set_pairs_of_losses(self) -> None:
-        """Set in each ContAccumLoss the number of pairs that it receives in this update.
+        """Set in each ContAccumLoss its pairs of this update, over which it centres gradients.
 
-        The loss needs the number to centre its gradients over the update. If ranks share a bank,
-        the number counts the pairs of all ranks.
+        If ranks share a bank, the number counts the pairs of all ranks.
         """
         pairs_of_sets = self.current.pairs_of_sets
         for bank_loss in iter_bank_losses(self._loss):
@@ -485,7 +484,7 @@ def find_micro_batch(
     smallest: int,
     compute_loss: Callable[[Any, list[Row]], Tensor],
 ) -> int:
-    """Find the largest micro-batch that fits into the memory of every rank.
+    """Return the pairs of the largest micro-batch that fits into the memory of every rank.
 
     The divisors of the pairs per update are tried with the longest texts of the data, in ascending
     order until memory runs out. On a CPU, the operating system would kill the process when memory
@@ -500,9 +499,6 @@ def find_micro_batch(
         dataset: the training set, or a dictionary of training sets.
         smallest: the smallest number of pairs with which every query has a negative.
         compute_loss: function that returns the value of a loss for rows of the data.
-
-    Returns:
-        The number of pairs per micro-batch.
 
     Raises:
         ConfigError: if an update has fewer pairs than the smallest micro-batch.
