@@ -41,6 +41,7 @@ def run(argv: Sequence[str]) -> int:
         test=args.test,
         guard=args.guard,
         guard_loss=args.guard_loss,
+        curve=args.curve,
         print_line=print_at_once,
         **read(training_arguments),
     )
@@ -90,6 +91,11 @@ def _make_parser() -> Parser:
     )
     parser.add_held_out_options()
     parser.add_guard_options()
+    parser.add_argument(
+        "--curve",
+        action="store_true",
+        help="also train on 25 and 50 %% of the training queries: would more pairs help?",
+    )
     parser.add_argument(
         "--require",
         choices=["better"],

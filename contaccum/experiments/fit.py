@@ -11,6 +11,8 @@ which the search runs. A guard is other data on which the model must not become 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
 import os
 import shutil
@@ -70,6 +72,7 @@ from contaccum.experiments.run import (
     start_ranks,
 )
 from contaccum.experiments.tune import (
+    TRIAL_METRIC,
     Baselines,
     Choice,
     SearchSpace,
@@ -118,6 +121,8 @@ from contaccum.training.setup import load_data, load_encoder, make_second_stage
 RECORD_FILE = "fit.json"
 CONFIG_FILE = "config.yaml"
 REPORT_FILE = "report.html"
+CURVE_SHARES = (0.25, 0.5)
+"""The shares of the training queries on which `fit` trains again with ``curve``."""
 MAX_TRIAL_DOCUMENTS = 2000
 """A dev corpus with more documents is reduced to a pool, because each trial encodes it again."""
 
@@ -129,6 +134,7 @@ _MAX_EVALUATIONS = 4  # evaluations on dev during the final training, each with 
 _MAX_SHARE_OF_BASE_MODEL = 0.1  # of the time left, for scoring one of several base models
 _MAX_SHARE_OF_SECOND_STAGE = 0.25  # of the time that is left after the search
 _MAX_SHARE_OF_SCORING = 0.25  # of the time of the final training, for these evaluations
+_LARGE_GAIN = 1.0  # points of nDCG@10 from half of the queries to all of them
 _MIN_SPEED_UP = 1.1  # a smaller one may be noise
 _UPDATE_FACTOR = 1.1  # expected time of an update relative to the measured one
 
@@ -177,6 +183,7 @@ def fit(
     test: float | None = None,
     guard: AnyPath | Sequence[AnyPath] | None = None,
     guard_loss: float = DEFAULT_GUARD_LOSS,
+    curve: bool = False,
     print_line: Callable[[str], None] = print,
     **settings: Any,
 ) -> FitResult:
@@ -201,6 +208,8 @@ def fit(
         guard: BEIR folders or public names of other data. The trained model is then merged with the
             base model so that it loses at most ``guard_loss`` nDCG@10 on each of them.
         guard_loss: see ``guard``.
+        curve: True: also train with the chosen settings on 25 and 50 % of the training queries, to
+            see whether more pairs would help.
         print_line: is called with each line for the user.
         settings: options of `contaccum train`, such as ``learning_rate=1e-5``. The search does not
             vary them. None stands for an option that is not given.
@@ -396,8 +405,8 @@ def fit(
                 evaluator,
                 baselines,
                 time_budget,
-                times.sum_reserve(num_trainings),
-                num_trainings,
+                times.sum_reserve(num_trainings) + len(CURVE_SHARES) * curve * times.test,
+                num_trainings + curve,  # the parts together are nearly one more training
                 folder / "tuning",
                 print_line,
             )
@@ -417,7 +426,9 @@ def fit(
 
         def plan_training() -> dict[str, Any]:
             now = measure_times()
-            seconds_left = (time_budget.left() - now.sum_reserve(num_trainings)) / num_trainings
+            seconds_left = time_budget.left() - now.sum_reserve(num_trainings)
+            seconds_left -= len(CURVE_SHARES) * curve * now.test
+            seconds_left /= num_trainings + curve
             second_seconds = math.inf
             if "method" not in given:
                 second_seconds = _estimate_second_stage(tuned, split, now)
@@ -526,12 +537,34 @@ def fit(
                     )
                 )
 
-        # 8. Verdict and report
+        # 8. Train on parts of the pairs, to see whether more would help
+        part_models: dict[float, Path] = {}
+        if curve:
+            for share in CURVE_SHARES:
+                part = folder / "curve" / f"{share:.0%}"
+                if not on_first_rank((part / "model" / RESULT_FILE).is_file):
+                    now = measure_times()
+                    needed = share * training_seconds + (1 + len(part_models)) * now.test + now.test
+                    if needed > time_budget.left():
+                        print_line(f"no training on {share:.0%} of the pairs: no time is left")
+                        break
+                    print_line(f"training on {share:.0%} of the queries")
+                with time_budget.measure("curve"):
+                    run_and_keep(make_part_settings(final, share, part), part / "model")
+                part_models[share] = part / "model"
+
+        # 9. Verdict and report
         def test_and_report() -> dict[str, Any]:
             with time_budget.measure("test"):
                 evaluator = load_evaluator(held_out / "test", store, batch_size)
                 trained = load_trained(folder / "model", base)
                 results = search_test_set(evaluator, base, trained, bm25_weights)
+                points = []
+                for share, model_folder in part_models.items():
+                    run = search_trained(evaluator, base, load_trained(model_folder, base))
+                    points.append([share, evaluator.score_run(run)[TRIAL_METRIC]])
+                if points:
+                    points.append([1.0, results["trained"].means[TRIAL_METRIC]])
             scores = pool_scores(results, fold_scores)
             groups = pool_groups(evaluator.dataset, fold_scores)
             verdict = compute_verdict(
@@ -590,6 +623,7 @@ def fit(
                 "data": paths,
                 "split": asdict(split),
                 "scores": table,
+                "curve": points,
                 "guard": guard_record,
                 "choice": tuned.choice._asdict(),
                 "trials": tuned.trials,
@@ -604,14 +638,16 @@ def fit(
             }
             write_json(folder / RECORD_FILE, redact(record))
             write_text(folder / REPORT_FILE, build_fit_page(folder))
-            return {"verdict": verdict.record(), "production": production, "warnings": warnings}
+            lines = [production, *describe_curve(points)]
+            return {"verdict": verdict.record(), "lines": lines, "warnings": warnings}
 
         outcome = on_first_rank(test_and_report)
     verdict = Verdict(**{field.name: outcome["verdict"][field.name] for field in fields(Verdict)})
     for warning in outcome["warnings"]:
         print_line(f"warning: {warning}")
     print_line(str(verdict))
-    print_line(outcome["production"])
+    for line in outcome["lines"]:
+        print_line(line)
     shown = Path(output).expanduser()
     print_line(
         f"model: {shown / 'model'}   report: {shown / REPORT_FILE}   "
@@ -914,6 +950,51 @@ def plan_final_training(
     # ContAccumTrainer also evaluates after the last update.
     options["eval_steps"] = options["save_steps"] = math.ceil(num_updates / num_evaluations)
     return options, line
+
+
+# A part of the pairs ------------------------------------------------------------------------------
+
+
+def make_part_settings(final: Settings, share: float, folder: Path) -> Settings:
+    """Return the settings of the final training on a share of the training queries.
+
+    The queries with the smallest hashes are taken, so a smaller share is a part of a larger one. A
+    training whose number of updates is fixed has the same share of them.
+    """
+    part_file = folder / TRAIN_FILE
+
+    def write_part_of_queries() -> None:
+        lines = []
+        for line in Path(final.train_data[0]).read_text(encoding="utf-8").splitlines():
+            query = json.loads(line)["query"]
+            digest = hashlib.sha256(query.encode()).digest()
+            if int.from_bytes(digest[:8]) < share * 2**64:
+                lines.append(line + "\n")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(part_file, "".join(lines))
+
+    on_first_rank(write_part_of_queries)
+    changes: dict[str, Any] = {"train_data": [str(part_file)]}
+    if final.max_steps > 0:
+        changes["max_steps"] = max(1, round(share * final.max_steps))
+    return replace(final, **changes)
+
+
+def describe_curve(points: Sequence[Sequence[float]]) -> list[str]:
+    """Return a line that says whether more pairs would help; none without trainings on parts.
+
+    Args:
+        points: (share of the training queries, nDCG@10 on test), the last of them with all queries.
+    """
+    if len(points) < 2:
+        return []
+    shown = ", ".join(f"{share:.0%} {score:.3f}" for share, score in points)
+    gain = 100 * (points[-1][1] - points[-2][1])
+    advice = "more pairs should help" if gain >= _LARGE_GAIN else "more pairs may bring little"
+    return [
+        f"share of the training queries: {shown}; from {points[-2][0]:.0%} to 100%: {gain:+.1f} "
+        f"points; {advice}"
+    ]
 
 
 # Texts --------------------------------------------------------------------------------------------

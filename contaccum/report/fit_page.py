@@ -78,6 +78,12 @@ def build_fit_page(folder: Path) -> str:
     def render_svg(panel: Panel) -> str:
         return panel.to_svg(salt=str(next(picture_numbers)))
 
+    # "model" may be a merge with the base model, or the model of a second stage.
+    curves = _make_curves(folder / ("trained" if (folder / "trained").is_dir() else "model"))
+    if record["curve"]:
+        points = [(float(share), float(score)) for share, score in record["curve"]]
+        curves.append(Panel("nDCG@10 on test", {"trained": points}, "share of training queries"))
+
     return environment.get_template("fit_page.html.j2").render(
         record=record,
         verdict=record["verdict"],
@@ -90,8 +96,7 @@ def build_fit_page(folder: Path) -> str:
         join_title_and_text=join_title_and_text,
         trials_panel=make_trials_panel(record),
         setting_names=setting_names,
-        # "model" may be a merge with the base model, or the model of a second stage.
-        curves=_make_curves(folder / ("trained" if (folder / "trained").is_dir() else "model")),
+        curves=curves,
         config=yaml.safe_dump(record["settings"], sort_keys=False, allow_unicode=True),
         guard=record.get("guard"),
         is_query_side=settings.get("method") == "query_side",

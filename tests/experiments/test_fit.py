@@ -668,6 +668,34 @@ def test_second_stage_is_kept_if_it_is_better_on_dev(root, tmp_path, monkeypatch
         assert model_fingerprint(again) == model_fingerprint(result.model)
 
 
+def test_parts_of_the_pairs_are_nested_and_trained_and_tested(root, tmp_path):
+    lines: list[str] = []
+    result = contaccum.fit(
+        root / "pairs.jsonl",
+        model=root / "fresh",
+        output=tmp_path / "out",
+        test=100,
+        curve=True,
+        print_line=lines.append,
+        **{**SETTINGS, "learning_rate": 0.01},
+    )
+    queries = {}
+    for part in ("data", "curve/25%", "curve/50%"):
+        records = (tmp_path / "out" / part / "train.jsonl").read_text().splitlines()
+        queries[part] = {json.loads(record)["query"] for record in records}
+    assert queries["curve/25%"] < queries["curve/50%"] < queries["data"]
+    assert len(queries["curve/50%"]) == pytest.approx(len(queries["data"]) / 2, rel=0.3)
+    points = json.loads((tmp_path / "out" / "fit.json").read_text())["curve"]
+    assert [share for share, _ in points] == [0.25, 0.5, 1.0]
+    assert points[-1][1] == pytest.approx(result.verdict.trained)
+    [line] = [line for line in lines if line.startswith("share of the training queries: 25% ")]
+    gain = 100 * (points[2][1] - points[1][1])
+    assert f"from 50% to 100%: {gain:+.1f} points" in line
+    evaluator = RetrievalEvaluator(load_beir_folder(tmp_path / "out" / "data" / "test", "test"))
+    half = contaccum.DualEncoder.from_pretrained(tmp_path / "out" / "curve" / "50%" / "model")
+    assert evaluator.score(half)["ndcg@10"] == pytest.approx(points[1][1])
+
+
 def test_stopped_final_training_says_how_to_continue(root, tmp_path, monkeypatch, capsys):
     """The command has no option to resume from a checkpoint: it does so by itself."""
     settings = {**SETTINGS, "model": str(root / "fresh"), "train_data": [str(root / "pairs.jsonl")]}

@@ -67,6 +67,7 @@ def make_record(base: float, trained: float) -> dict[str, Any]:
             "documents": {"train": 80, "dev": 90, "test": 90},
         },
         "scores": scores,
+        "curve": [],
         "choice": {
             "settings": settings,
             "trial": 0,
@@ -136,10 +137,16 @@ def test_the_page_has_the_curves_of_the_training_logs(tmp_path):
     text = "".join(json.dumps(line) + "\n" for line in lines)
     cut_line = '{"update": 4, "lo'  # a killed process leaves an incomplete line
     (tmp_path / "model" / "train_log.jsonl").write_text(text + cut_line)
-    page = build_page_of_record(tmp_path, make_record(0.4, 0.6))
+    record = {**make_record(0.4, 0.6), "curve": [[0.5, 0.6], [1.0, 0.7]]}
+    page = build_page_of_record(tmp_path, record)
     assert "<h2>Training" in page
     captions = re.findall("<figcaption>(.*?)</figcaption>", page)
-    assert captions == ["nDCG@10 on dev by learning rate", "loss", "learning_rate"]
+    assert captions == [
+        "nDCG@10 on dev by learning rate",
+        "loss",
+        "learning_rate",
+        "nDCG@10 on test",
+    ]
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert ids
     assert len(ids) == len(set(ids))
