@@ -7,8 +7,8 @@ fast as well.
 
 Exit codes:
     0: success.
-    1: a defect of contaccum, with a traceback. For `fit` it also means that the verdict is not the
-        required one.
+    1: a defect of contaccum, with a traceback. For `fit` and `evaluate` it also means that the
+        result does not meet ``--require``.
     2: a `UserError`, or a disk that is full or cannot be written, which is printed as one line.
     130, 143: stopped by SIGINT or SIGTERM. Training saves a checkpoint first.
 """

@@ -6,7 +6,7 @@ metrics, model, data and settings. With ``--output out.json``, these files are w
 - for one data set its record, out.json, and its run, out.trec;
 - for several data sets out.NAME.json and out.NAME.trec each, and in out.json a table of all sets;
 - the table as Markdown, out.md;
-- with ``--compare``, comparisons with earlier results, out.compare.json.
+- with ``--baseline``, comparisons with earlier results, out.compare.json.
 
 With ``--endpoint``, an embedding server encodes the texts. The record and the tables then also
 have the comparison of the server with MODEL.
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Score a model or a run, write records and tables, and return exit code 0.
+    """Score a model or a run, and write records and tables.
+
+    Returns:
+        Exit code 0, or 1 if the result does not meet ``--require``.
 
     Raises:
         UserError: if the arguments, the data, the model or the run cannot be used.
@@ -56,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
         for label in sources:
             files[label] = args.output.with_suffix(f".{label.replace('/', '-')}.json")
     # Earlier results are read first, because this evaluation may replace their files.
-    earlier_scores = {path: results.read_previous(path, main_metric) for path in args.compare}
+    earlier_scores = {path: results.read_previous(path, main_metric) for path in args.baseline}
     model: Any = None
     if args.model is not None:
         model = load_model(args.model, args)
@@ -84,6 +87,13 @@ def run(argv: Sequence[str]) -> int:
     groups = {}  # {label: {query id: its group}}
     for label, source in sources.items():
         dataset = beir.load_data(source, args.split, args.on_bad_record)
+        # Sets are matched by the fingerprints of their data, and not by their names.
+        for path, earlier in earlier_scores.items():
+            if dataset.fingerprint not in earlier:
+                raise DataError(
+                    f"--baseline {path}: is on other data than {label} (name a result on the same "
+                    "data)"
+                )
         if len(sources) > 1 and not args.endpoint:
             record = beir.evaluate_once(model, dataset, files[label], **settings)
         else:
@@ -100,7 +110,7 @@ def run(argv: Sequence[str]) -> int:
         per_query = record.pop("per_query")
         scores[label] = {query: values[main_metric] for query, values in per_query.items()}
         records[label] = record
-        if args.compare:
+        if args.baseline:
             groups[label] = group_queries(dataset)
 
     rows = results.table_rows(files, records)
@@ -124,22 +134,19 @@ def run(argv: Sequence[str]) -> int:
             title = f"## {label}: the embedding server and the model"
             sections.append(f"{title}\n\n{endpoint_tables(record, shown_metrics)}")
     comparisons = []
+    requirements = []  # (is it met, its line)
     for path, earlier in earlier_scores.items():
-        # Sets are matched by the fingerprints of their data, and not by their names.
-        theirs = {}
-        for label, record in records.items():
-            fingerprint = record["data"]["fingerprint"]
-            if fingerprint in earlier:
-                theirs[label] = earlier[fingerprint]
-        if not theirs:
-            raise DataError(
-                f"{path}: is on other data than {', '.join(sources)} (compare with a result on the "
-                "same data)"
-            )
+        theirs = {
+            label: earlier[record["data"]["fingerprint"]] for label, record in records.items()
+        }
         comparison = results.compare(main_metric, scores, theirs, groups)
         comparisons.append({"earlier": str(path), **comparison})
         title = f"## {main_metric} against {path}"
         sections.append(f"{title}\n\n{results.comparison_table(comparison)}")
+        if args.require is not None:
+            for row in comparison["rows"]:
+                is_met, line = results.check_requirement(args.require, main_metric, row)
+                requirements.append((is_met, f"{line}; baseline {path}"))
     if comparisons:
         write_json(args.output.with_suffix(".compare.json"), comparisons)
     text = "\n\n".join(sections)
@@ -147,7 +154,9 @@ def run(argv: Sequence[str]) -> int:
     write_text(args.output.with_suffix(".md"), f"{title}\n\n{text}\n")
     print(text)
     print(f"written: {args.output}, with runs and tables beside it")
-    return 0
+    for _, line in requirements:
+        print(line)
+    return 0 if all(is_met for is_met, _ in requirements) else 1
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -198,12 +207,18 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="metrics that the tables show; the records hold all metrics",
     )
     parser.add_argument(
-        "--compare",
+        "--baseline",
         nargs="+",
         type=Path,
         default=[],
         metavar="EARLIER.json",
         help="compare with these earlier results by the first of --metrics",
+    )
+    parser.add_argument(
+        "--require",
+        choices=("not-worse", "better"),
+        help="exit code 1 if a set is significantly worse than in a --baseline, or if it is not "
+        "significantly better",
     )
     parser.add_argument(
         "--endpoint",
@@ -234,6 +249,13 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(
             f"--output {args.output}: its .trec file would replace the --run; choose another name"
         )
+    if args.require is not None:
+        if not args.baseline:
+            raise ConfigError("--require needs --baseline, the earlier result to compare with")
+        if args.output.resolve() in [path.resolve() for path in args.baseline]:
+            raise ConfigError(
+                f"--output {args.output}: would replace the --baseline; choose another name"
+            )
     require_writable(args.output)
     if args.query_endpoint is not None and args.endpoint is None:
         raise ConfigError("--query_endpoint needs --endpoint, the server of the documents")

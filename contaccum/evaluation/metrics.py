@@ -198,6 +198,10 @@ MIN_CHANGED_GROUPS = 6
 """Fewer groups than this cannot show a difference: the smallest two-sided p-value of k groups is
 2 / 2^k, which is 0.0625 for five groups."""
 
+BETTER = "BETTER"
+WORSE = "WORSE"
+LEVEL = "LEVEL"
+
 FEW_GROUPS = 30
 """Fewer groups than this are little evidence, and the user is told so."""
 
@@ -278,6 +282,36 @@ def sign_flip_test(
         "groups": len(sums),
         "changed_groups": num_changed,
     }
+
+
+def judge(test: Mapping[str, float]) -> str:
+    """Return the word for a result of `sign_flip_test`: "BETTER", "WORSE" or "LEVEL".
+
+    The first two need a p-value of at most 0.05, and `MIN_CHANGED_GROUPS`.
+    """
+    if test["p_value"] > ALPHA or test["changed_groups"] < MIN_CHANGED_GROUPS:
+        return LEVEL
+    return BETTER if test["difference"] > 0 else WORSE
+
+
+def describe_difference(
+    metric: str, before: float, after: float, queries: str, test: Mapping[str, float]
+) -> str:
+    """Return a line such as "nDCG@10 0.607 -> 0.705 on 9 queries (+0.098, 95% ..., p = 0.002)".
+
+    Args:
+        metric: the name of the metric.
+        before, after: the means of both systems.
+        queries: the queries, as the line names them.
+        test: the result of `sign_flip_test`.
+    """
+    p_value = "p < 0.001"
+    if test["p_value"] >= 0.001:
+        p_value = f"p = {test['p_value']:.3f}"
+    return (
+        f"{metric.replace('NDCG', 'nDCG')} {before:.3f} -> {after:.3f} on {queries} "
+        f"({test['difference']:+.3f}, 95% {test['low']:+.3f} to {test['high']:+.3f}, {p_value})"
+    )
 
 
 def warn_of_few_groups(queries: str, num_groups: int) -> list[str]:

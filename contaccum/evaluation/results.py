@@ -30,7 +30,11 @@ from contaccum.data.rows import (
 )
 from contaccum.errors import DataError, quoted
 from contaccum.evaluation.metrics import (
+    BETTER,
+    WORSE,
     add_holm,
+    describe_difference,
+    judge,
     sign_flip_test,
     sort_as_trec_eval,
     warn_of_few_groups,
@@ -362,6 +366,32 @@ def compare(
         )
     add_holm(rows)
     return {"metric": metric, "rows": rows}
+
+
+def check_requirement(
+    requirement: Literal["not-worse", "better"], metric: str, row: Row
+) -> tuple[bool, str]:
+    """Return whether a row of `compare` meets a requirement, and a line about it.
+
+    Args:
+        requirement: "better" demands that this evaluation is significantly better than the earlier
+            result, "not-worse" that it is not significantly worse; see `judge`.
+        metric: the name of the metric that was compared.
+        row: a row of the comparison.
+    """
+    word = judge(row)
+    if requirement == "better":
+        is_met = word == BETTER
+        title = "BETTER" if is_met else "NOT BETTER"
+    else:
+        is_met = word != WORSE
+        title = "NOT WORSE" if is_met else "WORSE"
+    queries = f"{row['queries']:,} queries"
+    if row["groups"] < row["queries"]:
+        queries += f" of {row['groups']:,} passages"
+    return is_met, f"{title}: " + describe_difference(
+        metric, row["earlier"], row["ours"], f"{queries} of {row['data']}", row
+    )
 
 
 def comparison_table(comparison: Mapping[str, Any]) -> str:

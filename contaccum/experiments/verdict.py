@@ -16,8 +16,11 @@ from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.export import insert_card_section
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.metrics import (
-    ALPHA,
-    MIN_CHANGED_GROUPS,
+    BETTER,
+    LEVEL,
+    WORSE,
+    describe_difference,
+    judge,
     sign_flip_test,
     warn_of_few_groups,
 )
@@ -25,10 +28,6 @@ from contaccum.evaluation.results import Run
 from contaccum.experiments.tune import Choice
 from contaccum.retrieval.bm25 import fuse_runs
 from contaccum.retrieval.encode import model_fingerprint
-
-BETTER = "BETTER"
-WORSE = "WORSE"
-LEVEL = "LEVEL"
 
 SYSTEMS = ("bm25", "base", "base_with_bm25", "trained", "trained_with_bm25")
 """What is compared on the test set."""
@@ -84,20 +83,14 @@ class Verdict:
         return _ADVICE[self.word]
 
     def __str__(self) -> str:
-        p_value = f"p = {self.p:.3f}"
-        if self.p < 0.001:
-            p_value = "p < 0.001"
         queries = f"{self.queries:,} held-out queries"
         if self.groups < self.queries:
             queries += f" of {self.groups:,} passages"
         if self.folds > 1:
             queries += f" in {self.folds} splits"
-        metric = self.metric.replace("NDCG", "nDCG")
-        line = (
-            f"{self.word}: {metric} {self.base:.3f} -> {self.trained:.3f} on {queries} "
-            f"({self.difference:+.3f}, 95% {self.low:+.3f} to {self.high:+.3f}, {p_value}); "
-            f"BM25 {self.bm25:.3f}"
-        )
+        test = {**asdict(self), "p_value": self.p}
+        difference = describe_difference(self.metric, self.base, self.trained, queries, test)
+        line = f"{self.word}: {difference}; BM25 {self.bm25:.3f}"
         if self.word != BETTER:
             line += "; keep the base model"
         return line
@@ -124,11 +117,8 @@ def compute_verdict(
         folds: the number of splits that the queries come from.
     """
     test = sign_flip_test(trained, base, groups)
-    word = LEVEL
-    if test["p_value"] <= ALPHA and test["changed_groups"] >= MIN_CHANGED_GROUPS:
-        word = BETTER if test["difference"] > 0 else WORSE
     return Verdict(
-        word=word,
+        word=judge(test),
         metric=metric,
         base=statistics.fmean(base.values()),
         trained=statistics.fmean(trained.values()),
@@ -270,8 +260,7 @@ def describe_production(
         f"{bm25_weights['base']:g} and {bm25_weights['trained']:g})"
     )
     test = sign_flip_test(scores["trained"], scores["base_with_bm25"], groups)
-    is_trained_better = test["p_value"] <= ALPHA and test["difference"] > 0
-    if bm25_weights["base"] > 0 and not is_trained_better:
+    if bm25_weights["base"] > 0 and judge(test) != BETTER:
         line += "; the base model with BM25 is level with the trained model alone, or better"
     return line
 

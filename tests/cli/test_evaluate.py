@@ -5,7 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from small_data import write_judged_places
+from sample_texts import sentences
+from small_data import write_beir, write_judged_places
 
 from contaccum import DualEncoder
 from contaccum.cli import main
@@ -112,7 +113,7 @@ def test_results_are_compared_with_earlier_ones(evaluate, two, tmp_path):
     evaluate("--data", *two, "--passage_max_length", "5", output="old.json")
     previous = read_result(tmp_path / "old.one.json")["metrics"]["MRR@10"]
     old = [str(tmp_path / name) for name in ("old.one.json", "old.json")]
-    argv = ["--data", two[0], "--compare", *old, "--metrics", "MRR@10", "P@5"]
+    argv = ["--data", two[0], "--baseline", *old, "--metrics", "MRR@10", "P@5"]
     assert evaluate(*argv, output="old.one.json") == 0
     current = read_result(tmp_path / "old.one.json")["metrics"]["MRR@10"]
     first, second = json.loads((tmp_path / "old.one.compare.json").read_text())
@@ -128,8 +129,48 @@ def test_an_earlier_result_on_other_data_is_refused(evaluate, two, tmp_path, cap
     assert evaluate("--data", two[0], output="old.json") == 0
     with Path(two[1], "corpus.jsonl").open("a") as file:
         file.write('{"_id": "new", "title": "", "text": "one new bird"}\n')
-    assert evaluate("--data", two[1], "--compare", str(tmp_path / "old.json")) == 2
+    assert evaluate("--data", two[1], "--baseline", str(tmp_path / "old.json")) == 2
     assert "is on other data" in capsys.readouterr().err
+
+
+def test_require_decides_the_exit_code_by_a_test_on_every_set(evaluate, tmp_path, capsys):
+    """A baseline whose scores are all 0 is significantly worse, and one of 1 significantly better.
+
+    The tiny model's own result is neither.
+    """
+    sets = []
+    for number, name in enumerate(("one", "two")):
+        documents = {f"d{row}": ("", text) for row, text in enumerate(sentences(12, number))}
+        queries = {f"q{row}": text for row, text in enumerate(sentences(12, number + 2))}
+        qrels = [(f"q{row}", f"d{row}", 1) for row in range(12)]
+        sets.append(str(write_beir(tmp_path / name, documents, queries, qrels, "test")))
+    assert evaluate("--data", *sets, output="same.json") == 0
+    for name, scores in (("low", (0.0, 0.0)), ("high", (1.0, 1.0)), ("mixed", (0.0, 1.0))):
+        table = json.loads((tmp_path / "same.json").read_text())
+        for row, score in zip(table["sets"], scores, strict=True):
+            record = read_result(tmp_path / row["file"])
+            record["per_query"] = {query: {"NDCG@10": score} for query in record["per_query"]}
+            row["file"] = f"{name}-{row['file']}"
+            (tmp_path / row["file"]).write_text(json.dumps(record))
+        (tmp_path / f"{name}.json").write_text(json.dumps(table))
+    results = {
+        ("same", "not-worse"): (0, ["NOT WORSE", "NOT WORSE"]),
+        ("same", "better"): (1, ["NOT BETTER", "NOT BETTER"]),
+        ("low", "not-worse"): (0, ["NOT WORSE", "NOT WORSE"]),
+        ("low", "better"): (0, ["BETTER", "BETTER"]),
+        ("high", "not-worse"): (1, ["WORSE", "WORSE"]),
+        ("mixed", "not-worse"): (1, ["NOT WORSE", "WORSE"]),
+        ("mixed", "better"): (1, ["BETTER", "NOT BETTER"]),
+    }
+    capsys.readouterr()
+    for (name, requirement), (exit_code, titles) in results.items():
+        options = ["--baseline", str(tmp_path / f"{name}.json"), "--require", requirement]
+        assert evaluate("--data", *sets, *options) == exit_code
+        lines = capsys.readouterr().out.splitlines()[-2:]
+        assert [line.partition(":")[0] for line in lines] == titles
+        assert lines[0].endswith(f"; baseline {tmp_path}/{name}.json")
+    mean = json.loads((tmp_path / "out.json").read_text())["sets"][1]["metrics"]["NDCG@10"]
+    assert f": nDCG@10 1.000 -> {mean:.3f} on 12 queries of two ({mean - 1:+.3f}, 95% " in lines[1]
 
 
 def test_results_of_a_copy_of_the_model_are_not_kept(tiny_model_path, two, tmp_path, capsys):
@@ -168,6 +209,11 @@ def test_wrong_arguments_are_refused_in_one_line(evaluate, two, tmp_path, monkey
         ([*data, *run, "model"], "MODEL"),
         ([*run, "--data", *two], "one data set"),
         ([*run, *data], "judged queries"),
+        ([*run, *data, "--require", "better"], "--baseline"),
+        (
+            [*run, *data, "--require", "better", "--baseline", str(tmp_path / "out.json")],
+            "replace the --baseline",
+        ),
         ([*run, *data, "--output", str(tmp_path / "run.json")], "replace the --run"),
     ):
         assert evaluate(*argv) == 2

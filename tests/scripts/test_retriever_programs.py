@@ -105,13 +105,7 @@ def test_encode_writes_a_store_of_embeddings(beir, tiny_model_path, tmp_path):
     np.testing.assert_allclose(store[:], expected, atol=1e-6)
 
 
-def test_evaluate_writes_scores_and_compares_with_a_baseline(
-    beir,
-    places,
-    tiny_model_path,
-    tmp_path,
-    capsys,
-):
+def test_evaluate_writes_scores(beir, tiny_model_path, tmp_path, capsys):
     base = tmp_path / "base.json"
     argv = [tiny_model_path, "--data", beir, "--device", "cpu"]
     run_program("scripts/evaluate.py", *argv, "--output", base)
@@ -121,14 +115,6 @@ def test_evaluate_writes_scores_and_compares_with_a_baseline(
     assert result["metrics"] == expected
     assert base.with_suffix(".trec").is_file()
     assert f"NDCG@10: {expected['NDCG@10']:.4f}" in capsys.readouterr().out
-
-    again = ["--output", tmp_path / "again.json", "--baseline", base, "--device", "cpu"]
-    run_program("scripts/evaluate.py", tiny_model_path, "--data", beir, *again)
-    assert "NDCG@10: +0.0000" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stopped:
-        run_program("scripts/evaluate.py", "no_model", "--data", places / "beir", *again)
-    assert stopped.value.code == 2
-    assert "its data are not" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
