@@ -640,6 +640,11 @@ REFUSALS: tuple[tuple[type, Callable[[Any], object], str], ...] = (
     ),
     (
         TrainingSettings,
+        lambda s: s.max_steps == 0,  # transformers would train for num_train_epochs
+        "max_steps=0: set the number of updates, or drop it to train for num_train_epochs",
+    ),
+    (
+        TrainingSettings,
         lambda s: s.has_gradient_cache and s.engine == "deepspeed",
         "method={s.method} with deepspeed: DeepSpeed allows only one backward pass per micro-step, "
         "and a gradient cache needs several. Set fsdp=true instead",

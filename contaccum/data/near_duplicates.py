@@ -13,9 +13,10 @@ The similarity is computed from the `_SKETCH_SIZE` smallest hashes of the 5-gram
 exact for texts with fewer 5-grams, and has an error of about 0.04 for longer ones. No pair is
 missed: pairs that are not compared cannot have the similarity.
 
-Two records are linked if they share a text (a query or a positive passage) or have nearly the same
-text. A group is a connected component of the graph of linked records: all records that are linked
-directly or through other records. A split keeps a group on one side.
+Two records are linked if they share a text (a query or a positive passage), have nearly the same
+text, or have the same document of the corpus, one of them without its title. A group is a connected
+component of the graph of linked records: all records that are linked directly or through other
+records. A split keeps a group on one side.
 
 Sources: Beyer et al., "On synopses for distinct-value estimation under multiset operations", 2007
 (similarity by the smallest hashes); Xiao et al., "Efficient similarity joins for near duplicate
@@ -36,7 +37,7 @@ from scipy.cluster.hierarchy import DisjointSet
 from tqdm import tqdm
 
 from contaccum.data.beir import BeirDataset, get_positives
-from contaccum.data.records import Record
+from contaccum.data.records import Passage, Record
 
 LEAST_OVERLAP = 0.7
 """Least Jaccard similarity of near-duplicates."""
@@ -374,6 +375,7 @@ def group_records(
     records: Sequence[Record],
     test: BeirDataset | None,
     held_out_by: HeldOutBy,
+    documents: Iterable[Passage] = (),
     show_progress: bool = False,
 ) -> Grouping:
     """Group the records that are linked.
@@ -385,6 +387,8 @@ def group_records(
         test: a test set that the data came with.
         held_out_by: "query" to link records by queries alone. A passage that is a query too, or
             nearly so, counts as a query.
+        documents: the corpus. Passages that are one of its documents, with its title or without
+            it, are linked.
     """
     text_numbers: dict[str, int] = {}
     links = []
@@ -415,6 +419,15 @@ def group_records(
     for query, passage in links:
         groups.merge(query, passage)
     num_near_duplicates = join_near_duplicates(list(text_numbers), groups, show_progress)
+    if held_out_by == "passage":
+        number_of_words = {get_words(text): number for text, number in text_numbers.items()}
+        for document in documents:
+            if not document.title:
+                continue
+            with_title = number_of_words.get(get_words(document.passage))
+            without_title = number_of_words.get(get_words(document.text))
+            if with_title is not None and without_title is not None:
+                groups.merge(with_title, without_title)
 
     group_of_record = []
     queries: dict[int, set[str]] = {}

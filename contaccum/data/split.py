@@ -234,7 +234,9 @@ def split_data(
     corpus_documents = _read_corpus(data, corpus, published_test, settings, report)
 
     held_out_by = choose_held_out_by(records, published_test)
-    grouping = group_records(records, published_test, held_out_by, show_progress)
+    grouping = group_records(
+        records, published_test, held_out_by, corpus_documents or (), show_progress
+    )
     sizes = _choose_sizes(data.path, grouping, settings, published_test)
     sides = choose_sides(data.path, grouping, sizes, settings)
     parts: dict[str, list[Record]] = {"train": [], "dev": [], "test": [], "left out": []}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sentence_transformers import SentenceTransformerTrainingArguments
+from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import SaveStrategy
 
 from contaccum.errors import ConfigError
@@ -128,7 +129,15 @@ class ContAccumTrainingArguments(_Arguments):
         return self.temperature
 
     def _check_machine(self) -> None:
-        """Refuse settings that need another start of the processes."""
+        """Refuse settings that need other hardware or packages, or another start of processes."""
+        missing = sorted(set(self.report_to or ()) - set(get_available_reporting_integrations()))
+        if missing:
+            raise ConfigError(
+                f"report_to={', '.join(missing)}: not a tracker of transformers, or not installed. "
+                "Install it, or drop it from report_to"
+            )
+        if self.fp16 and self.device.type == "cpu":
+            raise ConfigError("fp16=true needs an accelerator. On a CPU set bf16=true")
         fsdp_config = self.fsdp_plugin_args or {}
         fsdp_version = fsdp_config.get("fsdp_version") or os.environ.get("FSDP_VERSION") or 2
         if int(fsdp_version) != 2:

@@ -50,7 +50,7 @@ Record = dict[str, Any]
 """A line of a log: numbers and texts by name."""
 
 # Thresholds of `CollapseWatch`. Losses are fractions of the loss of a random guess.
-_SYMPTOM_UPDATES = {"loss": 3, "spread": 3, "bank": 3, "masked": 1}
+_SYMPTOM_UPDATES = {"loss": 3, "spread": 3, "bank": 3, "masked": 1, "gradient": 1}
 """Number of updates in a row with a symptom before the warning."""
 _MIN_COLLAPSED_LOSS = 0.97
 _MAX_LEARNED_LOSS = 0.8  # a run whose loss was below this had learned something
@@ -128,6 +128,7 @@ class CollapseWatch:
     - Bank: banked columns from earlier updates get almost none of the softmax mass that columns of
       the current update get. The loss then only separates new embeddings from old ones.
     - Masked: every negative of a micro-batch is masked as a false negative.
+    - Gradient: the gradient is exactly 0.
 
     The first three symptoms must be present in three updates in a row.
     """
@@ -141,8 +142,8 @@ class CollapseWatch:
 
         Args:
             record: a line of the log. The entries ``update``, ``loss``, ``loss_has_other_terms``,
-                ``columns``, ``embedding_spread``, ``bank_mass_aged`` and ``masked`` are read, if
-                present.
+                ``columns``, ``embedding_spread``, ``bank_mass_aged``, ``masked`` and the gradient
+                norms are read, if present.
         """
         remedy = "Lower learning_rate"
         if "bank_age" in record:  # the run has a bank
@@ -174,6 +175,13 @@ class CollapseWatch:
             symptoms["masked"] = (
                 "every negative of a micro-step is masked as a false negative, so its queries have "
                 f"no negatives. {REMEDY_WITHOUT_NEGATIVES}"
+            )
+        norms = [record[key] for key in ("grad_norm_query", "grad_norm_passage") if key in record]
+        # Without a negative, as in the first update of a run with one pair per update and a bank,
+        # there is no gradient.
+        if norms and not any(norms) and record.get("columns") != 1 and "masked" not in symptoms:
+            symptoms["gradient"] = (
+                f"the gradient is exactly 0, so nothing is trained. {REMEDY_WITHOUT_NEGATIVES}"
             )
         warnings = []
         for name, num_updates in _SYMPTOM_UPDATES.items():

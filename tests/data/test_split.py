@@ -433,6 +433,30 @@ def test_forms_of_one_query_are_on_one_side(tmp_path, form):
             assert is_here == (pair["positive"] in passages) == (other["positive"] in passages)
 
 
+@pytest.mark.parametrize("separator", [" ", ": ", "\n\n"])
+def test_a_document_with_its_title_and_without_it_is_on_one_side(tmp_path, separator):
+    """The titles are longer than the texts, so that the passages are no near-duplicates."""
+    generator = random.Random(0)
+    records = []
+    corpus = []
+    for number in range(40):
+        title, text = make_claim(generator, 12), make_claim(generator, 8)
+        corpus.append({"_id": f"d{number}", "title": title, "text": text})
+        records.append({"query": make_claim(generator), "positive": text})
+        records.append({"query": make_claim(generator), "positive": f"{title}{separator}{text}"})
+    pairs = write_lines(tmp_path / "pairs.jsonl", records)
+    corpus_file = write_lines(tmp_path / "corpus.jsonl", corpus)
+    split = split_data(RecordSource(pairs), tmp_path / "split", corpus=corpus_file)
+    assert split.groups == 40
+    assert split.positives_added == 0
+    sides = read_texts_by_side(tmp_path / "split")
+    for first, second in zip(records[::2], records[1::2], strict=True):
+        for side in SIDES:
+            assert (first["query"] in sides[side].queries) == (
+                second["query"] in sides[side].queries
+            )
+
+
 @pytest.mark.parametrize("separator", [". ", ": ", " ", "\n", " - "])
 def test_a_positive_is_not_a_negative_of_itself_under_another_separator(tmp_path, separator):
     records = make_pairs(40)

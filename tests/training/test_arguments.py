@@ -30,6 +30,9 @@ LOAD_BEST = {**EVALUATE, "load_best_model_at_end": True}
             "gradient_accumulation_steps=3",
         ),
         ({**LOAD_BEST, "save_strategy": "epoch"}, "load_best_model_at_end"),
+        ({"max_steps": 0}, "max_steps=0"),
+        ({"fp16": True}, "bf16"),
+        ({"report_to": "tensorbord"}, "report_to=tensorbord"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, named, tmp_path):
