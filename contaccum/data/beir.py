@@ -8,7 +8,8 @@ A BEIR folder holds a corpus, queries, and relevance judgements (qrels), one fil
 
 Some sets, such as ArguAna, judge documents that their corpus lacks. As in BEIR, these judgements
 stay in the qrels, so that a relevant document that cannot be found lowers the scores. A public BEIR
-set, by its name, is downloaded once into the cache, or converted from the hub.
+set, by its name, is downloaded once into the cache, or converted from the hub. A file of LlamaIndex
+(`EmbeddingQAFinetuneDataset.save_json`) holds the same and is converted as well.
 """
 
 from __future__ import annotations
@@ -32,16 +33,28 @@ from contaccum.data.rows import (
     parse_rows,
     parse_text,
     passage_text,
+    read_head,
     read_json_lines,
     read_lines,
     split_cells,
 )
 from contaccum.errors import DataError, UserError, closest, one_line, quoted, warn_once
-from contaccum.files import AnyPath, Fingerprint, atomic_folder, cache_folder, read_json, write_text
+from contaccum.files import (
+    AnyPath,
+    Fingerprint,
+    atomic_folder,
+    cache_folder,
+    hash_file,
+    read_json,
+    write_text,
+)
 
 QRELS_HEADER = "query-id\tcorpus-id\tscore\n"
 OUTSIDE_CORPUS = "relevant document outside the corpus"
 """The reason by which reports count pairs that training leaves out."""
+_LLAMA_INDEX_START = re.compile(
+    rb'\{\s*("mode"\s*:\s*"\w*"\s*,\s*)?"(queries|corpus|relevant_docs)"\s*:\s*\{'
+)
 _QRELS_HEADERS = ("query-id\t", "query_id\t", "queryid\t", "qid\t")
 
 _URL = "https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets/{name}.zip"
@@ -294,10 +307,10 @@ def resolve_beir_data(name_or_path: AnyPath, split: str = "test") -> Path:
     """Return the folder of a BEIR set; a public set is downloaded if it is not in the cache.
 
     Args:
-        name_or_path: a folder, which is returned as it is; the name of a public BEIR set;
-            `cqadupstack/FORUM` for one of the twelve parts of CQADupStack; or `ORG/NAME` for a set
-            on the hub with parts corpus, queries and qrels. If a folder and a set have the same
-            name, the folder is used.
+        name_or_path: a folder, which is returned as it is; a file of LlamaIndex, whose only split
+            gets the name ``split``; the name of a public BEIR set; `cqadupstack/FORUM` for one of
+            the twelve parts of CQADupStack; or `ORG/NAME` for a set on the hub with parts corpus,
+            queries and qrels. If a folder and a set have the same name, the folder is used.
         split: the split of a set on the hub.
 
     Raises:
@@ -306,7 +319,46 @@ def resolve_beir_data(name_or_path: AnyPath, split: str = "test") -> Path:
     folder = Path(name_or_path).expanduser()
     # Path.exists() raises an error for very long names, os.path.exists() does not.
     if not os.path.exists(folder):
-        folder = _resolve_public_set(str(name_or_path), split)
+        return _resolve_public_set(str(name_or_path), split)
+    if is_llama_index_file(folder):
+        return convert_llama_index(folder, split)
+    return folder
+
+
+def is_llama_index_file(path: AnyPath) -> bool:
+    """Return True if a path is a JSON file of LlamaIndex with queries, corpus and judgements."""
+    return os.path.isfile(path) and _LLAMA_INDEX_START.match(read_head(path)) is not None
+
+
+def convert_llama_index(file: Path, split: str) -> Path:
+    """Return the folder in the cache with the content of a file of LlamaIndex as a BEIR folder.
+
+    Args:
+        split: the name of its split.
+
+    Raises:
+        DataError: for a file with other content.
+    """
+    content = read_json(file)
+    for name, value_type in (("queries", str), ("corpus", str), ("relevant_docs", list)):
+        part = content.get(name)
+        if not isinstance(part, dict):
+            raise DataError(one_line(f"{file}: {name} is not an object (see docs/data.md)"))
+        for key, value in part.items():
+            if not isinstance(value, value_type):
+                message = f"{name} of {quoted(key)} is not a {value_type.__name__}"
+                raise DataError(one_line(f"{file}: {message} (correct the file)"))
+    folder = cache_folder("llama_index", hash_file(file)[:32], split, file.stem)
+    if folder.exists():
+        return folder
+    with atomic_folder(folder) as new_folder:
+        for name in ("queries", "corpus"):
+            lines = [json.dumps({"_id": key, "text": text}) for key, text in content[name].items()]
+            write_text(new_folder / f"{name}.jsonl", "".join(f"{line}\n" for line in lines))
+        judgements = [QRELS_HEADER]
+        for query_id, document_ids in content["relevant_docs"].items():
+            judgements += [f"{query_id}\t{document_id}\t1\n" for document_id in document_ids]
+        write_text(new_folder / "qrels" / f"{split}.tsv", "".join(judgements))
     return folder
 
 

@@ -15,7 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
-from contaccum.data.beir import find_beir_file, is_beir_folder, read_judged_pairs
+from contaccum.data.beir import (
+    convert_llama_index,
+    find_beir_file,
+    is_beir_folder,
+    is_llama_index_file,
+    read_judged_pairs,
+)
 from contaccum.data.rows import (
     PARQUET_MAGIC,
     Fault,
@@ -66,8 +72,10 @@ _USUAL_NAMES = {
     "scores": "scores",
     "positive_scores": "positive_scores positive_score pos_scores",
     "negative_scores": "negative_scores neg_scores",
-    # Score or label of a pair; it is a match if the score is at least `min_score`.
-    "score": "score label labels relevance similarity is_relevant is_duplicate",
+    # Score or label of a pair; it is a match if the score is at least `min_score`. These names are
+    # compared without case, blanks and underscores.
+    "score": "score label labels relevance relevant is_relevant rel match is_match similarity "
+    "is_similar is_positive is_duplicate grade rating",
 }
 FIELDS = {role: tuple(names.split()) for role, names in _USUAL_NAMES.items()}
 """{role: usual names of the field}. The first name that a record has is used.
@@ -78,6 +86,11 @@ pairs.
 """
 
 TEACHER_SCORES_REMEDY = "contaccum mine --cross_encoder writes scores"
+# Words that files have in place of the labels 1 and 0, after `_fold`.
+_WORDS_FOR_NUMBERS = {
+    **dict.fromkeys(("true", "yes", "relevant", "positive", "match"), 1),
+    **dict.fromkeys(("false", "no", "irrelevant", "notrelevant", "nonrelevant", "negative"), 0),
+}
 _MIN_SCORE_REMEDY = (
     'set the least score of a match: {"path": ..., "min_score": 1}, or with contaccum fit: '
     "--min_score 1"
@@ -302,6 +315,8 @@ class RecordSource:
     ) -> None:
         check_choice("data_format", data_format, (None, *DATA_FORMATS))
         self.path = Path(os.path.expanduser(path))
+        if is_llama_index_file(self.path):
+            self.path = convert_llama_index(self.path, split)
         self._columns = parse_columns(columns)
         self.data_format = cast(DataFormat, data_format or sniff_format(self.path, self._columns))
         self._split = split
@@ -489,9 +504,11 @@ class RecordSource:
                 for a pair with the label 0, and for every score of a pair with a field `sentence1`.
         """
         scores = {}
-        for name in self._names["score"]:
-            if row.get(name) is not None:
-                scores[name] = {"true": 1, "false": 0}.get(str(row[name]).lower(), row[name])
+        folded_names = {_fold(name): name for name in row if row[name] is not None}
+        for usual_name in self._names["score"]:
+            name = folded_names.get(_fold(usual_name))
+            if name is not None:
+                scores[name] = _WORDS_FOR_NUMBERS.get(_fold(str(row[name])), row[name])
         if self._min_score is not None:
             if not scores:
                 raise _make_missing_field_fault("score", row)
@@ -554,6 +571,11 @@ def _parse_passages(value: Any, field_name: str, title: str = "") -> list[Scored
     return passages
 
 
+def _fold(name: str) -> str:
+    """Return a name or label in lower case, without blanks, hyphens and underscores."""
+    return re.sub(r"[\s_-]", "", name.lower())
+
+
 def _is_number(value: Any) -> bool:
     try:
         float(value)
@@ -607,7 +629,7 @@ def read_passages(
 
     Args:
         path: one of these:
-            - a BEIR folder;
+            - a BEIR folder, or a file of LlamaIndex;
             - a jsonl file, plain or gzip, with the fields `_id` (or `id`, `docid`), `title`,
               `text`;
             - a table, plain or gzip, whose header has these names, as DPR publishes it;
@@ -620,6 +642,8 @@ def read_passages(
         DataError: for a corpus that cannot be read, or a bad record under "stop".
     """
     path = Path(os.path.expanduser(path))
+    if is_llama_index_file(path):
+        path = convert_llama_index(path, "test")
     if is_beir_folder(path):
         path = find_beir_file(path, "corpus.jsonl")
     data_format: DataFormat = "csv"

@@ -21,7 +21,8 @@ from contaccum.data import (
     load_training_data,
 )
 from contaccum.data.beir import ARCHIVE_MD5, resolve_beir_data, shipped_scifact
-from contaccum.data.split import copy_test, write_part
+from contaccum.data.records import RecordSource
+from contaccum.data.split import copy_test, split_data, write_part
 from contaccum.errors import DataError
 from contaccum.evaluation.beir import describe_data, load_data, score_beir_run
 from contaccum.evaluation.evaluator import sample
@@ -437,3 +438,25 @@ def test_sets_of_the_hub_become_beir_folders(
     assert resolve_beir_data(name) == folder
     with pytest.raises(DataError, match="on the hub, it cannot be loaded either"):
         resolve_beir_data(f"{name}2", get_default_split(f"{name}2"))
+
+
+def test_a_file_of_llama_index_is_read_wherever_a_beir_folder_is(tmp_path):
+    numbers = range(20)
+    content = {
+        "queries": {f"q{n}": f"what is thing {n * 7919}" for n in numbers},
+        "corpus": {f"d{n}": f"thing {n * 7919} is number {n}" for n in numbers},
+        "relevant_docs": {f"q{n}": [f"d{n}"] for n in numbers},
+        "mode": "text",
+    }
+    file = tmp_path / "val.json"
+    file.write_text(json.dumps(content, indent=4))
+    data = load_data(file)
+    assert data.qrels["q3"] == {"d3": 1}
+    assert data.corpus["d1"] == {"title": "", "text": "thing 7919 is number 1"}
+    assert data.queries["q0"] == "what is thing 0"
+    split = split_data(RecordSource(file), tmp_path / "split")
+    assert split.train + split.dev + split.test == 20
+    assert len(load_training_data(file).dataset) == 20
+    file.write_text(json.dumps({**content, "relevant_docs": {"q0": {"d0": 1}}}))
+    with pytest.raises(DataError, match=r"val\.json: relevant_docs of 'q0' is not a list"):
+        load_data(file)
