@@ -33,7 +33,7 @@ from contaccum.data.records import RecordSource
 from contaccum.data.rows import Fault, parse_text
 from contaccum.errors import ConfigError, DataError, UserError, check_choice
 from contaccum.files import AnyPath, Fingerprint, require_writable, write_json, write_text
-from contaccum.retrieval.bm25 import bm25_scores
+from contaccum.retrieval import bm25
 from contaccum.retrieval.encode import encode_texts, get_similarity
 from contaccum.retrieval.search import build_index, prepare_vectors, search
 
@@ -465,8 +465,8 @@ def _rank_by_bm25(data: MiningData, depth: int, show_progress: bool) -> Iterator
     """
     # Positives outside the pool are included, so that they have scores too.
     texts = [document.passage for document in data.documents]
-    scores_by_query = bm25_scores(texts, data.queries, show_progress)
-    for query, scores in enumerate(scores_by_query):
+    index = bm25.build_index(texts, show_progress)
+    for query, scores in enumerate(bm25.score_queries(index, data.queries)):
         rows = np.flatnonzero(scores[: data.pool_size] > 0)
         order = np.argsort(-scores[rows], kind="stable")  # equal scores in the order of rows
         rows = rows[order[: depth + len(data.excluded[query])]]

@@ -27,6 +27,7 @@ def run(argv: Sequence[str]) -> int:
 
     from contaccum.data import RecordReport
     from contaccum.distributed import RANK_TIMEOUT
+    from contaccum.retrieval import bm25
     from contaccum.retrieval.encode import CorpusEncoder, read_texts, require_texts
     from contaccum.retrieval.store import EmbeddingStore, check_folder, write_parquet
 
@@ -72,10 +73,15 @@ def run(argv: Sequence[str]) -> int:
         f"{encoder.num_encoded:,} encoded by rank {rank}, "
         f"{texts_per_second:,.0f} per second; {status}"
     )
-    # The rank that finishes the store writes the parquet files.
-    if args.format == "parquet" and is_finished:
+    # The rank that finishes the store writes what is derived from it.
+    writers = []
+    if args.format == "parquet":
+        writers.append(write_parquet)
+    if args.bm25:
+        writers.append(bm25.write_index)
+    for write in writers if is_finished else []:
         passages = read_texts(args.corpus, "document", RecordReport(args.on_bad_record))
-        folder = write_parquet(EmbeddingStore.open(args.output), passages, show_progress)
+        folder = write(EmbeddingStore.open(args.output), passages, show_progress)
         print(f"written: {folder}")
     return 0
 
@@ -114,6 +120,12 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         default="store",
         help="parquet: also write ids, titles, texts and embeddings of the finished store to "
         "FOLDER/parquet, for DuckDB and vector databases; default: %(default)s",
+    )
+    parser.add_argument(
+        "--bm25",
+        action="store_true",
+        help="also write a BM25 index of the finished store to FOLDER/bm25, for contaccum search "
+        "--bm25_weight",
     )
     parser.add_argument(
         "--shard_size",

@@ -26,6 +26,7 @@ def run(argv: Sequence[str]) -> int:
     from contaccum.data import RecordReport
     from contaccum.data.beir import read_split_queries
     from contaccum.evaluation.results import trec_lines
+    from contaccum.retrieval import bm25
     from contaccum.retrieval import search as faiss_index
     from contaccum.retrieval.encode import check_store_fits, encode_texts, read_texts
     from contaccum.retrieval.store import EmbeddingStore
@@ -36,6 +37,11 @@ def run(argv: Sequence[str]) -> int:
         "metric": args.similarity or store.similarity,
         "parameters": args.index_parameters,
     }
+    bm25_index = None
+    depth = args.top_k
+    if args.bm25_weight > 0:
+        bm25_index = bm25.open_index(store)
+        depth = max(args.top_k, bm25.FUSION_DEPTH)
     # Index settings and outputs are checked before the queries are encoded.
     faiss_index.check_factory(dimension=store.shape[1], n=len(store), **index_settings)
     require_writable(args.output)
@@ -62,13 +68,18 @@ def run(argv: Sequence[str]) -> int:
     else:
         index = faiss_index.open_index(args.index_file, store, **index_settings)
     start_time = time.perf_counter()
-    scores, rows = faiss_index.search(index, queries, args.top_k, show_progress)
+    scores, rows = faiss_index.search(index, queries, depth, show_progress)
+    hits = zip(texts, faiss_index.list_hits(index, scores, rows), strict=True)
+    if bm25_index is not None:
+        bm25_run = bm25.search(bm25_index, store.ids, texts, depth)
+        fused = bm25.fuse_runs(dict(hits), bm25_run, args.bm25_weight)
+        best = [dict(list(documents.items())[: args.top_k]) for documents in fused.values()]
+        hits = zip(texts, best, strict=True)
     seconds = time.perf_counter() - start_time
     recall = None
     if not args.no_recall:
         recall = faiss_index.recall_against_exact(index, queries, rows, show_progress)
 
-    hits = zip(texts, faiss_index.list_hits(index, scores, rows), strict=True)
     write_text(args.output, trec_lines(hits, "contaccum"))
     record = {
         "store": {"path": str(args.store), "fingerprint": store.fingerprint, "rows": len(store)},
@@ -77,7 +88,8 @@ def run(argv: Sequence[str]) -> int:
         "search": {
             "index": index.factory,
             "index_parameters": index.parameters,
-            "k": rows.shape[1],
+            "k": min(args.top_k, len(store)),
+            "bm25_weight": args.bm25_weight,
             "gpus": len(index.gpus),
             "index_file": str(args.index_file) if args.index_file else None,
             "seconds": seconds,
@@ -144,6 +156,14 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="number of documents per query; default: %(default)s",
     )
     parser.add_argument(
+        "--bm25_weight",
+        type=float,
+        default=0.0,
+        metavar="WEIGHT",
+        help="add the scores of the store's BM25 index with this weight, from 0 to 1; contaccum "
+        "fit prints the best one; default: %(default)s",
+    )
+    parser.add_argument(
         "--index_file",
         type=Path,
         metavar="PATH",
@@ -158,6 +178,8 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse(argv)
     if args.model is None:
         parser.error("name a MODEL to encode the queries with")
+    if not 0.0 <= args.bm25_weight <= 1.0:
+        raise ConfigError(f"--bm25_weight must be between 0 and 1, not {args.bm25_weight:g}")
     if args.index_file and args.index == "Flat":
         raise ConfigError(
             "--index Flat searches the store itself and needs no file: "

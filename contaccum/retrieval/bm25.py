@@ -1,16 +1,28 @@
-"""Search by BM25: how texts are cut into words, and the scores of bm25s."""
+"""Search by BM25: how texts are cut into words, the scores of bm25s, and its index of a store."""
 
 from __future__ import annotations
 
 import logging
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from contaccum.data.rows import passage_text
 from contaccum.errors import DataError
+from contaccum.files import atomic_folder
 from contaccum.retrieval.encode import Corpus, get_passage_texts
+from contaccum.retrieval.store import BM25_FOLDER, EmbeddingStore, read_shards
+
+if TYPE_CHECKING:
+    import bm25s
+
+FUSION_DEPTH = 100
+"""Documents per query whose scores are scaled before they are added; `fit` chooses the weight of
+BM25 with as many."""
 
 # DPR's values of the saturation of the term frequency (k1) and the influence of the passage's
 # length (b).
@@ -53,14 +65,12 @@ def bm25_run(corpus: Corpus, queries: Mapping[str, str], top_k: int) -> dict[str
         {query id: {document id: score}}, best documents first.
 
     Raises:
-        DataError: no document has a word; see `bm25_scores`.
+        DataError: no document has a word; see `build_index`.
     """
     document_ids = list(corpus)
-    all_scores = bm25_scores(get_passage_texts(corpus), list(queries.values()))
-    run = {}
-    for query_id, scores in zip(queries, all_scores, strict=True):
-        best_rows = np.argsort(-scores, kind="stable")[: top_k + 1]
-        hits = {document_ids[row]: float(scores[row]) for row in best_rows if scores[row] > 0}
+    index = build_index(get_passage_texts(corpus))
+    run = search(index, lambda rows: [document_ids[row] for row in rows], queries, top_k + 1)
+    for query_id, hits in run.items():
         hits.pop(query_id, None)
         run[query_id] = dict(list(hits.items())[:top_k])
     return run
@@ -96,13 +106,11 @@ def fuse_runs(
     return fused
 
 
-def bm25_scores(
-    passages: list[str], queries: list[str], show_progress: bool = False
-) -> Iterator[np.ndarray]:
-    """Yield the scores of all n passages for each query, float32 (n,), by bm25s.
+def build_index(passages: Iterable[str], show_progress: bool = False) -> bm25s.BM25:
+    """Index n passages for BM25, by bm25s.
 
-    The variant is Lucene's, with DPR's parameters k1 and b. A passage without any word of the query
-    has a score of 0. See `split_words` for what a word is.
+    The variant is Lucene's, with DPR's parameters k1 and b. See `split_words` for what a word is.
+    Memory holds the words of all passages.
 
     Raises:
         DataError: no passage has a word.
@@ -119,12 +127,94 @@ def bm25_scores(
         )
     index = bm25s.BM25(k1=_K1, b=_B)
     index.index(passage_words, show_progress=show_progress)
+    return index
+
+
+def score_queries(index: bm25s.BM25, queries: Iterable[str]) -> Iterator[np.ndarray]:
+    """Yield the scores of all n passages of an index for each query, float32 (n,).
+
+    A passage without any word of the query has a score of 0.
+    """
     for query in queries:
         query_words = split_words(query)
         if query_words:
             yield index.get_scores(query_words)
         else:
-            yield np.zeros(len(passages), dtype=np.float32)
+            yield np.zeros(index.scores["num_docs"], dtype=np.float32)
+
+
+def search(
+    index: bm25s.BM25,
+    get_ids: Callable[[np.ndarray], list[str]],
+    queries: Mapping[str, str],
+    top_k: int,
+) -> dict[str, dict[str, float]]:
+    """Find the ``top_k`` best documents of every query that share a word with it.
+
+    Args:
+        index: the result of `build_index` or `open_index`.
+        get_ids: returns the document ids of some rows of the index, such as `EmbeddingStore.ids`.
+        queries: {query id: text}.
+        top_k: number of documents per query.
+
+    Returns:
+        {query id: {document id: score}}, best documents first.
+    """
+    run = {}
+    for query_id, scores in zip(queries, score_queries(index, queries.values()), strict=True):
+        rows = np.flatnonzero(scores > 0)
+        # Equal scores are in the order of rows.
+        rows = rows[np.argsort(-scores[rows], kind="stable")[:top_k]]
+        run[query_id] = dict(zip(get_ids(rows), scores[rows].tolist(), strict=True))
+    return run
+
+
+def write_index(
+    store: EmbeddingStore, passages: Iterable[tuple[str, str, str]], show_progress: bool = False
+) -> Path:
+    """Write a BM25 index of the texts of a store to its folder ``bm25``.
+
+    Nothing is done if the folder exists: it appears when it is complete.
+
+    Args:
+        store: a finished store.
+        passages: (id, title, text) of each passage, in the order of the store.
+        show_progress: show progress bars.
+
+    Returns:
+        The folder.
+
+    Raises:
+        DataError: the passages are not those of the store, or none has a word.
+        UserError: the disk is full or cannot be written to.
+    """
+    folder = store.folder / BM25_FOLDER
+    if not folder.exists():
+        shards = read_shards(store, passages)
+        texts = (passage_text(title, text) for shard in shards for _, title, text in shard)
+        index = build_index(texts, show_progress)
+        with atomic_folder(folder) as new_folder:
+            index.save(new_folder, allow_pickle=False)
+    return folder
+
+
+def open_index(store: EmbeddingStore) -> bm25s.BM25:
+    """Memory-map the BM25 index of a store. Its rows are those of the store.
+
+    Raises:
+        DataError: the store has none.
+    """
+    import bm25s
+
+    folder = store.folder / BM25_FOLDER
+    if not folder.exists():
+        raise DataError(
+            f"{store.folder}: has no BM25 index (run the same contaccum encode again with --bm25)"
+        )
+    # The backend numba would not check the row numbers in the files.
+    return bm25s.BM25.load(
+        folder, mmap=True, allow_pickle=False, override_params={"backend": "numpy"}
+    )
 
 
 def split_words(text: str) -> list[str]:

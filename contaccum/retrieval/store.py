@@ -9,6 +9,7 @@
                           last row of this shard
     parquet/              for vector databases and other programs; see `write_parquet`
         shard-00000.parquet
+    bm25/                 index of the words of all texts, as bm25s saves it; see `bm25.write_index`
 
 A shard appears as a whole or not at all. So a killed process loses only the shard that it was
 writing, and several processes may write to the same folder. No file holds a pickle.
@@ -44,6 +45,7 @@ EMBEDDINGS_FILE = "embeddings.npy"
 IDS_FILE = "ids.arrow"
 TEXTS_FILE = "texts.npy"
 PARQUET_FOLDER = "parquet"
+BM25_FOLDER = "bm25"
 FORMAT = {"format": "contaccum embedding store", "version": 3}
 
 # Each shard keeps two files open, and many systems allow a process 1,024 open files.
@@ -243,7 +245,8 @@ class StoreWriter:
         self.folder = Path(folder).expanduser()
         metadata = check_folder(folder)
         if metadata is not None and overwrite:
-            for path in [self.folder / PARQUET_FOLDER, *self.folder.glob("shard-*/")]:
+            derived = [self.folder / PARQUET_FOLDER, self.folder / BM25_FOLDER]
+            for path in [*derived, *self.folder.glob("shard-*/")]:
                 # Another process may remove the same folder at the same time.
                 with suppress(FileNotFoundError):
                     shutil.rmtree(path)
@@ -430,6 +433,33 @@ def _read_shard_file(folder: Path, shard_number: int) -> dict[str, Any] | None:
     return shard
 
 
+def read_shards(
+    store: EmbeddingStore, passages: Iterable[tuple[str, str, str]]
+) -> Iterator[list[tuple[str, str, str]]]:
+    """Yield the passages of each shard of a store.
+
+    Args:
+        store: a finished store.
+        passages: the passages, in the order of the store.
+
+    Raises:
+        DataError: the passages are not those of the store.
+    """
+    remaining = iter(passages)
+    corpus = files.Fingerprint()  # of all passages up to the current shard
+    for shard_number in range(store.num_shards):
+        shard_passages = list(islice(remaining, store.shard_size))
+        for passage in shard_passages:
+            corpus.add(*passage)
+        shard = _read_shard_file(store.folder, shard_number)
+        if shard is None or corpus.hex() != shard["fingerprint"]:
+            raise DataError(
+                f"{store.folder}: holds embeddings of another corpus: the passages from row "
+                f"{shard_number * store.shard_size:,} on differ (name the corpus that was encoded)"
+            )
+        yield shard_passages
+
+
 def write_parquet(
     store: EmbeddingStore, passages: Iterable[tuple[str, str, str]], show_progress: bool = False
 ) -> Path:
@@ -460,20 +490,12 @@ def write_parquet(
     if folder.exists():
         return folder
     embedding_type = pa.list_(pa.from_numpy_dtype(store.dtype), store.shape[1])
-    remaining = iter(passages)
-    corpus = files.Fingerprint()  # of all passages up to the current shard
+    shards = enumerate(read_shards(store, passages))
     with files.atomic_folder(folder) as new_folder:
-        for shard_number in tqdm(range(store.num_shards), "Parquet", disable=not show_progress):
-            shard_passages = list(islice(remaining, store.shard_size))
-            for passage in shard_passages:
-                corpus.add(*passage)
-            shard = _read_shard_file(store.folder, shard_number)
+        for shard_number, shard_passages in tqdm(
+            shards, "Parquet", store.num_shards, disable=not show_progress
+        ):
             first_row = shard_number * store.shard_size
-            if shard is None or corpus.hex() != shard["fingerprint"]:
-                raise DataError(
-                    f"{store.folder}: holds embeddings of another corpus: the passages from row "
-                    f"{first_row:,} on differ (name the corpus that was encoded)"
-                )
             # A store returns float32. Values that were float16 are converted back without a loss.
             embeddings = store[first_row : first_row + store.shard_size].astype(store.dtype)
             ids, titles, texts = zip(*shard_passages, strict=True)

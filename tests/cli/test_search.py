@@ -2,11 +2,14 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
+import bm25s
+import numpy as np
 import pytest
 from sample_texts import sentences
-from small_data import write_beir
+from small_data import read_lines, write_beir
 
 from contaccum import DualEncoder
 from contaccum.cli import main
@@ -108,6 +111,47 @@ def test_index_file_is_written_once_and_used_again(root, tmp_path):
     assert record["index_parameters"] == "nprobe=2"
 
 
+def test_bm25_is_added_with_its_weight_and_equals_bm25s_and_numpy(root, tmp_path, capsys):
+    """The scores of the 60 documents are scaled, although only 7 of them are in the run."""
+    store = tmp_path / "store"
+    encode(root, "corpus.jsonl", store, "--shard_size", "17")
+    options = ["--store", store, "--bm25_weight", 0.3, "--top_k", 7]
+    assert run(root, tmp_path / "run.trec", *options) == 2
+    assert "--bm25" in capsys.readouterr().err.splitlines()[-1]
+    encode(root, "corpus.jsonl", store, "--shard_size", "17", "--bm25")  # only the index is written
+    assert run(root, tmp_path / "run.trec", *options) == 0
+    hits = read_trec_run(tmp_path / "run.trec")
+
+    records = read_lines(root / "corpus.jsonl")
+    texts = [record["text"] for record in records]  # titles are empty
+    model = DualEncoder.from_pretrained(str(root / "encoder"), device="cpu")
+    dense = model.similarity(model.encode_query(QUERIES), model.encode_document(texts)).numpy()
+    index = bm25s.BM25(k1=0.9, b=0.4)
+    tokenize = partial(bm25s.tokenize, stopwords=[], return_ids=False, show_progress=False)
+    index.index(tokenize(texts), show_progress=False)
+    num_partial = 0
+    for number, words in enumerate(tokenize(QUERIES)):
+        sparse = index.get_scores(words)
+        is_found = sparse > 0
+        num_partial += 0 < is_found.sum() < 60
+        expected = 0.7 * (dense[number] - dense[number].min()) / np.ptp(dense[number])
+        scaled = (sparse[is_found] - sparse[is_found].min()) / np.ptp(sparse[is_found])
+        expected[is_found] += 0.3 * scaled
+        score_of_id = {record["_id"]: expected[row] for row, record in enumerate(records)}
+        query_hits = hits[f"q{number}"]
+        best = np.sort(expected)[::-1][:7]
+        assert sorted(query_hits.values(), reverse=True) == pytest.approx(list(best), abs=1e-5)
+        for document_id, score in query_hits.items():
+            assert score == pytest.approx(score_of_id[document_id], abs=1e-5)
+    assert num_partial > 0
+    record = json.loads((tmp_path / "run.trec.json").read_text())["search"]
+    assert (record["bm25_weight"], record["k"]) == (0.3, 7)
+
+    # A store that is written anew loses the index of the old one.
+    encode(root, "corpus.jsonl", store, "--overwrite")
+    assert not (store / "bm25").exists()
+
+
 def test_recall_need_not_be_measured(root, tmp_path, monkeypatch, capsys):
     def refuse_recall(*arguments):
         raise AssertionError("the recall was measured")
@@ -147,6 +191,7 @@ def test_a_store_is_searched_with_the_passage_length_that_it_was_encoded_with(
         (["--index_file", "x.faiss"], "encoder", "--index_file"),
         (["--index", "SQ8", "--index_file", "/dev/null/x"], "no model", "cannot be written"),
         (["--store", "nowhere"], "encoder", "not a store"),
+        (["--bm25_weight", "1.1"], "encoder", "--bm25_weight"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(root, tmp_path, capsys, options, model, message):
