@@ -39,7 +39,7 @@ from contaccum.evaluation.metrics import (
     sort_as_trec_eval,
     warn_of_few_groups,
 )
-from contaccum.files import provenance, read_json, redact, write_text
+from contaccum.files import atomic_file, provenance, read_json, redact
 
 Run = dict[str, dict[str, float]]
 """{query id: {document id: score}}"""
@@ -96,7 +96,8 @@ class EvaluationResult:
 def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> tuple[Path, Path]:
     """Write the run to ``<stem>.trec`` beside ``path``, and then the record to ``path``.
 
-    Each file appears as a whole or not at all, and where a record is, its run is too.
+    Each file appears as a whole or not at all, and earlier files stay until both are complete.
+    Where a record is, its run is too.
 
     Returns:
         The paths of the record and of the run.
@@ -110,9 +111,14 @@ def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> tupl
     content = json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False)
     # The tag of a run is the last part of the model's name, without white space.
     name = Path(redact(str(result.model.get("name") or "contaccum"))).name
-    path.unlink(missing_ok=True)  # a kill must not leave an older record beside the new run
-    write_text(run_path, trec_lines(result.run.items(), re.sub(r"\s+", "_", name) or "contaccum"))
-    write_text(path, content + "\n")
+    lines = trec_lines(result.run.items(), re.sub(r"\s+", "_", name) or "contaccum")
+    with atomic_file(path) as new_record, atomic_file(run_path) as new_run:
+        for file, parts in ((new_record, [content, "\n"]), (new_run, lines)):
+            with file.open("w", encoding="utf-8", newline="") as opened:
+                opened.writelines(parts)
+                os.fsync(opened)
+        # A kill between the two renames must not leave an older record beside the new run.
+        path.unlink(missing_ok=True)
     return path, run_path
 
 

@@ -92,8 +92,8 @@ class EmbeddingStore:
         """Open the store in a folder.
 
         Raises:
-            DataError: the folder holds no store, the store is not finished, or a shard is missing
-                or cut off.
+            DataError: the folder holds no store, the store is not finished, a shard is missing or
+                cut off, or the shards are not those that store.json describes.
         """
         folder = Path(folder).expanduser()
         if not (folder / STORE_FILE).exists():
@@ -104,12 +104,21 @@ class EmbeddingStore:
         if not metadata["finished"]:
             raise DataError(f"{folder}: the store is not finished ({_CONTINUE_REMEDY})")
         store = cls(folder, metadata)
+        is_described = not (folder / get_shard_name(store.num_shards)).exists()
         for number in range(store.num_shards):
-            if _read_shard_file(folder, number) is None:
+            shard = _read_shard_file(folder, number)
+            if shard is None:
                 raise DataError(
                     f"{folder}: the shard from row {number * store.shard_size:,} on is missing or "
                     f"cut off ({_CONTINUE_REMEDY})"
                 )
+            is_described &= shard["rows"] == store._count_rows(number)
+            is_described &= shard["dimension"] == store.shape[1]
+        if not is_described:
+            raise DataError(
+                f"{folder}: the shards have not {len(store):,} rows of {store.shape[1]} dimensions "
+                f"in shards of {store.shard_size:,}, as {STORE_FILE} says ({_REPLACE_REMEDY})"
+            )
         return store
 
     def __len__(self) -> int:

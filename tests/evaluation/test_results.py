@@ -3,10 +3,13 @@
 import dataclasses
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from small_data import contents
 
 from contaccum.errors import DataError
 from contaccum.evaluation.metrics import add_holm, sign_flip_test
@@ -22,6 +25,34 @@ from contaccum.evaluation.results import (
 )
 
 RUN = {"q 1": {"a%41": 0.5, "b c": 0.1}, "q2": {"100%": -1.5, "a b": -1.5}}
+
+
+def test_an_earlier_result_stays_until_the_new_one_is_complete(tmp_path, monkeypatch):
+    """And a kill between the two renames leaves no older record beside the new run."""
+    data = {"name": "x", "fingerprint": "f"}
+    result = EvaluationResult({"NDCG@10": 0.5}, {}, RUN, data, {"name": "m"}, {"k": 10})
+    write_result(result, tmp_path / "out.json")
+    earlier = contents(tmp_path)
+    replace = os.replace
+
+    def write_in_part(*arguments: Any) -> Iterator[str]:
+        yield "q Q0 d 1 1 m\n"
+        raise KeyboardInterrupt
+
+    def kill_after_first_rename(source: Path, target: Path) -> None:
+        replace(source, target)
+        raise KeyboardInterrupt
+
+    later = dataclasses.replace(result, run={"q": {"d": 1.0}})
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("contaccum.evaluation.results.trec_lines", write_in_part)
+        write_result(later, tmp_path / "out.json")
+    assert contents(tmp_path) == earlier
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", kill_after_first_rename)
+        write_result(later, tmp_path / "out.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["out.trec"]
+    assert read_trec_run(tmp_path / "out.trec") == later.run
 
 
 def test_record_and_run_round_trip_without_credentials(tmp_path, monkeypatch):

@@ -137,6 +137,15 @@ def test_a_broken_or_foreign_store_is_refused_in_one_line(tmp_path, damage):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("changes", [{"rows": 13}, {"rows": 10}, {"dimension": 2}], ids=str)
+def test_a_description_that_the_shards_contradict_is_refused_at_open(tmp_path, changes):
+    """The first shard has ten rows."""
+    folder = write_store(tmp_path / "s")
+    change_metadata(folder, **changes)
+    with pytest.raises(DataError, match=r"s(/store\.json)?: .*\("):
+        EmbeddingStore.open(folder)
+
+
 def test_shards_are_mapped_into_memory_and_only_a_few_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(store_module, "_MAX_MAPPED_SHARDS", 2)
     store = EmbeddingStore.open(write_store(tmp_path / "s"))
