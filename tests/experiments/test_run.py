@@ -219,7 +219,7 @@ def make_long_settings(root: Path) -> Settings:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_that_was_killed_continues_to_the_same_weights(root, tmp_path):
     settings = make_long_settings(root)
     whole = run_and_keep(settings, tmp_path / "whole")
