@@ -285,6 +285,7 @@ def fit(
         name = candidates[0]
         if len(candidates) > 1:
             with time_budget.measure("base models"):
+                most_seconds = _MAX_SHARE_OF_BASE_MODEL * time_budget.left()
                 chosen_model = once(
                     folder / "base_models",
                     request,
@@ -294,7 +295,7 @@ def fit(
                         held_out / "dev",
                         given,
                         args,
-                        time_budget,
+                        most_seconds,
                         print_line,
                     ),
                 )
@@ -335,20 +336,22 @@ def fit(
 
             times = measure_times()
 
-            def encode_training_corpus() -> None:
-                num_encoded = 0
-                for shard in store.glob(f"*/{SHARD_FILE}"):
-                    num_encoded += read_json(shard)["rows"]
-                num_missing = split.documents["train"] - num_encoded
-                if not (folder / "baselines" / RESULT_FILE).is_file():
-                    require_encoding_time(
-                        time_budget, num_missing + num_test_documents, times.document, times.guard
-                    )
-                # The user may remove the store of an unfinished fit to free space.
-                if num_missing > 0 or not (folder / "baselines" / RESULT_FILE).is_file():
-                    encode_corpus(base, model_name(name), corpus_file, store, batch_size)
+            def count_encoded() -> list[Any]:
+                num_encoded = sum(
+                    read_json(shard)["rows"] for shard in store.glob(f"*/{SHARD_FILE}")
+                )
+                return [num_encoded, (folder / "baselines" / RESULT_FILE).is_file()]
 
-            on_first_rank(encode_training_corpus)
+            num_encoded, has_baselines = on_first_rank(count_encoded)
+            num_missing = split.documents["train"] - num_encoded
+            if not has_baselines:
+                num_documents = num_missing + num_test_documents
+                require_encoding_time(time_budget, num_documents, times.document, times.guard)
+            # The user may remove the store of an unfinished fit to free space.
+            if num_missing > 0 or not has_baselines:
+                on_first_rank(
+                    lambda: encode_corpus(base, model_name(name), corpus_file, store, batch_size)
+                )
 
             def score_on_dev() -> dict[str, Any]:
                 evaluator = load_evaluator(held_out / "dev", store, batch_size)
@@ -442,7 +445,10 @@ def fit(
 
         with time_budget.measure("training"):
             plan = once(folder / "plan", describe_settings(proposed), plan_training, all_ranks=True)
-            final = replace(Settings(), **plan["options"])
+            options = dict(plan["options"])
+            comment = f"# Chosen by contaccum fit on dev data; see {REPORT_FILE}.\n"
+            on_first_rank(lambda: write_text(config_file, comment + to_yaml(options)))
+            final = replace(Settings(), **options)
             # Then ``model`` is the better one of two, or the merge with the base model.
             is_last = not guard_sets and not plan["has_second_stage"]
             trained_folder = folder / ("model" if is_last else "trained")
@@ -463,11 +469,8 @@ def fit(
                 if is_better:
                     final, training, is_like_trial = two_stages, second, False
                     trained_folder = folder / "second_stage"
-        comment = f"# Chosen by contaccum fit on dev data; see {REPORT_FILE}.\n"
-        options = {**plan["options"]}
-        if final.second_stage is not None:
-            options["second_stage"] = final.second_stage
-        on_first_rank(lambda: write_text(config_file, comment + to_yaml(options)))
+                    options["second_stage"] = str(corpus_file)
+                    on_first_rank(lambda: write_text(config_file, comment + to_yaml(options)))
 
         # 5. Merge with the base model, if there is a guard
         guard_record = None
@@ -734,13 +737,14 @@ def choose_base_model(
     dev: Path,
     given: Mapping[str, Any],
     args: ContAccumTrainingArguments,
-    budget: Budget,
+    most_seconds: float,
     print_line: Callable[[str], None],
 ) -> dict[str, Any]:
     """Score several base models on dev, and choose the best one.
 
     A large dev corpus is reduced to a sample. Prompts, lengths and similarity of a model are its
-    own. A model that cannot be loaded, or that takes too much of the budget, is left out.
+    own. A model that cannot be loaded, or whose encoding takes more than ``most_seconds``, is left
+    out.
 
     Returns:
         The ``model``, and the ``scores`` of all.
@@ -760,7 +764,7 @@ def choose_base_model(
             settings = propose_settings(train_file, model, given, world_size())
             encoder = load_encoder(make_base_settings(settings), args)
             seconds = measure_seconds_per_document(encoder, texts, len(texts), batch_size)
-            if seconds * len(texts) > _MAX_SHARE_OF_BASE_MODEL * budget.left():
+            if seconds * len(texts) > most_seconds:
                 needed = format_duration(seconds * len(texts))
                 raise ConfigError(f"encoding {len(texts):,} documents would take {needed}")
             baselines, _ = score_baselines(evaluator, encoder)

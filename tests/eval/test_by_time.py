@@ -424,8 +424,8 @@ def test_another_file_of_mined_negatives_is_recorded_and_does_not_make_a_run_ano
     job = runs._make_job(cell)
     [file] = runs.work.glob("mined-*.jsonl")
     text = file.read_text()
-    assert '"scores": [0.' in text
-    file.write_text(text.replace('"scores": [0.', '"scores": [0.0'))
+    assert '"negative_scores": [0.' in text
+    file.write_text(text.replace('"negative_scores": [0.', '"negative_scores": [0.0'))
     later_job = runs._make_job(cell)
     assert later_job["identity"] == job["identity"]
     assert later_job["mined_negatives"] != job["mined_negatives"]
