@@ -266,11 +266,14 @@ def fit(
             print_line(line)
         split = read_split(held_out)
         num_folds = pairs.count_folds(split)
-        test_queries = set(read_split_queries(held_out / "test", "test", RecordReport()).values())
-        if num_folds > 1 and guard_sets:
-            # Test queries of other folds are training queries of this one.
-            test_queries.update(record.query for record in read_records(train_file))
-        refuse_test_queries(guard_sets, test_queries)
+        if guard_sets:
+            test_queries = set(
+                read_split_queries(held_out / "test", "test", RecordReport()).values()
+            )
+            if num_folds > 1:
+                # Test queries of other folds are training queries of this one.
+                test_queries.update(record.query for record in read_records(train_file))
+            refuse_test_queries(guard_sets, test_queries)
         print_line(split.summary())
         if num_folds > 1:
             print_line(
@@ -394,8 +397,11 @@ def fit(
         # With a large corpus, encoding it for each fold could leave no time for the search. The
         # other folds are used only if there is time left at the end.
         seconds_of_folds = _MAX_SHARE_OF_FOLDS * time_budget.left() - times.test - times.guard
-        folds_with_time = 1 + max(0, int(seconds_of_folds / (times.corpus + times.test)))
-        num_trainings = min(num_folds, folds_with_time)
+        num_further_folds = max(0, int(seconds_of_folds / (times.corpus + times.test)))
+        num_folds_with_time = min(num_folds, 1 + num_further_folds)
+        num_parts = len(CURVE_SHARES) if curve else 0
+        # The trainings on parts of the pairs together take nearly as long as one on all of them.
+        num_trainings = num_folds_with_time + (1 if curve else 0)
 
         def search() -> dict[str, Any]:
             evaluator = RetrievalEvaluator(
@@ -408,8 +414,8 @@ def fit(
                 evaluator,
                 baselines,
                 time_budget,
-                times.sum_reserve(num_trainings) + len(CURVE_SHARES) * curve * times.test,
-                num_trainings + curve,  # the parts together are nearly one more training
+                times.sum_reserve(num_folds_with_time, num_parts),
+                num_trainings,
                 folder / "tuning",
                 print_line,
             )
@@ -429,9 +435,8 @@ def fit(
 
         def plan_training() -> dict[str, Any]:
             now = measure_times()
-            seconds_left = time_budget.left() - now.sum_reserve(num_trainings)
-            seconds_left -= len(CURVE_SHARES) * curve * now.test
-            seconds_left /= num_trainings + curve
+            reserve = now.sum_reserve(num_folds_with_time, num_parts)
+            seconds_left = (time_budget.left() - reserve) / num_trainings
             second_seconds = math.inf
             if "method" not in given:
                 second_seconds = _estimate_second_stage(tuned, split, now)
@@ -547,7 +552,8 @@ def fit(
                 part = folder / "curve" / f"{share:.0%}"
                 if not on_first_rank((part / "model" / RESULT_FILE).is_file):
                     now = measure_times()
-                    needed = share * training_seconds + (1 + len(part_models)) * now.test + now.test
+                    # The tests of this part, of the earlier parts, and of the model itself.
+                    needed = share * training_seconds + (2 + len(part_models)) * now.test
                     if needed > time_budget.left():
                         print_line(f"no training on {share:.0%} of the pairs: no time is left")
                         break
@@ -835,9 +841,15 @@ class _Times(NamedTuple):
     test: float
     guard: float
 
-    def sum_reserve(self, num_folds: int) -> float:
-        """Return the seconds to reserve for everything but training, if so many folds are used."""
-        return self.test + (num_folds - 1) * (self.corpus + self.test) + self.guard
+    def sum_reserve(self, num_folds: int, num_parts: int) -> float:
+        """Return the seconds to reserve for everything but training.
+
+        Args:
+            num_folds: the number of folds that are used.
+            num_parts: the number of models that are trained on a part of the pairs and tested.
+        """
+        further_folds = (num_folds - 1) * (self.corpus + self.test)
+        return (1 + num_parts) * self.test + further_folds + self.guard
 
 
 def _measure_encoding(
