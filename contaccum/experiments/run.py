@@ -45,7 +45,7 @@ from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, find, replace, to_dict
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.checkpoint import count_rows
-from contaccum.training.log import EVAL_LOG, TRAIN_LOG, read_log, read_run_record
+from contaccum.training.log import EVAL_LOG, TRAIN_LOG, is_finished, read_log
 from contaccum.training.setup import (
     load_encoder,
     load_guide,
@@ -331,7 +331,7 @@ def run_and_keep(settings: Settings, folder: Path) -> Result:
     def work() -> dict[str, Any]:
         changes = {"output_dir": str(folder), "resume_from_checkpoint": "auto"}
         kept = replace(settings, **changes)
-        if not read_run_record(folder).get("finished"):
+        if not is_finished(folder):
             train_and_save(kept, ContAccumTrainingArguments.from_settings(kept))
         times = [line["seconds"] for line in read_log(folder / TRAIN_LOG)]
         scores = []

@@ -48,7 +48,7 @@ from contaccum.retrieval.encode import (
 )
 from contaccum.settings import find
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
-from contaccum.training.log import read_run_record
+from contaccum.training.log import is_finished, read_run_record
 from contaccum.training.losses import get_store_documents, iter_bank_losses, list_parts
 
 logger = logging.getLogger(__name__)
@@ -77,8 +77,8 @@ def read_marker(folder: Path) -> dict[str, Any]:
     return read_json(folder / MARKER)
 
 
-def find_defect(folder: Path) -> str | None:
-    """Return a phrase that explains why a checkpoint is incomplete; None for a complete one."""
+def explain_incomplete(folder: Path) -> str | None:
+    """Return why a checkpoint is incomplete, as a phrase; None for a complete one."""
     try:
         sizes = read_marker(folder)["files"]
     except (DataError, KeyError):
@@ -90,12 +90,12 @@ def find_defect(folder: Path) -> str | None:
     return None
 
 
-def find_defect_for_run(folder: Path, run_id: str | None) -> str | None:
-    """Return why the run ``run_id`` cannot use a checkpoint, as `find_defect` does."""
-    defect = find_defect(folder)
-    if defect is None and read_marker(folder)["run_id"] != run_id:
+def explain_unusable(folder: Path, run_id: str | None) -> str | None:
+    """Return why the run ``run_id`` cannot resume from a checkpoint; None if it can."""
+    reason = explain_incomplete(folder)
+    if reason is None and read_marker(folder)["run_id"] != run_id:
         return "it belongs to another run"
-    return defect
+    return reason
 
 
 def find_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
@@ -143,7 +143,7 @@ def remove_replaced(args: ContAccumTrainingArguments, run_id: str | None, update
     replaces_all = args.overwrite_output_dir and update == 0
     for path in find_checkpoints(str(args.output_dir)):
         if not replaces_all:
-            if find_defect_for_run(path, run_id) or read_marker(path)["update"] <= update:
+            if explain_unusable(path, run_id) or read_marker(path)["update"] <= update:
                 continue
             logger.warning(
                 f"removed {path}: the run continues after update {update} and trains the later "
@@ -162,7 +162,7 @@ def remove_oldest(folder: str, run_id: str | None, limit: int | None, best: str 
         return
     checkpoints = []
     for path in find_checkpoints(folder):
-        if find_defect_for_run(path, run_id) is None:
+        if explain_unusable(path, run_id) is None:
             checkpoints.append(path)
     # An earlier start may have written the path of the best checkpoint in another way.
     best_path = Path(best).resolve() if best else None
@@ -387,11 +387,11 @@ class ResumePoint:
             or (has_same_length and num_updates >= record["updates"])
         )
         # If only the best checkpoints are kept, a finished run may have gone on after this one.
-        is_finished = self.is_newest and has_same_length and record["finished"]
-        if not (ended_here or is_finished):
+        ended_later = self.is_newest and has_same_length and is_finished(output_dir)
+        if not (ended_here or ended_later):
             return None
         best = self.state.best_model_checkpoint if args.load_best_model_at_end else None
-        if best is not None and find_defect(Path(best)) is None:
+        if best is not None and explain_incomplete(Path(best)) is None:
             final_model = best
         elif ended_here:
             final_model = str(self.folder)
@@ -437,10 +437,10 @@ def find_newest_checkpoint(folder: str | os.PathLike[str]) -> tuple[Path | None,
     run_id = read_run_record(folder).get("run_id")
     skipped: list[str] = []
     for path in find_checkpoints(folder):
-        defect = find_defect_for_run(path, run_id)
-        if defect is None:
+        reason = explain_unusable(path, run_id)
+        if reason is None:
             return path, skipped
-        skipped.append(f"{path}: {defect}")
+        skipped.append(f"{path}: {reason}")
     return None, skipped
 
 
@@ -456,12 +456,12 @@ def require_free_folder(args: ContAccumTrainingArguments) -> None:
         is_resumed = find_newest_checkpoint(folder)[0] is not None
         # An unfinished run without a checkpoint was killed before its first one, and starts again.
         # A model there is of an older run, which the killed run was already allowed to overwrite.
-        if is_resumed or not (has_model and record["finished"]):
+        if is_resumed or not (has_model and is_finished(folder)):
             return
     elif request is not None:
         # `choose_checkpoint` refuses an incomplete checkpoint. A run keeps its id when it resumes,
         # so a checkpoint of another run would replace the run in the folder.
-        is_incomplete = find_defect(Path(request)) is not None
+        is_incomplete = explain_incomplete(Path(request)) is not None
         if is_incomplete or record.get("run_id") in (None, read_marker(Path(request))["run_id"]):
             return
     checkpoints = find_checkpoints(folder)
@@ -499,9 +499,9 @@ def choose_checkpoint(
     is_named = request not in ("last", "auto")
     folder = request if is_named else str(args.output_dir)
     if is_named:
-        defect = find_defect(Path(folder))
-        path = Path(folder) if defect is None else None
-        skipped = [] if defect is None else [f"{folder}: {defect}"]
+        reason = explain_incomplete(Path(folder))
+        path = Path(folder) if reason is None else None
+        skipped = [] if reason is None else [f"{folder}: {reason}"]
     else:
         path, skipped = find_newest_checkpoint(folder)
     # "auto" may start a new run if the latest run was killed before its first complete checkpoint.

@@ -32,7 +32,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from contaccum.distributed import over_ranks
 from contaccum.errors import ConfigError, DataError
-from contaccum.files import read_json, write_text
+from contaccum.files import read_json, write_json, write_text
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.losses import iter_bank_losses, list_losses
@@ -115,6 +115,18 @@ def read_run_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(folder) / RUN_RECORD
     return read_json(path) if path.is_file() else {}
+
+
+def is_finished(folder: str | os.PathLike[str]) -> bool:
+    """Return whether the latest run in a folder has ended and saved its model there."""
+    return bool(read_run_record(folder).get("finished"))
+
+
+def mark_finished(folder: Path, run_id: str | None) -> None:
+    """Record that the run ``run_id`` is finished, unless ``run.json`` is of another run."""
+    record = read_run_record(folder)
+    if record and record["run_id"] == run_id:
+        write_json(folder / RUN_RECORD, record | {"finished": True})
 
 
 class CollapseWatch:

@@ -28,7 +28,7 @@ from contaccum.files import require_writable
 from contaccum.settings import Settings, for_method, replace
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.checkpoint import find_checkpoints, require_free_folder
-from contaccum.training.log import RUN_RECORD, read_run_record
+from contaccum.training.log import RUN_RECORD, is_finished
 from contaccum.training.passage_store import check_document_source
 from contaccum.training.proposal import compute_start_rate, read_width
 from contaccum.training.trainer import ContAccumTrainer
@@ -292,7 +292,7 @@ def train_and_save(settings: Settings, args: ContAccumTrainingArguments) -> None
     if settings.second_stage is not None:
         first_folder = os.path.join(output_dir, FIRST_STAGE)
         is_resumed = settings.resume_from_checkpoint is not None
-        if is_resumed and read_run_record(Path(first_folder)).get("finished"):
+        if is_resumed and is_finished(first_folder):
             logger.info(f"{first_folder}: the first stage is finished; its model is used as it is")
         else:
             first = replace(settings, second_stage=None, output_dir=first_folder)

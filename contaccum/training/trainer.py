@@ -507,9 +507,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 write_text(card, redact(card.read_text(encoding="utf-8")))
             copy_module_code(self.model, folder)  # also that of a plain SentenceTransformer
             if folder == Path(str(self.args.output_dir)) and not self.is_in_train:
-                record = log.read_run_record(folder)
-                if record and record["run_id"] == self.run_id:  # not the record of another run
-                    write_json(folder / log.RUN_RECORD, record | {"finished": True})
+                log.mark_finished(folder, self.run_id)
 
     def push_to_hub(self, commit_message: str | None = "End of training", **kwargs: Any) -> Any:  # type: ignore[override]  # all but the message by keyword
         """Upload the model and its card, but no other file, because those contain local paths.

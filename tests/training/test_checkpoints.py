@@ -35,8 +35,8 @@ from contaccum.training.checkpoint import (
     BANK_FILE,
     MARKER,
     ResumePoint,
+    explain_incomplete,
     find_checkpoints,
-    find_defect,
     remove_oldest,
     require_free_folder,
     write_marker,
@@ -96,7 +96,7 @@ def train_until_sigterm(trainer: Any, micro_step: int) -> None:
 
 def test_a_checkpoint_holds_all_states_and_a_record_of_the_run(run):
     folder = run.folder / "checkpoint-2"
-    assert find_defect(folder) is None
+    assert explain_incomplete(folder) is None
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert files >= {
         "model.safetensors",
@@ -135,7 +135,7 @@ def test_the_newest_complete_checkpoint_is_resumed(run, finished, caplog, capsys
     # Two updates were trained twice, but each has one line in the log. The damaged checkpoints were
     # written again.
     assert list_updates(finished) == list(range(1, 9))
-    assert [find_defect(path) for path in find_checkpoints(finished)] == [None] * 3
+    assert [explain_incomplete(path) for path in find_checkpoints(finished)] == [None] * 3
     assert list_differences(run.state, get_state(resumed)) == []
 
     (finished / "checkpoint-8" / "scheduler.pt").unlink()
@@ -464,7 +464,7 @@ def test_a_full_disk_leaves_the_last_complete_checkpoint(
     with pytest.raises(type(error)):  # the command line makes one line of it
         trainer.train()
     assert list_checkpoint_names(tmp_path) == ["checkpoint-1"]
-    assert find_defect(tmp_path / "checkpoint-1") is None
+    assert explain_incomplete(tmp_path / "checkpoint-1") is None
 
 
 @pytest.mark.parametrize("kind", [DualEncoder, SentenceTransformer])
@@ -491,7 +491,7 @@ def test_after_a_signal_the_run_saves_stops_and_resumes_exactly(run, name, tmp_p
     assert f"{name}: saving a checkpoint after this update" in output.err
     assert "saved " in output.out
     assert signal.getsignal(number) == handler
-    assert find_defect(tmp_path / "checkpoint-3") is None
+    assert explain_incomplete(tmp_path / "checkpoint-3") is None
     resumed = make_trainer(tmp_path, **RUN_SETTINGS)
     resumed.train(resume_from_checkpoint="last")
     assert list_differences(run.state, get_state(resumed)) == []
