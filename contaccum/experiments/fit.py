@@ -72,6 +72,7 @@ from contaccum.experiments.run import (
     start_ranks,
 )
 from contaccum.experiments.tune import (
+    MAX_EPOCHS,
     TRIAL_METRIC,
     Baselines,
     Choice,
@@ -358,10 +359,11 @@ def fit(
 
             def score_on_dev() -> dict[str, Any]:
                 evaluator = load_evaluator(held_out / "dev", store, batch_size)
-                baselines, runs = score_baselines(evaluator, base)
+                base_run, bm25_run = evaluator.search(base), evaluator.search_bm25()
+                baselines = score_baselines(evaluator, base_run, bm25_run)
                 if len(evaluator.dataset.corpus) > MAX_TRIAL_DOCUMENTS:
                     with atomic_folder(folder / "dev_pool") as new_folder:
-                        pool = pool_documents(evaluator.dataset, runs)
+                        pool = pool_documents(evaluator.dataset, [base_run, bm25_run])
                         write_part(evaluator.dataset, pool, new_folder)
                 return baselines._asdict()
 
@@ -443,7 +445,7 @@ def fit(
             has_second_stage = second_seconds <= _MAX_SHARE_OF_SECOND_STAGE * seconds_left
             if has_second_stage:
                 seconds_left -= second_seconds
-            options, line = plan_final_training(folder, trial_dev, tuned, proposed, seconds_left)
+            options, line = plan_final_training(folder, trial_dev, tuned, seconds_left)
             if line:
                 print_line(line)
             return {"options": options, "has_second_stage": has_second_stage}
@@ -763,6 +765,7 @@ def choose_base_model(
     rows = dataset.corpus.values()
     texts = [passage_text(row["title"], row["text"]) for row in rows]
     evaluator = RetrievalEvaluator(dataset, batch_size=batch_size)
+    bm25_run = evaluator.search_bm25()
     scores = {}
     for model in models:
         try:
@@ -773,7 +776,7 @@ def choose_base_model(
             if seconds * len(texts) > most_seconds:
                 needed = format_duration(seconds * len(texts))
                 raise ConfigError(f"encoding {len(texts):,} documents would take {needed}")
-            baselines, _ = score_baselines(evaluator, encoder)
+            baselines = score_baselines(evaluator, evaluator.search(encoder), bm25_run)
         except UserError as error:
             print_line(f"{model_name(model)} is left out: {error}")
             continue
@@ -908,18 +911,17 @@ def _estimate_second_stage(tuned: Tuned, split: Split, times: _Times) -> float:
 
 
 def plan_final_training(
-    folder: Path, trial_dev: Path, tuned: Tuned, settings: Settings, seconds_left: float
+    folder: Path, trial_dev: Path, tuned: Tuned, seconds_left: float
 ) -> tuple[dict[str, Any], str]:
     """Return the settings of the final training, and a line for the user about its length.
 
     The settings of the chosen trial are completed with checkpoints. If the trials were cut, the
-    training has its full length, as far as the time allows it. The line is empty if the length is
-    that of the trial.
+    training is as long as the time allows, up to `MAX_EPOCHS` or the length that the user gave. The
+    line is empty if the length is that of the trial.
 
     Args:
         folder: the folder of the fit.
         trial_dev: the dev set by which the best checkpoint is chosen.
-        settings: the settings from which the search started.
         seconds_left: the time that the training may take.
     """
     trial = tuned.chosen_trial
@@ -936,7 +938,7 @@ def plan_final_training(
     }
     if "max_steps" in options and options["max_steps"] == trial["settings"].get("max_steps"):
         del options["max_steps"]
-        options["num_train_epochs"] = settings.num_train_epochs
+        options["num_train_epochs"] = MAX_EPOCHS
     final = replace(Settings(), **{**options, "load_best_model_at_end": False})
     args = ContAccumTrainingArguments.from_settings(final)
     full_updates = count_updates(load_data(final).dataset, args)
@@ -956,7 +958,7 @@ def plan_final_training(
     num_updates = min(full_updates, possible_updates)
     line = ""
     if full_updates != trial["updates"]:
-        line = f"the final training has its full length, {full_updates} updates"
+        line = f"the final training has {full_updates} updates, {final.num_train_epochs:g} epochs"
     if num_updates < full_updates:
         options["max_steps"] = num_updates
         line = (

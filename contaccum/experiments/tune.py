@@ -94,6 +94,8 @@ BM25_WEIGHTS = tuple(round(0.1 * step, 1) for step in range(10))
 """The weights of BM25 beside a model that are tried on dev; the smallest of the best is chosen."""
 TUNED_CONFIG = "tuned.yaml"
 TUNED_RECORD = "tuned.json"
+MAX_EPOCHS = max(Settings.__dataclass_fields__["num_train_epochs"].metadata["tries"])
+"""The largest number of epochs that a search tries, and the length of a final training at most."""
 FINAL_TRAINING_FACTOR = 0.6
 """The time of a training with the chosen settings, at most, relative to that of the search."""
 MINED_FILE = "mined.jsonl"
@@ -112,6 +114,8 @@ _LOADING_MARGIN = 1.2  # time of a trial with loading and scoring, relative to i
 # methods can have their first trial with them.
 _NUM_PLANNED_TRIALS = 6
 _FIRST_UPDATES = 16
+_LENGTHS = {"max_steps", "num_train_epochs"}  # the user gives one of them to fix the length
+_UPDATE_SIZE = "total_train_batch_size"
 _MORE_EVALUATIONS = 3  # of the final training, which has four; a trial has one
 _MORE_DEV_QUERIES = (
     "take more dev queries, about other passages (--dev of contaccum fit or contaccum split)"
@@ -337,11 +341,6 @@ class Trial(NamedTuple):
         return str(self.point["method"])
 
     @property
-    def is_on_ladder(self) -> bool:
-        """True if nothing but the learning rate was varied."""
-        return self.point.keys() <= {"method", "learning_rate", "max_steps"}
-
-    @property
     def rate(self) -> float:
         """The learning rate; 1 if the user has fixed it."""
         return float(self.point.get("learning_rate", 1.0))
@@ -397,9 +396,9 @@ def choose_next(
     for trial in [best, *others]:
         for name, value in tries[trial.method]:
             candidate = {**trial.point, name: value}
-            # The number of epochs has no effect if the trials are cut.
-            has_effect = name != "num_train_epochs" or "max_steps" not in candidate
-            if candidate not in tried and has_effect:
+            # Trials that are cut are compared after the same number of updates of the same size.
+            is_length = name in ("num_train_epochs", "total_train_batch_size")
+            if candidate not in tried and not (is_length and "max_steps" in candidate):
                 return candidate
     return None
 
@@ -414,16 +413,20 @@ def choose_best(trials: Sequence[Trial], groups: Mapping[str, int]) -> Trial:
     (`sign_flip_test`). With fewer than six groups of queries, no interval does.
     """
     curves: dict[str, list[Trial]] = {}
+    ladders: dict[str, str] = {}  # the first curve of each method
     for trial in trials:
         others = {name: value for name, value in trial.point.items() if name != "learning_rate"}
-        curves.setdefault(str(sorted(others.items())), []).append(trial)
+        name = str(sorted(others.items()))
+        curves.setdefault(name, []).append(trial)
+        ladders.setdefault(trial.method, name)
     candidates = []
-    for curve in curves.values():
+    for name, curve in curves.items():
         trials_by_rate = {trial.rate: trial for trial in curve}
         scores = {rate: trial.result.score or 0.0 for rate, trial in trials_by_rate.items()}
         best_rate = find_best_value(scores)
         best = trials_by_rate[best_rate]
-        candidates.append((not best.is_on_ladder, -smooth(scores)[best_rate], best.number, best))
+        is_on_ladder = ladders[best.method] == name
+        candidates.append((not is_on_ladder, -smooth(scores)[best_rate], best.number, best))
     candidates.sort(key=lambda candidate: candidate[:3])
     chosen = candidates[0][-1]
     for *_, candidate in candidates[1:]:
@@ -542,19 +545,17 @@ class Search:
             UserError: for a mistake that every trial would fail with.
         """
         plan = once(self.folder / "plan", {"starts": self.starts}, self._plan, all_ranks=True)
-        starts: dict[str, Point] = {}
-        for method, length in plan["lengths"].items():
-            starts[method] = {**self.starts[method]}
-            if length is not None:
-                starts[method]["max_steps"] = length
         trials = []
         for number, result in enumerate(read_results(self.folder)):
             trials.append(Trial(number, result))
         while True:
             scored = [trial for trial in trials if trial.result.score is not None]
-            seconds_left = self._find_end(plan, scored) - self.budget.used()
+            best = max(scored, key=lambda trial: trial.result.score or 0.0, default=None)
+            seconds_left = self._find_end(plan, best) - self.budget.used()
+            if trials:
+                self._print_progress(trials, best, seconds_left)
             affordable = {}
-            for method, start in starts.items():
+            for method, start in plan["starts"].items():
                 # The first trials of the methods were planned so that they have time.
                 seconds = [trial.result.seconds for trial in scored if trial.method == method]
                 if max(seconds[-3:], default=0.0) <= seconds_left or not scored:
@@ -565,7 +566,7 @@ class Search:
                 break
             if point is None:
                 reason = "all settings have been tried"
-                if len(affordable) < len(starts):
+                if len(affordable) < len(plan["starts"]):
                     left = format_duration(max(0.0, seconds_left))
                     reason = f"the {left} that it has left are not enough for another trial"
                 break
@@ -579,12 +580,11 @@ class Search:
                 keeps_error=bool(scored) and world_size() == 1,
             )
             trials.append(Trial(len(trials), result))
-            self._print_progress(trials, seconds_left - result.seconds)
             self.budget.save()
         self.print_line(f"the search ends: {reason}")
         return trials
 
-    def _find_end(self, plan: Mapping[str, Any], scored: Sequence[Trial]) -> float:
+    def _find_end(self, plan: Mapping[str, Any], best: Trial | None) -> float:
         """Return the used seconds of the budget at which the search ends.
 
         The rest is for the trainings with the chosen settings: a share of the time, or less if the
@@ -593,8 +593,7 @@ class Search:
         # A later start may have a larger budget.
         seconds = self.budget.seconds - plan["used_seconds"] - self.reserve
         end = plan["used_seconds"] + seconds * self._share
-        if scored and self.num_trainings > 0:
-            best = max(scored, key=lambda trial: trial.result.score or 0.0)
+        if best is not None and self.num_trainings > 0:
             result = best.result
             more_updates = plan["full_lengths"][best.method] - result.updates
             seconds_of_training = (
@@ -612,17 +611,19 @@ class Search:
         return 1 / (1 + FINAL_TRAINING_FACTOR * self.num_trainings)
 
     def _plan(self) -> dict[str, Any]:
-        """Measure the methods, and return the number of updates of a trial of each method.
+        """Measure the methods, and return the point at which the ladder of each method starts.
 
-        A number is None if trials have their full length. Methods that are too slow are left out.
+        If trials are cut, the points have their number of updates, and updates are smaller if a
+        first trial of some length would take too much time otherwise. Methods that are too slow
+        even then are left out.
 
         Raises:
             ConfigError: if the budget is too short for every method.
         """
         used_seconds = self.budget.used()
         seconds = self._share * (self.budget.seconds - used_seconds - self.reserve)
-        lengths: dict[str, int | None] = {}
-        full_lengths: dict[str, int] = {}
+        starts: dict[str, Point] = {}
+        full_lengths: dict[str, int] = {}  # of the training with the chosen settings
         least_seconds = math.inf  # of the shortest trial
         seconds_left = seconds
         for number, (method, start) in enumerate(self.starts.items()):
@@ -631,15 +632,25 @@ class Search:
                 update_seconds = _LOADING_MARGIN * measure_speed(settings, self.folder / "speed")
             except UserError as error:
                 # With several processes, only one of them may have the error.
-                if not lengths or world_size() > 1:
+                if not starts or world_size() > 1:
                     raise
                 self.print_line(f"{method} is left out: {error}")
                 continue
+            dataset = load_data(settings).dataset
             args = ContAccumTrainingArguments.from_settings(settings)
-            full_length = count_updates(load_data(settings).dataset, args)
-            full_lengths[method] = full_length
-            methods_left = len(self.starts) - number
-            longest = int(seconds_left / methods_left / update_seconds)
+            seconds_of_method = seconds_left / (len(self.starts) - number)
+            sizes = [value for name, value in self.tries[method] if name == _UPDATE_SIZE]
+            for size in sorted(sizes, reverse=True):
+                num_pairs = args.total_train_batch_size
+                assert num_pairs is not None  # computed when the arguments are created
+                first_updates = min(_FIRST_UPDATES, count_updates(dataset, args))
+                if size < num_pairs and first_updates * update_seconds > seconds_of_method:
+                    start = {**start, _UPDATE_SIZE: size}
+                    settings = self.space.make_settings(**start)
+                    args = ContAccumTrainingArguments.from_settings(settings)
+                    update_seconds *= size / num_pairs
+            full_length = count_updates(dataset, args)
+            longest = int(seconds_of_method / update_seconds)
             length = int(seconds / _NUM_PLANNED_TRIALS / update_seconds)
             length = min(full_length, max(length, min(longest, _FIRST_UPDATES)))
             min_length = min(full_length, MIN_UPDATES)
@@ -653,13 +664,20 @@ class Search:
                 )
                 continue
             seconds_left -= length * update_seconds
-            lengths[method] = None if length == full_length else length
             if length < full_length:
-                line = f"{method}: trials have {length} of {full_length} updates"
+                start = {**start, "max_steps": length}
+                shown_size = f" of {start[_UPDATE_SIZE]} pairs" if _UPDATE_SIZE in start else ""
+                line = f"{method}: trials have {length} of {full_length} updates{shown_size}"
                 if self.num_trainings > 0:
                     line += "; the final training is longer, if time allows it"
+                    if not _LENGTHS & set(self.space.fixed):
+                        longer = replace(settings, num_train_epochs=MAX_EPOCHS)
+                        args = ContAccumTrainingArguments.from_settings(longer)
+                        full_length = count_updates(dataset, args)
                 self.print_line(line)
-        if not lengths:
+            starts[method] = start
+            full_lengths[method] = full_length
+        if not starts:
             self.budget.save()
             needed = used_seconds + self.reserve + least_seconds * len(self.starts) / self._share
             raise ConfigError(
@@ -668,16 +686,17 @@ class Search:
                 f"search {format_duration(used_seconds + self.reserve)} (give --budget "
                 f"{suggest_budget(needed)} or more)"
             )
-        return {"used_seconds": used_seconds, "lengths": lengths, "full_lengths": full_lengths}
+        return {"used_seconds": used_seconds, "starts": starts, "full_lengths": full_lengths}
 
-    def _print_progress(self, trials: Sequence[Trial], seconds_left: float) -> None:
+    def _print_progress(
+        self, trials: Sequence[Trial], best: Trial | None, seconds_left: float
+    ) -> None:
         """Print the result of the last trial, the best score, and the time that is left."""
         trial = trials[-1]
         settings = ", ".join(f"{name} {value}" for name, value in trial.point.items())
-        if trial.result.score is None:
+        if best is None or trial.result.score is None:
             self.print_line(f"{settings}: {redact(trial.result.note)}")
             return
-        best = max(trials, key=lambda trial: trial.result.score or 0.0)
         seconds_left = max(0.0, seconds_left)
         expected_trials = len(trials) + int(seconds_left / max(trial.result.seconds, 0.1))
         rate = best.point.get("learning_rate", "the given rate")
@@ -721,17 +740,13 @@ class Baselines(NamedTuple):
         return self.base < USELESS_SHARE_OF_BM25 * self.bm25
 
 
-def score_baselines(
-    evaluator: RetrievalEvaluator, encoder: DualEncoder
-) -> tuple[Baselines, list[Run]]:
-    """Score BM25 and the base model on dev; return the scores, and the runs of both."""
-    base_run = evaluator.search(encoder)
+def score_baselines(evaluator: RetrievalEvaluator, base_run: Run, bm25_run: Run) -> Baselines:
+    """Score the runs of the base model and of BM25 on dev."""
     base = evaluator.score_run(base_run)[TRIAL_METRIC]
     query_scores = evaluator.query_scores
-    bm25_run = evaluator.search_bm25()
     bm25 = evaluator.score_run(bm25_run)[TRIAL_METRIC]
     weight, with_bm25 = choose_bm25_weight(evaluator, base_run, bm25_run)
-    return Baselines(base, query_scores, bm25, with_bm25, weight), [base_run, bm25_run]
+    return Baselines(base, query_scores, bm25, with_bm25, weight)
 
 
 def choose_bm25_weight(
@@ -866,7 +881,7 @@ def search_settings(
     choice = choose_trial(trials, baselines.query_scores, group_queries(evaluator.dataset))
     chosen = {**choice.settings}
     if "max_steps" in chosen:
-        if {"max_steps", "num_train_epochs"} & set(space.fixed):
+        if _LENGTHS & set(space.fixed):
             del chosen["max_steps"]  # the user has fixed the length
         else:
             # The scores say nothing about a longer training, and the epochs had no effect.
@@ -980,7 +995,8 @@ def tune(
                     corpus_encoder.encode()
                 share(None)  # the other processes wait for the first one
             evaluator.documents = StoreDocuments(EmbeddingStore.open(space.store))
-        baselines, _ = score_baselines(evaluator, encoder)
+        base_run = evaluator.search(encoder)
+        baselines = score_baselines(evaluator, base_run, evaluator.search_bm25())
         print_line(baselines.format_line(settings.model))
         tuned = search_settings(
             space,

@@ -573,10 +573,10 @@ def test_training_is_in_bf16_where_the_machine_is_faster_with_it(
 @pytest.mark.parametrize(
     ("seconds_left", "max_steps", "num_evaluations", "line"),
     [
-        (1000.0, None, 4, "the final training has its full length, 21 updates"),
+        (1000.0, None, 4, "the final training has 35 updates, 5 epochs"),
         # 5 seconds for loading, 1 for each evaluation, and 1.1 * 2 for each update
-        (9.0 + 2.2 * 15.5, 15, 4, "the final training is cut to 15 of 21 updates"),
-        (7.0, 1, 1, "the final training is cut to 1 of 21 updates"),
+        (9.0 + 2.2 * 15.5, 15, 4, "the final training is cut to 15 of 35 updates"),
+        (7.0, 1, 1, "the final training is cut to 1 of 35 updates"),
     ],
 )
 def test_final_training_of_cut_trials_is_as_long_as_time_allows(
@@ -597,14 +597,13 @@ def test_final_training_of_cut_trials_is_as_long_as_time_allows(
     trial |= {"seconds_per_update": 10.0, "scoring_seconds": 5.0}
     choice = Choice(settings, trial=0, score=0.5, against_base={}, warnings=[])
     tuned = Tuned(choice, options, base=0.1, bm25=0.1, trials=[trial])
-    start = replace(Settings(), num_train_epochs=3)
     planned, printed = fit_module.plan_final_training(
-        tmp_path, root / "pairs.jsonl", tuned, start, seconds_left
+        tmp_path, root / "pairs.jsonl", tuned, seconds_left
     )
     assert printed.startswith(line)
     assert planned.get("max_steps") == max_steps
-    assert planned["num_train_epochs"] == 3
-    assert planned["eval_steps"] == -(-(max_steps or 21) // num_evaluations)
+    assert planned["num_train_epochs"] == 5
+    assert planned["eval_steps"] == -(-(max_steps or 35) // num_evaluations)
 
 
 def test_dev_scores_of_a_longer_trial_are_not_compared_with_the_test(root, tmp_path, monkeypatch):

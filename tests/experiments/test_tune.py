@@ -353,6 +353,23 @@ def test_every_method_gets_a_short_first_trial_in_a_short_budget(root, tmp_path,
     assert [trial["updates"] for trial in trials] == [14, 15]
 
 
+def test_updates_are_smaller_where_a_first_trial_would_take_too_long(root, tmp_path, monkeypatch):
+    """Of contaccum, 16 updates of 64 pairs take 96 seconds, and half of the budget is 90."""
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 2)
+    pairs = [{"query": text, "positive": text} for text in sentences(128, 7)]
+    config = {"num_train_epochs": 60, "total_train_batch_size": 64}
+    config["train_data"] = str(write_lines(tmp_path / "pairs.jsonl", pairs))
+    (tmp_path / "long.yaml").write_text(yaml.safe_dump(config))
+    fake_trials(monkeypatch, lambda settings, *_: make_result(0.5, settings.max_steps), speed=5.0)
+    arguments = ["tune", str(root / "config.yaml"), str(tmp_path / "long.yaml"), "--budget", "3m"]
+    assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
+    contaccum, grad_cache = (trial["settings"] for trial in read_trials(tmp_path / "out"))
+    assert contaccum["total_train_batch_size"] == 32
+    assert contaccum["max_steps"] == 16
+    assert "total_train_batch_size" not in grad_cache
+    assert read_config(tmp_path / "out")["total_train_batch_size"] == 32
+
+
 def test_mined_negatives_are_tried_and_written_to_the_config(root, tmp_path, monkeypatch):
     """The made-up scores prefer them; the negatives are documents of the corpus, not positives."""
     monkeypatch.setattr(tune_module, "MAX_TRIALS", 12)
