@@ -116,7 +116,7 @@ from contaccum.retrieval.store import SHARD_FILE
 from contaccum.settings import Settings, find, replace, to_yaml
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.passage_store import STORE_FOLDER
-from contaccum.training.proposal import propose
+from contaccum.training.proposal import MICRO_BATCH, propose
 from contaccum.training.setup import load_data, load_encoder, make_second_stage
 
 RECORD_FILE = "fit.json"
@@ -803,15 +803,16 @@ def propose_settings(
     # With positives="all", an epoch has a row for each positive, so updates may be larger.
     proposal = propose(str(train_file), model, positives=given.get("positives"))
     micro_batch = given.get("per_device_train_batch_size", proposal.micro_batch)
+    if "gradient_accumulation_steps" in given or make_common_settings(given).engine:
+        micro_batch = given.get("per_device_train_batch_size", MICRO_BATCH)  # no search is possible
     unit = 1 if micro_batch == "auto" else micro_batch
-    pairs_per_update = proposal.micro_batch * proposal.accumulation_steps
     proposed = {
         "model": make_absolute(model),
         "train_data": [str(train_file)],
         "bank_size": proposal.bank_size,
         "temperature": proposal.temperature,
         "per_device_train_batch_size": micro_batch,
-        "total_train_batch_size": round_up(pairs_per_update, unit * num_ranks),
+        "total_train_batch_size": round_up(proposal.pairs_per_update, unit * num_ranks),
         "num_hard_negatives": int(proposal.has_negatives),
         "query_prompt": proposal.query_prompt or None,
         "passage_prompt": proposal.passage_prompt or None,

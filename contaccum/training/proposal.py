@@ -10,9 +10,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 import yaml
 
 from contaccum.errors import UserError
@@ -74,8 +75,10 @@ class Proposal:
         are_alike: whether queries and passages are the same kind of text.
         tied: whether one encoder is proposed for queries and passages, rather than two encoders.
         has_negatives: whether a row of the sample has a hard negative.
-        micro_batch: pairs per micro-batch.
-        accumulation_steps: micro-batches per update.
+        micro_batch: pairs per micro-batch; "auto" on a machine with a GPU, where a larger one takes
+            hardly longer.
+        pairs_per_update: pairs per update.
+        has_bf16: whether the machine has a GPU that computes in bfloat16.
         bank_size: rows of each bank.
         learning_rate: the learning rate with which a search starts.
         temperature: the proposed temperature.
@@ -95,8 +98,9 @@ class Proposal:
     are_alike: bool
     tied: bool
     has_negatives: bool
-    micro_batch: int
-    accumulation_steps: int
+    micro_batch: int | Literal["auto"]
+    pairs_per_update: int
+    has_bf16: bool
     bank_size: int
     learning_rate: float
     temperature: float
@@ -149,6 +153,7 @@ def propose(
     are_alike = bool(shared_texts > _MAX_SHARED_TEXTS or is_similar_length)
     has_prompts = bool(query_prompt or passage_prompt)
     num_pairs = len(loaded.pairs)
+    has_gpu = torch.cuda.is_available()
     # The largest power of two that is at most half of the passages, from 8 to 1024.
     bank_rows = min(_MAX_BANK_SIZE, max(8, len(passage_ids) // 2))
     bank_size = 2 ** int(np.log2(bank_rows))
@@ -169,8 +174,9 @@ def propose(
         are_alike=are_alike,
         tied=are_alike or has_prompts or num_pairs < PAIRS_FOR_TWO_ENCODERS,
         has_negatives=any(texts["negative_1"]),
-        micro_batch=MICRO_BATCH,
-        accumulation_steps=max(1, min(max_steps, max_steps_of_data)),
+        micro_batch="auto" if has_gpu else MICRO_BATCH,
+        pairs_per_update=MICRO_BATCH * max(1, min(max_steps, max_steps_of_data)),
+        has_bf16=has_gpu and torch.cuda.is_bf16_supported(),
         bank_size=bank_size,
         learning_rate=compute_start_rate("contaccum", width, has_adapter=False, is_base_weak=False),
         temperature=0.05,

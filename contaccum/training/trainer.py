@@ -15,6 +15,7 @@ transformers is overridden.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import shutil
 import tempfile
@@ -62,6 +63,8 @@ from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.checkpoint import RunDescription
 from contaccum.training.losses import Batch, Row
 from contaccum.training.update import MEMORY_REMEDIES, NO_BATCH, Update, Updates
+
+logger = logging.getLogger(__name__)
 
 
 def make_loss(
@@ -295,6 +298,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 self._try_rows,
             )
             self.updates.set_micro_batch_size(num_pairs)
+            logger.info(f"micro-batches of {num_pairs} pairs, the most that memory allows")
         if isinstance(self.train_dataset, IterableDataset):
             # With dispatch_batches, the first rank would tokenize the rows of all ranks.
             self.accelerator.dataloader_config.dispatch_batches = False

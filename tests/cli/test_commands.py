@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from small_data import write_lines
 from tiny_models import tiny_encoder
 
@@ -110,7 +111,7 @@ def test_new_writes_a_config_that_trains(places, tmp_path, monkeypatch, capsys):
         "query_max_length: 16\n",
         "by the tokenizer",
         "bank_size: 8 ",
-        "_steps: 1 ",
+        "total_train_batch_size: 8 ",
     ):
         assert line in text
     assert main(["train", "a/config.yaml", *overrides]) == 0
@@ -152,7 +153,17 @@ def test_new_counts_the_rows_of_an_epoch(tmp_path, monkeypatch):
     assert main(["new", "a", "--data", "pairs.jsonl", "--model", "./missing"]) == 0
     text = Path("a/config.yaml").read_text()
     assert "2,000 pairs (pairs), 100 queries, 2,000 passages; 100 rows per epoch" in text
-    assert "gradient_accumulation_steps: 1    # 8 pairs per update, 12 updates per epoch" in text
+    assert "total_train_batch_size: 8         # pairs per update; 12 updates per epoch" in text
+
+
+def test_new_uses_the_memory_and_the_number_type_of_a_gpu(places, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    assert main(["new", "a", "--data", str(places / "pairs.jsonl"), "--model", "./missing"]) == 0
+    settings = replace(Settings(), **read(["a/config.yaml"]))
+    assert settings.has_auto_micro_batch and settings.bf16
+    assert settings.total_train_batch_size == 8
 
 
 def test_new_accepts_a_set_with_settings(tmp_path, monkeypatch):

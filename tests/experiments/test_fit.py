@@ -43,8 +43,9 @@ from contaccum.files import atomic_folder, lock_folder, write_json
 from contaccum.retrieval.encode import model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, replace
-from contaccum.training import log
-from contaccum.training.setup import make_evaluator
+from contaccum.training import log, update
+from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.setup import make_evaluator, train_and_save
 
 HALF = len(WORDS) // 2
 SETTINGS: dict[str, object] = {
@@ -813,6 +814,35 @@ def test_proposed_batch_size_suits_the_micro_batch_and_the_processes(
     train_file = tmp_path / "data" / "train.jsonl"
     settings = fit_module.propose_settings(train_file, str(root / "fresh"), given, num_processes)
     assert settings.total_train_batch_size == pairs_per_update
+
+
+def test_on_a_gpu_the_micro_batch_is_the_largest_that_its_memory_allows(
+    root, tmp_path, monkeypatch
+):
+    Pairs(root / "pairs.jsonl").hold_out(tmp_path / "data")
+    train_file = tmp_path / "data" / "train.jsonl"
+    with monkeypatch.context() as gpu:
+        gpu.setattr(torch.cuda, "is_available", lambda: True)
+        gpu.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+        settings = fit_module.propose_settings(train_file, str(root / "fresh"), {}, 1)
+        given = {"gradient_accumulation_steps": 2}
+        with_steps = fit_module.propose_settings(train_file, str(root / "fresh"), given, 1)
+    assert settings.per_device_train_batch_size == "auto"
+    assert settings.total_train_batch_size == 16
+    assert with_steps.per_device_train_batch_size == 8  # two micro-batches of any size may not fit
+
+    try_micro_batch = update.try_micro_batch
+
+    def run_out_of_memory_above_4(size: int, *arguments: Any) -> None:
+        if size > 4:
+            raise torch.OutOfMemoryError
+        try_micro_batch(size, *arguments)
+
+    monkeypatch.setattr(update, "try_micro_batch", run_out_of_memory_above_4)
+    settings = replace(settings, output_dir=str(tmp_path / "run"), max_steps=2, use_cpu=True)
+    train_and_save(settings, ContAccumTrainingArguments.from_settings(settings))
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (record["micro_batch"], record["pairs_per_update"]) == (4, 16)
 
 
 @pytest.mark.parametrize(("settings", "pairs_per_update"), [({}, 8), ({"positives": "all"}, 72)])
