@@ -27,7 +27,8 @@ from contaccum.data.beir import BeirDataset, load_beir_folder
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 from contaccum.settings import Settings, replace
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.setup import load_encoder, load_run_data, make_trainer
+from contaccum.training.setup import load_encoder, load_run_data
+from contaccum.training.trainer import make_trainer
 from gpu_parts.settings import METHOD_SECONDS, NotMeasured, Run, add_failures, collect_error
 
 METHODS = ("grad_accum", "grad_cache", "contaccum", "contaccum_cached")

@@ -36,13 +36,11 @@ def run(argv: Sequence[str]) -> int:
 
 def _train(argv: Sequence[str]) -> int:
     """Train and save the model, and return exit code 0."""
-    from contaccum.training.arguments import ContAccumTrainingArguments
-    from contaccum.training.setup import train_and_save
+    from contaccum.training.trainer import train_and_save
 
     settings = replace(Settings(), **read(argv))
     require_complete(settings)
-    args = ContAccumTrainingArguments.from_settings(settings)
-    train_and_save(settings, args)
+    args = train_and_save(settings)
     if args.process_index == 0:
         folder = args.output_dir
         print(f"saved {folder}; score it with: contaccum evaluate {folder} --data DIR")

@@ -46,13 +46,8 @@ from contaccum.settings import Settings, find, replace, to_dict
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.checkpoint import count_rows
 from contaccum.training.log import EVAL_LOG, TRAIN_LOG, is_finished, read_log
-from contaccum.training.setup import (
-    load_encoder,
-    load_guide,
-    load_run_data,
-    make_trainer,
-    train_and_save,
-)
+from contaccum.training.setup import load_encoder, load_guide, load_run_data
+from contaccum.training.trainer import make_trainer, train_and_save
 
 QueryScores = dict[str, float]
 """{query id: its score by the evaluator's primary metric}"""
@@ -329,10 +324,8 @@ def run_and_keep(settings: Settings, folder: Path) -> Result:
     """
 
     def work() -> dict[str, Any]:
-        changes = {"output_dir": str(folder), "resume_from_checkpoint": "auto"}
-        kept = replace(settings, **changes)
         if not is_finished(folder):
-            train_and_save(kept, ContAccumTrainingArguments.from_settings(kept))
+            train_and_save(replace(settings, output_dir=str(folder), resume_from_checkpoint="auto"))
         times = [line["seconds"] for line in read_log(folder / TRAIN_LOG)]
         scores = []
         for record in read_log(folder / EVAL_LOG):

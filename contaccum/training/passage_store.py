@@ -48,7 +48,7 @@ A query tower cannot learn to retrieve with such document embeddings.
 _MAX_TEXTS_SHOWN = 3  # missing passages in a message
 
 
-def set_up(
+def set_up_query_side(
     args: ContAccumTrainingArguments,
     model: SentenceTransformer,
     train_dataset: Any,

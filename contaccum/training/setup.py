@@ -1,4 +1,4 @@
-"""Setup of a training run from its settings: data, encoder and trainer.
+"""Data and models of a training run from its settings.
 
 ``args`` are the training arguments of the settings, which also know the machine. `contaccum train`,
 `tune` and `fit` all use these functions, so that the same settings always give the same run.
@@ -7,12 +7,9 @@
 from __future__ import annotations
 
 import logging
-import os
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from sentence_transformers.sentence_transformer.evaluation import SentenceEvaluator
-from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import set_seed
 
 from contaccum.data import TrainingSets, load_training_sets, parse_columns, parse_training_sets
@@ -20,24 +17,17 @@ from contaccum.encoders import adapters
 from contaccum.encoders.dual_encoder import DualEncoder, add_query_adapter, untie
 from contaccum.encoders.loading import is_sentence_transformer, require_model
 from contaccum.encoders.settings import configure, is_tied, set_max_lengths
-from contaccum.errors import ConfigError, UserError
+from contaccum.errors import ConfigError
 from contaccum.evaluation.beir import load_data as load_beir
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
-from contaccum.files import require_writable
-from contaccum.settings import Settings, for_method, replace
+from contaccum.settings import Settings, for_method
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.checkpoint import find_checkpoints, require_free_folder
-from contaccum.training.log import RUN_RECORD, is_finished
-from contaccum.training.passage_store import check_document_source
 from contaccum.training.proposal import compute_start_rate, read_width
-from contaccum.training.trainer import ContAccumTrainer
 from contaccum.training.update import find_largest_divisor
 
 logger = logging.getLogger(__name__)
 
-FIRST_STAGE = "first_stage"
-"""Folder in ``output_dir`` of the training before a second stage."""
 MAX_QUERY_SIDE_MICRO_BATCH = 32
 """Pairs per micro-batch of query-side training, in which only queries are encoded."""
 
@@ -212,42 +202,6 @@ def load_guide(settings: Settings, args: ContAccumTrainingArguments) -> DualEnco
     )
 
 
-def make_trainer(
-    encoder: DualEncoder,
-    settings: Settings,
-    args: ContAccumTrainingArguments,
-    data: RunData,
-    **trainer_options: Any,
-) -> ContAccumTrainer:
-    """Return the trainer of a run.
-
-    Without an adapter, the weights of the encoder become float32 (with ``method=query_side``, those
-    of the query tower). ``trainer_options`` are further arguments of the trainer.
-
-    Raises:
-        UserError: for a model that cannot be trained on the data or with the arguments.
-    """
-    if args.method != "query_side" and not adapters.has_adapter(encoder):
-        # A SentenceTransformer is loaded in the dtype in which it was saved. In bfloat16 or float16
-        # most of an update would be lost to rounding.
-        encoder = encoder.float()
-    guide = load_guide(settings, args)
-    try:
-        return ContAccumTrainer(
-            encoder,
-            args,
-            data.training.dataset,
-            evaluator=data.evaluator,
-            data_record=data.training.record(),
-            guide=guide,
-            **trainer_options,
-        )
-    except UserError:
-        raise
-    except (ValueError, ImportError) as error:  # refusals of transformers, sentence-transformers
-        raise ConfigError(str(error)) from error
-
-
 def make_second_stage(settings: Settings, model: str) -> Settings:
     """Return the settings of a second stage: query-side training of a model that was trained.
 
@@ -280,54 +234,3 @@ def make_second_stage(settings: Settings, model: str) -> Settings:
         ),
         gradient_accumulation_steps=1,
     )
-
-
-def train_and_save(settings: Settings, args: ContAccumTrainingArguments) -> None:
-    """Train a model and save it into ``output_dir``: the work of `contaccum train`.
-
-    Raises:
-        UserError: for an ``output_dir`` with another run, or data or a model that cannot be used.
-    """
-    output_dir = str(args.output_dir)
-    if settings.second_stage is not None:
-        first_folder = os.path.join(output_dir, FIRST_STAGE)
-        is_resumed = settings.resume_from_checkpoint is not None
-        if is_resumed and is_finished(first_folder):
-            logger.info(f"{first_folder}: the first stage is finished; its model is used as it is")
-        else:
-            first = replace(settings, second_stage=None, output_dir=first_folder)
-            train_and_save(first, ContAccumTrainingArguments.from_settings(first))
-        settings = make_second_stage(settings, first_folder)
-        args = ContAccumTrainingArguments.from_settings(settings)
-    # These checks are quick, and come before the data and the model are loaded.
-    require_free_folder(args)
-    if settings.overwrite_output_dir:
-        checkpoints = {path.resolve() for path in find_checkpoints(settings.output_dir)}
-        for name in ("model", "guide"):
-            path = Path(getattr(settings, name) or "").resolve()
-            if not checkpoints.isdisjoint((path, *path.parents)):
-                raise ConfigError(
-                    f"overwrite_output_dir=true with {name}={path}: the run would remove that "
-                    "checkpoint. Copy it to another folder, or set another output_dir"
-                )
-    require_model(settings.model)
-    check_document_source(args)
-    if args.process_index == 0:
-        require_writable(Path(output_dir) / RUN_RECORD)
-    data = load_run_data(settings, args)
-    if args.process_index == 0:
-        print(data.training.summary())
-    encoder = load_encoder(settings, args)
-    trainer = make_trainer(encoder, settings, args, data)
-    # With the redirection, log lines do not break the progress bar. The logger of transformers has
-    # a handler of its own, so redirecting the root logger is not enough.
-    loggers = [logging.getLogger(), logging.getLogger("transformers")]
-    with logging_redirect_tqdm(loggers):
-        trainer.train(args.resume_from_checkpoint)
-    trainer.save_model(output_dir)
-    if settings.merge_adapter and trainer.is_world_process_zero():
-        # The weights are rounded to the dtype of the base model; see `adapters.merge_adapter`.
-        trusted = settings.trust_remote_code
-        model = DualEncoder.from_pretrained(output_dir, device="cpu", trust_remote_code=trusted)
-        adapters.merge_adapter(model)
-        adapters.replace_saved_adapter(output_dir, model)

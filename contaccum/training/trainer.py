@@ -1,5 +1,7 @@
 """ContAccumTrainer: SentenceTransformerTrainer for ContAccum and the methods it is compared with.
 
+`train_and_save`, at the end, is a whole training by settings.
+
 An update is one optimizer step, on ``gradient_accumulation_steps`` micro-batches. A micro-step is
 one forward and backward pass. The bank is a ring buffer in the loss: detached embeddings of past
 micro-batches, which serve as further negatives and queries.
@@ -35,22 +37,23 @@ from sentence_transformers.losses import MatryoshkaLoss
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint, unset_hf_deepspeed_config
 from transformers.trainer_utils import HubStrategy, TrainOutput
 
 from contaccum.data.samplers import RESUMABLE_SAMPLERS
 from contaccum.data.sampling import get_samplings
 from contaccum.distributed import share
-from contaccum.encoders.adapters import has_adapter
+from contaccum.encoders.adapters import has_adapter, merge_adapter, replace_saved_adapter
 from contaccum.encoders.dual_encoder import SIMILARITY_NAMES, DualEncoder
-from contaccum.encoders.loading import copy_module_code, loading
+from contaccum.encoders.loading import copy_module_code, loading, require_model
 from contaccum.encoders.settings import is_tied
 from contaccum.errors import ConfigError, DataError, UserError, is_out_of_memory
 from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.files import redact, write_json, write_text
+from contaccum.files import redact, require_writable, write_json, write_text
 from contaccum.losses.contaccum import CachedContAccumLoss, ContAccumLoss, LossKeywords
 from contaccum.losses.text_ids import count_texts
-from contaccum.settings import select
+from contaccum.settings import Settings, replace, select
 from contaccum.training import (
     checkpoint,
     engines,
@@ -62,9 +65,19 @@ from contaccum.training import (
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.checkpoint import RunDescription
 from contaccum.training.losses import Batch, Row
+from contaccum.training.setup import (
+    RunData,
+    load_encoder,
+    load_guide,
+    load_run_data,
+    make_second_stage,
+)
 from contaccum.training.update import MEMORY_REMEDIES, NO_BATCH, Update, Updates
 
 logger = logging.getLogger(__name__)
+
+FIRST_STAGE = "first_stage"
+"""Folder in ``output_dir`` of the training before a second stage."""
 
 
 def make_loss(
@@ -158,7 +171,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         losses.set_column_roles(args, model, columns)
         model.model_card_data.ir_model = True  # it shows how to encode queries and documents
         if loss is None and args.method == "query_side":
-            loss, collator, train_dataset, eval_dataset = passage_store.set_up(
+            loss, collator, train_dataset, eval_dataset = passage_store.set_up_query_side(
                 args, model, train_dataset, eval_dataset
             )
             kwargs.setdefault("data_collator", collator)
@@ -597,3 +610,98 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             saved = DualEncoder(checkpoint_path, device="cpu", trust_remote_code=trusted)
             weights = dict(saved.state_dict())
         engines.load_full_weights(self.model, weights, is_sharded=self.is_fsdp_enabled)
+
+
+# A training by settings --------------------------------------------------------------------------
+
+
+def make_trainer(
+    encoder: DualEncoder,
+    settings: Settings,
+    args: ContAccumTrainingArguments,
+    data: RunData,
+    **trainer_options: Any,
+) -> ContAccumTrainer:
+    """Return the trainer of a run.
+
+    Without an adapter, the weights of the encoder become float32 (with ``method=query_side``, those
+    of the query tower). ``trainer_options`` are further arguments of the trainer.
+
+    Raises:
+        UserError: for a model that cannot be trained on the data or with the arguments.
+    """
+    if args.method != "query_side" and not has_adapter(encoder):
+        # A SentenceTransformer is loaded in the dtype in which it was saved. In bfloat16 or float16
+        # most of an update would be lost to rounding.
+        encoder = encoder.float()
+    guide = load_guide(settings, args)
+    try:
+        return ContAccumTrainer(
+            encoder,
+            args,
+            data.training.dataset,
+            evaluator=data.evaluator,
+            data_record=data.training.record(),
+            guide=guide,
+            **trainer_options,
+        )
+    except UserError:
+        raise
+    except (ValueError, ImportError) as error:  # refusals of transformers, sentence-transformers
+        raise ConfigError(str(error)) from error
+
+
+def train_and_save(settings: Settings) -> ContAccumTrainingArguments:
+    """Train a model and save it into ``output_dir``: the work of `contaccum train`.
+
+    Returns:
+        The arguments of the training, of its second stage if it has one.
+
+    Raises:
+        UserError: for an ``output_dir`` with another run, or settings, data or a model that cannot
+            be used.
+    """
+    args = ContAccumTrainingArguments.from_settings(settings)
+    output_dir = Path(str(args.output_dir))
+    if settings.second_stage is not None:
+        first_folder = output_dir / FIRST_STAGE
+        if settings.resume_from_checkpoint is not None and log.is_finished(first_folder):
+            logger.info(f"{first_folder}: the first stage is finished; its model is used as it is")
+        else:
+            train_and_save(replace(settings, second_stage=None, output_dir=str(first_folder)))
+        settings = make_second_stage(settings, str(first_folder))
+        args = ContAccumTrainingArguments.from_settings(settings)
+    # These checks are quick, and come before the data and the model are loaded.
+    checkpoint.require_free_folder(args)
+    if settings.overwrite_output_dir:
+        checkpoints = {path.resolve() for path in checkpoint.find_checkpoints(output_dir)}
+        for name in ("model", "guide"):
+            path = Path(getattr(settings, name) or "").resolve()
+            if not checkpoints.isdisjoint((path, *path.parents)):
+                raise ConfigError(
+                    f"overwrite_output_dir=true with {name}={path}: the run would remove that "
+                    "checkpoint. Copy it to another folder, or set another output_dir"
+                )
+    require_model(settings.model)
+    passage_store.check_document_source(args)
+    if args.process_index == 0:
+        require_writable(output_dir / log.RUN_RECORD)
+    data = load_run_data(settings, args)
+    if args.process_index == 0:
+        print(data.training.summary())
+    encoder = load_encoder(settings, args)
+    trainer = make_trainer(encoder, settings, args, data)
+    # With the redirection, log lines do not break the progress bar. The logger of transformers has
+    # a handler of its own, so redirecting the root logger is not enough.
+    with logging_redirect_tqdm([logging.getLogger(), logging.getLogger("transformers")]):
+        trainer.train(args.resume_from_checkpoint)
+    trainer.save_model(str(output_dir))
+    if settings.merge_adapter and trainer.is_world_process_zero():
+        # The weights are rounded to the dtype of the base model; see `adapters.merge_adapter`.
+        trusted = settings.trust_remote_code
+        model = DualEncoder.from_pretrained(
+            str(output_dir), device="cpu", trust_remote_code=trusted
+        )
+        merge_adapter(model)
+        replace_saved_adapter(output_dir, model)
+    return args

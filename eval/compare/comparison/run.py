@@ -32,7 +32,8 @@ from contaccum.retrieval.encode import model_fingerprint
 from contaccum.settings import DataSettings, Settings, replace, select, to_dict
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.log import TRAIN_LOG, read_log
-from contaccum.training.setup import load_data, load_encoder, load_run_data, make_trainer
+from contaccum.training.setup import load_data, load_encoder, load_run_data
+from contaccum.training.trainer import make_trainer
 
 Evaluation = Mapping[str, Any]
 """``data`` (a list of BEIR folders or names), ``split`` and ``precision`` of the scores."""

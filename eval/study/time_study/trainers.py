@@ -21,7 +21,8 @@ from contaccum import settings as contaccum_settings
 from contaccum.data import read_records
 from contaccum.encoders.settings import configure
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.setup import load_encoder, load_run_data, make_trainer
+from contaccum.training.setup import load_encoder, load_run_data
+from contaccum.training.trainer import make_trainer
 from time_study.oracle import BankRefresh
 from time_study.plan import Settings
 
