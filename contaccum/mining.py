@@ -16,8 +16,9 @@ import hashlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -51,12 +52,14 @@ JsonObject = dict[str, Any]
 """A JSON object of a report or of an output file."""
 
 Ranking = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""The k best passages of the pool for one query, including known positives.
+"""The k best passages of the pool for one query, known positives included, and its positives.
 
-- scores of the passages, float32 (k,), in descending order
-- their rows in the pool, int64 (k,)
-- scores of the query's known positives, float32 (p,)
+The scores of the passages, float32 (k,), descending; their rows in the pool, int64 (k,); and the
+scores of the query's p known positives, float32 (p,).
 """
+
+
+# Rules --------------------------------------------------------------------------------------------
 
 
 def _define_rule(default: Any, help_text: str, value_type: type = float, **metadata: Any) -> Any:
@@ -68,11 +71,9 @@ def _define_rule(default: Any, help_text: str, value_type: type = float, **metad
 class SelectionRules:
     """Rules that a candidate must pass to become a hard negative of its query.
 
-    In the help texts, p is the lowest score of the query's positives. A candidate with a score
-    close to p may be relevant although nobody judged it, and the margins drop such candidates.
-
-    If `range_max` is None, it is `range_min` + `num_negatives`; with a rule that may drop
-    candidates, or with random sampling, it is `range_min` + 10 `num_negatives`.
+    A candidate with a score close to that of a positive may be relevant although nobody judged it.
+    The margins drop such candidates. If `range_max` is None, it is `range_min` + `num_negatives`;
+    with a rule that may drop candidates, or random sampling, `range_min` + 10 `num_negatives`.
 
     Raises:
         ConfigError: for a value out of range.
@@ -113,15 +114,39 @@ class SelectionRules:
 
     @property
     def depth(self) -> int:
-        """Number of candidates per query that the rules are applied to, the best of the ranking.
-
-        Known positives are not counted.
-        """
+        """Number of candidates per query that the rules are applied to, without positives."""
         if self.range_max is not None:
             return self.range_max
         if self == SelectionRules(self.num_negatives, self.range_min, seed=self.seed):
             return self.range_min + self.num_negatives  # no rule drops a candidate
         return self.range_min + _CANDIDATES_PER_NEGATIVE * self.num_negatives
+
+    def select(
+        self, scores: np.ndarray, lowest_positive: np.float32, rng: np.random.Generator
+    ) -> np.ndarray:
+        """Return the positions of the candidates that become negatives, int64, ascending.
+
+        Args:
+            scores: the candidates' scores, float32 (c,), in the order of the search.
+            lowest_positive: the lowest score of the query's positives.
+            rng: a random generator, for random sampling.
+        """
+        highest: float | np.floating = np.inf if self.max_score is None else self.max_score
+        if self.absolute_margin is not None:
+            highest = min(highest, lowest_positive - np.float32(self.absolute_margin))
+        if self.relative_margin is not None:
+            margin = np.abs(lowest_positive) * np.float32(self.relative_margin)
+            highest = min(highest, lowest_positive - margin)
+        is_allowed = scores <= highest
+        if self.min_score is not None:
+            is_allowed &= scores >= self.min_score
+        positions = np.flatnonzero(is_allowed)[self.range_min :]
+        if self.sampling == "random":
+            positions = rng.permutation(positions)
+        return np.sort(positions[: self.num_negatives])
+
+
+# Data ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -135,14 +160,12 @@ class MiningData:
         queries: texts of the queries, (Q,).
         documents: distinct passages. The first `pool_size` are the pool, the candidates for
             negatives; the rest are positives that are not in the pool.
-        pool_size: number of passages in the pool.
-        positives: for each query the rows of its known positives: first the positives of its own
-            records, then all other positives that the data have for the same query text.
-        record_positives: for each query and each of its own records the rows of the record's
-            positives, for example [[0, 4], [2]] for a query with two records. Equal records are
-            kept once. Each judgement of a BEIR folder counts as a record.
-        excluded: for each query the pool rows that must not become its negatives, because they are
-            a known positive, share a text or id with one, or repeat the query.
+        positives: rows of each query's known positives: first those of its own records, then all
+            others that the data have for the same query text.
+        record_positives: rows of the positives of each query's distinct records, for example
+            [[0, 4], [2]] for a query with two. Each judgement of a BEIR folder is a record.
+        excluded: rows of the pool that must not become negatives of each query: known positives,
+            passages that share a text or id with one, and copies of the query.
         record: path, format, fingerprint and counts of the data, for reports.
     """
 
@@ -183,22 +206,20 @@ def load_mining_data(
         DataError: for data that cannot be read, no query with a positive, or an empty pool.
     """
     report = RecordReport(on_bad_record)
-    pool: Iterable[Passage] = ()
-    has_pool = corpus is not None
     record: JsonObject = {"path": "records", "format": "records"}
     record["corpus"] = None if corpus is None else str(corpus)
+    pool: Iterable[Passage] | None = None  # None: the positives of the records
     records: Iterable[tuple[str, list[Passage]]]  # the query and the positives of each record
     if not isinstance(source, (str, os.PathLike)):
         records = _read_from_memory(source)
     else:
-        records_source = RecordSource(source, data_format, split, columns, min_score=min_score)
-        record.update(path=str(source), format=records_source.data_format, split=split)
-        if records_source.data_format == "beir":
-            dataset = load_beir_folder(records_source.path, split, report=report)
+        data_source = RecordSource(source, data_format, split, columns, min_score=min_score)
+        record.update(path=str(source), format=data_source.data_format, split=split)
+        if data_source.data_format == "beir":
+            dataset = load_beir_folder(data_source.path, split, report=report)
             num_missing = len(dataset.list_missing_documents())
-            report.leave_out(records_source.path, OUTSIDE_CORPUS, num_missing)
+            report.leave_out(data_source.path, OUTSIDE_CORPUS, num_missing)
             passages = {name: Passage(name, **texts) for name, texts in dataset.corpus.items()}
-            has_pool = True
             pool = passages.values()
             # By default, training makes a row of each judgement of a BEIR folder, and a row of each
             # record of other formats. Training on mined data makes the same rows.
@@ -210,7 +231,7 @@ def load_mining_data(
             ]
         else:
             records = (
-                (row.query, _make_passages(row.positives)) for row in records_source.records(report)
+                (row.query, _make_passages(row.positives)) for row in data_source.records(report)
             )
     if corpus is not None:
         pool = read_passages(corpus, report, may_be_blank=True)
@@ -225,7 +246,7 @@ def load_mining_data(
             documents.append(passage)
         return row
 
-    for passage in pool:
+    for passage in pool or ():
         if passage.passage:  # published sets have passages without title and text
             find_row(passage)
             content.add(*passage)
@@ -244,7 +265,7 @@ def load_mining_data(
             known_rows[text_hash] |= rows
             copies[text_hash].update([text_hash], *map(_list_copy_keys, positives))
             content.add(query, *(passage.passage for passage in positives))
-    if not has_pool:
+    if pool is None:
         pool_size = len(documents)
     if pool_size == 0:
         raise DataError(f"{record['path']}: no passage is left to mine in (correct the data)")
@@ -290,8 +311,7 @@ def _read_from_memory(
 
 
 def _make_passages(texts: Iterable[str]) -> list[Passage]:
-    """Return texts without ids as passages whose ids are hashes of the texts."""
-    return [Passage(f"passage-{_hash_text(text).hex()[:16]}", "", text) for text in texts]
+    return [Passage("", "", text) for text in texts]
 
 
 def _hash_text(text: str) -> bytes:
@@ -302,44 +322,45 @@ def _hash_text(text: str) -> bytes:
 def _list_copy_keys(passage: Passage) -> list[bytes | str]:
     """Return the keys of a passage; a passage that shares one of them counts as its copy.
 
-    The keys are the id, the text with its title, and the text alone: another document may hold the
-    same text under another title.
+    The keys are the id, if it has one, the text with its title, and the text alone: another
+    document may hold the same text under another title.
     """
-    texts = [text for text in (passage.passage, passage.text) if text.strip()]
-    return [passage.id, *map(_hash_text, texts)]
+    keys: list[bytes | str] = [passage.id] if passage.id else []
+    return keys + [_hash_text(text) for text in (passage.passage, passage.text) if text.strip()]
+
+
+# Mining -------------------------------------------------------------------------------------------
 
 
 @dataclass
 class MinedNegatives:
-    """The result of `mine_hard_negatives` for Q queries.
+    """The result of `mine_hard_negatives` for Q queries; each list has an entry per query.
 
     Attributes:
         data: the queries and passages.
         settings: settings of the search, and the selection rules.
-        rows: the mined negatives of each query, as rows of `data.documents`, int64
-            (Q, num_negatives), in the order of the search, also with a cross-encoder; -1 for a
-            missing negative.
-        scores: scores of these negatives, float32 (Q, num_negatives); -inf for a missing negative.
-            They are the logits of the cross-encoder, or, without one, the scores of the ranking.
-        positive_scores: for each query the scores of its `data.positives`, of the same kind.
+        rows: the mined negatives, as rows of `data.documents`, int64 (n,), where n is at most
+            `num_negatives`, in the order of the search, also with a cross-encoder.
+        scores: scores of these negatives, float32 (n,): the logits of the cross-encoder, or,
+            without one, the scores of the search.
+        positive_scores: scores of `data.positives`, of the same kind.
     """
 
     data: MiningData
     settings: JsonObject
-    rows: np.ndarray
-    scores: np.ndarray
-    positive_scores: list[np.ndarray]
+    rows: list[np.ndarray] = field(default_factory=list)
+    scores: list[np.ndarray] = field(default_factory=list)
+    positive_scores: list[np.ndarray] = field(default_factory=list)
 
     def record(self) -> JsonObject:
         """Return settings, counts and mean scores, for a report."""
-        has_negative = self.rows >= 0
-        has_too_few = ~has_negative.all(axis=1)
+        num_negatives = self.settings["num_negatives"]
         return {
             "data": self.data.record,
             "settings": self.settings,
-            "queries_with_too_few": int(has_too_few.sum()),
+            "queries_with_too_few": sum(len(rows) < num_negatives for rows in self.rows),
             "mean_positive_score": float(np.concatenate(self.positive_scores).mean()),
-            "mean_negative_score": float(self.scores[has_negative].mean()),
+            "mean_negative_score": float(np.concatenate(self.scores).mean()),
         }
 
 
@@ -381,7 +402,6 @@ def mine_hard_negatives(
         rules = {**rules, "absolute_margin": CROSS_ENCODER_MARGIN}
     selection_rules = SelectionRules(**rules)
     depth = selection_rules.depth
-    num_negatives = selection_rules.num_negatives
     if not isinstance(data, MiningData):
         data = load_mining_data(data)
     settings: JsonObject = {"method": "bm25" if model is None else "dense"}
@@ -391,21 +411,16 @@ def mine_hard_negatives(
     else:
         metric = get_similarity(model, similarity)
         settings |= {"similarity": metric, "precision": precision}
-        encoding = {
-            "batch_size": batch_size,
-            "precision": precision,
-            "show_progress": show_progress,
-        }
-        rankings = _rank_by_model(data, model, depth, metric, encoding)
+        encode = partial(
+            encode_texts,
+            model,
+            batch_size=batch_size,
+            precision=precision,
+            show_progress=show_progress,
+        )
+        rankings = _rank_by_model(data, depth, metric, encode)
 
-    shape = (len(data.queries), num_negatives)
-    mined = MinedNegatives(
-        data,
-        settings,
-        rows=np.full(shape, -1),
-        scores=np.full(shape, -np.inf, dtype=np.float32),
-        positive_scores=[],
-    )
+    mined = MinedNegatives(data, settings)
     rng = np.random.default_rng(selection_rules.seed)
     progress = tqdm(rankings, desc="Mining", total=len(data.queries), disable=not show_progress)
     for query, (scores, rows, positive_scores) in enumerate(progress):
@@ -423,12 +438,11 @@ def mine_hard_negatives(
                 show_progress_bar=False,
             )
             positive_scores, scores = np.split(logits, [len(positives)])
-        selected = select_candidates(scores, positive_scores.min(), selection_rules, rng)
-        selected = np.sort(selected[:num_negatives])  # also after random sampling
-        mined.rows[query, : len(selected)] = rows[selected]
-        mined.scores[query, : len(selected)] = scores[selected]
+        selected = selection_rules.select(scores, positive_scores.min(), rng)
+        mined.rows.append(rows[selected])
+        mined.scores.append(scores[selected])
         mined.positive_scores.append(positive_scores)
-    if (mined.rows < 0).all():
+    if not any(map(len, mined.rows)):
         raise DataError(
             f"{data.record['path']}: no query has a negative left "
             "(loosen the rules, or raise range_max)"
@@ -437,16 +451,15 @@ def mine_hard_negatives(
 
 
 def _rank_by_model(
-    data: MiningData, model: Any, depth: int, metric: Any, encoding: Mapping[str, Any]
+    data: MiningData, depth: int, metric: Any, encode: Callable[..., np.ndarray]
 ) -> Iterator[Ranking]:
-    """Yield the best passages for each query, by the similarity of embeddings.
+    """Yield the best passages for each query, of which `depth` are not excluded, if possible.
 
-    At least ``depth`` of them are not excluded, if the pool has so many.
+    The scores are similarities of embeddings.
     """
     texts = [document.passage for document in data.documents]
-    passage_embeddings = encode_texts(model, texts, "document", **encoding)
-    query_embeddings = encode_texts(model, data.queries, "query", **encoding)
-    query_embeddings = prepare_vectors(query_embeddings, metric, "query embedding")
+    passage_embeddings = encode(texts, "document")
+    query_embeddings = prepare_vectors(encode(data.queries, "query"), metric, "query embedding")
     index = build_index(passage_embeddings[: data.pool_size], metric=metric)
     for start in range(0, len(data.queries), _QUERIES_PER_SEARCH):
         queries = query_embeddings[start : start + _QUERIES_PER_SEARCH]
@@ -459,47 +472,13 @@ def _rank_by_model(
 
 
 def _rank_by_bm25(data: MiningData, depth: int, show_progress: bool) -> Iterator[Ranking]:
-    """Yield the best passages for each query that share a word with it, by BM25.
-
-    At least ``depth`` of them are not excluded, if there are so many.
-    """
+    """Yield the best passages for each query that share a word with it, as `_rank_by_model`."""
     # Positives outside the pool are included, so that they have scores too.
     texts = [document.passage for document in data.documents]
     index = bm25.build_index(texts, show_progress)
     for query, scores in enumerate(bm25.score_queries(index, data.queries)):
-        rows = np.flatnonzero(scores[: data.pool_size] > 0)
-        order = np.argsort(-scores[rows], kind="stable")  # equal scores in the order of rows
-        rows = rows[order[: depth + len(data.excluded[query])]]
+        rows = bm25.find_best(scores[: data.pool_size], depth + len(data.excluded[query]))
         yield scores[rows], rows, scores[data.positives[query]]
-
-
-def select_candidates(
-    scores: np.ndarray,
-    lowest_positive_score: np.float32,
-    rules: SelectionRules,
-    rng: np.random.Generator,
-) -> np.ndarray:
-    """Return the positions of the candidates that pass the rules, those to use first at the start.
-
-    Args:
-        scores: the candidates' scores, float32 (c,), in the order of the search.
-        lowest_positive_score: the lowest score of the query's positives.
-        rules: the rules.
-        rng: a random generator, for random sampling.
-    """
-    highest: float | np.floating = np.inf if rules.max_score is None else rules.max_score
-    if rules.absolute_margin is not None:
-        highest = min(highest, lowest_positive_score - np.float32(rules.absolute_margin))
-    if rules.relative_margin is not None:
-        margin = np.abs(lowest_positive_score) * np.float32(rules.relative_margin)
-        highest = min(highest, lowest_positive_score - margin)
-    has_allowed_score = scores <= highest
-    if rules.min_score is not None:
-        has_allowed_score &= scores >= rules.min_score
-    positions = np.flatnonzero(has_allowed_score)[rules.range_min :]
-    if rules.sampling == "random":
-        return rng.permutation(positions)
-    return positions
 
 
 def load_cross_encoder(
@@ -581,7 +560,6 @@ def _format_lines(mined: MinedNegatives) -> Iterator[str]:
     # A file has either only lists or no lists, so that each of its columns has one type.
     has_lists = any(len(rows) > 1 for rows in chain.from_iterable(data.record_positives))
     for query, text in enumerate(data.queries):
-        negatives = mined.rows[query][mined.rows[query] >= 0]
         positive_scores = mined.positive_scores[query].tolist()
         score_of_row = dict(zip(data.positives[query], positive_scores, strict=True))
         for rows in data.record_positives[query]:
@@ -590,8 +568,8 @@ def _format_lines(mined: MinedNegatives) -> Iterator[str]:
             record = {
                 "query": text,
                 "positive": positives if has_lists else positives[0],
-                "negatives": [data.documents[row].passage for row in negatives],
+                "negatives": [data.documents[row].passage for row in mined.rows[query]],
                 "positive_score": scores if has_lists else scores[0],
-                "negative_scores": mined.scores[query][: len(negatives)].tolist(),
+                "negative_scores": mined.scores[query].tolist(),
             }
             yield json.dumps(record, ensure_ascii=False) + "\n"

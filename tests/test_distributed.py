@@ -6,7 +6,6 @@ cases and saves its results in a file.
 
 import json
 import sys
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "guide_margin": 0.1,
     },
 }
-CASES = list(product(SETTINGS, (0, 2)))
+CASES = [*((name, 2) for name in SETTINGS), ("in_batch", 0), ("contaccum", 0)]
 """Names of the settings and number of hard negatives h."""
 
 STEPS_PER_UPDATE = 3

@@ -143,6 +143,12 @@ def score_queries(index: bm25s.BM25, queries: Iterable[str]) -> Iterator[np.ndar
             yield np.zeros(index.scores["num_docs"], dtype=np.float32)
 
 
+def find_best(scores: np.ndarray, top_k: int) -> np.ndarray:
+    """Return the rows of the ``top_k`` highest scores above 0; equal ones in their order."""
+    rows = np.flatnonzero(scores > 0)
+    return rows[np.argsort(-scores[rows], kind="stable")[:top_k]]
+
+
 def search(
     index: bm25s.BM25,
     get_ids: Callable[[np.ndarray], list[str]],
@@ -162,9 +168,7 @@ def search(
     """
     run = {}
     for query_id, scores in zip(queries, score_queries(index, queries.values()), strict=True):
-        rows = np.flatnonzero(scores > 0)
-        # Equal scores are in the order of rows.
-        rows = rows[np.argsort(-scores[rows], kind="stable")[:top_k]]
+        rows = find_best(scores, top_k)
         run[query_id] = dict(zip(get_ids(rows), scores[rows].tolist(), strict=True))
     return run
 

@@ -194,8 +194,7 @@ def test_a_stream_without_a_whole_update_is_refused(tmp_path):
         make_trainer(tmp_path, stream, max_steps=2, gradient_accumulation_steps=3).train()
 
 
-@pytest.mark.parametrize("first_steps", [3, 5])
-def test_a_longer_run_on_a_stream_continues_at_the_next_row(tmp_path, first_steps):
+def test_a_longer_run_on_a_stream_continues_at_the_next_row(tmp_path):
     """A pass has three updates: the first run ends after the first pass, or within the second."""
 
     def train(name: str, max_steps: int) -> Batches:
@@ -212,9 +211,10 @@ def test_a_longer_run_on_a_stream_continues_at_the_next_row(tmp_path, first_step
         return texts
 
     straight = train("straight", max_steps=7)
-    train("longer", max_steps=first_steps)
-    continued = train("longer", max_steps=7)
-    assert continued == straight[2 * first_steps :]  # an update has two micro-batches
+    for first_steps in (3, 5):
+        train(f"longer {first_steps}", max_steps=first_steps)
+        continued = train(f"longer {first_steps}", max_steps=7)
+        assert continued == straight[2 * first_steps :]  # an update has two micro-batches
 
 
 def load_sets(folder: Path, **options: Any) -> Any:
