@@ -404,7 +404,7 @@ class MemoryBank(nn.Module):
         return torch.tensor(numbers, dtype=torch.float64)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Restore the counters; `BankedModule` compares the other numbers."""
+        """Restore the counters; `BankedInfoNCE` compares the other numbers."""
         self.total_enqueued, self.oldest_in_use = map(int, state[2:])
 
 
