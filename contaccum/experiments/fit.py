@@ -28,7 +28,7 @@ import yaml
 
 from contaccum import __version__
 from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
-from contaccum.data.near_duplicates import find_near_duplicates
+from contaccum.data.near_duplicates import find_near_duplicates, group_queries
 from contaccum.data.records import parse_columns, read_records
 from contaccum.data.rows import RecordReport, passage_text
 from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, Split, read_split, write_part
@@ -39,6 +39,7 @@ from contaccum.encoders.loading import is_sentence_transformer, model_name, requ
 from contaccum.errors import ConfigError, DataError, UserError, quoted
 from contaccum.evaluation.beir import load_data as load_beir
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
+from contaccum.evaluation.metrics import sign_flip_test
 from contaccum.evaluation.results import Run
 from contaccum.experiments.budget import (
     Budget,
@@ -755,7 +756,7 @@ def choose_base_model(
     out.
 
     Returns:
-        The ``model``, and the ``scores`` of all.
+        The ``model``, and its ``score``.
 
     Raises:
         ConfigError: if no model is left.
@@ -766,7 +767,7 @@ def choose_base_model(
     texts = [passage_text(row["title"], row["text"]) for row in rows]
     evaluator = RetrievalEvaluator(dataset, batch_size=batch_size)
     bm25_run = evaluator.search_bm25()
-    scores = {}
+    scored = {}
     for model in models:
         try:
             require_model(model)
@@ -780,15 +781,22 @@ def choose_base_model(
         except UserError as error:
             print_line(f"{model_name(model)} is left out: {error}")
             continue
-        scores[model] = baselines.base
+        scored[model] = baselines
         print_line(
             f"{baselines.format_line(model)}, {1000 * seconds:.0f} ms per document on this machine"
         )
-    if not scores:
+    if not scored:
         raise ConfigError("no base model is left: give another --model, or a larger --budget")
-    best = max(scores, key=lambda model: scores[model])
-    print_line(f"base model: {model_name(best)}")
-    return {"model": best, "scores": scores}
+    best, *others = sorted(scored, key=lambda model: -scored[model].base)
+    best_scores = scored[best].query_scores
+    groups = group_queries(dataset)
+    line = f"base model: {model_name(best)}"
+    for model in others:
+        test = sign_flip_test(best_scores, scored[model].query_scores, groups)
+        if test["low"] <= 0.0:
+            line += f"; {model_name(model)} is not significantly worse on dev"
+    print_line(line)
+    return {"model": best, "score": scored[best].base}
 
 
 def propose_settings(
@@ -955,7 +963,9 @@ def plan_final_training(
     affordable_evaluations = int(_MAX_SHARE_OF_SCORING * seconds_left / max(scoring_seconds, 0.1))
     num_evaluations = max(1, min(_MAX_EVALUATIONS, affordable_evaluations))
     seconds_left -= loading_seconds + num_evaluations * scoring_seconds
-    possible_updates = max(num_evaluations, int(seconds_left / (_UPDATE_FACTOR * update_seconds)))
+    possible_updates = int(seconds_left / (_UPDATE_FACTOR * update_seconds))
+    # In the first update, the learning rate is 0.
+    possible_updates = max(2, num_evaluations, possible_updates)
     num_updates = min(full_updates, possible_updates)
     line = ""
     if full_updates != trial["updates"]:

@@ -577,7 +577,7 @@ def test_training_is_in_bf16_where_the_machine_is_faster_with_it(
         (1000.0, None, 4, "the final training has 35 updates, 5 epochs"),
         # 5 seconds for loading, 1 for each evaluation, and 1.1 * 2 for each update
         (9.0 + 2.2 * 15.5, 15, 4, "the final training is cut to 15 of 35 updates"),
-        (7.0, 1, 1, "the final training is cut to 1 of 35 updates"),
+        (7.0, 2, 1, "the final training is cut to 2 of 35 updates"),
     ],
 )
 def test_final_training_of_cut_trials_is_as_long_as_time_allows(
@@ -963,6 +963,72 @@ def test_two_processes_fit_one_model(root, tmp_path):
     lines = [line for line in done.stdout.splitlines() if line.startswith("BETTER: nDCG@10")]
     assert len(lines) == 1
     assert json.loads((tmp_path / "out" / "fit.json").read_text())["verdict"]["line"] == lines[0]
+
+
+FIT_WITH_ALL_STAGES = """
+import os, signal, sys
+import contaccum
+from contaccum.experiments import fit as fit_module, tune as tune_module
+
+pairs, fresh, other, output, stage, kill_at = sys.argv[1:]
+tune_module.MAX_TRIALS = 2
+fit_module._estimate_second_stage = lambda *_: 0.0
+function = getattr(fit_module, stage)
+num_calls = 0
+
+def count_calls(*args, **kwargs):
+    global num_calls
+    result = function(*args, **kwargs)
+    num_calls += 1
+    if num_calls == int(kill_at):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+
+setattr(fit_module, stage, count_calls)
+contaccum.fit(
+    pairs, model=[fresh, other], output=output, test=100, curve=True, learning_rate=0.01,
+    total_train_batch_size=32, num_train_epochs=4, bank_size=64, use_cpu=True, bf16=False,
+    disable_tqdm=True,
+)
+"""
+
+
+@pytest.mark.long
+def test_two_processes_give_the_same_verdict_after_kills_in_all_stages(root, tmp_path):
+    """Several base models, a second stage and parts of the pairs, with kill -9 in each of them."""
+    (tmp_path / "program.py").write_text(FIT_WITH_ALL_STAGES)
+    tiny_encoder(query_prompt="query: ").save_pretrained(str(tmp_path / "other"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", "2", str(tmp_path / "program.py")]
+    command += [str(root / "pairs.jsonl"), str(root / "fresh"), str(tmp_path / "other")]
+
+    def fit(output: Path, stage: str = "read_given", kill_at: int = 0) -> str:
+        done = subprocess.run(
+            [*command, str(output), stage, str(kill_at)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert (done.returncode == 0) == (kill_at == 0), done.stderr[-2000:]
+        return done.stdout
+
+    lines = fit(tmp_path / "whole").splitlines()
+    assert lines.count("base model: fresh; other is not significantly worse on dev") == 1
+    assert len([line for line in lines if line.startswith("second stage: 0.")]) == 1
+    fit(tmp_path / "killed", "choose_base_model", 1)
+    fit(tmp_path / "killed", "run_and_keep", 2)  # after the second stage
+    fit(tmp_path / "killed", "make_part_settings", 2)
+    assert (tmp_path / "killed" / "curve" / "25%" / "model" / "result.json").is_file()
+    assert not (tmp_path / "killed" / "fit.json").exists()
+    fit(tmp_path / "killed")
+    whole, killed = (
+        json.loads((tmp_path / name / "fit.json").read_text()) for name in ("whole", "killed")
+    )
+    assert len(whole["curve"]) == 3
+    for key in ("model", "verdict", "production", "scores", "curve"):
+        assert killed[key] == whole[key]
+    assert len(killed["trials"]) == len(whole["trials"]) == 2
 
 
 def test_best_of_several_base_models_is_trained(root, trained, tmp_path, monkeypatch):
