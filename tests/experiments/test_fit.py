@@ -44,8 +44,8 @@ from contaccum.retrieval.encode import model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, replace
 from contaccum.training import log, update
-from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.setup import make_evaluator, train_and_save
+from contaccum.training.setup import make_evaluator
+from contaccum.training.trainer import train_and_save
 
 HALF = len(WORDS) // 2
 SETTINGS: dict[str, object] = {
@@ -840,7 +840,7 @@ def test_on_a_gpu_the_micro_batch_is_the_largest_that_its_memory_allows(
 
     monkeypatch.setattr(update, "try_micro_batch", run_out_of_memory_above_4)
     settings = replace(settings, output_dir=str(tmp_path / "run"), max_steps=2, use_cpu=True)
-    train_and_save(settings, ContAccumTrainingArguments.from_settings(settings))
+    train_and_save(settings)
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (record["micro_batch"], record["pairs_per_update"]) == (4, 16)
 
