@@ -6,8 +6,8 @@
 
 Config files and every other --key are those of `contaccum train`. All runs have the same data,
 order of data and initial weights for a seed. With --tune, each method first gets its own best value
-of a setting, by scores on dev. The same command again only does the missing runs. docs/comparing.md
-explains the report.
+of a setting, by scores on dev. The same command again only does the missing runs. README.md in
+this folder explains the report.
 """
 
 from __future__ import annotations

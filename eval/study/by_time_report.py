@@ -1,10 +1,10 @@
-"""Tables, significance tests and pictures of the study by time, from its finished runs.
+"""Tables and significance tests of the study by time, from its finished runs.
 
     python eval/study/by_time_report.py
 
-Rewrites the tables of docs/time_study.md, its two pictures and benchmarks/by_time/tests.json. An
-entry without a run at its chosen rate is shown as "not yet run"; the mean of an entry is over the
-seeds that have finished.
+Rewrites the tables of docs/time_study.md, those of benchmarks/by_time/README.md, which has all
+runs, and benchmarks/by_time/tests.json. An entry without a run at its chosen rate is shown as "not
+yet run"; the mean of an entry is over the seeds that have finished.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from time_study.plan import Plan, read_plan
 from time_study.results import Record, Results, average_queries, average_runs
 
@@ -25,16 +23,28 @@ from contaccum.files import provenance, write_json, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_RUN = "not yet run"
-DRAWN_ENTRIES = {  # colours of matplotlib
-    "accumulation": "C7",
-    "grad_cache": "C0",
-    "contaccum": "C1",
-    "contaccum_cached": "C3",
-    "query_side_corpus": "C2",
-    "contaccum_then_query_side": "C4",
-}
-AXIS_LABELS = {"minutes": "training time, minutes of one core", "texts": "encoded texts"}
-"""{field of `Cost`: label of the axis}."""
+MAIN_ENTRIES = (
+    "accumulation",
+    "grad_cache",
+    "grad_cache_same_pairs",
+    "contaccum",
+    "contaccum_cached",
+    "query_side_corpus",
+    "contaccum_then_query_side",
+)
+MAIN_COMPARISONS = (
+    ("contaccum", "accumulation"),
+    ("contaccum", "grad_cache"),
+    ("grad_cache_same_pairs", "contaccum"),
+    ("contaccum_cached", "grad_cache"),
+    ("contaccum_cached", "contaccum"),
+    ("query_side_corpus", "contaccum"),
+    ("contaccum_then_query_side", "contaccum"),
+    ("contaccum_then_query_side", "query_side_corpus"),
+    ("contaccum_oracle", "contaccum"),
+    ("contaccum_no_age_limit", "contaccum"),
+)
+"""Rows of the tables of the page. The other entries and tests are in the tables of all runs."""
 
 Test = dict[str, Any]
 """A test: data, entry, compared_with, p_holm, and the result of `sign_flip_test`."""
@@ -82,6 +92,45 @@ def make_test_table(tests: list[Test]) -> str:
         )
     header = ["data", "entries", "difference", "95 % interval", f"p (Holm of {len(tests)})"]
     return markdown_table(header, rows)
+
+
+def make_main_table(results: dict[str, Results]) -> str:
+    """Return test scores and CPU minutes of the main entries: a column per data set."""
+    rows = []
+    for name, key in (("base model", "scores"), ("BM25", "bm25")):
+        cells = []
+        for data_results in results.values():
+            base = data_results.get_base()
+            cells.append(None if base is None else format_score(base[key]["test"]))
+        rows.append([name, *cells])
+    for name in MAIN_ENTRIES:
+        cells = []
+        for data, data_results in results.items():
+            cell = None
+            if name in data_results.plan.get_entries(data) and data_results.is_complete(name):
+                runs = data_results.get_final_runs(name)
+                minutes = data_results.get_cost(name, runs[0]["updates"]).minutes
+                cell = f"{format_mean(runs, 'test')}, {minutes:.1f} min"
+            cells.append(cell)
+        rows.append([f"`{name}`", *cells])
+    return markdown_table(["", *results], rows)
+
+
+def make_main_test_table(tests: list[Test], data_names: list[str]) -> str:
+    """Return the main comparisons: a column per data set, with a star where p is below 0.05."""
+    found = {(test["data"], test["entry"], test["compared_with"]): test for test in tests}
+    rows = []
+    for entry, other in MAIN_COMPARISONS:
+        cells: list[str | None] = []
+        for data in data_names:
+            test = found.get((data, entry, other))
+            if test is None:
+                cells.append(None)
+            else:
+                cells.append(format_difference(test) + ("*" if test["p_holm"] < 0.05 else ""))
+        if any(cells):
+            rows.append([f"`{entry}` - `{other}`", *cells])
+    return markdown_table(["", *data_names], rows)
 
 
 def make_result_table(plan: Plan, data: str, results: Results) -> str:
@@ -193,82 +242,24 @@ def format_score(score: float) -> str:
     return f"{100 * score:.1f}"
 
 
-def draw_figure(plan: Plan, results: dict[str, Results], cost: str) -> Figure:
-    """Draw nDCG@10 on test against the cost of training, one panel per data set with finished runs.
-
-    A table of variants of another data set has no panel.
-
-    Args:
-        cost: name of a field of `Cost`, one of `AXIS_LABELS`.
-    """
-    drawn = {}
-    for data, data_results in results.items():
-        is_variant = plan.data[data].folder is not None
-        if not is_variant and data_results.is_complete("contaccum"):
-            drawn[data] = data_results
-    figure = Figure(figsize=(1.0 + 3.6 * max(len(drawn), 1), 4.2), layout="constrained")
-    panels = figure.subplots(1, max(len(drawn), 1), squeeze=False)[0]
-    for (data, data_results), axes in zip(drawn.items(), panels, strict=False):
-        draw_panel(axes, plan, data, data_results, cost)
-    panels[0].set_ylabel("nDCG@10 x 100 on test")
-    handles = {}
-    for axes in panels:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles[label] = handle
-    figure.legend(
-        list(handles.values()),
-        list(handles),
-        loc="outside lower center",
-        ncols=min(3, 2 * len(panels)),
-    )
-    return figure
-
-
-def draw_panel(axes: Axes, plan: Plan, data: str, results: Results, cost: str) -> None:
-    """Draw each entry.
-
-    A dot is the mean over seeds, with a bar from the lowest to the highest seed. A dashed line
-    goes from the base model through the scores of one seed during training to the end of this seed.
-    """
-    base = results.get_base()
-    for name, color in DRAWN_ENTRIES.items():
-        if name not in plan.get_entries(data) or not results.is_complete(name):
-            continue
-        runs = results.get_final_runs(name)
-        end_cost = getattr(results.get_cost(name, runs[0]["updates"]), cost)
-        ends = [100 * run["scores"]["test"] for run in runs]
-        for run in runs:
-            if not run["curve"] or base is None:
-                continue
-            costs = [0.0]
-            scores = [100 * base["scores"]["test"]]
-            for updates, curve_scores in run["curve"].items():
-                costs.append(getattr(results.get_cost_of_updates(name, int(updates)), cost))
-                scores.append(100 * curve_scores["test"])
-            costs.append(end_cost)
-            scores.append(100 * run["scores"]["test"])
-            axes.plot(costs, scores, "--", color=color, linewidth=1)
-        axes.plot(end_cost, fmean(ends), "o", color=color, label=name.replace("_", " "))
-        axes.vlines(end_cost, min(ends), max(ends), color=color)
-    axes.set_title(data)
-    axes.set_xlabel(AXIS_LABELS[cost])
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def main() -> None:
-    """Write tables, tests and pictures."""
+    """Write tables and tests."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--plan", type=Path, default=ROOT / "eval" / "study" / "by_time.yaml")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "by_time")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "time_study.md")
-    parser.add_argument("--pictures", type=Path, default=ROOT / "docs" / "pictures")
     args = parser.parse_args()
     plan = read_plan(args.plan)
     results = {data: Results(plan, args.results / data) for data in plan.data}
     tests = make_tests(plan, results)
+    # A table of variants of another data set is only among the tables of all runs.
+    main_results = {data: results[data] for data in results if plan.data[data].folder is None}
+    main_tables = {
+        "scores": make_main_table(main_results),
+        "differences": make_main_test_table(tests, list(main_results)),
+    }
     tables = {"comparisons": make_test_table(tests)}
     for data, data_results in results.items():
         tables[data] = make_result_table(plan, data, data_results)
@@ -276,11 +267,9 @@ def main() -> None:
         known_table = make_known_table(plan, data, data_results)
         if known_table is not None:
             tables[f"{data}, known documents"] = known_table
-    page = fill_page(args.page.read_text(encoding="utf-8"), tables)
-    write_text(args.page, page)
+    for page, contents in ((args.page, main_tables), (args.results / "README.md", tables)):
+        write_text(page, fill_page(page.read_text(encoding="utf-8"), contents))
     write_json(args.results / "tests.json", {"metric": "nDCG@10", "tests": tests, **provenance()})
-    draw_figure(plan, results, "minutes").savefig(args.pictures / "time_study.png", dpi=150)
-    draw_figure(plan, results, "texts").savefig(args.pictures / "time_study_texts.png", dpi=150)
 
 
 if __name__ == "__main__":

@@ -521,12 +521,21 @@ def test_the_report_shows_finished_runs_and_names_missing_ones(study, tmp_path, 
     write_seconds(tmp_path, {"contaccum": timing, "grad_cache": timing})
     page_file = tmp_path / "page.md"
     tables = ("comparisons", "sentences", "sentences, learning rates", "sentences, known documents")
-    places = [f"<!-- table: {table} -->\n<!-- end of table -->\n" for table in tables]
-    page_file.write_text("".join(places))
-    options = ["--plan", plan_file, "--results", results, "--page", page_file]
-    run_report(monkeypatch, *options, "--pictures", tmp_path)
+    for file, names in (
+        (results / "README.md", tables),
+        (page_file, ("scores", "differences")),
+    ):
+        places = [f"<!-- table: {name} -->\n<!-- end of table -->\n" for name in names]
+        file.write_text("".join(places))
+    run_report(monkeypatch, "--plan", plan_file, "--results", results, "--page", page_file)
 
     page = page_file.read_text()
+    assert find_row(page, "scores", "`contaccum`")[1] == "80.0 (0.0), 2.0 min"
+    assert find_row(page, "scores", "`grad_cache`")[1] == "70.0 (0.0), 2.0 min"
+    assert find_row(page, "scores", "BM25")[1] == "25.0"
+    (difference,) = find_row(page, "differences", "`contaccum` - `grad_cache`")[1:]
+    assert difference == "+10.0 (-100.0 to +100.0)"  # without a star
+    page = (results / "README.md").read_text()
     _, *cells = find_row(page, "sentences", "`contaccum`")
     assert cells == ["1e-4", "4", "2.0", "1,010", "2", "50.0 (0.0)", "80.0 (0.0)"]
     # Trained as one batch, and charged with what was measured: 4 updates of 256 texts.
@@ -547,16 +556,47 @@ def test_the_report_shows_finished_runs_and_names_missing_ones(study, tmp_path, 
     assert find_row(page, "sentences, learning rates", "`later`")[1] == "not yet run"
     (test,) = read_json(results / "tests.json")["tests"]
     assert test["p_holm"] == test["p_value"]
-    for name in ("time_study.png", "time_study_texts.png"):
-        assert (tmp_path / name).stat().st_size > 1000
 
 
-@pytest.mark.long  # the tests of all runs and the pictures take seconds
-def test_the_page_is_that_of_the_finished_runs(study, tmp_path, monkeypatch):
-    """The tables of docs/time_study.md are those that the report program writes."""
+@pytest.mark.long  # the tests of all runs take seconds
+def test_the_pages_are_those_of_the_finished_runs(study, tmp_path, monkeypatch):
+    """The tables of the page and of all runs are those that the report program writes."""
     page = tmp_path / "page.md"
     shutil.copy(ROOT / "docs" / "time_study.md", page)
     results = tmp_path / "results"
     shutil.copytree(ROOT / "benchmarks" / "by_time", results)
-    run_report(monkeypatch, "--results", results, "--page", page, "--pictures", tmp_path)
+    run_report(monkeypatch, "--results", results, "--page", page)
     assert page.read_text() == (ROOT / "docs" / "time_study.md").read_text()
+    table = (ROOT / "benchmarks" / "by_time" / "README.md").read_text()
+    assert (results / "README.md").read_text() == table
+
+
+def test_the_page_of_the_bank_is_that_of_its_reports(study, tmp_path, monkeypatch):
+    text = (ROOT / "docs" / "study.md").read_text()
+    page = tmp_path / "page.md"
+    changed = text
+    for cell in ("| 78.7 ", "| 41.2 (0.4), 1.1e-3", "| +5.4 ("):
+        assert cell in text
+        changed = changed.replace(cell, "| 0.0 ")
+    page.write_text(changed)
+    monkeypatch.setattr("sys.argv", ["report", "--page", str(page)])
+    importlib.import_module("bank_report").main()
+    assert page.read_text() == text
+
+
+def test_every_method_is_drawn_with_one_encoding_of_the_corpus_and_all_seeds(study):
+    """Query-side training starts when the corpus is encoded; the failed seed is a dot."""
+    drawing = importlib.import_module("draw_study")
+    folder = ROOT / "benchmarks" / "by_time"
+    by_time = drawing.read_time_study(folder)
+    encoding = read_json(folder / "encoding.json")
+    minutes = drawing.get_encoding_minutes(by_time["medquad"], encoding["corpora"]["medquad"])
+    lines = drawing.draw_time(by_time, encoding).axes[2].get_lines()
+    spans = {line.get_color(): line.get_xdata() for line in lines if line.get_linestyle() == "--"}
+    for entry, updates in (("contaccum", 32), ("query_side_corpus", 32)):
+        start, end = spans[drawing.COLORS[entry]]
+        assert start == (minutes if entry == "query_side_corpus" else 0)
+        training = by_time["medquad"].get_cost(entry, updates).minutes
+        assert end == pytest.approx(minutes + training)
+    failed = [list(line.get_ydata()) for line in lines if line.get_fillstyle() == "none"]
+    assert [pytest.approx(87.0, abs=0.05)] in failed
