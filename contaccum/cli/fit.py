@@ -39,6 +39,7 @@ def run(argv: Sequence[str]) -> int:
         min_score=args.min_score,
         dev=args.dev,
         test=args.test,
+        future=args.future,
         guard=args.guard,
         guard_loss=args.guard_loss,
         curve=args.curve,

@@ -85,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def add_held_out_options(self) -> None:
-        """Add the sizes of the dev and test sets."""
+        """Add the sizes of the dev and test sets, and the documents of their queries."""
         self.add_argument(
             "--dev",
             type=float,
@@ -99,6 +99,13 @@ class Parser(argparse.ArgumentParser):
             metavar="SIZE",
             help="number of test queries, or their share if below 1; "
             "default: 0.2, at most 1,000 queries",
+        )
+        self.add_argument(
+            "--future",
+            choices=["known", "new", "both"],
+            help="documents of the held-out queries: known to training by other queries, new, or "
+            "half of each; default: both if the data have enough queries on known documents, else "
+            "new",
         )
 
     def add_guard_options(self, required: bool = False) -> None:

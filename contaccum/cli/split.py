@@ -21,7 +21,7 @@ def run(argv: Sequence[str]) -> int:
     from contaccum.data.rows import RecordReport
     from contaccum.data.split import SplitSettings, split_data
 
-    settings = SplitSettings(args.dev, args.test, args.haystack, args.seed, args.fold)
+    settings = SplitSettings(args.dev, args.test, args.haystack, args.seed, args.fold, args.future)
     defaults = {"data_format": args.data_format, "split": args.split, "columns": args.data_columns}
     [source_settings] = parse_training_sets([args.data], defaults).values()
     report = RecordReport(args.on_bad_record)

@@ -30,7 +30,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy.cluster.hierarchy import DisjointSet
@@ -42,15 +42,9 @@ from contaccum.data.records import Passage, Record
 LEAST_OVERLAP = 0.7
 """Least Jaccard similarity of near-duplicates."""
 
-HeldOutBy = Literal["passage", "query"]
-"""Texts that link records: queries and passages ("passage"), or queries alone ("query").
-
-With "passage", no passage of a held-out query is in training. With "query", it may be.
-"""
-
 _MAX_SHARED_QUERIES = 0.2
 """Largest share of test queries that may have a positive in common with the training records, if
-the test set is to count as held out by passage."""
+the test set is to count as one about new passages."""
 
 _GRAM_LENGTH = 5
 _SKETCH_SIZE = 128
@@ -370,11 +364,15 @@ class Grouping(NamedTuple):
     groups_of_test: set[int]
     num_near_duplicates: int
 
+    def count_queries(self, groups: Iterable[int]) -> int:
+        """Return the number of distinct queries in some groups."""
+        return sum(self.queries_of_group[group] for group in groups)
+
 
 def group_records(
     records: Sequence[Record],
     test: BeirDataset | None,
-    held_out_by: HeldOutBy,
+    by_query: bool = False,
     documents: Iterable[Passage] = (),
     show_progress: bool = False,
 ) -> Grouping:
@@ -385,8 +383,8 @@ def group_records(
 
     Args:
         test: a test set that the data came with.
-        held_out_by: "query" to link records by queries alone. A passage that is a query too, or
-            nearly so, counts as a query.
+        by_query: True to link records by queries alone, so that a held-out query may have passages
+            in training. A passage that is a query too, or nearly so, counts as a query.
         documents: the corpus. Passages that are one of its documents, with its title or without
             it, are linked.
     """
@@ -394,7 +392,7 @@ def group_records(
     links = []
     for record in records:
         query = text_numbers.setdefault(normalise(record.query), len(text_numbers))
-        if held_out_by == "passage":
+        if not by_query:
             for positive in record.positives:
                 passage = text_numbers.setdefault(normalise(positive), len(text_numbers))
                 links.append((query, passage))
@@ -402,12 +400,12 @@ def group_records(
     if test is not None:
         for query_id, query_text in test.queries.items():
             texts = [query_text]
-            if held_out_by == "passage":
+            if not by_query:
                 texts += get_positives(test, query_id)
             for text in texts:
                 test_texts.add(text_numbers.setdefault(normalise(text), len(text_numbers)))
 
-    if held_out_by == "query":
+    if by_query:
         passages = [positive for record in records for positive in record.positives]
         passages_like_queries = find_near_duplicates(passages, text_numbers)
         for record in records:
@@ -419,7 +417,7 @@ def group_records(
     for query, passage in links:
         groups.merge(query, passage)
     num_near_duplicates = join_near_duplicates(list(text_numbers), groups, show_progress)
-    if held_out_by == "passage":
+    if not by_query:
         number_of_words = {get_words(text): number for text, number in text_numbers.items()}
         for document in documents:
             if not document.title:
@@ -457,25 +455,18 @@ def group_queries(dataset: BeirDataset) -> dict[str, int]:
     records = []
     for query_id, text in dataset.queries.items():
         records.append(Record(text, get_positives(dataset, query_id), negatives=[]))
-    groups = group_records(records, None, "passage").group_of_record
+    groups = group_records(records, None).group_of_record
     return dict(zip(dataset.queries, groups, strict=True))
 
 
-def choose_held_out_by(records: Sequence[Record], test: BeirDataset | None) -> HeldOutBy:
-    """Choose how to hold out dev queries, so that dev resembles the test set.
-
-    Returns:
-        "query" if more than a fifth of the test queries have a positive that a training record has
-        too, else "passage".
-    """
-    if test is None:
-        return "passage"
-    training_positives: set[str] = set()
-    for record in records:
-        training_positives.update(normalise(positive) for positive in record.positives)
+def shares_passages(records: Sequence[Record], test: BeirDataset) -> bool:
+    """Return True if more than a fifth of the test queries have a positive of a training record."""
+    training_positives = {
+        normalise(positive) for record in records for positive in record.positives
+    }
     num_shared = 0
     for query_id in test.queries:
         test_positives = {normalise(positive) for positive in get_positives(test, query_id)}
         if not test_positives.isdisjoint(training_positives):
             num_shared += 1
-    return "query" if num_shared > _MAX_SHARED_QUERIES * len(test.queries) else "passage"
+    return num_shared > _MAX_SHARED_QUERIES * len(test.queries)

@@ -5,13 +5,18 @@ records of a group go to the same side: "train", "dev" or "test". The queries of
 held out: no model trains on them. The haystack of dev or test consists of the documents in which
 their queries are searched.
 
+A document is known if it is a positive of a training query, else new. A held-out query is known if
+all its relevant documents are, else new. For new queries whole groups are held out, for known
+queries groups of records that are linked by their queries alone.
+
 A split is written as a folder:
 
     split.json     counts, settings and fingerprint of the split, see `Split`
     train.jsonl    the training records
     corpus.jsonl   documents that training may use as negatives
     dev/, test/    BEIR folders with queries, haystack and judgements; in both folders the
-                   judgements are in qrels/test.tsv
+                   judgements are in qrels/test.tsv, and if there are known and new queries,
+                   also in qrels/known.tsv and qrels/new.tsv
 
 The same data, sizes and seed give the same split, whatever the order of the records. Texts are
 compared after `normalise`. A document is a copy of a passage of the records if its title and text
@@ -22,23 +27,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shutil
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 from contaccum.data.beir import QRELS_HEADER, BeirDataset, get_positives, load_beir_folder
 from contaccum.data.dataset import store_records
 from contaccum.data.near_duplicates import (
     Grouping,
-    choose_held_out_by,
     find_near_duplicates,
     fold_case,
     get_words,
     group_records,
     normalise,
+    shares_passages,
 )
 from contaccum.data.records import SPLIT_RECORD, Passage, Record, RecordSource, read_passages
 from contaccum.data.rows import RecordReport
@@ -69,8 +76,14 @@ _SMALL_GROUPS_PER_SET = 4
 FEW_TEST_QUERIES = 100
 """Number of test queries below which the split warns: most differences would be noise."""
 
+LEAST_KNOWN_PASSAGES = 20
+"""Least number of passages with known queries for which some are held out by default."""
+
 TRAIN_FILE = "train.jsonl"
 CORPUS_FILE = "corpus.jsonl"
+
+Future = Literal["known", "new", "both"]
+"""Documents of the queries that a model is made for: known to training, new, or both."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +97,10 @@ class SplitSettings:
             given.
         seed: seed of the random choice of queries and documents.
         fold: fold of a cross-validation: the test sets of folds 0, 1, ... have no query in common.
+        future: "new" to hold out queries with their passages, "known" to hold out queries whose
+            passages are positives of other queries in training, "both" for half of each. If fewer
+            queries than half can be known, the others are new. None: "both" if at
+            least `LEAST_KNOWN_PASSAGES` passages can have known queries, else "new".
 
     Raises:
         ConfigError: for a value out of range.
@@ -94,8 +111,11 @@ class SplitSettings:
     haystack: int = 2000
     seed: int = 0
     fold: int = 0
+    future: Future | None = None
 
     def __post_init__(self) -> None:
+        if self.future not in (None, *get_args(Future)):
+            raise ConfigError(f"future={self.future}: give known, new or both")
         for name in ("dev", "test"):
             size = getattr(self, name)
             if size is not None and not (0 < size < 1 or (size >= 1 and size % 1 == 0)):
@@ -116,8 +136,7 @@ class Split:
         groups: number of groups of linked records.
         largest_group: number of queries of the largest group.
         near_duplicates: number of texts that nearly equal an earlier text.
-        held_out_by: "passage" if training has no passage of a held-out query, "query" if it may
-            have such passages, but no held-out query.
+        known: number of known queries in dev and in test. The others are new.
         left_out: number of records on no side, because they share a text with the test set that
             came with the data.
         negatives_left_out: number of hard negatives that were removed from training because they
@@ -125,7 +144,7 @@ class Split:
         settings: the `SplitSettings`.
         fingerprint: sha256, in hex, of all records and of the settings. It does not cover the
             documents of a given corpus or of a test set that came with the data.
-        available: number of queries in groups that are small enough to be held out.
+        folds: number of folds of these sizes.
         positives_added: number of positives of dev and test that the given corpus lacks and that
             were added to the haystacks.
         has_own_test: whether the data came with a test set.
@@ -139,20 +158,31 @@ class Split:
     groups: int
     largest_group: int
     near_duplicates: int
-    held_out_by: str
+    known: dict[str, int]
     left_out: int
     negatives_left_out: int
     settings: dict[str, Any]
     fingerprint: str
-    available: int
+    folds: int
     positives_added: int
     has_own_test: bool
 
     def summary(self) -> str:
         """Return one line: the numbers of queries, near-duplicates, and positives added."""
+        sizes = {"dev": self.dev, "test": self.test}
+        kinds = (
+            f" ({self.known['dev']:,} and {self.known['test']:,} on known documents, the others on "
+            "new ones)"
+        )
+        if self.known == sizes:
+            kinds = " on known documents"
+        elif not any(self.known.values()):
+            kinds = " on new documents"
+            if self.settings["future"] is None and not self.has_own_test:
+                kinds += " (too few passages have several queries for known ones)"
         line = (
-            f"held out: {self.dev:,} dev and {self.test:,} test queries, split by "
-            f"{self.held_out_by}; {self.train:,} queries to train on"
+            f"held out: {self.dev:,} dev and {self.test:,} test queries{kinds}; {self.train:,} "
+            "queries to train on"
         )
         if self.near_duplicates:
             line += f" ({self.near_duplicates:,} near-duplicates kept together)"
@@ -168,18 +198,13 @@ class Split:
         warnings = []
         if self.test < FEW_TEST_QUERIES:
             warning = f"{self.test} test queries are few: only large differences exceed the noise."
-            if not self.has_own_test and self.available >= 2 * self.test:
+            if self.folds > 1:
                 warning += " `contaccum split` holds out other queries with --fold 1, 2, ..."
             warnings.append(warning)
         if self.left_out:
             warnings.append(
                 f"{self.left_out:,} training records are left out: "
                 "they share a text with a test query, or nearly so"
-            )
-        if self.held_out_by == "query":
-            warnings.append(
-                "the test set of these data shares passages with its training queries, so dev is "
-                "held out by query as well"
             )
         return warnings
 
@@ -198,7 +223,7 @@ def split_data(
     A BEIR folder with a split ``test`` keeps this test set. Only dev is then chosen from the split
     ``train``; records in a group with a text of the test set are left out, and the folder's corpus
     is the haystack. If more than a fifth of the test queries share a positive with training
-    queries, dev is held out by query too: its passages may then be positives in training.
+    queries, only queries are kept apart, so that dev has known queries too.
 
     Args:
         data: the source of the training records, which are all in memory during the split.
@@ -233,15 +258,15 @@ def split_data(
         )
     corpus_documents = _read_corpus(data, corpus, published_test, settings, report)
 
-    held_out_by = choose_held_out_by(records, published_test)
+    by_query = published_test is not None and shares_passages(records, published_test)
     grouping = group_records(
-        records, published_test, held_out_by, corpus_documents or (), show_progress
+        records, published_test, by_query, corpus_documents or (), show_progress
     )
     sizes = _choose_sizes(data.path, grouping, settings, published_test)
-    sides = choose_sides(data.path, grouping, sizes, settings)
+    sides, num_folds = assign_sides(data.path, records, grouping, sizes, settings, show_progress)
     parts: dict[str, list[Record]] = {"train": [], "dev": [], "test": [], "left out": []}
-    for record, group in zip(records, grouping.group_of_record, strict=True):
-        parts[sides.get(group, "left out")].append(record)
+    for record, side in zip(records, sides, strict=True):
+        parts[side].append(record)
 
     documents_given = corpus_documents or ()
     held_out = find_held_out(parts, documents_given, published_test, show_progress)
@@ -259,19 +284,25 @@ def split_data(
         write_text(folder / TRAIN_FILE, map(_format_record, training_records))
         training_corpus = collect_training_corpus(parts["train"], documents_given, held_out)
         write_text(folder / CORPUS_FILE, map(_format_document, training_corpus))
+        training_positives = _collect_positives(training_records)
         documents = {"train": len(training_corpus)}
+        known = {}
         positives_added = 0
         for side in ("dev", "test"):
             if side == "test" and published_test is not None:
                 copy_test(published_test, folder / side)
                 documents[side] = len(published_test.corpus)
+                known[side] = _write_kinds(
+                    folder / side, published_test.qrels, documents_given, training_positives
+                )
                 continue
             haystack = corpus_documents
             if haystack is None:
                 haystack = sample_haystack(side, parts, settings.haystack, settings.seed)
-            documents[side], num_added = write_beir(folder / side, parts[side], haystack)
+            documents[side], num_added, known[side] = write_beir(
+                folder / side, parts[side], haystack, training_positives
+            )
             positives_added += num_added
-        small_groups = _list_small_groups(grouping, sizes, settings)
         split = Split(
             train=_count_queries(parts["train"]),
             dev=_count_queries(parts["dev"]),
@@ -281,12 +312,12 @@ def split_data(
             groups=len(grouping.queries_of_group),
             largest_group=max(grouping.queries_of_group.values()),
             near_duplicates=grouping.num_near_duplicates,
-            held_out_by=held_out_by,
+            known=known,
             left_out=len(parts["left out"]),
             negatives_left_out=negatives_left_out,
             settings=asdict(settings),
             fingerprint=content.hex(),
-            available=sum(grouping.queries_of_group[group] for group in small_groups),
+            folds=num_folds,
             positives_added=positives_added,
             has_own_test=published_test is not None,
         )
@@ -320,10 +351,10 @@ def _read_corpus(
         DataError: for an id that occurs twice, or that a file of judgements cannot contain.
     """
     if published_test is not None:
-        if corpus is not None or settings.test is not None or settings.fold:
+        if corpus is not None or settings.test is not None or settings.fold or settings.future:
             raise ConfigError(
-                f"{data.path}: its own test set and corpus stay as they are: drop corpus, test "
-                "and fold"
+                f"{data.path}: its own test set and corpus stay as they are: drop corpus, test, "
+                "fold and future"
             )
         return [Passage(name, **document) for name, document in published_test.corpus.items()]
     if corpus is not None:
@@ -384,15 +415,88 @@ def _choose_sizes(
     return sizes
 
 
+def assign_sides(
+    source: AnyPath,
+    records: Sequence[Record],
+    grouping: Grouping,
+    sizes: dict[str, int],
+    settings: SplitSettings,
+    show_progress: bool = False,
+) -> tuple[list[str], int]:
+    """Return the side of each record ("train", "dev", "test" or "left out"), and number of folds.
+
+    If known and new queries are held out, the small groups are in a random order, and new queries
+    come from the first half of it, known queries from all other groups. So a known query has its
+    passages in training in every fold, and no query is known in one fold and new in another.
+
+    Args:
+        grouping: groups of the records.
+        sizes: number of queries to hold out; no test queries if the data came with a test set.
+
+    Raises:
+        DataError: if too few queries can be held out.
+        ConfigError: for a fold number that is too large.
+    """
+    future = settings.future
+    num_linked = sum(number for number in grouping.queries_of_group.values() if number > 1)
+    if sizes["test"] == 0 or (future is None and num_linked < LEAST_KNOWN_PASSAGES):
+        future = "new"
+    groups = _list_small_groups(grouping, sizes, f"{settings.seed}")
+    known = KnownQueries({}, {"dev": 0, "test": 0}, 0, 0)
+    if future != "new":
+        most_known = sizes
+        groups_of_new = []
+        if future != "known":
+            most_known = {side: size // 2 for side, size in sizes.items()}
+            halves = {side: size - most_known[side] for side, size in sizes.items()}
+            num_left = sum(grouping.queries_of_group.values()) / 2
+            for group in _list_small_groups(grouping, halves, f"{settings.seed}"):
+                if num_left > 0:
+                    groups_of_new.append(group)
+                    num_left -= grouping.queries_of_group[group]
+        others = grouping.queries_of_group.keys() - set(groups_of_new)
+        other_records = [
+            record
+            for record, group in zip(records, grouping.group_of_record, strict=True)
+            if group in others
+        ]
+        candidates = choose_known_queries(other_records, most_known, settings, show_progress)
+        if future == "known" and candidates.available < sum(sizes.values()):
+            raise DataError(
+                f"{source}: cannot hold out {sum(sizes.values()):,} queries on known documents: "
+                f"{candidates.available:,} have only passages that stay positives of other queries "
+                "(lower --dev and --test, or give another --future)"
+            )
+        new_sizes = {side: max(0, size - candidates.sizes[side]) for side, size in sizes.items()}
+        has_enough_new = grouping.count_queries(groups_of_new) >= sum(new_sizes.values())
+        has_enough_known = candidates.num_passages >= LEAST_KNOWN_PASSAGES
+        if future is not None or (has_enough_new and has_enough_known):
+            known, groups, sizes = candidates, groups_of_new, new_sizes
+
+    num_folds = 1
+    if sizes["test"] > 0:
+        num_folds = max(1, grouping.count_queries(groups) // sizes["test"])
+    elif known.sides:
+        num_folds = known.available // known.sizes["test"]
+    if settings.fold >= num_folds:
+        raise ConfigError(f"fold={settings.fold}: {source} has folds 0 to {num_folds - 1}")
+    side_of_group = choose_sides(source, grouping, groups, sizes, settings.fold)
+    sides = []
+    for record, group in zip(records, grouping.group_of_record, strict=True):
+        side = side_of_group.get(group, "left out")
+        sides.append(known.sides.get(normalise(record.query), side))
+    return sides, num_folds
+
+
 def choose_sides(
-    source: AnyPath, grouping: Grouping, sizes: dict[str, int], settings: SplitSettings
+    source: AnyPath, grouping: Grouping, groups: Sequence[int], sizes: dict[str, int], fold: int
 ) -> dict[int, str]:
     """Assign each group to "train", "dev" or "test".
 
-    Large groups go to train. The small groups are in the order of `_list_small_groups`. In this
-    order, the test set of fold k starts after the first k x (number of test queries) queries. Dev
-    follows test, and the rest is train. The order is circular: after its end, test and dev continue
-    at its start. For example, with 2 test queries, 1 dev query and 6 groups of one query each:
+    ``groups`` may be held out, and all others go to train. In the order of ``groups``, the test set
+    of fold k starts after the first k x (number of test queries) queries. Dev follows test, and the
+    rest is train. The order is circular: after its end, test and dev continue at its start. For
+    example, with 2 test queries, 1 dev query and 6 groups of one query each:
 
         fold 0   test  test  dev   train train train
         fold 1   train train test  test  dev   train
@@ -403,10 +507,8 @@ def choose_sides(
 
     Raises:
         DataError: if too many queries are in large groups, or a side gets no group.
-        ConfigError: for a fold number that is too large.
     """
-    small_groups = _list_small_groups(grouping, sizes, settings)
-    num_available = sum(grouping.queries_of_group[group] for group in small_groups)
+    num_available = grouping.count_queries(groups)
     num_held_out = sizes["dev"] + sizes["test"]
     if num_available < num_held_out:
         raise DataError(
@@ -414,17 +516,13 @@ def choose_sides(
             f"nearly so, must stay on one side: the largest group has "
             f"{max(grouping.queries_of_group.values()):,} queries, and small groups, of up to a "
             f"quarter of the larger of dev and test, have {num_available:,} in all "
-            f"(raise --{'test' if sizes['test'] else 'dev'}, so that more groups are small, or "
-            "give pairs with more different texts)"
+            f"(raise --{'test' if sizes['test'] else 'dev'}, so that more groups are small, give "
+            "another --future, or give pairs with more different texts)"
         )
-    test_start = settings.fold * sizes["test"]
-    if settings.fold and test_start + sizes["test"] > num_available:
-        num_folds = num_available // sizes["test"] if sizes["test"] else 1
-        raise ConfigError(f"fold={settings.fold}: {source} has folds 0 to {num_folds - 1}")
-
+    test_start = fold * sizes["test"]
     sides = dict.fromkeys(grouping.queries_of_group.keys() - grouping.groups_of_test, "train")
     position = 0  # number of queries in the groups before this one
-    for group in small_groups:
+    for group in groups:
         offset = (position - test_start) % num_available
         if offset < sizes["test"]:
             sides[group] = "test"
@@ -445,9 +543,7 @@ def choose_sides(
     return sides
 
 
-def _list_small_groups(
-    grouping: Grouping, sizes: dict[str, int], settings: SplitSettings
-) -> list[int]:
+def _list_small_groups(grouping: Grouping, sizes: Mapping[str, int], seed: str) -> list[int]:
     """Return the groups that may be held out, in a random order that depends on the seed.
 
     A group with more than a quarter of the queries of dev or test, whichever has more, would decide
@@ -458,9 +554,88 @@ def _list_small_groups(
     for group, num_queries in grouping.queries_of_group.items():
         if group not in grouping.groups_of_test and num_queries <= largest_small_group:
             small_groups.append(group)
-    seed = settings.seed
     small_groups.sort(key=lambda group: _hash_text(f"{seed}:{grouping.key_of_group[group]}"))
     return small_groups
+
+
+class KnownQueries(NamedTuple):
+    """Queries that are held out although their passages stay in training.
+
+    Attributes:
+        sides: {normalised query: "dev" or "test"}.
+        sizes: number of queries in "dev" and in "test" of fold 0.
+        available: number of queries that can be held out at once.
+        num_passages: number of passages of the available queries.
+    """
+
+    sides: dict[str, str]
+    sizes: dict[str, int]
+    available: int
+    num_passages: int
+
+
+def choose_known_queries(
+    records: Sequence[Record],
+    sizes: Mapping[str, int],
+    settings: SplitSettings,
+    show_progress: bool = False,
+) -> KnownQueries:
+    """Choose queries whose positives are all positives of queries that stay in training.
+
+    Near-duplicates of a query are held out with it. The groups of near-duplicates are in a random
+    order. The test set of fold k takes the first of them that folds 0 to k - 1 have not taken, dev
+    takes the last ones. A group is skipped if one of its passages would have no other query left.
+
+    Args:
+        records: all records that have one of the passages.
+        sizes: largest number of queries in "dev" and "test". If fewer can be held out at once, both
+            get their share of them.
+    """
+    grouping = group_records(records, None, by_query=True, show_progress=show_progress)
+    passages: dict[int, set[str]] = {}
+    for record, group in zip(records, grouping.group_of_record, strict=True):
+        passages.setdefault(group, set()).update(map(normalise, record.positives))
+    num_groups = Counter(passage for group in passages.values() for passage in group)
+    order = _list_small_groups(grouping, sizes, f"{settings.seed}:known")
+
+    def take(groups: Iterable[int], size: float, num_in_training: Counter[str]) -> list[int]:
+        """Return the first groups that may be held out; they leave ``num_in_training``."""
+        taken: list[int] = []
+        num_taken = 0
+        for group in groups:
+            if num_taken >= size:
+                break
+            if all(num_in_training[passage] > 1 for passage in passages[group]):
+                num_in_training.subtract(passages[group])
+                num_taken += grouping.queries_of_group[group]
+                taken.append(group)
+        return taken
+
+    possible = take(order, math.inf, Counter(num_groups))
+    num_passages = len({passage for group in possible for passage in passages[group]})
+    available = grouping.count_queries(possible)
+    num_wanted = max(1, sum(sizes.values()))
+    goals = {side: min(size, available * size // num_wanted) for side, size in sizes.items()}
+    tested: set[int] = set()
+    first_sizes = {}
+    for fold in range(settings.fold + 1):
+        num_in_training = Counter(num_groups)
+        untested = [group for group in order if group not in tested]
+        test = set(take(untested, goals["test"], num_in_training))
+        tested |= test
+        others = [group for group in reversed(order) if group not in test]
+        dev = take(others, goals["dev"], num_in_training)
+        if fold == 0:
+            first_sizes = {
+                "dev": grouping.count_queries(dev),
+                "test": grouping.count_queries(test),
+            }
+    side_of_group = {**dict.fromkeys(dev, "dev"), **dict.fromkeys(test, "test")}
+    sides = {}
+    for record, group in zip(records, grouping.group_of_record, strict=True):
+        if group in side_of_group:
+            sides[normalise(record.query)] = side_of_group[group]
+    return KnownQueries(sides, first_sizes, available, num_passages)
 
 
 def _count_queries(records: Iterable[Record]) -> int:
@@ -616,16 +791,23 @@ def _collect_passages(records: Iterable[Record]) -> dict[str, str]:
 
 
 def write_beir(
-    folder: Path, records: Sequence[Record], haystack: Iterable[Passage]
-) -> tuple[int, int]:
+    folder: Path,
+    records: Sequence[Record],
+    haystack: Iterable[Passage],
+    training_positives: Set[str],
+) -> tuple[int, int, int]:
     """Write the records of dev or test to a new BEIR folder, whose split is called ``test``.
 
     Every document that is a copy of a positive of a query is relevant to the query. For a positive
     without such a document, documents with the same words are its copies: those that differ only in
     punctuation or in tags of HTML. Positives without any copy in the haystack are added to it.
 
+    Args:
+        training_positives: the normalised positives of training, see `_write_kinds`.
+
     Returns:
-        The number of documents, and how many of them are positives that the haystack lacked.
+        The number of documents, how many of them are positives that the haystack lacked, and the
+        number of known queries.
     """
     positives: dict[str, str] = {}
     for record in records:
@@ -667,7 +849,10 @@ def write_beir(
 
     qrels_lines = [f"{query_id}\t{document_id}\t1\n" for query_id, document_id in judgements]
     _write_beir_files(folder, documents, dict(queries.values()), qrels_lines)
-    return len(documents), num_added
+    qrels: dict[str, dict[str, int]] = {}
+    for query_id, document_id in judgements:
+        qrels.setdefault(query_id, {})[document_id] = 1
+    return len(documents), num_added, _write_kinds(folder, qrels, documents, training_positives)
 
 
 def _write_beir_files(
@@ -684,6 +869,43 @@ def _write_beir_files(
         query_lines.append(json.dumps({"_id": query_id, "text": text}) + "\n")
     write_text(folder / "queries.jsonl", query_lines)
     write_text(folder / "qrels" / "test.tsv", [QRELS_HEADER, *qrels_lines])
+
+
+def _write_kinds(
+    folder: Path,
+    qrels: Mapping[str, Mapping[str, int]],
+    documents: Iterable[Passage],
+    training_positives: Set[str],
+) -> int:
+    """Write the judgements of known and of new queries as two splits, if there are both.
+
+    A query is known if all its relevant documents are copies of positives of training queries.
+
+    Returns:
+        The number of known queries.
+    """
+    relevant_ids: dict[str, set[str]] = {}
+    for query_id, judgements in qrels.items():
+        relevant_ids[query_id] = {name for name, grade in judgements.items() if grade > 0}
+    all_ids = set().union(*relevant_ids.values())
+    relevant = {document.id: document for document in documents if document.id in all_ids}
+    known_texts = _add_copies(training_positives, relevant.values())
+    known_ids = {
+        name for name, document in relevant.items() if normalise(document.passage) in known_texts
+    }
+    lines: dict[str, list[str]] = {"known": [], "new": []}
+    num_known = 0
+    for query_id, judgements in qrels.items():
+        ids = relevant_ids[query_id] & relevant.keys()
+        is_known = len(ids) > 0 and ids <= known_ids
+        num_known += is_known
+        for document_id, grade in judgements.items():
+            line = f"{query_id}\t{document_id}\t{grade}\n"
+            lines["known" if is_known else "new"].append(line)
+    if 0 < num_known < len(qrels):
+        for kind in lines:
+            write_text(folder / "qrels" / f"{kind}.tsv", [QRELS_HEADER, *lines[kind]])
+    return num_known
 
 
 def copy_test(test: BeirDataset, folder: Path) -> None:

@@ -31,7 +31,14 @@ from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_querie
 from contaccum.data.near_duplicates import find_near_duplicates, group_queries
 from contaccum.data.records import parse_columns, read_records
 from contaccum.data.rows import RecordReport, passage_text
-from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, Split, read_split, write_part
+from contaccum.data.split import (
+    CORPUS_FILE,
+    TRAIN_FILE,
+    Future,
+    Split,
+    read_split,
+    write_part,
+)
 from contaccum.defaults import DEFAULT_GUARD_LOSS, DEFAULT_MODEL, DEFAULT_WEIGHTS
 from contaccum.distributed import world_size
 from contaccum.encoders.dual_encoder import DualEncoder
@@ -183,6 +190,7 @@ def fit(
     min_score: float | None = None,
     dev: float | None = None,
     test: float | None = None,
+    future: Future | None = None,
     guard: AnyPath | Sequence[AnyPath] | None = None,
     guard_loss: float = DEFAULT_GUARD_LOSS,
     curve: bool = False,
@@ -207,6 +215,9 @@ def fit(
             a list of words "role=name".
         min_score: the least score or label of a pair that is a match, for scored pairs.
         dev, test: the sizes of the held-out sets: a number of queries, or a share below 1.
+        future: "known" to hold out queries about passages that training has seen, "new" for
+            passages that it has not seen, "both" for half of each; None: "both" if the data have
+            enough passages with several queries, else "new".
         guard: BEIR folders or public names of other data. The trained model is then merged with the
             base model so that it loses at most ``guard_loss`` nDCG@10 on each of them.
         guard_loss: see ``guard``.
@@ -231,6 +242,7 @@ def fit(
         on_bad_record=on_bad_record,
         dev=dev,
         test=test,
+        future=future,
         min_score=min_score,
     )
     folder = Path(output).expanduser().absolute()

@@ -25,6 +25,7 @@ from contaccum.data.split import (
     CORPUS_FILE,
     FEW_TEST_QUERIES,
     TRAIN_FILE,
+    Future,
     Split,
     SplitSettings,
     read_split,
@@ -69,11 +70,12 @@ class Pairs:
         corpus: the documents in which dev and test queries are searched; None: the held-out
             passages and a sample of the others.
         data_format, columns, on_bad_record: how the pairs are read, as in `contaccum train`.
-        dev, test: the sizes of the held-out sets; see `SplitSettings`.
+        dev, test, future: the sizes of the held-out sets, and the documents of their queries; see
+            `SplitSettings`.
         min_score: the least score or label of a pair that is a match; see `read_records`.
 
     Raises:
-        ConfigError: for sizes out of range.
+        ConfigError: for a size or a ``future`` that does not exist.
     """
 
     path: Path
@@ -83,10 +85,11 @@ class Pairs:
     on_bad_record: Literal["stop", "skip"] = "stop"
     dev: float | None = None
     test: float | None = None
+    future: Future | None = None
     min_score: float | None = None
 
     def __post_init__(self) -> None:
-        SplitSettings(self.dev, self.test)
+        SplitSettings(self.dev, self.test, future=self.future)
 
     def describe(self, output: Path) -> dict[str, Any]:
         """Return everything that decides the split, with hashes of the files.
@@ -136,7 +139,7 @@ class Pairs:
         pairs = RecordSource(
             self.path, self.data_format, columns=self.columns, min_score=self.min_score
         )
-        settings = SplitSettings(self.dev, self.test, fold=fold)
+        settings = SplitSettings(self.dev, self.test, fold=fold, future=self.future)
         split_data(pairs, folder, settings, self.corpus, report, show_progress, stores_records=True)
         lines = [f"{self.path}: {pairs.describe_first_record()}"]
         if report.reported:
@@ -150,7 +153,7 @@ class Pairs:
             ConfigError: if options are set that only apply to data which are not split yet.
             DataError: if the record of the split cannot be read.
         """
-        for name in ("corpus", "dev", "test", "data_format", "columns", "min_score"):
+        for name in ("corpus", "dev", "test", "future", "data_format", "columns", "min_score"):
             if getattr(self, name) is not None:
                 raise ConfigError(
                     f"{name} is set, but {self.path} is a split already: drop it, or give the pairs"
@@ -172,14 +175,9 @@ class Pairs:
         Args:
             split: the first split.
         """
-        # A BEIR folder may have a test set of its own, which is then used.
-        has_test_set = any(self.path.glob("qrels/test.tsv*"))
-        is_fixed = self.is_split or split.test == 0 or split.held_out_by == "query" or has_test_set
-        if split.test >= FEW_TEST_QUERIES or is_fixed:
+        if self.is_split:
             return 1
-        needed = math.ceil(FEW_TEST_QUERIES / split.test)
-        possible = split.available // split.test
-        return max(1, min(MAX_FOLDS, needed, possible))
+        return min(MAX_FOLDS, math.ceil(FEW_TEST_QUERIES / split.test), split.folds)
 
 
 def encode_corpus(

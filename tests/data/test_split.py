@@ -170,7 +170,8 @@ def planted(tmp_path_factory) -> tuple[Path, list[dict[str, str]]]:
     """Return a folder with a split of claims with repeats, and the records of the claims."""
     folder = tmp_path_factory.mktemp("planted")
     records = make_claims_with_repeats()
-    split_data(RecordSource(write_lines(folder / "pairs.jsonl", records)), folder / "split")
+    pairs = RecordSource(write_lines(folder / "pairs.jsonl", records))
+    split_data(pairs, folder / "split", SplitSettings(future="new"))
     return folder, records
 
 
@@ -193,7 +194,7 @@ def test_no_text_is_on_two_sides(planted):
 def test_the_same_records_in_another_order_give_the_same_split(planted, tmp_path):
     folder, records = planted
     pairs = write_lines(tmp_path / "pairs.jsonl", list(reversed(records)))
-    split = split_data(RecordSource(pairs), tmp_path / "split")
+    split = split_data(RecordSource(pairs), tmp_path / "split", SplitSettings(future="new"))
     assert split.fingerprint == read_split(folder / "split").fingerprint
     sides_of_reversed = read_texts_by_side(tmp_path / "split")
     sides_of_original = read_texts_by_side(folder / "split")
@@ -203,11 +204,123 @@ def test_the_same_records_in_another_order_give_the_same_split(planted, tmp_path
         ):
             assert set(map(normalise_text, texts)) == set(map(normalise_text, texts_of_original))
 
-    other = split_data(RecordSource(pairs), tmp_path / "other", SplitSettings(seed=1))
+    settings = SplitSettings(seed=1, future="new")
+    other = split_data(RecordSource(pairs), tmp_path / "other", settings)
     assert other.fingerprint != split.fingerprint
     sides_of_other_seed = read_texts_by_side(tmp_path / "other")
     test_queries = set(sides_of_reversed["test"].queries)
     assert set(sides_of_other_seed["test"].queries) != test_queries
+
+
+def make_questions_about_passages() -> list[dict[str, object]]:
+    """Return three questions about each of 100 passages, and near-copies of every fifteenth one.
+
+    Each of these has a near-copy, about another passage, which has a near-copy itself. The negative
+    of a record is a near-copy of the question of another one.
+    """
+    generator = random.Random(0)
+    passages = [make_claim(generator, 30) for _ in range(100)]
+    records: list[dict[str, object]] = []
+    for number in range(300):
+        query = make_claim(generator)
+        forms = [query, f"{query} indeed", f"so {query} indeed"]
+        for form in forms if number % 15 == 0 else forms[:1]:
+            is_copy = form == forms[1]
+            passage = passages[number // 3 ^ is_copy]  # passages are linked in twos
+            records.append({"query": form, "positive": passage, "negatives": [f"{query}, now"]})
+    negatives = [record["negatives"] for record in records]
+    for record, others in zip(records, negatives[7:] + negatives[:7], strict=True):
+        record["negatives"] = others
+    return records
+
+
+@pytest.mark.parametrize("has_corpus", [False, True])
+@pytest.mark.parametrize(("future", "known_share"), [("known", 1.0), ("both", 0.5), (None, 0.5)])
+def test_no_query_is_on_two_sides_whatever_documents_are_known(
+    tmp_path, future, known_share, has_corpus
+):
+    records = make_questions_about_passages()
+    corpus = None
+    if has_corpus:
+        rows = []
+        for number, record in enumerate(records):
+            rows.append({"_id": f"q{number}", "title": "Asked", "text": record["negatives"][0]})
+            rows.append({"_id": f"p{number}", "title": f"{number}", "text": record["positive"]})
+        corpus = write_lines(tmp_path / "corpus.jsonl", rows)
+    pairs = RecordSource(write_lines(tmp_path / "pairs.jsonl", records))
+    split = split_data(pairs, tmp_path / "split", SplitSettings(future=future), corpus)
+    sides = read_texts_by_side(tmp_path / "split")
+    assert_no_near_copies_between_sides(sides, "queries")
+    held_out = sides["dev"].queries + sides["test"].queries
+    negatives = set(collect_training_negatives(tmp_path / "split"))
+    for query in held_out:
+        assert f"{query.removeprefix('so ').removesuffix(' indeed')}, now" not in negatives
+    assert len(negatives) > 100
+    assert split.train + split.dev + split.test == len(records)
+
+    passages_of_query: dict[str, set[str]] = {}
+    for record in records:
+        passages_of_query.setdefault(record["query"], set()).add(record["positive"])
+    training_passages = set(sides["train"].passages)
+    for side, size, total in (("dev", split.dev, 0.1), ("test", split.test, 0.2)):
+        assert size == pytest.approx(total * len(records), abs=8)
+        queries = sides[side].queries
+        is_known = [passages_of_query[query] <= training_passages for query in queries]
+        is_new = [passages_of_query[query].isdisjoint(training_passages) for query in queries]
+        assert sum(is_known) == split.known[side] == pytest.approx(known_share * size, abs=5)
+        assert sum(is_new) == size - split.known[side]
+        kinds = {}
+        if future != "known":
+            for kind in ("known", "new"):
+                kinds[kind] = load_beir_folder(tmp_path / "split" / side, kind)
+            assert len(kinds["known"].qrels) == split.known[side]
+            whole = load_beir_folder(tmp_path / "split" / side)
+            assert kinds["known"].qrels | kinds["new"].qrels == whole.qrels
+            for query in kinds["known"].queries.values():
+                assert passages_of_query[query] <= training_passages
+
+    shuffled = write_lines(tmp_path / "shuffled.jsonl", list(reversed(records)))
+    settings = SplitSettings(future=future)
+    again = split_data(RecordSource(shuffled), tmp_path / "again", settings, corpus)
+    assert again.fingerprint == split.fingerprint
+    for side, texts in read_texts_by_side(tmp_path / "again").items():
+        assert sorted(texts.queries) == sorted(sides[side].queries)
+
+
+@pytest.mark.parametrize("future", ["known", "both"])
+def test_known_test_queries_of_folds_are_disjoint(tmp_path, future):
+    """Their passages are in training in each fold."""
+    pairs = RecordSource(write_lines(tmp_path / "p.jsonl", make_questions_about_passages()))
+    tested: list[str] = []
+    for fold in range(3):
+        settings = SplitSettings(dev=20, test=60, fold=fold, future=future)
+        split = split_data(pairs, tmp_path / str(fold), settings)
+        assert split.known["test"] >= (60 if future == "known" else 30)
+        assert split.folds >= 3
+        sides = read_texts_by_side(tmp_path / str(fold))
+        assert not set(sides["dev"].queries) & set(sides["test"].queries)
+        tested += sides["test"].queries
+    assert len(tested) >= 180
+    assert len(set(tested)) == len(tested)
+    with pytest.raises(ConfigError, match=f"folds 0 to {split.folds - 1}"):
+        settings = SplitSettings(dev=20, test=60, fold=split.folds, future=future)
+        split_data(pairs, tmp_path / "last", settings)
+
+
+def test_a_query_is_new_if_no_other_query_has_its_passage(tmp_path):
+    pairs = make_pairs(60)
+    for pair in pairs[:8]:
+        pair["positive"] = pairs[0]["positive"]  # one passage with eight queries, one of them known
+    source = RecordSource(write_lines(tmp_path / "pairs.jsonl", pairs))
+    assert split_data(source, tmp_path / "default").known == {"dev": 0, "test": 0}
+    split = split_data(source, tmp_path / "both", SplitSettings(future="both"))
+    assert split.known == {"dev": 2, "test": 4}
+    assert split.dev + split.test == 18
+    with pytest.raises(DataError, match=r"cannot hold out 18 .* on known documents: 7 have only"):
+        split_data(source, tmp_path / "known", SplitSettings(future="known"))
+    known = split_data(source, tmp_path / "small", SplitSettings(dev=2, test=4, future="known"))
+    assert known.known == {"dev": 2, "test": 4}
+    assert "2 dev and 4 test queries on known documents" in known.summary()
 
 
 def test_a_held_out_set_is_searched_among_other_passages_too(planted):
@@ -523,9 +636,10 @@ def test_a_held_out_query_is_no_passage_of_training_if_only_queries_are_held_out
     folder = write_beir(tmp_path / "beir", documents, queries, qrels)
     write_qrels(folder / "qrels" / "test.tsv", test_qrels)
     split = split_data(RecordSource(folder), tmp_path / "split", SplitSettings(dev=20))
-    assert split.held_out_by == "query"
     assert split.left_out == 1
     sides = read_texts_by_side(tmp_path / "split")
+    is_known = [queries[f"q{number}"] in sides["train"].queries for number in range(40)]
+    assert split.known["test"] == sum(is_known) > 0
     assert queries["q0"] not in sides["train"].queries
     for side in ("train", "dev"):
         assert (queries["q1"] in sides[side].queries) == (queries["q59"] in sides[side].queries)
@@ -561,7 +675,7 @@ def test_a_beir_folder_keeps_its_test_set(tmp_path):
     split = split_data(RecordSource(folder), tmp_path / "split")
     assert split.test == 10
     assert split.left_out == 1
-    assert split.held_out_by == "passage"
+    assert split.known == {"dev": 0, "test": 0}
     published_test = load_beir_folder(folder, "test")
     assert load_beir_folder(tmp_path / "split" / "test").qrels == published_test.qrels
     sides = read_texts_by_side(tmp_path / "split")
@@ -574,8 +688,9 @@ def test_sizes_and_corpus_do_not_replace_the_test_set_of_a_beir_folder(tmp_path)
     documents, queries, qrels = make_judged_claims(60)
     folder = write_beir(tmp_path / "beir", documents, queries, qrels[:50])
     write_qrels(folder / "qrels" / "test.tsv", qrels[50:])
-    with pytest.raises(ConfigError, match="its own test set and corpus stay as they are"):
-        split_data(RecordSource(folder), tmp_path / "again", SplitSettings(test=0.1))
+    for settings in (SplitSettings(test=0.1), SplitSettings(future="both")):
+        with pytest.raises(ConfigError, match="its own test set and corpus stay as they are"):
+            split_data(RecordSource(folder), tmp_path / "again", settings)
     other = write_lines(tmp_path / "other.jsonl", [{"_id": "1", "text": "another document"}])
     with pytest.raises(ConfigError, match="its own test set and corpus stay as they are"):
         split_data(RecordSource(folder), tmp_path / "again", corpus=other)
@@ -698,7 +813,7 @@ def test_training_corpus_lacks_what_only_held_out_queries_need(tmp_path):
 def test_dev_is_held_out_as_the_test_set_of_scifact_is(tmp_path):
     """Its test claims share abstracts with training claims, so dev claims must do so too."""
     split = split_data(RecordSource(SHIPPED), tmp_path / "split")
-    assert split.held_out_by == "query"
+    assert split.known["test"] == 129
     assert split.test == 300
     sides = read_texts_by_side(tmp_path / "split")
     assert_no_near_copies_between_sides(sides, "queries")
@@ -710,7 +825,7 @@ def test_dev_is_held_out_as_the_test_set_of_scifact_is(tmp_path):
 def test_the_command_prints_the_sizes_and_train_reads_the_split(tmp_path, capsys):
     pairs = write_lines(tmp_path / "pairs.jsonl", make_pairs(200))
     assert main(["split", str(pairs), str(tmp_path / "split"), "--no_progress"]) == 0
-    sizes = "held out: 20 dev and 40 test queries, split by passage; 140 queries to train on"
+    sizes = "held out: 20 dev and 40 test queries on new documents (too few passages have several"
     output = capsys.readouterr().out
     assert sizes in output
     record = make_pairs(200)[0]
@@ -756,9 +871,9 @@ def test_an_empty_side_is_refused(sizes, fold, empty_side):
         num_near_duplicates=0,
     )
     with pytest.raises(DataError, match=f"{empty_side} would be empty.*raise --{empty_side}"):
-        choose_sides("pairs.jsonl", grouping, sizes, SplitSettings(fold=fold))
+        choose_sides("pairs.jsonl", grouping, groups, sizes, fold)
     larger_sizes = {**sizes, empty_side: 24}
-    sides = choose_sides("pairs.jsonl", grouping, larger_sizes, SplitSettings(fold=fold))
+    sides = choose_sides("pairs.jsonl", grouping, groups, larger_sizes, fold)
     assert set(sides.values()) == {"train", "dev", "test"}
 
 
@@ -782,6 +897,8 @@ def test_queries_that_share_a_passage_or_nearly_a_text_are_one_group(tmp_path):
         ([{"query": "a"}], [], [], "missing positive"),
         (make_pairs(40), [], ["--dev=1.5"], "dev=1.5"),
         (make_pairs(40), [], ["--test=0"], "test=0"),
+        (make_pairs(40), [], ["--future=past"], "--future"),
+        (make_pairs(40), [], ["--future=known"], "on known documents: 0 have only"),
         (make_pairs(40), [], ["--dev=20", "--test=20"], "leave none to train on"),
         (make_pairs(40), [{"_id": "a\tb", "text": "a text"}], [], "a tab"),
         (make_pairs(40), [{"_id": "1", "text": text} for text in "ab"], [], "twice"),

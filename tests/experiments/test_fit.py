@@ -795,7 +795,7 @@ def test_a_popular_passage_leaves_fewer_splits(tmp_path):
     source = Pairs(write_lines(tmp_path / "pairs.jsonl", pairs))
     source.hold_out(tmp_path / "0")
     split = read_split(tmp_path / "0")
-    assert (split.test, split.available) == (40, 100)
+    assert (split.test, split.folds) == (40, 2)
     assert source.count_folds(split) == 2
     source.hold_out(tmp_path / "1", fold=1)
 
